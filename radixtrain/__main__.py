@@ -114,6 +114,9 @@ def _run_program(arguments: list[str]) -> int:
 
 
 def _run(typed: list[str]) -> int:
+    from radixtrain.screen import guard_logs  # here, since --help needs no imports that take time
+
+    guard_logs()
     share_cores(os.environ)
     given: list[tuple[str, Any]] = []
     try:
@@ -125,7 +128,7 @@ def _run(typed: list[str]) -> int:
         from jsonargparse import ArgumentError
 
         from radixtrain.commands.messages import usage_message
-        from radixtrain.commands.yaml_text import guard_jsonargparse
+        from radixtrain.yaml_text import guard_jsonargparse
     except UserError as error:
         return 1 if launcher_env().is_silent else _fail(error, given)
     if typed == sys.argv[1:]:
@@ -166,8 +169,10 @@ def _no_command(name: str) -> str:
 def _fail(error: UserError, given: Sequence[tuple[str, Any]] = (), code: int | None = None) -> int:
     """The only place where a command's error is printed, without the secrets of what was typed."""
     from radixtrain.redaction import masked_message
+    from radixtrain.screen import printable
 
-    sys.stderr.write(f"error: {masked_message(str(error), given)}\n")
+    line = printable(masked_message(str(error), given)).replace("\n", "\\n")
+    sys.stderr.write(f"error: {line}\n")
     return code or (2 if isinstance(error, UsageError) else 1)
 
 

@@ -1,7 +1,12 @@
 """Errors that a user can fix: the command line prints one line and exits with code 1, or 2 for a `UsageError`."""
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
+
+logger = logging.getLogger(__name__)
+_told: set[str] = set()
 
 TRAIN_WITHOUT_SHARING = "train it without sharing (fit: dedup: false)"
 
@@ -38,6 +43,20 @@ class Stopped(BaseException):
 
 class EndedElsewhere(Exception):
     """Another process of this run has ended with an error, and reports it. This one ends too, and prints nothing."""
+
+
+@contextmanager
+def only_warns(failed: str, kind: type[Exception] = OSError) -> Iterator[None]:
+    """Around what a run does beside its result: an error there is a warning, once a process, and the run goes on.
+
+    failed: what did not happen, for the warning. kind: of errors, OSError or Exception.
+    """
+    try:
+        yield
+    except kind as error:
+        if failed not in _told:
+            _told.add(failed)
+            logger.warning("%s (%s: %s); the run goes on", failed, type(error).__name__, first_line(error))
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:

@@ -17,7 +17,7 @@ from radixtrain.errors import UserError
 MASK = "***"
 # Names of keys, and the ends of longer ones after a `_`: `db_password`, `hf_token`.
 NAMES = (
-    r"token|secrets?|pass|passw(?:or)?ds?|passphrase|passcode|pwd|pin|pat|credentials?|creds|authorization|auth|bearer"
+    r"token|secrets?|pass|passw(?:or)?ds?|passphrase|passcode|pwds?|pws?|psw|pin|pat|credentials?|creds|authorization|auth|bearer"
     r"|cookies?|dsn|webhook|jwt|otp|totp|mfa|sas|csrf|xsrf|sid|mnemonic|seed_phrase|signature|netrc|kubeconfig|pem"
     r"|(?:connection|conn)_?(?:string|str|uri|url)|(?:database|db|redis|mongo|postgres|amqp|broker|webhook)_?(?:url|uri)"
     r"|session_?(?:id|key)|(?:api|access)_?(?:keys|tokens)|(?:api|access|secret|private)key|service_account(?:_json)?"
@@ -42,19 +42,29 @@ SECRET_TEXT = re.compile(
     # A secret of AWS: upper, lower and digits, and no word in it.
     | (?<![\w/+=.-])(?=\S{0,39}[A-Z])(?=\S{0,39}[a-z])(?=\S{0,39}\d)(?!\S{0,32}[a-z]{8})[A-Za-z0-9/+]{40}(?![\w/+=.-])
     | -----BEGIN[ ][A-Z ]*PRIVATE[ ]KEY[A-Z ]*-----[\s\S]*?(?:-----END[ ][A-Z ]*-----|\Z)
-    | (?<=:/)[^/\s]+(?=@) | (?<=://)[^/\s]+(?=@)              # user:password@ of an address, also as a path
+    | (?i:(?<=authorization:[ ]token[ ]))[\w.~+/=-]+
     | (?i:(?<=bearer[ ]))[\w.~+/=-]{8,} | (?i:(?<=basic[ ]))(?=\w+[A-Z0-9=])[\w+/]{8,}={0,2}
     """,
     re.VERBOSE,
 )
 SHORTEST = 4
-# Inside of a text, such as the query of an address or a connection string: `...?token=abc&x=1`, `password=abc;`.
-ASSIGNED = re.compile(
-    rf"(?i)((?<![a-z])(?:[\w-]*[_-])?(?:{NAMES}|sig|(?:api|access|secret|account)[_-]?key|sharedaccesskey)=)"
-    r"[^&;\s\"']+"
+# Inside of a text: the query of an address (`?token=abc&x=1`), a connection string (`password=abc;`), `api_key = "x"`,
+# `password: 'x y'`. Possessive, and each name is looked at once: the time is linear in the text.
+ASSIGNMENT = re.compile(r"(?<![\w-])([\w-]++)[\"']?[ \t]*+(:=|=>|[:=])[ \t]*+")
+IN_TEXT = re.compile(
+    rf"(?:^|_)(?:{NAMES}|sig|(?:api|access|secret|account|private|encryption|signing|master|service|storage|ssh)_?key)$"
 )
-# In a message: YAML that is not whole.
-QUOTED = re.compile(rf"(?i)([{{,]\s*[\"']?(?:[\w-]*[_-])?(?:{NAMES}|\w+key)[\"']?\s*[:=]\s*)[^\s,}}\]]+")
+# Ordinary words: in a text, what follows one is a secret if it stands close to a `=`, or in quotes.
+WORDS = re.compile(
+    r"token|secrets?|pass|pin|pat|credentials|authorization|auth|bearer|cookies?|sas|sid|signature|sig|dsn|jwt|otp|key"
+    r"|webhook|pem"
+)
+VALUES = {
+    "quoted": re.compile(r"(?P<quote>[\"'])(?:(?!(?P=quote))[^\\\n]|\\.)++"),
+    "close": re.compile(r"[^&;\s\"']++"),
+    "in a list": re.compile(r"[^\s,}\]]++"),
+    "spaced": re.compile(r"[^\n,;&}\]\"']++"),
+}
 
 
 def masked(value: Any, name: str = "") -> Any:
@@ -75,7 +85,7 @@ def masked_message(message: str, given: Sequence[tuple[str, Any]]) -> str:
     secrets = {each for value, name in values for each in _secrets(value, masked(value, name))}
     for secret in sorted(secrets, key=len, reverse=True):
         message = message.replace(secret, MASK)
-    return str(masked(QUOTED.sub(rf"\1{MASK}", message)))
+    return str(masked(_without_assigned(message, is_message=True)))
 
 
 def masked_arguments(arguments: Sequence[str]) -> list[str]:
@@ -112,7 +122,50 @@ def _masked(value: Any, is_secret: bool, name: str) -> Any:
     if isinstance(value, int | float):
         return MASK if is_secret and _words(name) not in COUNTED else value
     text = str(value)
-    return MASK if is_secret and text else ASSIGNED.sub(rf"\1{MASK}", SECRET_TEXT.sub(MASK, text))
+    return MASK if is_secret and text else _without_assigned(SECRET_TEXT.sub(MASK, _without_users(text)))
+
+
+def _without_users(text: str) -> str:
+    """Without `user:password@` of an address, also as a path; a password may have `/` and `@` in it."""
+    return re.sub(r"\S++", lambda word: _without_user(word[0]) if "@" in word[0] else word[0], text)
+
+
+def _without_user(word: str) -> str:
+    parts = re.split(r"(:/{1,2})", word)
+    for place, part in enumerate(parts[2::2], start=1):
+        user, at, host = part.rpartition("@")
+        has_password = re.match(r"[^/:@?#]*:(?!\d*(?:[/?#]|$))", user)  # no port
+        if at and user and ("/" not in user or has_password):
+            parts[2 * place] = f"{MASK}@{host}"
+    return "".join(parts)
+
+
+def _without_assigned(text: str, is_message: bool = False) -> str:
+    """Without what follows the name of a secret and `=` or `:`. is_message: it may hold YAML that is not whole."""
+    shown, end = [], 0
+    for found in ASSIGNMENT.finditer(text):
+        if found.start() >= end and (value := _assigned_in(text, found, is_message)):
+            quote = value[0][:1] if value[0][:1] in "\"'" else ""
+            shown += [text[end : found.end()], quote, MASK]
+            end = value.end()
+    return "".join([*shown, text[end:]])
+
+
+def _assigned_in(text: str, name: re.Match[str], is_message: bool) -> re.Match[str] | None:
+    """The value that follows, if it is a secret."""
+    words = _words(name[1])
+    is_in_list = is_message and text[max(0, name.start() - 8) : name.start()].rstrip(" \"'")[-1:] in ("{", ",")
+    is_named = IN_TEXT.search(words) is not None or (is_in_list and words.endswith("key"))
+    if not is_named or OF_TEXT.search(words) is not None:
+        return None
+    if text[name.end() : name.end() + 1] in ("'", '"'):
+        return VALUES["quoted"].match(text, name.end())
+    if name[0].endswith("="):
+        return VALUES["close"].match(text, name.end())
+    if is_in_list:
+        return VALUES["in a list"].match(text, name.end())
+    is_path = text[max(0, name.start() - 1) : name.start()] in ("/", "\\")  # `/etc/passwd: no such file`
+    return None if is_path or WORDS.fullmatch(words) else VALUES["spaced"].match(text, name.end())
 
 
 def _masked_text(text: str, key: str) -> str:

@@ -218,6 +218,11 @@ TABLE: dict[str, dict[str, str]] = {
             "says whether experts can run as a loop, which float64 needs"
         ),
     },
+    "radixtrain/training/trainer.py": {
+        "lightning.pytorch.Trainer._checkpoint_connector._restore_modules_and_callbacks": (
+            "takes over weights and callbacks of a checkpoint; wrapped, so that one that does not fit ends in one line"
+        ),
+    },
     "radixtrain/verification/oracle.py": {
         "transformers.PretrainedConfig._attn_implementation": "names the attention of a model",
         "transformers.PretrainedConfig._experts_implementation": "names how experts run, and sets it back",

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from radixtrain.errors import only_warns
+
 PARTIAL, REPLACED = "partial", "replaced"
 AT_FDCWD, EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
 NOT_EXCHANGED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM}  # a system or a disk that cannot
@@ -39,19 +41,27 @@ def writing(target: Path) -> Iterator[Path]:
     except BaseException:
         delete(staging)
         raise
-    delete(staging)  # the previous target, if they were exchanged
-    delete(_beside(target, REPLACED))
+    with only_warns(f"what {target} has replaced cannot be deleted"):
+        delete(staging)  # the previous target, if they were exchanged
+        delete(_beside(target, REPLACED))
 
 
 @contextmanager
 def writing_file(target: Path) -> Iterator[Path]:
-    """The same for a file that can be made again, so nothing waits for the disk: a name beside it to write to."""
-    staging = _beside(target, PARTIAL)
+    """The same for a file that can be made again, so nothing waits for the disk: an empty file beside it to fill."""
+    staging = new_file(_beside(target, PARTIAL))
     try:
         yield staging
         os.replace(staging, target)
     finally:
         staging.unlink(missing_ok=True)
+
+
+def new_file(path: Path) -> Path:
+    """The path, where there is an empty file now. Others may write to the folder: no link of theirs is followed."""
+    path.unlink(missing_ok=True)
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+    return path
 
 
 def remove(target: Path) -> None:
@@ -88,9 +98,9 @@ def tidy_leftovers(folder: Path) -> None:
     for path in list(folder.glob(".*")):
         if path.suffix == f".{REPLACED}":
             recover(_shown(path))
-            delete(path)
-        elif path.suffix == f".{PARTIAL}":
-            delete(path)
+        if path.suffix in (f".{REPLACED}", f".{PARTIAL}"):
+            with only_warns(f"what a killed run left in {folder} cannot be deleted"):
+                delete(path)
 
 
 def sync_folder(folder: Path) -> None:

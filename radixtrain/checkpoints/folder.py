@@ -87,8 +87,11 @@ def read_checkpoint(path: Path, leave_out: Collection[str] = (), in_memory: bool
 def read_settings(path: Path) -> dict[str, Any]:
     """The settings of the run that wrote a checkpoint, under the keys of `read_checkpoint`; no other file is read."""
     skeleton = _skeleton(path)
-    found = {key: skeleton.get(key, {}) for key in ("hyper_parameters", "datamodule_hyper_parameters")}
-    found["radixtrain"] = {"settings": skeleton.get("radixtrain", {}).get("settings", {})}
+    found = {key: skeleton.get(key, {}) for key in ("hyper_parameters", "datamodule_hyper_parameters", "radixtrain")}
+    for key, value in found.items():
+        if not isinstance(value, dict):
+            raise DamagedCheckpoint(path, SKELETON, f"holds no settings of a run: {key} is no dictionary")
+    found["radixtrain"] = {"settings": found["radixtrain"].get("settings", {})}
     return _read(path, SKELETON, lambda _: unpack(Packed(found, {})))
 
 

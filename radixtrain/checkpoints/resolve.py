@@ -9,10 +9,10 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from radixtrain.checkpoints.atomic import remove, standing, sync_folder
+from radixtrain.checkpoints.atomic import new_file, remove, standing, sync_folder
 from radixtrain.checkpoints.folder import verify_checkpoint
 from radixtrain.checkpoints.manifest import DamagedCheckpoint, Manifest, checkpoints_in, committed, is_checkpoint
-from radixtrain.errors import UserError
+from radixtrain.errors import UserError, only_warns
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,8 @@ def prune(folder: Path, limit: int, keep: Path | None = None) -> None:
     kept = keep and keep.resolve()
     ours = [path for _, path in committed(Path(folder)) if OURS.fullmatch(path.name) and path.resolve() != kept]
     for path in reversed(ours[limit:]):
-        remove(path)
+        with only_warns(f"old checkpoints of {folder} cannot be deleted"):
+            remove(path)
 
 
 def point(folder: Path, name: str, target: Path) -> None:
@@ -136,6 +137,6 @@ def point(folder: Path, name: str, target: Path) -> None:
     try:
         new.symlink_to(relative)
     except (NotImplementedError, PermissionError):
-        new.write_text(f"{relative}\n", encoding="utf-8")
+        new_file(new).write_text(f"{relative}\n", encoding="utf-8")
     new.replace(folder / name)
     sync_folder(folder)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from radixtrain import __version__
 from radixtrain.cores import WAITING, num_cores
 from radixtrain.errors import UserError, bytes_text, first_line
+from radixtrain.screen import printable
 from radixtrain.versions import FIT, OLDEST, OLDEST_OPTIONAL, WHY, installed, is_older
 
 WIDTH = 24  # of the names
@@ -56,7 +57,7 @@ def doctor(json: bool = False) -> None:
         entries = [finding._asdict() for finding in found]
         print(json_format.dumps({"can_train": not blocking, "findings": entries}, indent=2))  # noqa: T201
     else:
-        print(_text(found))  # noqa: T201
+        print(printable(_text(found)))  # noqa: T201
     if blocking:
         told = "; ".join(f"{each.name} {each.value}: {each.problem}: {each.fix}" for each in blocking)
         raise UserError(f"training cannot run here: {told}")

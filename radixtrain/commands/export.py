@@ -15,6 +15,7 @@ from radixtrain.commands.hub import check_hub, push
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
+from radixtrain.training.fault_tolerance.failures import restoring
 from radixtrain.training.fault_tolerance.run_folder import locked_model
 from radixtrain.training.fault_tolerance.run_state import load_weights, read_checkpoint
 from radixtrain.training.module import RadixModule
@@ -54,10 +55,12 @@ def export(
         if ckpt_path in ("last", "best"):
             raise UserError(f"ckpt_path {ckpt_path}: of which run? write RUN/checkpoints/{ckpt_path}")
         checkpoint = read_checkpoint(ckpt_path)
-        module = _restored(checkpoint)
-        assert module.model is not None
-        tokenizer = load_tokenizer(module.hparams.model_name_or_path, chat_template_path)
-        folder = save_hf_folder(module.model, tokenizer, output_dir, _documents(checkpoint, tokenizer))
+        with restoring(ckpt_path):
+            module = _restored(checkpoint)
+            assert module.model is not None
+            tokenizer = load_tokenizer(module.hparams.model_name_or_path, chat_template_path)
+            documents = _documents(checkpoint, tokenizer)
+        folder = save_hf_folder(module.model, tokenizer, output_dir, documents)
         if push_to_hub:
             push(folder, hub_model_id or Path(output_dir).resolve().name, hub_private_repo)
         return folder
@@ -99,8 +102,11 @@ def export_run(trainer: Any, module: Any, data: Any, summary: RunSummary, output
     """
     results = summary.choose_weights(trainer, module)
     tokenizer = load_tokenizer(data.hparams.model_name_or_path, data.hparams.chat_template_path)
+    config = _written_config(trainer)
+    if prompt := data.encoder().system_prompt:
+        config["data"]["system_prompt"] = prompt  # the text: the folder names no file outside of itself
     texts = card_and_settings(
-        _written_config(trainer),
+        config,
         results,
         {"rows": str(data.reports["train"])},
         has_chat_template=tokenizer.chat_template is not None,

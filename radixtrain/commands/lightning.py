@@ -112,7 +112,8 @@ class RadixCLI(LightningCLI):
         """Parse again, after the keys of its run, if what is evaluated is a model that was trained here."""
         command = self.config.subcommand
         before = self.config[command]
-        found = defaults_of_model(before.model.model_name_or_path) if command in EVALUATING else {}
+        given = before.get("data.system_prompt")
+        found = defaults_of_model(before.model.model_name_or_path, given) if command in EVALUATING else {}
         if not found:
             return
         keys = [f"--{name}={each if isinstance(each, str) else json.dumps(each)}" for name, each in found.items()]

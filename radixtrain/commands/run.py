@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 
 from radixtrain.errors import UsageError
 from radixtrain.plugins.from_pretrained import LoadedModel
+from radixtrain.screen import printable
 
 PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 NOTHING_LOADED = (
@@ -35,7 +36,7 @@ def run(arguments: Sequence[str]) -> int:
         }
         code = _wait_for(command, environment)
         for line in _lines(Path(folder)):
-            sys.stderr.write(f"{line}\n")
+            sys.stderr.write(f"{printable(line)}\n")
     return code
 
 

@@ -22,11 +22,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from radixtrain.commands.hub import check_hub
 from radixtrain.commands.keys import keys_of, trainer_keys
 from radixtrain.commands.loggers import TRACKING, check_loggers
-from radixtrain.commands.yaml_text import PACKAGES
 from radixtrain.distributed import ranks
 from radixtrain.errors import UsageError, UserError, first_line
 from radixtrain.redaction import check_unmasked
 from radixtrain.training.optimizer import check_package
+from radixtrain.yaml_text import PACKAGES
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 
 from radixtrain.commands.keys import LINKS, Key, keys_of, known_keys
-from radixtrain.commands.yaml_text import check_yaml, read_yaml
 from radixtrain.errors import UsageError, did_you_mean
+from radixtrain.yaml_text import check_yaml, read_yaml
 
 MOST_SHOWN = 80  # characters of a value
 PRINTING = ("help", "print_config")  # need no value, and nothing else
@@ -112,7 +112,25 @@ def check_typed(typed: Sequence[str]) -> tuple[list[str], list[tuple[str, Any]]]
     if not own.intersection(PRINTING):
         _check_missing(keys, final)
     _check_lora(given, own)
+    _check_no_files(given)
     return arguments, given
+
+
+def _check_no_files(given: Sequence[tuple[str, Any]]) -> None:
+    """UsageError for a file in place of settings: jsonargparse would read any file, and show what it holds."""
+    for name, value in given:
+        for each in value if isinstance(value, list) else [value]:
+            if name.startswith("trainer.") and isinstance(each, str) and _is_file(each):
+                raise UsageError(
+                    f"{name} is the file {each}: write the settings there, they are read from no other file"
+                )
+
+
+def _is_file(value: str) -> bool:
+    try:
+        return os.path.exists(os.path.expanduser(value)) and not os.path.isdir(os.path.expanduser(value))
+    except ValueError:  # a null character
+        return False
 
 
 def shortened(value: Any) -> str:
@@ -135,8 +153,10 @@ def _of_file(value: str, keys: dict[str, Key]) -> list[tuple[str, Any]]:
         raise UsageError(f"--config: {'not a file' if os.path.exists(path) else 'no such file'}: {value}")
     settings = read_yaml(path) if is_path else yaml.safe_load(_bounded(value))
     if not isinstance(settings, dict) or not settings:
-        got = shortened(settings) if settings else "an empty file"
+        got = "a list" if isinstance(settings, list) else "a text" if settings else "an empty file"
         raise UsageError(f"--config: expected keys with their values, such as `output_dir: runs/a`; got {got}")
+    if "config" in settings:
+        raise UsageError(f"--config {value}: the key config names another file, which is not read; give --config twice")
     return list(_leaves("", settings, keys))
 
 

@@ -58,9 +58,14 @@ def encoder_for(source: Source, encoder: ChatEncoder) -> ChatEncoder:
     return encoder if own is None else replace(encoder, system_prompt=_system_prompt(own))
 
 
+def is_file_of_text(value: str) -> bool:
+    """Whether a `system_prompt` is the name of a file, and no text."""
+    return value.endswith(PROMPT_FILES) or os.path.isfile(os.path.expanduser(value))
+
+
 def _system_prompt(value: str | None) -> str:
     """The text, or that of the file if it is the name of one."""
-    if not value or not (value.endswith(PROMPT_FILES) or os.path.isfile(os.path.expanduser(value))):
+    if not value or not is_file_of_text(value):
         return value or ""
     kind = f"a file of text: one that is there, or ends in {', '.join(PROMPT_FILES)}"
     text = read_text(os.path.expanduser(value), "data.system_prompt", kind).strip()

@@ -144,7 +144,8 @@ class RadixCache:
     """A radix tree over token ids. Every node owns the slots of its tokens.
 
     max_tokens: budget of tokens in the tree and reserved slots together; None: no limit.
-    pool: the slots of the store. Slots taken from it directly are outside the tree and the budget.
+    pool: the slots of the store. Slots taken from it directly are outside the tree and the budget: after their release,
+        `shrink`.
     store: the rows themselves.
     counters: lookups, hits and evictions so far.
 
@@ -160,7 +161,7 @@ class RadixCache:
             )
         self.max_tokens = max_tokens
         self._budget = sys.maxsize if max_tokens is None else max_tokens
-        self.pool = SlotPool(max_tokens or 0)
+        self.pool = SlotPool()
         self.store = KeyValueStore(self.pool)
         self.counters = CacheCounters()
         self._use = np.zeros(0, dtype=np.int8)  # of each slot: FREE, RESERVED or CACHED
@@ -242,9 +243,8 @@ class RadixCache:
                     f"others are in use, and {count} are needed: raise max_tokens"
                 )
             self.evict(count - self.num_free)
-            slots = self.pool.allocate(count, contiguous)
-            if len(self._use) < self.pool.capacity:
-                self._use = np.append(self._use, np.zeros(self.pool.capacity - len(self._use), dtype=np.int8))
+            slots = self.pool.allocate(count, contiguous, ahead=min(self.num_tokens, self.num_free - count))
+            self._fit_to_pool()
             self._use[slots] = RESERVED
             self._num_reserved += count
             return slots
@@ -323,7 +323,18 @@ class RadixCache:
                 node.parent, node.children, node.queued = None, {}, False
             self._release(np.concatenate([self.root.slots, *(node.slots for node in nodes)]))
             self._plant()
-            self.store.clear()
+            self._trim(0)
+
+    def shrink(self) -> None:
+        """Gives back the memory beyond the budget, or beyond twice what the tree holds if there is none.
+
+        For the end of a call that took slots from the pool. What is locked or reserved stays where it is.
+        """
+        with self._rlock:
+            bound = 2 * self.num_tokens if self.max_tokens is None else self.max_tokens
+            if self.pool.capacity > bound:
+                self._move_below(bound)
+                self._trim(bound)
 
     def of_model(self, model: nn.Module, what: str = "keys and values") -> None:
         """Empties the cache if it holds rows of another model, of its earlier weights, or something else of it."""
@@ -383,6 +394,36 @@ class RadixCache:
         del parent.children[int(leaf.tokens[0])]
         self._num_nodes -= 1
         self._leaves.add(parent)
+
+    def _move_below(self, bound: int) -> None:
+        """Moves rows of the tree to free slots below `bound`, as far as nobody else may know where they are."""
+        nodes = [node for _, node in nodes_below(self.root) if not node.locks and (node.slots >= bound).any()]
+        slots = np.concatenate([self.root.slots, *(node.slots for node in nodes)])
+        beyond = slots[slots >= bound]
+        free = self.pool.allocate_lowest(len(beyond), bound)
+        beyond = beyond[: len(free)]
+        try:
+            self.store.copy(beyond, free)
+        except BaseException:
+            self.pool.release(free)
+            raise
+        moved = np.arange(self.pool.capacity)
+        moved[beyond] = free
+        for node in nodes:
+            node.slots = moved[node.slots]
+        self._fit_to_pool()
+        self._use[free] = CACHED
+        self._release(beyond)
+
+    def _trim(self, capacity: int) -> None:
+        self.pool.trim(capacity)
+        self._fit_to_pool()
+        self.store.shrink()
+
+    def _fit_to_pool(self) -> None:
+        """An entry of `_use` for every slot that the pool has by now."""
+        new = max(0, self.pool.capacity - len(self._use))
+        self._use = np.append(self._use[: self.pool.capacity], np.zeros(new, dtype=np.int8))
 
     def _are_reserved(self, slots: IntArray) -> bool:
         """Whether all of them are, and none is there twice."""

@@ -215,7 +215,7 @@ def _limits(requests: Sequence[Request], batch_size: int | None) -> Limits:
     tail = _longest_tail(np.array([len(request.prompt) - request.kept for request in requests]))
     longest = max(request.max_new for request in requests)
     number = int(batch_size or 0) or max(1, min(MAX_LANES, LANE_SLOTS // (tail + min(longest, EXPECTED_ANSWER))))
-    return Limits(min(number, len(requests)), tail, tail + min(longest, FIRST_ANSWER))
+    return Limits(min(number, len(requests)), tail, tail + min(longest, FIRST_ANSWER), tail + longest)
 
 
 def _longest_tail(tails: IntArray) -> int:

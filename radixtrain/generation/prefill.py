@@ -35,7 +35,8 @@ def prefill_on(
 ) -> Iterator[Prefill]:
     """Inside, the model computes prompts, and no other thread uses the cache or the model.
 
-    cache: emptied if the weights have changed since its last call; None for one that is gone afterwards.
+    cache: emptied if the weights have changed since its last call, and shrunk to its budget afterwards; None for one
+        that is gone afterwards.
     model: as the user gave it. parts: of it. longest: as in `check_generation`.
 
     Raises UserError as `on_stored_rows` does.
@@ -46,7 +47,11 @@ def prefill_on(
     with own.exclusive(), on_stored_rows(model, parts, kernel, longest):
         if cache is not None:
             cache.of_model(model)
-        yield Prefill(parts, own, kernel)
+        try:
+            yield Prefill(parts, own, kernel)
+        finally:
+            if cache is not None:
+                cache.shrink()
 
 
 class Prefill:

@@ -28,12 +28,14 @@ REASONS = {STOP: "stop", LENGTH: "length"}
 class Limits(NamedTuple):
     """How much is computed at once.
 
-    num_lanes: most running sequences. longest_tail: tokens of a prompt that a lane takes. lane_length: slots of a lane.
+    num_lanes: most running sequences. longest_tail: tokens of a prompt that a lane takes.
+    lane_length, longest_lane: slots of a lane, at first and at most.
     """
 
     num_lanes: int
     longest_tail: int
     lane_length: int
+    longest_lane: int
 
 
 def finish(requests: Sequence[Request], running: RunningBatch) -> None:
@@ -103,7 +105,7 @@ class RunningBatch:
         self, prefill: Prefill, chooser: TokenChooser, stopper: Stopper, limits: Limits, keeps_answers: bool = False
     ):
         self.prefill, self.chooser, self.stopper, self.keeps_answers = prefill, chooser, stopper, keeps_answers
-        self.longest_tail, device, number = limits.longest_tail, prefill.device, limits.num_lanes
+        self.limits, device, number = limits, prefill.device, limits.num_lanes
         self.lanes, self.lane_slots = _new_lanes(prefill, number, limits.lane_length)
         self.requests: list[Request] = []
         self.used, self.lengths, self.prompt_lengths, self.max_new = np.zeros((4, number), dtype=np.int64)
@@ -135,7 +137,7 @@ class RunningBatch:
     def join(self, requests: Sequence[Request]) -> None:
         """Compute these prompts and their first tokens. Raises CacheFull, and does nothing, if there is no room."""
         first, end = len(self), len(self) + len(requests)
-        logits, tails = self.prefill.start(requests, self.lanes, first, self.longest_tail)
+        logits, tails = self.prefill.start(requests, self.lanes, first, self.limits.longest_tail)
         self.requests += requests
         self.used[first:end] = tails
         self.lengths[first:end] = self.prompt_lengths[first:end] = [len(request.prompt) for request in requests]
@@ -163,17 +165,17 @@ class RunningBatch:
         self._leave(0)
 
     def _lengthen(self) -> None:
-        """Lanes of twice the length: how long answers get is not known before."""
-        lanes, slots = _new_lanes(self.prefill, self.lanes.number, 2 * self.lanes.step)
-        places, used = np.arange(len(self)), self.used[: len(self)]
-        try:
-            self.prefill.store.copy(self.lanes.slots_of(places, used), lanes.slots_of(places, used))
-        except BaseException:
-            self.prefill.cache.pool.release(slots)
-            raise
+        """Lanes of twice the length, in the place of the old ones if that is at the end of the store."""
+        old, places, used = self.lanes, np.arange(len(self)), self.used[: len(self)]
+        length = min(2 * old.step, self.limits.longest_lane)
         self.prefill.cache.pool.release(self.lane_slots)
-        self.mask = torch.nn.functional.pad(self.mask, (0, lanes.step - self.lanes.step), value=float("-inf"))
-        self.lanes, self.lane_slots = lanes, slots
+        self.lane_slots = self.lane_slots[:0]
+        self.lane_slots = self.prefill.cache.pool.allocate(old.number * length, contiguous=True)
+        self.lanes = LaneRange(int(self.lane_slots[0]), length, old.number)
+        filled = self.lanes.slots_of(places, used)
+        self.prefill.store.copy(old.slots_of(places, used), filled)
+        self.prefill.store.zero(np.setdiff1d(self.lane_slots, filled, assume_unique=True))
+        self.mask = torch.nn.functional.pad(self.mask, (0, length - old.step), value=float("-inf"))
 
     def _choose(self, logits: Tensor, first: int) -> Tensor:
         """The next token of each sequence from a lane on: (m,), int64."""

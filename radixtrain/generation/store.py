@@ -2,7 +2,7 @@
 
 A *slot* is a row of the store, under the same number in every layer. Free slots are kept as sorted runs, merged when
 neighbours meet, so that what is computed together can lie together. The tensors appear with the first pass, which has
-their shapes and dtype, and grow with the pool.
+their shapes and dtype, grow with the pool, and shrink with it when a call has given its slots back.
 """
 
 # Axes: C slots, K key/value heads, H head dim.
@@ -26,39 +26,39 @@ WIDE_HEAD = 128
 class SlotPool:
     """The free slots of a store.
 
-    expected: slots up to which it grows, if more are not needed; 0 if that is not known.
-    capacity: slots there are, free or not. Grows, never shrinks.
+    capacity: slots there are, free or not.
     num_free: slots that nobody owns.
     """
 
-    def __init__(self, expected: int = 0) -> None:
-        self.expected = expected
+    def __init__(self) -> None:
         self.capacity = self.num_free = 0
         self._starts = self._ends = np.zeros(0, dtype=np.int64)  # run i is [start, end); sorted; no two runs touch
 
-    def allocate(self, count: int, contiguous: bool = False) -> IntArray:
+    def allocate(self, count: int, contiguous: bool = False, ahead: int = 0) -> IntArray:
         """(count,), int64, ascending. Slots that were free: one run if one is long enough, else as few as possible.
 
         contiguous: always one run.
-
-        The capacity grows if it must, at least to twice what it was, or to what is expected.
+        ahead: slots by which the capacity grows beyond what is needed, if it must grow.
         """
         if not count:
             return np.zeros(0, dtype=np.int64)
         lengths = self._ends - self._starts
         if self.num_free < count or (contiguous and lengths.max(initial=0) < count):
-            self._grow(count, contiguous)
+            self._grow(count, contiguous, ahead)
             lengths = self._ends - self._starts
         fits = (lengths >= count).nonzero()[0]
         if len(fits):
             runs, taken = fits[[lengths[fits].argmin()]], np.array([count])
         else:
             runs, taken = _longest(lengths, count)
-        slots = concatenate_ranges(self._starts[runs], taken)
-        self._starts[runs] += taken
-        self._drop_empty_runs()
-        self.num_free -= count
-        return slots
+        return self._take(runs, taken)
+
+    def allocate_lowest(self, count: int, below: int) -> IntArray:
+        """(n,), int64, ascending. The lowest free slots below a bound: `count` of them, or all if there are fewer."""
+        lengths = np.minimum(self._ends, below) - self._starts
+        taken = np.clip(count - (lengths.cumsum() - lengths), 0, lengths.clip(0))
+        runs = taken.nonzero()[0]
+        return self._take(runs, taken[runs])
 
     def release(self, slots: IntArray) -> None:
         """Gives slots back. slots: (n,), int64, in any order; none of them is free."""
@@ -77,12 +77,27 @@ class SlotPool:
         apart = starts[1:] != ends[:-1]
         self._starts, self._ends = starts[np.append(True, apart)], ends[np.append(apart, True)]
 
-    def _grow(self, count: int, contiguous: bool) -> None:
-        """Raises the capacity until `count` slots are free, in one run if `contiguous`."""
+    def trim(self, capacity: int) -> None:
+        """Lowers the capacity to this, or as far as the slots that are in use allow."""
+        free = min(self._free_at_the_end(), self.capacity - capacity)
+        if free > 0:
+            self._ends[-1] -= free
+            self._drop_empty_runs()
+            self.num_free -= free
+            self.capacity -= free
+
+    def _take(self, runs: IntArray, taken: IntArray) -> IntArray:
+        """The first slots of several runs, which are free no longer."""
+        slots = concatenate_ranges(self._starts[runs], taken)
+        self._starts[runs] += taken
+        self._drop_empty_runs()
+        self.num_free -= len(slots)
+        return slots
+
+    def _grow(self, count: int, contiguous: bool, ahead: int) -> None:
+        """Raises the capacity until `count` slots are free, in one run if `contiguous`, and `ahead` more."""
         usable = self._free_at_the_end() if contiguous else self.num_free
-        doubled = 2 * self.capacity
-        ahead = self.expected if self.capacity < self.expected < doubled else doubled
-        capacity = max(ahead, self.capacity + count - usable)
+        capacity = self.capacity + count - usable + ahead
         self._add_runs(np.array([self.capacity]), np.array([capacity]))
         self.num_free += capacity - self.capacity
         self.capacity = capacity
@@ -127,7 +142,7 @@ class KeyValueStore:
         return stored
 
     def copy(self, from_slots: np.ndarray, to_slots: np.ndarray) -> None:
-        """Copy rows to other slots, in every layer. No slot is in both."""
+        """Copy rows to other slots, in every layer. A slot may be in both."""
         if len(from_slots) and self.calls:
             source, target = (
                 torch.from_numpy(slots).to(self.device, non_blocking=True) for slots in (from_slots, to_slots)
@@ -146,9 +161,13 @@ class KeyValueStore:
                 else:  # slots that are new in the pool are zero once the tensor has grown
                     rows.index_fill_(0, indices[indices < len(rows)], 0)
 
-    def clear(self) -> None:
-        """Give the memory back."""
-        self.calls.clear()
+    def shrink(self) -> None:
+        """Give back the memory of the slots that the pool no longer has."""
+        if not self.pool.capacity:
+            self.calls.clear()
+        for call in range(len(self.calls)):
+            if len(self.calls[call][0]) > self.pool.capacity:
+                self.calls[call] = tuple(map(self._resized, self.calls[call]))
 
     @property
     def device(self) -> torch.device:
@@ -167,13 +186,13 @@ class KeyValueStore:
     def _of_capacity(self, call: int) -> tuple[Tensor, ...]:
         """Keys and values of a call, with a row for every slot that the pool has by now."""
         if len(self.calls[call][0]) < self.pool.capacity:
-            self.calls[call] = tuple(map(self._grown, self.calls[call]))
+            self.calls[call] = tuple(map(self._resized, self.calls[call]))
         return self.calls[call]
 
-    def _grown(self, rows: Tensor) -> Tensor:
-        grown = self._empty(rows)
-        grown[: len(rows)] = rows
-        return grown
+    def _resized(self, rows: Tensor) -> Tensor:
+        resized, kept = self._empty(rows), min(len(rows), self.pool.capacity)
+        resized[:kept] = rows[:kept]
+        return resized
 
 
 def _longest(lengths: IntArray, count: int) -> tuple[IntArray, IntArray]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from transformers import AutoConfig
+from transformers.utils.hub import cached_file
 
 from radixtrain.errors import UserError, first_line
+from radixtrain.text_files import read_text
 
 MAX_CHARACTERS = 300  # of a message that was not written to be read
 OWN_CODE = (
@@ -21,11 +24,82 @@ OWN_CODE = (
 
 def read_config(model_name_or_path: str) -> Any:
     """The configuration of a folder or hub name. UserError if it cannot be read. No code that comes with it is run."""
+    check_names(model_name_or_path, MODEL_NAMES)
     try:
         return AutoConfig.from_pretrained(model_name_or_path, trust_remote_code=False)
     except Exception as error:  # a value of a wrong type ends in any kind of error
         check_json_files(model_name_or_path, ["config.json"])
         raise UserError(f"{model_name_or_path}: cannot read the model's config.json: {reason_of(error)}") from None
+
+
+def check_attention_name(attn_implementation: str) -> None:
+    """UserError for anything but a name of transformers: `org/kernel@revision` is code of the hub."""
+    if not NAME.fullmatch(attn_implementation):
+        raise UserError(
+            f"attn_implementation {attn_implementation!r}: {KERNEL}; name one of transformers', such as sdpa"
+        )
+
+
+def check_names(model_name_or_path: str, files: Iterable[str]) -> None:
+    """UserError if one of these files of a model names code, other weights, or a file outside of the model's folder.
+
+    Also if something in the folder is no file and no folder: a pipe or a device would be read without end.
+
+    files: JSON. Those that the folder or hub name does not have, or that hold no object, are left out.
+    """
+    for path in Path(model_name_or_path).iterdir() if Path(model_name_or_path).is_dir() else ():
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise UserError(f"{path}: not a file but a device, a pipe or a socket; remove it")
+    for file in files:
+        for key, value in _entries(_object_in(model_name_or_path, file)):
+            if reason := _why_refused(key, value, model_name_or_path):
+                raise UserError(f"{model_name_or_path}: {file}: {key} is {value!r}, {reason}; remove that")
+
+
+def _why_refused(key: str, value: Any, folder: str) -> str:
+    """key: with its sections, by dots. Nothing if the value names nothing outside."""
+    last, is_text = key.rpartition(".")[2], isinstance(value, str)
+    if "implementation" in key and is_text and not NAME.fullmatch(value):
+        return KERNEL
+    if (last == "use_pretrained_backbone" and value) or (last in BACKBONES and is_text and re.search("[/:]", value)):
+        return "which is another model"
+    if (last == "transformers_weights" or key.startswith("weight_map.")) and value != Path(str(value)).name:
+        return "which is no file of the model's folder"
+    if is_text and last.endswith(PATHS) and not last.endswith("name_or_path") and _leads_out(value, folder):
+        return "a file outside of the model's folder"
+    return ""
+
+
+def _leads_out(value: str, folder: str) -> bool:
+    """Whether there is a file of this name, and not in the folder."""
+    home = Path(folder).resolve()
+    try:
+        places = [place for place in (Path(value).expanduser(), home / value) if place.exists()]
+        return any(not place.resolve().is_relative_to(home) for place in places)
+    except (OSError, ValueError, RuntimeError):  # no name of a file
+        return False
+
+
+def _entries(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value that is no list or mapping, with its key and the sections that it is in."""
+    if isinstance(value, dict):
+        for name, entry in value.items():
+            yield from _entries(entry, f"{key}.{name}" if key else name)
+    elif isinstance(value, list):
+        for entry in value:
+            yield from _entries(entry, key)
+    else:
+        yield key, value
+
+
+def _object_in(model_name_or_path: str, file: str) -> Any:
+    """What the file holds; nothing if it is not there or is damaged, which those say that read it."""
+    folder = Path(model_name_or_path)
+    try:
+        path = folder / file if folder.is_dir() else Path(cached_file(model_name_or_path, file) or "")
+        return json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError):
+        return {}
 
 
 def reason_of(error: Exception) -> str:
@@ -37,6 +111,11 @@ def reason_of(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:MAX_CHARACTERS]
 
 
+NAME = re.compile(r"(paged\|)?\w+")
+KERNEL = "which is code of the hub and is not run"
+BACKBONES = ("backbone", "architecture")
+PATHS = ("file", "path", "dir", "folder")  # how names of such keys end
+MODEL_NAMES = ("config.json", "generation_config.json", "model.safetensors.index.json", "adapter_config.json")
 MODEL_JSON = ("config.json", "generation_config.json")
 TOKENIZER_JSON = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.json")
 

@@ -27,8 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from radixtrain.errors import UserError
+from radixtrain.screen import printable
 
 MODULE = "transformers.modeling_utils"
+SHOWN = 80  # characters of a value in a message
 SUMMED = {"num_shared", "num_tokens", "num_unique_tokens"}  # fields of a SharingReport
 
 
@@ -94,9 +96,33 @@ class _Finder(MetaPathFinder):
         return spec
 
 
+def read_options() -> dict[str, Any]:
+    """What RADIXTRAIN_OPTIONS holds. UserError if it is no JSON object, or `only` and `reports` are of another kind."""
+    text = os.environ.get("RADIXTRAIN_OPTIONS") or "{}"
+    try:
+        options = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"RADIXTRAIN_OPTIONS is no JSON ({error}): {text[:SHOWN]}") from None
+    if not isinstance(options, dict):
+        raise UserError(f"RADIXTRAIN_OPTIONS: expected a JSON object, got {text[:SHOWN]}")
+    only, folder = options.get("only") or [], options.get("reports") or ""
+    if not (isinstance(only, list) and all(isinstance(name, str) for name in only) and isinstance(folder, str)):
+        raise UserError(f"RADIXTRAIN_OPTIONS: only is a list of names, and reports a folder; got {text[:SHOWN]}")
+    return options
+
+
+def _options_of_run() -> tuple[dict[str, Any], str]:
+    """The options, and what is wrong with them: then no model is shared, and the import goes on as without them."""
+    try:
+        return read_options(), ""
+    except UserError as error:
+        sys.stderr.write(f"radixtrain: no model is shared: {printable(error)}\n")
+        return {}, str(error)
+
+
 def _wrap_from_pretrained() -> None:
     transformers: Any = sys.modules[MODULE]
-    options = json.loads(os.environ.get("RADIXTRAIN_OPTIONS", "{}"))
+    options, wrong = _options_of_run()
     only, folder = options.pop("only", None), options.pop("reports", None)
     loaded: list[tuple[LoadedModel, Any]] = []
     atexit.register(_report, loaded, folder)
@@ -116,7 +142,8 @@ def _wrap_from_pretrained() -> None:
         if not depth and (not only or {type(model).__name__, path, Path(path).name} & set(only)):
             name = f"{type(model).__name__} of {path}"
             count = sum(entry.name.partition(" (")[0] == name for entry, _ in loaded)
-            loaded.append(_share(model, f"{name} ({count + 1})" if count else name, options))
+            name = f"{name} ({count + 1})" if count else name
+            loaded.append((LoadedModel(name, wrong), None) if wrong else _share(model, name, options))
         return result
 
     transformers.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
@@ -132,7 +159,7 @@ def _share(model: Any, name: str, options: dict[str, Any]) -> tuple[LoadedModel,
 
         leave_refused_calls(share_prefixes(model, **options))
         return LoadedModel(name), sharing_report(model)
-    except (UserError, TypeError, ImportError) as error:
+    except Exception as error:  # whatever it is, the program goes on
         return LoadedModel(name, str(error)), None
 
 
@@ -142,7 +169,7 @@ def _report(loaded: Iterable[tuple[LoadedModel, Any]], folder: str | None) -> No
         model.report = vars(report) if report is not None else {}
     models = [model for model, _ in loaded]
     if folder is None:
-        sys.stderr.writelines(f"{model}\n" for model in models)
+        sys.stderr.writelines(f"{printable(model)}\n" for model in models)
     elif Path(folder).is_dir():
         Path(folder, f"{os.getpid()}.json").write_text(json.dumps([vars(model) for model in models]))
 

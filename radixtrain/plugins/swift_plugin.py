@@ -6,13 +6,12 @@ The file's path: `python -c "import radixtrain.plugins.swift_plugin as plugin; p
 
 from __future__ import annotations
 
-import json
-import os
 from typing import Any
 
 from swift.callbacks import callbacks_map
 
 from radixtrain.hf.prepare import share_prefixes
+from radixtrain.plugins.from_pretrained import read_options
 from radixtrain.plugins.trainer_callback import SharePrefixesCallback
 
 
@@ -20,7 +19,7 @@ class SwiftCallback(SharePrefixesCallback):
     """With the arguments that swift gives to every callback."""
 
     def __init__(self, args: Any, trainer: Any) -> None:
-        super().__init__(**json.loads(os.environ.get("RADIXTRAIN_OPTIONS", "{}")))
+        super().__init__(**read_options())
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:

@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 
 from radixtrain.hf.prepare import share_prefixes, sharing_report
 from radixtrain.plugins.from_pretrained import LoadedModel
+from radixtrain.screen import printable
 
 
 class SharePrefixesCallback(TrainerCallback):
@@ -35,4 +36,4 @@ class SharePrefixesCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             lines = (LoadedModel(name, report=vars(sharing_report(model))) for name, model in self.models.items())
-            sys.stderr.writelines(f"{line}\n" for line in lines)
+            sys.stderr.writelines(f"{printable(line)}\n" for line in lines)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 
+from radixtrain.checkpoints.atomic import writing_file
 from radixtrain.data.tokens.decode import shortened
 from radixtrain.errors import bytes_text
 from radixtrain.report import formatting
@@ -22,11 +23,12 @@ INVISIBLE = str.maketrans({" ": "␣", "\t": "⇥", "\n": "↵\n", "\r": "␍", 
 
 
 def write_page(report: DataReport, path: str | Path) -> None:
-    """Writes the page; a file that is there is replaced. A character that UTF-8 does not have becomes `?`.
+    """Writes the page; a file or link that is there is replaced. A character that UTF-8 does not have becomes `?`.
 
     Raises OSError if it cannot be written.
     """
-    Path(path).write_text(render(report), encoding="utf-8", errors="replace")
+    with writing_file(Path(path)) as partial:
+        partial.write_text(render(report), encoding="utf-8", errors="replace")
 
 
 def render(report: DataReport) -> str:

@@ -14,6 +14,7 @@ from radixtrain.data.tokens.decode import shortened
 from radixtrain.errors import bytes_text
 from radixtrain.report.contents import Break, DataReport, Setting, TreeNode
 from radixtrain.report.formatting import duration, headline, prediction, ratio, split_turns
+from radixtrain.screen import screen
 
 MAX_RUNS = 14  # of the tree
 WORTH_A_LINE = 0.01  # of the tokens that the run with most of them saves
@@ -24,7 +25,7 @@ NUMBERS = ("best r", "speed-\nup", "epoch", "memory")
 
 def print_report(report: DataReport, console: Console | None = None) -> None:
     """Print it. Texts of the data are shown as they are, never as markup or control codes."""
-    console = console or Console(highlight=False)
+    console = console or screen(highlight=False)
     console.print(Text(f"{report.title}, for {report.model}", style="bold"))
     _paragraph(console, f"{headline(report)}.")
     _paragraph(console, " ".join(filter(None, (prediction(report.current), split_turns(report.splitting)))))
@@ -152,7 +153,7 @@ def _saved(node: TreeNode) -> int:
 def _run(node: TreeNode) -> Text:
     text = " ".join(node.text.split())
     title = f"{node.num_sequences:,} x {node.num_tokens:,} tokens  "
-    return Text.assemble((title, "cyan"), _visible(shortened(text, MAX_TEXT)))
+    return Text.assemble((title, "cyan"), shortened(text, MAX_TEXT))
 
 
 def _breaks(console: Console, breaks: Sequence[Break]) -> None:
@@ -161,7 +162,7 @@ def _breaks(console: Console, breaks: Sequence[Break]) -> None:
         _paragraph(console, f"  {cause.cause}: {cause.tokens_saved:,} computed tokens of an epoch. {cause.advice}")
         for example in cause.examples[:1]:
             text = f"    {example.where}: ...{example.before}[{example.value}]{example.after}..."
-            console.print(Text(_visible(" ".join(text.split())), style="dim"), soft_wrap=False)
+            console.print(Text(" ".join(text.split()), style="dim"), soft_wrap=False)
 
 
 def _list(console: Console, title: str, sentences: Iterable[str]) -> None:
@@ -174,9 +175,4 @@ def _list(console: Console, title: str, sentences: Iterable[str]) -> None:
 
 
 def _paragraph(console: Console, text: str) -> None:
-    console.print(Text(_visible(text)))
-
-
-def _visible(text: str) -> str:
-    """Without control codes, which a terminal would obey."""
-    return "".join(character if character.isprintable() else "?" for character in text)
+    console.print(Text(text))

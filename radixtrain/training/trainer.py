@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -9,11 +10,11 @@ from typing import Any, Literal, cast
 
 import lightning as L
 import torch
-from lightning.pytorch.loggers import Logger
-from rich.console import Console
+from lightning.pytorch.loggers import CSVLogger, Logger
 
 from radixtrain.data.datamodule import SFTData, SharingAcross
-from radixtrain.errors import UserError
+from radixtrain.distributed import ranks
+from radixtrain.errors import UserError, only_warns
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.config import read_config
 from radixtrain.hf.refusals import why_not_across
@@ -22,12 +23,16 @@ from radixtrain.report.page import write_page
 from radixtrain.report.profiling import RunSetup
 from radixtrain.report.terminal import print_report
 from radixtrain.report.write import make_report
+from radixtrain.screen import printable, screen
+from radixtrain.training.fault_tolerance.failures import restoring
 from radixtrain.training.fault_tolerance.run_state import load_weights, read_checkpoint
 from radixtrain.training.module import RadixModule
 from radixtrain.training.optimizer import moment_bytes, optimizer_of
 from radixtrain.training.start.loading import layer_period, random_trainable
 from radixtrain.verification.report import EquivalenceReport
 
+RESTORING = ("_restore_modules_and_callbacks", "restore_training_state")  # of Lightning's checkpoint connector
+LOGGING = ("log_metrics", "save", "finalize")  # what loggers do while a run trains, and at its end
 LoggerName = Literal["wandb", "trackio", "swanlab", "tensorboard", "csv", "none"]
 
 
@@ -42,6 +47,12 @@ class Trainer(L.Trainer):
     def __init__(self, *, logger: Logger | LoggerName | list[Logger | LoggerName] | bool | None = None, **kwargs: Any):
         """As Lightning's. logger: the command line takes short names too, and makes loggers of them."""
         super().__init__(logger=cast(Any, logger), **kwargs)
+        connector = self._checkpoint_connector
+        for name in RESTORING:
+            setattr(connector, name, partial(_restored, self, getattr(connector, name)))
+        for log in self.loggers:
+            for name in LOGGING:
+                setattr(log, name, partial(_logged, log, getattr(log, name)))
 
     @property
     def received_sigterm(self) -> bool:
@@ -79,7 +90,7 @@ class Trainer(L.Trainer):
         for index in range(min(num_steps, available)):
             features = datamodule.features_of_step(index)[:num_sequences]
             report = model.verify(features, collator)
-            print(f"step {index}: {_size_of(features)}\n{report}\n", flush=True)  # noqa: T201
+            print(printable(f"step {index}: {_size_of(features)}\n{report}\n"), flush=True)  # noqa: T201
             failed += [] if report.passed else [(index, report)]
         if failed:
             index, report = failed[0]
@@ -107,7 +118,7 @@ class Trainer(L.Trainer):
         Raises:
             UserError: there is no such step, micro-batch or row, or the data cannot be read.
         """
-        show(datamodule, Console(), step=step, micro_batch=micro_batch, row=row, full=full)
+        show(datamodule, screen(), step=step, micro_batch=micro_batch, row=row, full=full)
 
     def report(self, model: RadixModule, datamodule: SFTData, max_seconds: float = 45.0) -> None:
         """What the data share and what that brings on this machine, as `report.html` and in the terminal.
@@ -129,7 +140,7 @@ class Trainer(L.Trainer):
         path = Path(self.default_root_dir) / "report.html"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_page(report, path)
-        print(f"\n{path}")  # noqa: T201
+        print(f"\n{printable(path)}")  # noqa: T201
 
     def _run_setup(self, model: RadixModule, config: Any) -> RunSetup:
         """How a run with this trainer would train the model."""
@@ -159,9 +170,23 @@ class Trainer(L.Trainer):
     def _move(self, model: RadixModule, ckpt_path: str | None) -> None:
         """Load the weights of the checkpoint; convert and move the model as a run does."""
         if ckpt_path is not None:
-            load_weights(model, read_checkpoint(ckpt_path))
+            with restoring(ckpt_path):
+                load_weights(model, read_checkpoint(ckpt_path))
         self.precision_plugin.convert_module(model)
         model.to(self.strategy.root_device)
+
+
+def _restored(trainer: L.Trainer, method: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
+    with restoring(trainer.ckpt_path):
+        method(*arguments, **keywords)
+
+
+def _logged(log: Any, method: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
+    """Log something. What does not work is a warning; a folder of metrics that somebody has deleted is made again."""
+    with only_warns(f"{type(log).__name__} does not get all metrics", Exception):
+        if isinstance(log, CSVLogger) and ranks().is_first and Path(log.save_dir).is_dir():
+            Path(log.log_dir).mkdir(parents=True, exist_ok=True)
+        method(*arguments, **keywords)
 
 
 def _across(setup: RunSetup) -> SharingAcross:

@@ -1,12 +1,13 @@
 """What counts as a password or a token, by its key or its text, in settings and on a command line."""
 
+import time
 from typing import Any
 
 import pytest
 import yaml
 
 from radixtrain.errors import UserError
-from radixtrain.redaction import check_unmasked, masked, masked_arguments
+from radixtrain.redaction import check_unmasked, masked, masked_arguments, masked_message
 
 HEX = "0123456789" * 4
 BY_KEY: dict[str, Any] = {
@@ -21,7 +22,8 @@ BY_KEY: dict[str, Any] = {
 }
 NAMES = """pass auth cookies dsn connection_string conn_str slack_webhook webhook_url jwt otp totp session_id sessionid
     session_key sas database_url signature pin pat mfa csrf_token refreshToken private_key ssh_key passcode creds apikey
-    netrc sid mnemonic seed_phrase encryption_key account_key service_account_json basic_auth http_proxy_pass pem"""
+    netrc sid my_pw dbPw psw
+    mnemonic seed_phrase encryption_key account_key service_account_json basic_auth http_proxy_pass pem"""
 BY_KEY |= dict.fromkeys(NAMES.split(), "plain words") | {"api_key": 12345, "pin": 1234}
 RANDOM = "x7Kq" * 12
 WHOLE = (  # forms that are nothing else
@@ -55,6 +57,24 @@ BY_TEXT = {
     "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.sig-x": "***",
     "-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----": "***",
     "AKIA" + "A1" * 8: "***",
+    "s3://KEY:SECRET/with+slashes/@bucket/x": "s3://***@bucket/x",
+    "s3://KEY:SECRET@bucket": "s3://***@bucket",
+    f"https://hf_{RANDOM}:pw@host/x": "https://***@host/x",
+    "(postgres://me:pa/s@s/@host:5432/db),x": "(postgres://***@host:5432/db),x",
+    "git+https://me:p/w@h https://host:80/a@b": "git+https://***@h https://host:80/a@b",
+    "api_key = \"x y\", a = 'b'": "api_key = \"***\", a = 'b'",
+    "password: 'x y'": "password: '***'",
+    "apiKey: 'it\\'s', b": "apiKey: '***', b",
+    '{"client_secret": "a b", "x": 1}': '{"client_secret": "***", "x": 1}',
+    "Authorization: Token abc": "Authorization: Token ***",
+    "token = 'x'; token=y": "token = '***'; token=***",
+    "my_pw = x y\nother: z": "my_pw = ***\nother: z",
+    "db-password: x y": "db-password: ***",
+    "export HF_TOKEN=abc AWS_SECRET_ACCESS_KEY=b": "export HF_TOKEN=*** AWS_SECRET_ACCESS_KEY=***",
+    "PASSWORD := x": "PASSWORD := ***",
+    "password => 'x'": "password => '***'",
+    "password='never closed": "password='***",
+    "note: 'open, password=x": "note: 'open, password=***",
 }
 HARMLESS: dict[str, Any] = {
     **{"max_tokens": 16384, "next_tokens": ["yes", "no"], "min_shared_tokens": "auto", "tokenizer": "x", "none": None},
@@ -65,6 +85,9 @@ HARMLESS: dict[str, Any] = {
     "template": "*** Instructions: a=b, key: value, user@example.com",
     "path": "s3://bucket/folder@2/x",
     "columns": {"key": "id", "password": "pw"},
+    "error": "/etc/passwd: no such file",
+    "sentence": "the token: a word; eos_token = '</s>', max_tokens = 5, key = 3, the secret: patience",
+    "address": "https://example.com/a?user=me@example.com https://example.com:8080/a@b",
     "title": "Basic Instructions, basic training, " + "chats/" * 8,
 }
 
@@ -75,6 +98,35 @@ def test_by_its_key_and_by_its_text() -> None:
     for text, shown in BY_TEXT.items():
         assert masked({"a": [{"note": text}]}) == {"a": [{"note": shown}]}, text
     assert masked(HARMLESS) == HARMLESS
+
+
+LONG = 30_000  # characters
+STARTS = [
+    "a",
+    "a_",
+    "a-",
+    "a.",
+    " ",
+    '"',
+    "=",
+    "a=",
+    "key",
+    "key=",
+    "password",
+    "password=",
+    "password: '",
+    ":/",
+    "a: ",
+]
+STARTS += ["@", "://@", "://a", "a@", "-----BEGIN ", "SG.", "eyJ", "hf_", "0", "\\", "password='\\", "{key", "A1"]
+
+
+def test_the_time_is_linear() -> None:
+    """An error names a value that it repeats, such as the first line of a file that is no table."""
+    for start in STARTS:
+        text, started = start * (LONG // len(start)), time.process_time()
+        masked_message(text, [("a", text)])
+        assert time.process_time() - started < 2, start
 
 
 def test_of_a_command_line() -> None:

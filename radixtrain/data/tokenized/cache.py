@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -18,7 +19,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from radixtrain.checkpoints.tensors import digest_of_file
@@ -30,9 +30,11 @@ from radixtrain.data.tokenized.encode import encode_blocks, num_processes
 from radixtrain.data.tokenized.fingerprint import FileContents, contents_of, fingerprint
 from radixtrain.data.tokenized.store import ABOUT, SAMPLES, TokenStore, TokenWriter, read_about, write_about
 from radixtrain.errors import DataError, UserError
+from radixtrain.screen import screen
 
 logger = logging.getLogger(__name__)
 
+NAME, LEFT = re.compile(r"[0-9a-f]{32}"), re.compile(r"\.[0-9a-f]{32}\..+")  # of an entry; of what a killed run left
 DAYS_KEPT = 30
 SECONDS_BETWEEN_LINES = 10.0  # in a log that is no terminal
 FREE_SPACE = 256 << 20  # bytes to leave on the disk of the cache
@@ -199,18 +201,22 @@ def _place(staging: Path, entry: Path) -> None:
     except OSError:
         if not entry.is_dir():
             raise
-        old = Path(tempfile.mkdtemp(prefix=".old.", dir=entry.parent))
+        old = Path(tempfile.mkdtemp(prefix=f".{entry.name}.old.", dir=entry.parent))
         entry.rename(old / entry.name)
         staging.rename(entry)
         shutil.rmtree(old, ignore_errors=True)
 
 
 def _delete_unused(folder: Path) -> None:
-    """Entries that were not used for long, and what runs that were killed left a day ago or earlier."""
+    """Entries that were not used for long, and what runs that were killed left a day ago or earlier.
+
+    The folder may have other files: names that no entry has are left alone.
+    """
     for entry in folder.iterdir() if folder.is_dir() else ():
-        is_left = entry.name.startswith(".")
-        with suppress(FileNotFoundError):  # another run deletes it too
-            if (is_left or (entry / SAMPLES).is_file()) and _days_unused(entry) > (1 if is_left else DAYS_KEPT):
+        is_left = LEFT.fullmatch(entry.name) is not None
+        is_entry = NAME.fullmatch(entry.name) is not None and (entry / SAMPLES).is_file()
+        with suppress(OSError):  # another run deletes it too, or it is of another user
+            if (is_left or is_entry) and _days_unused(entry) > (1 if is_left else DAYS_KEPT):
                 shutil.rmtree(entry, ignore_errors=True)
 
 
@@ -254,7 +260,7 @@ def _progress(name: str, num_rows: int | None) -> Iterator[Callable[[int, int], 
     )
     start = last = time.perf_counter()
     has_bar = sys.stderr.isatty()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not has_bar) as bar:
+    with Progress(*columns, console=screen(stderr=True), transient=True, disable=not has_bar) as bar:
         task = bar.add_task(name, total=num_rows, rate="")
 
         def update(rows: int, tokens: int) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
+from radixtrain import text_files
 from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.data.sample import Sample
 from radixtrain.data.tokens.pretokenize import PieceTokenizer, TokenizerFailed, failures_of
@@ -105,8 +106,9 @@ def load_tokenizer(path: str, chat_template_path: str | os.PathLike[str] | None 
     """
     from transformers import AutoTokenizer
 
-    from radixtrain.hf.config import TOKENIZER_JSON, check_json_files, reason_of
+    from radixtrain.hf.config import TOKENIZER_JSON, check_json_files, check_names, reason_of
 
+    check_names(path, TOKENIZER_JSON[:2])
     try:
         with failures_of(path):
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
@@ -124,8 +126,7 @@ def load_tokenizer(path: str, chat_template_path: str | os.PathLike[str] | None 
 def read_text(path: str | os.PathLike[str], key: str, kind: str) -> str:
     """What a file of text holds. UserError that names the key of the configuration, and the kind it should be of."""
     try:
-        with open(path, encoding="utf-8") as file:
-            return file.read()
+        return text_files.read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         path = os.fspath(path)

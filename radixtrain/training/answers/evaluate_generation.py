@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import logging
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -18,12 +19,13 @@ from radixtrain.checkpoints.atomic import writing_file
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.prompts import Prompt, Prompts
 from radixtrain.distributed import ranks
-from radixtrain.errors import UserError
+from radixtrain.errors import UserError, only_warns
 from radixtrain.training.answers.answering import AnswerOptions, answer_prompts, check_answering
 from radixtrain.training.answers.metrics import Metric, load_metric
 
 logger = logging.getLogger(__name__)
 
+NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 NUM_TRIED = 2  # rows that are answered before the first step, so that what fails does so then
 MOST_ROWS_LOGGED = 1_000  # wandb uploads a whole table at every validation
 
@@ -142,12 +144,15 @@ class EvaluateGeneration(L.Callback):
         """Into a file, which replaces one of its name; and the first rows to every `WandbLogger`."""
         name = f"step={trainer.global_step}" if trainer.state.fn == "fit" else "validate"
         path = Path(trainer.default_root_dir) / "answers" / f"{name}.csv"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with writing_file(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
-            csv.writer(file).writerows([Judged._fields, *judged])
+        with only_warns(f"the answers in {path.parent} cannot be written"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with writing_file(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
+                csv.writer(file).writerows([Judged._fields, *(map(_cell, row) for row in judged)])
         for log in trainer.loggers:
             if isinstance(log, WandbLogger):
-                log.log_table("answers", columns=list(Judged._fields), data=list(map(list, judged[:MOST_ROWS_LOGGED])))
+                with only_warns("the answers do not reach Weights & Biases", Exception):
+                    rows = list(map(list, judged[:MOST_ROWS_LOGGED]))
+                    log.log_table("answers", columns=list(Judged._fields), data=rows)
 
     def _judged(self, trainer: Any, module: Any, prompts: Sequence[Prompt], options: AnswerOptions) -> list[Judged]:
         """The answers, generated in the precision of the run, and what they are worth."""
@@ -180,6 +185,12 @@ def _rows(prompts: Sequence[Prompt], tokenizer: Any) -> list[dict[str, str]]:
     """What a metric receives of each row beside its answer and target."""
     texts = tokenizer.batch_decode([prompt.token_ids for prompt in prompts])
     return [{"row": prompt.where, "prompt": text} for prompt, text in zip(prompts, texts, strict=True)]
+
+
+def _cell(value: Any) -> Any:
+    """With `'` before what a spreadsheet would run as a formula, and before another `'`, so that it can be undone."""
+    is_formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r", "'"))
+    return f"'{value}" if is_formula and not NUMBER.fullmatch(value) else value
 
 
 def _targets(prompts: Sequence[Prompt], tokenizer: Any) -> list[str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 from torch import nn
 
-from radixtrain.checkpoints.atomic import sync_folder
+from radixtrain.checkpoints.atomic import new_file, sync_folder
 from radixtrain.collators.steps import Step
 from radixtrain.data.prompts import Prompt
 from radixtrain.data.tokens.decode import next_token_ids
@@ -121,7 +121,7 @@ class PredictionWriter(L.Callback):
         if not ranks().is_first:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.partial.write_text("", encoding="utf-8")
+        new_file(self.partial)
 
     def on_predict_batch_end(
         self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, *_: Any

@@ -12,6 +12,7 @@ import resource
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_tb
 
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from radixtrain.checkpoints.folder import existing, mount_point
 from radixtrain.data.workers import OUT_OF_FILES
-from radixtrain.errors import UserError, bytes_text
+from radixtrain.errors import EndedElsewhere, UserError, bytes_text, first_line
 
 MOST_FILES = 65_536
 FILES, FILES_OF_WORKER = 64, 64  # of any run: 50 without a worker; two batches of one micro-batch are 60 tensors
@@ -69,6 +70,23 @@ def explain(error: BaseException, output_dir: Path | None, gone: Callable[[], st
         if reason:
             return f"{reason}{_last_checkpoint(output_dir)}"
     return None
+
+
+@contextmanager
+def restoring(path: object) -> Iterator[None]:
+    """Around what takes over the state of a checkpoint, which may be of another program, or forged: one line then.
+
+    path: of the checkpoint. Errors of the machine stay what they are.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, UserError | EndedElsewhere) or explain(error, None):
+            raise
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(
+            f"ckpt_path {path}: its state is not that of such a run ({reason}); take another one"
+        ) from error
 
 
 def _out_of_files(needed: int, has_workers: bool = True) -> str:

@@ -9,12 +9,14 @@ and forked DataLoader workers do not inherit it.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
 import re
 import shutil
 import socket
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -24,7 +26,7 @@ from types import TracebackType
 from radixtrain.checkpoints.atomic import delete
 from radixtrain.checkpoints.manifest import committed, is_checkpoint
 from radixtrain.checkpoints.resolve import AUTO
-from radixtrain.errors import UserError
+from radixtrain.errors import UserError, only_warns
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ MOVING = ".earlier_run.moving"  # the same while it is set aside or put back; it
 OF_A_RUN = ("model", "answers", "loss.png", "summary.json", "checkpoints/last", "checkpoints/best")
 OF_TRAINING = "loss"  # a column of `metrics.csv` that `validate` does not write
 WORDS = ("last", "best", AUTO)  # of `ckpt_path`, for checkpoints of this folder
+HOLDER = b"`radixtrain "  # how the text of a lock begins
 LOCK, MODEL_LOCK = ".lock", ".{}.lock"  # inside of a run's folder; beside a model, which is replaced as a whole
 
 _held: set[Path] = set()  # by this process: POSIX would grant it a second time, and closing one would release both
@@ -147,7 +150,8 @@ class EarlierRun:
 
     def forget(self, checkpoint: Path | None = None) -> None:
         """Delete the earlier run. checkpoint: the new one's first."""
-        delete(self.output_dir / ASIDE)
+        with only_warns(f"the earlier run in {self.output_dir / ASIDE} cannot be deleted"):
+            delete(self.output_dir / ASIDE)
 
 
 @contextmanager
@@ -231,9 +235,12 @@ def _is_named(path: Path) -> bool:
 def _recover(output_dir: Path) -> bool:
     """Put an earlier run back that is still aside, or delete it if the new one has a checkpoint. Whether it is back."""
     aside, moving = output_dir / ASIDE, output_dir / MOVING
+    for path in (aside, moving):
+        if path.is_symlink():
+            raise UserError(f"{path} is a link, where radixtrain sets an earlier run aside: move it away")
     is_back = is_set_aside(output_dir)
     if aside.is_dir() and any(_checkpoints(output_dir)):
-        shutil.rmtree(aside)
+        EarlierRun(output_dir).forget()
     elif aside.is_dir():
         aside.rename(moving)
     for path in _belongings(moving):
@@ -253,18 +260,19 @@ def _move(path: Path, source: Path, target: Path) -> None:
 
 @contextmanager
 def _lock(path: Path, folder: Path, command: str) -> Iterator[None]:
-    path = path.resolve()
+    path = path.parent.resolve() / path.name
     descriptor = _acquire(path, folder)
     _held.add(path)
     try:
         since = time.strftime("%Y-%m-%d %H:%M:%S")
-        holder = f"`radixtrain {command}`, process {os.getpid()} on {socket.gethostname()}, since {since}\n"
+        holder = f"{HOLDER.decode()}{command}`, process {os.getpid()} on {socket.gethostname()}, since {since}\n"
         os.ftruncate(descriptor, 0)
         os.write(descriptor, holder.encode())
         yield
     finally:
         _held.discard(path)
-        path.unlink(missing_ok=True)
+        with only_warns(f"the lock {path} cannot be deleted"):
+            path.unlink(missing_ok=True)
         os.close(descriptor)
 
 
@@ -273,7 +281,7 @@ def _acquire(path: Path, folder: Path) -> int:
     if path in _held:
         raise UserError(_in_use(folder, "this process"))
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = _opened(path)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):  # POSIX allows both
@@ -286,6 +294,27 @@ def _acquire(path: Path, folder: Path) -> int:
             if os.path.samestat(os.fstat(descriptor), path.stat()):
                 return descriptor
         os.close(descriptor)  # its previous holder removed it in between
+
+
+def _opened(path: Path) -> int:
+    """The file of a lock, which is made if there is none. UserError if it is a link, or anything but a lock of ours."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise
+        raise UserError(_no_lock(path)) from None
+    found = os.fstat(descriptor)
+    is_file = stat.S_ISREG(found.st_mode) and found.st_nlink <= 1
+    text = os.pread(descriptor, len(HOLDER), 0) if is_file else b"?"
+    if not HOLDER.startswith(text):
+        os.close(descriptor)
+        raise UserError(_no_lock(path))
+    return descriptor
+
+
+def _no_lock(path: Path) -> str:
+    return f"{path} is there and is no lock of radixtrain (a link, or something of others): move it away"
 
 
 def _in_use(folder: Path, holder: str) -> str:

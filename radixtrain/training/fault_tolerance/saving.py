@@ -8,6 +8,7 @@ With several ranks, all write the same checkpoint at the same step: each calls w
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import time
@@ -23,7 +24,7 @@ from radixtrain.checkpoints.atomic import remove
 from radixtrain.checkpoints.folder import read_checkpoint, write_checkpoint
 from radixtrain.checkpoints.resolve import point, prune
 from radixtrain.distributed import ranks
-from radixtrain.errors import EndedElsewhere, Stopped, UserError
+from radixtrain.errors import EndedElsewhere, Stopped, UserError, only_warns
 from radixtrain.training.fault_tolerance.nonfinite_guard import NonFinite, check_weights_finite
 from radixtrain.training.fault_tolerance.position import Position, run_pending_validation
 from radixtrain.training.fault_tolerance.signals import Requests
@@ -166,6 +167,8 @@ class SaveCheckpoints(L.Callback):
             return
         check_weights_finite(module, f"the checkpoint of step {position.num_steps} was not written")
         path = self.folder / f"step={position.num_steps}"
+        if not self.folder.parent.is_dir():  # else it would be made again, beside the run that was moved
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.folder.parent))
         before, module.position = module.position, position
         self._is_writing = True  # still after an error, which ends the run: `on_exception` does not write once more
         try:
@@ -174,10 +177,15 @@ class SaveCheckpoints(L.Callback):
             module.position = before
         self._is_writing = False
         self.last, self._saved_at, self._saved_when = path, position, time.monotonic()
-        ranks().broadcast_from_rank0(lambda: point(self.folder, "last", path))
+        ranks().broadcast_from_rank0(lambda: self._point(path))
         for told in self.on_saved:
             told(path)
         ranks().broadcast_from_rank0(lambda: prune(self.folder, self.total_limit, self.keep))
+
+    def _point(self, path: Path) -> None:
+        """Without the link, the newest whole checkpoint counts as the last one."""
+        with only_warns(f"{self.folder / 'last'} cannot be written"):
+            point(self.folder, "last", path)
 
 
 def _write(trainer: Any, path: Path) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from radixtrain.checkpoints.folder import read_checkpoint, verify_checkpoint
 from radixtrain.checkpoints.resolve import point
 from radixtrain.distributed import ranks
-from radixtrain.errors import UserError
+from radixtrain.errors import UserError, only_warns
 from radixtrain.training.fault_tolerance.run_state import load_weights
 from radixtrain.training.fault_tolerance.saving import SaveCheckpoints
 
@@ -132,8 +132,9 @@ class Best(L.Callback):
         """This checkpoint in the place of the previous best one."""
         self.saver.keep = self.path = path  # until the next best one is written
         if ranks().is_first:
-            self.saver.folder.mkdir(parents=True, exist_ok=True)
-            point(self.saver.folder, "best", path)
+            with only_warns(f"{self.saver.folder / 'best'} cannot be written"):
+                self.saver.folder.mkdir(parents=True, exist_ok=True)
+                point(self.saver.folder, "best", path)
 
 
 class StopEarly(EarlyStopping):

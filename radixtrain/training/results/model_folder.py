@@ -17,6 +17,7 @@ from transformers.utils import cached_file
 from radixtrain.checkpoints.atomic import recover, writing
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
+from radixtrain.hf.config import check_json_files
 from radixtrain.hf.prepare import restore_model
 from radixtrain.redaction import masked
 from radixtrain.training.devices.fsdp2 import gather_on_first
@@ -136,7 +137,9 @@ def _copy_processor(source: str, staging: Path) -> None:
     """The files that say how images become tensors, as they are: loading them would need torchvision."""
     for name in OF_PROCESSOR:
         with suppress(OSError):  # a checkpoint has some of them
-            shutil.copyfile(str(cached_file(source, name)), staging / name)
+            path = str(cached_file(source, name))
+            check_json_files(str(Path(path).parent), [name])  # a link may lead anywhere
+            shutil.copyfile(path, staging / name)
 
 
 def _is_written_by_us(path: Path) -> bool:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning.pytorch.callbacks import EarlyStopping
-from rich.console import Console
 
 from radixtrain.checkpoints.atomic import writing_file
 from radixtrain.checkpoints.manifest import Manifest
 from radixtrain.distributed import ranks
 from radixtrain.errors import first_line
+from radixtrain.screen import screen
 from radixtrain.training.fault_tolerance.position import is_out_of_time
 from radixtrain.training.optimizer import epoch_length, num_steps_of_run
 from radixtrain.training.results.best import StopEarly, Validation
@@ -109,7 +109,7 @@ def _validation_of(exported: Exported) -> dict[str, str]:
 def print_line(name: str, text: object, width: int = WIDTH) -> None:
     """A line on stdout, from rank 0. width: of the name."""
     if ranks().is_first:
-        Console(soft_wrap=True, highlight=False, markup=False).print(f"{name:<{width}} {text}")
+        screen(soft_wrap=True, highlight=False, markup=False).print(f"{name:<{width}} {text}")
 
 
 def print_lines(lines: Mapping[str, str]) -> None:

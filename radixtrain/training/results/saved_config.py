@@ -10,16 +10,19 @@ from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from radixtrain.checkpoints.atomic import writing_file
+from radixtrain.data.splits import is_file_of_text
 from radixtrain.errors import UserError, first_line
 from radixtrain.redaction import masked
 from radixtrain.training.results.model_folder import SETTINGS
 from radixtrain.training.results.run_progress import SUMMARY
+from radixtrain.yaml_text import read_yaml
 
-# How rows are read: what evaluates a model that was trained here reads them as the run did.
-READING = (
-    *("columns", "system_prompt", "chat_template_path", "chat_template_kwargs", "split_turns", "assistant_only_loss"),
-    *("completion_only_loss", "max_length", "excess_length_strategy"),
-)
+# How rows are read, and of which type each is: what evaluates a model that was trained here reads them as the run did.
+# The chat template is in the model's folder.
+READING: dict[str, type] = {
+    **{"columns": dict, "system_prompt": str, "chat_template_kwargs": dict, "split_turns": bool, "max_length": int},
+    **{"assistant_only_loss": bool, "completion_only_loss": bool, "excess_length_strategy": str},
+}
 
 # Arguments of loggers that are logged themselves. Others, such as an `api_key`, keep their values.
 LOGGED = frozenset(
@@ -59,22 +62,34 @@ class SaveMaskedConfig(SaveConfigCallback):
         return str(yaml.safe_dump(masked(kept), sort_keys=False, allow_unicode=True))
 
 
-def defaults_of_model(model_name_or_path: str) -> dict[str, Any]:
+def defaults_of_model(model_name_or_path: str, system_prompt: str | None = None) -> dict[str, Any]:
     """Keys with their values for the evaluation of a model, if a run of ours has trained it: how it read its rows, its
     seed, which drew `data.val_size`, and its folder if the model is still there. Empty for any other model.
 
-    UserError if the settings beside the model cannot be read.
+    The settings beside the model may be those of anybody: they name no file. system_prompt: as it was typed.
+
+    UserError if they cannot be read, or the system prompt is a file.
     """
     folder = Path(model_name_or_path)
     path = folder / SETTINGS
     if not path.is_file():
         return {}
     try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-        found = {f"data.{name}": settings["data"][name] for name in READING if name in settings["data"]}
-        found["seed_everything"] = settings.get("seed_everything")
+        settings = read_yaml(str(path))
+        found = {name: settings["data"][name] for name in READING if settings["data"].get(name) is not None}
+        seed = settings.get("seed_everything")
     except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError) as error:
         raise UserError(f"{path}: expected the settings of a run ({first_line(error)}); remove or restore it") from None
+    for name, value in (*found.items(), ("seed_everything", seed or 0)):
+        if not isinstance(value, READING.get(name, int)):
+            raise UserError(
+                f"{path}: {name} is {value!r}, expected {READING.get(name, int).__name__}; restore the file"
+            )
+    if system_prompt is None and is_file_of_text(found.get("system_prompt", "")):
+        raise UserError(
+            f"{path}: system_prompt names a file, which is not read from there; give it as --data.system_prompt"
+        )
+    found = {**{f"data.{name}": value for name, value in found.items()}, "seed_everything": seed}
     home = folder.resolve().parent
     found["output_dir"] = str(home) if (home / SUMMARY).is_file() else None
     return {name: value for name, value in found.items() if value is not None}

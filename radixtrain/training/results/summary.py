@@ -12,7 +12,7 @@ import lightning as L
 from lightning.pytorch.loggers import CSVLogger
 
 from radixtrain.distributed import ranks
-from radixtrain.errors import first_line
+from radixtrain.errors import only_warns
 from radixtrain.training.fault_tolerance.saving import SaveCheckpoints
 from radixtrain.training.progress_bar import screen_failure
 from radixtrain.training.results.best import Best, Validation, is_validation
@@ -70,7 +70,8 @@ class RunSummary(L.Callback):
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         self.first_step, self._drawn_at = trainer.global_step, time.monotonic()
         for name in (PICTURE, SUMMARY) if ranks().is_first else ():  # of a run that was killed while it wrote one
-            (self.output_dir / f".{name}.partial").unlink(missing_ok=True)
+            with only_warns(f"what a killed run left in {self.output_dir} cannot be deleted"):
+                (self.output_dir / f".{name}.partial").unlink(missing_ok=True)
         folders = [str(Path(log.log_dir).absolute()) for log in _csv_loggers(trainer)]
         self.progress.parts += [LogPart(folder, module.position.num_batches) for folder in folders]
 
@@ -177,10 +178,8 @@ class RunSummary(L.Callback):
         self._read_module()
         if not ranks().is_first:
             return
-        try:
+        with only_warns(f"{self.output_dir / SUMMARY} cannot be written"):
             write_json(self.output_dir / SUMMARY, self._record())
-        except OSError as error:
-            logger.warning("summary.json was not written: %s", error)
         if with_picture:
             self._draw()
 
@@ -220,11 +219,9 @@ class RunSummary(L.Callback):
     def _draw(self) -> None:
         started, best = time.monotonic(), self.best
         mark = BestStep(best.monitor, best.validation.step) if best and best.validation else None
-        try:
+        with only_warns(f"{self.output_dir / PICTURE} cannot be drawn", Exception):  # matplotlib may raise anything
             if not write_curves(self.progress.parts, self.output_dir / PICTURE, mark) and self.status:
                 logger.info("%s is drawn from the metrics of the CSV logger, which this run has none of", PICTURE)
-        except Exception as error:  # matplotlib may raise anything
-            logger.warning("%s was not drawn: %s: %s", PICTURE, type(error).__name__, first_line(error))
         self._drawn_at = time.monotonic()
         self._drawing_seconds = self._drawn_at - started
 

@@ -22,7 +22,15 @@ from transformers import (
 
 from radixtrain.errors import UserError, first_line
 from radixtrain.hf.activation_checkpointing import recompute
-from radixtrain.hf.config import MODEL_JSON, check_json_files, read_config, reason_of
+from radixtrain.hf.config import (
+    MODEL_JSON,
+    MODEL_NAMES,
+    check_attention_name,
+    check_json_files,
+    check_names,
+    read_config,
+    reason_of,
+)
 from radixtrain.hf.prepare import prepare_model
 from radixtrain.hf.quantized import four_bit_layers, keep_trainable
 from radixtrain.hf.refusals import check_only_cross_entropy, check_soft_cap
@@ -70,10 +78,14 @@ def load_model(model_name_or_path: str, dtype: str, attn_implementation: str, qu
     quantization_config: transformers', for the weights; None leaves them as they are.
     """
     check_json_files(model_name_or_path, MODEL_JSON)
+    check_attention_name(attn_implementation)
+    check_names(model_name_or_path, MODEL_NAMES)
     try:
         with _without_table():
+            config = AutoConfig.from_pretrained(model_name_or_path, trust_remote_code=False)
             model, loaded = auto_class(model_name_or_path).from_pretrained(
                 model_name_or_path,
+                config=config,  # else an `_attn_implementation` in config.json overrides the one below
                 dtype=dtype,
                 attn_implementation=attn_implementation,
                 use_safetensors=True,
@@ -168,6 +180,7 @@ def random_trainable(settings: Any, num_layers: int, device: torch.device) -> An
     It is in training mode, with adapters and activation checkpointing as configured, and not prepared. On the meta
     device nothing is allocated. The global random state does not change. UserError if the model cannot be made so.
     """
+    check_attention_name(settings.attn_implementation)
     config = _cut(read_config(settings.model_name_or_path), num_layers)
     dtype = getattr(torch, settings.dtype) if settings.dtype != "auto" else config.dtype or torch.float32
     options = {"dtype": dtype, "attn_implementation": settings.attn_implementation}

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import numpy as np
-from rich.console import Console
 from rich.text import Text
 
 from radixtrain.collators.prefix_sampler import batches_of
@@ -31,6 +30,7 @@ from radixtrain.distributed import ranks
 from radixtrain.errors import DataError, bytes_text
 from radixtrain.inspection.tokens import marked_text
 from radixtrain.report.sharing import length_quantiles, num_shared_prompts
+from radixtrain.screen import screen
 from radixtrain.training.devices.fsdp2 import FSDP2Strategy
 from radixtrain.training.optimizer import moment_bytes, num_steps_of_run
 from radixtrain.tree.groups import PrefixGroups
@@ -75,7 +75,7 @@ def print_overview(
     ]
     sample, tokenizer = corpus[0][0], load_tokenizer(settings.model_name_or_path, settings.chat_template_path)
     text = Text.assemble(f"{sample.where}, loss on what stands in ⟦ ⟧:\n", marked_text(sample, tokenizer, SAMPLE_CHARS))
-    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console = screen(soft_wrap=True, highlight=False, markup=False)
     lines: list[tuple[str, str | Text]] = [*entries, ("sample", text)]
     for name, line in lines:
         console.print(Text.assemble((f"{name:<12} ", "bold"), line))

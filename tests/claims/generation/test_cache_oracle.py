@@ -15,6 +15,7 @@ import pytest
 from tiers import TRIES
 
 from radixtrain.generation.cache import CACHED, FREE, RESERVED, CacheFull, Match, Node, RadixCache
+from radixtrain.tree.arrays import IntArray
 
 OPERATIONS = 400 * TRIES
 VOCABULARY, LONGEST, BUDGET = 3, 8, 40
@@ -87,6 +88,7 @@ class Walk:
         self.rng = np.random.default_rng(seed)
         self.cache, self.oracle = RadixCache(budget), Oracle(budget)
         self.written: dict[int, Prefix] = {}  # slot -> the prefix whose row was written there last
+        self.cache.store.copy = self.copy  # type: ignore[method-assign]
         self.locked: list[tuple[Node, Prefix]] = []
         self.running: list[tuple[Node, list[Prefix], list[list[int]], Prefix]] = []
         self.looked_up = [0, 0, 0]
@@ -94,7 +96,8 @@ class Walk:
 
     def run(self, num_operations: int) -> None:
         kinds = [self.match, self.start, self.finish, self.fail, self.lock, self.unlock, self.evict, self.clear]
-        shares = np.array([0.15, 0.3, 0.2, 0.04, 0.1, 0.13, 0.07, 0.01])
+        kinds += [self.shrink]
+        shares = np.array([0.15, 0.3, 0.2, 0.04, 0.1, 0.12, 0.07, 0.01, 0.01])
         for kind in self.rng.choice(len(kinds), size=num_operations, p=shares):
             kinds[kind]()
             self.done[kinds[kind].__name__] += 1
@@ -193,6 +196,27 @@ class Walk:
             self.unlock()
         self.cache.clear()
         self.oracle.slot_of.clear()
+
+    def shrink(self) -> None:
+        """After lanes, beside which sequences started: only rows that nobody holds move, and all they can."""
+        pool, budget = self.cache.pool, self.oracle.budget
+        lanes = pool.allocate(int(self.rng.integers(3 * BUDGET)), contiguous=True)
+        for operation in (self.start, self.start, self.finish):
+            operation()
+        pool.release(lanes)
+        self.cache.shrink()
+        held = self.oracle.reserved.copy()
+        for prefix, slot in tree_of(self.cache).slots.items():
+            if self.oracle.locks[prefix]:
+                held.add(slot)
+            else:
+                self.oracle.slot_of[prefix] = slot
+        bound = 2 * self.cache.num_tokens if budget is None else budget
+        assert pool.capacity <= max(bound, max(held, default=-1) + 1)
+
+    def copy(self, from_slots: IntArray, to_slots: IntArray) -> None:
+        for source, target in zip(from_slots.tolist(), to_slots.tolist(), strict=True):
+            self.written[target] = self.written[source]
 
     def hold(self, node: Node, prefix: Prefix) -> None:
         self.cache.lock(node)
@@ -311,6 +335,7 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "inner nodes are evicted": (Node, "evictable", property(lambda node: node.parent is not None and not node.locks)),
     "locked leaves are evicted": (Node, "evictable", property(lambda node: node.parent and not node.children)),
     "a lookup is not a use": (RadixCache, "_walk", walk_that_forgets_the_time),
+    "a row that is held moves": (Node, "locks", property(lambda node: 0, lambda node, value: None)),
     "a slot leaks": (RadixCache, "_release", release_of_one_slot_too_few),
 }
 

@@ -66,6 +66,32 @@ def test_a_shared_prompt_is_stored_once(
     )
 
 
+@pytest.mark.parametrize("budget", [150, None])
+def test_after_a_call_the_lanes_are_given_back(
+    tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, budget: int | None
+) -> None:
+    """During it there are little more slots than the tree and lanes of the longest answer have."""
+    monkeypatch.setattr(sys.modules["radixtrain.generation.generate"], "FIRST_ANSWER", 2)
+    model, prompts, cache, seen = tiny_qwen3().eval(), prompts_of(PROMPTS), RadixCache(budget), list[int]()
+
+    def count(token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        seen.append(cache.pool.capacity)
+        return scores
+
+    prompts = [ids[-OWN - 3 :] for ids in prompts]
+    fixed: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": None}
+    found = generate(model, prompts, cache=cache, logits_processor=[count], **fixed)
+    assert {len(row) for call in cache.store.calls for row in call} == {cache.pool.capacity}
+    assert cache.pool.capacity <= (budget or 2 * cache.num_tokens)
+    lanes = PROMPTS * (60 + OWN + 3)
+    assert max(seen) <= 1.3 * lanes + (budget or cache.num_tokens)
+    again = generate(model, prompts, cache=cache, **fixed)
+    assert again.token_ids == found.token_ids == generate(model, prompts, **fixed).token_ids
+    assert again.stats.num_cached_tokens > 0
+    cache.clear()
+    assert cache.pool.capacity == 0 and not cache.store.calls
+
+
 def test_its_rows_exist_once(tiny_qwen3: Callable[..., Any]) -> None:
     """Keys of a shared token are nowhere else in the store, not in a lane either: no two tokens have equal keys.
 

@@ -77,7 +77,10 @@ CLASSES = {
 FILES = {
     "": f"{NO_KEYS}an empty file",
     "model:\n": "model is a section: expected keys with their values; got null",
-    "hello": f"{NO_KEYS}hello",
+    "hello": f"{NO_KEYS}a text",
+    "config: /etc/passwd\n": "--config {config}: the key config names another file, which is not read",
+    "trainer: {strategy: /etc/passwd}\n": "trainer.strategy is the file /etc/passwd: write the settings there",
+    "trainer: {callbacks: [/etc/passwd]}\n": "trainer.callbacks is the file /etc/passwd: write the settings there",
     "a: [\n": "{config}:2: not YAML: did not find expected node content",
     "a:\n\t b: 1\n": "{config}:2: not YAML: found character that cannot start any token",
     "[" * 100_000: "{config}:1: more than 50 lists or sections inside of one another",

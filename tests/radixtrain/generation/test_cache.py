@@ -71,14 +71,15 @@ def test_a_full_cache_evicts_nothing() -> None:
     assert isinstance(refusal.value, UserError)
 
 
-def test_the_pool_takes_the_shortest_run_that_is_long_enough_and_grows_to_twice_its_size() -> None:
+def test_the_pool_takes_the_shortest_run_that_is_long_enough_and_grows_by_what_the_tree_holds() -> None:
     cache = RadixCache()
     own = cache.reserve(20)
     for start, end in ((0, 6), (8, 11), (13, 17)):
         cache.cancel(own[start:end])
     assert cache.reserve(3).tolist() == [8, 9, 10] and cache.reserve(3).tolist() == [13, 14, 15]
     assert cache.reserve(7).tolist() == [0, 1, 2, 3, 4, 5, 16] and cache.pool.capacity == 20
-    assert cache.reserve(1).tolist() == [20] and cache.pool.capacity == 40
+    cache.pool.allocate(100, contiguous=True)
+    assert cache.reserve(1).tolist() == [120] and cache.pool.capacity == 120 + 1 + 20
 
 
 def test_other_weights_empty_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:

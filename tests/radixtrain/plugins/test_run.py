@@ -94,6 +94,13 @@ def test_one_model_by_the_environment_with_options(folder):
     ]
 
 
+@pytest.mark.parametrize("options", ["{only", "[1]", '{"only": 5}', '{"reports": 5}', '{"min_ratio": "x"}', '{"x": 1}'])
+def test_options_that_are_wrong_break_no_import(folder, options):
+    done = started(folder, "train.py", "qwen", RADIXTRAIN="1", RADIXTRAIN_OPTIONS=options)
+    assert done.returncode == 7 and "Traceback" not in done.stderr, done.stderr
+    assert "radixtrain: Qwen3ForCausalLM of qwen: not shared: " in done.stderr
+
+
 @FULL
 def test_two_ranks_are_one_line(folder):
     torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "train.py", "qwen")

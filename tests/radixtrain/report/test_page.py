@@ -91,8 +91,12 @@ class TestText:
             assert part in text, part
 
     def test_a_lone_surrogate(self, report: DataReport, tmp_path: Path) -> None:
+        """A link that others have put there is replaced, and not followed."""
+        (tmp_path / "other").write_text("mine")
+        (tmp_path / "a.html").symlink_to("other")
         write_page(replace(report, title="a\ud800b", tree=node("\ud800", 1, 1)), tmp_path / "a.html")
         assert "a?b" in (tmp_path / "a.html").read_text(encoding="utf-8")
+        assert (tmp_path / "other").read_text() == "mine"
 
 
 def node(text: str, tokens: int, sequences: int, *children: TreeNode) -> TreeNode:

@@ -253,13 +253,14 @@ def test_an_entry_that_is_deleted_while_it_is_read(chats: Path, tokenize: Tokeni
 def test_an_entry_that_another_run_still_writes_is_not_deleted(tmp_path: Path, tokenize: Tokenize, chats: Path) -> None:
     """However long ago it began."""
     two_days_ago = time.time() - 2 * 86400
-    for name in (".running.x", ".killed.x"):
+    running, killed = f".{0:032x}.x", f".{1:032x}.x"
+    for name in (running, killed):
         (tmp_path / "cache" / name).mkdir(parents=True)
         (tmp_path / "cache" / name / SAMPLES).write_bytes(b"1")
-    for path in (".running.x", ".killed.x/samples.arrow", ".killed.x"):
+    for path in (running, f"{killed}/samples.arrow", killed):
         os.utime(tmp_path / "cache" / path, (two_days_ago, two_days_ago))
     tokenize(chats)
-    assert entries(tmp_path / "cache")[0] == ".running.x" and len(entries(tmp_path / "cache")) == 2
+    assert entries(tmp_path / "cache")[0] == running and len(entries(tmp_path / "cache")) == 2
 
 
 def test_a_file_that_changes_while_it_is_read(
@@ -304,14 +305,18 @@ def test_entries_that_were_not_used_for_long_are_deleted(chats: Path, tokenize: 
     folder = tmp_path / "cache"
     tokenize(chats)
     tokenize(chats, max_length=500)
-    (folder / "not ours").mkdir()
+    others = {".git", "not ours", f"{0:031x}", "c0ffee"}
+    for name in others:
+        (folder / name).mkdir()
+        (folder / name / SAMPLES).touch()
     old = time.time() - (cache.DAYS_KEPT + 1) * 86400
-    first, _, _ = sorted(folder.iterdir(), key=lambda path: path.name == "not ours")
-    for path in (*first.iterdir(), first, folder / "not ours"):
-        os.utime(path, (old, old))
+    first, _ = (folder / name for name in entries(folder) if name not in others)
+    for path in (*folder.glob("*/*"), *folder.iterdir()):
+        if {path.name, path.parent.name} & {*others, first.name}:
+            os.utime(path, (old, old))
     tokenize(chats, max_length=501)
-    left = entries(folder)
-    assert first.name not in left and "not ours" in left and len(left) == 3
+    left = {path.name for path in folder.iterdir()}
+    assert first.name not in left and others < left and len(left) == 2 + len(others)
 
 
 def test_a_folder_that_cannot_be_written(chats: Path, tokenize: Tokenize, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tiers import FULL
 
 from radixtrain.__main__ import main
-from radixtrain.training.answers.evaluate_generation import EvaluateGeneration
+from radixtrain.training.answers.evaluate_generation import EvaluateGeneration, _cell
 
 GREEDY = {"evaluate_generation__metric": "exact_match", "evaluate_generation__max_new_tokens": 16}
 
@@ -33,6 +33,13 @@ def run(arguments, shop):
 def table(path):
     with path.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
+
+
+def test_a_cell_is_no_formula():
+    """The first `'` can be taken away again: no two texts become the same cell."""
+    texts = ["=1+1", "+a", "-a", "@a", "\t=1", "\r=1", "'a", "''"]
+    assert [_cell(text) for text in texts] == [f"'{text}" for text in texts]
+    assert [_cell(each) for each in ("a=1", "-3", "+4.5", "", 1.5, "1 = 1")] == ["a=1", "-3", "+4.5", "", 1.5, "1 = 1"]
 
 
 def test_a_run_that_learns_the_answers(run, shop, tmp_path, capsys):

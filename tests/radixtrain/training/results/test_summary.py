@@ -170,7 +170,7 @@ def test_a_picture_that_fails_is_no_reason_to_lose_a_run(
 
     monkeypatch.setattr("radixtrain.training.results.summary.write_curves", fail)
     assert main(arguments(trainer__max_steps=1)) == 0
-    assert "loss.png was not drawn: RuntimeError: no fonts" in caplog.text
+    assert "loss.png cannot be drawn (RuntimeError: no fonts)" in caplog.text
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
 
 

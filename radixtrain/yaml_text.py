@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from radixtrain.errors import UsageError
+from radixtrain.text_files import read_text
 
 PACKAGES = ("radixtrain", "lightning", "torch", "transformers")
 MOST_CHARACTERS = 1 << 20
@@ -31,9 +32,12 @@ class _Collection:
 
 
 def read_yaml(path: str) -> Any:
-    """What a file of settings holds. UsageError, with the line, for what is no YAML or refused by `check_yaml`."""
+    """What a file of settings holds. UsageError, with the line, for what is no YAML or refused by `check_yaml`.
+
+    OSError if it cannot be read, or is a device or a pipe.
+    """
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
+        text = read_text(Path(path).expanduser())
         check_yaml(text, path)
         return yaml.safe_load(text)
     except UnicodeDecodeError as error:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from radixtrain.commands.yaml_text import check_yaml, read_yaml
 from radixtrain.errors import UsageError
+from radixtrain.yaml_text import check_yaml, read_yaml
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,52 @@
+"""Text on its way to a screen or a log. Names, keys and messages may be of anybody: a terminal obeys none of them."""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# Of C0 and C1, all but line feed and tab; what changes the direction of a text; other ends of lines; halves of pairs.
+OBEYED = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def printable(text: object) -> str:
+    """The text with `\\x1b` for an escape, and so on for all that a terminal would not show but do."""
+    return OBEYED.sub(lambda found: ascii(found[0])[1:-1], str(text))
+
+
+def screen(**options: Any) -> Console:
+    """rich's Console with these options, which writes no control characters but its own."""
+    from rich.console import Console  # here, since errors are printed where rich is not needed
+    from rich.segment import Segment
+
+    class Screen(Console):
+        def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
+            for segment in super().render(renderable, options):
+                yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+    return Screen(**options)
+
+
+class _Record(logging.LogRecord):
+    def getMessage(self) -> str:  # its name in logging
+        return printable(super().getMessage())
+
+
+def guard_logs() -> None:
+    """From here on, what any library of this process logs or warns of is printable."""
+    logging.setLogRecordFactory(_Record)
+    if getattr(warnings.formatwarning, "__name__", "") != "_formatted":
+        before = warnings.formatwarning
+
+        def _formatted(*args: Any, **kwargs: Any) -> str:
+            return printable(before(*args, **kwargs))
+
+        warnings.formatwarning = _formatted

@@ -1,0 +1,45 @@
+"""A checkpoint whose state was changed, and whose checksums are right again, ends in one line."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forged_checkpoints import forge
+
+from radixtrain.__main__ import main
+
+FORGED: list[tuple[tuple[Any, ...], Any]] = [
+    (("pytorch-lightning_version",), {"a": 1}),
+    (("lr_schedulers",), True),
+    (("callbacks", "RunSummary", "parts"), [10**30]),
+    (("state_dict",), []),
+    (("hyper_parameters", "model_name_or_path"), []),
+    (("hyper_parameters", "optimizer"), None),
+    (("hyper_parameters",), "x"),
+    (("datamodule_hyper_parameters",), [1]),
+    (("radixtrain",), None),
+    (("radixtrain", "position", "num_batches"), [1, "x"]),
+]
+
+
+def test_the_state_of_another_program(
+    arguments: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To go on from, and to export; some changes mean nothing to one of the two."""
+    assert main(arguments(trainer__max_epochs=1)) == 0
+    for place, value in FORGED:
+        checkpoint = tmp_path / "forged"
+        shutil.rmtree(checkpoint, ignore_errors=True)
+        shutil.copytree(tmp_path / "out" / "checkpoints" / "step=5", checkpoint)
+        forge(checkpoint, place, value)
+        export = ["export", f"--ckpt_path={checkpoint}", f"--output_dir={tmp_path / 'model'}"]
+        codes = []
+        for line in (arguments(output_dir=tmp_path / "other", ckpt_path=checkpoint), export):
+            capsys.readouterr()
+            codes.append(main(line))
+            said = capsys.readouterr().err
+            errors = [line for line in said.splitlines() if line.startswith("error: ")]
+            assert "Traceback" not in said and len(errors) == (codes[-1] != 0), (place, line, said)
+        assert 1 in codes, place

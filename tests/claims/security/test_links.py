@@ -1,0 +1,82 @@
+"""What others put into the folder of a run is neither followed nor deleted: their links and files stay as they are."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixtrain.__main__ import main
+
+CHANGES = {"os.rename": 2, "os.remove": 1, "os.truncate": 1, "os.link": 2, "os.symlink": 2}  # paths that it changes
+COMMANDS = ("fit", "predict")
+LOCKS, ASIDE = (".lock", ".model.lock"), (".earlier_run", ".earlier_run.moving")
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+watching: list[set[str]] = []
+
+
+def _watch(event: str, arguments: tuple[Any, ...]) -> None:
+    if watching and event in CHANGES:
+        watching[-1].update(map(str, arguments[: CHANGES[event]]))
+    elif watching and event == "open" and arguments[2] & WRITING:
+        watching[-1].add(str(arguments[0]))
+
+
+@pytest.fixture
+def run(arguments: Callable[..., list[str]], shop: Path) -> Callable[[str, Path], int]:
+    own = {"predict": {"data__predict_file": shop / "validation.jsonl"}, "fit": {"trainer__max_epochs": 1}}
+    return lambda command, folder: main(arguments(command, output_dir=folder, **own[command]))
+
+
+def plant(folder: Path, names: list[str], victims: Path) -> list[Path]:
+    """A link under each name, to a file of the user's own."""
+    victims.mkdir()
+    for number, name in enumerate(names):
+        (victims / str(number)).write_text("mine")
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).symlink_to(victims / str(number))
+    return sorted(victims.iterdir())
+
+
+def test_a_link_under_any_name_that_a_run_writes(
+    run: Callable[[str, Path], int], tmp_path: Path, draws: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The names are those that runs in an empty folder open for writing, rename or delete."""
+    sys.addaudithook(_watch)
+    watching.append(set())
+    assert [run(command, tmp_path / "out") for command in COMMANDS] == [0, 0]
+    home, written = str(tmp_path / "out"), watching.pop()
+    names = sorted({os.path.relpath(path, home) for path in written if path.startswith(home + os.sep)})
+    assert {*LOCKS, ".summary.json.partial", ".loss.png.partial", ".predictions.jsonl.partial"} < {*names}
+    refused = (*LOCKS, *ASIDE, "checkpoints/step=", "model", ".model.replaced")  # each in a line of its own
+    planted = [name for name in names if not name.startswith(refused)]
+    leaves = [name for name in planted if not any(other.startswith(f"{name}/") for other in planted)]
+    victims = plant(tmp_path / "other", leaves, tmp_path / "victims")
+    assert [run(command, tmp_path / "other") for command in COMMANDS] == [0, 0], capsys.readouterr().err
+    assert [path.read_text() for path in victims] == ["mine"] * len(leaves)
+
+
+MAKE: dict[str, Callable[[Path, Path], Any]] = {
+    "link": lambda path, victim: path.symlink_to(victim),
+    "hard link": lambda path, victim: path.hardlink_to(victim),
+    "folder": lambda path, _: path.mkdir(),
+    "file": lambda path, _: path.write_text("mine"),
+    "fifo": lambda path, _: os.mkfifo(path),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "what"), [*((name, what) for name in LOCKS for what in MAKE), *((name, "link") for name in ASIDE)]
+)
+def test_what_a_run_would_lock_or_move_back_and_is_not_its_own(
+    name: str, what: str, run: Callable[[str, Path], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, victim = tmp_path / "run", tmp_path / "victim"
+    folder.mkdir()
+    victim.write_text("mine")
+    MAKE[what](folder / name, victim)
+    assert run("fit", folder) == 1
+    assert f"{folder / name} is " in capsys.readouterr().err
+    assert victim.read_text() == "mine" and os.path.lexists(folder / name)
