@@ -134,6 +134,8 @@ def _share(model: Any, name: str, options: dict[str, Any]) -> tuple[LoadedModel,
         return LoadedModel(name), sharing_report(model)
     except (UserError, TypeError, ImportError) as error:
         return LoadedModel(name, str(error)), None
+    except Exception as error:  # of a model that is built otherwise than all that are known; its program runs on
+        return LoadedModel(name, f"{type(error).__name__}: {error}"), None
 
 
 def _report(loaded: Iterable[tuple[LoadedModel, Any]], folder: str | None) -> None:

@@ -6,11 +6,12 @@ from older_transformers import PASSED_ON
 from tiers import FULL, cases
 from tiny_models import tiny_model
 from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from radixtrain import RadixCollator, prepare_model, verify_equivalence
 from radixtrain.attention import EVERYWHERE
 from radixtrain.errors import UserError
-from radixtrain.hf.attention_interface import eager_attention_forward, radix_attention
+from radixtrain.hf.attention_interface import radix_attention
 from radixtrain.hf.windows import no_mask
 
 FEATURES = [
@@ -56,15 +57,7 @@ class TestLayersWithoutKeywordArguments:
         query = torch.zeros(1, 4, 2, 8)
         lost = no_mask(False, query.device)
         with pytest.raises(UserError, match="MistralAttention of layer 0 receives neither the keyword arguments"):
-            radix_attention(eager_attention_forward)(module, query, query, query, lost)
-
-
-def test_a_layer_without_an_eager_function(tiny_qwen3, monkeypatch):
-    model = prepare_model(tiny_qwen3(attn_implementation="eager"))
-    monkeypatch.delattr("transformers.models.qwen3.modeling_qwen3.eager_attention_forward")
-    query = torch.zeros(1, 4, 2, 8)
-    with pytest.raises(UserError, match="Qwen3Attention of layer 0 has no eager attention in its file"):
-        eager_attention_forward(model.model.layers[0].self_attn, query, query, query, None)
+            radix_attention(sdpa_attention_forward)(module, query, query, query, lost)
 
 
 def test_cascade_if_a_window_binds():

@@ -1,0 +1,75 @@
+"""What the code of a class refers to: names of attributes and of globals, and the objects behind these.
+
+Nothing reads source text or the names of local variables, so neither a comment nor a renamed variable changes an
+answer, and a class that was typed into a shell has one. A method that was replaced is read as it is now.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from functools import cache
+from types import CodeType, FunctionType
+from typing import Any
+
+from transformers import AttentionInterface
+
+EAGER = "eager_attention_forward"  # ends the name of the eager attention of a modeling file
+
+
+def names_in(module_class: Any) -> frozenset[str]:
+    """The attributes and globals that its methods name, those that it inherits from other classes than torch's too."""
+    return _names_in(module_class, module_class.forward)
+
+
+@cache
+def _names_in(module_class: Any, forward: Any) -> frozenset[str]:
+    return frozenset(name for function in _methods(module_class) for name in _names(function.__code__))
+
+
+def names_in_method(method: Any) -> tuple[str, ...]:
+    """The same for one method, in the order in which its code first names them."""
+    function = inspect.unwrap(method)
+    return tuple(_names(function.__code__)) if isinstance(function, FunctionType) else ()
+
+
+def attends(module_class: Any) -> bool:
+    """Whether a module takes its attention from Hugging Face's AttentionInterface."""
+    return bool(interfaces_of(module_class))
+
+
+def interfaces_of(module_class: Any) -> tuple[AttentionInterface, ...]:
+    """The AttentionInterfaces from which its methods may take a function; nearly always transformers' only one."""
+    return _interfaces_of(module_class, module_class.forward)
+
+
+@cache
+def _interfaces_of(module_class: Any, forward: Any) -> tuple[AttentionInterface, ...]:
+    found = (space.get(name) for space, name in _globals(module_class))
+    return tuple({id(each): each for each in found if isinstance(each, AttentionInterface)}.values())
+
+
+def eager_places(module_class: Any) -> list[tuple[dict[str, Any], str]]:
+    """The files, as namespaces, and the names in them where its methods find their own eager attention."""
+    return [(space, name) for space, name in _globals(module_class) if name.endswith(EAGER) and name in space]
+
+
+def _globals(module_class: Any) -> Iterator[tuple[dict[str, Any], str]]:
+    for function in _methods(module_class):
+        for name in _names(function.__code__):
+            yield function.__globals__, name
+
+
+def _methods(module_class: Any) -> Iterator[FunctionType]:
+    for each in module_class.__mro__:
+        if each is not object and not each.__module__.startswith("torch."):
+            methods = (inspect.unwrap(getattr(value, "__func__", value)) for value in list(vars(each).values()))
+            yield from (method for method in methods if isinstance(method, FunctionType))
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Functions inside a function come after it."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
