@@ -171,7 +171,8 @@ def take_over(decoder: Any) -> str | None:
 
 
 def _places_of(decoder: nn.Module, name: str) -> Iterator[Place]:
-    for module_class in {type(module) for path, module in decoder.named_modules() if is_text(path)}:
+    classes: set[Any] = {type(module) for path, module in decoder.named_modules() if is_text(path)}
+    for module_class in classes:
         for interface in interfaces_of(module_class):
             if name != "eager":
                 yield interface, name, AttentionInterface.register

@@ -1,7 +1,7 @@
 """What the code of a class refers to: names of attributes and of globals, and the objects behind these.
 
 Nothing reads source text or the names of local variables, so neither a comment nor a renamed variable changes an
-answer, and a class that was typed into a shell has one. A method that was replaced is read as it is now.
+answer, and a class that was typed into a shell has one. A method that was replaced before is read as it is.
 """
 
 from __future__ import annotations
@@ -17,14 +17,10 @@ from transformers import AttentionInterface
 EAGER = "eager_attention_forward"  # ends the name of the eager attention of a modeling file
 
 
+@cache
 def names_in(module_class: Any) -> frozenset[str]:
     """The attributes and globals that its methods name, those that it inherits from other classes than torch's too."""
-    return _names_in(module_class, module_class.forward)
-
-
-@cache
-def _names_in(module_class: Any, forward: Any) -> frozenset[str]:
-    return frozenset(name for function in _methods(module_class) for name in _names(function.__code__))
+    return frozenset(name for _, name in _globals(module_class))
 
 
 def names_in_method(method: Any) -> tuple[str, ...]:
@@ -38,13 +34,9 @@ def attends(module_class: Any) -> bool:
     return bool(interfaces_of(module_class))
 
 
+@cache
 def interfaces_of(module_class: Any) -> tuple[AttentionInterface, ...]:
     """The AttentionInterfaces from which its methods may take a function; nearly always transformers' only one."""
-    return _interfaces_of(module_class, module_class.forward)
-
-
-@cache
-def _interfaces_of(module_class: Any, forward: Any) -> tuple[AttentionInterface, ...]:
     found = (space.get(name) for space, name in _globals(module_class))
     return tuple({id(each): each for each in found if isinstance(each, AttentionInterface)}.values())
 
@@ -55,16 +47,12 @@ def eager_places(module_class: Any) -> list[tuple[dict[str, Any], str]]:
 
 
 def _globals(module_class: Any) -> Iterator[tuple[dict[str, Any], str]]:
-    for function in _methods(module_class):
-        for name in _names(function.__code__):
-            yield function.__globals__, name
-
-
-def _methods(module_class: Any) -> Iterator[FunctionType]:
-    for each in module_class.__mro__:
-        if each is not object and not each.__module__.startswith("torch."):
-            methods = (inspect.unwrap(getattr(value, "__func__", value)) for value in list(vars(each).values()))
-            yield from (method for method in methods if isinstance(method, FunctionType))
+    """Each name that a method has, and the globals in which it would be looked up."""
+    classes = (each for each in module_class.__mro__[:-1] if not each.__module__.startswith("torch."))
+    for value in [value for each in classes for value in vars(each).values()]:
+        method = inspect.unwrap(getattr(value, "__func__", value))
+        if isinstance(method, FunctionType):
+            yield from ((method.__globals__, name) for name in _names(method.__code__))
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -23,10 +23,11 @@ from radixtrain.attention import STRATEGIES, choose_attention
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.attention_interface import take_over
 from radixtrain.hf.backbone import Parts, is_text
-from radixtrain.hf.class_code import attends, names_in_method
+from radixtrain.hf.class_code import attends, names_in
 from radixtrain.hf.dropout import check_drawing_modules, check_dropout, check_noise
 from radixtrain.hf.model_dims import ModelDimensions
 from radixtrain.hf.positions import check_model_positions, check_position, positions_in_table, why_padding_matters
+from radixtrain.hf.probes import check_transformers
 from radixtrain.hf.recurrent.mixers import (
     forks_or_keeps_apart,
     mixers_of,
@@ -69,6 +70,7 @@ def check_model(parts: Parts, allowed: tuple[str, ...], any_head: bool) -> None:
     allowed: as `allow_dropout` of `prepare_model`. any_head: False for the batches of a `RadixCollator`, whose labels
     are next tokens.
     """
+    check_transformers()
     _check_decoder(parts)
     if not any_head and (reason := why_not_next_tokens(parts)):
         raise UserError(reason)
@@ -113,6 +115,7 @@ def check_generation(parts: Parts, longest: int) -> None:
 
     longest: tokens of the longest prompt and its answer, without the last one, which is never computed.
     """
+    check_transformers()
     _check_decoder(parts)
     reason = why_not_next_tokens(parts)
     if reason:
@@ -385,9 +388,9 @@ def _check_causal(parts: Parts) -> None:
     if not layers and mixers_of(parts.decoder):  # a state goes only forward
         return
     flags = [layer.is_causal for layer in layers if hasattr(layer, "is_causal")]
-    named = (name for method in vars(type(parts.decoder)).values() for name in names_in_method(method))
-    names = {*named, *names_in_method(type(parts.decoder).forward)}
-    if not layers or (flags and not any(flags)) or not any("causal" in name for name in names):
+    decoder_class: Any = type(parts.decoder)
+    names_causal = any("causal" in name for name in names_in(decoder_class))
+    if not layers or (flags and not any(flags)) or not names_causal:
         raise UserError(
             f"{parts.name} attends in both directions, or not at all, and a shared prefix has the same states only "
             f"under causal attention; use a decoder, or train it without share_prefixes"
