@@ -41,9 +41,25 @@ def interfaces_of(module_class: Any) -> tuple[AttentionInterface, ...]:
     return tuple({id(each): each for each in found if isinstance(each, AttentionInterface)}.values())
 
 
+@cache
 def eager_places(module_class: Any) -> list[tuple[dict[str, Any], str]]:
     """The files, as namespaces, and the names in them where its methods find their own eager attention."""
     return [(space, name) for space, name in _globals(module_class) if name.endswith(EAGER) and name in space]
+
+
+def why_replaced(module: Any) -> str | None:
+    """Why a module that attended by its class may not do so now: its `forward` comes from another file; else None.
+
+    Wrappers that say what they wrap (`functools.wraps`), as Accelerate's and torch.compile's, are looked through.
+    """
+    forward: Any = inspect.unwrap(module.forward)
+    function = getattr(forward, "__func__", forward)
+    space = getattr(function, "__globals__", {})
+    is_own = space.get("__name__") in {each.__module__ for each in type(module).__mro__}
+    if is_own or any(isinstance(space.get(name), AttentionInterface) for name in names_in_method(function)):
+        return None
+    made = f"{getattr(function, '__module__', None)}.{getattr(function, '__qualname__', function)}"
+    return f"{type(module).__name__}.forward is now {made}, which does not take its attention from AttentionInterface"
 
 
 def _globals(module_class: Any) -> Iterator[tuple[dict[str, Any], str]]:
