@@ -137,6 +137,9 @@ TABLE: dict[str, dict[str, str]] = {
         "torch.Tensor._version": "tells whether hidden states or logits were changed in place",
         "torch._C.DisableTorchFunctionSubclass": "asks such a tensor for its shape and dtype",
     },
+    "radixtrain/hf/probes.py": {
+        "transformers.PretrainedConfig._attn_implementation": "is set to flash attention, which need not be installed",
+    },
     "radixtrain/hf/recurrent/layers.py": {
         "transformers.PreTrainedModel._gradient_checkpointing_func": (
             "computes a layer again, without the layer's hooks"

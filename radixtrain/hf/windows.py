@@ -153,13 +153,13 @@ def _seen(sees: Callable[..., Tensor], blocks: BlockLayout, longest: int) -> tup
 
 
 def window_of(
-    layer: str, attention_mask: Any, argument: int | None, longest: int, may_bind: bool, by_argument: bool
+    layer: str, attention_mask: Any, argument: int | None, longest: int, may_bind: bool, obeys_argument: bool
 ) -> int | None:
     """The sliding window of a layer if it binds, else None.
 
     layer: its name in errors. argument: its `sliding_window`. longest: the batch's longest sequence, in tokens.
-    by_argument: whether its own attention obeys only the argument, as flash attention does; any other obeys only the
-    mask. A mask and an argument that contradict each other are refused.
+    obeys_argument: whether its own attention obeys only the argument, as flash attention does; any other obeys only its
+    mask.
     """
     if isinstance(attention_mask, Tensor) and attention_mask.numel():
         raise UserError(
@@ -167,17 +167,10 @@ def window_of(
             f"out; {TRAIN_WITHOUT_SHARING}"
         )
     written = on_mask(attention_mask)
-    masked = None if written is None else written.window
-    if masked is None and may_bind:
+    window = argument if obeys_argument else None if written is None else written.window
+    if window is None and may_bind and not obeys_argument:
         raise UserError(
             f"{layer} gets a mask that transformers.masking_utils has not made, and its model has a sliding window "
             f"shorter than this batch's longest sequence ({longest}); set max_length to the window or less"
         )
-    masked, argument = (window if window and window < longest else None for window in (masked, argument))
-    if argument != masked and (argument is not None or by_argument):
-        seen = [f"the last {window} tokens" if window else "all" for window in (argument, masked)]
-        raise UserError(
-            f"{layer} attends to {seen[0]} by its sliding_window and to {seen[1]} by its mask, and this batch has a "
-            f"sequence of {longest}; set max_length to {argument or masked} or less, and the window changes nothing"
-        )
-    return masked
+    return window if window and window < longest else None

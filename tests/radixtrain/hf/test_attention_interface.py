@@ -211,16 +211,6 @@ class TestTransformersOwn:
         model(input_ids=IDS, use_cache=True)
         assert names == ["flash_attention_2"] * 2
 
-    def test_flash_attention_obeys_no_mask(self):
-        """Qwen2-MoE gives it no window: it would see all, and the mask has one."""
-        model = tiny_model("Qwen2MoeForCausalLM", use_sliding_window=True, layer_types=["sliding_attention"] * 2)
-        model.config._attn_implementation_internal = "flash_attention_2"
-        message = (
-            "Qwen2MoeAttention of layer 0 attends to all by its sliding_window and to the last 4 tokens by its mask"
-        )
-        with pytest.raises(UserError, match=message):
-            prepare_model(model)(**RadixCollator()(FEATURES))
-
     def test_gets_what_a_layer_gives_it(self):
         """Flex attention: a BlockMask, which is no tensor. Others: more by position, or no mask at all."""
         mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 128, 128, device="cpu")

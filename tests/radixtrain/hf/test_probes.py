@@ -66,14 +66,8 @@ def test_a_mask_with_a_renamed_keyword(family, prepare, monkeypatch):
 @pytest.mark.parametrize(
     ("family", "names", "sentence"),
     [
-        ("Gemma2", {"scaling=self.scaling": "scale=self.scaling"}, "a layer gives its scale as `scaling`"),
-        ("Gemma2", {"softcap=self.attn_logit_": "cap=self.", "self.attn_logit_": "self."}, "its soft-cap as `softcap`"),
-        ("GptOss", {"s_aux=": "sink=", ".sinks": ".sink"}, "its sinks as `s_aux`"),
-        (
-            "Gemma2",
-            {"create_sliding_window_causal_mask(": "create_causal_mask(", "sliding_window=self": "window=self"},
-            "a mask shows the window of its layer",
-        ),
+        ("Gemma2", {"scaling=self.scaling": "scale=self.scaling"}, "its scale as `scaling`"),
+        ("Gemma2", {"sliding_window=self": "window=self"}, "its window as `sliding_window`"),
         ("Gemma2", {"ALL_ATTENTION_FUNCTIONS.get_interface": "_interface"}, "every layer calls the attention"),
     ],
 )
@@ -88,5 +82,5 @@ def test_a_renamed_keyword_of_attention(family, names, sentence, monkeypatch):
 
 def test_the_random_state_stays():
     before = torch.random.get_rng_state()
-    assert probes._broken() == []
+    assert probes._broken() is None
     assert torch.equal(torch.random.get_rng_state(), before)

@@ -14,18 +14,34 @@ from transformers.masking_utils import (
 )
 
 from radixtrain import RadixCollator, prepare_model
+from radixtrain.attention import tree_attention
 from radixtrain.errors import UserError
 from radixtrain.hf.windows import mask_function, no_mask, on_mask
 
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2, 3, 4, 5, 6], [7, 8, 9, 3])]
 
 
-def test_a_window_that_contradicts_the_mask():
-    """OLMoE hands a window to its attention function, which flash attention obeys, and masks none."""
-    model = tiny_model("OlmoeForCausalLM", sliding_window=4)
-    message = "OlmoeAttention of layer 0 attends to the last 4 tokens by its sliding_window and to all by its mask"
-    with pytest.raises(UserError, match=message):
-        prepare_model(model)(**RadixCollator()(FEATURES))
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("Olmoe", {"sliding_window": 4}),
+        ("Qwen2Moe", {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}),
+    ],
+)
+@pytest.mark.parametrize("name", ["sdpa", "flash_attention_2"])
+def test_a_layer_obeys_what_its_own_attention_obeys(family, settings, name, monkeypatch):
+    """OLMoE hands a window to its attention function and masks none; Qwen2-MoE does the reverse."""
+    asked = []
+
+    def attend(*args, window, **options):
+        asked.append(window)
+        return tree_attention(*args, window=window, **options)
+
+    monkeypatch.setattr("radixtrain.hf.attention_interface.tree_attention", attend)
+    model = tiny_model(f"{family}ForCausalLM", **settings)
+    model.config._attn_implementation_internal = name
+    prepare_model(model)(**RadixCollator()(FEATURES))
+    assert asked == [4 if (family == "Olmoe") == (name == "flash_attention_2") else None] * 2
 
 
 def test_a_mask_that_a_model_made(tiny_qwen3):
