@@ -112,18 +112,23 @@ def _asked(call: Any, given: Mapping[str, Any]) -> OnMask:
             f"{model} adds a mask of its own to a sliding window, which tree attention does not compute; set "
             f"max_length to {given.get('local_size')} or less"
         )
-    is_chunk = chunk_of(given.get("config")) is not None  # no shorter than the longest sequence, or it was refused
-    return OnMask(call, 0 if is_chunk else _window(model, sees, longest))
+    if chunk_of(given.get("config")) is not None:  # no shorter than the longest sequence, or it was refused
+        return OnMask(call, 0)
+    return OnMask(call, _window(model, sees, longest, min(longest, given.get("q_length", longest)), given))
 
 
-def _window(model: str, sees: Callable[..., Tensor], longest: int) -> int:
-    """How many tokens the last one of a sequence sees. The mask is a function of indices, so a CPU answers."""
-    zero, tokens = torch.zeros((), dtype=torch.int64, device="cpu"), torch.arange(longest + 1, device="cpu")
-    seen = sees(zero, zero, tokens[longest - 1 : longest], tokens).expand(longest + 1)
+def _window(model: str, sees: Callable[..., Tensor], longest: int, num_rows: int, given: Mapping[str, Any]) -> int:
+    """How many tokens a row sees, asked of the last of num_rows, to which some masks are limited (Gemma 4 unified).
+
+    It is what transformers says about it if so few rows cannot show it: then they also attend to stored ones. The mask
+    is a function of indices, so a CPU answers.
+    """
+    zero, rows = torch.zeros((), dtype=torch.int64, device="cpu"), torch.arange(num_rows, device="cpu")
+    seen = sees(zero, zero, rows[-1:], rows).expand(num_rows)
     window = int(seen.sum())
-    if not torch.equal(seen, (tokens < longest) & (tokens >= longest - window)):
+    if not torch.equal(seen, rows >= num_rows - window) or (num_rows > 1 and sees(zero, zero, rows[:1], rows[-1:])):
         raise UserError(f"{model} has a mask of other tokens than the last ones before each; {TRAIN_WITHOUT_SHARING}")
-    return window
+    return window if window < num_rows or num_rows == longest else given.get("local_size") or 0
 
 
 def _seen(sees: Callable[..., Tensor], blocks: BlockLayout, longest: int) -> tuple[bool, int]:

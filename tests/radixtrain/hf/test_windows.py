@@ -72,6 +72,8 @@ SLIDING, BOTH_WAYS = sliding_window_causal_mask_function(4), bidirectional_mask_
         ({}, 9),
         ({"mask_function": SLIDING}, 4),
         ({"mask_function": SLIDING, "local_size": 5}, 4),
+        ({"mask_function": SLIDING, "local_size": 4, "q_length": 2}, 4),
+        ({"q_length": 2}, 0),
         ({"mask_function": BOTH_WAYS}, "the model of Qwen3Config has a mask of other tokens than the last ones"),
         ({"use_vmap": True, "local_size": 4}, r"the model of Qwen3Config adds a mask of its own.*max_length to 4"),
         ({"window_size": 4}, "asks for its mask with window_size, which this version of radixtrain cannot read"),
