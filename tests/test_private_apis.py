@@ -112,7 +112,7 @@ TABLE: dict[str, dict[str, str]] = {
     "radixtrain/hf/adapters.py": {
         "torch.nn.Module._parameters": "finds the modules that hold a shared matrix",
     },
-    "radixtrain/hf/cached_pass.py": {
+    "radixtrain/hf/attention_interface.py": {
         "transformers.PretrainedConfig._attn_implementation": "names the attention of a model",
     },
     "radixtrain/hf/dropout.py": {
@@ -129,7 +129,6 @@ TABLE: dict[str, dict[str, str]] = {
         ),
     },
     "radixtrain/hf/hooks.py": {
-        "transformers.PretrainedConfig._attn_implementation": "names the attention of a model",
         "torch.nn.Module._forward_pre_hooks": (
             "finds our hooks, on copies of a head too, those by which PEFT gives each row an adapter, and a user's"
         ),
@@ -142,7 +141,6 @@ TABLE: dict[str, dict[str, str]] = {
         "torch.nn.Module._is_replica": "tells a copy that DataParallel made",
     },
     "radixtrain/hf/padded/calls.py": {
-        "transformers.PretrainedConfig._attn_implementation": "names the attention of a model",
         "torch.nn.Module._is_replica": "tells a copy that DataParallel made",
         "torch.nn.Module._forward_pre_hooks": (
             "finds our hooks, on copies of a head too, those by which PEFT gives each row an adapter, and a user's"
@@ -163,12 +161,8 @@ TABLE: dict[str, dict[str, str]] = {
         "torch.Tensor._version": "tells whether hidden states or logits were changed in place",
         "torch._C.DisableTorchFunctionSubclass": "asks such a tensor for its shape and dtype",
     },
-    "radixtrain/hf/prepare.py": {
-        "transformers.PretrainedConfig._attn_implementation": "names the attention of a model",
-        "transformers.PretrainedConfig._attn_implementation_internal": (
-            "sets the attention of one part back, without the parts in it"
-        ),
-        "transformers.PreTrainedModel._supports_sdpa": "says whether our attention can take the place of sdpa",
+    "radixtrain/hf/probes.py": {
+        "transformers.PretrainedConfig._attn_implementation": "is set to flash attention, which need not be installed",
     },
     "radixtrain/hf/recurrent/layers.py": {
         "transformers.PreTrainedModel._gradient_checkpointing_func": (

@@ -1,9 +1,9 @@
-"""The attention functions that every layer of a Hugging Face model calls: "radix" and "radix_eager".
+"""The attention functions that every layer of a Hugging Face model calls, around transformers' own, under their names.
 
-Registered beside "sdpa", they are chosen by name. "radix_eager" is for models whose soft-cap or sinks `sdpa` cannot
-compute. With a plan they are tree attention, in a pass of generation attention over stored rows. Without either they
-are `sdpa` and the model's own eager attention, mask included: `model.generate` and an ordinary padded batch behave as
-if nothing had been prepared.
+With a plan they are tree attention, in a pass of generation attention over stored rows. Without either they are the
+function that they are around, mask included: `model.generate` and an ordinary padded batch behave as if nothing had
+been prepared, in this model and in every other of the process. Only functions of transformers are taken over
+(`take_over`), since nobody knows what another one computes.
 
 The plan reaches a layer as the keyword argument `radix_call` of the model call; layers that do not pass those on
 (Nemotron, StableLM) find it on their mask, which every layer gets, in a recomputed forward pass too.
@@ -15,28 +15,35 @@ queries and values have different head dims, as in latent attention (MLA), the n
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from functools import cached_property, partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import eager_mask, sdpa_mask
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    eager_mask,
+    flash_attention_mask,
+    flex_attention_mask,
+    sdpa_mask,
+)
 
 from radixtrain.attention import cached_attention, tree_attention
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
+from radixtrain.hf.backbone import is_text
+from radixtrain.hf.class_code import attends, eager_places, interfaces_of, why_replaced
 from radixtrain.hf.padded.rows import Places
 from radixtrain.hf.pass_cache import PassCache
 from radixtrain.hf.recurrent.running import TreeRuns
-from radixtrain.hf.windows import call_on_mask, mask_function, sees_both_ways, window_of, window_on_mask
+from radixtrain.hf.windows import mask_function, on_mask, window_of
 from radixtrain.tree.cached_layout import CachedLayout
 from radixtrain.tree.layout import PREFIX, TreeLayout
-
-ATTENTION_NAME = "radix"
-EAGER_NAME = "radix_eager"
 
 Heads = tuple[Tensor, Tensor, Tensor]  # query, key and value of a layer
 
@@ -131,25 +138,78 @@ Call = RadixCall | CachedCall  # the argument `radix_call` of a layer
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
-def register_attention() -> None:
-    """Make both names known to Hugging Face. Without a mask function of its name attention gets no mask at all."""
-    for name, ordinary, mask in (
-        (ATTENTION_NAME, sdpa_attention_forward, sdpa_mask),
-        (EAGER_NAME, eager_attention_forward, eager_mask),
-    ):
-        AttentionInterface.register(name, radix_attention(ordinary))
-        AttentionMaskInterface.register(name, mask_function(mask))
+FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+# Under each name transformers' own attention, None for that of the model's file, and its own mask function.
+STOCK: dict[str, tuple[Attention | None, Callable[..., Any]]] = {
+    "sdpa": (sdpa_attention_forward, sdpa_mask),
+    "eager": (None, eager_mask),
+    "flex_attention": (flex_attention_forward, flex_attention_mask),
+    **dict.fromkeys(FLASH, (flash_attention_forward, flash_attention_mask)),
+}
+
+# A mapping in which layers find a function, its key there, and what registers another one under this key.
+Place = tuple[MutableMapping[str, Any], str, Callable[[str, Any], None]]
+_attending: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()  # the modules of a decoder that attend
+_ours: dict[Callable[..., Any], Callable[..., Any]] = {}  # a function of transformers -> ours around it
 
 
-def radix_attention(ordinary: Attention) -> Attention:
-    """The attention function that every layer calls: what its call says, `ordinary` without a call."""
+def take_over(decoder: Any) -> str | None:
+    """Put our functions around those that the layers of a decoder call; or say why these are not transformers' own.
+
+    They stay there, for all models of the process, and do nothing without a plan. Takes 80 us for 28 layers.
+    """
+    name = decoder.config._attn_implementation
+    if name not in STOCK:
+        return f"attn_implementation {name!r} is none of transformers' own ({', '.join(STOCK)})"
+    if decoder not in _attending:
+        text = (module for path, module in decoder.named_modules() if is_text(path))
+        _attending[decoder] = [module for module in text if attends(type(module))]
+    attention, mask = STOCK[name]
+    around = partial(radix_attention, obeys_argument=name in FLASH)
+    reason = _take((ALL_MASK_ATTENTION_FUNCTIONS, name, AttentionMaskInterface.register), mask, mask_function)
+    reasons = (_take(place, attention, around) for place in _places({*map(type, _attending[decoder])}, name))
+    replaced = (why_replaced(module) for module in _attending[decoder])
+    return reason or next(filter(None, (*reasons, *replaced)), None)
+
+
+def _places(classes: set[Any], name: str) -> Iterator[Place]:
+    for module_class in classes:
+        if name == "eager":
+            yield from ((space, key, space.__setitem__) for space, key in eager_places(module_class))
+        else:
+            yield from ((interface, name, AttentionInterface.register) for interface in interfaces_of(module_class))
+
+
+def _take(place: Place, stock: Any, around: Callable[[Any], Any]) -> str | None:
+    """Put a function around the one in this place; or say why not. stock: transformers', None for one of its files."""
+    mapping, key, register = place
+    found: Any = mapping.get(key)
+    if found in _ours.values():
+        return None
+    written_in = getattr(found, "__globals__", {}).get("__name__", "")  # `functools.wraps` does not change it
+    if found is not stock if stock else not written_in.startswith("transformers."):
+        made = f"{getattr(found, '__module__', None)}.{getattr(found, '__qualname__', found)}"
+        return f"{made} takes the place of transformers' own {key!r}"
+    ours = _ours.setdefault(found, around(found))
+    register(key, ours)
+    if mapping.get(key) is not ours:  # somebody has put it into this mapping itself
+        mapping[key] = ours
+    return None
+
+
+def radix_attention(ordinary: Attention, obeys_argument: bool = False) -> Attention:
+    """The attention function that every layer calls: what its call says, `ordinary` without a call.
+
+    obeys_argument: see `window_of`.
+    """
 
     def attention(
         module: nn.Module,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: Any = None,
+        *further: Any,
         radix_call: Call | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
@@ -159,23 +219,17 @@ def radix_attention(ordinary: Attention) -> Attention:
         """
         call = radix_call or _call_of(module, attention_mask, kwargs)
         if call is None:
-            return ordinary(module, query, key, value, attention_mask, **kwargs)
-        return _attend(call, module, (query, key, value), attention_mask, kwargs)
+            return ordinary(module, query, key, value, attention_mask, *further, **kwargs)
+        if further:
+            raise UserError(
+                f"{_name_of(module)} gives its attention more than a mask by position; {TRAIN_WITHOUT_SHARING}"
+            )
+        return _attend(call, module, (query, key, value), attention_mask, kwargs, obeys_argument)
 
     return attention
 
 
-def eager_attention_forward(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """The model's own eager attention: each modeling file of Hugging Face has one function of this name."""
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    if eager is None:
-        raise UserError(
-            f"{_name_of(module)} has no eager attention in its file to run an ordinary batch with; call restore_model"
-        )
-    return eager(module, *args, **kwargs)
-
-
-def _call_of(module: nn.Module, attention_mask: Tensor | None, kwargs: Mapping[str, Any]) -> Call | None:
+def _call_of(module: nn.Module, attention_mask: Any, kwargs: Mapping[str, Any]) -> Call | None:
     """The call of a layer that received no keyword arguments; None in an ordinary batch.
 
     Raises UserError for a radix batch whose plan did not reach the layer. It is known by its mask, which only our hook
@@ -186,9 +240,10 @@ def _call_of(module: nn.Module, attention_mask: Tensor | None, kwargs: Mapping[s
             f"{_name_of(module)} receives a radix batch that did not pass the backbone which prepare_model prepared: "
             f"call the prepared model or its backbone, not a part of it, its forward method or another model"
         )
-    if window_on_mask(attention_mask) is None:
+    written = on_mask(attention_mask)
+    if written is None and not (isinstance(attention_mask, Tensor) and attention_mask.shape[-2:] == (0, 0)):
         return None
-    call = call_on_mask(attention_mask)
+    call: Call | None = None if written is None else written.call
     if call is None:
         raise UserError(
             f"{_name_of(module)} receives neither the keyword arguments of the model call nor the mask of its model, "
@@ -202,14 +257,16 @@ def _attend(
     call: Call,
     layer: nn.Module,
     heads: Heads,
-    attention_mask: Tensor | None,
+    attention_mask: Any,
     options: Mapping[str, Any],
+    obeys_argument: bool,
 ) -> tuple[Tensor, None]:
     """The attention of one layer, by its call. options: what Hugging Face's layers pass by keyword."""
     _check_options(layer, options)
     argument, longest = options.get("sliding_window"), call.layout.max_seqlen
-    window = window_of(_name_of(layer), attention_mask, argument, longest, call.window_may_bind)
-    both_ways, scaling, (query, _, value) = sees_both_ways(attention_mask), options.get("scaling"), heads
+    window = window_of(_name_of(layer), attention_mask, argument, longest, call.window_may_bind, obeys_argument)
+    written, scaling, (query, _, value) = on_mask(attention_mask), options.get("scaling"), heads
+    both_ways = written is not None and written.both_ways
     try:
         out_UNH = call.attend(
             id(layer),

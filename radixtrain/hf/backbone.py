@@ -94,7 +94,8 @@ def backbone_of(model: nn.Module) -> Any:
     while (
         isinstance(backbone, PreTrainedModel) and backbone.get_output_embeddings() is not None
     ):  # it has a head itself: Llama 4, Kosmos 2.5
-        inner = next((part for part in _parts_of(backbone) if part is not backbone), None)
+        others = (part for part in _parts_of(backbone) if part is not backbone and isinstance(part, PreTrainedModel))
+        inner = next(others, None)  # FSMT's decoder is none
         if inner is None:
             break
         backbone = inner

@@ -1,8 +1,7 @@
 """A pass of generation through a Hugging Face model: its own code and head, on new rows and stored ones.
 
-The same attention functions as in training (`radixtrain/hf/attention_interface.py`), set for a while by
-`on_stored_rows` if the model is not prepared. No cache of Hugging Face's is involved: the attention function itself
-stores keys and values.
+The same attention functions as in training (`radixtrain/hf/attention_interface.py`), whether the model is prepared or
+not. No cache of Hugging Face's is involved: the attention function itself stores keys and values.
 """
 
 from __future__ import annotations
@@ -17,11 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from radixtrain.hf.adapters import check_adapters
-from radixtrain.hf.attention_interface import ATTENTION_NAME, EAGER_NAME, CachedCall, Write, check_both_ways
+from radixtrain.hf.attention_interface import CachedCall, Write, check_both_ways
 from radixtrain.hf.backbone import Parts
 from radixtrain.hf.dropout import evaluating
 from radixtrain.hf.head import only_rows
-from radixtrain.hf.prepare import attention_set
 from radixtrain.hf.recurrent.mixers import num_attention_layers
 from radixtrain.hf.refusals import check_choice, check_generation, in_words_of_generation
 from radixtrain.hf.tower import types_for
@@ -44,7 +42,7 @@ def on_stored_rows(model: nn.Module, parts: Parts, kernel: str, longest: int) ->
     check_generation(parts, longest)
     check_choice(parts.decoder, "auto", kernel)
     lock = _LOCKS.setdefault(parts.base, RLock())
-    with in_words_of_generation(), lock, evaluating(model), attention_set(parts), torch.no_grad():
+    with in_words_of_generation(), lock, evaluating(model), torch.no_grad():
         check_adapters(model.modules(), ())
         yield
 
@@ -80,7 +78,6 @@ class StoredPasses:
         Raises RuntimeError if a layer attended without the stored rows.
         """
         config, base = self.parts.decoder.config, self.parts.base
-        assert config._attn_implementation in (ATTENTION_NAME, EAGER_NAME)
         may_bind = layout.blocks is not None or window_may_bind(config, layout.max_seqlen)
         call = CachedCall(layout, self.write, self.kernel, may_bind)
         with nullcontext() if predictor_indices is None else only_rows(self.parts.backbone, predictor_indices):

@@ -24,13 +24,13 @@ from radixtrain.collators.images import IMAGE_ROWS
 from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.errors import UserError
 from radixtrain.hf.adapters import check_adapters
-from radixtrain.hf.attention_interface import ATTENTION_NAME, EAGER_NAME, RadixCall, check_both_ways, register_attention
+from radixtrain.hf.attention_interface import RadixCall, check_both_ways
 from radixtrain.hf.backbone import text_decoder_of, with_rows
 from radixtrain.hf.inputs import arguments_of, check_evaluation, check_inputs, check_not_cut, layout_of
 from radixtrain.hf.padded.kept import KeptCall
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.recurrent.layers import LayerHooks, Progress
-from radixtrain.hf.refusals import check_draws, check_pass
+from radixtrain.hf.refusals import check_draws, check_own_attention, check_pass
 from radixtrain.hf.sequence_parallel import RowSplit, SplitCall
 from radixtrain.hf.sharing_report import NOT_ALIKE, ORDINARY, SharingWatch
 from radixtrain.hf.tower import types_for, with_features
@@ -76,9 +76,8 @@ class BackboneHooks:
         return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A prepared model that is unpickled in a fresh process needs the attention functions there."""
+        """A prepared model that is unpickled in a fresh process is one there, too."""
         self.__dict__.update(state)
-        register_attention()
         end_watch()
 
     def install(self, backbone: nn.Module) -> None:
@@ -163,7 +162,7 @@ class BackboneHooks:
         check_evaluation(backbone)
         check_adapters((self.model, backbone), self.allow_dropout)
         decoder, head = text_decoder_of(backbone), self.model.get_output_embeddings()
-        _check_in_force(decoder)
+        check_own_attention(type(decoder).__name__, decoder)
         if self.split is None:
             check_inputs(decoder, given, layout.num_rows)
         elif SPLIT in entries:
@@ -274,12 +273,3 @@ def remove_hooks(model: nn.Module) -> None:
                     del hooks[number]
                     options.pop(number, None)
                     module._forward_hooks_always_called.pop(number, None)
-
-
-def _check_in_force(decoder: Any) -> None:
-    name = decoder.config._attn_implementation
-    if name not in (ATTENTION_NAME, EAGER_NAME):
-        raise UserError(
-            f"a radix batch needs attn_implementation={ATTENTION_NAME!r}, but it is now {name!r}: the tree would "
-            f"be ignored; call prepare_model again"
-        )

@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 
 from radixtrain.errors import UserError
-from radixtrain.hf.recurrent.mixers import attends, mixers_of, text_layers
+from radixtrain.hf.class_code import attends
+from radixtrain.hf.recurrent.mixers import mixers_of, text_layers
 
 MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim")
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
+from itertools import dropwhile, takewhile
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.backbone import Parts, is_text
+from radixtrain.hf.class_code import names_in_method
 from radixtrain.hf.recurrent.mixers import mixers_of, num_attention_layers
 
 POSITION = re.compile(r"(^|_)(wpe|pos|position|positions)(_|$)")
@@ -111,27 +112,19 @@ def why_padding_matters(decoder: Any) -> str | None:
 
 
 def _why_attention_counts(module: nn.Module) -> str | None:
-    """What in an attention module depends on more than distances, judged by its source; None if nothing does."""
+    """What in an attention module depends on more than distances, judged by the order of its steps; None if nothing."""
+    forward = type(module).forward
     if "Attention" not in type(module).__name__:
         return None
-    source = _source_of(type(module).forward)
-    signature, _, after = source.partition("apply_rotary")
-    if "attention_scaling" in signature:  # Beam
+    if "attention_scaling" in inspect.signature(forward).parameters:  # Beam
         return "scores that are scaled by the position"
-    if not re.search(r"norm\(\s*q", after):  # HunYuan
-        return None
-    norms = (child for name, child in module.named_children() if "norm" in name)
-    has_weights = any(list(norm.parameters()) for norm in norms)  # without, a rotation changes nothing in a norm
-    return "a norm of queries after their rotation" if has_weights else None
-
-
-@cache
-def _source_of(function: Callable[..., Any]) -> str:
-    """Empty without a source file. Kept, because reading it takes 0.6 ms and every layer asks."""
-    try:
-        return inspect.getsource(function)
-    except (OSError, TypeError):
-        return ""
+    rotated = dropwhile(lambda name: "rotary" not in name, names_in_method(forward))
+    before_scores = takewhile(lambda name: name != "get_interface", rotated)
+    norms = (
+        getattr(module, name, None) for name in before_scores if name.startswith("q") and "norm" in name
+    )  # HunYuan
+    has_weights = any(isinstance(norm, nn.Module) and any(True for _ in norm.parameters()) for norm in norms)
+    return "a norm of queries after their rotation" if has_weights else None  # without, it undoes no rotation
 
 
 def _position_embeddings(decoder: nn.Module) -> Iterator[tuple[str, nn.Module]]:

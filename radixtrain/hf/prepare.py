@@ -1,16 +1,15 @@
 """Hugging Face models on unique tokens: `prepare_model` and `share_prefixes` install hooks, `restore_model` undoes it.
 
-No code of a model is changed. Its layers call their attention by name (`attention_interface.py`), and hooks on backbone
-and head turn a radix batch into what the layers need (`hooks.py`). Whatever would change the gradient is refused, here
-and at every batch (`refusals.py`). A radix batch on any other attention would train silently with a wrong mask: Hugging
-Face reads a jump in the positions as the start of a new packed document. So the hooks check that our attention is set,
-and that every layer ran it.
+No class of a model is changed. Its layers call their attention by name, and find ours around it
+(`attention_interface.py`); hooks on backbone and head turn a radix batch into what the layers need (`hooks.py`).
+Whatever would change the gradient is refused, here and at every batch (`refusals.py`). A radix batch on any other
+attention would train silently with a wrong mask: Hugging Face reads a jump in the positions as the start of a new
+packed document. So the hooks check that every layer ran ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -19,14 +18,13 @@ from torch import nn
 from radixtrain.collators.misuse_guard import PREPARED, allow_watch, end_watch, is_instance_by_name
 from radixtrain.errors import UserError
 from radixtrain.hf.adapters import check_adapters
-from radixtrain.hf.attention_interface import ATTENTION_NAME, EAGER_NAME, register_attention
 from radixtrain.hf.backbone import Parts, backbone_of, model_inside, parts_of, pretrained_model_of
 from radixtrain.hf.hooks import BackboneHooks, remove_hooks
 from radixtrain.hf.padded.kept import KeptPrefixes
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.recurrent.layers import Progress, install_mixers, remove_mixers
 from radixtrain.hf.recurrent.mixers import mixers_of, num_attention_layers
-from radixtrain.hf.refusals import check_cacheable, check_choice, check_model, not_reached, why_no_radix_batch
+from radixtrain.hf.refusals import check_cacheable, check_choice, check_model, why_no_radix_batch
 from radixtrain.hf.sequence_parallel import SplitModel
 from radixtrain.hf.sharing_report import SharingReport, SharingWatch
 from radixtrain.tree.runs import RunCost
@@ -39,12 +37,11 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 class _State:
     """What `restore_model` needs.
 
-    options: attention, kernel and allow_dropout, as they were given. previous: each part's configuration and its
-    attention before. sharing: None for a model of `prepare_model` only. split: None without `sp_group`.
+    options: attention, kernel and allow_dropout, as they were given. sharing: None for a model of `prepare_model` only.
+    split: None without `sp_group`.
     """
 
     options: dict[str, Any]
-    previous: list[tuple[Any, str]]
     sharing: PaddedSharing | None
     split: SplitModel | None
 
@@ -180,7 +177,7 @@ def prepared_options(model: nn.Module) -> dict[str, Any] | None:
 
 
 def restore_model(model: ModelT) -> ModelT:
-    """Undo `prepare_model` and `share_prefixes`: removes the hooks and sets the attention back.
+    """Undo `prepare_model` and `share_prefixes`: removes the hooks.
 
     Not between the forward and the backward pass of a model with activation checkpointing, which runs its layers again.
     Any other model is not changed.
@@ -194,7 +191,6 @@ def restore_model(model: ModelT) -> ModelT:
             state.split.remove()
         delattr(base, STATE)
         delattr(backbone_of(base), PREPARED)
-        _set_back(state.previous)
         allow_watch()
     return model
 
@@ -229,20 +225,15 @@ def _check_sharing(min_shared_tokens: int, min_ratio: float) -> None:
 def _install(
     parts: Parts, options: dict[str, Any], sharing: PaddedSharing | None, split: SplitModel | None = None
 ) -> None:
-    """Set our attention and the hooks in place of those that the model has."""
+    """Set the hooks in place of those that the model has."""
     restore_model(parts.base)
     if hasattr(parts.backbone, PREPARED):  # two sets of hooks would run
         raise UserError(
             f"{type(parts.backbone).__name__} is prepared already, by itself or with another model around it; call "
             f"restore_model with what was prepared first"
         )
-    previous = _set_attention(parts)
     progress = Progress()
-    try:
-        mixers = install_mixers(parts.decoder, progress)
-    except UserError:
-        _set_back(previous)
-        raise
+    mixers = install_mixers(parts.decoder, progress)
     hooks = BackboneHooks(
         parts.base,
         num_layers=num_attention_layers(parts.decoder),
@@ -257,48 +248,6 @@ def _install(
     hooks.install(parts.backbone)
     if split is not None:
         split.install(len(mixers))
-    setattr(parts.base, STATE, _State(options, previous, sharing, split))
+    setattr(parts.base, STATE, _State(options, sharing, split))
     setattr(parts.backbone, PREPARED, True)
     end_watch()
-
-
-@contextmanager
-def attention_set(parts: Parts) -> Iterator[None]:
-    """Inside, our attention is set in every part of the model; a prepared model has it already."""
-    if parts.decoder.config._attn_implementation in (ATTENTION_NAME, EAGER_NAME):
-        yield
-        return
-    previous = _set_attention(parts)
-    try:
-        yield
-    finally:
-        _set_back(previous)
-
-
-def _set_attention(parts: Parts) -> list[tuple[Any, str]]:
-    """Set our attention in every part of the model. Returns each part's configuration, and its attention before."""
-    previous = [(config, config._attn_implementation) for config in _configs(parts.base.config)]
-    register_attention()
-    is_eager = parts.decoder.config._attn_implementation == "eager" or not parts.decoder._supports_sdpa
-    name = EAGER_NAME if is_eager else ATTENTION_NAME
-    parts.base.set_attn_implementation(name)
-    if parts.decoder.config._attn_implementation != name:
-        _set_back(previous)
-        raise not_reached(parts)
-    return previous
-
-
-def _configs(config: Any) -> Iterator[Any]:
-    """A configuration and those of its parts."""
-    yield config
-    for name in config.sub_configs:
-        part = getattr(config, name, None)
-        if part is not None:
-            yield from _configs(part)
-
-
-def _set_back(previous: list[tuple[Any, str]]) -> None:
-    """Set back the attention of every part, except a part whose attention the user has changed since."""
-    for config, implementation in previous:
-        if config._attn_implementation in (ATTENTION_NAME, EAGER_NAME):
-            config._attn_implementation_internal = implementation

@@ -21,16 +21,17 @@ from transformers.models.auto import modeling_auto
 
 from radixtrain.attention import STRATEGIES, choose_attention
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
+from radixtrain.hf.attention_interface import take_over
 from radixtrain.hf.backbone import Parts, is_text, pretrained_model_of
+from radixtrain.hf.class_code import attends, names_in
 from radixtrain.hf.dropout import check_drawing_modules, check_dropout, check_noise
 from radixtrain.hf.model_dims import ModelDimensions
 from radixtrain.hf.positions import check_model_positions, check_position, positions_in_table, why_padding_matters
+from radixtrain.hf.probes import check_transformers
 from radixtrain.hf.recurrent.mixers import (
-    attends,
     forks_or_keeps_apart,
     mixers_of,
     num_attention_layers,
-    source_of_class,
     text_layers,
 )
 from radixtrain.hf.windows import chunk_of
@@ -69,6 +70,7 @@ def check_model(parts: Parts, allowed: tuple[str, ...], any_head: bool) -> None:
     allowed: as `allow_dropout` of `prepare_model`. any_head: False for the batches of a `RadixCollator`, whose labels
     are next tokens.
     """
+    check_transformers()
     _check_decoder(parts)
     if not any_head and (reason := why_not_next_tokens(parts)):
         raise UserError(reason)
@@ -87,8 +89,9 @@ def check_model(parts: Parts, allowed: tuple[str, ...], any_head: bool) -> None:
                 f"{parts.name} chooses a span among all places of a row, those of padding included, which "
                 f"share_prefixes does not compute; train it without share_prefixes"
             )
-    if not _takes_function_from_interface(parts.decoder):
-        raise not_reached(parts)
+    _check_reached(parts)
+    if not any_head:
+        check_own_attention(parts.name, parts.decoder)
     check_model_positions(parts)
     check_dropout(parts, allowed)
     if not any_head and (reason := why_no_radix_batch(parts)):
@@ -112,6 +115,7 @@ def check_generation(parts: Parts, longest: int) -> None:
 
     longest: tokens of the longest prompt and its answer, without the last one, which is never computed.
     """
+    check_transformers()
     _check_decoder(parts)
     reason = why_not_next_tokens(parts)
     if reason:
@@ -122,8 +126,8 @@ def check_generation(parts: Parts, longest: int) -> None:
     _check_layers(parts.name, parts.decoder)
     check_cacheable(parts, TRAIN_WITHOUT_SHARING)
     _check_attention(parts.name, parts.decoder.config)
-    if not _takes_function_from_interface(parts.decoder):
-        raise not_reached(parts)
+    _check_reached(parts)
+    check_own_attention(parts.name, parts.decoder)
     check_model_positions(parts)
     _check_chunks(parts.decoder, longest)
     check_position(parts.decoder, longest - 1)
@@ -166,10 +170,14 @@ def why_not_across(parts: Parts, attention: str, allowed: Sequence[str]) -> str 
 
 
 def _attends_twice(decoder: Any) -> bool:
-    """Whether some layer calls its attention function several times (DiffLlama), judged by its source."""
-    classes = {type(module) for path, module in decoder.named_modules() if _is_attention(module) and is_text(path)}
-    sources = (source_of_class(each) or "" for each in classes)
-    return any(source.count("attention_interface(") > 1 for source in sources)
+    """Whether some layer calls its attention function several times (DiffLlama), judged by its source.
+
+    Only to say it early: one that is not seen here is refused at its first pass (`BackboneHooks.after`).
+    """
+    with suppress(OSError, TypeError):  # no source
+        sources = (inspect.getsource(each.forward) for each in _attention_classes(decoder))
+        return any(source.count("attention_interface(") > 1 for source in sources)
+    return False
 
 
 def check_choice(decoder: Any, attention: str, kernel: str) -> None:
@@ -205,28 +213,30 @@ def check_draws(decoder: Any, head: Any, allowed: tuple[str, ...]) -> None:
             check_drawing_modules(part, allowed)
 
 
-def not_reached(parts: Parts) -> UserError:
-    """For a model whose layers compute their attention themselves."""
-    return UserError(
-        f"{parts.name} does not take its attention from AttentionInterface, so its layers cannot be reached; "
-        f"{TRAIN_WITHOUT_SHARING}"
-    )
+def check_own_attention(name: str, decoder: Any) -> None:
+    """Refuse attention of which a plan does not know what it computes. name: of the model, in the error."""
+    if reason := why_other_attention(decoder):
+        raise UserError(f"{name}: {reason}, and tree attention would compute something else; {TRAIN_WITHOUT_SHARING}")
 
 
-def _takes_function_from_interface(decoder: Any) -> bool:
-    """Whether some attention layer of the text takes its function from AttentionInterface, judged by its source.
+def why_other_attention(decoder: Any) -> str | None:
+    """Why the attention that a decoder would run now is not what tree attention computes; None if it is.
 
-    transformers judges by the whole file, in which a vision tower may take it and the text layers may not.
+    `share_prefixes` asks it at every call, and leaves a call with other attention as it is.
     """
-    classes: set[Any] = {
-        type(module) for path, module in decoder.named_modules() if _is_attention(module) and is_text(path)
-    }
-    return not classes or any(_mentions("attention_interface", each) for each in classes)
+    if not getattr(decoder.config, "is_causal", True):
+        return "its configuration says is_causal=False"
+    return _why_no_soft_cap(decoder.config) or take_over(decoder)
 
 
-def _mentions(word: str, module_class: Any) -> bool:
-    source = source_of_class(module_class)
-    return source is None or word in source
+def _check_reached(parts: Parts) -> None:
+    """Refuse a model none of whose attention layers takes its function from AttentionInterface."""
+    classes = _attention_classes(parts.decoder)
+    if classes and not any(map(attends, classes)):
+        raise UserError(
+            f"{parts.name} does not take its attention from AttentionInterface, so its layers cannot be reached; "
+            f"{TRAIN_WITHOUT_SHARING}"
+        )
 
 
 def _check_decoder(parts: Parts) -> None:
@@ -344,12 +354,15 @@ def _check_states(name: str, decoder: Any) -> None:
 
 def check_soft_cap(name: str, config: Any) -> None:
     """Refuse `sdpa` for a model with a soft-cap: transformers before 5.21 chooses it, and leaves the soft-cap out."""
+    if reason := _why_no_soft_cap(config):
+        raise UserError(f"{name} has {reason}; load it with 'eager' (fit: model.attn_implementation: eager)")
+
+
+def _why_no_soft_cap(config: Any) -> str | None:
     softcap = getattr(config, "attn_logit_softcapping", None)
-    if softcap is not None and config._attn_implementation == "sdpa":
-        raise UserError(
-            f"{name} has a soft-cap (attn_logit_softcapping={softcap}), which attn_implementation 'sdpa' leaves out; "
-            f"load it with 'eager' (fit: model.attn_implementation: eager)"
-        )
+    if softcap is None or config._attn_implementation != "sdpa":
+        return None
+    return f"a soft-cap (attn_logit_softcapping={softcap}), which attn_implementation 'sdpa' leaves out"
 
 
 def added_losses(model: nn.Module) -> list[tuple[Any, str, str]]:
@@ -387,20 +400,23 @@ def _check_attention(name: str, config: Any) -> None:
                 f"{name} has {what} ({key}={getattr(config, key)}), which tree attention does not compute; "
                 f"{TRAIN_WITHOUT_SHARING}"
             )
-    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+    both_ways = {"use_bidirectional_attention": (True, "all"), "is_causal": (False,)}
+    for key in (key for key, values in both_ways.items() if getattr(config, key, None) in values):
         raise UserError(
-            f"{name} attends in both directions (use_bidirectional_attention), and a shared prefix has the same "
-            f"states only under causal attention; set it to false, or {TRAIN_WITHOUT_SHARING}"
+            f"{name} attends in both directions ({key}={getattr(config, key)}), and a shared prefix has the same "
+            f"states only under causal attention; change it, or {TRAIN_WITHOUT_SHARING}"
         )
 
 
 def _check_causal(parts: Parts) -> None:
-    """Refuse an encoder, by its attention modules and by the masks that its source makes."""
+    """Refuse an encoder, by its attention modules and by the masks that its code names."""
     layers = [module for path, module in parts.decoder.named_modules() if _is_attention(module) and is_text(path)]
     if not layers and mixers_of(parts.decoder):  # a state goes only forward
         return
     flags = [layer.is_causal for layer in layers if hasattr(layer, "is_causal")]
-    if not layers or (flags and not any(flags)) or not _mentions("causal", type(parts.decoder)):
+    decoder_class: Any = type(parts.decoder)
+    names_causal = any("causal" in name for name in names_in(decoder_class))
+    if not layers or (flags and not any(flags)) or not names_causal:
         raise UserError(
             f"{parts.name} attends in both directions, or not at all, and a shared prefix has the same states only "
             f"under causal attention; use a decoder, or train it without share_prefixes"
@@ -409,6 +425,11 @@ def _check_causal(parts: Parts) -> None:
 
 def _is_attention(module: nn.Module) -> bool:
     return "Attention" in type(module).__name__
+
+
+def _attention_classes(decoder: nn.Module) -> set[Any]:
+    """Of the text: in the same file a vision tower may take its attention from elsewhere."""
+    return {type(module) for path, module in decoder.named_modules() if _is_attention(module) and is_text(path)}
 
 
 def _check_chunks(decoder: Any, max_seqlen: int) -> None:

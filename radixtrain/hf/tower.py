@@ -32,6 +32,7 @@ from radixtrain.collators.images import (
 )
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of, text_decoder_of
+from radixtrain.hf.class_code import names_in_method
 from radixtrain.hf.dropout import DRAWS, DROPOUTS
 from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative
 from radixtrain.tree.blocks import BlockLayout
@@ -202,7 +203,7 @@ def without_empty_types(backbone: Any, given: Mapping[str, Any]) -> dict[str, An
 
 def sees_beyond_windows(backbone: Any) -> bool:
     """Whether a token sees all of its image in layers with a shorter window too, as in the unified Gemma 4."""
-    return "create_masks_for_vision_model" not in inspect.getsource(inspect.unwrap(type(backbone).forward))
+    return "create_masks_for_vision_model" not in names_in_method(type(backbone).forward)
 
 
 def _arguments(function: Any) -> set[str]:

@@ -3,17 +3,17 @@
 No U x U mask is ever built. The backbone's hook (`radixtrain/hf/hooks.py`) gives mask creation
 
 - an empty 4-D tensor, which every model returns as it is, if no window may bind;
-- a 2-D mask without columns, if one may. Our mask function answers each request of Hugging Face's with an empty mask as
-  wide as the window (`window_on_mask`), so that every layer gets the window that it would have obeyed. If the batch has
-  blocks of rows that may attend in both directions, it asks the mask of the model whether they do (`sees_both_ways`).
+- a 2-D mask without columns, if one may. Our mask function answers each request of Hugging Face's with an empty mask.
+  It asks the mask of the model what the last token of the longest sequence sees, so that every layer gets the window
+  that it would have obeyed, and, if the batch has blocks of rows that may attend in both directions, whether they do.
 
-Both carry the call of the batch as an attribute (`call_on_mask`), for layers that get nothing else.
+Both carry an `OnMask`, also for layers that get nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,25 @@ from torch import Tensor
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.tree.blocks import BlockLayout
 
-CALL = "_radix_call"
+ON_MASK = "_radix_on_mask"
+# What transformers gives a mask function by keyword; `cache_position` and `allow_torch_fix` only older ones.
+READ = {
+    *("attention_mask", "mask_function", "config", "local_size", "use_vmap", "dtype", "device"),
+    *("batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "cache_position"),
+    *("allow_is_causal_skip", "allow_is_bidirectional_skip", "allow_torch_fix"),
+}
+
+
+class OnMask(NamedTuple):
+    """What an empty mask stands for.
+
+    call: of the batch. window: tokens that a row sees, itself included; 0 for its whole past, None if no layer's mask
+    was asked for yet. both_ways: whether rows see the later ones of their block, too.
+    """
+
+    call: Any
+    window: int | None
+    both_ways: bool = False
 
 
 def window_may_bind(config: Any, longest: int) -> bool:
@@ -45,17 +63,18 @@ def chunk_of(config: Any) -> int | None:
 
 
 def no_mask(may_bind: bool, device: torch.device, call: Any = None) -> Tensor:
-    """What a backbone gets as `attention_mask`: empty; its shape asks for every layer's window or for none."""
-    return _with_call(torch.empty((1, 0) if may_bind else (1, 1, 0, 0), dtype=torch.bool, device=device), call)
+    """What a backbone gets as `attention_mask`: empty. With two dimensions it asks for every layer's window."""
+    return _empty((1, 0) if may_bind else (1, 1, 0, 0), device, OnMask(call, None if may_bind else 0))
 
 
-def call_on_mask(mask: Tensor | None) -> Any:
-    """The call that `no_mask` put on its mask, from this mask or one that `mask_function` made from it; else None."""
-    return getattr(mask, CALL, None)
+def on_mask(mask: Any) -> OnMask | None:
+    """What `no_mask` or `mask_function` wrote on a mask; None for any other."""
+    return getattr(mask, ON_MASK, None)
 
 
-def _with_call(mask: Tensor, call: Any) -> Tensor:
-    setattr(mask, CALL, call)
+def _empty(shape: tuple[int, ...], device: torch.device, written: OnMask) -> Tensor:
+    mask = torch.empty(shape, dtype=torch.bool, device=device)
+    setattr(mask, ON_MASK, written)
     return mask
 
 
@@ -63,24 +82,53 @@ def mask_function(ordinary: Callable[..., Any]) -> Callable[..., Any]:
     """A mask function as Hugging Face calls it, by keyword only: `ordinary`, except for a radix batch."""
 
     def mask(*, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
-        if attention_mask is None or attention_mask.shape[-1] != 0:
+        written = on_mask(attention_mask)
+        if attention_mask is None or written is None:
             return ordinary(attention_mask=attention_mask, **kwargs)
-        call = call_on_mask(attention_mask)
-        blocks = None if call is None else call.layout.blocks
-        if blocks is not None:
-            both_ways, width = _seen(kwargs["mask_function"], blocks, call.layout.max_seqlen)
-            empty = torch.empty(1, 2 if both_ways else 1, 0, width, dtype=torch.bool, device=attention_mask.device)
-            return _with_call(empty, call)
-        if kwargs.get("use_vmap"):  # Hugging Face's sign that the model has changed the causal mask
-            raise UserError(
-                f"the model of {type(kwargs.get('config')).__name__} adds a mask of its own to a sliding window, which "
-                f"tree attention does not compute; set max_length to {kwargs.get('local_size')} or less"
-            )
-        width = kwargs.get("local_size") or 0
-        empty = torch.empty(1, 1, 0, width, dtype=torch.bool, device=attention_mask.device)
-        return _with_call(empty, call)
+        return _empty((1, 1, 0, 0), attention_mask.device, _asked(written.call, kwargs))
 
     return mask
+
+
+@torch.compiler.disable  # host integers
+def _asked(call: Any, given: Mapping[str, Any]) -> OnMask:
+    """What a layer sees by the mask that its model asks for. given: the keywords of a mask function.
+
+    Raises UserError for keywords that are not known, since they may say what nothing here reads.
+    """
+    model = f"the model of {type(given.get('config')).__name__}"
+    if "mask_function" not in given or given.keys() - READ:
+        unknown = ", ".join(sorted(given.keys() - READ)) or "no mask_function"
+        raise UserError(
+            f"{model} asks for its mask with {unknown}, which this version of radixtrain cannot read: use another "
+            f"version of transformers, or {TRAIN_WITHOUT_SHARING}"
+        )
+    sees, longest, blocks = given["mask_function"], call.layout.max_seqlen, call.layout.blocks
+    if blocks is not None:
+        both_ways, window = _seen(sees, blocks, longest)
+        return OnMask(call, window, both_ways)
+    if given.get("use_vmap"):  # Hugging Face's sign that the model has changed the causal mask
+        raise UserError(
+            f"{model} adds a mask of its own to a sliding window, which tree attention does not compute; set "
+            f"max_length to {given.get('local_size')} or less"
+        )
+    if chunk_of(given.get("config")) is not None:  # no shorter than the longest sequence, or it was refused
+        return OnMask(call, 0)
+    return OnMask(call, _window(model, sees, longest, min(longest, given.get("q_length", longest)), given))
+
+
+def _window(model: str, sees: Callable[..., Tensor], longest: int, num_rows: int, given: Mapping[str, Any]) -> int:
+    """How many tokens a row sees, asked of the last of num_rows, to which some masks are limited (Gemma 4 unified).
+
+    It is what transformers says about it if so few rows cannot show it: then they also attend to stored ones. The mask
+    is a function of indices, so a CPU answers.
+    """
+    zero, rows = torch.zeros((), dtype=torch.int64, device="cpu"), torch.arange(num_rows, device="cpu")
+    seen = sees(zero, zero, rows[-1:], rows).expand(num_rows)
+    window = int(seen.sum())
+    if not torch.equal(seen, rows >= num_rows - window) or (num_rows > 1 and sees(zero, zero, rows[:1], rows[-1:])):
+        raise UserError(f"{model} has a mask of other tokens than the last ones before each; {TRAIN_WITHOUT_SHARING}")
+    return window if window < num_rows or num_rows == longest else given.get("local_size") or 0
 
 
 def _seen(sees: Callable[..., Tensor], blocks: BlockLayout, longest: int) -> tuple[bool, int]:
@@ -109,44 +157,25 @@ def _seen(sees: Callable[..., Tensor], blocks: BlockLayout, longest: int) -> tup
     return True, width
 
 
-def window_on_mask(attention_mask: Tensor | None) -> int | None:
-    """The window that `mask_function` wrote down as the width of a mask without rows; 0 is the whole past."""
-    if attention_mask is None or attention_mask.ndim != 4 or attention_mask.shape[-2] != 0:
-        return None
-    return attention_mask.shape[-1]
-
-
-def sees_both_ways(attention_mask: Tensor | None) -> bool:
-    """Whether `mask_function` wrote down that rows see the later ones of their block: a mask of two heads, no rows."""
-    return attention_mask is not None and attention_mask.shape[1:3] == (2, 0)
-
-
 def window_of(
-    layer: str, attention_mask: Tensor | None, argument: int | None, longest: int, may_bind: bool
+    layer: str, attention_mask: Any, argument: int | None, longest: int, may_bind: bool, obeys_argument: bool
 ) -> int | None:
     """The sliding window of a layer if it binds, else None.
 
     layer: its name in errors. argument: its `sliding_window`. longest: the batch's longest sequence, in tokens.
-
-    `sdpa` and eager attention obey only the mask, flash attention only the argument `sliding_window`. Layers that leave
-    the argument out obey their mask; a mask and an argument that contradict each other are refused.
+    obeys_argument: whether its own attention obeys only the argument, as flash attention does; any other obeys only its
+    mask.
     """
-    if attention_mask is not None and attention_mask.numel():
+    if isinstance(attention_mask, Tensor) and attention_mask.numel():
         raise UserError(
             f"{layer} gets a mask {tuple(attention_mask.shape)} that its model made, which tree attention would leave "
             f"out; {TRAIN_WITHOUT_SHARING}"
         )
-    masked = window_on_mask(attention_mask)
-    if masked is None and may_bind:
+    written = on_mask(attention_mask)
+    window = argument if obeys_argument else None if written is None else written.window
+    if window is None and may_bind and not obeys_argument:
         raise UserError(
             f"{layer} gets a mask that transformers.masking_utils has not made, and its model has a sliding window "
             f"shorter than this batch's longest sequence ({longest}); set max_length to the window or less"
         )
-    masked, argument = (window if window and window < longest else None for window in (masked, argument))
-    if argument is not None and argument != masked:
-        raise UserError(
-            f"{layer} attends to the last {argument} tokens by its sliding_window and to "
-            f"{f'the last {masked}' if masked else 'all'} by its mask, and this batch has a sequence of {longest}; "
-            f"set max_length to {argument} or less, and the window changes nothing"
-        )
-    return masked
+    return window if window and window < longest else None

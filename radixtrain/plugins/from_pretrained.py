@@ -159,8 +159,8 @@ def _share(model: Any, name: str, options: dict[str, Any]) -> tuple[LoadedModel,
 
         leave_refused_calls(share_prefixes(model, **options))
         return LoadedModel(name), sharing_report(model)
-    except Exception as error:  # whatever it is, the program goes on
-        return LoadedModel(name, str(error)), None
+    except Exception as error:  # a model may be built otherwise than all that are known; its program runs on
+        return LoadedModel(name, str(error) if isinstance(error, UserError) else repr(error)), None
 
 
 def _report(loaded: Iterable[tuple[LoadedModel, Any]], folder: str | None) -> None:

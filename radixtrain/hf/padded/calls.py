@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from radixtrain.collators.misuse_guard import callers
-from radixtrain.hf.attention_interface import ATTENTION_NAME, EAGER_NAME
 from radixtrain.hf.backbone import text_decoder_of
 from radixtrain.hf.dropout import evaluating
 from radixtrain.hf.padded.rows import PaddedRows
 from radixtrain.hf.positions import frequencies_change_at
+from radixtrain.hf.refusals import why_other_attention
 from radixtrain.hf.sharing_report import is_frozen
 from radixtrain.hf.tower import given_of_images, why_not
 from radixtrain.hf.windows import chunk_of
@@ -151,8 +151,7 @@ def _why_state(model: nn.Module, backbone: nn.Module, decoder: Any) -> str | Non
         return "torch.func or forward-mode differentiation runs"
     if not backbone.training and _names_adapters(model):
         return "adapter_names choose an adapter for each row"
-    name = decoder.config._attn_implementation
-    return None if name in (ATTENTION_NAME, EAGER_NAME) else f"attn_implementation is now {name!r}"
+    return why_other_attention(decoder)
 
 
 def _names_adapters(model: nn.Module) -> bool:

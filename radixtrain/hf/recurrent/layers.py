@@ -22,7 +22,7 @@ from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.recurrent.forking import why_it_cannot_fork
 from radixtrain.hf.recurrent.mixers import layer_around, mixers_of
 from radixtrain.hf.recurrent.running import arguments_by_name, cache_argument, run_on_tree
-from radixtrain.hf.windows import call_on_mask
+from radixtrain.hf.windows import on_mask
 
 logger = logging.getLogger(__name__)
 MARK = "_radixtrain_call"
@@ -178,7 +178,8 @@ def _check_mark_stays(layer: nn.Module, hidden: Tensor) -> None:
 
 
 def _marked_call(value: Any) -> Any:
-    return (getattr(value, MARK, None) or call_on_mask(value)) if isinstance(value, Tensor) else None
+    written = on_mask(value)
+    return written.call if written is not None else getattr(value, MARK, None) if isinstance(value, Tensor) else None
 
 
 def install_mixers(decoder: nn.Module, progress: Progress) -> list[nn.Module]:

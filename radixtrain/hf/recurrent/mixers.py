@@ -1,24 +1,21 @@
 """Which modules of a model carry a state from token to token, and which layer each of them belongs to.
 
-A *mixer* is a module whose own code speaks the cache protocol of `running.py`. None is known by its name: its source
-says so. The file of a model takes 20 to 80 ms to parse and has dozens of classes, so each file is parsed once. A
-*layer* is a decoder layer, the element of an `nn.ModuleList`.
+A *mixer* is a module whose own code speaks the cache protocol of `running.py`. None is known by its name: its code says
+so. A *layer* is a decoder layer, the element of an `nn.ModuleList`.
 """
 
 from __future__ import annotations
 
-import ast
 import inspect
-import linecache
 import re
-from functools import cache
 from typing import Any
 
 from torch import nn
 
 from radixtrain.hf.backbone import is_text
+from radixtrain.hf.class_code import attends, names_in
 
-PROTOCOL = re.compile(r"\.(get|update)_(conv|recurrent)_state\(")
+PROTOCOL = {f"{verb}_{kind}_state" for verb in ("get", "update") for kind in ("conv", "recurrent")}  # of a cache
 CACHE = re.compile("cache|past|^state$")  # in the name of an argument of forward
 MIXES_TOKENS = (nn.Conv1d, nn.RNNBase, nn.MultiheadAttention)
 
@@ -93,33 +90,4 @@ def _mixes_tokens(module: nn.Module) -> bool:
 
 
 def _is_mixer(module_class: Any) -> bool:
-    return bool(PROTOCOL.search(_source_of(module_class)))
-
-
-def attends(module_class: Any) -> bool:
-    """Whether a module takes its attention from Hugging Face's AttentionInterface."""
-    return "attention_interface" in _source_of(module_class)
-
-
-@cache
-def _source_of(module_class: Any) -> str:
-    """The code of a class and of those it inherits from; empty for torch's, and without a source file."""
-    classes = (each for each in module_class.__mro__ if not each.__module__.startswith("torch."))
-    return "".join(source_of_class(each) or "" for each in classes)
-
-
-def source_of_class(module_class: Any) -> str | None:
-    """The code of a class without that of its parents; None without a source file."""
-    try:
-        source = _classes_of(inspect.getsourcefile(module_class)).get(module_class.__qualname__)
-        return source or inspect.getsource(module_class)  # made by a function, or under an `if`
-    except (OSError, TypeError):  # built in, or typed into a shell
-        return None
-
-
-@cache
-def _classes_of(file: str | None) -> dict[str, str]:
-    """The code of every class of a file, but for those inside something else."""
-    lines = linecache.getlines(file) if file else []
-    classes = (node for node in ast.parse("".join(lines)).body if isinstance(node, ast.ClassDef))
-    return {node.name: "".join(lines[node.lineno - 1 : node.end_lineno]) for node in classes}
+    return not PROTOCOL.isdisjoint(names_in(module_class))

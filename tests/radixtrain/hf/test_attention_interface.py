@@ -1,16 +1,26 @@
 """The attention of one layer, as Hugging Face calls it: values of another width, and what is missing in a call."""
 
+import functools
+import re
+from types import MethodType
+
 import pytest
 import torch
 from older_transformers import PASSED_ON
 from tiers import FULL, cases
 from tiny_models import tiny_model
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3 import modeling_qwen3
 
-from radixtrain import RadixCollator, prepare_model, verify_equivalence
+from radixtrain import RadixCollator, generate, prepare_model, share_prefixes, sharing_report, verify_equivalence
 from radixtrain.attention import EVERYWHERE
 from radixtrain.errors import UserError
-from radixtrain.hf.attention_interface import eager_attention_forward, radix_attention
+from radixtrain.hf.attention_interface import radix_attention
 from radixtrain.hf.windows import no_mask
 
 FEATURES = [
@@ -56,15 +66,161 @@ class TestLayersWithoutKeywordArguments:
         query = torch.zeros(1, 4, 2, 8)
         lost = no_mask(False, query.device)
         with pytest.raises(UserError, match="MistralAttention of layer 0 receives neither the keyword arguments"):
-            radix_attention(eager_attention_forward)(module, query, query, query, lost)
+            radix_attention(sdpa_attention_forward)(module, query, query, query, lost)
 
 
-def test_a_layer_without_an_eager_function(tiny_qwen3, monkeypatch):
-    model = prepare_model(tiny_qwen3(attn_implementation="eager"))
-    monkeypatch.delattr("transformers.models.qwen3.modeling_qwen3.eager_attention_forward")
-    query = torch.zeros(1, 4, 2, 8)
-    with pytest.raises(UserError, match="Qwen3Attention of layer 0 has no eager attention in its file"):
-        eager_attention_forward(model.model.layers[0].self_attn, query, query, query, None)
+ATTENTION, MASKS, FILE = (
+    AttentionInterface._global_mapping,
+    AttentionMaskInterface._global_mapping,
+    vars(modeling_qwen3),
+)
+EAGER = FILE["eager_attention_forward"]
+IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11], [5, 6, 7, 8, 9, 12, 13]])
+
+
+def half(*args, scaling, **kwargs):
+    """Another formula."""
+    return sdpa_attention_forward(*args, scaling=0.5 * scaling, **kwargs)
+
+
+@functools.wraps(EAGER)
+def half_eager(*args, scaling, **kwargs):
+    return EAGER(*args, scaling=0.5 * scaling, **kwargs)
+
+
+def one_token(**kwargs):
+    """A mask by which a token sees only itself."""
+    mask = sdpa_mask(**{**kwargs, "allow_is_causal_skip": False})
+    return mask & torch.eye(*mask.shape[-2:], dtype=torch.bool)
+
+
+BROUGHT = {  # the name of the attention, what somebody puts where, and why it is not taken over
+    "registered": ("half", [(ATTENTION, "half", half), (MASKS, "half", sdpa_mask)], "'half' is none of transformers'"),
+    "a kernel": ("org/kernel", [(ATTENTION, "org/kernel", half), (MASKS, "org/kernel", sdpa_mask)], "'org/kernel'"),
+    "in the place of sdpa": ("sdpa", [(ATTENTION, "sdpa", half)], r"\.half takes the place of transformers' own"),
+    "in one mapping": ("sdpa", [(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", half)], r"\.half takes the place"),
+    "a mask": ("sdpa", [(MASKS, "sdpa", one_token)], r"\.one_token takes the place of transformers' own 'sdpa'"),
+    "eager": ("eager", [(FILE, "eager_attention_forward", half_eager)], r"eager_attention_forward takes the place"),
+}
+
+
+class TestAttentionThatIsNotTransformersOwn:
+    """It was replaced by ordinary attention, without a word."""
+
+    @pytest.fixture(params=BROUGHT)
+    def brought(self, request, tiny_qwen3, monkeypatch):
+        """Two equal models, what brings their attention, and why it is not taken over."""
+        name, entries, why = BROUGHT[request.param]
+
+        def bring(*models):
+            for entry in entries:
+                monkeypatch.setitem(*entry)
+            for model in models:
+                model.config._attn_implementation_internal = name
+
+        return tiny_qwen3(), tiny_qwen3(), bring, why
+
+    def test_is_refused_by_name(self, brought):
+        model, other, bring, why = brought
+        bring(model, other)
+        with pytest.raises(UserError, match=f"{why}.*, and tree attention would compute something else"):
+            prepare_model(model)
+        with pytest.raises(UserError, match=f"{why}.*; use model.generate"):
+            generate(other, [[1, 2, 3]], max_new_tokens=2, eos_token_id=0)
+
+    @pytest.mark.parametrize("is_later", [False, True])
+    def test_is_left_as_it_was(self, brought, is_later):
+        untouched, shared, bring, why = brought
+        ordinary = untouched(input_ids=IDS, labels=IDS).loss
+        if not is_later:
+            bring(shared)
+        share_prefixes(shared)
+        bring(untouched, shared)
+        losses = [model(input_ids=IDS, labels=IDS, use_cache=False).loss for model in (untouched, shared)]
+        assert torch.equal(*losses) and not torch.equal(losses[0], ordinary)
+        for loss in losses:
+            loss.backward()
+        pairs = zip(untouched.parameters(), shared.parameters(), strict=True)
+        assert all(torch.equal(one.grad, other.grad) for one, other in pairs)
+        answers = [model.eval().generate(IDS, max_new_tokens=6, do_sample=False) for model in (untouched, shared)]
+        assert torch.equal(*answers)
+        report = sharing_report(shared)
+        assert report.num_shared == 0 and any(re.search(why, reason) for reason in report.not_shared), report
+
+    def test_that_came_after_the_model_was_prepared(self, brought):
+        _, model, bring, why = brought
+        prepare_model(model)
+        bring(model)
+        with pytest.raises(UserError, match=why):
+            model(**RadixCollator()(FEATURES))
+
+
+def own_attention(module, hidden_states, **kwargs):
+    """No function of any interface."""
+    return module.o_proj(module.v_proj(hidden_states).repeat(1, 1, 2).cumsum(1)), None
+
+
+@pytest.mark.parametrize("on", ["one module", "the class"])
+def test_a_forward_that_was_replaced(on, tiny_qwen3, monkeypatch):
+    """Before or after the model is shared."""
+    model, later, prepared = tiny_qwen3(), share_prefixes(tiny_qwen3()), prepare_model(tiny_qwen3())
+    ordinary = model(input_ids=IDS).logits
+    for each in (model, later, prepared):
+        module = each.model.layers[0].self_attn
+        if on == "the class":
+            monkeypatch.setattr(type(module), "forward", own_attention)
+        else:
+            module.forward = MethodType(own_attention, module)
+    replaced = model(input_ids=IDS).logits
+    assert not torch.equal(replaced, ordinary)
+    assert torch.equal(later(input_ids=IDS, use_cache=False).logits, replaced)
+    (reason,) = sharing_report(later).not_shared
+    why = r"Qwen3Attention.forward is now .*own_attention, which does not take its attention from AttentionInterface"
+    assert re.match(why, reason)
+    with pytest.raises(UserError, match=why):
+        prepared(**RadixCollator()(FEATURES))
+    with pytest.raises(UserError, match="does not take its attention from AttentionInterface"):
+        prepare_model(model)
+
+
+def test_a_forward_that_was_wrapped(tiny_qwen3):
+    """By Accelerate, torch.compile and all others that say what they wrap."""
+    model = tiny_qwen3()
+    for layer in model.model.layers:
+        forward = layer.self_attn.forward
+        layer.self_attn.forward = functools.wraps(forward)(functools.partial(forward))
+    assert verify_equivalence(model, FEATURES, precisions=["float64"]).passed
+
+
+class TestTransformersOwn:
+    def test_flash_attention_runs_what_is_not_shared(self, tiny_qwen3, monkeypatch):
+        """Under its own name, by which it chooses a kernel. It is not installed here."""
+        names = []
+
+        def flash(query, key, value, mask, attn_implementation, **_):
+            names.append(attn_implementation)
+            return query
+
+        monkeypatch.setattr("transformers.integrations.flash_attention._flash_attention_forward", flash)
+        expected = tiny_qwen3()(input_ids=IDS, use_cache=False).logits
+        model = tiny_qwen3()
+        model.config._attn_implementation_internal = "flash_attention_2"
+        logits = share_prefixes(model)(input_ids=IDS, use_cache=False).logits
+        torch.testing.assert_close(logits, expected)
+        assert sharing_report(model).num_shared == 1 and not names
+        model(input_ids=IDS, use_cache=True)
+        assert names == ["flash_attention_2"] * 2
+
+    def test_gets_what_a_layer_gives_it(self):
+        """Flex attention: a BlockMask, which is no tensor. Others: more by position, or no mask at all."""
+        mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 128, 128, device="cpu")
+        ran = radix_attention(lambda *given, **options: (given, options))
+        assert ran(1, 2, 3, 4, mask, 5, scaling=6) == ((1, 2, 3, 4, mask, 5), {"scaling": 6})
+        assert ran(1, 2, 3, 4, dropout=0.0) == ((1, 2, 3, 4, None), {"dropout": 0.0})
+
+    def test_that_another_has_put_back_into_its_mapping(self, tiny_qwen3, monkeypatch):
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", sdpa_attention_forward)
+        assert verify_equivalence(tiny_qwen3(), FEATURES, precisions=["float64"]).passed
 
 
 def test_cascade_if_a_window_binds():

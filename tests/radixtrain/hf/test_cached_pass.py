@@ -4,6 +4,7 @@ That all is set back afterwards, after errors too, is in tests/claims/generation
 """
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -51,7 +52,8 @@ class TestMissedLayers:
 
     def test_a_layer_that_does_not_run(self, tiny_qwen3: Callable[..., Any]) -> None:
         model = tiny_qwen3()
-        model.model.layers[1].self_attn.forward = lambda hidden_states, **rest: (hidden_states, None)
+        module = model.model.layers[1].self_attn
+        module.forward = wraps(module.forward)(lambda hidden_states, **rest: (hidden_states, None))
         with pytest.raises(RuntimeError, match=self.MESSAGE):
             answer(model)
 

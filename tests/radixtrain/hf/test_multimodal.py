@@ -10,7 +10,7 @@ import torch
 from tiers import FULL
 from tiny_models import tiny_model
 
-from radixtrain import RadixCollator, prepare_model, restore_model, verify_equivalence
+from radixtrain import RadixCollator, prepare_model, verify_equivalence
 from radixtrain.errors import UserError
 
 N = -100
@@ -50,23 +50,6 @@ def test_ordinary_batches_with_images_are_bit_equal():
     model = gemma3().eval()
     before = model(**with_image()).logits
     assert torch.equal(prepare_model(model)(**with_image()).logits, before)
-    vision = model.model.vision_tower.config
-    assert restore_model(model).config.text_config._attn_implementation == "sdpa" == vision._attn_implementation
-
-
-def test_ordinary_batches_stay_on_the_attention_of_the_text():
-    """GOT-OCR's class says that it has no sdpa, but its text decoder runs on it."""
-    model = gemma3()
-    model._supports_sdpa = False
-    assert prepare_model(model).config.text_config._attn_implementation == "radix"
-
-
-def test_a_part_that_the_user_chose_comes_back():
-    model = gemma3()
-    model.set_attn_implementation({"text_config": "eager"})
-    restored = restore_model(prepare_model(model)).config
-    assert restored.text_config._attn_implementation == "eager"
-    assert restored.vision_config._attn_implementation == "sdpa"
 
 
 def test_an_image_in_a_radix_batch():

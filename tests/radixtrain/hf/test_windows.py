@@ -1,22 +1,47 @@
 """The window of a layer is the one that its mask would have had; what contradicts it is refused."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tiny_models import tiny_model
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
 
 from radixtrain import RadixCollator, prepare_model
+from radixtrain.attention import tree_attention
 from radixtrain.errors import UserError
+from radixtrain.hf.windows import mask_function, no_mask, on_mask
 
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2, 3, 4, 5, 6], [7, 8, 9, 3])]
 
 
-def test_a_window_that_contradicts_the_mask():
-    """OLMoE hands a window to its attention function, which flash attention obeys, and masks none."""
-    model = tiny_model("OlmoeForCausalLM", sliding_window=4)
-    message = "OlmoeAttention of layer 0 attends to the last 4 tokens by its sliding_window and to all by its mask"
-    with pytest.raises(UserError, match=message):
-        prepare_model(model)(**RadixCollator()(FEATURES))
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("Olmoe", {"sliding_window": 4}),
+        ("Qwen2Moe", {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}),
+    ],
+)
+@pytest.mark.parametrize("name", ["sdpa", "flash_attention_2"])
+def test_a_layer_obeys_what_its_own_attention_obeys(family, settings, name, monkeypatch):
+    """OLMoE hands a window to its attention function and masks none; Qwen2-MoE does the reverse."""
+    asked = []
+
+    def attend(*args, window, **options):
+        asked.append(window)
+        return tree_attention(*args, window=window, **options)
+
+    monkeypatch.setattr("radixtrain.hf.attention_interface.tree_attention", attend)
+    model = tiny_model(f"{family}ForCausalLM", **settings)
+    model.config._attn_implementation_internal = name
+    prepare_model(model)(**RadixCollator()(FEATURES))
+    assert asked == [4 if (family == "Olmoe") == (name == "flash_attention_2") else None] * 2
 
 
 def test_a_mask_that_a_model_made(tiny_qwen3):
@@ -38,10 +63,28 @@ def test_a_window_whose_mask_does_not_come_from_masking_utils():
         model(**RadixCollator()(FEATURES))
 
 
-def test_a_mask_that_a_model_has_changed(tiny_qwen3):
-    config = prepare_model(tiny_qwen3()).config
-    mask = ALL_MASK_ATTENTION_FUNCTIONS["radix"]
-    asked = {"attention_mask": torch.empty(1, 0, dtype=torch.bool), "local_size": 4, "config": config}
-    assert mask(use_vmap=False, **asked).shape == (1, 1, 0, 4)
-    with pytest.raises(UserError, match=r"the model of Qwen3Config adds a mask of its own.*max_length to 4"):
-        mask(use_vmap=True, **asked)
+SLIDING, BOTH_WAYS = sliding_window_causal_mask_function(4), bidirectional_mask_function
+
+
+@pytest.mark.parametrize(
+    ("asked", "window"),
+    [
+        ({}, 9),
+        ({"mask_function": SLIDING}, 4),
+        ({"mask_function": SLIDING, "local_size": 5}, 4),
+        ({"mask_function": SLIDING, "local_size": 4, "q_length": 2}, 4),
+        ({"q_length": 2}, 0),
+        ({"mask_function": BOTH_WAYS}, "the model of Qwen3Config has a mask of other tokens than the last ones"),
+        ({"use_vmap": True, "local_size": 4}, r"the model of Qwen3Config adds a mask of its own.*max_length to 4"),
+        ({"window_size": 4}, "asks for its mask with window_size, which this version of radixtrain cannot read"),
+    ],
+)
+def test_a_mask_is_asked_for_its_window(tiny_qwen3, asked, window):
+    call = SimpleNamespace(layout=SimpleNamespace(max_seqlen=9, blocks=None))
+    given = {"mask_function": causal_mask_function, "config": tiny_qwen3().config, **asked}
+    ask = partial(mask_function(sdpa_mask), attention_mask=no_mask(True, torch.device("cpu"), call), **given)
+    if isinstance(window, int):
+        assert on_mask(ask()) == (call, window, False)
+    else:
+        with pytest.raises(UserError, match=window):
+            ask()

@@ -7,15 +7,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiers import FULL, cases
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3ForCausalLM
+from transformers import FSMTConfig, FSMTModel, LlamaConfig, LlamaForCausalLM, Qwen3ForCausalLM
 
 from radixtrain.__main__ import main
 from radixtrain.commands.run import NOTHING_LOADED
-from radixtrain.plugins.from_pretrained import LoadedModel
+from radixtrain.plugins.from_pretrained import LoadedModel, _share
 
 PROGRAM = """\
 import os, sys
@@ -133,6 +134,23 @@ def test_a_call_that_would_be_refused_runs_as_it_is(folder, options, line):
     done = started(folder, *RUN, *options, "--", sys.executable, "lora.py")
     assert done.returncode == 0, done.stderr
     assert line in done.stderr.splitlines()[-1]
+
+
+SIZES = {"vocab_size": 50, "hidden_size": 64, "intermediate_size": 16, "num_hidden_layers": 1}
+FSMT = {"src_vocab_size": 50, "tgt_vocab_size": 50, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (lambda: FSMTModel(FSMTConfig(**FSMT)), "FSMTModel is not a plain decoder, but an encoder and a decoder"),
+        (lambda: LlamaForCausalLM(LlamaConfig(**SIZES, is_causal=False)), "in both directions (is_causal=False)"),
+        (lambda: SimpleNamespace(get_base_model=lambda: 1 / 0), "ZeroDivisionError('division by zero')"),
+    ],
+)
+def test_a_model_that_cannot_be_shared_is_loaded_all_the_same(model, reason):
+    entry, report = _share(model(), "a model", {})
+    assert report is None and reason in entry.reason
 
 
 def test_a_command_that_loads_no_model(capfd):

@@ -36,7 +36,7 @@ def test_sinks_need_eager_beside_the_tree(tmp_path):
     with pytest.raises(UserError, match=r"its class has no sdpa attention; set model\.attn_implementation: eager"):
         load_model(str(tmp_path), "float32", "sdpa")
     model = load_trainable(settings(tmp_path, attn_implementation="eager"))
-    assert model.config._attn_implementation == "radix_eager"
+    assert model.config._attn_implementation == "eager"
     assert model(input_ids=IDS).logits.isfinite().all()
 
 

@@ -1,0 +1,79 @@
+"""What the code of a class refers to: names of attributes and of globals, and the objects behind these.
+
+Nothing reads source text or the names of local variables, so neither a comment nor a renamed variable changes an
+answer, and a class that was typed into a shell has one. A method that was replaced before is read as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from functools import cache
+from types import CodeType, FunctionType
+from typing import Any
+
+from transformers import AttentionInterface
+
+EAGER = "eager_attention_forward"  # ends the name of the eager attention of a modeling file
+
+
+@cache
+def names_in(module_class: Any) -> frozenset[str]:
+    """The attributes and globals that its methods name, those that it inherits from other classes than torch's too."""
+    return frozenset(name for _, name in _globals(module_class))
+
+
+def names_in_method(method: Any) -> tuple[str, ...]:
+    """The same for one method, in the order in which its code first names them."""
+    function = inspect.unwrap(method)
+    return tuple(_names(function.__code__)) if isinstance(function, FunctionType) else ()
+
+
+def attends(module_class: Any) -> bool:
+    """Whether a module takes its attention from Hugging Face's AttentionInterface."""
+    return bool(interfaces_of(module_class))
+
+
+@cache
+def interfaces_of(module_class: Any) -> tuple[AttentionInterface, ...]:
+    """The AttentionInterfaces from which its methods may take a function; nearly always transformers' only one."""
+    found = (space.get(name) for space, name in _globals(module_class))
+    return tuple({id(each): each for each in found if isinstance(each, AttentionInterface)}.values())
+
+
+@cache
+def eager_places(module_class: Any) -> list[tuple[dict[str, Any], str]]:
+    """The files, as namespaces, and the names in them where its methods find their own eager attention."""
+    return [(space, name) for space, name in _globals(module_class) if name.endswith(EAGER) and name in space]
+
+
+def why_replaced(module: Any) -> str | None:
+    """Why a module that attended by its class may not do so now: its `forward` comes from another file; else None.
+
+    Wrappers that say what they wrap (`functools.wraps`), as Accelerate's and torch.compile's, are looked through.
+    """
+    forward: Any = inspect.unwrap(module.forward)
+    function = getattr(forward, "__func__", forward)
+    space = getattr(function, "__globals__", {})
+    is_own = space.get("__name__") in {each.__module__ for each in type(module).__mro__}
+    if is_own or any(isinstance(space.get(name), AttentionInterface) for name in names_in_method(function)):
+        return None
+    made = f"{getattr(function, '__module__', None)}.{getattr(function, '__qualname__', function)}"
+    return f"{type(module).__name__}.forward is now {made}, which does not take its attention from AttentionInterface"
+
+
+def _globals(module_class: Any) -> Iterator[tuple[dict[str, Any], str]]:
+    """Each name that a method has, and the globals in which it would be looked up."""
+    classes = (each for each in module_class.__mro__[:-1] if not each.__module__.startswith("torch."))
+    for value in [value for each in classes for value in vars(each).values()]:
+        method = inspect.unwrap(getattr(value, "__func__", value))
+        if isinstance(method, FunctionType):
+            yield from ((method.__globals__, name) for name in _names(method.__code__))
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Functions inside a function come after it."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
