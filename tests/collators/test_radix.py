@@ -145,7 +145,7 @@ def test_predictions_never_number_the_rows_so_that_a_stock_model_raises(qwen3, f
     assert batch["input_ids"].shape == (1, num_rows)
     assert batch["shift_labels"].tolist() == [expected]
     assert len(expected) != num_rows
-    with pytest.raises(ValueError, match="batch_size|did not pass the backbone which prepare_model prepared"):
+    with pytest.raises(ValueError, match=r"batch_size|did not pass the backbone which prepare_model prepared"):
         qwen3(**batch)  # the second once a model of this process was prepared
 
 
