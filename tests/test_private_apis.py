@@ -130,10 +130,12 @@ TABLE: dict[str, dict[str, str]] = {
         ),
         "torch.autograd.forward_ad._current_level": "says whether forward-mode differentiation runs",
     },
+    "radixtrain/hf/padded/fused_heads.py": {
+        "trl.trainer.utils._ChunkedLogProbFunction": "scores hidden states without calling the head",
+    },
     "radixtrain/hf/padded/spread_rows.py": {
         "torch.utils._python_dispatch._disable_current_modes": "no mode counts or fakes what is done on the index",
         "torch.utils._pytree": "finds the tensors among the arguments of a function",
-        "trl.trainer.utils._ChunkedLogProbFunction": "scores hidden states without calling the head",
         "torch.Tensor._make_wrapper_subclass": "makes a tensor without memory, which stands for rows of a table",
         "torch.Tensor._backward_hooks": "shows the hooks of a user on hidden states and logits",
         "torch.Tensor._version": "tells whether hidden states or logits were changed in place",

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.collators.misuse_guard import PREPARED
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of
@@ -50,7 +51,8 @@ class Targets(NamedTuple):
         if PREDICTION_ROWS in batch:
             return cls(labels, batch[PREDICTION_ROWS], batch[LOSS_WEIGHTS])
         rows = torch.arange(len(labels), device=labels.device)  # nothing is merged
-        return cls(labels.clamp(min=0), rows, (labels >= 0).float())
+        counted = labels != IGNORE_INDEX
+        return cls(labels.masked_fill(~counted, 0), rows, counted.float())
 
 
 class PredictingRows(NamedTuple):

@@ -52,6 +52,11 @@ class SharingReport:
         """The copy of a model counts its own calls."""
         return SharingReport()
 
+    def count_head(self, num_places: int, num_rows: int) -> None:
+        """A call of the head that shared: what it was asked for, and what it computed."""
+        self.num_head_places += num_places
+        self.num_head_rows += num_rows
+
     @property
     def compression_ratio(self) -> float:
         """r = T / U; 1.0 if nothing was shared. Tokens from a cache count in T only."""

@@ -440,6 +440,53 @@ class TestLogprobs:
         assert not loss.requires_grad and relative_error(loss, ours()(*leaves)) <= 1e-12
 
 
+FORMULAS = {
+    "fused": lambda hidden, weight, labels: linear_cross_entropy(hidden, weight, labels, ROWS, WEIGHTS),
+    "logits": lambda hidden, weight, labels: logits_cross_entropy(linear(hidden, weight), labels, ROWS, WEIGHTS),
+    "logprobs": lambda hidden, weight, labels: linear_logprobs(hidden, weight, labels, ROWS),
+    "logprobs of logits": lambda hidden, weight, labels: logits_logprobs(linear(hidden, weight), labels, ROWS),
+}
+
+
+@pytest.mark.parametrize("label", [-1, -V, -V - 1, V])
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_a_label_that_is_no_token(dealt: str, formula: str, label: int) -> None:
+    """An index of -1 is the last one. On a device it fails the assertion that index V fails."""
+    hidden, weight, _ = parameters(torch.float32)
+    labels = LABELS.clone()
+    labels[3] = label
+    with pytest.raises(IndexError, match=f"Target {label} is out of" if dealt == "on host" else f"index {V} is out of"):
+        FORMULAS[formula](hidden, weight, labels)
+
+
+@pytest.mark.parametrize("formula", ["fused", "logits"])
+def test_no_prediction_counts(dealt: str, formula: str) -> None:
+    """The mean is NaN, as torch's own, and its gradient 0 and not `0 * inf`."""
+    for labels, rows, weights in ((LABELS, ROWS, WEIGHTS * 0), (LABELS[:0], ROWS[:0], WEIGHTS[:0])):
+        hidden, weight, bias = (x.requires_grad_() for x in parameters(torch.float32))
+        if formula == "fused":
+            loss = linear_cross_entropy(hidden, weight, labels, rows, weights, bias)
+        else:
+            loss = logits_cross_entropy(linear(hidden, weight, bias), labels, rows, weights)
+        mean = loss / weights.sum()
+        mean.backward()
+        assert loss.item() == 0 and mean.isnan() and not any(x.grad.any() for x in (hidden, weight, bias))
+
+
+def test_a_row_that_overflows_and_does_not_count(dealt: str, chunked_by_four: None) -> None:
+    """The first row of a chunk, which stands for that of all predictions elsewhere if they are dealt to all."""
+    hidden, weight, _ = parameters(torch.float32)
+    counts = ROWS != 4
+
+    def found() -> Tensor:
+        logprobs = linear_logprobs(hidden, weight, LABELS, ROWS)[counts]
+        return torch.cat([logprobs, ours(weights=WEIGHTS * counts)(hidden, weight, None)[None]])
+
+    expected = found()
+    hidden[4] = float("inf")
+    assert torch.equal(found(), expected)
+
+
 def of_logits(logits: Tensor, *predictions: Tensor) -> list[Tensor]:
     """Loss and its gradient."""
     leaf = logits.detach().requires_grad_()

@@ -129,16 +129,31 @@ class Places:
 
 
 def check_gradient_at(places: Tensor, x: Tensor) -> None:
-    """The backward pass raises UserError if the gradient of x is not zero at these of its places."""
+    """The backward pass raises UserError if the gradient of x shows that the loss reads these of its places."""
     if len(places) and x.requires_grad:
-        x.register_hook(lambda grad: _check_zero(places, grad))
+        x.register_hook(lambda grad: check_unread(places, grad))
 
 
-def _check_zero(places: Tensor, grad: Tensor | None) -> None:
-    """A gradient that is None is zero."""
-    if grad is not None:
-        parts = (grad[some].reshape(len(some), -1) for some in places.split(PLACES_AT_A_TIME))
-        refuse_reading(sum(part.any(dim=1).sum() for part in parts))
+def check_unread(places: Tensor, grad: Tensor | None) -> None:
+    """UserError if a gradient is not zero at places of padding; None is zero. Waits for the device.
+
+    If the loss overflows, 0 times infinity is NaN at padding, in the ordinary run too, whose step is lost. So what is
+    not finite there is let through if something at the other places is not finite either.
+    """
+    if grad is None or not len(places):
+        return
+    parts = [grad[some].reshape(len(some), -1) for some in places.split(PLACES_AT_A_TIME)]
+    num_read = sum(part.any(dim=1).sum() for part in parts)
+    if num_read and not _is_lost(places, grad):
+        refuse_reading(num_read)
+
+
+def _is_lost(places: Tensor, grad: Tensor) -> bool:
+    """Whether all that a gradient has at these places is not finite, and it is not finite at some other place."""
+    is_padding = torch.zeros(len(grad), dtype=torch.bool, device=grad.device).index_fill_(0, places, True)
+    lost = ~grad.isfinite()
+    num_at_padding = (lost | (grad != 0))[is_padding].sum()
+    return bool((lost[is_padding].sum() == num_at_padding) & lost[~is_padding].any())
 
 
 def refuse_reading(num_read: Tensor | int) -> None:

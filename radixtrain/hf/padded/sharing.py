@@ -22,10 +22,11 @@ from radixtrain.hf.padded.calls import (
     why_rows_are_not_shared,
     why_unshared,
 )
+from radixtrain.hf.padded.fused_heads import share_fused_heads
 from radixtrain.hf.padded.images import Images
 from radixtrain.hf.padded.kept import KeptCall, KeptPrefixes
 from radixtrain.hf.padded.rows import PaddedRows, Places
-from radixtrain.hf.padded.spread_rows import NO_ROW, SpreadRows, share_fused_head
+from radixtrain.hf.padded.spread_rows import NO_ROW, SpreadRows
 from radixtrain.hf.positions import why_padding_matters
 from radixtrain.hf.recurrent.mixers import why_padding_leaks
 from radixtrain.hf.sharing_report import SharingReport
@@ -190,7 +191,7 @@ class PaddedSharing:
             self.report.bytes_per_kept_token = self.kept.cache.store.bytes_per_slot
         spread = self.at_places(rows[0], places)
         hidden: Tensor = spread.whole() if is_compiled() else spread
-        share_fused_head()
+        share_fused_heads()
         states = output.get("hidden_states") if isinstance(output, Mapping) else None
         if states is not None:
             output.hidden_states = tuple(hidden if each is rows else self._state(each, places) for each in states)
@@ -224,16 +225,25 @@ class PaddedSharing:
         return self.at_places(state[0], places).whole()
 
 
+class MissingCacheError(UserError, AttributeError):
+    """An attribute that is read of a cache that does not exist. `hasattr` and `getattr` with a default find none."""
+
+
 class MissingCache:
-    """In place of the cache that an ordinary call would have returned: raises UserError where it is used."""
+    """In place of the cache that an ordinary call would have returned: `MissingCacheError` where it is read.
+
+    None would be no refusal: a model that gets it as `past_key_values` computes without what came before. Programs that
+    look through the outputs of a model (Accelerate, pickle, a tree map) find an object that has nothing, and keep it.
+    """
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python and copy look for these on any object
-            raise AttributeError(name)
-        raise UserError(
+        raise MissingCacheError(
             f"past_key_values.{name}: share_prefixes made no cache in this call, as training needs none; pass "
             f"use_cache=True for a cache"
         )
+
+    def __bool__(self) -> bool:
+        return True
 
     def __len__(self) -> int:
         return self.length

@@ -13,7 +13,6 @@ reads from then on. Asked for after rows of the table were read, that gradient d
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from radixtrain.errors import UserError
-from radixtrain.hf.padded.rows import check_gradient_at, refuse_reading
+from radixtrain.hf.padded.rows import check_gradient_at, check_unread, refuse_reading
 from radixtrain.hf.sharing_report import SharingReport
 from radixtrain.kernels.rows import gather_rows, sum_rows
 from radixtrain.loss import logits_cross_entropy, logits_logprobs
@@ -117,6 +116,19 @@ class SpreadRows(Tensor):
         check_gradient_at(_padding_places(self.place_rows, self.padding_row, values.device), values)
         return values
 
+    def mark_read(self) -> None:
+        """Rows of the table were read, with gradients: that of the whole tensor does not come any more."""
+        self.was_read = True
+        if self.root is not None:
+            self.root.was_read = True
+
+    def refuse_counted(self, counted: Tensor, loss: Tensor) -> None:
+        """The backward pass of a loss raises UserError if it counts places of padding. counted: (places,), bool."""
+        padding = _padding_places(self.place_rows, self.padding_row, counted.device)
+        if len(padding) and loss.requires_grad:
+            num_read = counted[padding].sum()
+            loss.register_hook(lambda grad: refuse_reading(num_read * (grad != 0)))
+
     def with_table(self, table: Tensor) -> SpreadRows:
         return self if table is self.table else SpreadRows.of(table, self.place_rows, self.padding_row, self.report)
 
@@ -132,7 +144,7 @@ class SpreadRows(Tensor):
             found = rule(x, func, others, kwargs)
             if found is not NotImplemented:
                 if torch.is_grad_enabled() and found is not x and rule is not _view:
-                    _mark(x)
+                    x.mark_read()
                 return found
         if func in WANTS_GRADIENT:
             _check_not_read(tree_leaves((args, kwargs)))
@@ -165,9 +177,7 @@ class _Spread(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         grad = grad.whole() if type(grad) is SpreadRows else grad
         flat = grad.reshape(-1, grad.shape[-1])
-        padding = _padding_places(ctx.index, ctx.padding_row, grad.device)
-        if len(padding):
-            refuse_reading(flat[padding].any(dim=1).sum())
+        check_unread(_padding_places(ctx.index, ctx.padding_row, grad.device), flat)
         rows = torch.from_numpy(ctx.index.reshape(-1)).to(grad.device, non_blocking=True)
         return sum_rows(flat, rows, ctx.num_rows), None, None
 
@@ -175,12 +185,6 @@ class _Spread(torch.autograd.Function):
 def _padding_places(index: IntArray, padding_row: int, device: torch.device) -> Tensor:
     """int64. The places of padding, flat and ascending."""
     return torch.from_numpy(np.flatnonzero(index == padding_row)).to(device, non_blocking=True)
-
-
-def _mark(x: SpreadRows) -> None:
-    x.was_read = True
-    if x.root is not None:
-        x.root.was_read = True
 
 
 def _check_not_read(values: list[Any]) -> None:
@@ -228,8 +232,7 @@ def _linear(x: SpreadRows, func: Any, others: tuple[Any, ...], kwargs: Mapping[s
     rows = np.flatnonzero(is_asked)
     if len(asked) < MIN_SAVING * len(rows):
         return NotImplemented
-    x.report.num_head_places += len(asked)
-    x.report.num_head_rows += len(rows)
+    x.report.count_head(len(asked), len(rows))
     number = is_asked.cumsum() - 1
     table = x.table
     if len(rows) < len(table):
@@ -265,7 +268,7 @@ def _cross_entropy(x: SpreadRows, func: Any, others: tuple[Any, ...], kwargs: Ma
     target, reduction, ignored = given["target"], given.get("reduction", "mean"), given.get("ignore_index", -100)
     if (
         (x.ndim, target.ndim) != (2, 1)
-        or target.is_floating_point()
+        or target.dtype != torch.int64
         or any(given.get(name) is not None for name in ("weight", "size_average", "reduce"))
         or given.get("label_smoothing")
         or len(target) != len(x.place_rows)
@@ -273,14 +276,14 @@ def _cross_entropy(x: SpreadRows, func: Any, others: tuple[Any, ...], kwargs: Ma
         return NotImplemented
     counted = target != ignored
     labels = target.masked_fill(~counted, 0)
+    table = x.table
+    if torch.is_autocast_enabled(x.device.type):  # it is one of those that autocast computes in float32
+        table = table.to(torch.promote_types(x.dtype, torch.float32))
     if reduction == "none":
-        return x.placed(-logits_logprobs(x.table, labels, x.rows)).masked_fill(~counted, 0).to(x.dtype)
-    loss = logits_cross_entropy(x.table, labels, x.rows, counted)
-    padding = _padding_places(x.place_rows, x.padding_row, x.device)
-    if len(padding) and loss.requires_grad:
-        num_read = counted[padding].sum()
-        loss.register_hook(lambda grad: refuse_reading(num_read * (grad != 0)))
-    return (loss / counted.sum() if reduction == "mean" else loss).to(x.dtype)
+        return x.placed(-logits_logprobs(table, labels, x.rows)).masked_fill(~counted, 0).to(table.dtype)
+    loss = logits_cross_entropy(table, labels, x.rows, counted)
+    x.refuse_counted(counted, loss)
+    return (loss / counted.sum() if reduction == "mean" else loss).to(table.dtype)
 
 
 NEGATIVE = (Tensor.neg, Tensor.__neg__, torch.neg, Tensor.tanh, torch.tanh)
@@ -305,38 +308,3 @@ METADATA = {getattr(Tensor, name).__get__ for name in (*GETTERS, "is_nested", "i
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_inference),
     *(Tensor.__hash__, Tensor.__len__, Tensor.element_size, Tensor.get_device),
 }
-
-
-class _SharedLogprobs:
-    """In place of TRL's function for the log-probabilities of labels: each pair of a row and a label once.
-
-    Without Triton it gets every place of the batch. What is not ours goes to TRL's as it is.
-    """
-
-    def __init__(self, ordinary: Any):
-        self.ordinary = ordinary
-
-    def apply(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *others: Any) -> Any:
-        if type(hidden) is not SpreadRows:
-            return self.ordinary.apply(hidden, weight, bias, labels, *others)
-        if not hidden.is_current:
-            return self.ordinary.apply(hidden.whole(), weight, bias, labels, *others)
-        if torch.is_grad_enabled():
-            _mark(hidden)
-        pairs, back = (hidden.rows * len(weight) + labels).unique(return_inverse=True)
-        rows, labels = gather_rows(hidden.table, pairs // len(weight)), pairs % len(weight)
-        hidden.report.num_head_places += len(back)
-        hidden.report.num_head_rows += len(pairs)
-        found = self.ordinary.apply(rows, weight, bias, labels, *others)
-        return tuple(None if each is None else self._placed(hidden, each, back) for each in found)
-
-    def _placed(self, hidden: SpreadRows, values: Tensor, back: Tensor) -> Tensor:
-        return hidden.placed(gather_rows(values, back)) if values.is_floating_point() else values[back]
-
-
-def share_fused_head() -> None:
-    """TRL's trainers score hidden states without calling the head. Nothing happens unless TRL is imported."""
-    trl = sys.modules.get("trl.trainer.utils")
-    ordinary = getattr(trl, "_ChunkedLogProbFunction", None)
-    if ordinary is not None and not isinstance(ordinary, _SharedLogprobs):
-        trl._ChunkedLogProbFunction = _SharedLogprobs(ordinary)  # type: ignore[union-attr]

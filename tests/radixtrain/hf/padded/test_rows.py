@@ -68,6 +68,13 @@ class TestGradientAtPadding:
         with pytest.raises(UserError, match=HIDES.format(1)):
             self.backward(torch.tensor([[1.0, 1.0], [0.0, value]], dtype=torch.float64), [1])
 
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_what_is_lost_everywhere(self, value):
+        """0 times infinity. What is finite at padding was read for certain."""
+        self.backward(torch.tensor([[1.0, value], [0.0, float("nan")]]), [1])
+        with pytest.raises(UserError, match=HIDES.format(1)):
+            self.backward(torch.tensor([[1.0, value], [1.0, float("nan")]]), [1])
+
     def test_what_cancels_in_a_sum(self):
         weights = torch.tensor([[1.0, -1.0], [1.0, 1.0], [-1.0, 1.0]])
         with pytest.raises(UserError, match=HIDES.format(2)):

@@ -1,0 +1,138 @@
+"""Liger's fused head and loss after `share_prefixes`: distinct rows that have a label, with the result of all rows.
+
+On a CPU Triton interprets Liger's kernels; weights of tokens and softcaps it cannot.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_qwen3
+from torch import Tensor
+
+from radixtrain import RadixCollator, prepare_model, share_prefixes, sharing_report
+from radixtrain.errors import UserError
+from radixtrain.testing import assert_within_reference_error
+from radixtrain.verification.oracle import float64_arithmetic
+
+pytest.importorskip("liger_kernel", reason="pip install --no-deps liger-kernel")
+from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss, _apply_liger_kernel_to_instance
+
+PROMPT = [7, 8, 9, 7, 5, 4, 3, 8, 9, 1, 2, 6]
+IDS = torch.tensor([[*PROMPT, *end] for end in ([1, 2, 3, 4], [1, 2, 4, 0], [5, 6, 7, 8], [5, 9, 0, 0])])
+MASK = (IDS != 0).long()
+LABELS = IDS.masked_fill(MASK == 0, -100)
+LABELS[:, : len(PROMPT)] = -100
+NONE = torch.full_like(LABELS, -100)
+BATCH = {"input_ids": IDS, "attention_mask": MASK}
+LENGTHS = MASK.sum(1)
+ONLY_HEAD = {"rope": False, "rms_norm": False, "swiglu": False, "fused_linear_cross_entropy": True}
+
+
+def liger() -> Any:
+    """As Trainer's `use_liger_kernel` does it, for the head only."""
+    _apply_liger_kernel_to_instance(model=(model := tiny_qwen3()), **ONLY_HEAD)
+    return model
+
+
+def on_the_left(x: Tensor) -> Tensor:
+    return torch.stack([row.roll(len(row) - length) for row, length in zip(x, LENGTHS.tolist(), strict=True)])
+
+
+LEFT = {name: on_the_left(x) for name, x in BATCH.items()}
+
+
+def of_the_model(labels: Tensor = LABELS, batch: dict[str, Tensor] = BATCH, **options: Any) -> Callable[[Any], Tensor]:
+    return lambda model: model(**batch, labels=labels, use_cache=False, **options).loss
+
+
+def by_hand(**options: Any) -> Callable[[Any], Tensor]:
+    """Liger's module on the hidden states, in a loop of the user's own; in float64 torch's function."""
+
+    def loss_of(model: Any) -> Tensor:
+        hidden = model.model(**BATCH, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
+        labels = LABELS[:, 1:].flatten()
+        if hidden.dtype == torch.float64:
+            loss = torch.nn.functional.cross_entropy(model.lm_head(hidden), labels, **options)
+        else:
+            loss = LigerFusedLinearCrossEntropyLoss(**options)(model.lm_head.weight, hidden, labels)
+        return loss.sin().sum()
+
+    return loss_of
+
+
+# Of 64 places 22 distinct rows. They have 13 labels, which 7 rows predict: that at the end of the prompt four.
+CASES: dict[str, tuple[Callable[[Any], Tensor], tuple[int, int]]] = {
+    "mean": (of_the_model(), (64, 7)),
+    "padding on the left": (of_the_model(on_the_left(LABELS), LEFT), (64, 7)),
+    "items of a step": (of_the_model(num_items_in_batch=torch.tensor(50)), (64, 7)),
+    "sums in float32": (of_the_model(accum_dtype=torch.float32), (64, 7)),
+    "by hand": (by_hand(), (60, 7)),
+    "a sum by hand": (by_hand(reduction="sum"), (60, 7)),
+    "each by hand": (by_hand(reduction="none"), (0, 0)),
+    "smoothed": (by_hand(label_smoothing=0.1), (0, 0)),
+    "accuracy": (of_the_model(return_token_accuracy=True), (0, 0)),
+}
+
+
+def gradient_of(model: Any, loss_of: Callable[[Any], Tensor]) -> list[Tensor]:
+    loss = loss_of(model)
+    loss.backward()
+    return [loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_gradient(name):
+    """As near to torch's in float64 as Liger's own on the untouched model. What we do not compute gets whole rows."""
+    loss_of, rows = CASES[name]
+    ordinary, shared = gradient_of(liger(), loss_of), gradient_of(model := share_prefixes(liger()), loss_of)
+    report = sharing_report(model)
+    assert report.num_shared == 1 and (report.num_head_places, report.num_head_rows) == rows
+    with float64_arithmetic():
+        truth = gradient_of(tiny_qwen3().double(), loss_of)
+    assert_within_reference_error(shared[1], ordinary[1], truth[1], names=name)
+    torch.testing.assert_close(shared[0], ordinary[0])
+
+
+def test_no_label():
+    """Liger's mean is then 0, and torch's is NaN."""
+    for model in (liger(), share_prefixes(liger())):
+        loss, gradient = gradient_of(model, of_the_model(torch.full_like(LABELS, -100)))
+        assert loss == 0 and loss.dtype == torch.float32 and not gradient.any()
+
+
+def test_a_label_of_padding_is_refused():
+    loss = of_the_model(IDS)(share_prefixes(liger()))
+    with pytest.raises(UserError, match="places that attention_mask hides"):
+        loss.backward()
+
+
+def test_a_label_that_is_no_token_is_refused():
+    """Liger would read outside of its memory."""
+    with pytest.raises(IndexError, match="Target -1 is out of bounds"):
+        of_the_model(LABELS.where(LABELS != 6, -1))(share_prefixes(liger()))
+
+
+def test_a_batch_of_the_collator(monkeypatch):
+    """It has the rows that predict already, one for each label, and ignored ones; Liger's own function runs."""
+    from liger_kernel.ops import fused_linear_cross_entropy as module
+
+    forward, rows = module.fused_linear_cross_entropy_forward, []
+    monkeypatch.setattr(module, "fused_linear_cross_entropy_forward", spy(forward, rows))
+    features = [
+        {"input_ids": i[:n].tolist(), "labels": x[:n].tolist()} for i, x, n in zip(IDS, LABELS, LENGTHS, strict=True)
+    ]
+    collated = RadixCollator()(features)
+    expected = gradient_of(liger(), of_the_model())
+    found = gradient_of(prepare_model(liger()), lambda model: model(**collated).loss)
+    assert rows == [64, collated["labels"].numel()]
+    torch.testing.assert_close(found, expected)
+
+
+def spy(forward: Callable[..., Any], rows: list[int]) -> Callable[..., Any]:
+    def spied(_input: Tensor, *others: Any, **options: Any) -> Any:
+        rows.append(len(_input))
+        return forward(_input, *others, **options)
+
+    return spied

@@ -1,0 +1,298 @@
+"""What programs do around a model: mixed precision of every kind, steps that are lost, batches without a label, labels
+that are no token, and whatever looks through the outputs. With `share_prefixes` all of it is as with the untouched
+model, which runs beside it.
+"""
+
+import copy
+import importlib
+import pickle
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model, tiny_qwen3
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+from trainer_harness import keep_gradients, settings
+from trainer_loop import Batch, padded_batches
+
+from radixtrain import share_prefixes, sharing_report
+from radixtrain.errors import UserError
+from radixtrain.testing import assert_within_reference_error, relative_error
+from radixtrain.verification.oracle import float64_arithmetic
+
+DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Found = dict[str, Tensor]
+
+
+def causal() -> Any:
+    return tiny_qwen3()
+
+
+def scorer() -> Any:
+    return tiny_model("Qwen3ForSequenceClassification", num_labels=3, pad_token_id=0)
+
+
+def batches_for(model: Any) -> list[Batch]:
+    batches = padded_batches(steps=2)
+    if hasattr(model, "score"):
+        batches = [{**batch, "labels": torch.arange(6) % 3} for batch in batches]
+    return batches
+
+
+def logits_at_tokens(logits: Tensor, batch: Batch) -> Tensor:
+    """What is predicted at padding is not defined."""
+    logits = torch.as_tensor(logits)
+    return (logits if logits.ndim == 2 else logits[batch["attention_mask"].bool()]).flatten()
+
+
+def gradient_of(model: nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+# A program trains one step on both batches, evaluates and predicts.
+
+
+def own_loop(model: Any, precision: str, folder: Path, context: Callable[[], Any] | None = None) -> Found:
+    """A loop with autocast around model and loss."""
+    context = context or (lambda: torch.autocast("cpu", DTYPES[precision], enabled=precision != "no"))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=precision == "fp16")
+    optimizer, losses, batches = torch.optim.SGD(model.parameters(), lr=0.0), [], batches_for(model)
+    for batch in batches:
+        with context():
+            loss = model(**batch).loss
+        scaler.scale(loss / len(batches)).backward()
+        losses.append(loss)
+    scaler.unscale_(optimizer)
+    gradient = gradient_of(model)
+    model.eval()
+    with torch.no_grad(), context():
+        outputs = [model(**batch) for batch in batches]
+    predicted = [logits_at_tokens(each.logits, batch) for each, batch in zip(outputs, batches, strict=True)]
+    values = [*(each.detach().flatten() for each in losses), *(each.loss.flatten() for each in outputs), *predicted]
+    return {"values": torch.cat([each.double() for each in values]), "gradient": gradient}
+
+
+def accelerated_loop(model: Any, precision: str, folder: Path) -> Found:
+    """Accelerate casts within the model, and turns its outputs into float32."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)  # it remembers the precision of a process
+    accelerator = as_on_a_gpu(Accelerator(mixed_precision=precision, cpu=True))
+    return own_loop(accelerator.prepare_model(model), precision, folder, nullcontext)
+
+
+def as_on_a_gpu(accelerator: Any) -> Any:
+    """It uses float16 on accelerators only."""
+    if accelerator.mixed_precision == "fp16":
+        accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu", init_scale=1024.0)
+    return accelerator
+
+
+def trainer(model: Any, precision: str, folder: Path) -> Found:
+    from transformers import Trainer, TrainingArguments
+
+    batches = batches_for(model)
+    rows = [{name: x[row] for name, x in batch.items()} for batch in batches for row in range(6)]
+    once = {"max_steps": 1, "learning_rate": 0.0, "max_grad_norm": 1e9, "train_sampling_strategy": "sequential"}
+    sizes = {"per_device_train_batch_size": 6, "per_device_eval_batch_size": 6}
+    mixed = {} if precision == "no" else {precision: True}
+    args = TrainingArguments(**settings(folder, **once, **sizes, **mixed))
+    run = Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows)
+    as_on_a_gpu(run.accelerator)
+    gradients: list[Tensor] = []
+    keep_gradients(run, gradients)
+    run.train()
+    evaluated, predictions = run.evaluate(), run.predict(rows).predictions
+    predicted = [logits_at_tokens(predictions[6 * n : 6 * n + 6], batch) for n, batch in enumerate(batches)]
+    values = torch.cat([torch.tensor([run.state.log_history[0]["loss"], evaluated["eval_loss"]]), *predicted])
+    return {"values": values.double(), "gradient": gradients[0]}
+
+
+@pytest.mark.parametrize("build", [causal, scorer], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("program", [own_loop, accelerated_loop, trainer], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("precision", DTYPES)
+def test_every_door_in_every_precision(precision, program, build, tmp_path):
+    """Losses, logits and the gradient are as near to those in float64 as the untouched model's."""
+    with float64_arithmetic():
+        truth = program(build().double(), "no", tmp_path)
+    ordinary = program(build(), precision, tmp_path)
+    shared = program(model := share_prefixes(build()), precision, tmp_path)
+    assert sharing_report(model).num_shared >= 2
+    for name, exact in truth.items():
+        assert shared[name].dtype == ordinary[name].dtype
+        assert relative_error(ordinary[name], exact) > torch.finfo(DTYPES[precision]).eps / 16
+        assert_within_reference_error(shared[name], ordinary[name].to(shared[name].dtype), exact.double(), names=name)
+
+
+# What looks through the outputs.
+
+
+def of_accelerate(name: str) -> Callable[[Any], Any]:
+    def look(output: Any) -> Any:
+        from accelerate.utils import operations
+
+        return getattr(operations, name)(output, *(["cpu"] if name == "send_to_device" else []))
+
+    return look
+
+
+def detached(output: Any) -> Any:
+    from transformers.trainer_pt_utils import nested_detach
+
+    return nested_detach(dict(output))
+
+
+LOOKS: dict[str, Callable[[Any], Any]] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda output: pickle.loads(pickle.dumps(output)),
+    "tree_map": lambda output: tree_map(lambda x: x * 2 if isinstance(x, Tensor) else x, output),
+    **{name: of_accelerate(name) for name in ("convert_to_fp32", "send_to_device", "find_batch_size", "listify")},
+    "nested_detach": detached,
+    "DDP": lambda output: list(torch.nn.parallel.distributed._find_tensors(output)),
+    "attributes": lambda output: [hasattr(output.past_key_values, name) for name in ("dtype", "to", "grad_fn")],
+    "default": lambda output: getattr(output.past_key_values, "device", None),
+    "truth": lambda output: (bool(output.past_key_values), output.past_key_values is None),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+@pytest.mark.parametrize("grad", [True, False])
+def test_what_looks_through_outputs(name, grad):
+    """A score head has no cache to give in evaluation either. What it returns is kept, and never read."""
+    ids = torch.tensor([[7, 8, 9, 1], [7, 8, 9, 2]])
+    with float64_arithmetic(), torch.set_grad_enabled(grad):
+        ordinary, shared = (model(input_ids=ids) for model in (scorer().double(), share_prefixes(scorer().double())))
+        expected, found = (seen(LOOKS[name], output) for output in (ordinary, shared))
+    assert len(found) == len(expected) > 0
+    for one, other in zip(found, expected, strict=True):
+        assert relative_error(one, other) < 1e-12 if isinstance(other, Tensor) else one == other
+
+
+def seen(look: Callable[[Any], Any], output: Any) -> list[Any]:
+    """Tensors and plain values of what came of it; the error, if it was one."""
+    try:
+        found = look(output)
+    except RuntimeError as error:
+        return [str(error)]
+    leaves = tree_leaves(dict(found) if isinstance(found, dict) else found)
+    numbers = (torch.tensor(x) if isinstance(x, float) else x for x in leaves)
+    return [x for x in numbers if x is None or isinstance(x, Tensor | bool | int)]
+
+
+# Steps that are lost, and labels that do not count or are no tokens.
+
+IDS = torch.tensor([[7, 8, 9, 1, 2], [7, 8, 9, 3, 0], [7, 8, 5, 0, 0]])
+MASK = (IDS != 0).long()
+LABELS = IDS.masked_fill(MASK == 0, -100)
+
+
+def summed_by_row(model: Any, factor: Tensor) -> Tensor:
+    """As TRL's DPO and KTO sum log-probabilities of rows."""
+    logits = model(input_ids=IDS, attention_mask=MASK, use_cache=False).logits[:, :-1]
+    logprobs = logits.log_softmax(-1).gather(-1, IDS[:, 1:, None])[..., 0]
+    return -(factor * (logprobs * MASK[:, 1:]).sum(-1)).sum()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("rows", [[0, 1, 2], [2]], ids=["all", "one row"])
+def test_a_step_that_overflows_is_lost(value, rows):
+    """0 times infinity is NaN at padding. A GradScaler skips the step, and halves its scale."""
+    factors = torch.ones(2, 3)
+    factors[1, rows] = value
+    scales = []
+    for model in (causal(), share_prefixes(causal(), min_ratio=0.0)):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.0), torch.amp.GradScaler("cpu", init_scale=4.0)
+        for factor in factors:
+            optimizer.zero_grad()
+            scaler.scale(summed_by_row(model, factor)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    assert scales == [4.0, 2.0] * 2
+
+
+def test_an_overflow_hides_no_label_of_padding():
+    model = share_prefixes(causal(), min_ratio=0.0)
+    logits = model(input_ids=IDS, attention_mask=MASK, use_cache=False).logits
+    loss = float("inf") * logits[0, 0].logsumexp(-1) + logits[2, 4].logsumexp(-1)
+    with pytest.raises(UserError, match="reads 1 places that attention_mask hides"):
+        loss.backward()
+
+
+def cross_entropy(model: Any, labels: Tensor, **options: Any) -> Tensor:
+    logits = model(input_ids=IDS, attention_mask=MASK, use_cache=False).logits
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), **options)
+
+
+def own_loss(model: Any, labels: Tensor, **options: Any) -> Tensor:
+    return model(input_ids=IDS, attention_mask=MASK, labels=labels, **options).loss
+
+
+LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "mean": cross_entropy,
+    "sum": lambda model, labels: cross_entropy(model, labels, reduction="sum"),
+    "a mean by hand": lambda model, labels: cross_entropy(model, labels, reduction="sum") / (labels != -100).sum(),
+    "each": lambda model, labels: cross_entropy(model, labels, reduction="none").sum(),
+    "a mean of each": lambda model, labels: (
+        cross_entropy(model, labels, reduction="none").sum() / (labels != -100).sum()
+    ),
+    "the model's": own_loss,
+    "of no items": lambda model, labels: own_loss(model, labels, num_items_in_batch=torch.tensor(0)),
+    "of some items": lambda model, labels: own_loss(model, labels, num_items_in_batch=7),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_batch_in_which_no_label_counts(name, dtype):
+    """Its gradient is 0, whatever the loss is divided by, so that it leaves that of the other micro-batches."""
+    found = []
+    for model in (causal(), share_prefixes(causal(), min_ratio=0.0)):
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            loss = LOSSES[name](model, torch.full_like(LABELS, -100))
+        loss.backward()
+        assert not gradient_of(model).any()  # NaN is something
+        found.append((loss.dtype, str(loss.item())))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("label", [-1, -50, 50, 10_000])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_label_that_is_no_token(name, label):
+    """Some pipelines mark with -1 what is not trained. As an index it would be the last token of the vocabulary."""
+    labels = LABELS.clone()
+    labels[1, 2] = label
+    for model in (causal(), share_prefixes(causal(), min_ratio=0.0)):
+        with pytest.raises(IndexError, match=f"Target {label} is out of bounds"):
+            LOSSES[name](model, labels)
+
+
+@pytest.mark.parametrize("label", [-1, 50])
+def test_what_trl_makes_of_a_label_that_is_no_token(label):
+    """It is no error there. Packed with its row into one number it would be a token of the row beside."""
+    functions = importlib.import_module("trl.trainer.utils")
+    labels = LABELS[:, 1:].clamp(min=0)
+    labels[1, 2] = label
+    found = []
+    for model in (causal(), share_prefixes(causal(), min_ratio=0.0)):
+        hidden = model.model(input_ids=IDS, attention_mask=MASK, use_cache=False).last_hidden_state[:, :-1]
+        rows = hidden.reshape(-1, hidden.shape[-1]), model.lm_head.weight, None, labels.flatten()
+        found.append(functions._ChunkedLogProbFunction.apply(*rows, 1.0, 16)[0][MASK[:, 1:].flatten().bool()])
+    assert sharing_report(model).num_head_rows
+    torch.testing.assert_close(*found)
+
+
+def test_labels_of_another_dtype():
+    """Refused by torch, but for bytes."""
+    for model in (causal(), share_prefixes(causal(), min_ratio=0.0)):
+        assert cross_entropy(model, IDS.to(torch.uint8)).isfinite()
+        with pytest.raises(RuntimeError, match="target dtype"):
+            cross_entropy(model, IDS.int())
