@@ -4,21 +4,31 @@
                                 0 1 0                a b a
 
 What computes each row by itself (the head, a scale, a cast, a softmax) computes the rows of the table, and a view of
-the batch is a view of `place_rows`. Cross-entropy reads the table too. Everything else gets the whole tensor, which is
-made then, once, and is an ordinary tensor with an ordinary gradient.
+the batch is a view of `place_rows`. What has one number for each row (cross-entropy, the log-probability of a label)
+computes it once, and puts it at the places.
 
-A whole tensor that was changed in place, or whose gradient somebody wants (a hook, `retain_grad`), is what everything
-reads from then on. Asked for after rows of the table were read, that gradient does not exist: a UserError.
+Everything else gets the ordinary tensor. It is made then, once, and takes the place of the lazy one: the same Python
+object is a `torch.Tensor` from then on. What came from it and is still lazy comes again from the ordinary one, by the
+same function in the modes of that time: a view is a view of it, and a copy is a copy, before anything is written.
+
+If rows of the table were read, the gradient at each place does not exist. The lazy tensor then stays in front of the
+ordinary one, to raise a UserError when that gradient is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -32,166 +42,291 @@ from radixtrain.tree.arrays import IntArray
 
 MIN_SAVING = 1.1  # rows asked for / rows computed: below this, the copies cost more than the head saves
 NO_ROW = -1
+Args, Kwargs = tuple[Any, ...], Mapping[str, Any]
 
 
-class SpreadRows(Tensor):
-    """(..., W): `table[place_rows]`, which is not computed until somebody needs it.
+class Modes(NamedTuple):
+    """What a function of torch computes depends on these."""
+
+    grad: bool
+    inference: bool
+    device: str
+    autocast: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls, device: str) -> Modes:
+        casts, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), device, casts, dtype)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Under these, nothing counts, fakes, traces, transforms or keeps what is done."""
+        with (
+            _disable_current_modes(),
+            temporarily_clear_interpreter_stack(),
+            saved_tensors_hooks(torch.clone, torch.clone) if is_checkpointed() else nullcontext(),
+            torch.inference_mode(self.inference),
+            torch.set_grad_enabled(self.grad),
+            torch.autocast(self.device, self.dtype, self.autocast, cache_enabled=False),
+        ):
+            yield
+
+
+def is_checkpointed() -> bool:
+    """Whether somebody keeps what torch saves for the backward pass, and counts it when it is computed again."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+@dataclass(eq=False)
+class Spread:
+    """What a lazy tensor stands for: `table[place_rows]`.
 
     table: (R, W). place_rows: (...), int64, on the host.
     padding_row: which row of the table stands at padding; NO_ROW without any.
-    from_root: how this tensor comes from the whole one of `root`; None if it is no view.
+    shaped: (..., W). the ordinary tensor without its numbers, on the meta device: its strides and what it is a view of.
+    memory: (places,), int64. the rows in the memory of which it is a view; by default in its own.
+    logsumexps: of the rows of the table, in the modes in which they were computed.
+    source, func: the lazy tensor that it comes from, and how; None if it comes from no other.
     """
 
     table: Tensor
     place_rows: IntArray
     padding_row: int
     report: SharingReport
-    root: SpreadRows | None
-    from_root: Callable[[Tensor], Tensor] | None
-    was_read: bool
-    dense: Tensor | None
-    device_rows: Tensor | None
+    shaped: Tensor = field(default=None)  # type: ignore[assignment]
+    memory: IntArray = field(default=None)  # type: ignore[assignment]
+    logsumexps: dict[Modes, Tensor] = field(default_factory=dict)
+    source: SpreadRows | None = None
+    func: Callable[[Tensor], Tensor] | None = None
+    derived: WeakSet[Spread] = field(default_factory=WeakSet, init=False)
+    dense: Tensor | None = field(default=None, init=False)
+    was_read: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.modes = Modes.now(self.table.device.type)
+        if not self.modes.grad:
+            self.table = self.table.detach()  # what is made without gradients, such as a target, has none later
+        if self.shaped is None:
+            shape = *self.place_rows.shape, self.table.shape[1]
+            with _disable_current_modes():
+                self.shaped = torch.empty(shape, dtype=self.table.dtype, device="meta")
+        if self.memory is None:
+            self.memory = self.place_rows.reshape(-1)
+        if self.source is not None:
+            self.source.spread.derived.add(self)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """(places,), int64. the index on the device of the table, flat."""
+        return self.on_device(self.place_rows.reshape(-1))
+
+    @cached_property
+    def padding(self) -> Tensor:
+        """int64. The places of padding, flat and ascending."""
+        return self.on_device(np.flatnonzero(self.place_rows == self.padding_row))
+
+    @cached_property
+    def asked_rows(self) -> IntArray:
+        """Which rows of the table stand at some place, ascending."""
+        is_asked = np.zeros(len(self.table), dtype=bool)
+        is_asked[self.place_rows] = True
+        return np.flatnonzero(is_asked)
+
+    def on_device(self, index: IntArray) -> Tensor:
+        return torch.from_numpy(index).to(self.table.device, non_blocking=True)
+
+    def with_asked_rows(self) -> Spread:
+        """The same with no row in its table that stands nowhere."""
+        rows = self.asked_rows
+        if len(rows) == len(self.table):
+            return self
+        number = np.full(len(self.table) + 1, NO_ROW)
+        number[rows] = np.arange(len(rows))
+        table = gather_rows(self.table, self.on_device(rows))
+        return Spread(table, number[self.place_rows], int(number[self.padding_row]), self.report)
+
+    def shape_by(self, func: Any, others: Args, kwargs: Kwargs) -> Any:
+        """What the ordinary tensor gives, without its numbers; NotImplemented for an error."""
+        with self.modes._replace(grad=False, inference=False).entered():
+            try:
+                return func(self.shaped, *others, **kwargs)
+            except (RuntimeError, IndexError, TypeError, ValueError):
+                return NotImplemented
+
+    def at_places(self, values: Tensor) -> Tensor:
+        """(..., ...). An ordinary tensor of values of the rows, (R, ...)."""
+        found: Tensor = _AtPlaces.apply(values, self, None)
+        return found
+
+    def placed(self, values: Tensor) -> Tensor:
+        """The same values, one or several for each place, whose gradient at padding has to be zero."""
+        check_gradient_at(self.padding, values)
+        return values
+
+    def refuse_counted(self, counted: Tensor, loss: Tensor) -> None:
+        """The backward pass of a loss raises UserError if it counts places of padding. counted: (places,), bool."""
+        if len(self.padding) and loss.requires_grad:
+            num_read = counted[self.padding].sum()
+            loss.register_hook(lambda grad: refuse_reading(num_read * (grad != 0)))
+
+    def mark_read(self) -> None:
+        """Rows were read with gradients: what comes at the places, here and in what this comes from, is not all."""
+        if torch.is_grad_enabled() and self.table.requires_grad:
+            each: Any = self
+            while each is not None:
+                each.was_read = True
+                each = getattr(each.source, "spread", None)
+
+    def make_dense(self) -> None:
+        if self.source is not None:
+            self.source.whole()  # which makes ours
+            return
+        with self.modes._replace(grad=self.table.requires_grad, inference=self.table.is_inference()).entered():
+            self.dense = self.at_places(self.table)
+
+    def dense_from(self, source: Tensor) -> None:
+        assert self.func is not None
+        with self.modes.entered():
+            self.dense, self.source = self.func(source), None
+        for each in [*self.derived][:1]:
+            assert each.source is not None
+            each.source.whole()  # our tensor, of which the views among them need the memory
+
+
+class SpreadRows(Tensor):
+    """(..., W): an ordinary tensor, as long as nobody needs more of it than `spread` says."""
+
+    spread: Spread
     made_by: Any
 
     @classmethod
-    def of(
-        cls,
-        table: Tensor,
-        index: IntArray,
-        padding_row: int,
-        report: SharingReport,
-        root: SpreadRows | None = None,
-        from_root: Callable[[Tensor], Tensor] | None = None,
-    ) -> SpreadRows:
-        if not torch.is_grad_enabled():
-            table = table.detach()  # what is made without gradients, such as a view as a target, has none later
-        spread: SpreadRows = _Spread.apply(table, index, padding_row)
-        spread.table, spread.place_rows, spread.padding_row, spread.report = table, index, padding_row, report
-        spread.root, spread.from_root, spread.was_read = root, from_root, False
-        spread.dense = spread.device_rows = None
-        spread.made_by = spread.gradient_from
-        return spread
+    def of(cls, *spread: Any, **further: Any) -> SpreadRows:
+        made = Spread(*spread, **further)
+        found: SpreadRows = _AtPlaces.apply(made.table, made, made.shaped)
+        found.spread, found.made_by = made, found.node
+        return found
 
     @property
-    def gradient_from(self) -> Any:
-        """The node that this tensor itself hands its gradient to; its table may know nothing of it."""
+    def node(self) -> Any:
+        """What gets our gradient."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.grad_fn
 
     @property
-    def rows(self) -> Tensor:
-        """(places,), int64. the index on the device of the table, flat."""
-        if self.device_rows is None:
-            rows = torch.from_numpy(self.place_rows.reshape(-1))
-            self.device_rows = rows.to(self.table.device, non_blocking=True)
-        return self.device_rows
+    def is_lazy(self) -> bool:
+        """Whether functions may read the table.
 
-    @property
-    def is_current(self) -> bool:
-        """Whether the table still says what the whole tensor is, and nobody wants the gradient of that.
-
-        A function that returns us, as a reentrant checkpoint does, puts itself between us and the table. An inference
-        tensor counts no changes.
+        No more if a function of the user's returned us, and gets our gradient. In a checkpoint they do again what they
+        did before.
         """
-        if self.gradient_from is not self.made_by:
+        if torch._C._are_functorch_transforms_active() or self.node is not self.made_by:
             return False
-        made = [each.dense for each in (self, self.root) if each is not None and each.dense is not None]
-        return not any(x.is_inference() or x._version or x._backward_hooks or x.retains_grad for x in made)
+        spread = self.spread
+        return spread.dense is None or (spread.was_read and not spread.dense._version and is_checkpointed())
 
     def whole(self) -> Tensor:
-        """The ordinary tensor, the same one every time."""
-        if self.gradient_from is not self.made_by:
+        """The ordinary tensor. That is this object from now on, unless the module's last paragraph says otherwise."""
+        spread = self.spread
+        if spread.dense is None and self.node is not self.made_by:
             with torch._C.DisableTorchFunctionSubclass():
-                return self.clone()
-        if self.dense is None:
-            with torch.set_grad_enabled(self.table.requires_grad):
-                if self.root is not None and self.from_root is not None:
-                    self.dense = self.from_root(self.root.whole())
-                else:
-                    self.dense = self.placed(gather_rows(self.table, self.rows)).view(self.shape)
-        return self.dense
+                spread.dense = self.clone()
+        elif spread.dense is None:
+            spread.make_dense()
+        if type(self) is not SpreadRows:
+            return self  # since something came from it
+        dense = spread.dense
+        assert dense is not None
+        if not spread.was_read or dense._version:
+            dense = self._become(dense)
+        derived, spread.derived = [*spread.derived], WeakSet()
+        for each in derived:
+            each.dense_from(dense)
+        return dense
 
-    def placed(self, values: Tensor) -> Tensor:
-        """The same values, (places, ...), whose gradient at padding has to be zero."""
-        check_gradient_at(_padding_places(self.place_rows, self.padding_row, values.device), values)
-        return values
+    def _become(self, dense: Tensor) -> Tensor:
+        """This object as the ordinary tensor, with the attributes that others set; `dense` if torch holds the lazy one.
 
-    def mark_read(self) -> None:
-        """Rows of the table were read, with gradients: that of the whole tensor does not come any more."""
-        self.was_read = True
-        if self.root is not None:
-            self.root.was_read = True
-
-    def refuse_counted(self, counted: Tensor, loss: Tensor) -> None:
-        """The backward pass of a loss raises UserError if it counts places of padding. counted: (places,), bool."""
-        padding = _padding_places(self.place_rows, self.padding_row, counted.device)
-        if len(padding) and loss.requires_grad:
-            num_read = counted[padding].sum()
-            loss.register_hook(lambda grad: refuse_reading(num_read * (grad != 0)))
-
-    def with_table(self, table: Tensor) -> SpreadRows:
-        return self if table is self.table else SpreadRows.of(table, self.place_rows, self.padding_row, self.report)
+        torch does in a function of the user's, which saved it or which has it as an argument.
+        """
+        spread, spread.dense = self.spread, None
+        dense.__dict__.update({name: value for name, value in self.__dict__.items() if name not in ("spread", "made_by")})
+        try:
+            torch.utils.swap_tensors(self, dense)
+        except RuntimeError:
+            spread.dense = dense
+            return dense
+        return self
 
     @classmethod
+    @torch.compiler.disable  # so that the compiler gets ordinary tensors
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        x, others = (args[0], args[1:]) if args else (None, ())
-        rule = RULES.get(func)
-        if rule is not None and type(x) is SpreadRows and x.is_current:
-            found = rule(x, func, others, kwargs)
+        x, rule = args[0] if args else None, RULES.get(func)
+        if rule is not None and type(x) is SpreadRows and x.is_lazy:
+            found = rule(x, func, args[1:], kwargs)
             if found is not NotImplemented:
-                if torch.is_grad_enabled() and found is not x and rule is not _view:
-                    x.mark_read()
                 return found
         if func in WANTS_GRADIENT:
-            _check_not_read(tree_leaves((args, kwargs)))
+            _check_not_read(func, args, kwargs)
+        ours = [each for each in tree_leaves((args, kwargs)) if type(each) is SpreadRows]
         args, kwargs = tree_map(lambda each: each.whole() if type(each) is SpreadRows else each, (args, kwargs))
-        return func(*args, **kwargs)
+        found = func(*args, **kwargs)
+        for each in (each for each in ours if type(each) is SpreadRows):
+            found = each if found is each.spread.dense else found
+            each.whole()  # if it was changed, its gradient is another one, which exists
+        return found
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Below autograd, of what calls an `autograd.Function` with us. `_Spread` is the way back of its gradient."""
+        """Below autograd, of what calls an `autograd.Function` with us. `_AtPlaces` is the way back of its gradient."""
 
         def values(x: Any) -> Any:
-            return x.table.detach()[x.rows].view(x.shape) if type(x) is SpreadRows else x
+            if type(x) is not SpreadRows:
+                return x
+            spread = x.spread
+            return spread.table.detach()[spread.rows].view(x.shape) if spread.dense is None else spread.dense.detach()
 
         args, kwargs = tree_map(values, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
-class _Spread(torch.autograd.Function):
-    """The table as a tensor without memory of its own."""
+class _AtPlaces(torch.autograd.Function):
+    """Rows at their places: a lazy tensor of this shape, without memory of its own; or an ordinary one.
+
+    It saves nothing, so that a checkpoint finds as many tensors whenever this runs.
+    """
 
     @staticmethod
-    def forward(ctx: Any, table: Tensor, index: IntArray, padding_row: int) -> Tensor:
-        ctx.index, ctx.padding_row, ctx.num_rows = index, padding_row, len(table)
-        shape = (*index.shape, table.shape[1])
-        return torch.Tensor._make_wrapper_subclass(SpreadRows, shape, dtype=table.dtype, device=table.device)
+    def forward(ctx: Any, table: Tensor, spread: Spread, shaped: Tensor | None) -> Tensor:
+        ctx.place_rows, ctx.padding_row, ctx.num_rows = spread.place_rows, spread.padding_row, len(table)
+        if shaped is None:
+            rows = spread.rows.view(spread.place_rows.shape)
+            return functional.embedding(rows, table) if table.ndim == 2 else table[rows]
+        layout = {"strides": shaped.stride(), "storage_offset": shaped.storage_offset()}
+        return Tensor._make_wrapper_subclass(SpreadRows, shaped.shape, dtype=table.dtype, device=table.device, **layout)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         grad = grad.whole() if type(grad) is SpreadRows else grad
-        flat = grad.reshape(-1, grad.shape[-1])
-        check_unread(_padding_places(ctx.index, ctx.padding_row, grad.device), flat)
-        rows = torch.from_numpy(ctx.index.reshape(-1)).to(grad.device, non_blocking=True)
-        return sum_rows(flat, rows, ctx.num_rows), None, None
+        grad = grad.reshape(-1, *grad.shape[ctx.place_rows.ndim :])
+        rows = torch.from_numpy(ctx.place_rows.reshape(-1)).to(grad.device, non_blocking=True)
+        padding = torch.from_numpy(np.flatnonzero(ctx.place_rows == ctx.padding_row)).to(grad.device, non_blocking=True)
+        check_unread(padding, grad)
+        return sum_rows(grad, rows, ctx.num_rows), None, None
 
 
-def _padding_places(index: IntArray, padding_row: int, device: torch.device) -> Tensor:
-    """int64. The places of padding, flat and ascending."""
-    return torch.from_numpy(np.flatnonzero(index == padding_row)).to(device, non_blocking=True)
-
-
-def _check_not_read(values: list[Any]) -> None:
+def _check_not_read(func: Any, args: Args, kwargs: Kwargs) -> None:
     """Refuse what wants a gradient that no longer comes. torch's own hooks, of FSDP, wait for any gradient."""
-    if any(callable(each) and str(getattr(each, "__module__", "")).startswith("torch.") for each in values):
+    wanted = tree_leaves(kwargs.get("inputs", args[1:2]) if func is torch.autograd.grad else (args, kwargs))
+    if any(callable(each) and str(getattr(each, "__module__", "")).startswith("torch.") for each in wanted):
         return
-    if any(type(each) is SpreadRows and each.was_read for each in values):
+    if any(type(each) is SpreadRows and each.spread.was_read for each in wanted):
         raise UserError(
             "share_prefixes computes the head and the loss once for equal rows, so their gradient at each place "
             "of the batch does not exist: register hooks, or call retain_grad, before they run; "
@@ -200,111 +335,177 @@ def _check_not_read(values: list[Any]) -> None:
 
 
 # What is computed on the table. A rule returns NotImplemented if the call is one for the whole tensor.
-Rule = Callable[[SpreadRows, Any, tuple[Any, ...], Mapping[str, Any]], Any]
+Rule = Callable[[SpreadRows, Any, Args, Kwargs], Any]
 
 
-def _by_row(x: SpreadRows, func: Any, others: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Each number by itself, or with a single other number, or with what stands at the same places."""
-    for each in tree_leaves((others, kwargs)):
-        if isinstance(each, Tensor) and each.ndim and not _stands_alike(each, x):
+def _by_row(x: SpreadRows, func: Any, others: Args, kwargs: Kwargs) -> Any:
+    """Each number by itself, or with a Python number. A few rows of a large table are not worth its gradient."""
+    spread, shaped = x.spread, x.spread.shape_by(func, others, kwargs)
+    is_plain = all(isinstance(each, int | float | torch.dtype | None) for each in tree_leaves((others, kwargs)))
+    if not is_plain or not isinstance(shaped, Tensor) or not shaped.is_contiguous():
+        return NotImplemented
+    if 2 * len(spread.asked_rows) < len(spread.table):
+        if x.requires_grad and torch.is_grad_enabled():
             return NotImplemented
-    others, kwargs = tree_map(lambda each: each.table if type(each) is SpreadRows else each, (others, dict(kwargs)))
-    return x.with_table(func(x.table, *others, **kwargs))
+        spread = spread.with_asked_rows()
+    table = func(spread.table, *others, **kwargs)
+    if table is x.spread.table:
+        return x
+    again = {"source": x, "func": lambda whole: func(whole, *others, **kwargs)}
+    return SpreadRows.of(table, spread.place_rows, spread.padding_row, spread.report, **again)
 
 
-def _stands_alike(one: Tensor, other: SpreadRows) -> bool:
-    if not isinstance(one, SpreadRows) or len(one.table) != len(other.table):
-        return False
-    return one.is_current and np.array_equal(one.place_rows, other.place_rows)
+def _is_last(x: SpreadRows, others: Args, kwargs: Kwargs) -> bool:
+    """Whether one axis is named, and nothing else but a dtype, and it is that of the numbers of a row."""
+    dims = [*others, *(value for name, value in kwargs.items() if name != "dtype")]
+    return "dim" in {*kwargs, *(["dim"] if others else [])} and dims in ([-1], [x.ndim - 1])
 
 
-def _softmax(x: SpreadRows, func: Any, others: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    if (kwargs["dim"] if "dim" in kwargs else others[0] if others else None) not in (-1, x.ndim - 1):
-        return NotImplemented
-    return x.with_table(func(x.table, **{**kwargs, "dim": -1})) if len(others) < 2 else NotImplemented
+def _softmax(x: SpreadRows, func: Any, others: Args, kwargs: Kwargs) -> Any:
+    return _by_row(x, func, (), {**kwargs, "dim": -1}) if _is_last(x, others, kwargs) else NotImplemented
 
 
-def _linear(x: SpreadRows, func: Any, others: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _linear(x: SpreadRows, func: Any, others: Args, kwargs: Kwargs) -> Any:
     """The rows that are asked for, once each."""
-    asked = x.place_rows.reshape(-1)
-    is_asked = np.zeros(len(x.table), dtype=bool)
-    is_asked[asked] = True
-    rows = np.flatnonzero(is_asked)
-    if len(asked) < MIN_SAVING * len(rows):
+    spread, num_places = x.spread, x.spread.place_rows.size
+    if num_places < MIN_SAVING * len(spread.asked_rows):
         return NotImplemented
-    x.report.count_head(len(asked), len(rows))
-    number = is_asked.cumsum() - 1
-    table = x.table
-    if len(rows) < len(table):
-        table = gather_rows(table, torch.from_numpy(rows).to(table.device, non_blocking=True))
-    has_padding = x.padding_row != NO_ROW and is_asked[x.padding_row]
-    index = number[asked].reshape(x.place_rows.shape)
-    padding_row = int(number[x.padding_row]) if has_padding else NO_ROW
-    return SpreadRows.of(func(table, *others, **kwargs), index, padding_row, x.report)
+    spread.report.count_head(num_places, len(spread.asked_rows))
+    spread.mark_read()
+    asked = spread.with_asked_rows()
+    return SpreadRows.of(func(asked.table, *others, **kwargs), asked.place_rows, asked.padding_row, spread.report)
 
 
-def _view(x: SpreadRows, func: Any, others: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """A view of the places whose last axis is whole: found on the index, each entry of which is W equal ones."""
+def _view(x: SpreadRows, func: Any, others: Args, kwargs: Kwargs) -> Any:
+    """A view whose last axis is that of x, or several; or a copy of all of x in the same order."""
     if any(isinstance(each, Tensor | torch.dtype) for each in tree_leaves((others, kwargs))):
         return NotImplemented
-    with _disable_current_modes():  # the index is ours: no mode counts or fakes what is done on it
-        found = places = torch.from_numpy(x.place_rows)[..., None].expand(x.shape)
-        if func is not Tensor.contiguous:
-            found = func(places, *others, **kwargs)
-        if not found.ndim or found.shape[-1] != x.shape[-1] or found.stride(-1) != 0:
+    shaped = x.spread.shape_by(func, others, kwargs)
+    if isinstance(shaped, tuple):
+        again = [lambda whole, n=n: func(whole, *others, **kwargs)[n] for n in range(len(shaped))]
+        parts = [_part(x, func, *each) for each in zip(shaped, again, strict=True)]
+        return NotImplemented if any(each is NotImplemented for each in parts) else tuple(parts)
+    return x if shaped is x.spread.shaped else _part(x, func, shaped, lambda whole: func(whole, *others, **kwargs))
+
+
+def _part(x: SpreadRows, func: Any, shaped: Any, again: Callable[[Tensor], Tensor]) -> Any:
+    """What has the strides of `shaped` in the memory of x, each step of which has to be one of whole rows."""
+    spread, width = x.spread, x.shape[-1]
+    if shaped is NotImplemented or not shaped.numel() or shaped.shape[-1:] != (width,):
+        return NotImplemented
+    same = {"logsumexps": spread.logsumexps, "source": x, "func": again}
+    if not shaped._is_view():
+        if func not in COPIES:
             return NotImplemented
-        index = found[..., 0].contiguous().numpy()
-    root, earlier = x if x.root is None else x.root, x.from_root
+        index = spread.place_rows.reshape(shaped.shape[:-1])
+    else:
+        steps = [0 if size == 1 else step for size, step in zip(shaped.shape, shaped.stride(), strict=True)]
+        start = shaped.storage_offset()
+        if steps.pop() != 1 or any(step % width for step in (*steps, start)):
+            return NotImplemented
+        inside = spread.memory[start // width :]
+        byte_steps = [step // width * inside.itemsize for step in steps]
+        index = np.lib.stride_tricks.as_strided(inside, shaped.shape[:-1], byte_steps, writeable=False).copy()
+        same |= {"shaped": shaped, "memory": spread.memory}
+    return SpreadRows.of(spread.table, index, spread.padding_row, spread.report, **same)
 
-    def view(whole: Tensor) -> Tensor:
-        result: Tensor = func(whole if earlier is None else earlier(whole), *others, **kwargs)
-        return result
 
-    return SpreadRows.of(x.table, index, x.padding_row, x.report, root, view)
+def _iter(x: SpreadRows, func: Any, others: Args, kwargs: Kwargs) -> Any:
+    return iter(x.unbind()) if x.ndim > 1 else NotImplemented
 
 
-def _cross_entropy(x: SpreadRows, func: Any, others: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _logsumexp(x: SpreadRows, func: Any, others: Args, kwargs: Kwargs) -> Any:
+    """Computed once for the table, as TRL asks for one row of the batch after the other."""
+    if not _is_last(x, others, kwargs):
+        return NotImplemented
+    spread, modes = x.spread, Modes.now(x.device.type)
+    spread.mark_read()
+    known = {} if is_checkpointed() else spread.logsumexps
+    if modes not in known:
+        known[modes] = func(spread.table, -1)
+    found = spread.at_places(known[modes])
+    if found.requires_grad:
+        found.register_hook(lambda grad: _check_unchanged(x))
+    return found
+
+
+def _check_unchanged(x: Tensor) -> None:
+    """torch's own error of a function that needs x in its backward pass."""
+    with torch._C.DisableTorchFunctionSubclass():
+        now = x.spread.dense if type(x) is SpreadRows else x
+        if now is not None and now._version:
+            raise RuntimeError("one of the variables needed for gradient computation was modified by an inplace operation")
+
+
+def _gather(x: SpreadRows, func: Any, others: Args, kwargs: Kwargs) -> Any:
+    """Some numbers of each row, such as the log-probabilities of labels."""
+    given = dict(zip(("dim", "index"), others, strict=False)) | dict(kwargs)
+    index = given.get("index")
+    if given.keys() != {"dim", "index"} or given["dim"] not in (-1, x.ndim - 1) or type(index) is not Tensor:
+        return NotImplemented
+    if index.dtype != torch.int64 or index.shape[:-1] != x.shape[:-1] or index.ndim != x.ndim:
+        return NotImplemented
+    is_outside = (index < 0) | (index >= x.shape[-1])
+    if index.device.type == "cpu" and is_outside.any():
+        return NotImplemented  # torch's own error; another device has an assertion
+    x.spread.mark_read()
+    rows = x.spread.rows.view(*x.shape[:-1], 1).expand(index.shape)
+    found = x.spread.table[rows, index.masked_fill(is_outside, x.shape[-1])]
+    if found.requires_grad:
+        found.register_hook(lambda grad: check_unread(x.spread.padding, grad.reshape(len(x.spread.rows), -1)))
+    return found
+
+
+def _cross_entropy(x: SpreadRows, func: Any, others: Args, kwargs: Kwargs) -> Any:
     given = dict(zip(("target", "weight"), others, strict=False)) | dict(kwargs)
-    target, reduction, ignored = given["target"], given.get("reduction", "mean"), given.get("ignore_index", -100)
+    target, reduction, ignored = given.get("target"), given.get("reduction", "mean"), given.get("ignore_index", -100)
     if (
-        (x.ndim, target.ndim) != (2, 1)
+        type(target) is not Tensor
+        or (x.ndim, target.ndim) != (2, 1)
         or target.dtype != torch.int64
         or any(given.get(name) is not None for name in ("weight", "size_average", "reduce"))
         or given.get("label_smoothing")
-        or len(target) != len(x.place_rows)
+        or len(target) != len(x)
+        or reduction not in ("mean", "sum", "none")
     ):
         return NotImplemented
+    x.spread.mark_read()
+    few = 2 * len(x.spread.asked_rows) < len(x.spread.table)
+    spread = x.spread.with_asked_rows() if few else x.spread
     counted = target != ignored
     labels = target.masked_fill(~counted, 0)
-    table = x.table
+    table = spread.table
     if torch.is_autocast_enabled(x.device.type):  # it is one of those that autocast computes in float32
         table = table.to(torch.promote_types(x.dtype, torch.float32))
     if reduction == "none":
-        return x.placed(-logits_logprobs(table, labels, x.rows)).masked_fill(~counted, 0).to(table.dtype)
-    loss = logits_cross_entropy(table, labels, x.rows, counted)
-    x.refuse_counted(counted, loss)
+        return spread.placed(-logits_logprobs(table, labels, spread.rows)).masked_fill(~counted, 0).to(table.dtype)
+    loss = logits_cross_entropy(table, labels, spread.rows, counted)
+    spread.refuse_counted(counted, loss)
     return (loss / counted.sum() if reduction == "mean" else loss).to(table.dtype)
 
 
-NEGATIVE = (Tensor.neg, Tensor.__neg__, torch.neg, Tensor.tanh, torch.tanh)
-CASTS = (Tensor.float, Tensor.double, Tensor.to)
-SUMS = (Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add, Tensor.sub, Tensor.__sub__, torch.sub)
-PRODUCTS = (Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul, Tensor.div, Tensor.__truediv__, torch.div)
-VIEWS = (
-    *(Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.__getitem__),
-    *(Tensor.contiguous, Tensor.transpose, Tensor.unsqueeze, Tensor.expand),
-)
-SOFTMAX = (functional.log_softmax, torch.log_softmax, Tensor.log_softmax, functional.softmax, Tensor.softmax)
+def functions(*names: str) -> list[Any]:
+    """These of Tensor, and those of the same name in torch and torch.nn.functional."""
+    return [getattr(room, name) for name in names for room in (Tensor, torch, functional) if hasattr(room, name)]
+
+
+COPIES = {*functions("reshape", "flatten"), Tensor.contiguous}
+VIEWS = functions("view", "__getitem__", "transpose", "unsqueeze", "expand", "unbind", "split", "chunk")
+CASTS = functions("float", "double", "to", "tanh", "exp", "neg", "__neg__")
+PRODUCTS = functions("mul", "__mul__", "__rmul__", "div", "__truediv__")
 RULES: dict[Any, Rule] = {
-    **dict.fromkeys((*NEGATIVE, *CASTS, *SUMS, *PRODUCTS), _by_row),
-    **dict.fromkeys(SOFTMAX, _softmax),
-    **dict.fromkeys(VIEWS, _view),
+    **dict.fromkeys([*CASTS, *PRODUCTS], _by_row),
+    **dict.fromkeys(functions("log_softmax", "softmax"), _softmax),
+    **dict.fromkeys([*COPIES, *VIEWS], _view),
+    **dict.fromkeys(functions("logsumexp"), _logsumexp),
+    **dict.fromkeys(functions("gather"), _gather),
+    Tensor.__iter__: _iter,
     functional.linear: _linear,
     functional.cross_entropy: _cross_entropy,
 }
-WANTS_GRADIENT = {Tensor.retain_grad, Tensor.register_hook, torch.autograd.grad}
+WANTS_GRADIENT = {Tensor.retain_grad, Tensor.register_hook, torch.autograd.grad, Tensor.grad_fn.__get__}
 GETTERS = ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout", "is_cuda", "is_sparse", "is_meta")
 METADATA = {getattr(Tensor, name).__get__ for name in (*GETTERS, "is_nested", "is_quantized", "is_mkldnn")} | {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_inference),
-    *(Tensor.__hash__, Tensor.__len__, Tensor.element_size, Tensor.get_device),
+    *(Tensor.__hash__, Tensor.__len__, Tensor.element_size, Tensor.get_device, Tensor.stride, Tensor.is_contiguous),
 }
