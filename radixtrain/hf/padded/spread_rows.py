@@ -22,7 +22,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from weakref import ref
 
 import numpy as np
 import torch
@@ -42,6 +42,7 @@ from radixtrain.tree.arrays import IntArray
 
 MIN_SAVING = 1.1  # rows asked for / rows computed: below this, the copies cost more than the head saves
 NO_ROW = -1
+CHANGED = "one of the variables needed for gradient computation has been modified by an inplace operation"
 Args, Kwargs = tuple[Any, ...], Mapping[str, Any]
 
 
@@ -99,9 +100,10 @@ class Spread:
     logsumexps: dict[Modes, Tensor] = field(default_factory=dict)
     source: SpreadRows | None = None
     func: Callable[[Tensor], Tensor] | None = None
-    derived: WeakSet[Spread] = field(default_factory=WeakSet, init=False)
+    derived: list[ref[SpreadRows]] = field(default_factory=list, init=False)
     dense: Tensor | None = field(default=None, init=False)
     was_read: bool = field(default=False, init=False)
+    held: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.modes = Modes.now(self.table.device.type)
@@ -113,8 +115,6 @@ class Spread:
                 self.shaped = torch.empty(shape, dtype=self.table.dtype, device="meta")
         if self.memory is None:
             self.memory = self.place_rows.reshape(-1)
-        if self.source is not None:
-            self.source.spread.derived.add(self)
 
     @cached_property
     def rows(self) -> Tensor:
@@ -178,20 +178,9 @@ class Spread:
                 each.was_read = True
                 each = getattr(each.source, "spread", None)
 
-    def make_dense(self) -> None:
-        if self.source is not None:
-            self.source.whole()  # which makes ours
-            return
+    def made_dense(self) -> Tensor:
         with self.modes._replace(grad=self.table.requires_grad, inference=self.table.is_inference()).entered():
-            self.dense = self.at_places(self.table)
-
-    def dense_from(self, source: Tensor) -> None:
-        assert self.func is not None
-        with self.modes.entered():
-            self.dense, self.source = self.func(source), None
-        for each in [*self.derived][:1]:
-            assert each.source is not None
-            each.source.whole()  # our tensor, of which the views among them need the memory
+            return self.at_places(self.table)
 
 
 class SpreadRows(Tensor):
@@ -205,6 +194,8 @@ class SpreadRows(Tensor):
         made = Spread(*spread, **further)
         found: SpreadRows = _AtPlaces.apply(made.table, made, made.shaped)
         found.spread, found.made_by = made, found.node
+        if made.source is not None:
+            made.source.spread.derived.append(ref(found))
         return found
 
     @property
@@ -227,35 +218,46 @@ class SpreadRows(Tensor):
 
     def whole(self) -> Tensor:
         """The ordinary tensor. That is this object from now on, unless the module's last paragraph says otherwise."""
-        spread = self.spread
-        if spread.dense is None and self.node is not self.made_by:
-            with torch._C.DisableTorchFunctionSubclass():
-                spread.dense = self.clone()
-        elif spread.dense is None:
-            spread.make_dense()
-        if type(self) is not SpreadRows:
-            return self  # since something came from it
-        dense = spread.dense
-        assert dense is not None
-        if not spread.was_read or dense._version:
+        spread, source = self.spread, self.spread.source
+        if self.node is not self.made_by:
+            self.made_by, spread.source = self.node, None
+            if source is not None:
+                source.spread.derived = [each for each in source.spread.derived if each() is not self]
+            with spread.modes._replace(grad=True).entered(), torch._C.DisableTorchFunctionSubclass():
+                self._settle(self.clone())
+        elif spread.dense is None and source is not None:
+            source.whole()  # which makes ours
+        else:
+            self._settle(spread.made_dense() if spread.dense is None else spread.dense)
+        return spread.dense if type(self) is SpreadRows else self
+
+    def _settle(self, dense: Tensor) -> None:
+        """Be this tensor if we can; and what came from us comes from it."""
+        spread, spread.dense = self.spread, dense
+        if self._use_count() > 1:  # a function of the user's has us as an argument, or saved us for its backward pass
+            spread.held = dense._version if spread.held is None else spread.held
+            if dense._version != spread.held and torch._C._current_graph_task_id() >= 0:
+                raise RuntimeError(CHANGED)
+        elif not spread.was_read or dense._version:
             dense = self._become(dense)
-        derived, spread.derived = [*spread.derived], WeakSet()
+        derived, spread.derived = [each() for each in spread.derived], []  # a tensor with a weak reference stays itself
         for each in derived:
-            each.dense_from(dense)
-        return dense
+            if each is not None and each.spread.func is not None:
+                with each.spread.modes.entered():
+                    found = each.spread.func(dense)
+                each.spread.source = None
+                each._settle(found)
 
     def _become(self, dense: Tensor) -> Tensor:
-        """This object as the ordinary tensor, with the attributes that others set; `dense` if torch holds the lazy one.
-
-        torch does in a function of the user's, which saved it or which has it as an argument.
-        """
+        """This object as the ordinary tensor, with the attributes that others set; `dense` if torch cannot do it."""
         spread, spread.dense = self.spread, None
-        dense.__dict__.update({name: value for name, value in self.__dict__.items() if name not in ("spread", "made_by")})
+        mine = {name: value for name, value in self.__dict__.items() if name not in ("spread", "made_by")}
         try:
             torch.utils.swap_tensors(self, dense)
         except RuntimeError:
             spread.dense = dense
             return dense
+        self.__dict__.update(mine)
         return self
 
     @classmethod
@@ -434,7 +436,7 @@ def _check_unchanged(x: Tensor) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         now = x.spread.dense if type(x) is SpreadRows else x
         if now is not None and now._version:
-            raise RuntimeError("one of the variables needed for gradient computation was modified by an inplace operation")
+            raise RuntimeError(CHANGED)
 
 
 def _gather(x: SpreadRows, func: Any, others: Args, kwargs: Kwargs) -> Any:
