@@ -46,6 +46,11 @@ CHANGED = "one of the variables needed for gradient computation has been modifie
 Args, Kwargs = tuple[Any, ...], Mapping[str, Any]
 
 
+def is_kept() -> bool:
+    """Whether somebody keeps what is saved for the backward pass: a checkpoint, which counts it in both passes."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 class Modes(NamedTuple):
     """What a function of torch computes depends on these."""
 
@@ -54,11 +59,12 @@ class Modes(NamedTuple):
     device: str
     autocast: bool
     dtype: torch.dtype
+    is_kept: bool
 
     @classmethod
     def now(cls, device: str) -> Modes:
         casts, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), device, casts, dtype)
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), device, casts, dtype, is_kept())
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -66,17 +72,12 @@ class Modes(NamedTuple):
         with (
             _disable_current_modes(),
             temporarily_clear_interpreter_stack(),
-            saved_tensors_hooks(torch.clone, torch.clone) if is_checkpointed() else nullcontext(),
+            saved_tensors_hooks(torch.clone, torch.clone) if self.is_kept or is_kept() else nullcontext(),
             torch.inference_mode(self.inference),
             torch.set_grad_enabled(self.grad),
             torch.autocast(self.device, self.dtype, self.autocast, cache_enabled=False),
         ):
             yield
-
-
-def is_checkpointed() -> bool:
-    """Whether somebody keeps what torch saves for the backward pass, and counts it when it is computed again."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 @dataclass(eq=False)
@@ -89,6 +90,7 @@ class Spread:
     memory: (places,), int64. the rows in the memory of which it is a view; by default in its own.
     logsumexps: of the rows of the table, in the modes in which they were computed.
     source, func: the lazy tensor that it comes from, and how; None if it comes from no other.
+    became: the ordinary tensor of the memory, once there is one.
     """
 
     table: Tensor
@@ -104,11 +106,13 @@ class Spread:
     dense: Tensor | None = field(default=None, init=False)
     was_read: bool = field(default=False, init=False)
     held: int | None = field(default=None, init=False)
+    became: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.modes = Modes.now(self.table.device.type)
-        if not self.modes.grad:
-            self.table = self.table.detach()  # what is made without gradients, such as a target, has none later
+        if not self.modes.grad:  # what is made without gradients, such as a target, passes none on later
+            is_view = self.shaped is not None and self.shaped._is_view()
+            self.table = self.table.detach().requires_grad_(is_view and self.table.requires_grad)
         if self.shaped is None:
             shape = *self.place_rows.shape, self.table.shape[1]
             with _disable_current_modes():
@@ -170,6 +174,18 @@ class Spread:
             num_read = counted[self.padding].sum()
             loss.register_hook(lambda grad: refuse_reading(num_read * (grad != 0)))
 
+    def needed_by(self, found: Tensor) -> Tensor:
+        """The same, whose backward pass raises torch's own error if we, whom it needs, have been changed."""
+
+        def check(grad: Tensor) -> None:
+            if became and became[0]._version:
+                raise RuntimeError(CHANGED)
+
+        became = self.became
+        if found.requires_grad:
+            found.register_hook(check)
+        return found
+
     def mark_read(self) -> None:
         """Rows were read with gradients: what comes at the places, here and in what this comes from, is not all."""
         if torch.is_grad_enabled() and self.table.requires_grad:
@@ -192,7 +208,10 @@ class SpreadRows(Tensor):
     @classmethod
     def of(cls, *spread: Any, **further: Any) -> SpreadRows:
         made = Spread(*spread, **further)
-        found: SpreadRows = _AtPlaces.apply(made.table, made, made.shaped)
+        with made.modes._replace(inference=made.table.is_inference()).entered():
+            found: SpreadRows = _AtPlaces.apply(made.table, made, made.shaped)
+        with torch._C.DisableTorchFunctionSubclass():
+            found.requires_grad_(made.table.requires_grad)  # as a view has it under no_grad
         found.spread, found.made_by = made, found.node
         if made.source is not None:
             made.source.spread.derived.append(ref(found))
@@ -214,14 +233,14 @@ class SpreadRows(Tensor):
         if torch._C._are_functorch_transforms_active() or self.node is not self.made_by:
             return False
         spread = self.spread
-        return spread.dense is None or (spread.was_read and not spread.dense._version and is_checkpointed())
+        return spread.dense is None or (spread.was_read and not spread.dense._version and is_kept())
 
     def whole(self) -> Tensor:
         """The ordinary tensor. That is this object from now on, unless the module's last paragraph says otherwise."""
         spread, source = self.spread, self.spread.source
         if self.node is not self.made_by:
             self.made_by, spread.source = self.node, None
-            if source is not None:
+            if type(source) is SpreadRows:
                 source.spread.derived = [each for each in source.spread.derived if each() is not self]
             with spread.modes._replace(grad=True).entered(), torch._C.DisableTorchFunctionSubclass():
                 self._settle(self.clone())
@@ -240,9 +259,10 @@ class SpreadRows(Tensor):
                 raise RuntimeError(CHANGED)
         elif not spread.was_read or dense._version:
             dense = self._become(dense)
+        spread.became[:] = spread.became or [dense]
         derived, spread.derived = [each() for each in spread.derived], []  # a tensor with a weak reference stays itself
         for each in derived:
-            if each is not None and each.spread.func is not None:
+            if each is not None and each.node is each.made_by:
                 with each.spread.modes.entered():
                     found = each.spread.func(dense)
                 each.spread.source = None
@@ -258,6 +278,7 @@ class SpreadRows(Tensor):
             spread.dense = dense
             return dense
         self.__dict__.update(mine)
+        spread.became[:] = [self if each is dense else each for each in spread.became]
         return self
 
     @classmethod
@@ -328,7 +349,7 @@ def _check_not_read(func: Any, args: Args, kwargs: Kwargs) -> None:
     wanted = tree_leaves(kwargs.get("inputs", args[1:2]) if func is torch.autograd.grad else (args, kwargs))
     if any(callable(each) and str(getattr(each, "__module__", "")).startswith("torch.") for each in wanted):
         return
-    if any(type(each) is SpreadRows and each.spread.was_read for each in wanted):
+    if any(type(each) is SpreadRows and (each.spread.was_read or each._use_count() > 1) for each in wanted):
         raise UserError(
             "share_prefixes computes the head and the loss once for equal rows, so their gradient at each place "
             "of the batch does not exist: register hooks, or call retain_grad, before they run; "
@@ -354,7 +375,10 @@ def _by_row(x: SpreadRows, func: Any, others: Args, kwargs: Kwargs) -> Any:
     if table is x.spread.table:
         return x
     again = {"source": x, "func": lambda whole: func(whole, *others, **kwargs)}
-    return SpreadRows.of(table, spread.place_rows, spread.padding_row, spread.report, **again)
+    found = SpreadRows.of(table, spread.place_rows, spread.padding_row, spread.report, **again)
+    if func in KEEPS_RESULT and not is_kept():
+        found.spread.needed_by(table)
+    return found
 
 
 def _is_last(x: SpreadRows, others: Args, kwargs: Kwargs) -> bool:
@@ -375,7 +399,8 @@ def _linear(x: SpreadRows, func: Any, others: Args, kwargs: Kwargs) -> Any:
     spread.report.count_head(num_places, len(spread.asked_rows))
     spread.mark_read()
     asked = spread.with_asked_rows()
-    return SpreadRows.of(func(asked.table, *others, **kwargs), asked.place_rows, asked.padding_row, spread.report)
+    table = spread.needed_by(func(asked.table, *others, **kwargs))
+    return SpreadRows.of(table, asked.place_rows, asked.padding_row, spread.report)
 
 
 def _view(x: SpreadRows, func: Any, others: Args, kwargs: Kwargs) -> Any:
@@ -408,7 +433,7 @@ def _part(x: SpreadRows, func: Any, shaped: Any, again: Callable[[Tensor], Tenso
         inside = spread.memory[start // width :]
         byte_steps = [step // width * inside.itemsize for step in steps]
         index = np.lib.stride_tricks.as_strided(inside, shaped.shape[:-1], byte_steps, writeable=False).copy()
-        same |= {"shaped": shaped, "memory": spread.memory}
+        same |= {"shaped": shaped, "memory": spread.memory, "became": spread.became}
     return SpreadRows.of(spread.table, index, spread.padding_row, spread.report, **same)
 
 
@@ -422,21 +447,10 @@ def _logsumexp(x: SpreadRows, func: Any, others: Args, kwargs: Kwargs) -> Any:
         return NotImplemented
     spread, modes = x.spread, Modes.now(x.device.type)
     spread.mark_read()
-    known = {} if is_checkpointed() else spread.logsumexps
+    known = {} if is_kept() else spread.logsumexps
     if modes not in known:
         known[modes] = func(spread.table, -1)
-    found = spread.at_places(known[modes])
-    if found.requires_grad:
-        found.register_hook(lambda grad: _check_unchanged(x))
-    return found
-
-
-def _check_unchanged(x: Tensor) -> None:
-    """torch's own error of a function that needs x in its backward pass."""
-    with torch._C.DisableTorchFunctionSubclass():
-        now = x.spread.dense if type(x) is SpreadRows else x
-        if now is not None and now._version:
-            raise RuntimeError(CHANGED)
+    return spread.needed_by(spread.at_places(known[modes]))
 
 
 def _gather(x: SpreadRows, func: Any, others: Args, kwargs: Kwargs) -> Any:
@@ -493,11 +507,13 @@ def functions(*names: str) -> list[Any]:
 
 COPIES = {*functions("reshape", "flatten"), Tensor.contiguous}
 VIEWS = functions("view", "__getitem__", "transpose", "unsqueeze", "expand", "unbind", "split", "chunk")
-CASTS = functions("float", "double", "to", "tanh", "exp", "neg", "__neg__")
+CASTS = functions("float", "double", "to", "neg", "__neg__")
+SOFTMAX = functions("log_softmax", "softmax")
+KEEPS_RESULT = {*functions("tanh", "exp"), *SOFTMAX}  # for the backward pass
 PRODUCTS = functions("mul", "__mul__", "__rmul__", "div", "__truediv__")
 RULES: dict[Any, Rule] = {
-    **dict.fromkeys([*CASTS, *PRODUCTS], _by_row),
-    **dict.fromkeys(functions("log_softmax", "softmax"), _softmax),
+    **dict.fromkeys([*CASTS, *PRODUCTS, *KEEPS_RESULT], _by_row),
+    **dict.fromkeys(SOFTMAX, _softmax),
     **dict.fromkeys([*COPIES, *VIEWS], _view),
     **dict.fromkeys(functions("logsumexp"), _logsumexp),
     **dict.fromkeys(functions("gather"), _gather),

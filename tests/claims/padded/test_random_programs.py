@@ -186,6 +186,10 @@ IN_PLACE: dict[str, Step] = {
 }
 
 
+# torch does not notice these. After a function that saved its input, the ordinary gradient would be wrong.
+SILENT = {"data.mul_", "data =", "numpy", "dlpack"}
+
+
 def note(run: Run, *values: Any) -> None:
     run.read.extend(each.detach().clone() if isinstance(each, Tensor) else each for each in values)
 
@@ -325,7 +329,7 @@ class Line:
 Program = tuple[str, list[Line]]
 START = {
     "logits": lambda model: [model(input_ids=IDS).logits],
-    "hidden": lambda model: [model.transformer(input_ids=IDS).last_hidden_state],
+    "hidden": lambda model: [model.model(input_ids=IDS).last_hidden_state],
 }
 
 
@@ -336,7 +340,9 @@ def program(rng: Random) -> Program:
     start = "hidden" if rng.random() < 0.25 else "logits"
     lines = [line(rng, kind) for kind in chosen]
     head = [Line("function", "head", 0, "", 0)] if start == "hidden" else []
-    return start, [*lines[: len(lines) // 2], *head, *lines[len(lines) // 2 :]]
+    lines = [*lines[: len(lines) // 2], *head, *lines[len(lines) // 2 :]]
+    first = next(n for n, each in enumerate(lines) if each.kind in ("function", "loss"))
+    return start, [each for n, each in enumerate(lines) if n < first or each.name not in SILENT]
 
 
 def line(rng: Random, kind: str) -> Line:
