@@ -51,6 +51,11 @@ def is_kept() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
+def version_of(x: Tensor) -> int:
+    """How often x was changed in place."""
+    return 0 if x.is_inference() else x._version
+
+
 class Modes(NamedTuple):
     """What a function of torch computes depends on these."""
 
@@ -106,6 +111,7 @@ class Spread:
     dense: Tensor | None = field(default=None, init=False)
     was_read: bool = field(default=False, init=False)
     held: int | None = field(default=None, init=False)
+    dense_by: Any = field(default=None, init=False)
     became: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -138,7 +144,8 @@ class Spread:
         return np.flatnonzero(is_asked)
 
     def on_device(self, index: IntArray) -> Tensor:
-        return torch.from_numpy(index).to(self.table.device, non_blocking=True)
+        with torch.inference_mode(False):
+            return torch.from_numpy(index).to(self.table.device, non_blocking=True)
 
     def with_asked_rows(self) -> Spread:
         """The same with no row in its table that stands nowhere."""
@@ -178,7 +185,7 @@ class Spread:
         """The same, whose backward pass raises torch's own error if we, whom it needs, have been changed."""
 
         def check(grad: Tensor) -> None:
-            if became and became[0]._version:
+            if became and version_of(became[0]):
                 raise RuntimeError(CHANGED)
 
         became = self.became
@@ -186,9 +193,12 @@ class Spread:
             found.register_hook(check)
         return found
 
-    def mark_read(self) -> None:
-        """Rows were read with gradients: what comes at the places, here and in what this comes from, is not all."""
-        if torch.is_grad_enabled() and self.table.requires_grad:
+    def mark_read(self, inside: bool = False) -> None:
+        """Rows were read with gradients: what comes at the places, here and in what this comes from, is not all.
+
+        inside: by a function of the user's, which torch runs without gradients.
+        """
+        if (inside or torch.is_grad_enabled()) and self.table.requires_grad:
             each: Any = self
             while each is not None:
                 each.was_read = True
@@ -224,16 +234,23 @@ class SpreadRows(Tensor):
             return self.grad_fn
 
     @property
+    def is_held(self) -> bool:
+        """Whether a function of the user's has us as an argument, or saved us for its backward pass."""
+        return self._use_count() > 1
+
+    @property
     def is_lazy(self) -> bool:
         """Whether functions may read the table.
 
         No more if a function of the user's returned us, and gets our gradient. In a checkpoint they do again what they
         did before.
         """
+        spread = self.spread
+        if self.is_held:
+            spread.mark_read(inside=True)
         if torch._C._are_functorch_transforms_active() or self.node is not self.made_by:
             return False
-        spread = self.spread
-        return spread.dense is None or (spread.was_read and not spread.dense._version and is_kept())
+        return spread.dense is None or (spread.was_read and not version_of(spread.dense) and is_kept())
 
     def whole(self) -> Tensor:
         """The ordinary tensor. That is this object from now on, unless the module's last paragraph says otherwise."""
@@ -253,11 +270,12 @@ class SpreadRows(Tensor):
     def _settle(self, dense: Tensor) -> None:
         """Be this tensor if we can; and what came from us comes from it."""
         spread, spread.dense = self.spread, dense
-        if self._use_count() > 1:  # a function of the user's has us as an argument, or saved us for its backward pass
-            spread.held = dense._version if spread.held is None else spread.held
-            if dense._version != spread.held and torch._C._current_graph_task_id() >= 0:
+        spread.dense_by = dense.grad_fn if spread.dense_by is None else spread.dense_by
+        if self.is_held:
+            spread.held = version_of(dense) if spread.held is None else spread.held
+            if version_of(dense) != spread.held and torch._C._current_graph_task_id() >= 0:
                 raise RuntimeError(CHANGED)
-        elif not spread.was_read or dense._version:
+        elif not spread.was_read or dense.grad_fn is not spread.dense_by:
             dense = self._become(dense)
         spread.became[:] = spread.became or [dense]
         derived, spread.derived = [each() for each in spread.derived], []  # a tensor with a weak reference stays itself
@@ -289,7 +307,7 @@ class SpreadRows(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         x, rule = args[0] if args else None, RULES.get(func)
-        if rule is not None and type(x) is SpreadRows and x.is_lazy:
+        if type(x) is SpreadRows and x.is_lazy and rule is not None:
             found = rule(x, func, args[1:], kwargs)
             if found is not NotImplemented:
                 return found
@@ -349,7 +367,7 @@ def _check_not_read(func: Any, args: Args, kwargs: Kwargs) -> None:
     wanted = tree_leaves(kwargs.get("inputs", args[1:2]) if func is torch.autograd.grad else (args, kwargs))
     if any(callable(each) and str(getattr(each, "__module__", "")).startswith("torch.") for each in wanted):
         return
-    if any(type(each) is SpreadRows and (each.spread.was_read or each._use_count() > 1) for each in wanted):
+    if any(type(each) is SpreadRows and (each.spread.was_read or each.is_held) for each in wanted):
         raise UserError(
             "share_prefixes computes the head and the loss once for equal rows, so their gradient at each place "
             "of the batch does not exist: register hooks, or call retain_grad, before they run; "
@@ -399,7 +417,9 @@ def _linear(x: SpreadRows, func: Any, others: Args, kwargs: Kwargs) -> Any:
     spread.report.count_head(num_places, len(spread.asked_rows))
     spread.mark_read()
     asked = spread.with_asked_rows()
-    table = spread.needed_by(func(asked.table, *others, **kwargs))
+    table = func(asked.table, *others, **kwargs)
+    if x.ndim == 2 or x.is_contiguous():  # else torch keeps a copy
+        spread.needed_by(table)
     return SpreadRows.of(table, asked.place_rows, asked.padding_row, spread.report)
 
 

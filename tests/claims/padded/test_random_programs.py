@@ -340,9 +340,21 @@ def program(rng: Random) -> Program:
     start = "hidden" if rng.random() < 0.25 else "logits"
     lines = [line(rng, kind) for kind in chosen]
     head = [Line("function", "head", 0, "", 0)] if start == "hidden" else []
-    lines = [*lines[: len(lines) // 2], *head, *lines[len(lines) // 2 :]]
-    first = next(n for n, each in enumerate(lines) if each.kind in ("function", "loss"))
-    return start, [each for n, each in enumerate(lines) if n < first or each.name not in SILENT]
+    return start, allowed([*lines[: len(lines) // 2], *head, *lines[len(lines) // 2 :]])
+
+
+def allowed(lines: list[Line]) -> list[Line]:
+    """Those of which torch makes something itself: no silent change after a function, no hook on a changed view.
+
+    torch 2.13 crashes if a hook is registered on a view after the tensor that it shows was changed in place.
+    """
+    kept: list[Line] = []
+    for each in lines:
+        kinds = [one.kind for one in kept]
+        is_silent = each.name in SILENT and {"function", "loss"} & {*kinds}
+        on_changed = each.kind == "gradient" and "view" in kinds and "in place" in kinds
+        kept += [] if is_silent or on_changed else [each]
+    return kept
 
 
 def line(rng: Random, kind: str) -> Line:
