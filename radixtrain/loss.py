@@ -306,7 +306,7 @@ def _logprobs_and_sums(logits: Tensor, chunk: _Chunk) -> tuple[Tensor, Tensor]:
 
 
 def _weighted(logprobs: Tensor, chunk: _Chunk) -> Tensor:
-    """Each prediction times its weight; 0 for a weight of 0, also of what is not finite."""
+    """Multiply each prediction by its weight; a weight of 0 gives 0, also of what is not finite."""
     return torch.where(chunk.loss_weights == 0, 0, chunk.loss_weights * logprobs)
 
 

@@ -53,7 +53,7 @@ class SharingReport:
         return SharingReport()
 
     def count_head(self, num_places: int, num_rows: int) -> None:
-        """A call of the head that shared: what it was asked for, and what it computed."""
+        """Add a call of the head that shared: how many rows it was asked for, and how many it computed."""
         self.num_head_places += num_places
         self.num_head_rows += num_rows
 

@@ -21,9 +21,10 @@ from radixtrain.loss import linear_cross_entropy
 
 
 class FusedHead:
-    """In place of an autograd function.
+    """Stands in for an autograd function of hidden rows.
 
-    on_rows: its result from the rows, after the function itself; NotImplemented for a call that needs whole rows.
+    on_rows: computes its result from the `Spread`, given the function and its arguments; NotImplemented for a call that
+        needs whole rows.
     """
 
     def __init__(self, ordinary: Any, on_rows: Callable[..., Any]):
@@ -46,7 +47,7 @@ class FusedHead:
 def trl_logprobs(
     ordinary: Any, hidden: Spread, weight: Tensor, bias: Tensor | None, labels: Tensor, *others: Any
 ) -> Any:
-    """Each pair of a row and a label once. Without Triton TRL scores every place of the batch."""
+    """Score each pair of a row and a label once. Without Triton TRL scores every place of the batch."""
     vocab_size = len(weight)
     kinds = labels.clamp(-1, vocab_size) + 1  # TRL has a number for what is no token, too
     pairs, back = (hidden.rows * (vocab_size + 2) + kinds).unique(return_inverse=True)
@@ -67,9 +68,9 @@ LIGER_HOW = {"accum_dtype", "ce_impl", "ce_mode", "chunk_mem_const"}
 
 
 def liger_loss(ordinary: Any, hidden: Spread, *others: Any) -> Any:
-    """The same sum or mean by `radixtrain.loss`, of each distinct row that has a label. Liger computes all rows.
+    """Compute Liger's sum or mean by `radixtrain.loss`, on each distinct row that has a label.
 
-    Its own function has no weights of rows.
+    Liger's own function computes a row for every place, and has no weights for rows that stand for several.
     """
     bound = signature(ordinary.forward).bind(None, hidden, *others)
     bound.apply_defaults()
@@ -101,7 +102,7 @@ HEADS = (
 
 
 def share_fused_heads() -> None:
-    """Put ours in their place. Nothing happens unless the library has been imported."""
+    """Put a `FusedHead` in place of each function whose library has been imported."""
     for module, name, on_rows in HEADS:
         ordinary = getattr(sys.modules.get(module), name, None)
         if ordinary is not None and not isinstance(ordinary, FusedHead):

@@ -135,10 +135,10 @@ def check_gradient_at(places: Tensor, x: Tensor) -> None:
 
 
 def check_unread(places: Tensor, grad: Tensor | None) -> None:
-    """UserError if a gradient is not zero at places of padding; None is zero. Waits for the device.
+    """Raise UserError if a gradient is not zero at places of padding; None is zero. Waits for the device.
 
-    If the loss overflows, 0 times infinity is NaN at padding, in the ordinary run too, whose step is lost. So what is
-    not finite there is let through if something at the other places is not finite either.
+    If a loss overflows, its gradient at padding is 0 times infinity, which is NaN. So it is in the ordinary run, which
+    goes on without this step. Therefore what is not finite at padding passes if it is not finite elsewhere either.
     """
     if grad is None or not len(places):
         return
@@ -149,11 +149,11 @@ def check_unread(places: Tensor, grad: Tensor | None) -> None:
 
 
 def _is_lost(places: Tensor, grad: Tensor) -> bool:
-    """Whether all that a gradient has at these places is not finite, and it is not finite at some other place."""
+    """Say whether a gradient has only zeros and what is not finite at these places, and the latter elsewhere too."""
     is_padding = torch.zeros(len(grad), dtype=torch.bool, device=grad.device).index_fill_(0, places, True)
-    lost = ~grad.isfinite()
-    num_at_padding = (lost | (grad != 0))[is_padding].sum()
-    return bool((lost[is_padding].sum() == num_at_padding) & lost[~is_padding].any())
+    is_finite = grad.isfinite()
+    is_read = ((grad != 0) & is_finite)[is_padding].any()
+    return bool(~is_read & ~is_finite[~is_padding].all())
 
 
 def refuse_reading(num_read: Tensor | int) -> None:

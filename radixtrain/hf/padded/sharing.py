@@ -226,14 +226,14 @@ class PaddedSharing:
 
 
 class MissingCacheError(UserError, AttributeError):
-    """An attribute that is read of a cache that does not exist. `hasattr` and `getattr` with a default find none."""
+    """Refuses to read a cache that does not exist. `hasattr` and `getattr` take it for no attribute."""
 
 
 class MissingCache:
-    """In place of the cache that an ordinary call would have returned: `MissingCacheError` where it is read.
+    """Stands for the cache that an ordinary call would have returned, and raises `MissingCacheError` when it is read.
 
-    None would be no refusal: a model that gets it as `past_key_values` computes without what came before. Programs that
-    look through the outputs of a model (Accelerate, pickle, a tree map) find an object that has nothing, and keep it.
+    None would refuse nothing: a model that gets it as `past_key_values` computes without what came before. Programs
+    that look through the outputs of a model (Accelerate, pickle, a tree map) find an object without attributes.
     """
 
     def __getattr__(self, name: str) -> Any:

@@ -4,7 +4,6 @@ model, which runs beside it.
 """
 
 import copy
-import importlib
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -98,10 +97,8 @@ def trainer(model: Any, precision: str, folder: Path) -> Found:
 
     batches = batches_for(model)
     rows = [{name: x[row] for name, x in batch.items()} for batch in batches for row in range(6)]
-    once = {"max_steps": 1, "learning_rate": 0.0, "max_grad_norm": 1e9, "train_sampling_strategy": "sequential"}
-    sizes = {"per_device_train_batch_size": 6, "per_device_eval_batch_size": 6}
-    mixed = {} if precision == "no" else {precision: True}
-    args = TrainingArguments(**settings(folder, **once, **sizes, **mixed))
+    once = {"max_steps": 1, "learning_rate": 0.0, "max_grad_norm": 1e9, "per_device_train_batch_size": 6}
+    args = TrainingArguments(**settings(folder, **once, **({} if precision == "no" else {precision: True})))
     run = Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows)
     as_on_a_gpu(run.accelerator)
     gradients: list[Tensor] = []
@@ -118,15 +115,16 @@ def trainer(model: Any, precision: str, folder: Path) -> Found:
 @pytest.mark.parametrize("precision", DTYPES)
 def test_every_door_in_every_precision(precision, program, build, tmp_path):
     """Losses, logits and the gradient are as near to those in float64 as the untouched model's."""
+    exact = build().double()
     with float64_arithmetic():
-        truth = program(build().double(), "no", tmp_path)
+        truth = program(exact, "no", tmp_path)
     ordinary = program(build(), precision, tmp_path)
     shared = program(model := share_prefixes(build()), precision, tmp_path)
     assert sharing_report(model).num_shared >= 2
-    for name, exact in truth.items():
-        assert shared[name].dtype == ordinary[name].dtype
-        assert relative_error(ordinary[name], exact) > torch.finfo(DTYPES[precision]).eps / 16
-        assert_within_reference_error(shared[name], ordinary[name].to(shared[name].dtype), exact.double(), names=name)
+    for name in truth:
+        expected, tensors = truth[name].double(), (shared[name], ordinary[name])
+        assert 1 / 16 < relative_error(tensors[1], expected) / torch.finfo(DTYPES[precision]).eps < 32
+        assert_within_reference_error(*tensors, expected, names=name)
 
 
 # What looks through the outputs.
@@ -166,8 +164,9 @@ LOOKS: dict[str, Callable[[Any], Any]] = {
 def test_what_looks_through_outputs(name, grad):
     """A score head has no cache to give in evaluation either. What it returns is kept, and never read."""
     ids = torch.tensor([[7, 8, 9, 1], [7, 8, 9, 2]])
+    models = scorer().double(), share_prefixes(scorer().double())
     with float64_arithmetic(), torch.set_grad_enabled(grad):
-        ordinary, shared = (model(input_ids=ids) for model in (scorer().double(), share_prefixes(scorer().double())))
+        ordinary, shared = (model(input_ids=ids) for model in models)
         expected, found = (seen(LOOKS[name], output) for output in (ordinary, shared))
     assert len(found) == len(expected) > 0
     for one, other in zip(found, expected, strict=True):
@@ -264,7 +263,7 @@ def test_a_batch_in_which_no_label_counts(name, dtype):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("label", [-1, -50, 50, 10_000])
+@pytest.mark.parametrize("label", [-1, 50])
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_label_that_is_no_token(name, label):
     """Some pipelines mark with -1 what is not trained. As an index it would be the last token of the vocabulary."""
@@ -278,7 +277,7 @@ def test_a_label_that_is_no_token(name, label):
 @pytest.mark.parametrize("label", [-1, 50])
 def test_what_trl_makes_of_a_label_that_is_no_token(label):
     """It is no error there. Packed with its row into one number it would be a token of the row beside."""
-    functions = importlib.import_module("trl.trainer.utils")
+    functions = pytest.importorskip("trl.trainer.utils", reason="pip install trl")
     labels = LABELS[:, 1:].clamp(min=0)
     labels[1, 2] = label
     found = []
@@ -294,5 +293,5 @@ def test_labels_of_another_dtype():
     """Refused by torch, but for bytes."""
     for model in (causal(), share_prefixes(causal(), min_ratio=0.0)):
         assert cross_entropy(model, IDS.to(torch.uint8)).isfinite()
-        with pytest.raises(RuntimeError, match="target dtype"):
+        with pytest.raises(RuntimeError, match=r"Long.*Int"):
             cross_entropy(model, IDS.int())

@@ -12,12 +12,11 @@ import torch
 from tiers import FULL, cases
 from tiny_models import tiny_model
 from torch import Tensor, nn
-from trainer_harness import BAR, assert_as_near, compare
+from trainer_harness import BAR, compare
 from trainer_loop import (
     EOS,
     IGNORED,
     PROMPT,
-    Batch,
     Loop,
     own_loss,
     padded,
@@ -27,7 +26,6 @@ from trainer_loop import (
 
 from radixtrain import share_prefixes, sharing_report
 from radixtrain.testing import relative_error
-from radixtrain.verification.oracle import float64_throughout, gradients_of
 
 PADDINGS = [(side, pad) for side in ("right", "left", "both") for pad in (0, EOS)]
 
@@ -93,22 +91,3 @@ def test_activation_checkpointing(tiny_qwen3, table, reentrant):
         return Loop(model, padded_batches(), own_loss)
 
     table(f"plain loop, checkpointing, use_reentrant={reentrant}", compare(build))
-
-
-@FULL
-def test_autocast_in_bfloat16(tiny_qwen3):
-    truth, ordinary, shared = [], [], []
-    for seed in range(5):
-        model, (batch,) = tiny_qwen3(seed), padded_batches("both", seed=seed, steps=1)
-        with float64_throughout(model):
-            truth.append(flat_gradient(model, batch))
-        with torch.autocast("cpu", torch.bfloat16):
-            ordinary.append(flat_gradient(model, batch))
-            shared.append(flat_gradient(share_prefixes(model), batch))
-        assert sharing_report(model).num_shared == 1
-    assert_as_near(truth, ordinary, shared)
-
-
-def flat_gradient(model: Any, batch: Batch) -> Tensor:
-    tensors = gradients_of(model, lambda: [own_loss(model, batch)["loss"]]).tensors
-    return torch.cat([tensor.flatten() for tensor in tensors.values()])
