@@ -119,6 +119,7 @@ class Spread:
         if not self.modes.grad:  # what is made without gradients, such as a target, passes none on later
             is_view = self.shaped is not None and self.shaped._is_view()
             self.table = self.table.detach().requires_grad_(is_view and self.table.requires_grad)
+            self.logsumexps = {}
         if self.shaped is None:
             shape = *self.place_rows.shape, self.table.shape[1]
             with _disable_current_modes():
@@ -381,6 +382,9 @@ Rule = Callable[[SpreadRows, Any, Args, Kwargs], Any]
 
 def _by_row(x: SpreadRows, func: Any, others: Args, kwargs: Kwargs) -> Any:
     """Each number by itself, or with a Python number. A few rows of a large table are not worth its gradient."""
+    others = tuple(each for each in others if not (isinstance(each, torch.device) and each == x.device))
+    if func is Tensor.to and not others and not kwargs:
+        return x
     spread, shaped = x.spread, x.spread.shape_by(func, others, kwargs)
     is_plain = all(isinstance(each, int | float | torch.dtype | None) for each in tree_leaves((others, kwargs)))
     if not is_plain or not isinstance(shaped, Tensor) or not shaped.is_contiguous():
@@ -400,9 +404,9 @@ def _by_row(x: SpreadRows, func: Any, others: Args, kwargs: Kwargs) -> Any:
 
 
 def _is_last(x: SpreadRows, others: Args, kwargs: Kwargs) -> bool:
-    """Whether one axis is named, and nothing else but a dtype, and it is that of the numbers of a row."""
-    dims = [*others, *(value for name, value in kwargs.items() if name != "dtype")]
-    return "dim" in {*kwargs, *(["dim"] if others else [])} and dims in ([-1], [x.ndim - 1])
+    """Whether the axis is that of the numbers of a row, and no other option changes the shape."""
+    given = {**dict(zip(("dim", "?"), others, strict=False)), **kwargs}
+    return given.get("dim") in (-1, x.ndim - 1) and not given.keys() - {"dim", "dtype", "_stacklevel"}
 
 
 def _softmax(x: SpreadRows, func: Any, others: Args, kwargs: Kwargs) -> Any:
@@ -418,7 +422,7 @@ def _linear(x: SpreadRows, func: Any, others: Args, kwargs: Kwargs) -> Any:
     spread.mark_read()
     asked = spread.with_asked_rows()
     table = func(asked.table, *others, **kwargs)
-    if x.ndim == 2 or x.is_contiguous():  # else torch keeps a copy
+    if table.dtype == x.dtype and (x.ndim == 2 or x.is_contiguous()):  # else torch keeps a copy
         spread.needed_by(table)
     return SpreadRows.of(table, asked.place_rows, asked.padding_row, spread.report)
 

@@ -6,8 +6,9 @@ dtypes and strides, the loss, every gradient, and the kind of an error.
 """
 
 import copy
+import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from random import Random, SystemRandom
@@ -16,19 +17,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiers import FULL, TRIES
+from tiers import cases
 from tiny_models import tiny_model
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from radixtrain import share_prefixes, sharing_report
 from radixtrain.errors import UserError
-from radixtrain.testing import relative_error
 
 V = 11
 IDS = torch.tensor([[7, 8, 9, 1, 2, 3], [7, 8, 9, 1, 4, 5], [7, 8, 9, 5, 3, 2], [7, 8, 9, 5, 6, 4]])
-REFUSALS = ("gradient at each place",)
+BATCH = {"input_ids": IDS}
+MASK = torch.arange(6) < torch.tensor([[6], [5], [4], [6]])
+PADDED = {"input_ids": IDS * MASK, "attention_mask": MASK.long()}
 
 
 @dataclass
@@ -36,6 +38,7 @@ class Run:
     """A program as it runs on one model. held: what a step may take. read: what is compared beside the gradients."""
 
     model: Any
+    batch: dict[str, Tensor]
     held: list[Tensor] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     read: list[Any] = field(default_factory=list)
@@ -49,10 +52,16 @@ class Run:
 Step = Callable[[Run, Tensor, Random], Any]
 
 
-def labels_for(x: Tensor, ignored: int = -100, part: int = 3) -> Tensor:
+def is_token(shape: Sequence[int]) -> Tensor:
+    """Which places are tokens, of a shape that has all of the batch; else all are."""
+    return MASK.reshape(shape) if torch.Size(shape).numel() == MASK.numel() else torch.ones(shape, dtype=torch.bool)
+
+
+def labels_for(x: Tensor) -> Tensor:
     """A label for each row, every third of which does not count."""
-    number = torch.arange(x.shape[:-1].numel())
-    return (number * 5 % x.shape[-1]).masked_fill(number % part == 1, ignored).view(x.shape[:-1])
+    shape = x.shape[:-1]
+    number = torch.arange(shape.numel()).view(shape)
+    return (number * 5 % x.shape[-1]).masked_fill((number % 3 == 1) | ~is_token(shape), -100)
 
 
 def tokens_for(x: Tensor) -> Tensor:
@@ -60,8 +69,11 @@ def tokens_for(x: Tensor) -> Tensor:
 
 
 def factor_for(x: Tensor) -> Tensor:
-    """Other numbers at each place, so that no gradient is the same at two."""
-    return torch.linspace(0.5, 1.5, x.numel(), dtype=x.dtype).view(x.shape)
+    """Other numbers at each place, so that no gradient is the same at two; 0 at padding."""
+    found = torch.linspace(0.5, 1.5, x.numel(), dtype=x.dtype).view(x.shape)
+    if x.numel() == MASK.numel():
+        return found * is_token(x.shape)
+    return found * is_token(x.shape[:-1])[..., None] if x.ndim else found
 
 
 # What a step gives is held for later ones.
@@ -159,15 +171,14 @@ class Same(torch.autograd.Function):
         return grad * 0.5
 
 
-def unlike(x: Tensor, y: Tensor) -> Tensor:
-    """In place, with what is held on both sides."""
-    x += y.mean().detach()
+def plus(x: Tensor, y: Tensor) -> Tensor:
+    x += 0.3 * y.detach().reshape(x.shape)
     return x
 
 
 IN_PLACE: dict[str, Step] = {
     "div_": lambda run, x, rng: x.div_(2.0),
-    "/=": lambda run, x, rng: unlike(x, run.held[0]),
+    "+=": lambda run, x, rng: plus(x, run.held[0]),
     "mul_ by places": lambda run, x, rng: x.mul_(factor_for(x)),
     "add_": lambda run, x, rng: x.add_(0.3 * factor_for(x)),
     "clamp_": lambda run, x, rng: x.clamp_(-0.5, 0.5),
@@ -269,7 +280,7 @@ LOSSES: dict[str, Step] = {
     "checkpoint z": lambda run, x, rng: checkpoint(
         lambda y: of_each(y.logsumexp(-1)), x, use_reentrant=rng.random() < 0.5
     ),
-    "labels": lambda run, x, rng: run.model(input_ids=IDS, labels=IDS).loss,
+    "labels": lambda run, x, rng: run.model(**run.batch, labels=IDS.masked_fill(~MASK, -100)).loss,
 }
 
 
@@ -327,33 +338,37 @@ class Line:
 
 
 Program = tuple[str, list[Line]]
-START = {
-    "logits": lambda model: [model(input_ids=IDS).logits],
-    "hidden": lambda model: [model.model(input_ids=IDS).last_hidden_state],
+START: dict[str, Callable[[Run], Tensor]] = {
+    "logits": lambda run: run.model(**run.batch).logits,
+    "hidden": lambda run: run.model.model(**run.batch).last_hidden_state,
 }
 
 
-def program(rng: Random) -> Program:
+def program(rng: Random, kind: str = "float64") -> Program:
     """A start, and up to six lines, the last of which is a loss."""
     kinds, weights = [*KINDS], [weight for _, weight in KINDS.values()]
     chosen = [*rng.choices(kinds, weights, k=rng.randrange(6)), "loss"]
     start = "hidden" if rng.random() < 0.25 else "logits"
-    lines = [line(rng, kind) for kind in chosen]
+    lines = [line(rng, each) for each in chosen]
     head = [Line("function", "head", 0, "", 0)] if start == "hidden" else []
-    return start, allowed([*lines[: len(lines) // 2], *head, *lines[len(lines) // 2 :]])
+    return start, allowed([*lines[: len(lines) // 2], *head, *lines[len(lines) // 2 :]], kind)
 
 
-def allowed(lines: list[Line]) -> list[Line]:
-    """Those of which torch makes something itself: no silent change after a function, no hook on a changed view.
+def allowed(lines: list[Line], kind: str) -> list[Line]:
+    """Those of which something is known.
 
-    torch 2.13 crashes if a hook is registered on a view after the tensor that it shows was changed in place.
+    Of a silent change after a function, torch makes something itself. It crashes (2.13) if a hook is registered on a
+    view after the tensor that it shows was changed in place. What is read of padding shows by its gradient only.
     """
     kept: list[Line] = []
     for each in lines:
-        kinds = [one.kind for one in kept]
-        is_silent = each.name in SILENT and {"function", "loss"} & {*kinds}
-        on_changed = each.kind == "gradient" and "view" in kinds and "in place" in kinds
-        kept += [] if is_silent or on_changed else [each]
+        before = [one.kind for one in kept]
+        is_silent = each.name in SILENT and {"function", "loss"} & {*before}
+        on_changed = each.kind == "gradient" and "view" in before and "in place" in before
+        of_padding = each.kind in ("reader", "gradient") or each.context or each.name in ("detach", "data", "where", "+=")
+        mixed = kind == "float64" and each.name == "labels" and each.context == "autocast"  # of float64 with bfloat16
+        if not (is_silent or on_changed or mixed or (kind == "padded" and of_padding)):
+            kept.append(each)
     return kept
 
 
@@ -363,42 +378,126 @@ def line(rng: Random, kind: str) -> Line:
     return Line(kind, rng.choice([*KINDS[kind][0]]), rng.choice([0, 0, 0, 1, 1, 2, 3, 5]), context, rng.randrange(99))
 
 
-def run_program(model: Any, program: Program, context: str = "") -> Run:
+def run_program(model: Any, program: Program, batch: dict[str, Tensor], context: str = "") -> Run:
+    """The program to its end or its error, and the gradient of the sum of its losses."""
     start, lines = program
-    run = Run(model)
+    run = Run(model, batch)
     model.zero_grad(set_to_none=True)
     try:
         with CONTEXTS[context]():
-            run.keep(*START[start](model))
+            run.keep(START[start](run))
             for each in lines:
                 each.run(run)
             note(run, *(each.dtype for each in (*run.held, *run.losses)))
+        if "attention_mask" not in batch:  # a value may be read of padding, but no gradient given to it
+            note(run, *run.losses)
         total = sum(loss.double() for loss in run.losses if loss.requires_grad)
-        note(run, *run.losses)
         if isinstance(total, Tensor):
             total.backward()
     except Exception as error:  # noqa: BLE001
         run.error = error
     note(run, *(each.grad for each in run.watched))
-    note(run, *(p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()))
+    note(run, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None] or [torch.zeros(1)]))
     return run
 
 
 def difference(ordinary: Run, shared: Run, bar: float) -> str:
     """How the two end differently; empty if they do not."""
-    errors = [type(each.error).__name__ for each in (ordinary, shared)]
-    if not any(isinstance(each.error, type(other.error)) for each, other in ((ordinary, shared), (shared, ordinary))):
-        return f"errors {errors}: {ordinary.error or shared.error}"
+    errors = ordinary.error, shared.error
+    if not any(isinstance(one, type(other)) for one, other in (errors, errors[::-1])):
+        return f"{errors[0]!r} is {errors[1]!r}"
     if len(ordinary.read) != len(shared.read):
         return f"{len(ordinary.read)} values are {len(shared.read)}"
     for one, other in zip(ordinary.read, shared.read, strict=True):
         if not isinstance(one, Tensor | float):
-            if one != other:
-                return f"{one} is {other}"
-            continue
-        one, other = torch.as_tensor(one), torch.as_tensor(other)
-        if one.dtype != other.dtype or one.shape != other.shape:
-            return f"{one.dtype} {one.shape} is {other.dtype} {other.shape}"
-        if not torch.allclose(one, other, rtol=bar, atol=bar * max(1.0, float(one.abs().max())) if one.numel() else 0, equal_nan=True):
-            return f"off by {float((one - other).abs().max())} of {float(one.abs().max())}"
+            found = "" if one == other else f"{one} is {other}"
+        else:
+            found = difference_of(torch.as_tensor(one), torch.as_tensor(other), bar)
+        if found:
+            return found
     return ""
+
+
+def difference_of(one: Tensor, other: Tensor, bar: float) -> str:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return f"{one.dtype} {one.shape} is {other.dtype} {other.shape}"
+    if not torch.equal(one.isfinite(), other.isfinite()):
+        return "what is finite"
+    values = [each.masked_fill(~each.isfinite(), 0.0).double() for each in (one, other)]
+    error, scale = (values[0] - values[1]).norm(), values[0].norm().clamp(min=1.0)
+    return "" if error <= bar * scale else f"off by {float(error)} of {float(scale)}"
+
+
+def bar_of(program: Program, context: str = "") -> float:
+    """Of what casts to fewer bits, a unit of them may be rounded otherwise."""
+    if "autocast" in {context, *(each.context for each in program[1])}:
+        return 2**-4
+    return 1e-5 if {"float", "to", "labels"} & {each.name for each in program[1]} else 1e-12
+
+
+def may_refuse(program: Program, error: BaseException | None, is_padded: bool) -> bool:
+    """Whether a refusal is one of the two that the pages name: a gradient that is wanted late, and padding."""
+    lines = [each.kind for each in program[1]]
+    if "gradient at each place" in str(error):
+        reads = [n for n, each in enumerate(program[1]) if each.kind in ("function", "loss")]
+        wants = [n for n, each in enumerate(program[1]) if each.kind == "gradient" or each.name == "version"]
+        return bool(reads and wants) and min(reads) < max(wants)
+    return is_padded and "attention_mask hides" in str(error) and "loss" in lines
+
+
+def compare(pair: tuple[Any, Any], program: Program, batch: dict[str, Tensor], context: str = "") -> str:
+    """How they differ; "refused" for what may be refused."""
+    ordinary, shared = (run_program(model, program, batch, context) for model in pair)
+    if isinstance(shared.error, UserError) and may_refuse(program, shared.error, "attention_mask" in batch):
+        return "refused"
+    return difference(ordinary, shared, bar_of(program, context))
+
+
+def tiny_pair(dtype: torch.dtype = torch.float64) -> tuple[Any, Any]:
+    """An OPT, whose arithmetic is that of its weights throughout: untouched, and shared."""
+    sizes = {"vocab_size": V, "hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 32, "num_hidden_layers": 1}
+    models = [tiny_model("OPTForCausalLM", **sizes, num_attention_heads=2).to(dtype).train() for _ in range(2)]
+    for model in models:
+        model.config.use_cache = False
+    return models[0], share_prefixes(models[1], min_ratio=0.0)
+
+
+BLOCK = 100
+BLOCKS = {"float64": 6, "autocast": 1, "padded": 1}  # of 100 programs, in `make test`
+FIRST = SystemRandom().randrange(10**9) if os.environ.get("RADIXTRAIN_FUZZ") else 0
+CASES = [(kind, block) for kind, count in BLOCKS.items() for block in range(count * 10)]
+
+
+@pytest.mark.parametrize(("kind", "block"), cases(CASES, [case for case in CASES if case[1] < BLOCKS[case[0]]]))
+def test_programs(kind: str, block: int) -> None:
+    """In float64; in float32 with everything under autocast; and with padding, which a loss must leave alone."""
+    pair = tiny_pair(torch.float32 if kind == "autocast" else torch.float64)
+    context, batch = "autocast" if kind == "autocast" else "", PADDED if kind == "padded" else BATCH
+    found: dict[str, list[str]] = {}
+    for seed in range(FIRST + BLOCK * block, FIRST + BLOCK * (block + 1)):
+        each = program(Random(seed), kind)
+        found.setdefault(compare(pair, each, batch, context), []).append(f"{seed}: {each}")
+    same, refused = found.pop("", []), found.pop("refused", [])
+    assert not found, "\n".join(f"{how}\n  {each}" for how, programs in found.items() for each in programs)
+    assert len(same) > BLOCK / 2 and len(refused) < BLOCK / (2 if kind == "padded" else 20)
+    assert sharing_report(pair[1]).num_head_rows < 0.7 * sharing_report(pair[1]).num_head_places
+
+
+COMPILED = ["mean", "z", "entropy", "squares", "gather"]
+
+
+@pytest.mark.parametrize("name", cases(COMPILED, ["z", "entropy"]))
+def test_a_compiled_loss(name: str) -> None:
+    """The compiler gets ordinary tensors."""
+    torch._dynamo.reset()
+    step = LOSSES[name]
+    compiled = torch.compile(lambda x: step(Run(None, BATCH), x, Random(0)), backend="aot_eager")
+    runs = []
+    for model in tiny_pair():
+        run = Run(model, BATCH)
+        model.zero_grad(set_to_none=True)
+        loss = compiled(model(**BATCH).logits)
+        loss.backward()
+        note(run, loss, *(p.grad for p in model.parameters()))
+        runs.append(run)
+    assert not difference(*runs, 1e-12)
