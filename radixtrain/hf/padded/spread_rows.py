@@ -247,8 +247,6 @@ class SpreadRows(Tensor):
         did before.
         """
         spread = self.spread
-        if self.is_held:
-            spread.mark_read(inside=True)
         if torch._C._are_functorch_transforms_active() or self.node is not self.made_by:
             return False
         return spread.dense is None or (spread.was_read and not version_of(spread.dense) and is_kept())
@@ -308,7 +306,9 @@ class SpreadRows(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         x, rule = args[0] if args else None, RULES.get(func)
-        if type(x) is SpreadRows and x.is_lazy and rule is not None:
+        if type(x) is SpreadRows and x.is_held:
+            x.spread.mark_read(inside=True)
+        if type(x) is SpreadRows and rule is not None and x.is_lazy:
             found = rule(x, func, args[1:], kwargs)
             if found is not NotImplemented:
                 return found

@@ -365,7 +365,9 @@ def allowed(lines: list[Line], kind: str) -> list[Line]:
         before = [one.kind for one in kept]
         is_silent = each.name in SILENT and {"function", "loss"} & {*before}
         on_changed = each.kind == "gradient" and "view" in before and "in place" in before
-        of_padding = each.kind in ("reader", "gradient") or each.context or each.name in ("detach", "data", "where", "+=")
+        of_padding = (
+            each.kind in ("reader", "gradient") or each.context or each.name in ("detach", "data", "where", "+=")
+        )
         mixed = kind == "float64" and each.name == "labels" and each.context == "autocast"  # of float64 with bfloat16
         if not (is_silent or on_changed or mixed or (kind == "padded" and of_padding)):
             kept.append(each)
