@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from radixtrain.hf.padded.spread_rows import MIN_SAVING, Spread, SpreadRows
+from radixtrain.hf.padded.row_functions import MIN_SAVING
+from radixtrain.hf.padded.spread import Spread
+from radixtrain.hf.padded.spread_rows import SpreadRows
 from radixtrain.kernels.rows import gather_rows
 from radixtrain.loss import linear_cross_entropy
 

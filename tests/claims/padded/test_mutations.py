@@ -72,7 +72,7 @@ def row_before(x: Tensor, indices: Tensor) -> Tensor:
 
 
 def test_a_wrong_row_at_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixtrain.hf.padded.spread_rows.gather_rows", row_before)
+    monkeypatch.setattr("radixtrain.hf.padded.spread.gather_rows", row_before)
     assert_caught()
 
 
