@@ -136,7 +136,6 @@ TABLE: dict[str, dict[str, str]] = {
     "radixtrain/hf/padded/row_functions.py": {
         "torch.utils._pytree": "finds the tensors among the arguments of a function",
         "torch.Tensor._is_view": "says of a tensor without memory whether a function made a view or a copy",
-        "torch.nn.functional.softmax(_stacklevel=)": "an option that changes no number",
     },
     "radixtrain/hf/padded/spread.py": {
         "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack": "the ordinary tensor is made for all",
@@ -148,7 +147,7 @@ TABLE: dict[str, dict[str, str]] = {
     "radixtrain/hf/padded/spread_rows.py": {
         "torch.utils._pytree": "finds the tensors among the arguments of a function",
         "torch.Tensor._make_wrapper_subclass": "makes a tensor without memory, which stands for rows of a table",
-        "torch.Tensor._use_count": "says whether a function of the user's holds the tensor, so that none can be swapped",
+        "torch.Tensor._use_count": "says whether a function of the user's holds the tensor",
         "torch._C._are_functorch_transforms_active": "says whether torch.func transforms what reads the tensor",
         "torch._C._current_graph_task_id": "says whether a backward pass runs, as torch's error of changes needs",
         "torch._C.DisableTorchFunctionSubclass": "asks such a tensor for its shape and dtype",

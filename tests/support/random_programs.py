@@ -349,9 +349,16 @@ class Line:
 
 
 Program = tuple[str, list[Line]]
+def hidden_of(run: Run) -> Tensor:
+    """Without autocast, so that only what a program does itself is rounded to bfloat16."""
+    with torch.autocast("cpu", enabled=False):
+        found: Tensor = run.model.model(**run.batch).last_hidden_state
+    return found
+
+
 START: dict[str, Callable[[Run], Tensor]] = {
-    "logits": lambda run: run.model(**run.batch).logits,
-    "hidden": lambda run: run.model.model(**run.batch).last_hidden_state,
+    "logits": lambda run: run.model.lm_head(hidden_of(run)),
+    "hidden": hidden_of,
 }
 
 
@@ -379,7 +386,7 @@ def allowed(lines: list[Line], kind: str) -> list[Line]:
         of_padding = (
             each.kind in ("reader", "gradient") or each.context or each.name in ("detach", "data", "where", "+=")
         )
-        mixed = kind == "float64" and each.name == "labels" and each.context == "autocast"  # of float64 with bfloat16
+        mixed = each.name == "labels" and "autocast" in (each.context, kind)
         if not (is_silent or on_changed or mixed or (kind == "padded" and of_padding)):
             kept.append(each)
     return kept
@@ -442,7 +449,7 @@ def difference_of(one: Tensor, other: Tensor, bar: float) -> str:
 
 
 def bar_of(program: Program, context: str = "") -> float:
-    """Of what casts to fewer bits, a unit of them may be rounded otherwise."""
+    """Of what casts to fewer bits, some units of them may be rounded otherwise: 16 of bfloat16."""
     if "autocast" in {context, *(each.context for each in program[1])}:
         return 2**-4
     return 1e-5 if {"float", "to", "labels"} & {each.name for each in program[1]} else 1e-12

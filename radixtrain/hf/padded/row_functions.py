@@ -61,7 +61,8 @@ def _by_row(x: Spread, func: Any, others: Others, named: Named) -> Any:
 def _is_last(x: Spread, others: Others, named: Named) -> bool:
     """Whether the axis is that of the numbers of a row, and no other option changes the shape."""
     given = {**dict(zip(("dim", "?"), others, strict=False)), **named}
-    return given.get("dim") in (-1, len(x.shape) - 1) and not given.keys() - {"dim", "dtype", "_stacklevel"}
+    changing = {name for name in given if not name.startswith("_")} - {"dim", "dtype"}
+    return given.get("dim") in (-1, len(x.shape) - 1) and not changing
 
 
 def _softmax(x: Spread, func: Any, others: Others, named: Named) -> Any:
@@ -102,13 +103,12 @@ def _part(x: Spread, func: Any, shaped: Any, again: Callable[[Tensor], Tensor]) 
     width = x.shape[-1]
     if shaped is NotImplemented or not shaped.numel() or shaped.shape[-1:] != (width,):
         return NotImplemented
-    if not shaped._is_view():
+    if not shaped._is_view() and func in COPIES:
         index = x.place_rows.reshape(shaped.shape[:-1])
-        found = Spread(x.table, index, x.padding_row, x.report, func=again, logsumexps=x.logsumexps)
-        return found if func in COPIES else NotImplemented
+        return Spread(x.table, index, x.padding_row, x.report, func=again, logsumexps=x.logsumexps)
     strides = [0 if size == 1 else step for size, step in zip(shaped.shape, shaped.stride(), strict=True)]
     start = shaped.storage_offset()
-    if strides.pop() != 1 or any(step % width for step in (*strides, start)):
+    if not shaped._is_view() or strides.pop() != 1 or any(step % width for step in (*strides, start)):
         return NotImplemented
     inside = x.memory[start // width :]
     steps = [step // width * inside.itemsize for step in strides]

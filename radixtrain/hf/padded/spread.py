@@ -108,7 +108,7 @@ class Spread:
             wants = self.shaped is not None and self.shaped._is_view() and self.table.requires_grad
             self.table, self.logsumexps = self.table.detach().requires_grad_(wants), {}
         if self.shaped is None:
-            with _disable_current_modes():
+            with _disable_current_modes(), torch.inference_mode(False):
                 self.shaped = torch.empty(self.shape, dtype=self.table.dtype, device="meta")
         if self.memory is None:
             self.memory = self.place_rows.reshape(-1)
