@@ -349,6 +349,8 @@ class Line:
 
 
 Program = tuple[str, list[Line]]
+
+
 def hidden_of(run: Run) -> Tensor:
     """Without autocast, so that only what a program does itself is rounded to bfloat16."""
     with torch.autocast("cpu", enabled=False):
@@ -415,7 +417,7 @@ def run_program(model: Any, program: Program, batch: dict[str, Tensor], context:
         if isinstance(total, Tensor):
             total.backward()
     except Exception as error:
-        run.error = error
+        run.error = error.with_traceback(None)  # whose frames would keep the hooks of a checkpoint in place
     note(run, *(each.grad for each in run.watched))
     note(run, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None] or [torch.zeros(1)]))
     return run

@@ -103,7 +103,8 @@ def _part(x: Spread, func: Any, shaped: Any, again: Callable[[Tensor], Tensor]) 
     width = x.shape[-1]
     if shaped is NotImplemented or not shaped.numel() or shaped.shape[-1:] != (width,):
         return NotImplemented
-    if not shaped._is_view() and func in COPIES:
+    is_inference = torch.is_inference_mode_enabled() and not x.table.is_inference()  # there a copy is another kind
+    if not shaped._is_view() and func in COPIES and not is_inference:
         index = x.place_rows.reshape(shaped.shape[:-1])
         return Spread(x.table, index, x.padding_row, x.report, func=again, logsumexps=x.logsumexps)
     strides = [0 if size == 1 else step for size, step in zip(shaped.shape, shaped.stride(), strict=True)]

@@ -71,6 +71,8 @@ class SpreadRows(Tensor):
         spread = self.spread
         if torch._C._are_functorch_transforms_active() or self.node is not self.made_by:
             return False
+        if spread.table.is_inference() and torch.is_grad_enabled():
+            return False  # torch's own error, if it is one
         return spread.dense is None or (spread.was_read and not version_of(spread.dense) and is_checkpointed())
 
     def whole(self) -> Tensor:
@@ -96,8 +98,8 @@ class SpreadRows(Tensor):
         """Be this tensor if we can; and what came from us comes from it."""
         spread, spread.dense = self.spread, dense
         spread.dense_node = spread.dense_node or dense.grad_fn
-        if self.is_held:
-            spread.held = version_of(dense) if spread.held is None else spread.held
+        spread.held = None if not self.is_held else version_of(dense) if spread.held is None else spread.held
+        if spread.held is not None:
             if version_of(dense) != spread.held and torch._C._current_graph_task_id() >= 0:
                 raise RuntimeError(CHANGED)
         elif not spread.was_read or dense.grad_fn is not spread.dense_node:  # what was changed has another gradient
@@ -148,6 +150,7 @@ class SpreadRows(Tensor):
             if type(x) is not SpreadRows:
                 return x
             spread = x.spread
+            spread.mark_read(inside=True)
             return spread.table.detach()[spread.rows].view(x.shape) if spread.dense is None else spread.dense.detach()
 
         args, kwargs = tree_map(values, (args, kwargs or {}))
