@@ -378,7 +378,8 @@ def allowed(lines: list[Line], kind: str) -> list[Line]:
     """Those of which something is known.
 
     Of a silent change after a function, torch makes something itself. It crashes (2.13) if a hook is registered on a
-    view after the tensor that it shows was changed in place. What is read of padding shows by its gradient only.
+    view after the tensor that it shows was changed in place. If the input of a checkpoint was changed, torch raises an
+    error; here its result may come again from the rows of before. Only a gradient shows what is read of padding.
     """
     kept: list[Line] = []
     for each in lines:
@@ -386,10 +387,13 @@ def allowed(lines: list[Line], kind: str) -> list[Line]:
         is_silent = each.name in SILENT and {"function", "loss"} & {*before}
         on_changed = each.kind == "gradient" and "view" in before and "in place" in before
         of_padding = (
-            each.kind in ("reader", "gradient") or each.context or each.name in ("detach", "data", "where", "+=")
+            each.kind in ("reader", "gradient")
+            or each.context
+            or each.name in ("detach", "data", "where", "+=", "clamp_")
         )
+        recomputed = each.kind == "in place" and ("function", "checkpoint") in [(one.kind, one.name) for one in kept]
         mixed = each.name == "labels" and "autocast" in (each.context, kind)
-        if not (is_silent or on_changed or mixed or (kind == "padded" and of_padding)):
+        if not (is_silent or on_changed or recomputed or mixed or (kind == "padded" and of_padding)):
             kept.append(each)
     return kept
 

@@ -8,6 +8,7 @@ computes it once, and puts it at the places.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,6 +21,7 @@ from radixtrain.hf.padded.rows import check_unread
 from radixtrain.hf.padded.spread import Modes, Spread, is_checkpointed
 from radixtrain.loss import logits_cross_entropy, logits_logprobs
 
+PLAIN = int | float | torch.dtype | None
 MIN_SAVING = 1.1  # rows asked for / rows computed: below this, the copies cost more than the head saves
 Others: TypeAlias = tuple[Any, ...]
 Named: TypeAlias = Mapping[str, Any]
@@ -28,22 +30,13 @@ Named: TypeAlias = Mapping[str, Any]
 Rule: TypeAlias = Callable[[Spread, Any, Others, Named], Any]
 
 
-def _shaped(x: Spread, func: Any, others: Others, named: Named) -> Any:
-    """What the ordinary tensor gives, without its numbers; NotImplemented for an error."""
-    with x.modes._replace(grad=False, inference=False).entered():
-        try:
-            return func(x.shaped, *others, **named)
-        except (RuntimeError, IndexError, TypeError, ValueError):
-            return NotImplemented
-
-
 def _by_row(x: Spread, func: Any, others: Others, named: Named) -> Any:
     """Each number by itself, or with a Python number. A few rows of a large table are not worth its gradient."""
     if func is Tensor.to and not named and others in ((x.table.dtype,), (x.table.device,)):
         return x
-    shaped = _shaped(x, func, others, named)
-    is_plain = all(isinstance(each, int | float | torch.dtype | None) for each in tree_leaves((others, named)))
-    if not is_plain or not isinstance(shaped, Tensor) or not shaped.is_contiguous():
+    steps = [step for size, step in zip(x.shape, x.shaped.stride(), strict=True) if size > 1]
+    is_in_order = all(one > other for one, other in pairwise(steps))  # then torch's result is contiguous
+    if not is_in_order or any(not isinstance(each, PLAIN) for each in (*others, *named.values())):
         return NotImplemented
     if x.asks_few and x.table.requires_grad and torch.is_grad_enabled():
         return NotImplemented
@@ -81,6 +74,15 @@ def _linear(x: Spread, func: Any, others: Others, named: Named) -> Any:
     if table.dtype == x.table.dtype and (x.place_rows.ndim == 1 or x.shaped.is_contiguous()):  # else torch has a copy
         x.needed_by(table)
     return Spread(table, asked.place_rows, asked.padding_row, x.report)
+
+
+def _shaped(x: Spread, func: Any, others: Others, named: Named) -> Any:
+    """What the ordinary tensor gives, without its numbers; NotImplemented for an error."""
+    with x.modes._replace(grad=False, inference=False).entered():
+        try:
+            return func(x.shaped, *others, **named)
+        except (RuntimeError, IndexError, TypeError, ValueError):
+            return NotImplemented
 
 
 def _view(x: Spread, func: Any, others: Others, named: Named) -> Any:
