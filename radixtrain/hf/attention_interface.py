@@ -168,8 +168,16 @@ def take_over(decoder: Any) -> str | None:
     around = partial(radix_attention, obeys_argument=name in FLASH)
     reason = _take((ALL_MASK_ATTENTION_FUNCTIONS, name, AttentionMaskInterface.register), mask, mask_function)
     reasons = (_take(place, attention, around) for place in _places({*map(type, _attending[decoder])}, name))
-    replaced = (why_replaced(module) for module in _attending[decoder])
-    return reason or next(filter(None, (*reasons, *replaced)), None)
+    others = (_why_configured(module, decoder.config) or why_replaced(module) for module in _attending[decoder])
+    return reason or next(filter(None, (*reasons, *others)), None)
+
+
+def _why_configured(module: Any, config: Any) -> str | None:
+    """Why a layer does not call the attention that its decoder makes masks for: by a configuration of its own."""
+    own: Any = getattr(module, "config", config)
+    if own is config or getattr(own, "_attn_implementation", None) in (None, config._attn_implementation):
+        return None
+    return f"{type(module).__name__} has attn_implementation {own._attn_implementation!r}, and not that of its decoder"
 
 
 def _places(classes: set[Any], name: str) -> Iterator[Place]:
