@@ -14,12 +14,13 @@ from typing import Any
 
 from transformers import AttentionInterface
 
+OF_ALL_MODELS = ("torch.", "transformers.modeling_utils")  # they name what a model may have, not what it has
 EAGER = "eager_attention_forward"  # ends the name of the eager attention of a modeling file
 
 
 @cache
 def names_in(module_class: Any) -> frozenset[str]:
-    """The attributes and globals that its methods name, those that it inherits from other classes than torch's too."""
+    """The attributes and globals that its methods name, also the inherited ones but torch's and `PreTrainedModel`'s."""
     return frozenset(name for _, name in _globals(module_class))
 
 
@@ -90,12 +91,12 @@ def _takes_attention(module_class: Any, forward: Any) -> bool:
     return False
 
 
-_class_takes_attention = cache(_takes_attention)
+_class_takes_attention: Any = cache(_takes_attention)
 
 
 def _globals(module_class: Any) -> Iterator[tuple[dict[str, Any], str]]:
     """Each name that a method has, and the globals in which it would be looked up."""
-    classes = (each for each in module_class.__mro__[:-1] if not each.__module__.startswith("torch."))
+    classes = (each for each in module_class.__mro__[:-1] if not each.__module__.startswith(OF_ALL_MODELS))
     for value in [value for each in classes for value in vars(each).values()]:
         method = inspect.unwrap(getattr(value, "__func__", value))
         if isinstance(method, FunctionType):

@@ -2,7 +2,9 @@
 
 import copy
 import functools
+import gc
 import re
+import weakref
 from types import MethodType
 
 import pytest
@@ -191,7 +193,7 @@ def test_a_forward_that_was_replaced(replace, tiny_qwen3, monkeypatch):
     assert not torch.equal(replaced, ordinary)
     assert torch.equal(later(input_ids=IDS, use_cache=False).logits, replaced)
     (reason,) = sharing_report(later).not_shared
-    why = r"(Qwen3Attention|Own).forward is [\w.]*own_attention, which does not take its attention from AttentionInterface"
+    why = r"(Qwen3Attention|Own).forward is [\w.]*own_attention, which does not take its attention from Attention\w+"
     assert re.fullmatch(why, reason)
     with pytest.raises(UserError, match=why):
         prepared(**RadixCollator()(FEATURES))
@@ -210,6 +212,15 @@ def test_a_configuration_of_one_layer(tiny_qwen3):
     assert torch.equal(*logits) and not sharing_report(shared).num_shared
     with pytest.raises(UserError, match="Qwen3Attention has attn_implementation 'eager', and not that of its decoder"):
         prepare_model(model)
+
+
+def test_a_model_is_freed(tiny_qwen3):
+    model = prepare_model(tiny_qwen3())
+    model(**RadixCollator()(FEATURES))
+    parts = [weakref.ref(part) for part in (model, model.model, model.model.layers[0].self_attn)]
+    del model
+    gc.collect()
+    assert [part() for part in parts] == [None, None, None]
 
 
 WRAPPED = {
