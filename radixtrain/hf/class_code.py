@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -64,10 +64,14 @@ def why_replaced(module: Any) -> str | None:
 
 
 def _written(method: Any) -> Any:
-    """The function behind wrappers, bound methods and partial calls."""
-    while (inner := inspect.unwrap(getattr(method, "__func__", getattr(method, "func", method)))) is not method:
+    """The function behind wrappers, bound methods and partial calls. A partial call may say what it wraps, too."""
+    while (inner := _inside(inspect.unwrap(method))) is not method:
         method = inner
     return method
+
+
+def _inside(method: Any) -> Any:
+    return method.func if isinstance(method, partial) else getattr(method, "__func__", method)
 
 
 def _takes_attention(module_class: Any, forward: Any) -> bool:
