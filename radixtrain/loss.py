@@ -226,7 +226,8 @@ def _may_be_asked_again(grad: Tensor) -> bool:
 
     Torch has no public name for the first two; unknown means yes.
     """
-    if torch.compiler.is_compiling() or torch._C._functorch.is_batchedtensor(grad):
+    functorch = torch._C._functorch  # `is_grads_batched` still has tensors of the older kind
+    if torch.compiler.is_compiling() or functorch.is_batchedtensor(grad) or functorch.is_legacy_batchedtensor(grad):
         return True
     return getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)()
 

@@ -60,7 +60,8 @@ def encoder_for(source: Source, encoder: ChatEncoder) -> ChatEncoder:
 
 def is_file_of_text(value: str) -> bool:
     """Whether a `system_prompt` is the name of a file, and no text."""
-    return value.endswith(PROMPT_FILES) or os.path.isfile(os.path.expanduser(value))
+    path = os.path.expanduser(value)
+    return value.endswith(PROMPT_FILES) or (os.path.exists(path) and not os.path.isdir(path))  # a pipe is refused
 
 
 def _system_prompt(value: str | None) -> str:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import cached_property, partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -149,7 +149,7 @@ STOCK: dict[str, tuple[Attention | None, Callable[..., Any]]] = {
 
 # A mapping in which layers find a function, its key there, and what registers another one under this key.
 Place = tuple[MutableMapping[str, Any], str, Callable[[str, Any], None]]
-_attending: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()  # the modules of a decoder that attend
+_attending: WeakKeyDictionary[nn.Module, WeakSet[nn.Module]] = WeakKeyDictionary()  # of a decoder, all that attend
 _ours: dict[Callable[..., Any], Callable[..., Any]] = {}  # a function of transformers -> ours around it
 
 
@@ -163,13 +163,21 @@ def take_over(decoder: Any) -> str | None:
         return f"attn_implementation {name!r} is none of transformers' own ({', '.join(STOCK)})"
     if decoder not in _attending:
         text = (module for path, module in decoder.named_modules() if is_text(path))
-        _attending[decoder] = [module for module in text if attends(type(module))]
+        _attending[decoder] = WeakSet(module for module in text if attends(type(module)))
     attention, mask = STOCK[name]
     around = partial(radix_attention, obeys_argument=name in FLASH)
     reason = _take((ALL_MASK_ATTENTION_FUNCTIONS, name, AttentionMaskInterface.register), mask, mask_function)
     reasons = (_take(place, attention, around) for place in _places({*map(type, _attending[decoder])}, name))
-    replaced = (why_replaced(module) for module in _attending[decoder])
-    return reason or next(filter(None, (*reasons, *replaced)), None)
+    others = (_why_configured(module, decoder.config) or why_replaced(module) for module in _attending[decoder])
+    return reason or next(filter(None, (*reasons, *others)), None)
+
+
+def _why_configured(module: Any, config: Any) -> str | None:
+    """Why a layer does not call the attention that its decoder makes masks for: by a configuration of its own."""
+    own: Any = getattr(module, "config", config)
+    if own is config or getattr(own, "_attn_implementation", None) in (None, config._attn_implementation):
+        return None
+    return f"{type(module).__name__} has attn_implementation {own._attn_implementation!r}, and not that of its decoder"
 
 
 def _places(classes: set[Any], name: str) -> Iterator[Place]:

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from types import CodeType, FunctionType
 from typing import Any
 
 from transformers import AttentionInterface
 
+OF_ALL_MODELS = ("torch.", "transformers.modeling_utils")  # they name what a model may have, not what it has
 EAGER = "eager_attention_forward"  # ends the name of the eager attention of a modeling file
 
 
 @cache
 def names_in(module_class: Any) -> frozenset[str]:
-    """The attributes and globals that its methods name, those that it inherits from other classes than torch's too."""
+    """The attributes and globals that its methods name, also the inherited ones but torch's and `PreTrainedModel`'s."""
     return frozenset(name for _, name in _globals(module_class))
 
 
@@ -48,23 +49,58 @@ def eager_places(module_class: Any) -> list[tuple[dict[str, Any], str]]:
 
 
 def why_replaced(module: Any) -> str | None:
-    """Why a module that attended by its class may not do so now: its `forward` comes from another file; else None.
+    """Why a module may not attend although a class of it does: by the `forward` of a subclass or in its place; or None.
 
-    Wrappers that say what they wrap (`functools.wraps`), as Accelerate's and torch.compile's, are looked through.
+    Wrappers that say what they wrap (`functools.wraps`), as Accelerate's and torch.compile's, and `functools.partial`
+    are looked through.
     """
-    forward: Any = inspect.unwrap(module.forward)
-    function = getattr(forward, "__func__", forward)
-    space = getattr(function, "__globals__", {})
-    is_own = space.get("__name__") in {each.__module__ for each in type(module).__mro__}
-    if is_own or any(isinstance(space.get(name), AttentionInterface) for name in names_in_method(function)):
+    module_class, function = type(module), _written(module.forward)
+    is_of_class = function is _written(module_class.forward)  # others may hold their module, so they are not kept
+    if (_class_takes_attention if is_of_class else _takes_attention)(module_class, function):
         return None
-    made = f"{getattr(function, '__module__', None)}.{getattr(function, '__qualname__', function)}"
-    return f"{type(module).__name__}.forward is now {made}, which does not take its attention from AttentionInterface"
+    name = getattr(function, "__qualname__", type(function).__qualname__)  # a text of the object may be its address
+    made = f"{getattr(function, '__module__', None)}.{name}"
+    return f"{module_class.__name__}.forward is {made}, which does not take its attention from AttentionInterface"
+
+
+def _written(method: Any) -> Any:
+    """The function behind wrappers, bound methods and partial calls. A partial call may say what it wraps, too."""
+    while (inner := _inside(inspect.unwrap(method))) is not method:
+        method = inner
+    return method
+
+
+def _inside(method: Any) -> Any:
+    return method.func if isinstance(method, partial) else getattr(method, "__func__", method)
+
+
+def _takes_attention(module_class: Any, forward: Any) -> bool:
+    """Whether a forward function, a method that it names, or `__init__` names an AttentionInterface.
+
+    A method is the first of its name in the class and those that it inherits from; after a `super()` any of them.
+    """
+    todo, seen = [forward, _written(module_class.__init__)], set()
+    while todo:
+        function = todo.pop()
+        if not isinstance(function, FunctionType) or function in seen:
+            continue
+        seen.add(function)
+        names = {*_names(function.__code__)}
+        if any(isinstance(function.__globals__.get(name), AttentionInterface) for name in names):
+            return True
+        names |= {function.__name__} if "super" in names else set()
+        for name in names & {*dir(module_class)}:
+            methods = [vars(each)[name] for each in module_class.__mro__ if name in vars(each)]
+            todo += map(_written, methods if "super" in names else methods[:1])
+    return False
+
+
+_class_takes_attention: Any = cache(_takes_attention)
 
 
 def _globals(module_class: Any) -> Iterator[tuple[dict[str, Any], str]]:
     """Each name that a method has, and the globals in which it would be looked up."""
-    classes = (each for each in module_class.__mro__[:-1] if not each.__module__.startswith("torch."))
+    classes = (each for each in module_class.__mro__[:-1] if not each.__module__.startswith(OF_ALL_MODELS))
     for value in [value for each in classes for value in vars(each).values()]:
         method = inspect.unwrap(getattr(value, "__func__", value))
         if isinstance(method, FunctionType):

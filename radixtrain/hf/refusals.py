@@ -424,7 +424,7 @@ def _check_causal(parts: Parts) -> None:
 
 
 def _is_attention(module: nn.Module) -> bool:
-    return "Attention" in type(module).__name__
+    return any("Attention" in each.__name__ for each in type(module).__mro__)  # a subclass may have any name
 
 
 def _attention_classes(decoder: nn.Module) -> set[Any]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -80,7 +80,7 @@ class RowSplit:
 
     def check_same(self, batch: Mapping[str, Any]) -> None:
         """Refuse a batch that differs between the ranks of the group, by a sum of 64 bits. Waits for a device."""
-        entries = sorted(batch.items())
+        entries = [(name, value) for name, given in sorted(batch.items()) for value in _flat(given)]
         tensors = [value for _, value in entries if isinstance(value, Tensor)]
         plain = [(name, value if isinstance(value, PLAIN) else None) for name, value in entries]  # num_items_in_batch
         found = torch.stack([_checksum(tensor, salt) for salt, tensor in enumerate(tensors)]).sum()
@@ -94,7 +94,16 @@ class RowSplit:
             )
 
 
-PLAIN = (int, float, str, tuple, np.generic)  # what `repr` says all of
+PLAIN = (int, float, str, np.generic)  # what `repr` says all of, and alike on every rank
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    """What is in a tuple, however deep; or the value itself."""
+    if not isinstance(value, tuple):
+        yield value
+        return
+    for each in value:
+        yield from _flat(each)
 
 
 class _AllToAll(torch.autograd.Function):

@@ -201,6 +201,13 @@ class TestBackwardInPlace:
                 x.grad.zero_()  # if it is ours, the next time finds zeros
                 x.grad = None
 
+    def test_a_batch_of_gradients(self) -> None:
+        leaves = [x.requires_grad_() for x in parameters(torch.float64)]
+        expected = torch.autograd.grad(ours()(*leaves), leaves)
+        loss, factors = ours()(*leaves), torch.tensor([1.0, 2.0], dtype=torch.float64)
+        for one, two in zip(torch.autograd.grad(loss, leaves, factors, is_grads_batched=True), expected, strict=True):
+            assert torch.equal(one, torch.stack([two, 2 * two]))
+
     def test_gradients_accumulate(self) -> None:
         """Over micro-batches, and over two losses and an embedding that share the weight."""
         given = parameters(torch.float64)

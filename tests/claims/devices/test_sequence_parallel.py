@@ -492,6 +492,18 @@ def refused(build: Callable[[Any, int], Any], ranks: int = 2) -> str:
     return found.pop()
 
 
+def test_an_object_in_a_tuple() -> None:
+    """Each rank has its own, at another address."""
+
+    def loss(rank: int) -> float:
+        kept = [object() for _ in range(rank + 1)]
+        model = prepare_model(tiny(), sp_group=dist.new_group([0, 1]))
+        return model(**RadixCollator()(rows()), note=(kept[-1], torch.ones(1))).loss.item()
+
+    one, other = on_ranks(2, loss)
+    assert one == other
+
+
 def test_refusals() -> None:
     """What would not be the gradient of the batch is refused on every rank, in the same words."""
 
@@ -521,7 +533,7 @@ def test_refusals() -> None:
     assert "got different batches" in refused(call)
     for name in ("input_ids", "position_ids", "radix_predictor_indices"):
         assert "got different batches" in refused(partial(nearly, name=name, changes=[1, -2, 1]))
-    for kind in (int, float, np.float32, torch.tensor):
+    for kind in (int, float, np.float32, torch.tensor, lambda n: ((torch.tensor(n),),)):
         assert "got different batches" in refused(partial(counted, kind=kind))
     assert "more than once" in refused(partial(own_loss, count=2))
     assert "computes its loss by itself" in refused(partial(own_loss, count=0))

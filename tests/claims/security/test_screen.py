@@ -92,4 +92,9 @@ def test_what_a_library_logs(run: Callable[[list[str]], tuple[int, str]], caplog
     run(["doctor", f"--{EVIL}"])
     logging.getLogger("some.library").warning("%s", EVIL)
     assert caplog.messages[-1] == printable(EVIL) == r"\x1b]0;owned\x07\x1b[2J\x9b31m\u202ex"
+    try:
+        raise ValueError(EVIL)
+    except ValueError:
+        logging.getLogger("some.library").exception("failed")
+    assert f"ValueError: {printable(EVIL)}" in caplog.text
     assert printable("a\tb\nc é 漢 \U0001f600") == "a\tb\nc é 漢 \U0001f600"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,7 @@ SYSTEMS = [
         "data.system_prompt: cannot read gone.txt: No such file or directory; expected",
     ),
     ({"system_prompt": "empty.txt"}, "data.system_prompt: empty.txt holds no text"),
+    ({"system_prompt": "pipe"}, "data.system_prompt: cannot read pipe: not a file but a device, a pipe or a socket"),
     (
         {"train_file": "b.jsonl", "system_prompt": "x"},
         "b.jsonl:1: system_prompt: only chats have a system turn, and this",
@@ -150,6 +152,7 @@ def test_system_prompt(
     for name, text in files.items():
         Path(name).write_text(text, encoding="utf-8")
     write(Path("b.jsonl"), "x")
+    os.mkfifo("pipe")
     settings = {"train_file": "a.jsonl", **settings}
     if isinstance(expected, str):
         with pytest.raises(UserError) as raised:

@@ -1,7 +1,10 @@
 """The attention of one layer, as Hugging Face calls it: values of another width, and what is missing in a call."""
 
+import copy
 import functools
+import gc
 import re
+import weakref
 from types import MethodType
 
 import pytest
@@ -160,36 +163,87 @@ def own_attention(module, hidden_states, **kwargs):
     return module.o_proj(module.v_proj(hidden_states).repeat(1, 1, 2).cumsum(1)), None
 
 
-@pytest.mark.parametrize("on", ["one module", "the class"])
-def test_a_forward_that_was_replaced(on, tiny_qwen3, monkeypatch):
+class Own(modeling_qwen3.Qwen3Attention):
+    forward = own_attention
+
+
+class Renamed(modeling_qwen3.Qwen3Attention):
+    """Of another name and another file than transformers' own, which it calls."""
+
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+REPLACED = {
+    "one module": lambda patch, module: setattr(module, "forward", MethodType(own_attention, module)),
+    "a partial call": lambda patch, module: setattr(module, "forward", functools.partial(own_attention, module)),
+    "the class": lambda patch, module: patch.setattr(type(module), "forward", own_attention),
+    "a subclass": lambda patch, module: setattr(module, "__class__", Own),
+}
+
+
+@pytest.mark.parametrize("replace", REPLACED.values(), ids=REPLACED)
+def test_a_forward_that_was_replaced(replace, tiny_qwen3, monkeypatch):
     """Before or after the model is shared."""
     model, later, prepared = tiny_qwen3(), share_prefixes(tiny_qwen3()), prepare_model(tiny_qwen3())
     ordinary = model(input_ids=IDS).logits
     for each in (model, later, prepared):
-        module = each.model.layers[0].self_attn
-        if on == "the class":
-            monkeypatch.setattr(type(module), "forward", own_attention)
-        else:
-            module.forward = MethodType(own_attention, module)
+        replace(monkeypatch, each.model.layers[0].self_attn)
     replaced = model(input_ids=IDS).logits
     assert not torch.equal(replaced, ordinary)
     assert torch.equal(later(input_ids=IDS, use_cache=False).logits, replaced)
     (reason,) = sharing_report(later).not_shared
-    why = r"Qwen3Attention.forward is now .*own_attention, which does not take its attention from AttentionInterface"
-    assert re.match(why, reason)
+    why = r"(Qwen3Attention|Own).forward is [\w.]*own_attention, which does not take its attention from Attention\w+"
+    assert re.fullmatch(why, reason)
     with pytest.raises(UserError, match=why):
         prepared(**RadixCollator()(FEATURES))
     with pytest.raises(UserError, match="does not take its attention from AttentionInterface"):
         prepare_model(model)
 
 
-def test_a_forward_that_was_wrapped(tiny_qwen3):
-    """By Accelerate, torch.compile and all others that say what they wrap."""
+def test_a_configuration_of_one_layer(tiny_qwen3):
+    """The layer gets the mask of another implementation than it calls."""
+    model, shared = tiny_qwen3(), share_prefixes(tiny_qwen3())
+    for each in (model, shared):
+        attention = each.model.layers[0].self_attn
+        attention.config = copy.deepcopy(attention.config)
+        attention.config._attn_implementation = "eager"
+    logits = [each(input_ids=IDS, use_cache=False).logits for each in (model, shared)]
+    assert torch.equal(*logits) and not sharing_report(shared).num_shared
+    with pytest.raises(UserError, match="Qwen3Attention has attn_implementation 'eager', and not that of its decoder"):
+        prepare_model(model)
+
+
+def test_a_model_is_freed(tiny_qwen3):
+    model = prepare_model(tiny_qwen3())
+    model(**RadixCollator()(FEATURES))
+    parts = [weakref.ref(part) for part in (model, model.model, model.model.layers[0].self_attn)]
+    del model
+    gc.collect()
+    assert [part() for part in parts] == [None, None, None]
+
+
+WRAPPED = {
+    "a wrapper": lambda forward: functools.wraps(forward)(functools.partial(lambda f, *a, **k: f(*a, **k), forward)),
+    "a partial call": lambda forward: functools.partial(forward),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
+def test_a_forward_that_was_wrapped(wrap, tiny_qwen3):
+    """In what says what it wraps, as Accelerate does in a partial call of its own."""
     model = tiny_qwen3()
     for layer in model.model.layers:
-        forward = layer.self_attn.forward
-        layer.self_attn.forward = functools.wraps(forward)(functools.partial(forward))
+        layer.self_attn.forward = wrap(layer.self_attn.forward)
     assert verify_equivalence(model, FEATURES, precisions=["float64"]).passed
+
+
+def test_a_subclass_of_any_name(tiny_qwen3):
+    model = tiny_qwen3()
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = Renamed
+    share_prefixes(model)(input_ids=IDS, use_cache=False)
+    assert sharing_report(model).num_shared == 1
 
 
 class TestTransformersOwn:
