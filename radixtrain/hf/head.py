@@ -15,7 +15,7 @@ the head, so that both arms compute the same rows of logits.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import get_ident
@@ -144,17 +144,18 @@ def _why_not_plain(parts: Parts) -> str | None:
     return None if product.any() else "is all zero, so its logits do not show whether it is one matrix product"
 
 
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+HOOKS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
 
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether somebody else acts when the module is called: by a hook of any kind, or a `forward` on the instance."""
-    return "forward" in vars(module) or bool(hooks_of_others(module))
+    return "forward" in vars(module) or bool(hooks_of_others(module, HOOKS))
 
 
-def hooks_of_others(module: nn.Module) -> tuple[int, ...]:
+def hooks_of_others(module: nn.Module, kinds: Sequence[str] = FORWARD_HOOKS) -> tuple[int, ...]:
     """The numbers of its hooks, which torch counts up and never gives twice, without those of radixtrain."""
-    hooks = (hook for name in HOOKS for hook in getattr(module, name).items())
+    hooks = (hook for name in kinds for hook in getattr(module, name).items())
     return tuple(number for number, hook in hooks if not str(hook.__module__).startswith("radixtrain."))
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.tree.blocks import BlockLayout
@@ -123,10 +124,13 @@ def _window(model: str, sees: Callable[..., Tensor], longest: int, num_rows: int
     It is what transformers says about it if so few rows cannot show it: then they also attend to stored ones. The mask
     is a function of indices, so a CPU answers.
     """
-    zero, rows = torch.zeros((), dtype=torch.int64, device="cpu"), torch.arange(num_rows, device="cpu")
-    seen = sees(zero, zero, rows[-1:], rows).expand(num_rows)
-    window = int(seen.sum())
-    if not torch.equal(seen, rows >= num_rows - window) or (num_rows > 1 and sees(zero, zero, rows[:1], rows[-1:])):
+    with _disable_current_modes():  # the indices are ours: no mode counts or fakes what is done on them
+        zero, rows = torch.zeros((), dtype=torch.int64, device="cpu"), torch.arange(num_rows, device="cpu")
+        seen = sees(zero, zero, rows[-1:], rows).expand(num_rows)
+        window = int(seen.sum())
+        is_last = torch.equal(seen, rows >= num_rows - window)
+        sees_later = num_rows > 1 and bool(sees(zero, zero, rows[:1], rows[-1:]))
+    if sees_later or not is_last:
         raise UserError(f"{model} has a mask of other tokens than the last ones before each; {TRAIN_WITHOUT_SHARING}")
     return window if window < num_rows or num_rows == longest else given.get("local_size") or 0
 

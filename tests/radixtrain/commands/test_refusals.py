@@ -52,7 +52,7 @@ KEYS = {
 VALUES = {
     "--data.excess_length_strategy=dropp": "data.excess_length_strategy must be one of raise, drop, truncate; got "
     "dropp, did you mean drop?",
-    "--model.attention=ring": "model.attention must be one of auto, cascade, path, expand, reference; got ring",
+    "--model.attention=ring": "model.attention must be one of auto, cascade, path, expand, reference, tree; got ring",
     "--model.learning_rate=abc": "model.learning_rate must be a number; got abc",
     "--save_every_steps=0.5": "save_every_steps must be an integer or null; got 0.5",
     "--save_every_steps=": "save_every_steps must be an integer or null; got an empty text",
