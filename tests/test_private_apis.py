@@ -113,6 +113,7 @@ TABLE: dict[str, dict[str, str]] = {
         "torch.nn.Module._parameters": "finds the modules that hold a shared matrix",
     },
     "radixtrain/hf/attention_interface.py": {
+        "torch._dynamo.config": "has the compiler look at the hooks of a model, so that two of one class are not one",
         "transformers.PretrainedConfig._attn_implementation": "names the attention of a model",
     },
     "radixtrain/hf/dropout.py": {

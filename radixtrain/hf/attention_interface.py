@@ -164,6 +164,8 @@ def take_over(decoder: Any) -> str | None:
     if decoder not in _attending:
         text = (module for path, module in decoder.named_modules() if is_text(path))
         _attending[decoder] = WeakSet(module for module in text if attends(type(module)))
+        # Or a model with hooks of ours would run what was compiled for one of its class without them.
+        torch._dynamo.config.skip_nnmodule_hook_guards = False
     attention, mask = STOCK[name]
     around = partial(radix_attention, obeys_argument=name in FLASH)
     reason = _take((ALL_MASK_ATTENTION_FUNCTIONS, name, AttentionMaskInterface.register), mask, mask_function)

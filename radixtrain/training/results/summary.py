@@ -64,14 +64,14 @@ class RunSummary(L.Callback):
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         """After a checkpoint was read, whether or not anything is left to train."""
         self._module, self.speed, self._earlier_seconds = module, module.speed, self.progress.seconds
+        for name in (PICTURE, SUMMARY) if ranks().is_first else ():  # of a run that was killed while it wrote one
+            with only_warns(f"what a killed run left in {self.output_dir} cannot be deleted"):
+                (self.output_dir / f".{name}.partial").unlink(missing_ok=True)
         if trainer.ckpt_path:
             self.progress.locate_logs(Path(trainer.ckpt_path).resolve().parent.parent, self.output_dir)
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         self.first_step, self._drawn_at = trainer.global_step, time.monotonic()
-        for name in (PICTURE, SUMMARY) if ranks().is_first else ():  # of a run that was killed while it wrote one
-            with only_warns(f"what a killed run left in {self.output_dir} cannot be deleted"):
-                (self.output_dir / f".{name}.partial").unlink(missing_ok=True)
         folders = [str(Path(log.log_dir).absolute()) for log in _csv_loggers(trainer)]
         self.progress.parts += [LogPart(folder, module.position.num_batches) for folder in folders]
 
