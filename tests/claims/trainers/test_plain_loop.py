@@ -69,7 +69,7 @@ def fresh_dynamo() -> Iterator[None]:
 def test_compile(fresh_dynamo):
     """The untouched model is compiled too. Dynamo traces no mode that lifts casts, so it is a Phi, which has none."""
     losses, gradients = [], []
-    share_prefixes(tiny_model("PhiForCausalLM", num_hidden_layers=1))  # both call the same function of ours from here on
+    share_prefixes(tiny_model("PhiForCausalLM", num_hidden_layers=1))  # both have our function from here on
     for share in (lambda model: model, share_prefixes):
         model = share(tiny_model("PhiForCausalLM", num_hidden_layers=1).double())
         compiled = torch.compile(model, backend="aot_eager")
