@@ -1,8 +1,8 @@
-"""The packages behind the kernels: whether each is here, whole, new enough, and made for this GPU. None is imported.
+"""The packages that kernels come from: is each here, whole, new enough and made for this GPU? None is imported.
 
-A name that Python finds says little. flash-attn (2) and flash-attn-4 both own `flash_attn/`: of version 4 alone there
-is only `flash_attn/cute`, and version 2 brings an older `flash_attn/cute` of its own, over which the last installed
-wins. So the question is always about the module that is imported in the end, and the distribution that brought it.
+A name that Python finds says little. flash-attn (2) and flash-attn-4 both own `flash_attn/`: version 4 has only
+`flash_attn/cute` in it, and version 2 brings an older `flash_attn/cute` of its own, so the one installed last wins.
+The question is therefore always about the module that is imported in the end, and the distribution that brought it.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ from torch.autograd.function import once_differentiable
 CHUNK_ROWS = (128, 256)
 # Elements of the logits of a chunk, which has more rows until it has as many, so that its calls cost little beside its
 # products. On CPU 2 MiB in float32, 128 rows of V = 4,096. On a GPU (not timed there) a step of Qwen3-0.6B with 8,192
-# predictors launches 1,493 kernels beside its layers with 2**24 (256 rows a chunk), and 214 with 2**28 (1,648 rows).
+# predictors launches about 1,500 kernels beside its layers with 2**24 (256 rows a chunk), and 235 with 2**28 (1,648).
 MIN_CHUNK_ELEMENTS = {"cpu": 2**19, "other": 2**28}
 # A chunk takes 7 bytes an element: float32 logits, their gradient in 16 bits, and half of that for a part of a product.
 # On a GPU at most a fiftieth of its memory: 1.9 GB of 80. What is free does not count, because it changes in a run, and

@@ -1,4 +1,4 @@
-"""What the code of a class refers to: names of attributes and of globals, and the objects behind these.
+"""What the code of a class refers to: names of attributes and of globals, and what these globals are.
 
 Nothing reads source text or the names of local variables, so neither a comment nor a renamed variable changes an
 answer, and a class that was typed into a shell has one. A method that was replaced before is read as it is.
@@ -64,7 +64,7 @@ def why_replaced(module: Any) -> str | None:
 
 
 def _written(method: Any) -> Any:
-    """The function behind wrappers, bound methods and partial calls. A partial call may say what it wraps, too."""
+    """The function inside of wrappers, bound methods and partial calls. A partial call may say what it wraps, too."""
     while (inner := _inside(inspect.unwrap(method))) is not method:
         method = inner
     return method

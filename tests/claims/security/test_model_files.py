@@ -68,7 +68,7 @@ def test_what_a_file_names(
 def test_names_that_lead_nowhere_are_as_common_as_harmless(change: Callable[[str, dict[str, Any]], str]) -> None:
     """`save_pretrained` once wrote where its files were. The attention is the one that the user asks for."""
     folder = change("config.json", {"_attn_implementation": "eager", "_name_or_path": "/tmp"})
-    change("tokenizer_config.json", {"name_or_path": "/tmp", "special_tokens_map_file": "/root/gone.json"})
+    change("tokenizer_config.json", {"name_or_path": "/tmp", "special_tokens_map_file": "/nowhere/gone.json"})
     load_tokenizer(folder)
     assert load_model(folder, "float32", "sdpa").config._attn_implementation == "sdpa"
 
