@@ -304,7 +304,20 @@ def of_node(run: Run, x: Tensor) -> None:
     x.grad_fn.register_prehook(lambda grads: tuple(grad * 2 for grad in grads))  # type: ignore[union-attr]
 
 
+def count(run: Run, x: Tensor) -> None:
+    """How often a hook is called that does not look at the gradient, as those of FSDP and DeepSpeed."""
+
+    def hook(grad: Tensor) -> Tensor:
+        num_calls.add_(grad.ndim == x.ndim)
+        return grad
+
+    num_calls = torch.zeros(())
+    run.read.append(num_calls)
+    x.register_hook(hook)
+
+
 GRADIENTS: dict[str, Step] = {
+    "count": lambda run, x, rng: count(run, x),
     "hook": lambda run, x, rng: x.register_hook(lambda grad: grad * factor_for(grad)),
     "clipped": lambda run, x, rng: x.register_hook(lambda grad: grad.clamp(-0.01, 0.01)),
     "retain_grad": lambda run, x, rng: watch(run, x),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
@@ -135,7 +135,7 @@ def _logsumexp(x: Spread, func: Any, others: Others, named: Named) -> Any:
     return x.needed_by(x.at_places(known[modes]))
 
 
-def _is_plain(x: Any) -> bool:
+def _is_plain(x: Any) -> TypeGuard[Tensor]:
     """Whether x is a tensor that is no other kind than itself: torch's own, or a fake of it."""
     return type(x) is Tensor or hasattr(x, "fake_mode")
 

@@ -157,8 +157,9 @@ class Spread:
         return Spread(table, number[self.place_rows], int(number[self.padding_row]), self.report)
 
     def made_dense(self) -> Tensor:
-        with self.modes._replace(grad=self.table.requires_grad, inference=self.table.is_inference()).entered(self.table):
-            return self.at_places(self.table)
+        table = self.table
+        with self.modes._replace(grad=table.requires_grad, inference=table.is_inference()).entered(table):
+            return self.at_places(table)
 
     def at_places(self, values: Tensor) -> Tensor:
         """(..., ...). An ordinary tensor of values of the rows, (R, ...)."""

@@ -11,13 +11,14 @@ front of the ordinary one, to raise a UserError when that gradient is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
 
 from radixtrain.errors import UserError
 from radixtrain.hf.padded.row_functions import RULES
@@ -60,6 +61,11 @@ class SpreadRows(Tensor):
     def is_held(self) -> bool:
         """Whether torch holds this object: a function of the user's has it as an argument, or saved it."""
         return self._use_count() > 1  # type: ignore[attr-defined]
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the gradient at the places is not complete."""
+        return self.spread.was_read or self.is_held
 
     @property
     def is_lazy(self) -> bool:
@@ -130,8 +136,8 @@ class SpreadRows(Tensor):
     @torch.compiler.disable  # so that the compiler gets ordinary tensors
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func == GRAD_FN and (args[0].spread.was_read or args[0].is_held):
-            return _without_hooks(args[0].node)
+        if func in READ and args[0].is_read:
+            return READ[func](*args)
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -200,11 +206,9 @@ def _of_whole(func: Any, args: Any, kwargs: Any, ours: list[SpreadRows]) -> Any:
 
 
 def _check_not_read(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Refuse what wants a gradient that no longer comes. torch's own hooks, of FSDP, wait for any gradient."""
+    """Refuse what wants a gradient that no longer comes."""
     wanted = tree_leaves(kwargs.get("inputs", args[1:2]) if func is torch.autograd.grad else (args, kwargs))
-    if any(callable(each) and str(getattr(each, "__module__", "")).startswith("torch.") for each in wanted):
-        return
-    if any(type(each) is SpreadRows and (each.spread.was_read or each.is_held) for each in wanted):
+    if any(type(each) is SpreadRows and each.is_read for each in wanted):
         _refuse_gradient()
 
 
@@ -214,6 +218,32 @@ def _refuse_gradient(*wanted: Any) -> NoReturn:
         "of the batch does not exist: register hooks, or call retain_grad, before they run; "
         "in place of torch.autograd.grad for hidden states, call restore_model(model)"
     )
+
+
+class _NoGradient(Tensor):
+    """What a hook gets that waits for a gradient which does not exist: it may see the shape, and pass it on."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in METADATA:
+            _refuse_gradient()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    __torch_dispatch__ = _refuse_gradient  # type: ignore[assignment]
+
+
+def _register_hook(x: SpreadRows, hook: Callable[[Tensor], Any]) -> RemovableHandle:
+    """Call a hook when the gradient of the table comes. FSDP and DeepSpeed learn so that a backward pass has begun."""
+
+    def call(grad: Tensor) -> None:
+        stand_in = Tensor._make_wrapper_subclass(_NoGradient, shape, dtype=grad.dtype, device=grad.device)
+        returned = hook(stand_in)
+        if returned is not None and returned is not stand_in:
+            _refuse_gradient()
+
+    shape = x.shape
+    return x.spread.table.register_hook(call)
 
 
 def _without_hooks(node: Any) -> Any:
@@ -227,8 +257,11 @@ def _getters(*names: str) -> set[Any]:
     return {getattr(Tensor, name).__get__ for name in names}
 
 
-GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[attr-defined]
-WANTS_GRADIENT = {Tensor.retain_grad, Tensor.register_hook, torch.autograd.grad}
+READ = {  # what these are once the table was read
+    **dict.fromkeys(_getters("grad_fn"), lambda x, *_: _without_hooks(x.node)),
+    Tensor.register_hook: _register_hook,
+}
+WANTS_GRADIENT = {Tensor.retain_grad, torch.autograd.grad}
 METADATA = {
     *_getters("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout", "is_cuda", "is_sparse"),
     *_getters("is_meta", "is_nested", "is_quantized", "is_mkldnn"),

@@ -16,7 +16,7 @@ from torch.nn import functional
 from radixtrain.hf.padded import row_functions, spread, spread_rows
 from radixtrain.hf.padded.row_functions import RULES
 from radixtrain.hf.padded.spread import Modes, Spread
-from radixtrain.hf.padded.spread_rows import SpreadRows
+from radixtrain.hf.padded.spread_rows import READ, SpreadRows
 
 MOST = 3000
 
@@ -83,7 +83,7 @@ def shown(func: Callable[[Tensor], Tensor], whole: Tensor) -> Tensor:
 
 def ambient(before: Any) -> Any:
     @contextmanager
-    def entered(self: Modes) -> Iterator[None]:
+    def entered(self: Modes, x: Tensor) -> Iterator[None]:
         yield
 
     return entered
@@ -93,13 +93,18 @@ def without(*names: str) -> Callable[[Any], Any]:
     """The ordinary tensor is made in these modes of the caller."""
 
     def by(before: Any) -> Any:
-        def entered(self: Modes) -> Any:
+        def entered(self: Modes, x: Tensor) -> Any:
             now = Modes.now(self.device)
-            return before(self._replace(**{name: getattr(now, name) for name in names}))
+            return before(self._replace(**{name: getattr(now, name) for name in names}), x)
 
         return entered
 
     return by
+
+
+def early(x: SpreadRows, hook: Any) -> Any:
+    """A hook of the rows of the table, as if it were at the places."""
+    return x.spread.table.register_hook(hook)
 
 
 def last_place(before: Any) -> Any:
@@ -133,6 +138,8 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "reading is not marked": Mistake(Spread, "mark_read", constant(None)),
     "late wishes are not refused": Mistake(spread_rows, "_check_not_read", constant(None)),
+    "a late hook is lost": Mistake(READ, Tensor.register_hook, constant(None)),
+    "a late hook gets values": Mistake(READ, Tensor.register_hook, lambda before: early),
     "a change of what is needed": Mistake(Spread, "needed_by", lambda before: lambda self, found: found),
     "what a function saved": Mistake(SpreadRows, "is_held", lambda before: property(lambda self: False)),
     "what a function returned": Mistake(SpreadRows, "node", lambda before: property(lambda self: None)),
@@ -168,8 +175,8 @@ RARE = {"a change of what is needed", "what a function saved", "a checkpoint is 
 @pytest.mark.parametrize("name", cases(MISTAKES, MISTAKES.keys() - RARE))
 def test_mutations(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     mistake = MISTAKES[name]
-    if mistake.room is RULES:
-        monkeypatch.setitem(RULES, mistake.name, mistake.by(RULES.get(mistake.name)))
+    if isinstance(mistake.room, dict):
+        monkeypatch.setitem(mistake.room, mistake.name, mistake.by(mistake.room.get(mistake.name)))
     else:
         monkeypatch.setattr(mistake.room, mistake.name, mistake.by(getattr(mistake.room, mistake.name)))
     assert programs_until_seen(mistake.kind)
