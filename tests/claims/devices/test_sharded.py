@@ -1,0 +1,135 @@
+"""Both doors, in a loop of one's own on two ranks that hold parts of a model: the steps of a process that holds it.
+
+That process takes the mean of what the ranks lose, whose batches share differently.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from forked_ranks import on_ranks
+from tiers import FULL
+from tiny_models import tiny_qwen3
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from trainer_loop import padded_batches
+
+from radixtrain import RadixCollator, prepare_model, share_prefixes, sharing_report
+from radixtrain.testing import relative_error
+from radixtrain.verification.oracle import float64_throughout
+
+pytestmark = FULL
+
+BAR = 1e-10
+STEPS = 10
+NUM_RANKS = 2
+CPU = torch.device("cpu")
+Values = list[Tensor]  # of each step its loss and the norm of its gradient, and then the weights
+
+
+def fsdp2(model: Any) -> Any:
+    for each in (*model.model.layers, model):
+        fully_shard(each, mesh=init_device_mesh("cpu", (NUM_RANKS,)))
+    return model
+
+
+def fsdp1(model: Any, of: Callable[[Any], nn.Module], use_orig_params: bool = False) -> Any:
+    policy = ModuleWrapPolicy({type(of(model))})
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=use_orig_params, device_id=CPU)
+
+
+def layer_of(model: Any) -> nn.Module:
+    return model.model.layers[0]
+
+
+SHARDED: dict[str, Callable[[Any], Any]] = {
+    "FSDP2": fsdp2,
+    "FSDP1": partial(fsdp1, of=layer_of),
+    "FSDP1, use_orig_params": partial(fsdp1, of=layer_of, use_orig_params=True),
+    "FSDP1, the backbone": partial(fsdp1, of=lambda model: model.model),
+}
+DOORS: dict[str, Callable[[Any], Any]] = {"share_prefixes": share_prefixes, "RadixCollator": prepare_model}
+LATE = ("FSDP1", "share_prefixes")  # the model is prepared after it was sharded
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def batches_of(rank: int) -> list[dict[str, Tensor]]:
+    return padded_batches("right", seed=rank, steps=STEPS)
+
+
+def radix(batch: dict[str, Tensor]) -> dict[str, Any]:
+    rows = zip(*(each.tolist() for each in batch.values()), strict=True)
+    return RadixCollator()([dict(zip(batch, row, strict=True)) for row in rows])
+
+
+def trained(model: Any, batches: list[Any]) -> Values:
+    """On each rank."""
+    optimizer, values = optimizer_of(model), []
+    for batch in batches:
+        loss = model(**batch, use_cache=False).loss
+        mean = loss.detach().clone()
+        distributed.all_reduce(mean)
+        loss.backward()
+        values += [mean / NUM_RANKS, norm_of(model)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return values + weights_of(model)
+
+
+def norm_of(model: Any) -> Any:
+    if isinstance(model, FullyShardedDataParallel):
+        return model.clip_grad_norm_(1e9)
+    norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    return norm.full_tensor()
+
+
+def weights_of(model: Any) -> list[Tensor]:
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model):
+            return [each.detach().clone() for each in model.parameters()]
+    return [each.full_tensor() for each in model.parameters()]
+
+
+def model_of(name: str) -> Any:
+    """Head and embedding are one weight, which has to be in one unit of FSDP1."""
+    return tiny_qwen3(tie_word_embeddings="backbone" not in name).double().train()
+
+
+def ordinary(name: str) -> Values:
+    """One process, untouched."""
+    model, values = model_of(name), []
+    optimizer = optimizer_of(model)
+    with float64_throughout(model):
+        for batches in zip(*map(batches_of, range(NUM_RANKS)), strict=True):
+            loss = sum(model(**batch, use_cache=False).loss for batch in batches) / NUM_RANKS
+            loss.backward()
+            values += [loss.detach(), nn.utils.clip_grad_norm_(model.parameters(), 1e9)]
+            optimizer.step()
+            optimizer.zero_grad()
+    return values + [each.detach() for each in model.parameters()]
+
+
+def run(rank: int, name: str, door: str) -> Values:
+    inner = model = model_of(name)
+    batches = batches_of(rank)
+    with float64_throughout(model):
+        is_late = (name, door) == LATE
+        model = SHARDED[name](model if is_late else DOORS[door](model))
+        model = DOORS[door](model) if is_late else model
+        values = trained(model, batches if door == "share_prefixes" else list(map(radix, batches)))
+    assert door != "share_prefixes" or sharing_report(inner).num_shared == STEPS
+    return values
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("name", SHARDED)
+def test_steps(name: str, door: str) -> None:
+    found = on_ranks(NUM_RANKS, partial(run, name=name, door=door))[0]
+    assert max(relative_error(*each) for each in zip(found, ordinary(name), strict=True)) < BAR
