@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import cached_property, partial
+from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -150,6 +151,7 @@ STOCK: dict[str, tuple[Attention | None, Callable[..., Any]]] = {
 # A mapping in which layers find a function, its key there, and what registers another one under this key.
 Place = tuple[MutableMapping[str, Any], str, Callable[[str, Any], None]]
 _attending: WeakKeyDictionary[nn.Module, WeakSet[nn.Module]] = WeakKeyDictionary()  # of a decoder, all that attend
+_TAKING = Lock()  # models may be loaded, and called, in several threads
 _ours: dict[Callable[..., Any], Callable[..., Any]] = {}  # a function of transformers -> ours around it
 
 
@@ -161,6 +163,11 @@ def take_over(decoder: Any) -> str | None:
     name = decoder.config._attn_implementation
     if name not in STOCK:
         return f"attn_implementation {name!r} is none of transformers' own ({', '.join(STOCK)})"
+    with _TAKING:
+        return _take_all(decoder, name)
+
+
+def _take_all(decoder: Any, name: str) -> str | None:
     if decoder not in _attending:
         text = (module for path, module in decoder.named_modules() if is_text(path))
         _attending[decoder] = WeakSet(module for module in text if attends(type(module)))
