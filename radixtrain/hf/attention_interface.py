@@ -59,6 +59,7 @@ class RadixCall:
     places: where the rows stand in the padded batch that they came from; None for a batch of a `RadixCollator`.
     misses_cache: whether the ordinary call would have returned a cache.
     images: those of the padded batch; None without any.
+    token_loss: whether any loss of this batch is known to be a sum over tokens.
     cache: keys and values that this pass keeps, and those that it attends to; None if it is a step of one pass.
     calls: the id of every attention module that ran. both_ways: of those in which rows see later ones of their block.
     mixed: the id of every recurrent mixer that ran.
@@ -80,6 +81,7 @@ class RadixCall:
         self.window_may_bind = window_may_bind
         self.places, self.misses_cache = places, misses_cache
         self.images: Any = None
+        self.token_loss = False
         self.cache: PassCache | None = None
         self.calls: list[int] = []
         self.both_ways: list[int] = []

@@ -27,18 +27,20 @@ from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.attention_interface import RadixCall, check_both_ways
 from radixtrain.hf.backbone import text_decoder_of, with_rows
 from radixtrain.hf.inputs import arguments_of, check_evaluation, check_inputs, check_not_cut, layout_of
+from radixtrain.hf.padded.fused_heads import share_fused_heads
 from radixtrain.hf.padded.kept import KeptCall
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.progress import Progress
 from radixtrain.hf.recurrent.layers import LayerHooks
 from radixtrain.hf.refusals import check_draws, check_own_attention, check_pass
 from radixtrain.hf.sequence_parallel import RowSplit, SplitCall
-from radixtrain.hf.sharing_report import NOT_ALIKE, ORDINARY, SharingWatch
+from radixtrain.hf.sharing_report import NOT_ALIKE, ORDINARY, SharingWatch, is_frozen
+from radixtrain.hf.token_losses import TokenLoss, watched
 from radixtrain.hf.tower import types_for, with_features
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.kernels.rows import gather_rows
 from radixtrain.tree.cost_model import CHOICES
-from radixtrain.tree.layout import CACHE, LEFT_PADDED, PREDICTOR_INDICES, PREFIX, SPLIT, STRATEGY, TreeLayout
+from radixtrain.tree.layout import CACHE, LEFT_PADDED, PREDICTOR_INDICES, PREFIX, SPLIT, STRATEGY, TOKEN_LOSS, TreeLayout
 
 
 @dataclass(eq=False)
@@ -87,6 +89,8 @@ class BackboneHooks:
         options = {"with_kwargs": True, "prepend": True, "always_call": True}  # the user's see [B, L, D]
         backbone.register_forward_hook(self.after, **options)
         self.model.register_forward_pre_hook(self.before_model, with_kwargs=True)
+        if self.refused is None and self.model is not backbone:
+            TokenLoss.install(self.model)
 
     @torch.compiler.disable
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -133,7 +137,7 @@ class BackboneHooks:
         chosen = CHOICES[entries[STRATEGY]] if STRATEGY in entries and self.attention == "auto" else None
         options = layout, entries.get(PREDICTOR_INDICES), self.attention, self.kernel, may_bind, chosen
         call = RadixCall(*options) if self.split is None else SplitCall(self.split, *options)
-        call.cache = entries.get(CACHE)
+        call.cache, call.token_loss = entries.get(CACHE), TOKEN_LOSS in entries
         mask = no_mask(may_bind, layout.device, call)
         types = types_for(backbone, layout.blocks, layout.max_seqlen)
         return {**given, **types, "attention_mask": mask, "use_cache": False, "radix_call": call}
@@ -239,8 +243,11 @@ class BackboneHooks:
             return self.padded.outputs_at_places(output, call)
         if call.predictor_indices is None:
             return output
-        hidden = output[0]
-        return with_rows(output, gather_rows(hidden[0], call.predictor_indices)[None])
+        rows = gather_rows(output[0][0], call.predictor_indices)
+        if not call.token_loss:
+            share_fused_heads()
+            rows = watched(rows, not is_frozen(self.model))
+        return with_rows(output, rows[None])
 
     def _check_mixers(self, backbone: nn.Module, call: Any) -> None:
         missing = [module for module in self.mixers if id(module) not in call.mixed]

@@ -41,6 +41,7 @@ ADVANTAGES = PREFIX + "advantages"  # of each prediction
 LABEL_INDICES = PREFIX + "label_indices"  # which original token each prediction is
 STRATEGY = PREFIX + "strategy"  # the attention strategy that the cost model chose: a place in its `CHOICES`
 MIN_SHARED_TOKENS = PREFIX + "min_shared_tokens"  # the smallest branch that the cost model chose
+TOKEN_LOSS = PREFIX + "token_loss"  # 1 if the loss is known to be a sum over tokens, whoever computes it
 LEFT_PADDED = PREFIX + "left_padded"  # 1 if positions were counted without the padding on the left
 SPLIT = PREFIX + "split"  # marks a batch of which a rank holds some rows: how many unique rows it has, or the loss of the call
 SOURCES = PREFIX + "sources"  # of the context: (micro-batch of the step, first row, last + 1), back to back
