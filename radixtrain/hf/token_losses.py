@@ -83,7 +83,8 @@ def know(loss: Any, source: Tensor) -> None:
 
 def _watch_above(source: Tensor) -> LossWatch | None:
     """The watch of the nearest rows that a tensor was computed from; None if there are none."""
-    waiting, seen = deque([source.grad_fn]), set[Any]()
+    with torch._C.DisableTorchFunctionSubclass():  # or rows of `share_prefixes` would be computed at every place
+        waiting, seen = deque([source.grad_fn]), set[Any]()
     while waiting and len(seen) < MAX_NODES:
         node = waiting.popleft()
         if node is None or node in seen:

@@ -118,10 +118,20 @@ class KeptPrefixes:
         return None
 
     def start(self, backbone: nn.Module, rows: PaddedRows, min_shared_tokens: int, kernel: str) -> KeptCall | None:
-        """The call for the tokens of a batch that are not kept; None while a call of another thread uses the cache."""
+        """The call for the tokens of a batch that are not kept; None while another call uses the cache.
+
+        One of this thread, which this call runs in, is no hindrance, unless the model has changed since it began.
+        """
         held = Held(self.cache)
         with self.cache.exclusive():
-            if any(other.thread != held.thread and not other.is_released for other in self.running):
+            others = [other for other in self.running if not other.is_released]
+            if any(other.thread != held.thread for other in others):
+                return None
+            try:
+                self.cache.of_model(backbone, "keys, values and hidden states")
+            except RuntimeError:  # it is in use
+                if not others:
+                    raise
                 return None
             self.running.add(held)
         try:
@@ -133,7 +143,6 @@ class KeptPrefixes:
     def _started(
         self, held: Held, backbone: nn.Module, rows: PaddedRows, min_shared_tokens: int, kernel: str
     ) -> KeptCall:
-        self.cache.of_model(backbone, "keys, values and hidden states")
         sequences = [ids for ids in np.split(rows.input_ids[rows.kept], rows.cu_seqlens[1:-1]) if len(ids)]
         matches = [self.cache.match_prefix(ids[:-1]) for ids in sequences]
         for match in matches:

@@ -150,7 +150,7 @@ class PaddedSharing:
         reason = self.kept.why_not(model, backbone, given, rows)
         call = None if reason else self.kept.start(backbone, rows, self.min_shared_tokens, self.kernel)
         if call is None:
-            self.report.not_cached[reason or "a call of another thread uses the cache"] += 1
+            self.report.not_cached[reason or "another call uses the cache"] += 1
         return call
 
     def _why_left_padding_matters(self, decoder: Any, rows: PaddedRows) -> str | None:
