@@ -40,7 +40,16 @@ from radixtrain.hf.tower import types_for, with_features
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.kernels.rows import gather_rows
 from radixtrain.tree.cost_model import CHOICES
-from radixtrain.tree.layout import CACHE, LEFT_PADDED, PREDICTOR_INDICES, PREFIX, SPLIT, STRATEGY, TOKEN_LOSS, TreeLayout
+from radixtrain.tree.layout import (
+    CACHE,
+    LEFT_PADDED,
+    PREDICTOR_INDICES,
+    PREFIX,
+    SPLIT,
+    STRATEGY,
+    TOKEN_LOSS,
+    TreeLayout,
+)
 
 
 @dataclass(eq=False)
@@ -142,9 +151,7 @@ class BackboneHooks:
         types = types_for(backbone, layout.blocks, layout.max_seqlen)
         return {**given, **types, "attention_mask": mask, "use_cache": False, "radix_call": call}
 
-    def _ordinary(
-        self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> dict[str, Any] | None:
+    def _ordinary(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """The arguments for an ordinary batch on its unique tokens, after `share_prefixes`, if it can be shared."""
         if self.padded is None:
             self.sharing.count(backbone, False, ORDINARY)
@@ -156,7 +163,7 @@ class BackboneHooks:
         return given
 
     def _allowed(self, backbone: nn.Module, padded: PaddedSharing, given: dict[str, Any]) -> dict[str, Any] | None:
-        """Refuse adapters and dropouts that compute something else on unique tokens; or None, counted, if these are left.
+        """Refuse adapters and dropouts that compute something else on unique tokens; or None if these are left.
 
         given: the arguments of the call.
         """

@@ -43,7 +43,7 @@ class LossWatch:
 
 @torch.compiler.disable  # the watch is new in every call
 def watched(rows: Tensor, is_trained: bool) -> Tensor:
-    """The same rows, whose backward pass raises UserError for a gradient of any other loss.
+    """The same rows, whose backward pass raises UserError for a gradient of a loss that is not known.
 
     rows: (P, D). is_trained: whether something is that these rows go through.
     """
@@ -63,10 +63,11 @@ class _Watched(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         if not ctx.watch.is_known:
             raise UserError(
-                "the model did not compute this loss itself (compute_loss, compute_loss_func), and a batch of "
-                "RadixCollator has one row of predictions for all its sequences, [1, P, vocabulary], so a mean for "
-                "each row would be another one. If it is a sum over tokens, whatever it is divided by, say so: "
-                "RadixCollator(token_loss=True). For any other loss use share_prefixes(model) and your own collator"
+                "no loss that is known to be a sum over tokens gave this gradient, but one of your own (compute_loss, "
+                "compute_loss_func, another loss_function). A batch of RadixCollator has one row of predictions for "
+                "all its sequences, [1, P, vocabulary], so a mean for each row would be another one. If yours is such "
+                "a sum, whatever it is divided by, say so: RadixCollator(token_loss=True). For any other loss use "
+                "share_prefixes(model) and your own collator"
             )
         return grad, None
 
