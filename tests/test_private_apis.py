@@ -178,7 +178,6 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "radixtrain/hf/token_losses.py": {
         "torch._C.DisableTorchFunctionSubclass": "asks rows of `share_prefixes` for their graph without computing them",
-        "transformers.PreTrainedModel._loss_function": "is where a model keeps a loss that was given to it",
     },
     "radixtrain/hf/windows.py": {
         "torch.utils._python_dispatch._disable_current_modes": "no mode counts or fakes what is asked of a mask",

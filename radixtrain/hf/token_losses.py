@@ -118,8 +118,8 @@ class TokenLoss:
     @staticmethod
     def remove(model: Any) -> None:
         """Give a model its own loss back."""
-        if isinstance(vars(model).get("_loss_function"), TokenLoss):
-            del model._loss_function
+        if any(isinstance(value, TokenLoss) for value in vars(model).values()):
+            model.loss_function = ForCausalLMLoss
 
 
 def _know_label_smoothing() -> None:
