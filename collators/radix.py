@@ -49,6 +49,7 @@ from radixtrain.tree.layout import (
     PREDICTOR_INDICES,
     SOURCES,
     STRATEGY,
+    TOKEN_LOSS,
     TreeLayout,
 )
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
@@ -70,6 +71,8 @@ class RadixCollator:
     shared_targets: what a label counts that several sequences of the batch share: `"every"`, once for each of them, as
         an ordinary trainer sums; `"once"`, once, with the mean of their loss weights; see `keep_once`.
     images: `radixtrain.image_inputs_of(model)`, for rows with images; without it they are refused.
+    token_loss: True vouches that a loss of your own is a sum over tokens, whatever it is divided by. By default the
+        backward pass refuses any loss that the model did not compute itself, since a mean for each row would be wrong.
     return_tensors: `"pt"`; Hugging Face's collators have this field too.
     loss_on_all: True to train every token of a feature that has neither labels nor a loss mask; otherwise such a
         feature is refused, because a trainer may have dropped its mask.
@@ -120,6 +123,7 @@ class RadixCollator:
         rows they are.
     radix_image_rows: [placeholders among U], int64, and radix_image_pieces, a tuple of ints: which row of the features
         of these images each unique placeholder stands for.
+    radix_token_loss: 1, only with `token_loss`, or with `merge_labels`, whose loss has to be such a sum.
     radix_left_padded: 1, only if some feature was padded on the left and has no `position_ids`. They count from 0 here
         and from the padding in Hugging Face: the same for rotary embeddings, but not for learned ones.
 
@@ -158,6 +162,7 @@ class RadixCollator:
     shared_targets: Literal["every", "once"] = "every"
     run_cost: RunCost | None = None
     images: ImageInputs | None = None
+    token_loss: bool = False
 
     def __new__(cls, *args: Any, **options: Any) -> RadixCollator:
         if args:
@@ -210,6 +215,7 @@ class RadixCollator:
             **targets,
             **TreeLayout.from_plan(plan, self._run_cost).to_batch(),
             **chosen,
+            **({TOKEN_LOSS: 1} if self.token_loss or self.merge_labels else {}),
             **({LEFT_PADDED: 1} if any(feature.is_counted_from_padding for feature in arrays) else {}),
             **({} if images is None else images.entries(plan)),
         }
@@ -255,6 +261,7 @@ class RadixCollator:
             **layout.to_batch(),
             **chosen,
             SOURCES: sources,
+            TOKEN_LOSS: 1,
             **({LEFT_PADDED: 1} if step.is_left_padded else {}),
         }
 

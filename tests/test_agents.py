@@ -56,6 +56,9 @@ MISTAKES: list[Callable[[Callable[[], Any], Path], Any]] = [
     lambda model, folder: train(
         folder, prepare_model(model()), eval_dataset=ROWS, compute_metrics=lambda found: {}
     ).evaluate(),
+    lambda model, folder: train(
+        folder, prepare_model(model()), compute_loss_func=lambda output, labels, **_: output.logits.square().mean()
+    ).train(),
     lambda model, folder: train(folder, prepare_model(model()), Stream()).train(),
 ]
 

@@ -176,6 +176,9 @@ TABLE: dict[str, dict[str, str]] = {
     "radixtrain/hf/probes.py": {
         "transformers.PretrainedConfig._attn_implementation": "is set to flash attention, which need not be installed",
     },
+    "radixtrain/hf/progress.py": {
+        "torch._C._current_graph_task_id": "tells layers that a backward pass recomputes from others",
+    },
     "radixtrain/hf/recurrent/layers.py": {
         "transformers.PreTrainedModel._gradient_checkpointing_func": (
             "computes a layer again, without the layer's hooks"
@@ -183,6 +186,9 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "radixtrain/hf/refusals.py": {
         "transformers.PretrainedConfig._attn_implementation": "names the attention of a model",
+    },
+    "radixtrain/hf/token_losses.py": {
+        "torch._C.DisableTorchFunctionSubclass": "asks rows of `share_prefixes` for their graph without computing them",
     },
     "radixtrain/hf/windows.py": {
         "torch.utils._python_dispatch._disable_current_modes": "no mode counts or fakes what is asked of a mask",

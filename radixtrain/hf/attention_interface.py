@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import cached_property, partial
+from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -58,6 +59,7 @@ class RadixCall:
     places: where the rows stand in the padded batch that they came from; None for a batch of a `RadixCollator`.
     misses_cache: whether the ordinary call would have returned a cache.
     images: those of the padded batch; None without any.
+    token_loss: whether any loss of this batch is known to be a sum over tokens.
     cache: keys and values that this pass keeps, and those that it attends to; None if it is a step of one pass.
     calls: the id of every attention module that ran. both_ways: of those in which rows see later ones of their block.
     mixed: the id of every recurrent mixer that ran.
@@ -79,6 +81,7 @@ class RadixCall:
         self.window_may_bind = window_may_bind
         self.places, self.misses_cache = places, misses_cache
         self.images: Any = None
+        self.token_loss = False
         self.cache: PassCache | None = None
         self.calls: list[int] = []
         self.both_ways: list[int] = []
@@ -150,6 +153,7 @@ STOCK: dict[str, tuple[Attention | None, Callable[..., Any]]] = {
 # A mapping in which layers find a function, its key there, and what registers another one under this key.
 Place = tuple[MutableMapping[str, Any], str, Callable[[str, Any], None]]
 _attending: WeakKeyDictionary[nn.Module, WeakSet[nn.Module]] = WeakKeyDictionary()  # of a decoder, all that attend
+_TAKING = Lock()  # models may be loaded, and called, in several threads
 _ours: dict[Callable[..., Any], Callable[..., Any]] = {}  # a function of transformers -> ours around it
 
 
@@ -161,6 +165,11 @@ def take_over(decoder: Any) -> str | None:
     name = decoder.config._attn_implementation
     if name not in STOCK:
         return f"attn_implementation {name!r} is none of transformers' own ({', '.join(STOCK)})"
+    with _TAKING:
+        return _take_all(decoder, name)
+
+
+def _take_all(decoder: Any, name: str) -> str | None:
     if decoder not in _attending:
         text = (module for path, module in decoder.named_modules() if is_text(path))
         _attending[decoder] = WeakSet(module for module in text if attends(type(module)))

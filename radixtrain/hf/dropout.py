@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from threading import get_ident
 from typing import Any
 
 from torch import nn
@@ -64,14 +65,30 @@ def check_noise(decoder: Any, allowed: tuple[str, ...]) -> None:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside, then every module's own mode again."""
-    modes = [(module, module.training) for module in model.modules()]
+    """Evaluation mode inside, then every module's own mode again.
+
+    A module has one mode for all threads: UserError for another thread that calls the model inside, if it changed.
+    """
+    training, thread = [module for module in model.modules() if module.training], get_ident()
+
+    def check(*_: Any) -> None:
+        if get_ident() != thread:
+            raise UserError(
+                f"another thread has {type(model).__name__} in evaluation mode for a while (generate does so), in "
+                f"which dropout would not draw: call model.eval() before, or this model after that"
+            )
+
+    if not training:
+        yield
+        return
+    hook = model.register_forward_pre_hook(check)
     model.eval()
     try:
         yield
     finally:
-        for module, mode in modes:
-            module.training = mode
+        hook.remove()
+        for module in training:
+            module.training = True
 
 
 @contextmanager

@@ -15,10 +15,10 @@ the head, so that both arms compute the same rows of logits.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import get_ident
+from threading import RLock, get_ident
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from radixtrain.errors import UserError, first_line
 from radixtrain.hf.backbone import Parts, parts_of, with_rows
 from radixtrain.hf.dropout import evaluating
 from radixtrain.hf.positions import padding_idx_of_positions
+from radixtrain.hf.progress import Progress
 from radixtrain.tree.layout import PREDICTOR_INDICES
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 ORDINARY_KEYS = ("input_ids", "attention_mask", "position_ids")
 NUM_TOKENS = 8
 LARGE = 1000.0  # a row of order one shows a bias, one of this order a soft-cap
+_REPLACING = RLock()  # for one thread at a time
 SAME_ROW = 1e-2  # relative L2: rounding of 16 bits stays below it, the influence of another row does not
 
 
@@ -112,16 +114,35 @@ def _selected(hidden: Tensor, indices: Tensor) -> Tensor:
 @contextmanager
 def only_rows(backbone: nn.Module, indices: Tensor) -> Iterator[None]:
     """Inside, the backbone returns to this thread only these rows of the flattened batch, `[1, P, D]`."""
-    thread = get_ident()
+    with on_output(backbone, lambda output: with_rows(output, _selected(output[0], indices)[None])):
+        yield
 
-    def select(backbone: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return with_rows(output, _selected(output[0], indices)[None]) if get_ident() == thread else None
 
-    handle = backbone.register_forward_hook(select)
+@contextmanager
+def on_output(backbone: nn.Module, change: Callable[[Any], Any]) -> Iterator[None]:
+    """Inside, what the backbone returns to this thread passes through a function; None from it changes nothing.
+
+    Not what it returns to calls that run in such a call, by a hook.
+    """
+    progress, thread = Progress(), get_ident()
+
+    def begin(backbone: nn.Module, args: tuple[Any, ...]) -> None:
+        progress.begin(None)
+
+    def end(backbone: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        progress.end()
+        is_own = get_ident() == thread and not progress.calls and output is not None
+        return change(output) if is_own else None
+
+    hooks = (
+        backbone.register_forward_pre_hook(begin),
+        backbone.register_forward_hook(end, always_call=True),
+    )
     try:
         yield
     finally:
-        handle.remove()
+        for hook in hooks:
+            hook.remove()
 
 
 def _why_not_plain(parts: Parts) -> str | None:
@@ -232,13 +253,19 @@ class _Returned(ModelOutput):
 
 @contextmanager
 def _returning(backbone: Any, rows: Tensor) -> Iterator[None]:
-    """Inside, the backbone returns these rows, whatever it is given."""
-    own = vars(backbone).get("forward")  # accelerate sets one on the instance
-    backbone.forward = lambda *args, **kwargs: _Returned(last_hidden_state=rows[None])
-    try:
-        yield
-    finally:
-        if own is None:
-            del backbone.forward
-        else:
-            backbone.forward = own
+    """Inside, the backbone returns these rows to this thread, whatever it is given."""
+    thread = get_ident()
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return _Returned(last_hidden_state=rows[None]) if get_ident() == thread else ordinary(*args, **kwargs)
+
+    with _REPLACING:
+        ordinary, own = backbone.forward, vars(backbone).get("forward")  # accelerate sets one on the instance
+        backbone.forward = forward
+        try:
+            yield
+        finally:
+            if own is None:
+                del backbone.forward
+            else:
+                backbone.forward = own

@@ -27,17 +27,29 @@ from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.attention_interface import RadixCall, check_both_ways
 from radixtrain.hf.backbone import text_decoder_of, with_rows
 from radixtrain.hf.inputs import arguments_of, check_evaluation, check_inputs, check_not_cut, layout_of
+from radixtrain.hf.padded.fused_heads import share_fused_heads
 from radixtrain.hf.padded.kept import KeptCall
 from radixtrain.hf.padded.sharing import PaddedSharing
-from radixtrain.hf.recurrent.layers import LayerHooks, Progress
+from radixtrain.hf.progress import Progress
+from radixtrain.hf.recurrent.layers import LayerHooks
 from radixtrain.hf.refusals import check_draws, check_own_attention, check_pass
 from radixtrain.hf.sequence_parallel import RowSplit, SplitCall
-from radixtrain.hf.sharing_report import NOT_ALIKE, ORDINARY, SharingWatch
+from radixtrain.hf.sharing_report import NOT_ALIKE, ORDINARY, SharingWatch, is_frozen
+from radixtrain.hf.token_losses import TokenLoss, watched
 from radixtrain.hf.tower import types_for, with_features
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.kernels.rows import gather_rows
 from radixtrain.tree.cost_model import CHOICES
-from radixtrain.tree.layout import CACHE, LEFT_PADDED, PREDICTOR_INDICES, PREFIX, SPLIT, STRATEGY, TreeLayout
+from radixtrain.tree.layout import (
+    CACHE,
+    LEFT_PADDED,
+    PREDICTOR_INDICES,
+    PREFIX,
+    SPLIT,
+    STRATEGY,
+    TOKEN_LOSS,
+    TreeLayout,
+)
 
 
 @dataclass(eq=False)
@@ -48,7 +60,7 @@ class BackboneHooks:
     attention, kernel, allow_dropout: as given to `prepare_model`.
     num_layers: decoder layers that attend, each of which must run tree attention.
     mixers: modules with a recurrent state, each of which must run on the tree.
-    progress: the call that passes now, for layers that pass nothing on to their mixers.
+    progress: the calls that run now, for layers that pass nothing on to their mixers.
     refused: why the model cannot use a batch of a `RadixCollator`; None if it can.
     padded: shares ordinary batches; None unless the model is one of `share_prefixes`.
     sharing: warns if nothing is shared.
@@ -83,8 +95,11 @@ class BackboneHooks:
     def install(self, backbone: nn.Module) -> None:
         """Register the hooks on the backbone and the model. `remove_hooks` finds them by their owner."""
         backbone.register_forward_pre_hook(self.before, with_kwargs=True)
-        backbone.register_forward_hook(self.after, with_kwargs=True, prepend=True)  # the user's see [B, L, D]
+        options = {"with_kwargs": True, "prepend": True, "always_call": True}  # the user's see [B, L, D]
+        backbone.register_forward_hook(self.after, **options)
         self.model.register_forward_pre_hook(self.before_model, with_kwargs=True)
+        if self.refused is None and self.model is not backbone:
+            TokenLoss.install(self.model)
 
     @torch.compiler.disable
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -101,13 +116,21 @@ class BackboneHooks:
 
     @torch.compiler.disable  # dynamo cannot trace the dataclass, and would warn; it runs once a pass
     def before(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Turn the flat entries into one object for the layers. `_before_ordinary` takes a batch without them."""
-        self.progress.call = None  # an error may have left one
+        """Turn the flat entries into one object for the layers. `_ordinary` takes a batch without them."""
+        self.progress.begin(None)  # what is tried until it is known is ordinary
         if kwargs.get("radix_call") is not None:  # a pass of generation
             return None
         entries = {name: value for name, value in kwargs.items() if name.startswith(PREFIX)}
-        if not entries:
-            return self._before_ordinary(backbone, args, kwargs)
+        given = self._radix(backbone, entries, args, kwargs) if entries else self._ordinary(backbone, args, kwargs)
+        if given is None:
+            return None
+        self.progress.become(given["radix_call"])
+        return (), given
+
+    def _radix(
+        self, backbone: nn.Module, entries: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The arguments for a batch of a `RadixCollator`."""
         if self.refused is not None:
             raise UserError(self.refused)
         layout, arguments = layout_of(entries), arguments_of(backbone, args, kwargs)
@@ -123,36 +146,41 @@ class BackboneHooks:
         chosen = CHOICES[entries[STRATEGY]] if STRATEGY in entries and self.attention == "auto" else None
         options = layout, entries.get(PREDICTOR_INDICES), self.attention, self.kernel, may_bind, chosen
         call = RadixCall(*options) if self.split is None else SplitCall(self.split, *options)
-        call.cache = entries.get(CACHE)
+        call.cache, call.token_loss = entries.get(CACHE), TOKEN_LOSS in entries
         mask = no_mask(may_bind, layout.device, call)
-        self.progress.call = call
         types = types_for(backbone, layout.blocks, layout.max_seqlen)
-        return (), {**given, **types, "attention_mask": mask, "use_cache": False, "radix_call": call}
+        return {**given, **types, "attention_mask": mask, "use_cache": False, "radix_call": call}
 
-    def _before_ordinary(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An ordinary batch: on its unique tokens after `share_prefixes`, if it can be shared."""
+    def _ordinary(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """The arguments for an ordinary batch on its unique tokens, after `share_prefixes`, if it can be shared."""
         if self.padded is None:
             self.sharing.count(backbone, False, ORDINARY)
             return None
         given = self.padded.call_on_unique_tokens(self.model, backbone, args, kwargs)
-        if given is not None and self._is_allowed(backbone, self.padded, given["radix_call"]):
-            self.progress.call = given["radix_call"]
-            self.padded.count(self.progress.call)
+        if given is not None:
+            given = self._allowed(backbone, self.padded, given)
         self.sharing.count(backbone, bool(self.padded.report.num_shared), self.padded.report)
-        return None if self.progress.call is None else ((), given)
+        return given
 
-    def _is_allowed(self, backbone: nn.Module, padded: PaddedSharing, call: Any) -> bool:
-        """Refuse adapters and dropouts that compute something else on unique tokens; or say so, if these are left."""
+    def _allowed(self, backbone: nn.Module, padded: PaddedSharing, given: dict[str, Any]) -> dict[str, Any] | None:
+        """Refuse adapters and dropouts that compute something else on unique tokens; or None if these are left.
+
+        given: the arguments of the call.
+        """
+        call = given["radix_call"]
         allowed = () if isinstance(call, KeptCall) else self.allow_dropout  # what is kept is no draw
         try:
             check_adapters((self.model, backbone), allowed)
             check_draws(text_decoder_of(backbone), self.model.get_output_embeddings(), allowed)
         except UserError as error:
+            if isinstance(call, KeptCall):
+                call.held.release()
             if not padded.leaves_refused:
                 raise
             padded.report.not_shared[str(error)] += 1
-            return False
-        return True
+            return None
+        padded.count(call)
+        return given
 
     def _check(
         self, backbone: nn.Module, layout: TreeLayout, entries: Mapping[str, Any], given: Mapping[str, Any]
@@ -196,8 +224,11 @@ class BackboneHooks:
 
     def after(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Check that every layer ran tree attention, keep the rows that predict, expand router logits to all tokens."""
-        call, self.progress.call = kwargs.get("radix_call"), None
-        if not isinstance(call, RadixCall | KeptCall):
+        self.progress.end()
+        call = kwargs.get("radix_call")
+        if output is None and isinstance(call, KeptCall):  # an error
+            call.held.release()
+        if output is None or not isinstance(call, RadixCall | KeptCall):
             return None
         self._check_mixers(backbone, call)
         check_both_ways(backbone, call)
@@ -219,8 +250,11 @@ class BackboneHooks:
             return self.padded.outputs_at_places(output, call)
         if call.predictor_indices is None:
             return output
-        hidden = output[0]
-        return with_rows(output, gather_rows(hidden[0], call.predictor_indices)[None])
+        rows = gather_rows(output[0][0], call.predictor_indices)
+        if not call.token_loss:
+            share_fused_heads()
+            rows = watched(rows, not is_frozen(self.model))
+        return with_rows(output, rows[None])
 
     def _check_mixers(self, backbone: nn.Module, call: Any) -> None:
         missing = [module for module in self.mixers if id(module) not in call.mixed]

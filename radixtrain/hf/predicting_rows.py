@@ -25,6 +25,7 @@ from radixtrain.tree.layout import (
     LOSS_WEIGHTS,
     OLD_LOGPROBS,
     PREDICTION_ROWS,
+    TOKEN_LOSS,
     sequences_of,
 )
 
@@ -87,7 +88,7 @@ def forward_rows(model: nn.Module, batch: Mapping[str, Any], plain_head: bool) -
     batch: on the device of the model.
     plain_head: `has_plain_head(model)`, which is asked once for each model.
     """
-    inputs = {name: value for name, value in batch.items() if name not in TARGET_KEYS}
+    inputs = {**{name: value for name, value in batch.items() if name not in TARGET_KEYS}, TOKEN_LOSS: 1}
     parts = parts_of(model)
     if not is_padded(batch) and not hasattr(parts.backbone, PREPARED):  # it would attend from row to row
         raise UserError(

@@ -27,6 +27,7 @@ from radixtrain.hf.recurrent.mixers import mixers_of, num_attention_layers
 from radixtrain.hf.refusals import check_cacheable, check_choice, check_model, why_no_radix_batch
 from radixtrain.hf.sequence_parallel import SplitModel
 from radixtrain.hf.sharing_report import SharingReport, SharingWatch
+from radixtrain.hf.token_losses import TokenLoss
 from radixtrain.tree.runs import RunCost
 
 STATE = "_radixtrain_state"
@@ -189,6 +190,7 @@ def restore_model(model: ModelT) -> ModelT:
         remove_mixers(base)
         if state.split is not None:
             state.split.remove()
+        TokenLoss.remove(base)
         delattr(base, STATE)
         delattr(backbone_of(base), PREPARED)
         allow_watch()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from torch.nn.functional import linear, normalize
 
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import Parts, parts_of
-from radixtrain.hf.head import hidden_rows, is_padded, logits_rows
+from radixtrain.hf.head import hidden_rows, is_padded, logits_rows, on_output
 from radixtrain.hf.predicting_rows import TARGET_KEYS, PredictingRows, Targets, labelled_logprobs
 from radixtrain.tree.layout import CU_SEQLENS, INVERSE_INDICES, PREDICTOR_INDICES
 
@@ -215,25 +214,11 @@ def _run(parts: Parts, batch: Mapping[str, Any], read: Tensor, only_hidden: bool
     inputs = {**{name: value for name, value in batch.items() if name not in TARGET_KEYS}, PREDICTOR_INDICES: read}
     if only_hidden:
         return _Rows(hidden_rows(parts, inputs), None, parts.head)
-    with _outputs_of(parts.backbone) as outputs:
-        logits = logits_rows(parts, inputs)
+    outputs: list[Tensor] = []
+    with on_output(parts.backbone, lambda output: outputs.append(output[0])):
+        logits = logits_rows(parts, inputs)  # the hidden rows come as well; for a radix batch those that are read
     hidden = outputs[0].flatten(0, 1)
     return _Rows(hidden[read] if is_padded(batch) else hidden, logits, None)
-
-
-@contextmanager
-def _outputs_of(backbone: nn.Module) -> Iterator[list[Tensor]]:
-    """Inside, the list receives the hidden rows that the backbone returns: for a radix batch those that are read."""
-    outputs: list[Tensor] = []
-
-    def keep(backbone: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        outputs.append(output[0])
-
-    handle = backbone.register_forward_hook(keep)
-    try:
-        yield outputs
-    finally:
-        handle.remove()
 
 
 def _last_tokens(batch: Mapping[str, Any]) -> Tensor:

@@ -34,6 +34,7 @@ from radixtrain.collators.row_split import filled, own_inputs, own_predictors, o
 from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import Heads, RadixCall
 from radixtrain.hf.backbone import Parts
+from radixtrain.hf.progress import Progress
 from radixtrain.tree.layout import PREDICTOR_INDICES, SPLIT, TreeLayout
 
 logger = logging.getLogger(__name__)
@@ -181,6 +182,17 @@ def check_heads(num_heads: int, size: int) -> None:
         )
 
 
+class SplitLoss:
+    """The loss of a call that is split. No dataclass: FSDP, when it casts arguments, makes a copy of those.
+
+    labels: (1, p), int64. of the own predictions. num_items: labels of the whole batch, or what the trainer gave.
+    is_computed: whether the model has called its loss function.
+    """
+
+    def __init__(self, labels: Tensor, num_items: Any) -> None:
+        self.labels, self.num_items, self.is_computed = labels, num_items, False
+
+
 class SplitModel:
     """What a model of `prepare_model(model, sp_group=...)` does around its own call.
 
@@ -189,9 +201,7 @@ class SplitModel:
 
     def __init__(self, outer: nn.Module, parts: Parts, group: Any) -> None:
         self.outer, self.base, self.rows = outer, parts.base, RowSplit(group)
-        self.labels: Tensor | None = None  # of the own predictions, while a call passes
-        self.num_items: Any = None  # labels of the whole batch, or what the trainer gave
-        self.has_loss = False  # of the call that passes
+        self.progress = Progress()
         _check_loss(parts)
         check_heads(parts.decoder.config.num_attention_heads, self.rows.size)
         self.hooks: list[Any] = []
@@ -221,6 +231,7 @@ class SplitModel:
 
         A batch that a `StepCollator` has split is left as it is.
         """
+        self.progress.begin(None)
         if PREDICTOR_INDICES not in kwargs or SPLIT in kwargs:
             return None
         if kwargs.get("shift_labels") is None or kwargs.get("labels") is None:
@@ -235,27 +246,29 @@ class SplitModel:
         own = (is_own & (targets[0] != IGNORE_INDEX)).nonzero()[:, 0]
         # No rank without any, nor with as many as rows: layers receive the labels, and a mixer would exchange them.
         ignored = 2 if len(own) + 1 == self.rows.rows_per_rank(num_rows) else 1
-        self.labels = nn.functional.pad(targets[:, own], (0, ignored), value=IGNORE_INDEX)
+        own_labels = nn.functional.pad(targets[:, own], (0, ignored), value=IGNORE_INDEX)
         given = kwargs.get("num_items_in_batch")
-        self.num_items = (targets != IGNORE_INDEX).sum() if given is None else given
+        split = SplitLoss(own_labels, (targets != IGNORE_INDEX).sum() if given is None else given)
+        self.progress.become(split)
         cut = own_inputs(kwargs, rank, size)
         predictors = nn.functional.pad(rows[own], (0, ignored))
-        labels = {"shift_labels": self.labels, "labels": self.labels.roll(1)}
-        return args, {**kwargs, **cut, **labels, PREDICTOR_INDICES: predictors, SPLIT: num_rows}
+        labels = {"shift_labels": own_labels, "labels": own_labels.roll(1)}
+        return args, {**kwargs, **cut, **labels, PREDICTOR_INDICES: predictors, SPLIT: split}
 
     def loss(self, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Any:
         """In place of the model's `loss_function`: that of the whole batch."""
-        if self.labels is None:
+        split = self.progress.call
+        if split is None:
             return self.loss_function(logits, labels, *args, **kwargs)
-        if self.has_loss:
+        if split.is_computed:
             raise self._refusal("calls its loss_function more than once, and only the first is of the whole batch")
-        self.has_loss = True
-        given = {**kwargs, "shift_labels": self.labels, "num_items_in_batch": self.num_items}
+        split.is_computed = True
+        given = {**kwargs, "shift_labels": split.labels, "num_items_in_batch": split.num_items}
         return self.rows.sum(self.loss_function(logits, labels, *args, **given))
 
     def end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        is_left, self.labels, self.has_loss = self.labels is not None and not self.has_loss, None, False
-        if is_left and output is not None:
+        split = self.progress.end()
+        if split is not None and not split.is_computed and output is not None:
             raise self._refusal("computes its loss by itself, not by its loss_function, so it would be that of a part")
 
     def _refusal(self, what: str) -> UserError:

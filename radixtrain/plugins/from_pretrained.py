@@ -18,6 +18,7 @@ import functools
 import json
 import os
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -127,23 +128,24 @@ def _wrap_from_pretrained() -> None:
     loaded: list[tuple[LoadedModel, Any]] = []
     atexit.register(_report, loaded, folder)
     original = transformers.PreTrainedModel.from_pretrained.__func__
-    depth = 0  # a model may load its parts by from_pretrained
+    loading, lock = threading.local(), threading.Lock()
 
     @functools.wraps(original)
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal depth
-        depth += 1
+        is_part = getattr(loading, "is_on", False)  # a model may load its parts by from_pretrained
+        loading.is_on = True
         try:
             result = original(cls, *args, **kwargs)
         finally:
-            depth -= 1
+            loading.is_on = is_part
         model = result[0] if isinstance(result, tuple) else result  # output_loading_info=True returns a pair
         path = str(args[0] if args else kwargs.get("pretrained_model_name_or_path") or model.name_or_path)
-        if not depth and (not only or {type(model).__name__, path, Path(path).name} & set(only)):
+        if not is_part and (not only or {type(model).__name__, path, Path(path).name} & set(only)):
             name = f"{type(model).__name__} of {path}"
-            count = sum(entry.name.partition(" (")[0] == name for entry, _ in loaded)
-            name = f"{name} ({count + 1})" if count else name
-            loaded.append((LoadedModel(name, wrong), None) if wrong else _share(model, name, options))
+            with lock:
+                count = sum(entry.name.partition(" (")[0] == name for entry, _ in loaded)
+                name = f"{name} ({count + 1})" if count else name
+                loaded.append((LoadedModel(name, wrong), None) if wrong else _share(model, name, options))
         return result
 
     transformers.PreTrainedModel.from_pretrained = classmethod(from_pretrained)

@@ -87,7 +87,7 @@ def test_two_sequences_merged():
     batch = RadixCollator(merge_labels=True)([*DOCSTRING, DOCSTRING[0]])
     assert set(batch) == LAYOUT_KEYS | {
         *("input_ids", "position_ids", "shift_labels"),
-        *("radix_predictor_indices", "radix_prediction_rows", "radix_loss_weights"),
+        *("radix_predictor_indices", "radix_prediction_rows", "radix_loss_weights", "radix_token_loss"),
     }
     assert batch["input_ids"].tolist() == [[7, 8, 5, 9]]
     assert batch["shift_labels"].tolist() == [[5, 9]]

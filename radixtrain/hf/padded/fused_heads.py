@@ -2,7 +2,7 @@
 
 These functions take hidden rows, the matrix of the head and labels, and are autograd functions, to which torch gives
 whole tensors. So ours stand in their place, in the modules that call them. What is not one of our hidden states goes to
-the function as it is, and what ours does not compute, as whole rows.
+the function as it is, and what ours does not compute, as whole rows. What they compute is known to be one of tokens.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from radixtrain.hf.padded.row_functions import MIN_SAVING
 from radixtrain.hf.padded.spread import Spread
 from radixtrain.hf.padded.spread_rows import SpreadRows
+from radixtrain.hf.token_losses import know
 from radixtrain.kernels.rows import gather_rows
 from radixtrain.loss import linear_cross_entropy
 
@@ -37,7 +38,9 @@ class FusedHead:
 
     def apply(self, hidden: Tensor, *others: Any) -> Any:
         if type(hidden) is not SpreadRows:
-            return self.ordinary.apply(hidden, *others)
+            found = self.ordinary.apply(hidden, *others)
+            know(found, hidden)
+            return found
         spread = hidden.spread
         found = self.on_rows(self.ordinary, spread, *others) if hidden.is_lazy else NotImplemented
         if found is NotImplemented:

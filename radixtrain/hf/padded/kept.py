@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -41,6 +42,7 @@ class KeptCall(CachedCall):
     ends: of its sequences. to_keep: token ids and slots of what each has in the cache afterwards.
     stored_slots: (R,), int64. kept rows that stand in the batch.
     places: where they stand, and after them the new rows. misses_cache: as in `RadixCall`.
+    held: what it holds of the cache.
     """
 
     ends: Continuations
@@ -48,9 +50,36 @@ class KeptCall(CachedCall):
     stored_slots: IntArray
     places: Places
     misses_cache: bool
+    held: Held
 
 
 NONE: IntArray = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(eq=False)
+class Held:
+    """What a call holds of a cache: locked nodes, slots that are reserved, and slots outside of its tree.
+
+    A call that nothing ends, as with Ctrl-C, gives them back when it is gone.
+    """
+
+    cache: Any
+    thread: int = field(default_factory=get_ident)
+    locked: list[Any] = field(default_factory=list)
+    reserved: IntArray = field(default_factory=lambda: NONE)
+    unkept: IntArray = field(default_factory=lambda: NONE)
+    is_released: bool = False
+
+    def release(self) -> None:
+        """Give all of it back, once."""
+        with self.cache.exclusive():
+            for node in self.locked:
+                self.cache.unlock(node)
+            self.cache.cancel(self.reserved)
+            self.cache.pool.release(self.unkept)
+            self.locked, self.reserved, self.unkept, self.is_released = [], NONE, NONE, True
+
+    __del__ = release
 
 
 @dataclass(eq=False)
@@ -58,15 +87,11 @@ class KeptPrefixes:
     """Runs the calls of a frozen backbone on what a cache does not hold of them.
 
     cache: a `RadixCache`, which is of a floor above this one.
-    thread, locked, reserved, unkept: of the call that runs: its thread, nodes and slots that it holds in the cache, and
-        slots outside of it.
+    running: what calls hold that have not ended. Those of one thread may run in each other.
     """
 
     cache: Any
-    thread: int | None = None
-    locked: list[Any] = field(default_factory=list)
-    reserved: IntArray = field(default_factory=lambda: NONE)
-    unkept: IntArray = field(default_factory=lambda: NONE)
+    running: WeakSet[Held] = field(default_factory=WeakSet)
 
     def __reduce__(self) -> tuple[type, tuple[Any]]:
         """The copy of a model has an empty cache, and no call runs in it."""
@@ -90,29 +115,47 @@ class KeptPrefixes:
         for name in ("output_hidden_states", "output_router_logits"):
             if option(name, text_decoder_of(backbone).config, given):
                 return name
-        with self.cache.exclusive():
-            if self.thread not in (None, get_ident()):
-                return "a call of another thread uses the cache"
-            self.release()  # of a call that ended with an error
-            self.thread = get_ident()
         return None
 
-    def start(self, backbone: nn.Module, rows: PaddedRows, min_shared_tokens: int, kernel: str) -> KeptCall:
-        """The call for the tokens of a batch that are not kept."""
-        self.cache.of_model(backbone, "keys, values and hidden states")
+    def start(self, backbone: nn.Module, rows: PaddedRows, min_shared_tokens: int, kernel: str) -> KeptCall | None:
+        """The call for the tokens of a batch that are not kept; None while another call uses the cache.
+
+        One of this thread, which this call runs in, is no hindrance, unless the model has changed since it began.
+        """
+        held = Held(self.cache)
+        with self.cache.exclusive():
+            others = [other for other in self.running if not other.is_released]
+            if any(other.thread != held.thread for other in others):
+                return None
+            try:
+                self.cache.of_model(backbone, "keys, values and hidden states")
+            except RuntimeError:  # it is in use
+                if not others:
+                    raise
+                return None
+            self.running.add(held)
+        try:
+            return self._started(held, backbone, rows, min_shared_tokens, kernel)
+        except BaseException:
+            held.release()
+            raise
+
+    def _started(
+        self, held: Held, backbone: nn.Module, rows: PaddedRows, min_shared_tokens: int, kernel: str
+    ) -> KeptCall:
         sequences = [ids for ids in np.split(rows.input_ids[rows.kept], rows.cu_seqlens[1:-1]) if len(ids)]
         matches = [self.cache.match_prefix(ids[:-1]) for ids in sequences]
         for match in matches:
             self.cache.lock(match.node)
-            self.locked.append(match.node)
+            held.locked.append(match.node)
         ends = Continuations.of(sequences, matches, min_shared_tokens)
         may_bind = window_may_bind(text_decoder_of(backbone).config, int(ends.lengths.max()))
         is_kept = self._rows_to_keep(ends.plan)
-        self.reserved = self.cache.reserve(int(is_kept.sum()))
+        held.reserved = self.cache.reserve(int(is_kept.sum()))
         if may_bind:  # a layer with a window reads all rows where they are stored
-            self.unkept = self.cache.pool.allocate(int((~is_kept).sum()))
-        new = np.append(is_kept.nonzero()[0], (~is_kept).nonzero()[0][: len(self.unkept)])
-        slots = np.append(self.reserved, self.unkept)
+            held.unkept = self.cache.pool.allocate(int((~is_kept).sum()))
+        new = np.append(is_kept.nonzero()[0], (~is_kept).nonzero()[0][: len(held.unkept)])
+        slots = np.append(held.reserved, held.unkept)
         rows_of_ends = np.split(ends.plan.inverse_indices, ends.plan.cu_seqlens[1:-1])
         stored_slots, stored_rows = np.unique(np.concatenate(ends.stored), return_inverse=True)
         rows_of_beginnings = np.split(stored_rows, ends.num_stored.cumsum()[:-1])
@@ -123,7 +166,7 @@ class KeptPrefixes:
             row_of_token += [stored, len(stored_slots) + own]
         layout = ends.layout(new, slots, next(backbone.parameters()).device)
         call = KeptCall(layout, self._write, kernel, may_bind)
-        call.ends, call.to_keep, call.stored_slots = ends, to_keep, stored_slots
+        call.held, call.ends, call.to_keep, call.stored_slots = held, ends, to_keep, stored_slots
         call.places = rows.places(np.concatenate(row_of_token), len(stored_slots) + ends.plan.num_rows)
         return call
 
@@ -146,16 +189,8 @@ class KeptPrefixes:
         """(R + U, D). The hidden states of the kept rows of the batch, then those of the new ones, (U, D), kept now."""
         (stored,) = self._write(len(call.calls), (hidden[:, None],), call.layout)
         kept = stored[:, 0].index_select(0, on_device(call.stored_slots, hidden.device))
-        self.reserved = NONE
+        call.held.reserved = NONE
         for ids, slots in call.to_keep:
             self.cache.insert(ids, slots)
-        self.release()
+        call.held.release()
         return torch.cat([kept, hidden])
-
-    def release(self) -> None:
-        """Gives back what a call holds."""
-        for node in self.locked:
-            self.cache.unlock(node)
-        self.cache.cancel(self.reserved)
-        self.cache.pool.release(self.unkept)
-        self.thread, self.locked, self.reserved, self.unkept = None, [], NONE, NONE

@@ -117,11 +117,9 @@ class PaddedSharing:
         images = Images.read(backbone, given, rows, axes) if of_images else None
         if isinstance(images, str):
             return images
-        reason = None if self.kept is None else self.kept.why_not(model, backbone, given, rows)
-        self.report.not_cached.update([reason] if reason else [])
-        if self.kept is not None and reason is None:
-            call = self.kept.start(backbone, rows, self.min_shared_tokens, self.kernel)
-            plan, ids = call.ends.plan, call.ends.ids
+        kept = self._kept_call(model, backbone, given, rows)
+        if kept is not None:
+            call, plan, ids = kept, kept.ends.plan, kept.ends.ids
         else:
             compared_ids = ids if images is None else images.codes
             plan = build_prefix_plan(
@@ -143,6 +141,18 @@ class PaddedSharing:
             return arguments
         call.images = images
         return images.in_place_of(arguments, plan.gather_indices, call.layout)
+
+    def _kept_call(
+        self, model: nn.Module, backbone: nn.Module, given: Mapping[str, Any], rows: PaddedRows
+    ) -> KeptCall | None:
+        """The call on what the cache does not hold; None without a cache, or, counted, if it cannot be used."""
+        if self.kept is None:
+            return None
+        reason = self.kept.why_not(model, backbone, given, rows)
+        call = None if reason else self.kept.start(backbone, rows, self.min_shared_tokens, self.kernel)
+        if call is None:
+            self.report.not_cached[reason or "another call uses the cache"] += 1
+        return call
 
     def _why_left_padding_matters(self, decoder: Any, rows: PaddedRows) -> str | None:
         """Why padding on the left cannot be shared, found once: with LoRA in 28 layers it takes 9 ms."""

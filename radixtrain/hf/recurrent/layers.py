@@ -5,7 +5,7 @@ from hooks on its decoder layer: the call is among the layer's keyword arguments
 pass nothing on, the layer's input is marked with it.
 
 Activation checkpointing computes a layer again in the backward pass. If it wraps the whole layer, these hooks run
-again. transformers wraps only the layer's `forward`: there the hooks put a `Checkpoint` in place of its function.
+again. transformers wraps only the layer's `forward`: there a `Checkpoint` around its function keeps the call.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
+from radixtrain.hf.progress import Progress
 from radixtrain.hf.recurrent.forking import why_it_cannot_fork
 from radixtrain.hf.recurrent.mixers import layer_around, mixers_of
 from radixtrain.hf.recurrent.running import arguments_by_name, cache_argument, run_on_tree
@@ -29,28 +30,20 @@ MARK = "_radixtrain_call"
 CHECKPOINT = "_gradient_checkpointing_func"  # of a module that transformers may checkpoint
 
 
-class Progress:
-    """The call of the radix batch that passes through the backbone now; None otherwise."""
-
-    def __init__(self) -> None:
-        self.call: Any = None
-
-
 class Mixer:
     """Stands in for the `forward` of a mixer.
 
     module: the mixer. replaced: the `forward` that the module itself had, such as that of Accelerate's hooks, if any.
     trials: what `why_it_cannot_fork` found for the mixers of the model: by kind, device and dtype.
-    call: of the radix batch that its layer computes now.
+    progress: of the model; its layer has begun a call there.
     """
 
-    def __init__(self, module: nn.Module, trials: dict[Any, str | None]) -> None:
-        self.module, self.trials = module, trials
+    def __init__(self, module: nn.Module, trials: dict[Any, str | None], progress: Progress) -> None:
+        self.module, self.trials, self.progress = module, trials, progress
         self.replaced = module.__dict__.get("forward")
-        self.call: Any = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.call is None:
+        if self.progress.call is None:
             return self.original(*args, **kwargs)
         return self._on_tree(args, kwargs)
 
@@ -62,7 +55,7 @@ class Mixer:
 
     @torch.compiler.disable  # host integers: traced, it would be compiled anew for every tree
     def _on_tree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = self.call
+        call = self.progress.call
         arguments = arguments_by_name(self.module, args, kwargs).items()
         given = {name: _each(call.all_rows, call.num_rows, value) for name, value in arguments}
         runs = call.runs.forked
@@ -93,42 +86,31 @@ class Mixer:
 
 
 class LayerHooks:
-    """Hooks that give the mixers of a decoder layer the call of the radix batch.
+    """Hooks by which a decoder layer begins and ends its part of a call, for the mixers in it.
 
     around: the modules from the layer down to its mixers, each of which transformers may compute again.
-    call: of the radix batch that the layer computes now.
     """
 
-    def __init__(self, mixers: list[Mixer], around: list[nn.Module], progress: Progress) -> None:
-        self.mixers, self.around, self.progress = mixers, around, progress
-        self.call: Any = None
+    def __init__(self, around: list[nn.Module], progress: Progress) -> None:
+        self.around, self.progress = around, progress
 
     @torch.compiler.disable
     def enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Give the mixers the call that this layer is part of."""
-        self.give(self._call(layer, args, kwargs))
+        """Begin the call that this layer is part of; None for an ordinary one."""
+        self.progress.begin(self._call(layer, args, kwargs))
+        for module in self.around:
+            compute = module.__dict__.get(CHECKPOINT)
+            if compute is not None and not isinstance(compute, Checkpoint):
+                setattr(module, CHECKPOINT, Checkpoint(compute, self.progress))
 
     @torch.compiler.disable
     def leave(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.give(None)
-
-    def give(self, call: Any) -> None:
-        """Give the mixers this call, and also what transformers computes again; None for an ordinary batch."""
-        self.call = call
-        for mixer in self.mixers:
-            mixer.call = call
-        for module in self.around:
-            compute = module.__dict__.get(CHECKPOINT)
-            if isinstance(compute, Checkpoint):
-                compute = compute.original
-            if compute is not None:
-                setattr(module, CHECKPOINT, compute if call is None else Checkpoint(compute, self))
+        self.progress.end()
 
     def _call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = [*args, *kwargs.values()]
         call = kwargs.get("radix_call") or next(filter(None, map(_marked_call, given)), None)
-        if call is None and self.progress.call is not None:
-            call = self.progress.call
+        if call is None and (call := self.progress.passing) is not None:
             hidden = next(value for value in given if isinstance(value, Tensor))
             _check_mark_stays(layer, hidden)
             setattr(hidden, MARK, call)
@@ -136,23 +118,21 @@ class LayerHooks:
 
 
 class Checkpoint:
-    """In place of `original`, transformers' activation checkpointing of a module, while a radix batch passes.
+    """In place of `original`, transformers' activation checkpointing of a module.
 
-    What it computes, now and again in the backward pass, finds the call that the layer has now.
+    What it computes again in the backward pass is part of the same call as at first.
     """
 
-    def __init__(self, original: Callable[..., Any], hooks: LayerHooks) -> None:
-        self.original, self.hooks, self.call = original, hooks, hooks.call
+    def __init__(self, original: Callable[..., Any], progress: Progress) -> None:
+        self.original, self.progress = original, progress
 
     @torch.compiler.disable
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        call = self.progress.call
+
         def with_call(*args: Any, **kwargs: Any) -> Any:
-            before = self.hooks.call
-            self.hooks.give(self.call)
-            try:
+            with self.progress.during(call):
                 return function(*args, **kwargs)
-            finally:
-                self.hooks.give(before)
 
         return self.original(with_call, *args, **kwargs)
 
@@ -189,8 +169,8 @@ def install_mixers(decoder: nn.Module, progress: Progress) -> list[nn.Module]:
     """
     found = list(mixers_of(decoder).values())
     trials: dict[Any, str | None] = {}
-    stand_ins = {id(module): Mixer(module, trials) for module in found}
-    by_layer: dict[nn.Module, dict[int, Mixer]] = {}
+    stand_ins = {id(module): Mixer(module, trials, progress) for module in found}
+    by_layer: dict[nn.Module, set[int]] = {}
     for path, module in decoder.named_modules(remove_duplicate=False):  # layers may share a mixer
         if id(module) in stand_ins:
             cache_argument(module)
@@ -200,26 +180,27 @@ def install_mixers(decoder: nn.Module, progress: Progress) -> list[nn.Module]:
                     f"{type(module).__name__} ({path}) carries a state from token to token outside of the decoder "
                     f"layers, so the tree cannot reach it; {TRAIN_WITHOUT_SHARING}"
                 )
-            by_layer.setdefault(layer, {})[id(module)] = stand_ins[id(module)]
+            by_layer.setdefault(layer, set()).add(id(module))
     for module in found:
         module.forward = stand_ins[id(module)].forward
     for layer, inside in by_layer.items():
-        mixers = list(inside.values())
-        hooks = LayerHooks(mixers, _around(layer, mixers), progress)
+        hooks = LayerHooks(_around(layer, inside), progress)
         layer.register_forward_pre_hook(hooks.enter, with_kwargs=True, prepend=True)
         layer.register_forward_hook(hooks.leave, always_call=True)
     return found
 
 
-def _around(layer: nn.Module, mixers: list[Mixer]) -> list[nn.Module]:
-    """The modules of a layer that have one of its mixers in them."""
-    inside = {id(mixer.module) for mixer in mixers}
+def _around(layer: nn.Module, inside: set[int]) -> list[nn.Module]:
+    """The modules of a layer that have one of its mixers in them. inside: the ids of these."""
     return [module for module in layer.modules() if inside & {id(each) for each in module.modules()}]
 
 
 def remove_mixers(model: nn.Module) -> None:
-    """Give every mixer its own `forward` back. The hooks of layers are removed with all others."""
+    """Give every mixer its own `forward` back, and modules their checkpointing. Hooks are removed with all others."""
     for module in model.modules():
+        compute = module.__dict__.get(CHECKPOINT)
+        if isinstance(compute, Checkpoint):
+            setattr(module, CHECKPOINT, compute.original)
         mixer = getattr(module.__dict__.get("forward"), "__self__", None)
         if isinstance(mixer, Mixer):
             del module.forward

@@ -79,4 +79,4 @@ def test_after_an_exception(tiny_hybrid: Build, kind: str, error: type[BaseExcep
                 model(**batch_of())
             handle.remove()
             assert torch.equal(model(**batch).logits, stock)
-            assert not any(mixer.call for mixer in mixers_in(model))
+            assert not any(mixer.progress.call for mixer in mixers_in(model))

@@ -95,6 +95,36 @@ def test_one_model_by_the_environment_with_options(folder):
     ]
 
 
+THREADS = """\
+import threading, torch
+from transformers import Qwen3ForCausalLM
+
+class Slow(Qwen3ForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        together.wait()
+
+def load():
+    model = Slow.from_pretrained("qwen")
+    model(torch.ones(4, 8, dtype=torch.int64), use_cache=False)
+
+together = threading.Barrier(3, timeout=600)
+threads = [threading.Thread(target=load) for _ in range(3)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_three_threads_that_load_a_model(folder):
+    (folder / "threads.py").write_text(THREADS)
+    done = started(folder, "threads.py", RADIXTRAIN="1")
+    lines = sorted(line for line in done.stderr.splitlines() if line.startswith("radixtrain"))
+    names = [f"radixtrain: Slow of qwen{number}: r = 4.00, 1 of 1 calls shared" for number in (" (2)", " (3)", "")]
+    assert lines == names and done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("options", ["{only", "[1]", '{"only": 5}', '{"reports": 5}', '{"min_ratio": "x"}', '{"x": 1}'])
 def test_options_that_are_wrong_break_no_import(folder, options):
     done = started(folder, "train.py", "qwen", RADIXTRAIN="1", RADIXTRAIN_OPTIONS=options)

@@ -359,4 +359,4 @@ def test_two_threads(tiny_qwen3: Callable[..., Any]) -> None:
         thread.join()
     assert all((found[index] - expected[index]).abs().max() < 1e-4 for index in (0, 1))
     report = sharing_report(model)
-    assert report.num_shared == 2 and dict(report.not_cached) == {"a call of another thread uses the cache": 1}
+    assert report.num_shared == 2 and dict(report.not_cached) == {"another call uses the cache": 1}

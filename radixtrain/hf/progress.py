@@ -1,0 +1,71 @@
+"""What a thread computes with a model now.
+
+A call reaches most layers as an argument. What gets no arguments, such as a mixer or a loss function, asks `Progress`.
+Each thread has calls of its own, and each call ends before the one that it runs in: a hook that calls the model again,
+or a backward pass within a forward pass, finds its own call and leaves the outer one as it was.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import ref
+
+import torch
+
+
+class Progress(threading.local):
+    """The calls of one model that run in this thread, the innermost last; an ordinary one is None.
+
+    A call lives in the frames that run it. What an interrupt (Ctrl-C) leaves here is None when these are gone.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, int]] = []  # each with the backward pass that it began in, -1 outside of one
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Nothing runs in the copy of a model."""
+        return type(self), ()
+
+    @property
+    def call(self) -> Any:
+        """The innermost call; None if that is an ordinary one, or nothing runs."""
+        return self.calls[-1][0]() if self.calls else None
+
+    @property
+    def passing(self) -> Any:
+        """The innermost call, unless it waits for a backward pass, in which layers of other calls are recomputed."""
+        return self.call if self.calls and self.calls[-1][1] == _backward_pass() else None
+
+    def begin(self, call: Any) -> None:
+        """Make this the innermost call."""
+        self.calls.append((_no_call if call is None else ref(call), _backward_pass()))
+
+    def become(self, call: Any) -> None:
+        """Say what the innermost call is, once that is known."""
+        self.calls[-1] = ref(call), self.calls[-1][1]
+
+    @torch.compiler.disable
+    def end(self) -> Any:
+        """End the innermost call and return it; None if an error came before it began."""
+        return self.calls.pop()[0]() if self.calls else None
+
+    @contextmanager
+    def during(self, call: Any) -> Iterator[None]:
+        """Inside, this is the innermost call."""
+        self.begin(call)
+        try:
+            yield
+        finally:
+            self.end()
+
+
+def _no_call() -> None:
+    """Return None, as the reference to a call that is gone."""
+
+
+def _backward_pass() -> int:
+    """The number of the backward pass that runs in this thread; -1 outside of one."""
+    return torch._C._current_graph_task_id()

@@ -1,0 +1,138 @@
+"""Whose loss trains a batch of a `RadixCollator`: only one that is known to be a sum over tokens.
+
+Such a batch has one row of predictions for all its sequences, `[1, P, V]`. A sum over these, whatever it is divided by,
+is the ordinary loss. A mean for each row is another one, and no number shows it. So the hidden rows that predict refuse
+a gradient, unless it comes from a loss of this list:
+
+- the model's own, by `ForCausalLMLoss` of transformers;
+- label smoothing of a Hugging Face `Trainer`;
+- a function of `fused_heads.py`, of TRL or Liger;
+- whatever the collator vouches for (`token_loss`, `merge_labels`).
+
+A loss finds the rows that it reads by the graph between them, so that each call is judged by its own:
+
+    hidden rows, watched  ->  head  ->  logits  ->  ForCausalLMLoss  ->  loss
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable
+from functools import update_wrapper, wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from radixtrain.errors import UserError
+
+MAX_NODES = 200  # of a graph between hidden rows and a loss: a head, adapters on it, a scale, a soft-cap
+
+
+class LossWatch:
+    """Of the rows of one call: whether a loss over tokens has gone backward."""
+
+    is_known = False
+
+    def know(self, grad: Tensor) -> None:
+        """A hook of such a loss."""
+        self.is_known = True
+
+
+@torch.compiler.disable  # the watch is new in every call
+def watched(rows: Tensor, is_trained: bool) -> Tensor:
+    """The same rows, whose backward pass raises UserError for a gradient of a loss that is not known.
+
+    rows: (P, D). is_trained: whether something is that these rows go through.
+    """
+    if not torch.is_grad_enabled() or not (rows.requires_grad or is_trained):
+        return rows
+    _know_label_smoothing()
+    return _Watched.apply(rows if rows.requires_grad else rows.detach().requires_grad_(), LossWatch())
+
+
+class _Watched(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, watch: LossWatch) -> Tensor:
+        ctx.watch = watch
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if not ctx.watch.is_known:
+            raise UserError(
+                "no loss that is known to be a sum over tokens gave this gradient, but one of your own (compute_loss, "
+                "compute_loss_func, another loss_function). A batch of RadixCollator has one row of predictions for "
+                "all its sequences, [1, P, vocabulary], so a mean for each row would be another one. If yours is such "
+                "a sum, whatever it is divided by, say so: RadixCollator(token_loss=True). For any other loss use "
+                "share_prefixes(model) and your own collator"
+            )
+        return grad, None
+
+
+@torch.compiler.disable  # reads the graph
+def know(loss: Any, source: Tensor) -> None:
+    """Let the rows that `source` was computed from accept the gradient of a loss, or of each of several tensors."""
+    watch = _watch_above(source)
+    if watch is not None:
+        for each in loss if isinstance(loss, tuple) else (loss,):
+            if isinstance(each, Tensor) and each.requires_grad:
+                each.register_hook(watch.know)
+
+
+def _watch_above(source: Tensor) -> LossWatch | None:
+    """The watch of the nearest rows that a tensor was computed from; None if there are none."""
+    with torch._C.DisableTorchFunctionSubclass():  # or rows of `share_prefixes` would be computed at every place
+        waiting, seen = deque([source.grad_fn]), set[Any]()
+    while waiting and len(seen) < MAX_NODES:
+        node = waiting.popleft()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(watch := getattr(node, "watch", None), LossWatch):
+            return watch
+        waiting.extend(above for above, _ in node.next_functions)
+    return None
+
+
+class TokenLoss:
+    """Stands in for the `loss_function` of a model. ordinary: transformers' own."""
+
+    def __init__(self, ordinary: Callable[..., Tensor]) -> None:
+        update_wrapper(self, ordinary)
+        self.ordinary = ordinary
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = self.ordinary(*args, **kwargs)
+        know(loss, kwargs["logits"] if "logits" in kwargs else args[0])
+        return loss
+
+    @staticmethod
+    def install(model: Any) -> None:
+        """Put one around the loss of a model, unless somebody gave it another."""
+        if model.loss_function is ForCausalLMLoss:
+            model.loss_function = TokenLoss(ForCausalLMLoss)
+
+    @staticmethod
+    def remove(model: Any) -> None:
+        """Give a model its own loss back."""
+        if any(isinstance(value, TokenLoss) for value in vars(model).values()):
+            model.loss_function = ForCausalLMLoss
+
+
+def _know_label_smoothing() -> None:
+    """Once `transformers.Trainer` has been imported: its label smoothing is a mean over tokens."""
+    smoother = getattr(sys.modules.get("transformers.trainer_pt_utils"), "LabelSmoother", None)
+    if smoother is None or hasattr(smoother.__call__, "__wrapped__"):
+        return
+    ordinary = smoother.__call__
+
+    @wraps(ordinary)
+    def call(self: Any, model_output: Any, *args: Any, **kwargs: Any) -> Tensor:
+        loss: Tensor = ordinary(self, model_output, *args, **kwargs)
+        know(loss, model_output["logits"] if isinstance(model_output, dict) else model_output[0])
+        return loss
+
+    smoother.__call__ = call

@@ -1,0 +1,261 @@
+"""Calls of a model that run while another of its calls does: in another thread, in a hook, in a backward pass.
+
+Each has to compute what it computes by itself. A hook in the middle of one begins the other, so that what happens at
+the same time is always the same.
+"""
+
+import copy
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hybrids import FEATURES, PROMPT, ROWS, batch_of, padded
+from tiers import cases
+from tiny_models import tiny_hybrid, tiny_qwen3
+from torch import Tensor, nn
+from transformers import Qwen3ForSequenceClassification
+
+from radixtrain import RadixCache, RadixCollator, generate, prepare_model, share_prefixes, sharing_report
+from radixtrain.errors import UserError
+from radixtrain.hf.head import has_plain_head
+from radixtrain.hf.scores import Scorer
+from radixtrain.testing import relative_error
+from radixtrain.verification.oracle import float64_throughout
+
+BAR = 1e-12
+GROUP = padded(ROWS[:4], "right")
+ALONE = torch.tensor([[*PROMPT, 3, 4], [*PROMPT[::-1], 5, 6]])  # nothing to share
+LABELS = {"labels": GROUP["input_ids"].masked_fill(GROUP["attention_mask"] == 0, -100)}
+
+
+class PassesNothingOn(nn.Module):
+    """Calls a layer with nothing but its rows, so that it has to find its call without arguments."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: Tensor, **kwargs: Any) -> Any:
+        return self.layer(hidden, position_embeddings=kwargs["position_embeddings"])
+
+
+def silent_hybrid() -> Any:
+    model = tiny_hybrid("Qwen3.5")
+    model.model.layers[0] = PassesNothingOn(model.model.layers[0])
+    return model
+
+
+def kept(model: Any) -> Any:
+    return share_prefixes(model.requires_grad_(False), cache=RadixCache())
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "Qwen3": lambda: share_prefixes(tiny_qwen3().double().eval()),
+    "Qwen3, a cache": lambda: kept(tiny_qwen3().double().eval()),
+    "LFM2": lambda: share_prefixes(tiny_hybrid("LFM2").double().eval()),
+    "Qwen3.5": lambda: share_prefixes(tiny_hybrid("Qwen3.5").double().eval()),
+    "Qwen3.5, silent": lambda: share_prefixes(silent_hybrid().double().eval()),
+}
+CALLS: dict[str, Callable[[Any], Tensor]] = {
+    "shared": lambda model: model(**GROUP, use_cache=False).logits[GROUP["attention_mask"].bool()],
+    "ordinary": lambda model: model(ALONE, use_cache=False).logits,
+    "radix": lambda model: model(**batch_of()).logits,
+}
+PAIRS = [(model, outer, inner) for model, outer, inner in product(MODELS, CALLS, CALLS) if outer != inner]
+QUICK = [
+    *((model, "shared", "ordinary") for model in MODELS),
+    *(("Qwen3.5, silent", outer, "shared") for outer in ("ordinary", "radix")),
+]
+
+
+Run = Callable[[], Any]
+
+
+def nested(module: nn.Module, outer: Run, inner: Run) -> tuple[Any, Any]:
+    """The results of a call in whose module, on its way, the other call runs."""
+    found: list[Any] = []
+
+    def run(*_: Any) -> None:
+        if not began:
+            began.append(True)
+            found.append(inner())
+
+    began: list[bool] = []
+    hook = module.register_forward_pre_hook(run)
+    try:
+        return outer(), found[0]
+    finally:
+        hook.remove()
+
+
+def in_a_thread(module: nn.Module, outer: Run, inner: Run) -> tuple[Any, Any]:
+    """As above, in another thread."""
+
+    def run() -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(torch.no_grad()(inner)).result()
+
+    return nested(module, outer, run)
+
+
+def overlapping(module: nn.Module, outer: Run, inner: Run) -> tuple[Any, Any]:
+    """In another thread, which waits in the same module until the first call has ended."""
+    arrived, ended = threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> None:
+        arrived.set()
+        assert threading.get_ident() == thread or ended.wait(600)
+
+    def begin() -> Any:
+        found = pool.submit(torch.no_grad()(inner))
+        assert arrived.wait(600)
+        return found
+
+    thread = threading.get_ident()
+    with ThreadPoolExecutor(1) as pool:
+        hook = module.register_forward_pre_hook(lambda *_: None if threading.get_ident() == thread else wait())
+        try:
+            first, second = nested(module, outer, begin)
+        finally:
+            ended.set()
+            hook.remove()
+        return first, second.result()
+
+
+Way = Callable[[nn.Module, Run, Run], tuple[Any, Any]]
+WAYS: list[Way] = [nested, in_a_thread, overlapping]
+
+
+def start_of(model: Any) -> nn.Module:
+    """What the first layer begins with: before it the layer has been entered, and its mixer comes after it."""
+    layer = model.model.layers[0]
+    return next(module for path, module in layer.named_modules() if path.endswith(("input_layernorm", "operator_norm")))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("kind", "outer", "inner"), cases(PAIRS, QUICK))
+def test_two_calls(kind: str, outer: str, inner: str, way: Way) -> None:
+    model = MODELS[kind]()
+    first, second = partial(CALLS[outer], model), partial(CALLS[inner], model)
+    with torch.no_grad():
+        expected = first(), second()
+        for place in (start_of(model), model.lm_head):
+            both = way(place, first, second)
+            assert all(relative_error(one, other) <= BAR for one, other in zip(both, expected, strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "outer", "inner"),
+    cases(
+        [each for each in PAIRS if each[0] != "Qwen3, a cache"],
+        [("Qwen3.5, silent", "shared", "ordinary"), ("LFM2", "ordinary", "shared")],
+    ),
+)
+def test_a_backward_pass_within_a_call(kind: str, outer: str, inner: str, reentrant: bool) -> None:
+    """With checkpointing it recomputes the layers of an earlier call while those of a later one wait."""
+    if reentrant and kind == "Qwen3.5, silent":
+        pytest.skip("refused: see claims/recurrent/test_activation_checkpointing.py")
+    model = MODELS[kind]().train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+
+    def loss(name: str) -> Tensor:
+        if name == "radix":
+            return model(**batch_of()).loss
+        if name == "shared":
+            return model(**GROUP, **LABELS, use_cache=False).loss
+        return model(ALONE, labels=ALONE, use_cache=False).loss
+
+    def gradient() -> Tensor:
+        grads = [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
+        model.zero_grad()
+        return torch.cat(grads)
+
+    loss(outer).backward()
+    loss(inner).backward()
+    expected = gradient()
+    nested(start_of(model), partial(loss, outer), loss(inner).backward)[0].backward()
+    assert relative_error(gradient(), expected) <= BAR
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("share", [share_prefixes, lambda model: model], ids=["shared", "untouched"])
+def test_a_call_within_generate(share: Callable[[Any], Any], way: Way) -> None:
+    """No row is taken out of what it returns, and the answers are the same."""
+    model = share(tiny_qwen3().double().eval())
+    answers = partial(generate, model, ROWS[:4], max_new_tokens=3, do_sample=False, eos_token_id=None)
+    call = partial(CALLS["ordinary"], model)
+    expected = answers().token_ids, call()
+    found = way(model.model.layers[1], answers, call)
+    assert found[0].token_ids == expected[0] and relative_error(found[1], expected[1]) <= BAR
+
+
+def test_a_call_beside_generate_in_training_mode() -> None:
+    """Generation evaluates, and a module has one mode for all threads."""
+    model = tiny_qwen3().train()
+    answers = partial(generate, model, ROWS[:4], max_new_tokens=3, do_sample=False, eos_token_id=None)
+    with pytest.raises(UserError, match="another thread has Qwen3ForCausalLM in evaluation mode"):
+        in_a_thread(model.model.layers[1], answers, partial(CALLS["ordinary"], model))
+    assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_call_while_rows_are_scored_or_a_head_is_tried(way: Way) -> None:
+    """Both change for a while what a backbone returns: only to their own call."""
+    model = prepare_model(tiny_qwen3().double().eval())
+    batch, call = RadixCollator()(FEATURES), partial(CALLS["ordinary"], model)
+    scores = partial(Scorer(("logprobs", "embedding")), model, batch, False)
+    with torch.no_grad():
+        expected = scores(), call()
+        found = way(model.model.layers[1], scores, call)
+        assert found[0] == expected[0] and relative_error(found[1], expected[1]) <= BAR
+        if way is not nested:  # a head that is tried gets its rows by any call of its thread
+            assert relative_error(way(model.lm_head, partial(has_plain_head, model), call)[1], expected[1]) <= BAR
+
+
+def test_two_models_around_one_backbone(tiny_qwen3: Callable[..., Any]) -> None:
+    """A policy and a value model, of which one is shared: the gradient of both. Sharing the other is refused."""
+    policy = tiny_qwen3().double()
+    config = copy.deepcopy(policy.config)
+    config.num_labels, config.pad_token_id = 1, 0
+    value: Any = Qwen3ForSequenceClassification(config).double()
+    value.model = policy.model
+
+    def gradient() -> Tensor:
+        loss = policy(**GROUP, **LABELS, use_cache=False).loss + value(**GROUP, use_cache=False).logits.square().sum()
+        loss.backward()
+        weights = [*policy.parameters(), *value.score.parameters()]
+        flat = torch.cat([weight.grad.flatten() for weight in weights])
+        policy.zero_grad(), value.zero_grad()
+        return flat
+
+    with float64_throughout(policy):
+        expected = gradient()
+        share_prefixes(policy)
+        assert relative_error(gradient(), expected) <= BAR and sharing_report(policy).num_shared == 2
+    with pytest.raises(UserError, match="prepared already"):
+        share_prefixes(value)
+    with pytest.raises(UserError, match="no loss that is known"):
+        value(**RadixCollator()(FEATURES)).logits.square().sum().backward()
+
+
+def test_what_an_interrupt_leaves_is_gone(tiny_hybrid: Callable[..., Any]) -> None:
+    """A layer that is called by itself afterwards, outside of the model."""
+    model = share_prefixes(tiny_hybrid("Qwen3.5").double().eval())
+    layer, hidden = model.model.layers[0], torch.randn(1, GROUP["input_ids"].numel(), 32, dtype=torch.float64)
+    positions = model.model.rotary_emb(hidden, torch.arange(hidden.shape[1]).expand(3, 1, -1))
+    expected = layer(hidden, position_embeddings=positions)
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[1].register_forward_pre_hook(stop)
+    with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+        model(**GROUP, use_cache=False)
+    hook.remove()
+    assert torch.equal(layer(hidden, position_embeddings=positions), expected)
