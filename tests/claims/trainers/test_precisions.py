@@ -101,7 +101,8 @@ class Seen:
     num_steps: int = 0
 
     def called(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
-        leaves = ((name, n, x) for name, value in output.items() for n, x in enumerate(tree_leaves(value)))
+        values = {name: tree_leaves(value) for name, value in output.items() if name != "past_key_values"}
+        leaves = ((name, n, x) for name, found in values.items() for n, x in enumerate(found))
         tensors = {f"{name} {n}": x for name, n, x in leaves if isinstance(x, Tensor)}
         self.facts.append({name: (x.dtype, x.requires_grad) for name, x in tensors.items()})
         is_radix = any(name.startswith(PREFIX) for name in kwargs)
@@ -139,6 +140,11 @@ class Seen:
         return {name: part for name, part in parts.items() if part}
 
 
+def wants_cache_in_training(model: Any, args: Any) -> None:
+    """As by default, so that what stands for the cache is in the outputs; an evaluation with a cache is not shared."""
+    model.config.use_cache = model.training
+
+
 @contextmanager
 def watching(seen: Seen) -> Iterator[None]:
     handle = register_optimizer_step_post_hook(seen.stepped)
@@ -168,12 +174,12 @@ class Run:
         torch.set_default_dtype(FP32)
         model = build(*args)
         torch.set_default_dtype(before)
-        model.config.use_cache = False
         return self.adopt(model)
 
     def adopt(self, model: Any) -> Any:
         model = model.to(self.precision.weights)
         model = model.double() if self.precision.is_exact else model
+        model.register_forward_pre_hook(wants_cache_in_training)
         model.register_forward_hook(self.seen.called, with_kwargs=True)
         self.seen.models.append(model := self.share(model))
         return model
