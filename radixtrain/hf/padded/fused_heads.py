@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from radixtrain.hf.padded.spread_rows import MIN_SAVING, SpreadRows
+from radixtrain.hf.padded.row_functions import MIN_SAVING
+from radixtrain.hf.padded.spread import Spread
+from radixtrain.hf.padded.spread_rows import SpreadRows
 from radixtrain.kernels.rows import gather_rows
 from radixtrain.loss import linear_cross_entropy
 
@@ -23,7 +25,7 @@ from radixtrain.loss import linear_cross_entropy
 class FusedHead:
     """Stands in for an autograd function of hidden rows.
 
-    on_rows: computes its result from `SpreadRows`, given the function and its arguments; NotImplemented for a call that
+    on_rows: computes its result from the `Spread`, given the function and its arguments; NotImplemented for a call that
         needs whole rows.
     """
 
@@ -36,16 +38,16 @@ class FusedHead:
     def apply(self, hidden: Tensor, *others: Any) -> Any:
         if type(hidden) is not SpreadRows:
             return self.ordinary.apply(hidden, *others)
-        found = self.on_rows(self.ordinary, hidden, *others) if hidden.is_current else NotImplemented
+        spread = hidden.spread
+        found = self.on_rows(self.ordinary, spread, *others) if hidden.is_lazy else NotImplemented
         if found is NotImplemented:
             return self.ordinary.apply(hidden.whole(), *others)
-        if torch.is_grad_enabled():
-            hidden.mark_read()
+        spread.mark_read()
         return found
 
 
 def trl_logprobs(
-    ordinary: Any, hidden: SpreadRows, weight: Tensor, bias: Tensor | None, labels: Tensor, *others: Any
+    ordinary: Any, hidden: Spread, weight: Tensor, bias: Tensor | None, labels: Tensor, *others: Any
 ) -> Any:
     """Score each pair of a row and a label once. Without Triton TRL scores every place of the batch."""
     vocab_size = len(weight)
@@ -57,7 +59,7 @@ def trl_logprobs(
     return tuple(None if each is None else _placed(hidden, each, back) for each in found)
 
 
-def _placed(hidden: SpreadRows, values: Tensor, back: Tensor) -> Tensor:
+def _placed(hidden: Spread, values: Tensor, back: Tensor) -> Tensor:
     return hidden.placed(gather_rows(values, back)) if values.is_floating_point() else values[back]
 
 
@@ -67,7 +69,7 @@ LIGER_READS = {"weight", "target", "bias", "ignore_index", "reduction"}
 LIGER_HOW = {"accum_dtype", "ce_impl", "ce_mode", "chunk_mem_const"}
 
 
-def liger_loss(ordinary: Any, hidden: SpreadRows, *others: Any) -> Any:
+def liger_loss(ordinary: Any, hidden: Spread, *others: Any) -> Any:
     """Compute Liger's sum or mean by `radixtrain.loss`, on each distinct row that has a label.
 
     Liger's own function computes a row for every place, and has no weights for rows that stand for several.
@@ -86,7 +88,7 @@ def liger_loss(ordinary: Any, hidden: SpreadRows, *others: Any) -> Any:
     if len(target) < MIN_SAVING * len(rows):
         return NotImplemented
     hidden.report.count_head(len(target), len(rows))
-    table, weights = gather_rows(hidden.table, rows), torch.ones(len(back), device=hidden.device)
+    table, weights = gather_rows(hidden.table, rows), torch.ones(len(back), device=hidden.table.device)
     loss = linear_cross_entropy(table, given["weight"], target[counted], back, weights, given["bias"])
     hidden.refuse_counted(counted, loss)
     mean = loss / max(1, len(back)) if reduction == "mean" else loss  # without a label Liger returns 0

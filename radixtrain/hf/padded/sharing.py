@@ -26,7 +26,8 @@ from radixtrain.hf.padded.fused_heads import share_fused_heads
 from radixtrain.hf.padded.images import Images
 from radixtrain.hf.padded.kept import KeptCall, KeptPrefixes
 from radixtrain.hf.padded.rows import PaddedRows, Places
-from radixtrain.hf.padded.spread_rows import NO_ROW, SpreadRows
+from radixtrain.hf.padded.spread import NO_ROW
+from radixtrain.hf.padded.spread_rows import SpreadRows
 from radixtrain.hf.positions import why_padding_matters
 from radixtrain.hf.recurrent.mixers import why_padding_leaks
 from radixtrain.hf.sharing_report import SharingReport

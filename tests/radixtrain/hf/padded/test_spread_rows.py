@@ -3,6 +3,7 @@
 Every case is compared with the untouched model, in float64: logits at kept tokens, and the gradient of every parameter.
 """
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from untouched_gradient import assert_same_gradient
 
+from radixtrain import share_prefixes
 from radixtrain.verification.oracle import float64_throughout
 
 IDS = torch.tensor([[7, 8, 9, 1, 2, 3], [7, 8, 9, 1, 4, 0], [7, 8, 9, 5, 0, 0], [7, 8, 9, 5, 6, 0]])
@@ -56,8 +58,20 @@ class TestShares:
             (lambda model: some(model.lm_head(hidden_of(model)[:1, :2].expand(5, 2, -1))), (2, 10)),
             (lambda model: some(model.lm_head(input=hidden_of(model)[FIRST_THREE])), (3, 12)),
             (lambda model: cross_entropy(model.lm_head(hidden_of(model) * 2)), (10, 24)),
+            (lambda model: cross_entropy(model.lm_head(hidden_of(model).to(torch.device("cpu")))), (10, 24)),
         ],
-        ids=["labels", "whole", "slice", "column", "transposed", "4 axes", "expanded", "by name", "scaled"],
+        ids=[
+            "labels",
+            "whole",
+            "slice",
+            "column",
+            "transposed",
+            "4 axes",
+            "expanded",
+            "by name",
+            "scaled",
+            "to its device",
+        ],
     )
     def test_views(self, tiny_qwen3, loss_of, expected):
         """24 places, 9 unique rows and padding."""
@@ -103,67 +117,24 @@ class TestShares:
         assert rows < places / 1.5
 
 
-class Squares(torch.autograd.Function):
-    """A loss outside of torch's functions, such as a fused one. It reads no padding."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return (x * MASK[..., None]).square().sum()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return 2 * grad * x * MASK[..., None]
+def logprobs(logits: Tensor) -> Tensor:
+    return (logits[:, :-1].log_softmax(-1).gather(-1, IDS[:, 1:, None])[..., 0] * MASK[:, 1:]).sin().sum()
 
 
-class Doubled(torch.autograd.Function):
-    """Returns what it makes of the logits, whose gradient is then its own and not that of the table."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * 2
+def selected(logits: Tensor) -> Tensor:
+    """As TRL has it."""
+    sums = torch.stack([torch.logsumexp(row, dim=-1) for row in logits])
+    return ((torch.gather(logits, dim=-1, index=IDS[..., None])[..., 0] - sums) * MASK).sin().sum()
 
 
-def loss_with_target(model: Any) -> Tensor:
-    """The logits, and a view of them, as a target that gets no gradient."""
-    logits = model(**BATCH).logits
-    with torch.no_grad():
-        target, shifted = logits.softmax(-1), logits[:, 1:]
-    return (
-        cross_entropy(logits)
-        + ((logits - target) * MASK[..., None]).square().sum()
-        + ((logits[:, 1:] * shifted) * MASK[:, 1:, None]).sum()
-    )
-
-
-def loss_beside_head(model: Any, hidden_loss: float = 1e-2) -> Tensor:
-    hidden = hidden_of(model)
-    logits = checkpoint(model.lm_head, hidden, use_reentrant=True)
-    return cross_entropy(logits) + hidden_loss * (hidden * MASK[..., None]).square().sum()
-
-
-def loss_beside_logits(model: Any) -> Tensor:
-    output = model(**BATCH, labels=LABELS)
-    return output.loss + (output.logits.softmax(-1)[..., 3] * MASK).sum() + (output.logits * MASK[..., None]).sum()
-
-
-LOSSES: dict[str, tuple[Callable[[Any], Tensor], bool]] = {
-    "labels": (lambda model: model(**BATCH, labels=LABELS).loss, True),
-    "accumulation": (lambda model: model(**BATCH, labels=LABELS, num_items_in_batch=torch.tensor(50)).loss, True),
-    "logits": (lambda model: cross_entropy(model(**BATCH).logits / 0.7), True),
-    "each token": (lambda model: cross_entropy(model(**BATCH).logits, reduction="none").sin().sum(), True),
-    "smoothed": (lambda model: cross_entropy(model(**BATCH).logits, label_smoothing=0.1), False),
-    "weighted": (lambda model: cross_entropy(model(**BATCH).logits, weight=torch.arange(50.0).double()), False),
-    "beside logits": (loss_beside_logits, False),
-    "a target": (loss_with_target, False),
-    "what a function returns": (lambda model: cross_entropy(Doubled.apply(model(**BATCH).logits)), False),
-    "a head in a checkpoint": (loss_beside_head, False),
-    "a function": (lambda model: Squares.apply(model(**BATCH).logits), False),
+LOSSES: dict[str, Callable[[Any], Tensor]] = {
+    "labels": lambda model: model(**BATCH, labels=LABELS).loss,
+    "accumulation": lambda model: model(**BATCH, labels=LABELS, num_items_in_batch=torch.tensor(50)).loss,
+    "logits": lambda model: cross_entropy(model(**BATCH).logits / 0.7),
+    "each token": lambda model: cross_entropy(model(**BATCH).logits, reduction="none").sin().sum(),
+    "log-probabilities": lambda model: logprobs(model(**BATCH).logits / 0.7),
+    "selected": lambda model: selected(model(**BATCH).logits),
+    "log-sum-exp": lambda model: (model(**BATCH).logits.logsumexp(-1).square() * MASK).sum(),
 }
 
 
@@ -181,37 +152,27 @@ class WholeLogits(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(tiny_qwen3, name):
-    """The same loss and gradient; the usual ones without logits of every place, [4, 6, 50], in either pass."""
-    loss_of, is_spared = LOSSES[name]
+    """Without logits of every place, [4, 6, 50], in either pass."""
     model = tiny_qwen3()
-    assert assert_same_gradient(model, loss_of).num_head_rows == 10
+    assert assert_same_gradient(model, LOSSES[name]).num_head_rows == 10
     with float64_throughout(model), WholeLogits() as logits:
-        loss_of(model).backward()
-    assert logits.found != is_spared
+        LOSSES[name](model).backward()
+    assert not logits.found
 
 
-class TestLeavesAlone:
-    @pytest.mark.parametrize(
-        "loss_of",
-        [
-            lambda model: some(model.lm_head(hidden_of(model)[MASK.bool()])),
-            lambda model: cross_entropy(model.lm_head(hidden_of(model).clone())),
-            lambda model: cross_entropy(model.lm_head(hidden_of(model).detach())),
-            lambda model: cross_entropy(model.lm_head(hidden_of(model).mul_(torch.arange(1.0, 5)[:, None, None]))),
-            lambda model: cross_entropy(model.lm_head(changed_after_a_view(hidden_of(model)))),
-            lambda model: cross_entropy(model.lm_head(hidden_of(model).view(torch.int64).view(torch.float64))),
-            lambda model: some(model.lm_head(hidden_of(model)[0, 0])),
-            lambda model: some(model.lm_head(hidden_of(model)[:, :2].flatten(1).unfold(1, 32, 16))),
-        ],
-        ids=["selected", "cloned", "detached", "in place", "a base in place", "bits", "a vector", "cut"],
-    )
-    def test_what_is_no_view(self, tiny_qwen3, loss_of):
-        assert rows_and_places(tiny_qwen3(), loss_of) == (0, 0)
-
-
-def changed_after_a_view(hidden: Tensor) -> Tensor:
-    """The view was taken before the memory changed."""
-    view = hidden[:]
-    with torch.no_grad():
-        hidden[1:] *= 2
-    return view
+def test_nothing_is_left(tiny_qwen3):
+    """A lazy tensor that became an ordinary one holds nothing that only the garbage collector finds."""
+    model = tiny_qwen3()
+    share_prefixes(model)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            before = sum(isinstance(each, Tensor) for each in gc.get_objects())
+            logits = model(**BATCH).logits
+            loss = cross_entropy(logits) + logits[:, 1:].float().logsumexp(-1).mean()
+            loss = loss + 0 * (logits.log_softmax(-1).exp() * MASK[..., None]).sum()
+            del logits, loss
+        assert sum(isinstance(each, Tensor) for each in gc.get_objects()) == before
+    finally:
+        gc.enable()

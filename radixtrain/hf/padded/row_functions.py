@@ -1,0 +1,205 @@
+"""Functions that read the table of a `Spread` in place of the whole tensor.
+
+What computes each row by itself (the head, a scale, a cast, a softmax) computes the rows of the table, and a view of
+the batch is a view of `place_rows`. What has one number for each row (cross-entropy, the log-probability of a label)
+computes it once, and puts it at the places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Any, TypeAlias, TypeGuard
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._pytree import tree_leaves
+
+from radixtrain.hf.padded.rows import check_unread
+from radixtrain.hf.padded.spread import Modes, Spread, is_checkpointed
+from radixtrain.loss import logits_cross_entropy, logits_logprobs
+
+PLAIN = int | float | torch.dtype | None
+MIN_SAVING = 1.1  # rows asked for / rows computed: below this, the copies cost more than the head saves
+Others: TypeAlias = tuple[Any, ...]
+Named: TypeAlias = Mapping[str, Any]
+# What func(x, *others, **named) is: a Spread for a lazy tensor, or several; itself for x; or an ordinary tensor.
+# NotImplemented for a call that needs the whole tensor.
+Rule: TypeAlias = Callable[[Spread, Any, Others, Named], Any]
+
+
+def _by_row(x: Spread, func: Any, others: Others, named: Named) -> Any:
+    """Each number by itself, or with a Python number. A few rows of a large table are not worth its gradient."""
+    if func is Tensor.to and not named and others in ((x.table.dtype,), (x.table.device,)):
+        return x
+    steps = [step for size, step in zip(x.shape, x.shaped.stride(), strict=True) if size > 1]
+    is_in_order = all(one > other for one, other in pairwise(steps))  # then torch's result is contiguous
+    if not is_in_order or any(not isinstance(each, PLAIN) for each in (*others, *named.values())):
+        return NotImplemented
+    if x.asks_few and x.table.requires_grad and torch.is_grad_enabled():
+        return NotImplemented
+    rows = x.with_asked_rows() if x.asks_few else x
+    table = func(rows.table, *others, **named)
+    if table is x.table:
+        return x
+    again = lambda whole: func(whole, *others, **named)  # noqa: E731
+    found = Spread(table, rows.place_rows, rows.padding_row, x.report, func=again)
+    if func in KEEPS_RESULT and not is_checkpointed():
+        found.needed_by(table)
+    return found
+
+
+def _is_last(x: Spread, others: Others, named: Named) -> bool:
+    """Whether the axis is that of the numbers of a row, and no other option changes the shape."""
+    given = {**dict(zip(("dim", "?"), others, strict=False)), **named}
+    changing = {name for name in given if not name.startswith("_")} - {"dim", "dtype"}
+    return given.get("dim") in (-1, len(x.shape) - 1) and not changing
+
+
+def _softmax(x: Spread, func: Any, others: Others, named: Named) -> Any:
+    return _by_row(x, func, (), {**named, "dim": -1}) if _is_last(x, others, named) else NotImplemented
+
+
+def _linear(x: Spread, func: Any, others: Others, named: Named) -> Any:
+    """The rows that are asked for, once each."""
+    num_places, num_rows = x.place_rows.size, len(x.asked_rows)
+    if num_places < MIN_SAVING * num_rows:
+        return NotImplemented
+    x.report.count_head(num_places, num_rows)
+    x.mark_read()
+    asked = x.with_asked_rows()
+    table = func(asked.table, *others, **named)
+    if table.dtype == x.table.dtype and (x.place_rows.ndim == 1 or x.shaped.is_contiguous()):  # else torch has a copy
+        x.needed_by(table)
+    return Spread(table, asked.place_rows, asked.padding_row, x.report)
+
+
+def _shaped(x: Spread, func: Any, others: Others, named: Named) -> Any:
+    """What the ordinary tensor gives, without its numbers; NotImplemented for an error."""
+    with x.modes._replace(grad=False, inference=False).entered(x.shaped):
+        try:
+            return func(x.shaped, *others, **named)
+        except (RuntimeError, IndexError, TypeError, ValueError):
+            return NotImplemented
+
+
+def _view(x: Spread, func: Any, others: Others, named: Named) -> Any:
+    """A view whose last axis is that of x, or several; or a copy of all of x in the same order."""
+    if any(isinstance(each, Tensor | torch.dtype) for each in tree_leaves((others, named))):
+        return NotImplemented
+    shaped = _shaped(x, func, others, named)
+    if not isinstance(shaped, tuple):
+        return x if shaped is x.shaped else _part(x, func, shaped, lambda whole: func(whole, *others, **named))
+
+    def again(number: int) -> Callable[[Tensor], Tensor]:
+        return lambda whole: func(whole, *others, **named)[number]
+
+    parts = [_part(x, func, each, again(number)) for number, each in enumerate(shaped)]
+    return NotImplemented if any(each is NotImplemented for each in parts) else tuple(parts)
+
+
+def _part(x: Spread, func: Any, shaped: Any, again: Callable[[Tensor], Tensor]) -> Any:
+    """What has the strides of `shaped` in the memory of x, each step of which has to be one of whole rows."""
+    width = x.shape[-1]
+    if shaped is NotImplemented or not shaped.numel() or shaped.shape[-1:] != (width,):
+        return NotImplemented
+    is_inference = torch.is_inference_mode_enabled() and not x.table.is_inference()  # there a copy is another kind
+    if not shaped._is_view() and func in COPIES and not is_inference:
+        index = x.place_rows.reshape(shaped.shape[:-1])
+        return Spread(x.table, index, x.padding_row, x.report, func=again, logsumexps=x.logsumexps)
+    strides = [0 if size == 1 else step for size, step in zip(shaped.shape, shaped.stride(), strict=True)]
+    start = shaped.storage_offset()
+    if not shaped._is_view() or strides.pop() != 1 or any(step % width for step in (*strides, start)):
+        return NotImplemented
+    inside = x.memory[start // width :]
+    steps = [step // width * inside.itemsize for step in strides]
+    index = np.lib.stride_tricks.as_strided(inside, shaped.shape[:-1], steps, writeable=False).copy()
+    return Spread(x.table, index, x.padding_row, x.report, shaped, x.memory, again, x.logsumexps, x.became)
+
+
+def _iter(x: Spread, func: Any, others: Others, named: Named) -> Any:
+    return _view(x, Tensor.unbind, (), {})
+
+
+def _logsumexp(x: Spread, func: Any, others: Others, named: Named) -> Any:
+    """Computed once for the table, as TRL asks for one row of the batch after the other."""
+    if not _is_last(x, others, named):
+        return NotImplemented
+    x.mark_read()
+    modes = Modes.now(x.table.device.type)
+    known = {} if is_checkpointed() else x.logsumexps
+    if modes not in known:
+        known[modes] = func(x.table, -1)
+    return x.needed_by(x.at_places(known[modes]))
+
+
+def _is_plain(x: Any) -> TypeGuard[Tensor]:
+    """Whether x is a tensor that is no other kind than itself: torch's own, or a fake of it."""
+    return type(x) is Tensor or hasattr(x, "fake_mode")
+
+
+def _gather(x: Spread, func: Any, others: Others, named: Named) -> Any:
+    """Some numbers of each row, such as the log-probabilities of labels."""
+    given = {**dict(zip(("dim", "index"), others, strict=False)), **named}
+    index, width = given.get("index"), x.shape[-1]
+    if given.keys() != {"dim", "index"} or given["dim"] not in (-1, len(x.shape) - 1) or not _is_plain(index):
+        return NotImplemented
+    if index.dtype != torch.int64 or index.ndim != len(x.shape) or index.shape[:-1] != x.place_rows.shape:
+        return NotImplemented
+    is_outside = (index < 0) | (index >= width)
+    if index.device.type == "cpu" and is_outside.any():
+        return NotImplemented  # torch's own error; another device has an assertion
+    x.mark_read()
+    rows = x.rows.view(*index.shape[:-1], 1).expand(index.shape)
+    found = x.table[rows, index.masked_fill(is_outside, width)]
+    if found.requires_grad:
+        found.register_hook(lambda grad: check_unread(x.padding, grad.reshape(len(x.rows), -1)))
+    return found
+
+
+def _cross_entropy(x: Spread, func: Any, others: Others, named: Named) -> Any:
+    given = {**dict(zip(("target", "weight"), others, strict=False)), **named}
+    target, reduction, ignored = given.get("target"), given.get("reduction", "mean"), given.get("ignore_index", -100)
+    if not _is_plain(target) or target.dtype != torch.int64 or target.shape != x.place_rows.shape:
+        return NotImplemented
+    options = [given.get(name) for name in ("weight", "size_average", "reduce")]
+    if target.ndim != 1 or any(each is not None for each in options) or given.get("label_smoothing"):
+        return NotImplemented
+    if reduction not in ("mean", "sum", "none"):
+        return NotImplemented
+    x.mark_read()
+    rows = x.with_asked_rows() if x.asks_few else x
+    counted = target != ignored
+    labels = target.masked_fill(~counted, 0)
+    table = rows.table
+    if torch.is_autocast_enabled(table.device.type):  # it is one of those that autocast computes in float32
+        table = table.to(torch.promote_types(table.dtype, torch.float32))
+    if reduction == "none":
+        return rows.placed(-logits_logprobs(table, labels, rows.rows)).masked_fill(~counted, 0).to(table.dtype)
+    loss = logits_cross_entropy(table, labels, rows.rows, counted)
+    rows.refuse_counted(counted, loss)
+    return (loss / counted.sum() if reduction == "mean" else loss).to(table.dtype)
+
+
+def _named(*names: str) -> list[Any]:
+    """The functions of these names, of Tensor, torch and torch.nn.functional."""
+    return [getattr(room, name) for name in names for room in (Tensor, torch, functional) if hasattr(room, name)]
+
+
+COPIES = {*_named("reshape", "flatten"), Tensor.contiguous}
+VIEWS = _named("view", "__getitem__", "transpose", "unsqueeze", "expand", "unbind", "split", "chunk")
+NUMBERS = _named("float", "double", "to", "neg", "__neg__", "mul", "__mul__", "__rmul__", "div", "__truediv__")
+SOFTMAX = _named("log_softmax", "softmax")
+KEEPS_RESULT = {*_named("tanh", "exp"), *SOFTMAX}  # for the backward pass
+RULES: dict[Any, Rule] = {
+    **dict.fromkeys([*NUMBERS, *KEEPS_RESULT], _by_row),
+    **dict.fromkeys(SOFTMAX, _softmax),
+    **dict.fromkeys([*COPIES, *VIEWS], _view),
+    **dict.fromkeys(_named("logsumexp"), _logsumexp),
+    **dict.fromkeys(_named("gather"), _gather),
+    Tensor.__iter__: _iter,
+    functional.linear: _linear,
+    functional.cross_entropy: _cross_entropy,
+}

@@ -1,0 +1,229 @@
+"""What stands for hidden states or logits of a padded batch: a small table, and which of its rows is at each place.
+
+table  a b c    place_rows  0 1 2    stands for  a b c
+                            0 1 0                a b a
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+from weakref import ref
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
+
+from radixtrain.hf.padded.rows import check_gradient_at, check_unread, refuse_reading
+from radixtrain.hf.sharing_report import SharingReport
+from radixtrain.kernels.rows import gather_rows, sum_rows
+from radixtrain.tree.arrays import IntArray
+
+NO_ROW = -1
+CHANGED = "one of the variables needed for gradient computation has been modified by an inplace operation"
+
+
+def is_checkpointed() -> bool:
+    """Say whether hooks get what torch saves for the backward pass, as in a checkpoint, which counts it in both."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def version_of(x: Tensor) -> int:
+    """Count the changes in place; an inference tensor does not."""
+    return 0 if x.is_inference() else x._version
+
+
+class Modes(NamedTuple):
+    """What the result of a function of torch depends on, besides its arguments."""
+
+    grad: bool
+    inference: bool
+    device: str
+    autocast: bool
+    dtype: torch.dtype
+    checkpointed: bool
+
+    @classmethod
+    def now(cls, device: str) -> Modes:
+        casts, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), device, casts, dtype, is_checkpointed())
+
+    @contextmanager
+    def entered(self, x: Tensor) -> Iterator[None]:
+        """Compute with x in these modes, and let no caller's mode count, trace, transform or keep what is computed.
+
+        x: if it is one of torch's fake tensors, its mode stays.
+        """
+        kept = self.checkpointed or is_checkpointed()
+        with (
+            _disable_current_modes(),
+            getattr(x, "fake_mode", nullcontext()),
+            temporarily_clear_interpreter_stack(),
+            saved_tensors_hooks(torch.clone, torch.clone) if kept else nullcontext(),
+            torch.inference_mode(self.inference),
+            torch.set_grad_enabled(self.grad),
+            torch.autocast(self.device, self.dtype, self.autocast, cache_enabled=False),
+        ):
+            yield
+
+
+@dataclass(eq=False)
+class Spread:
+    """`table[place_rows]`, for a lazy tensor.
+
+    table: (R, W). place_rows: (...), int64, on the host.
+    padding_row: which row of the table stands at padding; NO_ROW without any.
+    shaped: (..., W). the ordinary tensor without its numbers, on the meta device: its strides, whether it is a view.
+    memory: (places,), int64. the rows in the memory that a view shows; by default its own.
+    func: makes the ordinary tensor from that of the source; None if there is no source.
+    logsumexps: those of the rows of the table, by the modes in which they were computed.
+    became: the ordinary tensor of the memory, once there is one.
+    source, derived: the lazy tensors that it comes from, and that come from it. dense: the ordinary one.
+    was_read: functions read the table with gradients, so that those at the places are not complete.
+    held, dense_node: the version and the node of the ordinary one when it was made; `held` only if torch holds ours.
+    """
+
+    table: Tensor
+    place_rows: IntArray
+    padding_row: int
+    report: SharingReport
+    shaped: Tensor = None  # type: ignore[assignment]
+    memory: IntArray = None  # type: ignore[assignment]
+    func: Callable[[Tensor], Tensor] | None = None
+    logsumexps: dict[Modes, Tensor] = field(default_factory=dict)
+    became: list[Tensor] = field(default_factory=list)
+    source: Any = field(default=None, init=False)
+    derived: list[ref[Any]] = field(default_factory=list, init=False)
+    dense: Tensor | None = field(default=None, init=False)
+    was_read: bool = field(default=False, init=False)
+    held: int | None = field(default=None, init=False)
+    dense_node: Any = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.modes = Modes.now(self.table.device.type)
+        if not self.modes.grad:  # a target passes no gradient on later; torch's view of what has one is a leaf with one
+            wants = self.shaped is not None and self.shaped._is_view() and self.table.requires_grad
+            self.table, self.logsumexps = self.table.detach().requires_grad_(wants), {}
+        if self.shaped is None:
+            with _disable_current_modes(), torch.inference_mode(False):
+                self.shaped = torch.empty(self.shape, dtype=self.table.dtype, device="meta")
+        if self.memory is None:
+            self.memory = self.place_rows.reshape(-1)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return *self.place_rows.shape, self.table.shape[1]
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """(places,), int64. the index on the device of the table, flat."""
+        return self.on_device(self.place_rows.reshape(-1))
+
+    @cached_property
+    def padding(self) -> Tensor:
+        """int64. The places of padding, flat and ascending."""
+        return self.on_device(np.flatnonzero(self.place_rows == self.padding_row))
+
+    @cached_property
+    def asked_rows(self) -> IntArray:
+        """Which rows of the table stand at some place, ascending."""
+        is_asked = np.zeros(len(self.table), dtype=bool)
+        is_asked[self.place_rows] = True
+        return np.flatnonzero(is_asked)
+
+    @property
+    def asks_few(self) -> bool:
+        return 2 * len(self.asked_rows) < len(self.table)
+
+    def on_device(self, index: IntArray) -> Tensor:
+        with torch.inference_mode(False):
+            return torch.from_numpy(index).to(self.table.device, non_blocking=True)
+
+    def with_asked_rows(self) -> Spread:
+        """The same, without the rows that stand nowhere."""
+        rows = self.asked_rows
+        if len(rows) == len(self.table):
+            return self
+        number = np.full(len(self.table) + 1, NO_ROW)
+        number[rows] = np.arange(len(rows))
+        table = gather_rows(self.table, self.on_device(rows))
+        return Spread(table, number[self.place_rows], int(number[self.padding_row]), self.report)
+
+    def made_dense(self) -> Tensor:
+        table = self.table
+        with self.modes._replace(grad=table.requires_grad, inference=table.is_inference()).entered(table):
+            return self.at_places(table)
+
+    def at_places(self, values: Tensor) -> Tensor:
+        """(..., ...). An ordinary tensor of values of the rows, (R, ...)."""
+        found: Tensor = _AtPlaces.apply(values, self)
+        return found
+
+    def placed(self, values: Tensor) -> Tensor:
+        """Return values of each place, (..., k) or (places,), whose gradient at padding has to be zero."""
+        check_gradient_at(self.padding, values)
+        return values
+
+    def refuse_counted(self, counted: Tensor, loss: Tensor) -> None:
+        """Make the backward pass of a loss raise UserError if it counts places of padding. counted: (places,), bool."""
+        if len(self.padding) and loss.requires_grad:
+            num_read = counted[self.padding].sum()
+            loss.register_hook(lambda grad: refuse_reading(num_read * (grad != 0)))
+
+    def needed_by(self, found: Tensor) -> Tensor:
+        """Return found, whose backward pass raises torch's own error if what this stands for has been changed."""
+
+        def check(grad: Tensor) -> None:
+            if became and version_of(became[0]):
+                raise RuntimeError(CHANGED)
+
+        became = self.became
+        if found.requires_grad:
+            found.register_hook(check)
+        return found
+
+    def mark_read(self, inside: bool = False) -> None:
+        """Note that rows were read, here and in what this comes from.
+
+        inside: by a function of the user's, whose gradient comes to the lazy tensor; torch runs it without gradients.
+        """
+        if (inside or torch.is_grad_enabled()) and self.table.requires_grad:
+            each: Any = self
+            while each is not None:
+                each.was_read = True
+                each = getattr(each.source, "spread", None)
+
+
+class _AtPlaces(torch.autograd.Function):
+    """Values of rows at their places. It saves no tensor, so a checkpoint counts as many whenever this runs."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, spread: Spread) -> Tensor:
+        ctx.way_back = gradient_of_rows(spread)
+        rows = spread.rows.view(spread.place_rows.shape)
+        return functional.embedding(rows, values) if values.ndim == 2 else values[rows]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.way_back(grad), None
+
+
+def gradient_of_rows(spread: Spread) -> Callable[[Tensor], Tensor]:
+    """Sum a gradient at the places for each row. It refers to no tensor, not even to `spread`, which refers to it."""
+    place_rows, padding_row, num_rows = spread.place_rows, spread.padding_row, len(spread.table)
+
+    def summed(grad: Tensor) -> Tensor:
+        grad = grad.reshape(-1, *grad.shape[place_rows.ndim :])
+        indices = place_rows.reshape(-1), np.flatnonzero(place_rows == padding_row)
+        rows, padding = (torch.from_numpy(each).to(grad.device, non_blocking=True) for each in indices)
+        check_unread(padding, grad)
+        return sum_rows(grad, rows, num_rows)
+
+    return summed
