@@ -492,7 +492,7 @@ CELLS = [
     *((program, "RadixCollator") for program in BY_COLLATOR),
 ]
 QUICK = {  # in `make test`; the rest is full
-    "bf16 mixed": CELLS,
+    "bf16 mixed": [cell for cell in CELLS if cell[0] not in ("Lightning", "Trainer, full eval")],
     "fp16 mixed": [("losses", "share_prefixes"), ("Accelerate", "RadixCollator"), ("Trainer", "share_prefixes")],
     "bf16 weights": [("losses", "share_prefixes"), ("SFTTrainer", "RadixCollator"), ("DPOTrainer", "share_prefixes")],
     "fp16 weights": [("losses", "share_prefixes"), ("loop", "RadixCollator"), ("loop", "share_prefixes")],
