@@ -215,11 +215,15 @@ class PaddedSharing:
         return with_rows(output, hidden)
 
     def _of_images(self, images: Images, returned: Any) -> SpreadRows | None:
-        """The features of every image of the batch; None in place of all that a tower returns, as SmolVLM has it."""
+        """The features of every image of the batch; None in place of all that a tower returns, as SmolVLM has it.
+
+        returned: those of the unique tokens, which the model has cast, under autocast to float32, and perhaps joined.
+        """
         if not isinstance(returned, Tensor):
             return None
         features, rows = images.tower.features_at_each(images.rows)
-        return SpreadRows.of(features, rows, NO_ROW, self.report)
+        rows = rows.reshape(-1) if returned.ndim == 2 else rows
+        return SpreadRows.of(features.to(returned.dtype), rows, NO_ROW, self.report)
 
     def at_places(self, rows: Tensor, places: Places) -> SpreadRows:
         """(B, L, W). rows: (U, W), the unique ones."""

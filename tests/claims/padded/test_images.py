@@ -201,16 +201,23 @@ def test_positions_that_are_given() -> None:
         assert sharing_report(pair.shared).num_unique_tokens == 3 + 2 * (len(inputs["input_ids"][0]) - 3)
 
 
-@pytest.mark.parametrize("name", ["LLaVA", "InternVL"])
+@pytest.mark.parametrize("name", ["LLaVA", "InternVL", "Janus"])
 def test_the_features_of_every_image_are_returned(name: str) -> None:
+    """In the shape and the dtype in which the model returns them: some join the images, and cast under autocast."""
     inputs, _ = batch_of(KINDS[name], ROWS)
+
+    def features_of(*models: Any) -> list[Tensor]:
+        return [model.model(**inputs, use_cache=False).image_hidden_states for model in models]
+
     with in_float64(KINDS[name].build()) as pair:
-        expected, found = (
-            model.model(**inputs, use_cache=False).image_hidden_states for model in (pair.ordinary, pair.shared)
-        )
+        expected, found = features_of(pair.ordinary, pair.shared)
         assert sharing_report(pair.shared).num_shared == 1
         assert found.shape == expected.shape
         torch.testing.assert_close(found + 0, expected, rtol=BAR, atol=BAR)
+    inputs["pixel_values"] = inputs["pixel_values"].float()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = features_of(pair.ordinary, pair.shared.float())
+    assert found.dtype == expected.dtype
 
 
 # What is not shared, and runs as it is.

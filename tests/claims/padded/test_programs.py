@@ -1,13 +1,10 @@
-"""What programs do around a model: mixed precision of every kind, steps that are lost, batches without a label, labels
-that are no token, and whatever looks through the outputs. With `share_prefixes` all of it is as with the untouched
-model, which runs beside it.
+"""What programs do around a model: steps that are lost, batches without a label, labels that are no token, and whatever
+looks through the outputs. With `share_prefixes` all of it is as with the untouched model, which runs beside it.
 """
 
 import copy
 import pickle
 from collections.abc import Callable
-from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,16 +12,11 @@ import torch
 from tiny_models import tiny_model, tiny_qwen3
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
-from trainer_harness import keep_gradients, settings
-from trainer_loop import Batch, padded_batches
 
 from radixtrain import share_prefixes, sharing_report
 from radixtrain.errors import UserError
-from radixtrain.testing import assert_within_reference_error, relative_error
+from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_arithmetic
-
-DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-Found = dict[str, Tensor]
 
 
 def causal() -> Any:
@@ -35,96 +27,8 @@ def scorer() -> Any:
     return tiny_model("Qwen3ForSequenceClassification", num_labels=3, pad_token_id=0)
 
 
-def batches_for(model: Any) -> list[Batch]:
-    batches = padded_batches(steps=2)
-    if hasattr(model, "score"):
-        batches = [{**batch, "labels": torch.arange(6) % 3} for batch in batches]
-    return batches
-
-
-def logits_at_tokens(logits: Tensor, batch: Batch) -> Tensor:
-    """What is predicted at padding is not defined."""
-    logits = torch.as_tensor(logits)
-    return (logits if logits.ndim == 2 else logits[batch["attention_mask"].bool()]).flatten()
-
-
 def gradient_of(model: nn.Module) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
-# A program trains one step on both batches, evaluates and predicts.
-
-
-def own_loop(model: Any, precision: str, folder: Path, context: Callable[[], Any] | None = None) -> Found:
-    """A loop with autocast around model and loss."""
-    context = context or (lambda: torch.autocast("cpu", DTYPES[precision], enabled=precision != "no"))
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=precision == "fp16")
-    optimizer, losses, batches = torch.optim.SGD(model.parameters(), lr=0.0), [], batches_for(model)
-    for batch in batches:
-        with context():
-            loss = model(**batch).loss
-        scaler.scale(loss / len(batches)).backward()
-        losses.append(loss)
-    scaler.unscale_(optimizer)
-    gradient = gradient_of(model)
-    model.eval()
-    with torch.no_grad(), context():
-        outputs = [model(**batch) for batch in batches]
-    predicted = [logits_at_tokens(each.logits, batch) for each, batch in zip(outputs, batches, strict=True)]
-    values = [*(each.detach().flatten() for each in losses), *(each.loss.flatten() for each in outputs), *predicted]
-    return {"values": torch.cat([each.double() for each in values]), "gradient": gradient}
-
-
-def accelerated_loop(model: Any, precision: str, folder: Path) -> Found:
-    """Accelerate casts within the model, and turns its outputs into float32."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(True)  # it remembers the precision of a process
-    accelerator = as_on_a_gpu(Accelerator(mixed_precision=precision, cpu=True))
-    return own_loop(accelerator.prepare_model(model), precision, folder, nullcontext)
-
-
-def as_on_a_gpu(accelerator: Any) -> Any:
-    """It uses float16 on accelerators only."""
-    if accelerator.mixed_precision == "fp16":
-        accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu", init_scale=1024.0)
-    return accelerator
-
-
-def trainer(model: Any, precision: str, folder: Path) -> Found:
-    from transformers import Trainer, TrainingArguments
-
-    batches = batches_for(model)
-    rows = [{name: x[row] for name, x in batch.items()} for batch in batches for row in range(6)]
-    once = {"max_steps": 1, "learning_rate": 0.0, "max_grad_norm": 1e9, "per_device_train_batch_size": 6}
-    args = TrainingArguments(**settings(folder, **once, **({} if precision == "no" else {precision: True})))
-    run = Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows)
-    as_on_a_gpu(run.accelerator)
-    gradients: list[Tensor] = []
-    keep_gradients(run, gradients)
-    run.train()
-    evaluated, predictions = run.evaluate(), run.predict(rows).predictions
-    predicted = [logits_at_tokens(predictions[6 * n : 6 * n + 6], batch) for n, batch in enumerate(batches)]
-    values = torch.cat([torch.tensor([run.state.log_history[0]["loss"], evaluated["eval_loss"]]), *predicted])
-    return {"values": values.double(), "gradient": gradients[0]}
-
-
-@pytest.mark.parametrize("build", [causal, scorer], ids=lambda each: each.__name__)
-@pytest.mark.parametrize("program", [own_loop, accelerated_loop, trainer], ids=lambda each: each.__name__)
-@pytest.mark.parametrize("precision", DTYPES)
-def test_every_door_in_every_precision(precision, program, build, tmp_path):
-    """Losses, logits and the gradient are as near to those in float64 as the untouched model's."""
-    exact = build().double()
-    with float64_arithmetic():
-        truth = program(exact, "no", tmp_path)
-    ordinary = program(build(), precision, tmp_path)
-    shared = program(model := share_prefixes(build()), precision, tmp_path)
-    assert sharing_report(model).num_shared >= 2
-    for name in truth:
-        expected, tensors = truth[name].double(), (shared[name], ordinary[name])
-        assert 1 / 16 < relative_error(tensors[1], expected) / torch.finfo(DTYPES[precision]).eps < 32
-        assert_within_reference_error(*tensors, expected, names=name)
 
 
 # What looks through the outputs.

@@ -5,6 +5,7 @@ trainer of TRL by its name. Prints one table of what the comparisons found.
 import gc
 import importlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,9 @@ def model(tiny_qwen3) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def scorer() -> Callable[..., Any]:
-    """`scorer(seed)`: a tiny Qwen3 with one score for a row instead of logits."""
-    return lambda seed=0: tiny_models.tiny_model("Qwen3ForSequenceClassification", seed, num_labels=1, **SIZES)
+    """`scorer(seed, num_labels)`: a tiny Qwen3 with scores for a row instead of logits, by default one."""
+    make = partial(tiny_models.tiny_model, "Qwen3ForSequenceClassification", **SIZES)
+    return lambda seed=0, num_labels=1: make(seed, num_labels=num_labels)
 
 
 @pytest.fixture(scope="session")
