@@ -48,6 +48,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
         compute_in(options.arithmetic)
     if os.environ.get("RADIXTRAIN"):
         watch_sharing()
+        share_in_trainers()
 
 
 def serve_rows(folder: Path) -> None:
@@ -129,6 +130,30 @@ def watch_sharing() -> None:
     LoadedModel.__init__ = keep_reason  # type: ignore[method-assign]
 
 
+def share_in_trainers() -> None:
+    """Share the model that a trainer gets also if it was not loaded but made from a configuration."""
+    from transformers import PreTrainedModel, Trainer
+
+    from radixtrain.hf.prepare import prepared_options
+    from radixtrain.plugins.from_pretrained import _share, read_options
+
+    ordinary, options = Trainer.__init__, read_options()
+
+    @functools.wraps(ordinary)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        ordinary(self, *args, **kwargs)
+        if isinstance(self.model, PreTrainedModel) and prepared_options(self.model) is None:
+            _share(self.model, type(self.model).__name__, options)
+
+    Trainer.__init__ = init
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    for kept in (logged, reports, refused):
+        kept.clear()
+
+
 @pytest.fixture(autouse=True)
 def same_start(request: pytest.FixtureRequest) -> Iterator[None]:
     """The seed of every test, and its arithmetic."""
@@ -136,8 +161,6 @@ def same_start(request: pytest.FixtureRequest) -> Iterator[None]:
 
     from radixtrain.verification.oracle import float64_arithmetic
 
-    for kept in (logged, reports, refused):
-        kept.clear()
     set_seed(0)
     with float64_arithmetic() if request.config.getoption("arithmetic") == "float64" else nullcontext():
         yield

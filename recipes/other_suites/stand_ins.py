@@ -1,4 +1,4 @@
-"""Make stand-ins for the tiny models and the data sets of a hub that TRL's tests ask for, in a folder that they read.
+"""Make stand-ins for the tiny models and the data sets of a hub that other people's tests ask for, in a folder.
 
     python recipes/other_suites/stand_ins.py build/trl build/stand_ins
 
@@ -23,7 +23,7 @@ import transformers
 import trl
 from datasets import DatasetDict
 from tokenizers import processors
-from transformers import AutoConfig, PreTrainedTokenizerFast, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
 from transformers.utils import is_torchvision_available
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -69,7 +69,7 @@ PLAIN = (
 
 @dataclass(frozen=True)
 class Model:
-    """A stand-in for `tiny-NAME`. template: a file of TRL's without its ending, or the text itself.
+    """A stand-in. template: a file of TRL's without its ending, or the text itself.
 
     processor: of a tokenizer makes the processor of a model that sees images.
     """
@@ -201,6 +201,20 @@ WITH_IMAGES = {
         partial(qwen_processor, name="Qwen3VLProcessor", patch_size=16),
     ),
 }
+# Those of PEFT's and transformers' tests, by their whole names.
+OTHERS = {
+    "hf-internal-testing/tiny-random-Gemma3ForCausalLM": Model("gemma3_text", GEMMA, None, {"head_dim": 4}),
+    "hf-internal-testing/tiny-random-LlamaForCausalLM": Model("llama", LLAVA, None),
+    "hf-internal-testing/tiny-random-MistralForCausalLM": Model("mistral", LLAVA, None),
+    "hf-internal-testing/tiny-random-gpt2": Model("gpt2", NEOX, None),
+    "peft-internal-testing/opt-125m": Model("opt", LLAVA, None, {"word_embed_proj_dim": 16}),
+    "peft-internal-testing/tiny-dummy-qwen2": Model("qwen2", CHATML, None),
+    "peft-internal-testing/tiny-random-GPT2LMHeadModel": Model("gpt2", NEOX, None),
+    "peft-internal-testing/tiny-random-GPTJForCausalLM": Model("gptj", NEOX, None, {"rotary_dim": 4}),
+    "peft-internal-testing/tiny-random-LlamaForCausalLM": Model("llama", LLAVA, None),
+    "peft-internal-testing/tiny-random-OPTForCausalLM": Model("opt", LLAVA, None, {"word_embed_proj_dim": 16}),
+    "trl-internal-testing/tiny-random-LlamaForCausalLM": Model("llama", LLAVA, None),
+}
 # What a family calls its tokens of images, and the names that its configuration and its tokenizer have for them.
 IMAGE_TOKENS = {
     "qwen": {
@@ -221,12 +235,13 @@ def main() -> None:
     options = parser.parse_args()
     set_seed(0)
     texts = sorted(set(write_rows(options.trl, options.folder / "datasets")))
-    for name, model in MODELS.items():
+    named = {f"{ORGANIZATION}/tiny-{name}": model for name, model in MODELS.items()} | OTHERS
+    if is_torchvision_available():
+        for name, model in WITH_IMAGES.items():
+            family, _, version = name.partition("-")
+            named[f"{ORGANIZATION}/tiny-{family}ForConditionalGeneration{version and '-'}{version}"] = model
+    for name, model in named.items():
         write_model(name, model, texts, options.folder)
-    for name, model in WITH_IMAGES.items() if is_torchvision_available() else ():
-        family, _, version = name.partition("-")
-        full = f"{family}ForConditionalGeneration{version and '-'}{version}"
-        write_model(full, model, texts, options.folder)
 
 
 def write_rows(clone: Path, folder: Path) -> Iterable[str]:
@@ -258,8 +273,8 @@ def texts_in(value: Any) -> Iterable[str]:
 
 
 def write_model(name: str, model: Model, texts: list[str], folder: Path) -> None:
-    """Save the model `tiny-NAME` with its tokenizer or its processor, as huggingface_hub's cache has it."""
-    cache = folder / "hub" / f"models--{ORGANIZATION}--tiny-{name}"
+    """Save the model of this name with its tokenizer or its processor, as huggingface_hub's cache has it."""
+    cache = folder / "hub" / f"models--{name.replace('/', '--')}"
     named = next((own for family, own in IMAGE_TOKENS.items() if model.model_type.startswith(family)), {})
     named = named if model.processor else {}
     tokenizer = tokenizer_of(model, texts, named)
@@ -271,7 +286,9 @@ def write_model(name: str, model: Model, texts: list[str], folder: Path) -> None
         for token, written in named.items():
             settings |= dict.fromkeys((f"{token}_id", f"{token}_index"), tokenizer.convert_tokens_to_ids(written))
     set_seed(0)
-    made = getattr(transformers, name.partition("-")[0])(AutoConfig.for_model(model.model_type, **settings))
+    found = re.search(r"[A-Z]\w*For[A-Z][A-Za-z]+", name)
+    kind = getattr(transformers, found[0])._from_config if found else AutoModelForCausalLM.from_config
+    made = kind(AutoConfig.for_model(model.model_type, **settings))
     for part in (made.to(torch.bfloat16), model.processor(tokenizer) if model.processor else tokenizer):
         part.save_pretrained(cache / "snapshots" / "0")
     (cache / "refs").mkdir(exist_ok=True)
