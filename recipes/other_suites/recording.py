@@ -33,6 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--stand-ins", type=Path, help="the folder that stand_ins.py wrote")
     parser.addoption("--record", type=Path, required=True, help="the file to write")
     parser.addoption("--arithmetic", choices=["float32", "float64"], help="of all models and trainers")
+    parser.addoption("--attention", help="attn_implementation of all models: another rounding")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -45,7 +46,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
         serve_rows((options.stand_ins / "datasets").resolve())
     watch_trainers()
     if options.arithmetic:
-        compute_in(options.arithmetic)
+        compute_in(options.arithmetic, options.attention)
     if os.environ.get("RADIXTRAIN"):
         watch_sharing()
         share_in_trainers()
@@ -90,19 +91,23 @@ def watch_trainers() -> None:
     Trainer.log = log
 
 
-def compute_in(arithmetic: str) -> None:
-    """Load every model in this dtype, without mixed precision, and log every step."""
+def compute_in(arithmetic: str, attention: str | None) -> None:
+    """Load every model in this dtype and with this attention, without mixed precision, and log every step."""
     import torch
     from transformers import PreTrainedModel, TrainingArguments
 
     prepare = TrainingArguments.__post_init__
     ordinary = PreTrainedModel.from_pretrained.__func__
-    own = {"experts_implementation": "eager"} if arithmetic == "float64" else {}  # torch's grouped one takes no float64
+    own: dict[str, Any] = {"dtype": getattr(torch, arithmetic)}
+    if attention is not None:
+        own["attn_implementation"] = attention
+    if arithmetic == "float64":
+        own["experts_implementation"] = "eager"  # torch's grouped one takes no float64
 
     @functools.wraps(ordinary)
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs.pop("torch_dtype", None)
-        return ordinary(cls, *args, **{**kwargs, "dtype": getattr(torch, arithmetic), **own})
+        return ordinary(cls, *args, **{**kwargs, **own})
 
     def post_init(self: Any) -> None:
         self.logging_steps, self.bf16, self.fp16 = 1, False, False
