@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-TIMINGS = re.compile("runtime|per_second|flos|time|memory")
+TIMINGS = re.compile("runtime|per_second|flos|time|mem")
 
 
 def main() -> None:
