@@ -118,8 +118,10 @@ class TokenLoss:
     @staticmethod
     def remove(model: Any) -> None:
         """Give a model its own loss back."""
-        if any(isinstance(value, TokenLoss) for value in vars(model).values()):
-            model.loss_function = ForCausalLMLoss
+        for name in [name for name, value in vars(model).items() if isinstance(value, TokenLoss)]:
+            delattr(model, name)
+            if model.loss_function is not ForCausalLMLoss:  # somebody had set it before us
+                model.loss_function = ForCausalLMLoss
 
 
 def _know_label_smoothing() -> None:
