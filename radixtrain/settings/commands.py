@@ -1,0 +1,169 @@
+"""The keys of each command: those without a section, and the sections."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from radixtrain.settings.answers import AnswerSettings
+from radixtrain.settings.bench import Bench
+from radixtrain.settings.data import DataSettings
+from radixtrain.settings.model import ModelSettings
+from radixtrain.settings.section import FINITE, TINY, Limits, Section
+from radixtrain.settings.trainer import TrainerSettings
+
+Count = Annotated[int, Limits(1)]
+# A key that another one fills in -> that other one. What it fills in cannot be set itself.
+LINKS = {
+    "trainer.default_root_dir": "output_dir",
+    "model.dedup": "dedup",
+    "data.dedup": "dedup",
+    "data.sp_size": "sp_size",
+    "data.seed": "seed_everything",
+    "data.model_name_or_path": "model.model_name_or_path",
+    "data.predict_unlabelled": "model.scores",
+    "data.predict_prompts": "model.generate",
+}
+
+
+@dataclass(kw_only=True)
+class Run(Section):
+    """A command that reads a model and rows."""
+
+    output_dir: Annotated[str, "where checkpoints, logs and the model go."] = "runs/sft"
+    dedup: Annotated[bool, "false runs the ordinary baseline: stock attention, padded batches."] = True
+    overwrite: Annotated[bool, "replace the run that is in output_dir."] = False
+    save_every_steps: Annotated[Count | None, "optimizer steps between two checkpoints."] = None
+    save_every_minutes: Annotated[
+        float | None,
+        Limits(TINY, FINITE, "above 0"),
+        "minutes between two; the end of an epoch and of the run write one, too.",
+    ] = 10.0
+    save_total_limit: Annotated[Count, "checkpoints that are kept, besides the best one."] = 2
+    save_best: Annotated[
+        str | None,
+        "a metric of the validations, such as eval_loss: model/ gets the weights that were best by it.",
+    ] = None
+    early_stopping: Annotated[
+        Count | None, "end after so many validations without a better save_best, or eval_loss."
+    ] = None
+    sp_size: Annotated[
+        Count | Literal["auto"],
+        "ranks that compute each micro-batch together, each a part of its unique rows; auto for what fit predicts to "
+        "be fastest.",
+    ] = 1
+    ddp_timeout: Annotated[
+        int,
+        Limits(1, 2_000_000),  # gloo counts milliseconds in 32 bits
+        "seconds that a rank waits for the others in a step.",
+    ] = 1800
+    push_to_hub: Annotated[bool, "upload model/ to the Hugging Face hub after training."] = False
+    hub_model_id: Annotated[str | None, "NAME or OWNER/NAME there; null takes the name of output_dir."] = None
+    hub_private_repo: Annotated[bool, "of a repository that is new."] = True
+    seed_everything: Annotated[
+        bool | int,
+        Limits(0, 2**32 - 1, "from 0 to 4294967295"),
+        "of the initial adapters, the order of the rows and `data.val_size`.",
+    ] = 42
+    evaluate_generation: AnswerSettings = field(default_factory=AnswerSettings)
+    model: ModelSettings
+    data: DataSettings = field(default_factory=DataSettings)
+    trainer: TrainerSettings = field(default_factory=TrainerSettings)
+
+
+@dataclass(kw_only=True)
+class FromCheckpoint(Run):
+    """A command that may take its weights from a checkpoint."""
+
+    ckpt_path: Annotated[
+        str | None,
+        "a checkpoint to go on from (fit), or to take weights of: `last`, `best`, `auto` (or a start), or a path.",
+    ] = None
+    weights_only: bool | None = None
+
+
+@dataclass(kw_only=True)
+class Evaluate(FromCheckpoint):
+    """`validate` and `test`."""
+
+    verbose: bool = True
+
+
+@dataclass(kw_only=True)
+class Predict(FromCheckpoint):
+    """`predict`, which writes its results and returns none."""
+
+    return_predictions: bool | None = None
+
+
+@dataclass(kw_only=True)
+class Verify(Run):
+    """`verify`."""
+
+    num_steps: Annotated[Count, "optimizer steps to compare, each from its own rows; the weights do not change."] = 1
+    num_sequences: Annotated[
+        Count | None,
+        "only the first ones of each step: it runs three times in float64 and twice in every other precision.",
+    ] = None
+    ckpt_path: Annotated[str | None, "a checkpoint of the run, whose weights are used."] = None
+
+
+@dataclass(kw_only=True)
+class Inspect(Run):
+    """`inspect`."""
+
+    step: Annotated[int, "optimizer step, from 0."] = 0
+    micro_batch: Annotated[int, "part of the step, from 0."] = 0
+    row: Annotated[
+        int | str | None,
+        "instead of a micro-batch, a row of the data through every stage: N for the N-th row of `data.train_file`, "
+        "from 1, or file:line as errors name it. It may be one that is refused.",
+    ] = None
+    full: Annotated[bool, "shorten nothing."] = False
+
+
+@dataclass(kw_only=True)
+class Report(Run):
+    """`report`."""
+
+    max_seconds: Annotated[
+        float,
+        Limits(0, FINITE),
+        "for timing micro-batches of the data on a few layers with random weights, by which speed and memory are "
+        "predicted; 0 predicts nothing.",
+    ] = 45.0
+
+
+@dataclass(kw_only=True)
+class Export(Section):
+    """`export`."""
+
+    ckpt_path: Annotated[
+        str,
+        "a folder in `<output_dir>/checkpoints`, such as `step=500`, `last` or `best`; or the output_dir, for its "
+        "newest whole one.",
+    ]
+    output_dir: Annotated[str, "the folder to write: absent, empty, or an earlier model, which is replaced."]
+    chat_template_path: Annotated[str | None, "a Jinja file in place of the tokenizer's own chat template."] = None
+    push_to_hub: Annotated[bool, "upload the folder to the Hugging Face hub."] = False
+    hub_model_id: Annotated[str | None, "NAME or OWNER/NAME there; null takes the name of output_dir."] = None
+    hub_private_repo: Annotated[bool, "of a repository that is new."] = True
+
+
+@dataclass
+class Doctor(Section):
+    """`doctor`."""
+
+    json: Annotated[bool, "one JSON object for machines in place of the text for people."] = False
+
+
+OF_COMMAND: dict[str, type[Section]] = {
+    "fit": FromCheckpoint,
+    "validate": Evaluate,
+    "test": Evaluate,
+    "predict": Predict,
+    "report": Report,
+    "verify": Verify,
+    "inspect": Inspect,
+    "export": Export,
+    "bench": Bench,
+    "doctor": Doctor,
+}
