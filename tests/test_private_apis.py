@@ -14,7 +14,6 @@ from typing import Any
 
 import lightning as L
 import pytest
-from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from transformers import LlamaConfig, LlamaModel, PretrainedConfig, PreTrainedModel
@@ -78,17 +77,6 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "radixtrain/bench/cells.py": {
         "transformers.PreTrainedModel._from_config": "makes a model with random weights in a dtype",
-    },
-    "radixtrain/commands/lightning.py": {
-        "lightning.pytorch.cli.LightningCLI._parse_ckpt_path": (
-            "is overridden, so that a checkpoint's settings do not replace those that were typed"
-        ),
-        "lightning.pytorch.cli.LightningCLI._prepare_subcommand_kwargs": (
-            "is overridden, so that checkpoints are read as weights only"
-        ),
-        "lightning.pytorch.cli.LightningCLI._run_subcommand": (
-            "is overridden, to load data and model before the trainer starts"
-        ),
     },
     "radixtrain/data/workers.py": {
         "multiprocessing.queues.Queue._on_queue_feeder_error": "hears of a batch that a worker cannot hand over",

@@ -9,7 +9,7 @@ from types import NoneType
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from radixtrain.settings.commands import LINKS, OF_COMMAND
-from radixtrain.settings.section import default_of, meaning, parts_of
+from radixtrain.settings.section import default_of, meanings, parts_of
 
 WORDS = {str: "text", int: "integer", float: "number", bool: "true, false", NoneType: "null"}
 
@@ -77,12 +77,15 @@ def known_keys(command: str) -> dict[str, Key]:
 def _keys(settings: Any, section: str = "") -> Iterator[Key]:
     """The keys of a class, and then those of the sections in it."""
     inside = [field for field in fields(settings) if is_section(field)]
+    meant = meanings(settings)
     for field in fields(settings):
         name = f"{section}{field.name}"
         if field not in inside and name not in LINKS:
             kind = ", ".join(dict.fromkeys(", ".join(map(kind_of, parts_of(field.type))).split(", ")))
             default = default_of(field)
-            yield Key(name, kind, None if default is MISSING else as_yaml(default), meaning(field), field.type)
+            yield Key(
+                name, kind, None if default is MISSING else as_yaml(default), meant.get(field.name, ""), field.type
+            )
     for field in inside:
         yield from _keys(field.type, f"{section}{field.name}.")
 

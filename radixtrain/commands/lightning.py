@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
 from datetime import timedelta
@@ -114,12 +114,12 @@ class Command:
         settings, trainer_settings = self.settings, self.settings.trainer
         self.output_dir = check_output_dir(settings.output_dir)
         mask_what_is_logged(trainer_settings.logger)  # loggers get every other secret as it is
-        parts = {name: made(value) for name, value in vars(trainer_settings).items()}
+        parts = self._made(vars(trainer_settings))
         parts["logger"] = loggers_of(parts["logger"], self.output_dir)
         if trainer_settings.max_epochs is None and trainer_settings.max_steps == -1:
             parts["max_epochs"] = DEFAULT_EPOCHS
         check_trainer_settings(trainer_settings)
-        parts |= {name: made(value) for name, value in device_settings(settings, self.name).items()}
+        parts |= self._made(device_settings(settings, self.name))
         evaluation = EvaluateGeneration(**vars(settings.evaluate_generation))
         has_validation = bool(settings.data.validation_file or settings.data.val_size)
         if self.name == "fit" and evaluation.logged and not has_validation:
@@ -138,6 +138,10 @@ class Command:
         check_devices(trainer, self.timeout, self.sp_size)
         trainer.strategy.checkpoint_io = FolderCheckpointIO()
         return trainer
+
+    def _made(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Keys of `trainer` with the objects that they describe."""
+        return {name: made(f"trainer.{name}", value, self.name) for name, value in settings.items()}
 
     @property
     def timeout(self) -> timedelta:

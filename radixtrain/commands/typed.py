@@ -125,29 +125,11 @@ def check_typed(typed: Sequence[str]) -> Typed:
     if not own.intersection(PRINTING):
         _check_missing(keys, final)
     _check_lora(names, own)
-    _check_no_files(names)
     return Typed(arguments, [(name, value) for name, value in given if name not in PRINTING], "print_config" in own)
 
 
 def _is_key(word: str) -> bool:
     return word.startswith("--") or word == "-c"
-
-
-def _check_no_files(given: Sequence[tuple[str, Any]]) -> None:
-    """UsageError for a file in place of settings."""
-    for name, value in given:
-        for each in value if isinstance(value, list) else [value]:
-            if name.startswith("trainer.") and isinstance(each, str) and _is_file(each):
-                raise UsageError(
-                    f"{name} is the file {each}: write the settings there, they are read from no other file"
-                )
-
-
-def _is_file(value: str) -> bool:
-    try:
-        return os.path.exists(os.path.expanduser(value)) and not os.path.isdir(os.path.expanduser(value))
-    except ValueError:  # a null character
-        return False
 
 
 def shortened(value: Any) -> str:

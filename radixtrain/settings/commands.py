@@ -26,43 +26,39 @@ LINKS = {
 
 @dataclass(kw_only=True)
 class Run(Section):
-    """A command that reads a model and rows."""
+    """A command that reads a model and rows.
 
-    output_dir: Annotated[str, "where checkpoints, logs and the model go."] = "runs/sft"
-    dedup: Annotated[bool, "false runs the ordinary baseline: stock attention, padded batches."] = True
-    overwrite: Annotated[bool, "replace the run that is in output_dir."] = False
-    save_every_steps: Annotated[Count | None, "optimizer steps between two checkpoints."] = None
-    save_every_minutes: Annotated[
-        float | None,
-        Limits(TINY, FINITE, "above 0"),
-        "minutes between two; the end of an epoch and of the run write one, too.",
-    ] = 10.0
-    save_total_limit: Annotated[Count, "checkpoints that are kept, besides the best one."] = 2
-    save_best: Annotated[
-        str | None,
-        "a metric of the validations, such as eval_loss: model/ gets the weights that were best by it.",
-    ] = None
-    early_stopping: Annotated[
-        Count | None, "end after so many validations without a better save_best, or eval_loss."
-    ] = None
-    sp_size: Annotated[
-        Count | Literal["auto"],
-        "ranks that compute each micro-batch together, each a part of its unique rows; auto for what fit predicts to "
-        "be fastest.",
-    ] = 1
-    ddp_timeout: Annotated[
-        int,
-        Limits(1, 2_000_000),  # gloo counts milliseconds in 32 bits
-        "seconds that a rank waits for the others in a step.",
-    ] = 1800
-    push_to_hub: Annotated[bool, "upload model/ to the Hugging Face hub after training."] = False
-    hub_model_id: Annotated[str | None, "NAME or OWNER/NAME there; null takes the name of output_dir."] = None
-    hub_private_repo: Annotated[bool, "of a repository that is new."] = True
-    seed_everything: Annotated[
-        bool | int,
-        Limits(0, 2**32 - 1, "from 0 to 4294967295"),
-        "of the initial adapters, the order of the rows and `data.val_size`.",
-    ] = 42
+    output_dir: where checkpoints, logs and the model go.
+    dedup: false runs the ordinary baseline: stock attention, padded batches.
+    overwrite: replace the run that is in output_dir.
+    save_every_steps: optimizer steps between two checkpoints.
+    save_every_minutes: minutes between two; the end of an epoch and of the run write one, too.
+    save_total_limit: checkpoints that are kept, besides the best one.
+    save_best: a metric of the validations, such as eval_loss: model/ gets the weights that were best by it.
+    early_stopping: end after so many validations without a better save_best, or eval_loss.
+    sp_size: ranks that compute each micro-batch together, each a part of its unique rows; auto for what fit predicts to
+        be fastest.
+    ddp_timeout: seconds that a rank waits for the others in a step.
+    push_to_hub: upload model/ to the Hugging Face hub after training.
+    hub_model_id: NAME or OWNER/NAME there; null takes the name of output_dir.
+    hub_private_repo: of a repository that is new.
+    seed_everything: of the initial adapters, the order of the rows and `data.val_size`.
+    """
+
+    output_dir: str = "runs/sft"
+    dedup: bool = True
+    overwrite: bool = False
+    save_every_steps: Count | None = None
+    save_every_minutes: Annotated[float | None, Limits(TINY, FINITE, "above 0")] = 10.0
+    save_total_limit: Count = 2
+    save_best: str | None = None
+    early_stopping: Count | None = None
+    sp_size: Count | Literal["auto"] = 1
+    ddp_timeout: Annotated[int, Limits(1, 2_000_000)] = 1800  # gloo counts milliseconds in 32 bits
+    push_to_hub: bool = False
+    hub_model_id: str | None = None
+    hub_private_repo: bool = True
+    seed_everything: Annotated[bool | int, Limits(0, 2**32 - 1, "from 0 to 4294967295")] = 42
     evaluate_generation: AnswerSettings = field(default_factory=AnswerSettings)
     model: ModelSettings
     data: DataSettings = field(default_factory=DataSettings)
@@ -71,12 +67,12 @@ class Run(Section):
 
 @dataclass(kw_only=True)
 class FromCheckpoint(Run):
-    """A command that may take its weights from a checkpoint."""
+    """A command that may take its weights from a checkpoint.
 
-    ckpt_path: Annotated[
-        str | None,
-        "a checkpoint to go on from (fit), or to take weights of: `last`, `best`, `auto` (or a start), or a path.",
-    ] = None
+    ckpt_path: a checkpoint to go on from (fit), or to take weights of: `last`, `best`, `auto` (or a start), or a path.
+    """
+
+    ckpt_path: str | None = None
     weights_only: bool | None = None
 
 
@@ -96,63 +92,75 @@ class Predict(FromCheckpoint):
 
 @dataclass(kw_only=True)
 class Verify(Run):
-    """`verify`."""
+    """`verify`.
 
-    num_steps: Annotated[Count, "optimizer steps to compare, each from its own rows; the weights do not change."] = 1
-    num_sequences: Annotated[
-        Count | None,
-        "only the first ones of each step: it runs three times in float64 and twice in every other precision.",
-    ] = None
-    ckpt_path: Annotated[str | None, "a checkpoint of the run, whose weights are used."] = None
+    num_steps: optimizer steps to compare, each from its own rows; the weights do not change.
+    num_sequences: only the first ones of each step: it runs three times in float64 and twice in every other precision.
+    ckpt_path: a checkpoint of the run, whose weights are used.
+    """
+
+    num_steps: Count = 1
+    num_sequences: Count | None = None
+    ckpt_path: str | None = None
 
 
 @dataclass(kw_only=True)
 class Inspect(Run):
-    """`inspect`."""
+    """`inspect`.
 
-    step: Annotated[int, "optimizer step, from 0."] = 0
-    micro_batch: Annotated[int, "part of the step, from 0."] = 0
-    row: Annotated[
-        int | str | None,
-        "instead of a micro-batch, a row of the data through every stage: N for the N-th row of `data.train_file`, "
-        "from 1, or file:line as errors name it. It may be one that is refused.",
-    ] = None
-    full: Annotated[bool, "shorten nothing."] = False
+    step: optimizer step, from 0.
+    micro_batch: part of the step, from 0.
+    row: instead of a micro-batch, a row of the data through every stage: N for the N-th row of `data.train_file`, from
+        1, or file:line as errors name it. It may be one that is refused.
+    full: shorten nothing.
+    """
+
+    step: int = 0
+    micro_batch: int = 0
+    row: int | str | None = None
+    full: bool = False
 
 
 @dataclass(kw_only=True)
 class Report(Run):
-    """`report`."""
+    """`report`.
 
-    max_seconds: Annotated[
-        float,
-        Limits(0, FINITE),
-        "for timing micro-batches of the data on a few layers with random weights, by which speed and memory are "
-        "predicted; 0 predicts nothing.",
-    ] = 45.0
+    max_seconds: for timing micro-batches of the data on a few layers with random weights, by which speed and memory are
+        predicted; 0 predicts nothing.
+    """
+
+    max_seconds: Annotated[float, Limits(0, FINITE)] = 45.0
 
 
 @dataclass(kw_only=True)
 class Export(Section):
-    """`export`."""
+    """`export`.
 
-    ckpt_path: Annotated[
-        str,
-        "a folder in `<output_dir>/checkpoints`, such as `step=500`, `last` or `best`; or the output_dir, for its "
-        "newest whole one.",
-    ]
-    output_dir: Annotated[str, "the folder to write: absent, empty, or an earlier model, which is replaced."]
-    chat_template_path: Annotated[str | None, "a Jinja file in place of the tokenizer's own chat template."] = None
-    push_to_hub: Annotated[bool, "upload the folder to the Hugging Face hub."] = False
-    hub_model_id: Annotated[str | None, "NAME or OWNER/NAME there; null takes the name of output_dir."] = None
-    hub_private_repo: Annotated[bool, "of a repository that is new."] = True
+    ckpt_path: a folder in `<output_dir>/checkpoints`, such as `step=500`, `last` or `best`; or the output_dir, for its
+        newest whole one.
+    output_dir: the folder to write: absent, empty, or an earlier model, which is replaced.
+    chat_template_path: a Jinja file in place of the tokenizer's own chat template.
+    push_to_hub: upload the folder to the Hugging Face hub.
+    hub_model_id: NAME or OWNER/NAME there; null takes the name of output_dir.
+    hub_private_repo: of a repository that is new.
+    """
+
+    ckpt_path: str
+    output_dir: str
+    chat_template_path: str | None = None
+    push_to_hub: bool = False
+    hub_model_id: str | None = None
+    hub_private_repo: bool = True
 
 
 @dataclass
 class Doctor(Section):
-    """`doctor`."""
+    """`doctor`.
 
-    json: Annotated[bool, "one JSON object for machines in place of the text for people."] = False
+    json: one JSON object for machines in place of the text for people.
+    """
+
+    json: bool = False
 
 
 OF_COMMAND: dict[str, type[Section]] = {

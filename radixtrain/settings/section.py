@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import reduce
@@ -60,9 +62,13 @@ def parts_of(kind: Any) -> tuple[Any, ...]:
     return tuple(each for part in get_args(kind) for each in parts_of(part))
 
 
-def meaning(field: Field[Any]) -> str:
-    """What a key is for, in words; empty if no page shows it."""
-    return next((each for each in _annotations(field.type) if isinstance(each, str)), "")
+def meanings(settings: Any) -> dict[str, str]:
+    """What each key of a class is for, from its docstring and those of the classes that it extends."""
+    found: dict[str, str] = {}
+    for kind in reversed(settings.__mro__):
+        entries = re.split(r"\n(?=\w+: )", inspect.cleandoc(kind.__doc__ or ""))
+        found |= {name: " ".join(text.split()) for name, _, text in (each.partition(":") for each in entries[1:])}
+    return found
 
 
 def _annotations(kind: Any) -> Iterator[Any]:

@@ -6,11 +6,13 @@ import logging
 import os
 from collections.abc import Mapping
 from datetime import timedelta
+from inspect import signature
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch.nn.parallel import DistributedDataParallel
 
 from radixtrain.distributed import NCCL_LATER, check_sp_size
 from radixtrain.errors import UserError, did_you_mean
@@ -132,6 +134,9 @@ def _check_strategy(strategy: Any) -> None:
             raise UserError(f"trainer.strategy {strategy}: {REFUSED[refused] if refused else meant}")
         return
     options: Mapping[str, Any] = strategy["init_args"]
+    known = {*signature(DDPStrategy).parameters, *signature(DistributedDataParallel).parameters}
+    if unknown := options.keys() - known:
+        raise UserError(f"trainer.strategy: no option {min(unknown)}{did_you_mean(min(unknown), known)}")
     if found := [name for name in CHANGING if options.get(name) is not None]:
         raise UserError(f"trainer.strategy: {found[0]} changes the gradient of a step; leave it out")
     if options.get("static_graph"):
