@@ -395,9 +395,9 @@ class TestTheScan:
         class Base:
             def _own(self) -> None: ...
 
-        class Cli(Base, LightningCLI): ...
+        class Layer(Base, nn.Module): ...
 
-        assert overridden(Cli, {"_get", "_own", "_new"}, __name__) == {"_get"}
+        assert overridden(Layer, {"_apply", "_own", "_new"}, __name__) == {"_apply"}
 
     def test_a_name_that_is_gone_raises(self) -> None:
         assert resolve("torch.nn.Module._buffers") == {}

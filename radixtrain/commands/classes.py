@@ -92,7 +92,7 @@ def _called(kind: Any, options: Mapping[str, Any]) -> Any:
 
 
 def _refusal(key: str, kind: Any, refused: ValidationError, command: str) -> str:
-    """The message for the first option that a class does not have; otherwise for one that it lacks, or does not take."""
+    """The message for an option that a class does not have; otherwise for one that it lacks, or does not take."""
     error = min(refused.errors(), key=lambda each: each["type"] != UNKNOWN)
     option = str(error["loc"][0])
     if error["type"] == UNKNOWN:

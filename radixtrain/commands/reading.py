@@ -161,19 +161,18 @@ def _linked(name: str, found: Mapping[str, Any]) -> Any:
 def printed(settings: Any, section: str = "") -> dict[str, Any]:
     """Every key with its value, as a file of settings has them; not those that another key fills in."""
     return {
-        name: printed(value, f"{section}{name}.") if is_dataclass(value) else value
+        name: _printed(value, f"{section}{name}.")
         for name, value in vars(settings).items()
         if f"{section}{name}" not in LINKS
     }
 
 
+def _printed(value: Any, section: str) -> Any:
+    if isinstance(value, list):
+        return [_printed(each, section) for each in value]
+    return printed(value, section) if is_dataclass(value) else value
+
+
 def print_settings(settings: Any) -> None:
     """Print every key with its value, as a file of settings has them."""
-    print(yaml.safe_dump(_plain(printed(settings)), sort_keys=False, allow_unicode=True), end="")  # noqa: T201
-
-
-def _plain(value: Any) -> Any:
-    """The value with a mapping for each class of settings in a list."""
-    if isinstance(value, list):
-        return [_plain(each) for each in value]
-    return _plain(printed(value)) if is_dataclass(value) else value
+    print(yaml.safe_dump(printed(settings), sort_keys=False, allow_unicode=True), end="")  # noqa: T201

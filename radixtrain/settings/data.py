@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from radixtrain.errors import UserError
-from radixtrain.settings.section import FINITE, Limits, Section
+from radixtrain.settings.section import FINITE, LARGEST, Limits, Section
 
 Files = str | list[str | dict[str, Any]] | None
-Count = Annotated[int, Limits(1)]
+Count = Annotated[int, Limits(1, LARGEST)]
 # More than a thousand processes exhaust the machine before any of them reads a row.
 MOST_PROCESSES = 1024
 
@@ -74,7 +74,7 @@ class DataSettings(Section):
     val_size: Annotated[float, Limits(0, FINITE, "a share below 1 or a number of conversations")] = 0.0
     batch_size: Annotated[int, Limits(1, 2**24)] = 32  # to draw steps of 16 million conversations takes a second
     max_tokens: Count = 16384
-    max_length: Annotated[int | None, Limits(2)] = 4096
+    max_length: Annotated[int | None, Limits(2, LARGEST)] = 4096
     excess_length_strategy: Literal["raise", "drop", "truncate"] = "raise"
     on_bad_row: Literal["raise", "skip"] = "raise"
     assistant_only_loss: bool = True

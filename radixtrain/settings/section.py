@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
@@ -22,7 +23,7 @@ class Limits(NamedTuple):
     """The least and the largest number that a key takes. words: for the message, if these two are not what to say."""
 
     least: float
-    most: float = LARGEST
+    most: float = math.inf
     words: str = ""
 
     def broken_by(self, number: float) -> str:

@@ -62,7 +62,8 @@ VALUES = {
     "--model.allow_dropout='{a: 1}'": "model.allow_dropout must be list of text or null; got {a: 1} (`radixtrain "
     "fit --help model.allow_dropout` says more)",
     f"--data.batch_size={LONG}": f"data.batch_size must be an integer; got {LONG[:80]} ...",
-    "--data.batch_size.foo=1": "data.batch_size must be an integer; got {'foo': 1}",
+    "--data.batch_size.foo=1": "no key foo in data.batch_size, which is no section (`radixtrain fit --help data.batch_",
+    "--data.val_size.foo=1": "data.val_size must be a number; got {'foo': 1}",
     "--sp_size=some": "sp_size must be an integer or auto; got some",
 }
 CLASSES = {
@@ -152,7 +153,7 @@ TRAINER = {
     "--trainer.devices=9223372036854775808": "trainer.devices 9,223,372,036,854,775,808: at most 1,000 on a machine",
     "--trainer.max_time=soon": "trainer.max_time must be DD:HH:MM:SS",
     "--trainer.max_time='{fortnights: 1}'": "trainer.max_time must be DD:HH:MM:SS",
-    "--trainer.accelerator=cpu --trainer.devices=0": "trainer: `Trainer(devices='0')` value is not a valid input",
+    "--trainer.accelerator=cpu --trainer.devices=0": "trainer: `Trainer(devices=0)` value is not a valid input",
     "--trainer.precision=transformer-engine": "trainer: Requirement 'transformer_engine",
     "--trainer.strategy=nonsense": "trainer.strategy nonsense: no such strategy; there are auto, ddp, ",
     "--trainer.limit_train_batches=1.5": "trainer: ",

@@ -105,7 +105,7 @@ def test_every_value_of_every_key() -> None:
         ("trainer.val_check_interval", ["00:00:30:00", 1, 0.5]),
         ("trainer.devices", ["auto", 1000, [0, 1]]),
         ("trainer.max_time", [None, {"hours": 1}, "00:01:00:00"]),
-        ("trainer.precision", [None, 64, "64", "bf16-mixed"]),
+        ("trainer.precision", [None, 64, "bf16-mixed"]),
         ("data.max_length", [None]),
         ("data.train_file", [None, "a.jsonl", ["a.jsonl", {"path": "b.jsonl", "weight": 2}]]),
         ("evaluate_generation.generation_kwargs", [{"stop_strings": ["###", "5"]}]),
