@@ -122,11 +122,12 @@ def _run(words: list[str]) -> int:
     try:
         # doctor needs one of them, and says what else is wrong.
         check_versions({"pydantic": FIT["pydantic"]} if words[0] == "doctor" else OLDEST | FIT)
-        from radixtrain.commands.reading import read  # here, since --help needs no imports that take time
-        from radixtrain.commands.typed import check_typed
+        from radixtrain.commands.typed import check_typed  # here, since --help needs no imports that take time
 
         typed = check_typed(words)
         given = typed.given
+        from radixtrain.commands.reading import read  # here, since a wrong key needs no pydantic
+
         settings = read(words[0], given, default_devices() if COMMANDS[words[0]].module == "lightning" else {})
     except UserError as error:
         return 1 if launcher_env().is_silent else _fail(error, given)

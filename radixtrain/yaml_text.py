@@ -37,8 +37,11 @@ Loader.add_implicit_resolver(f"{TAG}float", re.compile(rf"^({NUMBER})$"), list("
 
 
 def load_yaml(text: str) -> Any:
-    """What a YAML text says. Raises yaml.YAMLError."""
-    return yaml.load(text, Loader)  # noqa: S506  # a safe loader
+    """What a YAML text says. Raises yaml.YAMLError, also for `!!int abc`."""
+    try:
+        return yaml.load(text, Loader)  # noqa: S506  # a safe loader
+    except (ValueError, LookupError, TypeError) as error:
+        raise yaml.YAMLError(str(error)) from None
 
 
 class _Collection:

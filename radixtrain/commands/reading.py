@@ -16,7 +16,7 @@ from radixtrain.commands.typed import prefixes, shortened
 from radixtrain.errors import UsageError, did_you_mean
 from radixtrain.settings.commands import LINKS, OF_COMMAND
 from radixtrain.settings.section import check_limits, parts_of
-from radixtrain.yaml_text import load_yaml
+from radixtrain.yaml_text import check_yaml, load_yaml
 
 OF_CLASS = ("class_path", "init_args", "dict_kwargs")
 # Types of Python in words.
@@ -47,9 +47,9 @@ def read(command: str, given: Sequence[tuple[str, Any]], defaults: Mapping[str, 
 
 def _put(values: dict[str, Any], name: str, value: Any, keys: Mapping[str, Key], command: str) -> None:
     """Set a key; `key+` adds to its list, and `key.option` sets an option inside of its value."""
-    name, plus, _ = name.partition("+")
-    key, inside = next((key, rest) for key, rest in reversed(prefixes(name).items()) if key in keys)
-    if plus:
+    path = name.removesuffix("+")
+    key, inside = next((key, rest) for key, rest in reversed(prefixes(path).items()) if key in keys)
+    if path != name:
         whole, more = (_loaded(each) for each in (values.get(key), value))
         value = [*_as_list(whole), *_as_list(more)]
     elif inside:
@@ -80,9 +80,10 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _loaded(value: Any) -> Any:
-    """What a text says as YAML; itself if it says nothing, or is none."""
+    """What a text says as YAML; itself if it says nothing, is none, or is more than settings ever are."""
     if isinstance(value, str) and value.strip():
-        with suppress(yaml.YAMLError, ValueError):  # of a date that is none
+        with suppress(yaml.YAMLError, UsageError):
+            check_yaml(value)
             return load_yaml(value)
     return value
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from radixtrain.errors import UserError
-from radixtrain.settings.section import FINITE, TINY, Limits, Section
+from radixtrain.settings.section import TINY, Limits, Section
 
 Count = Annotated[int, Limits(1)]
 
@@ -31,7 +31,7 @@ class AnswerSettings(Section):
     num_samples: Count | None = None
     max_new_tokens: Count = 256
     do_sample: bool = False
-    temperature: Annotated[float | None, Limits(TINY, FINITE, "above 0")] = None
+    temperature: Annotated[float | None, Limits(TINY, words="above 0")] = None
     generation_kwargs: dict[str, Any] | None = None
     batch_size: Count | None = None
 
