@@ -31,6 +31,7 @@ KINDS: dict[str, tuple[type, ...]] = {
     "trainer.accelerator": (Accelerator,),
     "trainer.profiler": (Profiler,),
 }
+ANY = sum(KINDS.values(), ())
 LOGGERS = ("wandb", "trackio", "swanlab", "tensorboard", "csv", "none")
 # Keys whose texts name classes, and what a message suggests. Texts of the other keys may be names of Lightning's own.
 SUGGESTED = {
@@ -64,8 +65,8 @@ def made(key: str, value: Any, command: str) -> Any:
         return [made(key, each, command) for each in value]
     if not is_class(value):
         return value
-    kind = _class_named(key, value["class_path"], sum(KINDS.values(), ()))
-    options = {name: made(key, each, command) for name, each in value.get("init_args", {}).items()}
+    kind = _class_named(key, value["class_path"], ANY)
+    options = {name: made(key, each, command) for name, each in value["init_args"].items()}
     try:
         return _called(kind, options)
     except ValidationError as error:
@@ -112,7 +113,15 @@ def _described(key: str, value: Any, kinds: tuple[type, ...], command: str) -> A
         raise UsageError(f"no key {min(unknown)} in {key} (`radixtrain {command} --help {key}` lists the keys)")
     path = str(written.get("class_path"))
     _class_named(key, path, kinds)
-    return {"class_path": path, "init_args": parts["init_args"] | parts["dict_kwargs"]}
+    options = parts["init_args"] | parts["dict_kwargs"]
+    return {"class_path": path, "init_args": {name: _inside(key, each, command) for name, each in options.items()}}
+
+
+def _inside(key: str, value: Any, command: str) -> Any:
+    """An argument of a class, which may describe one itself."""
+    if isinstance(value, list):
+        return [_inside(key, each, command) for each in value]
+    return _described(key, value, ANY, command) if is_class(value) else value
 
 
 def _is_name(key: str, text: str, kinds: tuple[type, ...]) -> bool:

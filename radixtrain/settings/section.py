@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import reduce
-from types import NoneType
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin
 
 from radixtrain.errors import UserError
 
@@ -58,7 +58,7 @@ def parts_of(kind: Any) -> tuple[Any, ...]:
     """The members of a union, or the kind itself; nothing of them is annotated."""
     if get_origin(kind) is Annotated:
         return parts_of(get_args(kind)[0])
-    if get_origin(kind) in (None, list, dict, Literal):
+    if get_origin(kind) not in (Union, UnionType):
         return (kind,)
     return tuple(each for part in get_args(kind) for each in parts_of(part))
 
@@ -77,7 +77,7 @@ def _annotations(kind: Any) -> Iterator[Any]:
         inner, *own = get_args(kind)
         yield from own
         yield from _annotations(inner)
-    elif get_origin(kind) not in (None, list, dict, Literal):
+    elif get_origin(kind) in (Union, UnionType):
         for part in get_args(kind):
             yield from _annotations(part)
 
