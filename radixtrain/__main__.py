@@ -23,7 +23,7 @@ from radixtrain.commands import COMMANDS
 from radixtrain.commands.help import help_text, topic_of
 from radixtrain.cores import share_cores
 from radixtrain.errors import EndedElsewhere, Stopped, UsageError, UserError, did_you_mean
-from radixtrain.training.devices.launcher_env import check_started, launcher_env
+from radixtrain.training.devices.launcher_env import check_started, default_devices, launcher_env
 from radixtrain.versions import FIT, OLDEST, check_versions
 
 
@@ -96,8 +96,8 @@ def _answer(arguments: list[str]) -> int:
     if arguments[0] == "run":  # needs nothing but the core, and leaves the rest of the line to the program
         return _run_program(arguments[1:])
     topic = topic_of(arguments[1:])
-    if topic in (None, "all"):
-        return _run(arguments if topic is None else [arguments[0], "--help"])
+    if topic is None:
+        return _run(arguments)
     sys.stdout.write(help_text(arguments[0], topic))
     return 0
 
@@ -113,7 +113,7 @@ def _run_program(arguments: list[str]) -> int:
         return _fail(error)
 
 
-def _run(typed: list[str]) -> int:
+def _run(words: list[str]) -> int:
     from radixtrain.screen import guard_logs  # here, since --help needs no imports that take time
 
     guard_logs()
@@ -121,32 +121,29 @@ def _run(typed: list[str]) -> int:
     given: list[tuple[str, Any]] = []
     try:
         # doctor needs one of them, and says what else is wrong.
-        check_versions({"jsonargparse": FIT["jsonargparse"]} if typed[0] == "doctor" else OLDEST | FIT)
+        check_versions({"pydantic": FIT["pydantic"]} if words[0] == "doctor" else OLDEST | FIT)
         from radixtrain.commands.typed import check_typed  # here, since --help needs no imports that take time
 
-        arguments, given = check_typed(typed)
-        from jsonargparse import ArgumentError
+        typed = check_typed(words)
+        given = typed.given
+        from radixtrain.commands.reading import read  # here, since a wrong key needs no pydantic
 
-        from radixtrain.commands.messages import usage_message
-        from radixtrain.yaml_text import guard_jsonargparse
+        settings = read(words[0], given, default_devices() if COMMANDS[words[0]].module == "lightning" else {})
     except UserError as error:
         return 1 if launcher_env().is_silent else _fail(error, given)
-    if typed == sys.argv[1:]:
-        sys.argv[1:] = arguments  # a command masks secrets there, if it was given the same arguments
+    if words == sys.argv[1:]:
+        sys.argv[1:] = typed.arguments  # a command masks secrets there, if it was given the same arguments
     # Of a kernel for 4-bit layers on a CPU, at the import, and of layers that no plan for several devices names.
     for name in ("bitsandbytes", "transformers.distributed", "transformers.integrations.tensor_parallel"):
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
-        guard_jsonargparse()
-        check_started(arguments[0])
-        import_module(f"radixtrain.commands.{COMMANDS[arguments[0]].module}").run(arguments)
+        check_started(words[0])
+        import_module(f"radixtrain.commands.{COMMANDS[words[0]].module}").run(settings, typed)
         return 0
     except UserError as error:
         return _fail(error, given)
     except EndedElsewhere:
         return 1
-    except ArgumentError as error:
-        return _fail(UsageError(usage_message(str(error), arguments[0])), given)
     except OSError as error:
         return _fail(UserError(f"{error.strerror or error}: {error.filename}" if error.filename else error), given)
     except KeyboardInterrupt:

@@ -17,8 +17,8 @@ OLDEST = {"jinja2": "3.1", "numpy": "2", "safetensors": "0.5", "torch": "2.10", 
 # Package -> the same, of those that the commands need beside them: the extra `fit`.
 FIT = {
     "datasets": "4",
-    "jsonargparse": "4.53",
     "lightning": "2.6.6",
+    "pydantic": "2.7",
     "rich": "13",
     "wandb": "0.19",
 }

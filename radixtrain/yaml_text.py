@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,32 @@ MOST_CHARACTERS = 1 << 20
 MOST_DEPTH = 50
 MOST_VALUES = 100_000  # with those that aliases repeat
 MOST_DIGITS = 300
-LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+BASE: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 MERGE = "tag:yaml.org,2002:merge"  # `<<`: a mapping may merge several, and override what they hold
+
+
+class Loader(BASE):
+    """YAML as people write it: 1e-5 is a number, for which YAML 1.1 wants a point, and a date stays a text."""
+
+
+TAG = "tag:yaml.org,2002:"
+DIGITS, EXPONENT = r"\d[\d_]*", r"[eE][-+]?\d+"
+NUMBER = (
+    rf"[-+]?({DIGITS}\.[\d_]*({EXPONENT})?|{DIGITS}{EXPONENT}|\.{DIGITS}({EXPONENT})?|\.(inf|Inf|INF))|\.(nan|NaN|NAN)"
+)
+Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in known if tag not in (f"{TAG}float", f"{TAG}timestamp")]
+    for first, known in BASE.yaml_implicit_resolvers.items()
+}
+Loader.add_implicit_resolver(f"{TAG}float", re.compile(rf"^({NUMBER})$"), list("-+0123456789."))
+
+
+def load_yaml(text: str) -> Any:
+    """What a YAML text says. Raises yaml.YAMLError, also for `!!int abc`."""
+    try:
+        return yaml.load(text, Loader)  # noqa: S506  # a safe loader
+    except (ValueError, LookupError, TypeError) as error:
+        raise yaml.YAMLError(str(error)) from None
 
 
 class _Collection:
@@ -32,20 +54,22 @@ class _Collection:
 
 
 def read_yaml(path: str) -> Any:
-    """What a file of settings holds. UsageError, with the line, for what is no YAML or refused by `check_yaml`.
-
-    OSError if it cannot be read, or is a device or a pipe.
-    """
+    """What a file of settings holds. UsageError as `parse_yaml`, and OSError if it cannot be read, or is a device."""
     try:
-        text = read_text(Path(path).expanduser())
-        check_yaml(text, path)
-        return yaml.safe_load(text)
+        return parse_yaml(read_text(Path(path).expanduser()), path)
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: a file of settings must be a text in UTF-8: {error}") from None
+
+
+def parse_yaml(text: str, name: str) -> Any:
+    """What a text of settings says. UsageError, with the line, for what is no YAML or refused by `check_yaml`."""
+    try:
+        check_yaml(text, name)
+        return load_yaml(text)
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
         line = f":{mark.line + 1}" if mark else ""
-        raise UsageError(f"{path}{line}: not YAML: {' '.join(str(problem).split())}") from None
+        raise UsageError(f"{name}{line}: not YAML: {' '.join(str(problem).split())}") from None
 
 
 def check_yaml(text: str, name: str = "") -> None:
@@ -57,7 +81,7 @@ def check_yaml(text: str, name: str = "") -> None:
     """
     if len(text) > MOST_CHARACTERS:
         raise UsageError(f"{name or 'a value'} has {len(text):,} characters, settings at most {MOST_CHARACTERS:,}")
-    loader = LOADER(text)
+    loader = Loader(text)
     sizes: dict[str, int] = {}  # of what anchors name, in values
     open_: list[_Collection] = [_Collection(None, is_mapping=False)]
     while loader.check_event():
@@ -100,26 +124,3 @@ def _twice(key: str, first: int, second: int, name: str) -> str:
         return f"{name}:{second}: the key {key} is given twice, first in {name}:{first}; leave one of them out"
     lines = f", in lines {first} and {second}" if first != second else ""
     return f"the key {key} is given twice in one section{lines}; leave one of them out"
-
-
-@cache
-def guard_jsonargparse() -> None:
-    """Every parser of jsonargparse imports only classes of PACKAGES, and reads files that a file names by `check_yaml`.
-
-    A `class_path` is imported before its type is checked, so a configuration could run anything.
-    """
-    from jsonargparse import ArgumentError, get_loader, set_loader, set_parsing_settings
-
-    load = get_loader("yaml")
-
-    def guarded(text: str, path: str | os.PathLike[str] = "") -> object:
-        try:
-            check_yaml(text, os.fspath(path))
-        except UsageError as error:
-            raise ArgumentError(None, str(error)) from None
-        return load(text)
-
-    set_loader("yaml", guarded, (yaml.YAMLError,))
-    set_parsing_settings(
-        import_path_denylist=["*"], import_path_allowlist=list(PACKAGES), instantiate_subclass_spec_in_any=False
-    )

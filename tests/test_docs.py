@@ -1,7 +1,6 @@
 """The pages under docs/ and CONTRIBUTING.md say what the code does: their examples run, their tables are the code's."""
 
 import ast
-import inspect
 import json
 import os
 import re
@@ -9,18 +8,19 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 import yaml
 from byte_tokenizer import byte_tokenizer
-from docstring_parser import parse as parse_docstring
 from tiers import FULL
 from transformers import PreTrainedTokenizerFast
 
+from radixtrain.commands.keys import Key, all_keys
+from radixtrain.commands.typed import NOTES, SYNONYMS
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.files.rows import OURS
@@ -30,6 +30,8 @@ from radixtrain.data.rows.columns import PAIRS
 from radixtrain.data.sample import Sample
 from radixtrain.data.unlabelled import UnlabelledEncoder
 from radixtrain.errors import UserError
+from radixtrain.settings.commands import Doctor, Export, Run, Verify
+from radixtrain.settings.section import parts_of
 from radixtrain.training.answers.metrics import load_metric
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -174,58 +176,31 @@ def test_a_program_prints_what_the_page_says(
 CONFIGURATION = "docs/configuration.md"
 TABLES = ["cli", "model", "data", "evaluate_generation", "verify", "export", "doctor", "elsewhere"]
 SECTIONS = ("model", "data", "evaluate_generation")
-NOT_KEYS = ("self", "model", "datamodule")  # of `verify`, which the command line fills in
+OWNERS: dict[str, type] = {"cli": Run, "verify": Verify, "export": Export, "doctor": Doctor}
 
 
 def rows_of(table: str) -> list[list[str]]:
-    """key, values, default, meaning: from the signature and the docstring."""
-    from radixtrain.commands.cli_args import run_settings
-    from radixtrain.commands.doctor import doctor
-    from radixtrain.commands.export import export
-    from radixtrain.commands.keys import LINKS
-    from radixtrain.training.answers.evaluate_generation import EvaluateGeneration
-    from radixtrain.training.module import RadixModule
-    from radixtrain.training.trainer import Trainer
-
-    sections = {"model": RadixModule, "data": SFTData, "evaluate_generation": EvaluateGeneration, "cli": run_settings}
-    owner = {**sections, "verify": Trainer.verify, "export": export, "doctor": doctor}[table]
-    called = owner.__init__ if inspect.isclass(owner) else owner
-    kinds = get_type_hints(called)
-    documented = {each.arg_name: each.description for each in parse_docstring(inspect.getdoc(owner) or "").params}
-    keys = {
-        name: parameter
-        for name, parameter in inspect.signature(called).parameters.items()
-        if f"{table}.{name}" not in LINKS and (table in SECTIONS or name not in NOT_KEYS)
-    }
+    """key, values, default, meaning: of the keys that a command or a section has beside those of every run."""
+    prefix = f"{table}." if table in SECTIONS else ""
+    own = {field.name for field in fields(OWNERS.get(table, Run))} - (
+        {field.name for field in fields(Run)} if table == "verify" else {"seed_everything"} if table == "cli" else set()
+    )
+    keys = all_keys({"cli": "report", **dict.fromkeys(SECTIONS, "fit")}.get(table, table))
     return [
-        [name, kind_of(kinds[name]), as_yaml(parameter.default), documented[name] or ""]
-        for name, parameter in keys.items()
-        if name != "self"
+        [key.name.removeprefix(prefix), kind_of(key), as_yaml(key), key.help]
+        for key in keys
+        if (key.name.startswith(prefix) if prefix else key.name in own)
     ]
 
 
-def kind_of(annotation: Any) -> str:
-    """The values of a key in words: `one of`, `number`, `list of text`."""
-    names = {str: "text", int: "integer", float: "number", bool: "true, false", NoneType: "null"}
-    if annotation in names:
-        return names[annotation]
-    parts = get_args(annotation)
-    if get_origin(annotation) is Literal:
-        return ", ".join(f"`{part}`" for part in parts)
-    if get_origin(annotation) is list:
-        return f"list of {kind_of(parts[0])}"
-    if get_origin(annotation) is dict:
-        return "mapping"
-    return ", ".join(map(kind_of, parts)) if parts else annotation.__name__
+def kind_of(key: Key) -> str:
+    """The values in words, and words of a set as code."""
+    words = {str(word) for part in parts_of(key.type) if get_origin(part) is Literal for word in get_args(part)}
+    return ", ".join(f"`{word}`" if word in words else word for word in key.kind.split(", "))
 
 
-def as_yaml(default: Any) -> str:
-    if default is inspect.Parameter.empty:
-        return "required"
-    words = {None: "null", True: "true", False: "false"}
-    if default is None or isinstance(default, bool):
-        return f"`{words[default]}`"
-    return f"`{default}`" if isinstance(default, str | int | float) else "its own defaults"
+def as_yaml(key: Key) -> str:
+    return "required" if key.default is None else f"`{key.default}`"
 
 
 def markdown(rows: list[list[str]]) -> str:
@@ -255,8 +230,6 @@ def test_a_table_of_keys_is_the_codes(table: str) -> None:
 
 def names_elsewhere() -> str:
     """Keys of other tools, and the key that does it here."""
-    from radixtrain.commands.typed import NOTES, SYNONYMS
-
     here = {key: f"`{key}`: {NOTES[key]}" if key in NOTES else f"`{key}`" for key in SYNONYMS}
     rows = [f"| `{'`, `'.join(names.split())}` | {here[key]} |\n" for key, names in SYNONYMS.items()]
     return "".join(["| there | here |\n| --- | --- |\n", *rows])

@@ -14,7 +14,6 @@ from typing import Any
 
 import lightning as L
 import pytest
-from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from transformers import LlamaConfig, LlamaModel, PretrainedConfig, PreTrainedModel
@@ -78,17 +77,6 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "radixtrain/bench/cells.py": {
         "transformers.PreTrainedModel._from_config": "makes a model with random weights in a dtype",
-    },
-    "radixtrain/commands/lightning.py": {
-        "lightning.pytorch.cli.LightningCLI._parse_ckpt_path": (
-            "is overridden, so that a checkpoint's settings do not replace those that were typed"
-        ),
-        "lightning.pytorch.cli.LightningCLI._prepare_subcommand_kwargs": (
-            "is overridden, so that checkpoints are read as weights only"
-        ),
-        "lightning.pytorch.cli.LightningCLI._run_subcommand": (
-            "is overridden, to load data and model before the trainer starts"
-        ),
     },
     "radixtrain/data/workers.py": {
         "multiprocessing.queues.Queue._on_queue_feeder_error": "hears of a batch that a worker cannot hand over",
@@ -424,9 +412,9 @@ class TestTheScan:
         class Base:
             def _own(self) -> None: ...
 
-        class Cli(Base, LightningCLI): ...
+        class Layer(Base, nn.Module): ...
 
-        assert overridden(Cli, {"_get", "_own", "_new"}, __name__) == {"_get"}
+        assert overridden(Layer, {"_apply", "_own", "_new"}, __name__) == {"_apply"}
 
     def test_a_name_that_is_gone_raises(self) -> None:
         assert resolve("torch.nn.Module._buffers") == {}

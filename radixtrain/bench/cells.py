@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -26,44 +26,15 @@ from transformers import (
 from radixtrain.attention import choose_attention
 from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.errors import UserError, first_line
+from radixtrain.settings.bench import Mode, ShapeSettings, Tree
 
-Family = Literal["qwen3", "qwen3_5"]
-Tree = Literal["flat", "nested"]
-Mode = Literal["step", "forward"]
-Attention = Literal["auto", "cascade", "path", "expand", "tree"]
 LEAST = {"prompt_length": 0, "suffix_length": 2, "num_sequences": 1}  # of the axes of a grid
 SEQUENCES_IN_A_GROUP = 4  # of a nested tree
 MODELS: dict[str, type[PreTrainedModel]] = {"qwen3": Qwen3ForCausalLM, "qwen3_5": Qwen3_5ForCausalLM}
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """A Qwen3, or a Qwen3.5, with random weights.
-
-    Args:
-        num_hidden_layers: layers.
-        hidden_size: width.
-        intermediate_size: width of the MLP; null is 3 x hidden_size, as in the small Qwen3.
-        num_attention_heads: query heads; null is hidden_size / head_dim.
-        num_key_value_heads: key and value heads; null is half of the query heads.
-        head_dim: width of a head.
-        vocab_size: tokens of the vocabulary.
-        tie_word_embeddings: whether the head is the embedding.
-        name: in the table; null is layers x width.
-        family: qwen3; or qwen3_5, a hybrid: three of every four layers have a recurrent state, with keys and values
-            twice as wide as the model, in heads of head_dim.
-    """
-
-    num_hidden_layers: int = 4
-    hidden_size: int = 256
-    intermediate_size: int | None = None
-    num_attention_heads: int | None = None
-    num_key_value_heads: int | None = None
-    head_dim: int = 64
-    vocab_size: int = 4096
-    tie_word_embeddings: bool = True
-    name: str | None = None
-    family: Family = "qwen3"
+class ModelShape(ShapeSettings):
+    """A Qwen3, or a Qwen3.5, with random weights."""
 
     def __str__(self) -> str:
         hybrid = "" if self.family == "qwen3" else " hybrid"

@@ -5,7 +5,7 @@ Nothing is imported at the top that may be missing: a finding says so.
 
 from __future__ import annotations
 
-import json as json_format
+import json
 import os
 import platform
 import shutil
@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from radixtrain import __version__
+from radixtrain.commands.reading import print_settings
+from radixtrain.commands.typed import Typed
 from radixtrain.cores import WAITING, num_cores
 from radixtrain.errors import UserError, bytes_text, first_line
 from radixtrain.screen import printable
+from radixtrain.settings.commands import Doctor
 from radixtrain.versions import FIT, OLDEST, OLDEST_OPTIONAL, WHY, installed, is_older
 
 WIDTH = 24  # of the names
@@ -42,32 +45,24 @@ MOST_NAMED = 5  # damaged files of a kind
 LEAST_ROOM = 1 << 30  # bytes; less than that, not even a small model is saved
 
 
-def doctor(json: bool = False) -> None:
+def run(settings: Doctor, typed: Typed) -> None:
     """Print versions, devices, the attention that would run, room, caches and logins, and what is wrong with them.
-
-    Args:
-        json: one JSON object for machines in place of the text for people.
 
     Raises:
         UserError: training cannot run here, or should not: a package is missing, or has a hole that is known.
     """
+    if typed.prints:
+        return print_settings(settings)
     found = findings()
     blocking = [finding for finding in found if finding.blocks]
-    if json:
+    if settings.json:
         entries = [finding._asdict() for finding in found]
-        print(json_format.dumps({"can_train": not blocking, "findings": entries}, indent=2))  # noqa: T201
+        print(json.dumps({"can_train": not blocking, "findings": entries}, indent=2))  # noqa: T201
     else:
         print(printable(_text(found)))  # noqa: T201
     if blocking:
         told = "; ".join(f"{each.name} {each.value}: {each.problem}: {each.fix}" for each in blocking)
         raise UserError(f"training cannot run here: {told}")
-
-
-def run(argv: Sequence[str]) -> None:
-    """The command line of `doctor`."""
-    from jsonargparse import auto_cli
-
-    auto_cli(doctor, list(argv)[1:], as_positional=False, prog="radixtrain doctor", exit_on_error=False)
 
 
 def _text(found: Sequence[Finding]) -> str:

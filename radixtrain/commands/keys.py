@@ -1,39 +1,21 @@
-"""The keys of the command line as the sources write them: signatures and docstrings, read and not imported.
-
-The parser of jsonargparse knows the same keys, but the imports that it needs take seconds, and a page of help cannot
-wait for torch.
-"""
+"""The keys of the command line, one by one, as the classes of settings have them: for help, checks and pages."""
 
 from __future__ import annotations
 
-import ast
-import re
 from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
-from typing import NamedTuple
+from types import NoneType
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-from radixtrain.commands import COMMANDS
+from radixtrain.settings.commands import LINKS, OF_COMMAND
+from radixtrain.settings.section import default_of, meanings, parts_of
 
-PACKAGE = Path(__file__).resolve().parents[1]
-WORDS = {"str": "text", "int": "integer", "float": "number", "bool": "true, false", "None": "null"}
-GIVEN_BY_US = ("self", "model", "datamodule")  # arguments of a method of the trainer that are no keys
-# Keys that another key fills in, and that cannot be set themselves.
-LINKS = {
-    "trainer.default_root_dir": "output_dir",
-    "model.dedup": "dedup",
-    "data.dedup": "dedup",
-    "data.sp_size": "sp_size",
-    "data.seed": "seed_everything",
-    "data.model_name_or_path": "model.model_name_or_path",
-    "data.predict_unlabelled": "model.scores",
-    "data.predict_prompts": "model.generate",
-}
+WORDS = {str: "text", int: "integer", float: "number", bool: "true, false", NoneType: "null"}
 
 
 class Key(NamedTuple):
-    """name: with its section, such as `model.learning_rate`. kind: its values in words.
+    """name: with its section, such as `model.learning_rate`. kind: its values in words. type: its annotation.
 
     default: as YAML writes it; empty for an option that has none; None if the key is required.
     """
@@ -42,132 +24,71 @@ class Key(NamedTuple):
     kind: str
     default: str | None
     help: str
+    type: Any = Any
 
 
 CONFIG = Key("config", "a YAML file", "", "a file with these keys; what comes later overrides it.")
-# What Lightning's command line adds by itself.
-SEED = Key("seed_everything", "integer", "42", "of the initial adapters, the order of the rows and `data.val_size`.")
-CKPT = Key(
-    "ckpt_path",
-    "text, null",
-    "null",
-    "a checkpoint to go on from (fit), or to take weights of: `last`, `best`, `auto` (or a start), or a path.",
-)
-HELP = Key("help", "", "", "")
 PRINT = Key("print_config", "", "", "print every key with its value, and run nothing.")
+HELP = Key("help", "", "", "")
+
+
+def kind_of(part: Any) -> str:
+    """The values of a type in words: `number`, `list of text`, `true, false`."""
+    inner = get_args(part)
+    if get_origin(part) is Literal:
+        return ", ".join(dict.fromkeys(map(str, inner)))
+    if get_origin(part) is list:
+        return f"list of {' or '.join(map(kind_of, parts_of(inner[0])))}"
+    if get_origin(part) is dict or is_dataclass(part):
+        return "mapping"
+    return WORDS.get(part) or str(getattr(part, "__name__", part))
+
+
+def as_yaml(default: Any) -> str:
+    """A default as YAML writes it."""
+    if default is None or isinstance(default, bool):
+        return {None: "null", True: "true", False: "false"}[default]
+    return str(default) if isinstance(default, str | int | float) else "its own defaults"
 
 
 @cache
-def keys_of(command: str) -> tuple[Key, ...]:
-    """Every key of a command of the table but those of Lightning's trainer, in the order of the sources."""
-    module = COMMANDS[command].module
-    if module != "lightning":
-        return (CONFIG, *_keys(PACKAGE / "commands" / f"{module}.py", command))
-    own = _keys(PACKAGE / "training" / "trainer.py", f"Trainer.{command}")
-    shared = () if any(key.name == "ckpt_path" for key in own) else (CKPT,)
-    evaluation = PACKAGE / "training" / "answers" / "evaluate_generation.py"
-    sections = [
-        *_keys(evaluation, "EvaluateGeneration.__init__", "evaluate_generation."),
-        *_keys(PACKAGE / "training" / "module.py", "RadixModule.__init__", "model."),
-        *_keys(PACKAGE / "data" / "datamodule.py", "SFTData.__init__", "data."),
-    ]
-    top = _keys(PACKAGE / "commands" / "cli_args.py", "run_settings")
-    return (CONFIG, *top, SEED, *shared, *own, PRINT, *(key for key in sections if key.name not in LINKS))
-
-
-@cache
-def trainer_keys() -> tuple[Key, ...]:
-    """The keys of Lightning's trainer, from its source, but those that another one fills in."""
-    return tuple(key for key in _keys(_trainer(), "Trainer.__init__", "trainer.") if key.name not in LINKS)
-
-
-def _trainer() -> Path:
-    found = find_spec("lightning")
-    assert found is not None and found.origin is not None
-    return Path(found.origin).parent / "pytorch" / "trainer" / "trainer.py"
-
-
 def all_keys(command: str) -> tuple[Key, ...]:
-    """Every key of a command, those of Lightning's trainer last."""
-    return (*keys_of(command), *(trainer_keys() if COMMANDS[command].module == "lightning" else ()))
+    """Every key of a command, those without a section first, those of Lightning's trainer last."""
+    keys = list(_keys(OF_COMMAND[command]))
+    top = [key for key in keys if "." not in key.name]
+    return (CONFIG, *top, *([PRINT] if len(top) < len(keys) else []), *keys[len(top) :])
+
+
+def keys_of(command: str) -> tuple[Key, ...]:
+    """What the page of a command shows: every key but those of Lightning's trainer."""
+    return tuple(key for key in all_keys(command) if key.help and not key.name.startswith("trainer."))
+
+
+def trainer_keys() -> tuple[Key, ...]:
+    """The keys of Lightning's trainer."""
+    return tuple(key for key in all_keys("fit") if key.name.startswith("trainer."))
 
 
 def known_keys(command: str) -> dict[str, Key]:
-    """What may be typed, by its name: the keys, and arguments of Lightning's method that our pages do not explain."""
-    lightnings = _keys(_trainer(), f"Trainer.{command}") if COMMANDS[command].module == "lightning" else []
-    passed = [key for key in lightnings if "dataloaders" not in key.name]
-    return {key.name: key for key in (HELP, PRINT, *passed, *all_keys(command))}
+    """What may be typed, by its name."""
+    return {key.name: key for key in (HELP, PRINT, *all_keys(command))}
 
 
-@cache
-def _source(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+def _keys(settings: Any, section: str = "") -> Iterator[Key]:
+    """The keys of a class, and then those of the sections in it."""
+    inside = [field for field in fields(settings) if is_section(field)]
+    meant = meanings(settings)
+    for field in fields(settings):
+        name = f"{section}{field.name}"
+        if field not in inside and name not in LINKS:
+            kind = ", ".join(dict.fromkeys(", ".join(map(kind_of, parts_of(field.type))).split(", ")))
+            default = default_of(field)
+            yield Key(
+                name, kind, None if default is MISSING else as_yaml(default), meant.get(field.name, ""), field.type
+            )
+    for field in inside:
+        yield from _keys(field.type, f"{section}{field.name}.")
 
 
-def _keys(path: Path, name: str, section: str = "") -> list[Key]:
-    """The arguments of a function, or none if there is no such function: not every command has keys of its own."""
-    found = _find(_source(path), name)
-    if found is None:
-        return []
-    function, docstring = found
-    meant = _documented(docstring)
-    return [
-        Key(f"{section}{each.arg}", _kind(each.annotation), default, meant.get(each.arg, ""))
-        for each, default in _arguments(function)
-        if each.arg not in GIVEN_BY_US
-    ]
-
-
-def _find(tree: ast.Module, name: str) -> tuple[ast.FunctionDef, str] | None:
-    """A function and the docstring that describes its arguments: that of the class, if its `__init__` has none."""
-    body, docstring = tree.body, ""
-    for part in name.split("."):
-        named = [node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == part]
-        if not named:
-            return None
-        docstring = ast.get_docstring(named[-1]) or docstring
-        if isinstance(named[-1], ast.FunctionDef):
-            return named[-1], docstring
-        body = named[-1].body
-    return None
-
-
-def _arguments(function: ast.FunctionDef) -> Iterator[tuple[ast.arg, str | None]]:
-    """The arguments with their defaults as YAML writes them."""
-    positional = function.args.args
-    without = [None] * (len(positional) - len(function.args.defaults))
-    for argument, default in zip(positional, [*without, *function.args.defaults], strict=True):
-        yield argument, None if default is None else _as_yaml(default)
-    for argument, default in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True):
-        yield argument, None if default is None else _as_yaml(default)
-
-
-def _as_yaml(default: ast.expr) -> str:
-    if not isinstance(default, ast.Constant):
-        return "its own defaults" if isinstance(default, ast.Call) else ast.unparse(default)
-    words = {None: "null", True: "true", False: "false"}
-    if default.value is None or isinstance(default.value, bool):
-        return words[default.value]
-    return str(default.value)
-
-
-def _kind(annotation: ast.expr | None) -> str:
-    """The values in words: `number`, `list of text`, `true, false`."""
-    if annotation is None:
-        return ""
-    text = re.sub(r"Literal\[([^]]*)\]", lambda found: found[1], ast.unparse(annotation))
-    text = re.sub(r"dict\[.*?\]", "mapping", text)
-    text = re.sub(r"list\[(\w+)\]", r"list of \1", text)
-    for name, word in WORDS.items():
-        text = re.sub(rf"\b{name}\b", word, text)
-    return text.replace("'", "").replace(" | ", ", ")
-
-
-def _documented(docstring: str) -> dict[str, str]:
-    """The descriptions under `Args:`, each on one line."""
-    if "Args:" not in docstring:
-        return {}
-    under = re.split(r"\n(?=\S)", docstring.partition("Args:\n")[2])[0]
-    entries = re.split(r"\n    (?=\w+:)", "\n" + under)
-    named = (entry.partition(":") for entry in entries if ":" in entry)
-    return {name.strip(): " ".join(text.split()) for name, _, text in named}
+def is_section(field: Field[Any]) -> bool:
+    return is_dataclass(field.type)

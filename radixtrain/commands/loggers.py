@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from requests.utils import get_netrc_auth
 
 from radixtrain.errors import UserError, first_line
+from radixtrain.settings.trainer import TrainerSettings
 
 PROJECT = "radixtrain"  # unless WANDB_PROJECT, TRACKIO_PROJECT or SWANLAB_PROJECT names another
 PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX"), "trackio": ("trackio",), "swanlab": ("swanlab",)}
@@ -98,14 +99,14 @@ def loggers_of(asked: Any, output_dir: Path) -> Any:
     return [_made(name, output_dir) for name in dict.fromkeys(["csv", *named])] + given
 
 
-def check_loggers(config: Any) -> None:
+def check_loggers(trainer: TrainerSettings) -> None:
     """UserError in one line if a logger cannot work: it is not installed, nobody is logged in, or there is no network.
 
-    config: what was parsed for a command, nothing of it made yet.
+    trainer: with its classes written out and nothing made.
     """
-    asked = config.trainer.logger
+    asked = trainer.logger
     loggers = [_described(each) for each in (asked if isinstance(asked, list) else [asked])]
-    if config.trainer.fast_dev_run:  # which replaces them
+    if trainer.fast_dev_run:  # which replaces them
         return
     names = [name for name, _ in loggers]
     for name in names:
@@ -139,11 +140,9 @@ def _made(name: str, output_dir: Path) -> Logger:
 
 def _described(logger: Any) -> tuple[str, dict[str, Any]]:
     """`wandb`, `tensorboard` or another name, and the options of a logger that is written out as a class."""
-    if isinstance(logger, str) or not hasattr(logger, "class_path"):
+    if not isinstance(logger, Mapping):
         return str(logger), {}
-    name = str(logger.class_path).rpartition(".")[2].lower().removesuffix("logger")
-    options = logger.get("init_args")
-    return name, dict(vars(options)) if options else {}
+    return logger["class_path"].rpartition(".")[2].lower().removesuffix("logger"), logger["init_args"]
 
 
 def _check_wandb() -> None:

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "RADIXTRAIN_"
 VARIABLES = ("CACHE", "OPTIONS")  # docs/configuration.md explains them
-KEYS = re.compile(rf"({'|'.join(COMMANDS).upper()}|TRAINER|MODEL|DATA)__")  # as jsonargparse and others write them
+KEYS = re.compile(rf"({'|'.join(COMMANDS).upper()}|TRAINER|MODEL|DATA)__")  # as other tools write keys
 
 
 def quiet(speaks: bool) -> None:
@@ -38,7 +38,6 @@ def quiet(speaks: bool) -> None:
         "number of training batches",
         "LeafSpec",
         "Total length of",
-        "LightningCLI's args",
         "infer the batch indices",
         "pre-optimization",
         "callbacks used to create the checkpoint",

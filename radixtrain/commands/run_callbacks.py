@@ -9,9 +9,9 @@ from typing import Any
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 
 from radixtrain.errors import UserError, did_you_mean
+from radixtrain.settings.commands import Run
 from radixtrain.training.answers.metrics import OWN_METRICS
 from radixtrain.training.answers.predictions import PredictionWriter
-from radixtrain.training.devices.settings import as_list
 from radixtrain.training.fault_tolerance.saving import SaveCheckpoints
 from radixtrain.training.fault_tolerance.signals import Requests
 from radixtrain.training.progress_bar import progress_bar
@@ -29,7 +29,7 @@ VALIDATION_METRICS = "eval_loss is, and eval_ before the name of evaluate_genera
 class RunCallbacks:
     """Ours know each other: a request to stop and a new best value have the saver write, and the summary says both.
 
-    settings: of the command, with its callbacks and `evaluate_generation` as instances.
+    settings: of the command. own: the callbacks of its configuration. evaluation: an `EvaluateGeneration`.
     output_dir: of the run.
     has_validation: whether it has rows to validate on.
 
@@ -39,10 +39,9 @@ class RunCallbacks:
     Raises UserError if one of them watches what the run does not measure.
     """
 
-    def __init__(self, settings: Any, output_dir: Path, has_validation: bool):
-        own = as_list(settings.trainer.callbacks)
+    def __init__(self, settings: Run, own: list[Any], evaluation: Any, output_dir: Path, has_validation: bool):
         self.requests = Requests(output_dir)
-        self.evaluation = settings.evaluate_generation
+        self.evaluation = evaluation
         self.evaluation.interruptible = self.requests.at_once
         self.saver = _saver(settings, output_dir, self.requests, is_scheduled=not _has(own, Checkpoint))
         metric, patience = settings.save_best, settings.early_stopping
@@ -74,7 +73,7 @@ class RunCallbacks:
         return (saver.total_limit + 1) * (saver.is_scheduled and saver.is_enabled) + (self.best is not None)
 
 
-def _saver(settings: Any, output_dir: Path, requests: Requests, is_scheduled: bool) -> SaveCheckpoints:
+def _saver(settings: Run, output_dir: Path, requests: Requests, is_scheduled: bool) -> SaveCheckpoints:
     """is_scheduled: False if a callback of the configuration writes the checkpoints."""
     return SaveCheckpoints(
         output_dir / "checkpoints",

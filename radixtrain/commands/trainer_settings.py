@@ -3,59 +3,32 @@
 from __future__ import annotations
 
 import logging
-import math
-import os
 from collections.abc import Iterator, Mapping
-from pkgutil import resolve_name
 from typing import Any
 
-from jsonargparse import Namespace
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import Callback, Timer
-from lightning.pytorch.callbacks.finetuning import multiplicative
-from lightning.pytorch.loggers import Logger
-from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, LayerSync, Precision
-from lightning.pytorch.profilers import Profiler
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from radixtrain.commands.hub import check_hub
-from radixtrain.commands.keys import keys_of, trainer_keys
 from radixtrain.commands.loggers import TRACKING, check_loggers
+from radixtrain.commands.reading import printed
 from radixtrain.distributed import ranks
-from radixtrain.errors import UsageError, UserError, first_line
+from radixtrain.errors import UserError, first_line
 from radixtrain.redaction import check_unmasked
+from radixtrain.settings.commands import Run
+from radixtrain.settings.trainer import TrainerSettings
 from radixtrain.training.optimizer import check_package
-from radixtrain.yaml_text import PACKAGES
 
 logger = logging.getLogger(__name__)
 
 # What Lightning raises for settings that it refuses: in turn for `devices: 0`, `strategy: nonsense`, `devices: -1` on a
 # CPU, and `strategy: xla` without torch_xla. Nothing of ours runs while it makes the trainer.
 REFUSED_BY_LIGHTNING = (MisconfigurationException, ValueError, TypeError, ModuleNotFoundError, OverflowError)
-# The least value of integers. All but those in NEVER_NULL may be null, which turns off what the key says.
-LEAST = {
-    "save_every_steps": 1,
-    "save_total_limit": 1,
-    "early_stopping": 1,
-    "sp_size": 1,
-    "ddp_timeout": 1,
-    "trainer.check_val_every_n_epoch": 1,
-    "trainer.log_every_n_steps": 0,
-    "trainer.reload_dataloaders_every_n_epochs": 0,
-}
-# A configuration makes objects of these classes only, and hands no function over: any other could run code, as
-# `torch.hub.load` and `transformers.pipeline` do. The one function is the default of a callback.
-CLASSES = (Callback, Logger, Profiler, Strategy, Accelerator, Precision, CheckpointIO, ClusterEnvironment, LayerSync)
-FUNCTIONS = (multiplicative,)
 FOR_ALL_WEIGHTS = 2e-5  # the default learning rate, and that of configs/sft.yaml
 MOST_DEVICES = 1_000
-MOST_SECONDS = 2_000_000  # gloo counts milliseconds in 32 bits
-NEVER_NULL = ("save_total_limit", "sp_size", "ddp_timeout")
-ABOVE_ZERO = ("save_every_minutes", "trainer.val_check_interval")
 
 
-def check_trainer_settings(config: Any) -> None:
+def check_trainer_settings(config: TrainerSettings) -> None:
     """Refuse Lightning's settings that would change a step; each error names the key that does it here."""
     if config.accumulate_grad_batches != 1:
         raise UserError(
@@ -69,16 +42,16 @@ def check_trainer_settings(config: Any) -> None:
         raise UserError(f"trainer.precision {config.precision}: float16 needs a loss scale; use bf16-mixed or 32-true")
 
 
-def check_settings(settings: Any, command: str) -> None:
-    """UserError for a value that no run can use. settings: of the command, as they were parsed, nothing made yet."""
-    for key, value in _parts("", settings):
-        _check_object(key, value)
+def check_settings(settings: Run, command: str) -> None:
+    """UserError for a value that no run can use. settings: of the command, its classes written out and nothing made."""
+    for key, value in _parts("", printed(settings)):
         check_unmasked(key, value)
-    check_seed(settings.seed_everything)
-    check_limits(settings)
-    _check_weights_only(settings)
+    _check_devices(settings.trainer.devices)
+    _check_max_time(settings.trainer.max_time)
+    if getattr(settings, "weights_only", None) is False:  # of Lightning
+        raise UserError("weights_only: false would run code from a checkpoint; radixtrain always reads it as data")
     if command in TRACKING:
-        check_loggers(settings)
+        check_loggers(settings.trainer)
     if command == "fit":
         check_package(settings.model.optimizer)
         check_hub(settings.push_to_hub, settings.hub_model_id)
@@ -91,74 +64,12 @@ def check_settings(settings: Any, command: str) -> None:
 def _parts(key: str, value: Any) -> Iterator[tuple[str, Any]]:
     """A value and all that it holds, with dotted keys; a class is named in the key of what it takes."""
     yield key, value
-    if isinstance(value, Namespace | Mapping):
-        parts = vars(value) if isinstance(value, Namespace) else value
-        for name, part in parts.items():
+    if isinstance(value, Mapping):
+        for name, part in value.items():
             yield from _parts(f"{key}.{name}".lstrip("."), part)
     elif isinstance(value, list | tuple):
         for part in value:
             yield from _parts(key, part)
-
-
-def _check_object(key: str, value: Any) -> None:
-    """UsageError for a class that is no part of a trainer, and for a function."""
-    if callable(value) and value not in FUNCTIONS and not isinstance(value, (*CLASSES, os.PathLike)):
-        name = f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else str(value)
-        raise UsageError(f"{key}: {name} is a function or a class, which a configuration cannot hand over")
-    path = value.get("class_path") if isinstance(value, Namespace) else None
-    if path is None:
-        return
-    kind = resolve_name(str(path)) if str(path).partition(".")[0] in PACKAGES else None
-    if not (isinstance(kind, type) and issubclass(kind, CLASSES)):
-        raise UsageError(
-            f"{key}: class_path {path!r} is not made: expected a subclass of "
-            f"{' or '.join(each.__name__ for each in CLASSES)}; for anything else, call radixtrain from your own script"
-        )
-
-
-def check_seed(seed: Any) -> None:
-    if isinstance(seed, int) and not isinstance(seed, bool) and not 0 <= seed < 2**32:
-        raise UserError(f"seed_everything must be from 0 to {2**32 - 1}, got {seed}")
-
-
-def _check_weights_only(config: Any) -> None:
-    """Lightning's key of this name lets a checkpoint run code. config: of the command."""
-    if config.get("weights_only") is False:
-        raise UserError("weights_only: false would run code from a checkpoint; radixtrain always reads it as data")
-
-
-def data_seed(seed: Any) -> int:
-    """Of the order of the rows. `seed_everything` may be true or false."""
-    return seed if isinstance(seed, int) and not isinstance(seed, bool) else 42
-
-
-def check_limits(config: Any) -> None:
-    """UserError for a null that a key does not take, and for a number that is too small or not finite.
-
-    config: of a command of Lightning.
-    """
-    _check_nulls(config)
-    for key, least in LEAST.items():
-        value = config.get(key)
-        if value not in (None, "auto") and value < least:
-            also = ", or auto" if key == "sp_size" else "" if key in NEVER_NULL else ", or null"
-            raise UserError(f"{key} must be at least {least}{also}; got {value}")
-    if (config.get("ddp_timeout") or 0) > MOST_SECONDS:
-        raise UserError(f"ddp_timeout must be at most {MOST_SECONDS:,} seconds; got {config.ddp_timeout}")
-    for key in ABOVE_ZERO:
-        value = config.get(key)
-        if isinstance(value, int | float) and not (0 < value < math.inf):
-            raise UserError(f"{key} must be above 0, or null; got {value}")
-    _check_devices(config.get("trainer.devices"))
-    _check_max_time(config.get("trainer.max_time"))
-
-
-def _check_nulls(config: Any) -> None:
-    """jsonargparse takes null for every key, whatever its type."""
-    for key in (*keys_of("fit"), *trainer_keys()):
-        takes_null = key.default in (None, "", "null") or "null" in key.kind or "Optional" in key.kind
-        if not takes_null and key.name in config and config[key.name] is None:
-            raise UserError(f"{key.name}: expected {key.kind}, got null; without the key it is {key.default}")
 
 
 def _check_devices(devices: Any) -> None:

@@ -8,13 +8,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
-from radixtrain.commands.keys import LINKS, Key, keys_of, known_keys
+from radixtrain.commands.keys import Key, keys_of, known_keys
 from radixtrain.errors import UsageError, did_you_mean
-from radixtrain.yaml_text import check_yaml, read_yaml
+from radixtrain.settings.commands import LINKS
+from radixtrain.yaml_text import check_yaml, parse_yaml, read_yaml
 
 MOST_SHOWN = 80  # characters of a value
 PRINTING = ("help", "print_config")  # need no value, and nothing else
@@ -74,10 +75,21 @@ NOTES = {
 MEANT = {name: key for key, names in SYNONYMS.items() for name in names.split()}
 
 
-def check_typed(typed: Sequence[str]) -> tuple[list[str], list[tuple[str, Any]]]:
-    """The command line, with `true` after each switch that no value follows, and each key with its value.
+class Typed(NamedTuple):
+    """A command line, taken apart.
 
-    typed: the command and its arguments. Keys of files are among the others, in the order in which they count.
+    arguments: with the command, and `true` after each switch that no value follows. given: each key with its value,
+    those of files among the others, in the order in which they count. prints: whether settings are printed, and nothing
+    runs.
+    """
+
+    arguments: list[str]
+    given: list[tuple[str, Any]]
+    prints: bool
+
+
+def check_typed(typed: Sequence[str]) -> Typed:
+    """Take a command line apart. typed: the command and its arguments.
 
     UsageError for a key that is unknown, empty or missing, and for a file that cannot be read.
     """
@@ -86,11 +98,11 @@ def check_typed(typed: Sequence[str]) -> tuple[list[str], list[tuple[str, Any]]]
     words = deque(typed[1:])
     while words:
         word = words.popleft()
-        if not word.startswith("--") and word != "-c":
+        if not _is_key(word):
             raise UsageError(f"{word} is no key: write --key value, and --config FILE for a YAML file")
         name, equals, value = (word.removeprefix("--") if word != "-c" else "config").partition("=")
         arguments.append(word)
-        if not equals and words and not words[0].startswith("--"):
+        if not equals and words and not _is_key(words[0]):
             arguments.append(value := words.popleft())
         elif not equals and name in keys and keys[name].kind == "true, false":
             arguments.append(value := "true")
@@ -98,39 +110,26 @@ def check_typed(typed: Sequence[str]) -> tuple[list[str], list[tuple[str, Any]]]
             empty.append(name)
             continue
         own.add(name)
-        given += _of_file(value, keys) if name == "config" else [(name.rstrip("+"), _bounded(value))]
+        given += _of_file(value, keys) if name == "config" else [(name, _bounded(value))]
+    names = [(name.removesuffix("+"), value) for name, value in given]
     sections = {name.partition(".")[0] for name in keys if "." in name}
-    unknown = [name for name, _ in given if not keys.keys() & _prefixes(name) and name not in sections]
+    unknown = [name for name, _ in names if not keys.keys() & prefixes(name).keys() and name not in sections]
     if unknown:
         raise UsageError("; ".join(f"no key {name}{_meant(name, keys, command)}" for name in dict.fromkeys(unknown)))
     if empty:
         raise UsageError(f"{empty[0]} needs a value: --{empty[0]} VALUE")
-    final = dict(given)
+    final = dict(names)
     for section in sections & final.keys():
         got = shortened(final[section])
         raise UsageError(f"{section} is a section: expected keys with their values; got {got}")
     if not own.intersection(PRINTING):
         _check_missing(keys, final)
-    _check_lora(given, own)
-    _check_no_files(given)
-    return arguments, given
+    _check_lora(names, own)
+    return Typed(arguments, [(name, value) for name, value in given if name not in PRINTING], "print_config" in own)
 
 
-def _check_no_files(given: Sequence[tuple[str, Any]]) -> None:
-    """UsageError for a file in place of settings: jsonargparse would read any file, and show what it holds."""
-    for name, value in given:
-        for each in value if isinstance(value, list) else [value]:
-            if name.startswith("trainer.") and isinstance(each, str) and _is_file(each):
-                raise UsageError(
-                    f"{name} is the file {each}: write the settings there, they are read from no other file"
-                )
-
-
-def _is_file(value: str) -> bool:
-    try:
-        return os.path.exists(os.path.expanduser(value)) and not os.path.isdir(os.path.expanduser(value))
-    except ValueError:  # a null character
-        return False
+def _is_key(word: str) -> bool:
+    return word.startswith("--") or word == "-c"
 
 
 def shortened(value: Any) -> str:
@@ -151,7 +150,7 @@ def _of_file(value: str, keys: dict[str, Key]) -> list[tuple[str, Any]]:
     is_path = os.path.exists(path) or not value.lstrip().startswith("{")
     if is_path and not os.path.isfile(path):
         raise UsageError(f"--config: {'not a file' if os.path.exists(path) else 'no such file'}: {value}")
-    settings = read_yaml(path) if is_path else yaml.safe_load(_bounded(value))
+    settings = read_yaml(path) if is_path else parse_yaml(value, "--config")
     if not isinstance(settings, dict) or not settings:
         got = "a list" if isinstance(settings, list) else "a text" if settings else "an empty file"
         raise UsageError(f"--config: expected keys with their values, such as `output_dir: runs/a`; got {got}")
@@ -169,9 +168,10 @@ def _leaves(section: str, settings: dict[Any, Any], keys: dict[str, Key]) -> Ite
             yield name, value
 
 
-def _prefixes(name: str) -> set[str]:
-    """`a.b.c` may be an option of what the key `a.b` names, which jsonargparse knows."""
-    return set(accumulate(name.split("."), "{}.{}".format))
+def prefixes(name: str) -> dict[str, str]:
+    """The parts that a dotted name begins with, and what follows each: `a.b.c` may be an option of the key `a.b`."""
+    found = accumulate(name.split("."), "{}.{}".format)
+    return {part: name[len(part) + 1 :] for part in found}
 
 
 def _meant(name: str, keys: dict[str, Key], command: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +14,7 @@ import lightning as L
 from radixtrain.collators.prefix_sampler import GroupedOrder
 from radixtrain.collators.steps import StepCollator
 from radixtrain.data.chat import ChatEncoder
-from radixtrain.data.grouping import check_group_by_prefix, grouped_order
+from radixtrain.data.grouping import grouped_order
 from radixtrain.data.prompts import Prompt, PromptDataset, Prompts, choose_prompts
 from radixtrain.data.sample import EncodeReport
 from radixtrain.data.splits import encoder_of, load_split, read_together, take_validation
@@ -25,6 +24,7 @@ from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.redaction import masked
+from radixtrain.settings.data import DataSettings, Files
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.cost_model import StepCost
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-Files = str | list[str | dict[str, Any]] | None
 
 
 class SharingAcross(NamedTuple):
@@ -51,97 +50,14 @@ class SFTData(L.LightningDataModule):
     """Chats, prompt/completion pairs, plain text or tokens from files, folders or data sets of many kinds.
 
     Rows are tokenised in parallel, once: the tokens are kept on disk, where later runs find them.
-
-    Args:
-        train_file: rows to train on: a file, a folder, a pattern such as `data/*.jsonl`, a data set's name, or a list
-            of those. An entry may say more: `{path: ..., weight: 2, name: ..., split: ..., subset: ..., columns:
-            {...}}`; weight is how often each of its rows occurs in an epoch.
-        validation_file: rows for the validation loss. Without it, see `val_size`.
-        test_file: rows for `test` and, without `predict_file`, for `predict`.
-        predict_file: rows for `predict`.
-        columns: ours: theirs, if names do not say what a column holds: `{user: question, assistant: answer}`.
-        val_size: rows of `train_file` to validate on without a `validation_file`: a share below 1, or a number of
-            conversations.
-        batch_size: conversations in one optimizer step. Its gradient does not depend on how the step is cut.
-        max_tokens: unique tokens in a micro-batch: what memory is spent on.
-        max_length: longest sample, in tokens.
-        excess_length_strategy: what is done with a longer one: raise, drop, or truncate (keeps the start).
-        on_bad_row: a row that cannot be used: raise stops with `file:line: reason`, skip reports and goes on.
-        assistant_only_loss: loss on the assistant's turns only; otherwise on every token of a chat.
-        completion_only_loss: loss on the completion only, in rows that have one.
-        split_turns: a sample for each assistant turn, rendered as the model will see it at inference.
-        train_on: distinct_turns trains a turn once that several rows repeat after the same messages, as a log of an
-            agent's requests does; every_turn trains it in each of them, last_turn only the last of a row.
-        system_prompt: a system turn for conversations that begin without one: a text, or a file that holds it. A row's
-            own wins.
-        chat_template_path: a Jinja file in place of the tokenizer's own chat template.
-        chat_template_kwargs: variables for the template, for instance `enable_thinking: false`.
-        shuffle_dataset: draw the steps of every epoch in a new order, seeded.
-        group_by_prefix: draw steps in which conversations with a common prompt meet. A number is how many of a prompt
-            stay together; true takes the smallest that reaches 80 % of the largest r, at most half of a step.
-        seed: of the order of the steps and of `val_size`; on the command line it is `seed_everything`, and 42 if that
-            is true or false and not a number.
-        min_shared_tokens: a branch point that saves fewer tokens gets no branch; auto chooses for each batch by what a
-            layer costs.
-        shared_targets: what a label counts that several sequences of a step share: every, once for each, as in an
-            ordinary trainer; once, once with the mean of their loss weights.
-        share_across_micro_batches: compute a prefix once that several micro-batches of a step continue, and a sequence
-            of more than max_tokens in several of them; auto: where it pays.
-        pad_to_multiple_of: pad the unique tokens of a micro-batch to a multiple of it.
-        dataset_num_proc: processes that tokenise; null: one for each core if the file is large.
-        cache_dir: of tokenised rows; null is `tokens` in `$RADIXTRAIN_CACHE`.
-        overwrite_cache: tokenise again, whatever is kept.
-        dataloader_num_workers: processes that collate and plan ahead of the training step.
-        model_name_or_path: whose tokenizer and vocabulary; on the command line it is the model's.
-        dedup: False for the ordinary padded baseline on the same batches.
-        sp_size: ranks that compute each micro-batch together, which has as many times `max_tokens`; auto: maybe one.
-        predict_unlabelled: rows for `predict` need no answer, and each is one sequence; on the command line it is true
-            if no score of `model.scores` is of labelled tokens.
-        predict_prompts: rows for `predict` are prompts, up to their last answer if they have one; on the command line
-            it is `model.generate`.
     """
 
     hparams: Any  # Lightning's own type knows no attribute
 
-    def __init__(
-        self,
-        train_file: Files = None,
-        validation_file: Files = None,
-        test_file: Files = None,
-        predict_file: Files = None,
-        columns: dict[str, str | None] | None = None,
-        val_size: float = 0.0,
-        batch_size: int = 32,
-        max_tokens: int = 16384,
-        max_length: int | None = 4096,
-        excess_length_strategy: Literal["raise", "drop", "truncate"] = "raise",
-        on_bad_row: Literal["raise", "skip"] = "raise",
-        assistant_only_loss: bool = True,
-        completion_only_loss: bool = True,
-        split_turns: bool = True,
-        train_on: Literal["distinct_turns", "every_turn", "last_turn"] = "distinct_turns",
-        system_prompt: str | None = None,
-        chat_template_path: str | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
-        shuffle_dataset: bool = True,
-        group_by_prefix: bool | int = False,
-        seed: int = 42,
-        min_shared_tokens: int | Literal["auto"] = "auto",
-        shared_targets: Literal["every", "once"] = "every",
-        share_across_micro_batches: bool | Literal["auto"] = "auto",
-        pad_to_multiple_of: int | None = None,
-        dataset_num_proc: int | None = None,
-        cache_dir: str | None = None,
-        overwrite_cache: bool = False,
-        dataloader_num_workers: int = 1,
-        model_name_or_path: str | None = None,
-        dedup: bool = True,
-        sp_size: int | Literal["auto"] = 1,
-        predict_unlabelled: bool = False,
-        predict_prompts: bool = False,
-    ):
+    def __init__(self, train_file: Files = None, **settings: Any):
+        """train_file, settings: fields of `DataSettings`, which raises UserError for what it does not take."""
         super().__init__()
-        self.save_hyperparameters()
+        self.save_hyperparameters(vars(DataSettings(train_file, **settings)))
         self.conversations: dict[str, Corpus] = {}
         self.reports: dict[str, EncodeReport] = {}
         """What became of the rows of each split; of `val_size`, before it was taken out."""
@@ -149,7 +65,6 @@ class SFTData(L.LightningDataModule):
         """What `min_shared_tokens: auto` chooses by; a `RadixModule` sets it. None: every branch is taken."""
         self.across: Callable[[], SharingAcross] | None = None
         """What `share_across_micro_batches` depends on; a `RadixModule` sets it. None: nothing is shared across."""
-        check_sizes(self.hparams)
 
     @property
     def hparams_initial(self) -> Any:
@@ -344,46 +259,3 @@ def check_weights_kept(corpus: Corpus, precision: str) -> None:
             f"{sample.where}: trainer.precision bf16-true would round its loss weights to 3 digits; set "
             f"trainer.precision: 32-true and model.dtype: bfloat16, which computes the same"
         )
-
-
-LARGEST = 2**31 - 1
-# Least and most. Steps of 16 million conversations take a second to draw; more than a thousand processes exhaust the
-# machine before any of them reads a row.
-LIMITS = {
-    "batch_size": (1, 2**24),
-    "max_tokens": (1, LARGEST),
-    "max_length": (2, LARGEST),
-    "min_shared_tokens": (1, LARGEST),
-    "pad_to_multiple_of": (1, LARGEST),
-    "dataset_num_proc": (1, 1024),
-    "dataloader_num_workers": (0, 1024),
-    "seed": (0, 2**32 - 1),
-    "sp_size": (1, LARGEST),
-}
-
-
-def check_sizes(settings: Any) -> None:
-    """UserError for a number that is too small or too large, alone or for another one. settings: of an `SFTData`."""
-    for name, (least, most) in LIMITS.items():
-        value = settings[name]
-        if value in ("auto", None):
-            continue
-        if not value >= least:
-            raise UserError(f"data.{name} must be at least {least}, got {value}")
-        if not value <= most:
-            raise UserError(f"data.{name} must be at most {most}, got {value}")
-    if not 0 <= settings.val_size < math.inf:
-        raise UserError(f"data.val_size must be a share below 1 or a number of conversations, got {settings.val_size}")
-    if settings.train_on == "last_turn" and not (settings.split_turns and settings.assistant_only_loss):
-        raise UserError("data.train_on: last_turn needs split_turns: true and assistant_only_loss: true")
-    check_group_by_prefix(settings.group_by_prefix, settings.batch_size, settings.shuffle_dataset)
-    sp_size = 1 if settings.sp_size == "auto" else settings.sp_size
-    together = f" x sp_size {sp_size}" if sp_size > 1 else ""
-    is_cut = settings.dedup and settings.share_across_micro_batches
-    for name in ("pad_to_multiple_of",) if is_cut else ("max_length", "pad_to_multiple_of"):
-        if settings[name] is not None and settings[name] > settings.max_tokens * sp_size:
-            what = "a sequence that long has" if name == "max_length" else "rows padded to it have"
-            raise UserError(
-                f"data.{name} {settings[name]} exceeds data.max_tokens {settings.max_tokens}{together}: {what} no "
-                f"micro-batch to go into; raise max_tokens or lower {name}"
-            )

@@ -12,7 +12,6 @@ from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.collators.passes import Keeping
 from radixtrain.collators.prefix_sampler import GroupedOrder, ratio_of_batches
 from radixtrain.data.sample import Sample
-from radixtrain.errors import UserError
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.groups import PrefixGroups, find_prefix_groups
 
@@ -119,19 +118,3 @@ def grouped_order(
 def conversation_groups(conversations: Conversations) -> PrefixGroups:
     """Groups of conversations that begin alike, by the last sample of each, which has the most of its history."""
     return find_prefix_groups(conversations[index][-1].input_ids for index in range(len(conversations)))
-
-
-def check_group_by_prefix(group_by_prefix: bool | int, batch_size: int, shuffle_dataset: bool) -> None:
-    """UserError if the values of these keys of `data` cannot go together."""
-    if group_by_prefix is False:
-        return
-    if not shuffle_dataset:
-        raise UserError(
-            "data.group_by_prefix draws the steps of every epoch, and data.shuffle_dataset: false keeps the order of "
-            "the file; leave one of them out"
-        )
-    if group_by_prefix is not True and not 1 <= group_by_prefix <= batch_size:
-        raise UserError(
-            f"data.group_by_prefix must be true, false or a number of conversations from 1 to data.batch_size "
-            f"({batch_size}), got {group_by_prefix}"
-        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import lightning as L
 import torch
@@ -25,6 +25,7 @@ from radixtrain.hf.scores import Scorer, check_scores, named_scores
 from radixtrain.hf.step_cost import step_cost_of
 from radixtrain.hf.step_losses import loss_sums
 from radixtrain.redaction import masked
+from radixtrain.settings.model import ModelSettings
 from radixtrain.training.answers.answering import check_answering
 from radixtrain.training.answers.predictions import PredictedAnswers, scored_records, scorer_of
 from radixtrain.training.devices.fsdp2 import FSDP2Strategy
@@ -46,7 +47,7 @@ from radixtrain.training.fault_tolerance.run_state import (
     seed_per_rank,
     set_states_of_ranks,
 )
-from radixtrain.training.optimizer import check_settings, num_steps_of_run, optimizer_of, schedule
+from radixtrain.training.optimizer import num_steps_of_run, optimizer_of, schedule
 from radixtrain.training.speed import Speed
 from radixtrain.training.start.loading import load_trainable
 from radixtrain.tree.cost_model import CHOICES, FIXED_RATES, StepCost
@@ -63,95 +64,14 @@ class RadixModule(L.LightningModule):
     Head and loss are fused if the head is one matrix. Any other head (layers before the matrix, scaled or capped
     logits, an adapter) computes its own logits, [P, vocabulary] of the P predictions of a micro-batch: then only
     `data.max_tokens` bounds the memory for these, and a line in the log says so.
-
-    Args:
-        model_name_or_path: a Hugging Face folder or hub name.
-        dtype: of weights and computation; `auto` takes the checkpoint's. For mixed precision set `trainer.precision`.
-        attention: how attention uses the tree.
-        kernel: which attention kernel.
-        attn_implementation: Hugging Face's attention, with `dedup: false`.
-        allow_dropout: dropout modules to accept by name, although a shared token then draws one mask for all its
-            copies.
-        optimizer: muon is torch's, for the matrices of hidden layers, with AdamW for the rest; adamw_8bit is that of
-            bitsandbytes, with moments in 8 bits but for embeddings.
-        learning_rate: peak.
-        lr_scheduler_type: the learning rate after the warm-up, by transformers' `get_scheduler`.
-        warmup_steps: optimizer steps of linear warm-up; below 1, a share of all steps.
-        weight_decay: on matrices; norms and biases have none.
-        adam_beta1: decay of the first moment.
-        adam_beta2: decay of the second moment.
-        adam_epsilon: added to the root of the second moment.
-        max_grad_norm: gradients are scaled down to this norm; 0 turns it off.
-        on_nonfinite: a loss or gradient that is not finite: raise stops before the weights change, skip leaves the step
-            out and names its rows.
-        max_skipped_steps: most steps that `on_nonfinite: skip` leaves out.
-        activation_checkpointing: recompute activations in the backward pass: less memory, a third more time. A number
-            from 0 to 1 is the share of the decoder layers that do, evenly spread.
-        use_peft: train LoRA adapters and not the weights.
-        lora_r: rank of the adapters.
-        lora_alpha: their scale, times `1 / lora_r`, or `1 / sqrt(lora_r)` with use_rslora.
-        lora_dropout: must be 0 with dedup unless `allow_dropout` names it.
-        lora_target_modules: names of layers; `all-linear` for every one but the head, which can be named if it is not
-            tied.
-        use_dora: DoRA: adapters for the direction of a weight, one number for each output's length.
-        use_rslora: rank-stabilised LoRA.
-        load_in_4bit: QLoRA: the weights under the adapters in 4 bits. Needs bitsandbytes.
-        bnb_4bit_quant_type: how 4 bits stand for a number.
-        bnb_4bit_compute_dtype: of products with 4-bit weights; null takes `dtype`.
-        bnb_4bit_use_double_quant: quantise their scales too: 0.4 bits less for each weight.
-        dedup: False for the ordinary baseline: stock attention on padded batches.
-        verify_first_batch: before training, `verify` the first optimizer step, and stop if the gradients differ.
-        scores: what `predict` writes of each row: logprobs (null), completion_logprob, perplexity, next_token_logits,
-            next_token_logprobs, next_token_probs, embedding.
-        next_tokens: words of one token each, in quotes, for the `next_token_...` scores; a blank at the start counts.
-        normalize_embeddings: scale embeddings to an L2 norm of 1.
-        generate: `predict` writes answers, as `evaluate_generation` says, and no scores.
     """
 
     hparams: Any  # Lightning's own type knows no attribute
 
-    def __init__(
-        self,
-        model_name_or_path: str,
-        dtype: Literal["auto", "float32", "bfloat16", "float64"] = "float32",
-        attention: Literal["auto", "cascade", "path", "expand", "reference", "tree"] = "auto",
-        kernel: Literal[
-            "auto", "torch", "flash_attn", "flash_attn_3", "flash_attn_4", "cudnn", "efficient", "eager"
-        ] = "auto",
-        attn_implementation: str = "sdpa",
-        allow_dropout: list[str] | None = None,
-        optimizer: Literal["adamw", "muon", "adamw_8bit"] = "adamw",
-        learning_rate: float = 2e-5,
-        lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup", "inverse_sqrt"] = "cosine",
-        warmup_steps: float = 0.0,
-        weight_decay: float = 0.0,
-        adam_beta1: float = 0.9,
-        adam_beta2: float = 0.999,
-        adam_epsilon: float = 1e-8,
-        max_grad_norm: float = 1.0,
-        on_nonfinite: Literal["raise", "skip"] = "raise",
-        max_skipped_steps: int = 10,
-        activation_checkpointing: bool | float = False,
-        use_peft: bool = False,
-        lora_r: int = 16,
-        lora_alpha: int = 32,
-        lora_dropout: float = 0.0,
-        lora_target_modules: list[str] | str = "all-linear",
-        use_dora: bool = False,
-        use_rslora: bool = False,
-        load_in_4bit: bool = False,
-        bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4",
-        bnb_4bit_compute_dtype: Literal["float32", "bfloat16"] | None = None,
-        bnb_4bit_use_double_quant: bool = False,
-        dedup: bool = True,
-        verify_first_batch: bool = False,
-        scores: list[str] | str | None = None,
-        next_tokens: list[str] | None = None,
-        normalize_embeddings: bool = True,
-        generate: bool = False,
-    ):
+    def __init__(self, model_name_or_path: str, **settings: Any):
+        """model_name_or_path, settings: fields of `ModelSettings`, which raises UserError for what it does not take."""
         super().__init__()
-        self.save_hyperparameters()
+        self.save_hyperparameters(vars(ModelSettings(model_name_or_path, **settings)))
         self.automatic_optimization = False
         self.model: nn.Module | None = None
         self.plain_head: bool | None = None
@@ -169,11 +89,8 @@ class RadixModule(L.LightningModule):
         self.base_digest: str | None = None
         self.last_step: dict[str, Any] = {}
         """The metrics of the last step, as they were logged: reading a tensor among them waits for the device."""
-        check_settings(self.hparams)
-        self.guard = NonFiniteGuard(on_nonfinite, max_skipped_steps)
-        check_scores(self.scores, next_tokens)
-        if generate and scores is not None:
-            raise UserError("model.generate: true writes answers, model.scores writes scores; leave one of them out")
+        self.guard = NonFiniteGuard(self.hparams.on_nonfinite, self.hparams.max_skipped_steps)
+        check_scores(self.scores, self.hparams.next_tokens)
 
     @property
     def hparams_initial(self) -> Any:

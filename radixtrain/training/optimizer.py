@@ -16,33 +16,9 @@ from radixtrain.errors import UserError, first_line
 from radixtrain.hf.backbone import model_inside
 
 SMALLEST_8BIT = 4096  # bitsandbytes keeps moments of fewer numbers in 32 bits
-LARGEST = 1e38  # below the largest float32, which torch converts these numbers to
 # The scale of Moonlight (arXiv 2502.16982, section 2.2): an update as large as AdamW's, so both take one learning rate.
 MUON = {"momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
 WHOLE_MATRICES = "needs whole matrices, and trainer.strategy fsdp2 divides them by rows; use ddp, or adamw"
-# No layer has more than 65,536 inputs, and an adapter of a higher rank is larger than the layer.
-LIMITS = {
-    **dict.fromkeys(("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "adam_epsilon"), (0, LARGEST)),
-    **{"max_skipped_steps": (0, 2**31 - 1), "lora_r": (1, 2**16), "lora_alpha": (1, 2**31 - 1)},
-}
-
-
-def check_settings(settings: Any) -> None:
-    """UserError for numbers that optimizer, schedule, adapters and checkpointing cannot take. settings: a module's."""
-    for name, (least, most) in LIMITS.items():
-        if not least <= settings[name] <= most:  # nor is NaN
-            raise UserError(f"model.{name} must be from {least:,} to {most:,}, got {settings[name]}")
-    for name in ("adam_beta1", "adam_beta2", "lora_dropout"):
-        if not 0 <= settings[name] < 1:
-            raise UserError(f"model.{name} must be at least 0 and below 1, got {settings[name]}")
-    if not 0 <= settings.activation_checkpointing <= 1:
-        raise UserError(
-            f"model.activation_checkpointing must be true, false or a share of the layers from 0 to 1, got "
-            f"{settings.activation_checkpointing}"
-        )
-    step_size = settings.learning_rate / (1 - settings.adam_beta1)  # of AdamW's first step
-    if step_size > LARGEST:
-        raise UserError(f"model.learning_rate {settings.learning_rate} is too large: AdamW computes with float32")
 
 
 class MuonWithAdamW(torch.optim.Optimizer):

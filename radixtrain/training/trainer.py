@@ -6,11 +6,11 @@ from collections.abc import Callable
 from copy import copy
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers import CSVLogger
 
 from radixtrain.data.datamodule import SFTData, SharingAcross
 from radixtrain.distributed import ranks
@@ -33,7 +33,6 @@ from radixtrain.verification.report import EquivalenceReport
 
 RESTORING = ("_restore_modules_and_callbacks", "restore_training_state")  # of Lightning's checkpoint connector
 LOGGING = ("log_metrics", "save", "finalize")  # what loggers do while a run trains, and at its end
-LoggerName = Literal["wandb", "trackio", "swanlab", "tensorboard", "csv", "none"]
 
 
 class Trainer(L.Trainer):
@@ -44,9 +43,9 @@ class Trainer(L.Trainer):
 
     typed: tuple[str, ...] = ()
 
-    def __init__(self, *, logger: Logger | LoggerName | list[Logger | LoggerName] | bool | None = None, **kwargs: Any):
-        """As Lightning's. logger: the command line takes short names too, and makes loggers of them."""
-        super().__init__(logger=cast(Any, logger), **kwargs)
+    def __init__(self, **settings: Any):
+        """settings: arguments of Lightning's."""
+        super().__init__(**settings)
         connector = self._checkpoint_connector
         for name in RESTORING:
             setattr(connector, name, partial(_restored, self, getattr(connector, name)))
@@ -69,18 +68,11 @@ class Trainer(L.Trainer):
     ) -> None:
         """Compare the gradient of the first optimizer steps with that of ordinary Hugging Face, tensor by tensor.
 
-        Args:
-            num_steps: optimizer steps to compare, each from its own rows; the weights do not change.
-            num_sequences: only the first ones of each step: it runs three times in float64 and twice in every other
-                precision.
-            ckpt_path: a checkpoint of the run, whose weights are used.
+        The arguments are those of `Verify`.
 
         Raises:
             UserError: a gradient or the loss is further from the truth than rounding explains.
         """
-        for name, number in (("num_steps", num_steps), ("num_sequences", num_sequences)):
-            if number is not None and number < 1:
-                raise UserError(f"{name} must be at least 1, got {number}")
         self._move(model, ckpt_path)
         model.trainer = self
         datamodule.step_cost, datamodule.across = model.step_cost, model.sharing_across
@@ -108,12 +100,7 @@ class Trainer(L.Trainer):
     ) -> None:
         """Print a micro-batch of the first epoch as text, or one row of a file. No weights are read.
 
-        Args:
-            step: optimizer step, from 0.
-            micro_batch: part of the step, from 0.
-            row: instead of a micro-batch, a row of the data through every stage: N for the N-th row of
-                `data.train_file`, from 1, or file:line as errors name it. It may be one that is refused.
-            full: shorten nothing.
+        The arguments are those of `Inspect`.
 
         Raises:
             UserError: there is no such step, micro-batch or row, or the data cannot be read.
@@ -123,14 +110,8 @@ class Trainer(L.Trainer):
     def report(self, model: RadixModule, datamodule: SFTData, max_seconds: float = 45.0) -> None:
         """What the data share and what that brings on this machine, as `report.html` and in the terminal.
 
-        Nothing is trained and no weights are read.
-
-        Args:
-            max_seconds: for timing micro-batches of the data on a few layers with random weights, by which speed and
-                memory are predicted; 0 predicts nothing.
+        Nothing is trained and no weights are read. max_seconds: see `Report`.
         """
-        if max_seconds < 0:
-            raise UserError(f"max_seconds must not be negative, got {max_seconds}")
         datamodule.setup("report")
         config = read_config(model.hparams.model_name_or_path)
         setup = self._run_setup(model, config)

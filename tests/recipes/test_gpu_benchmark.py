@@ -52,7 +52,7 @@ def run_command(*command: str, path: str = "") -> str:
 
 def test_the_one_call(tmp_path: Path) -> None:
     """With only torch, transformers and what they need: every part measures, and the bars of exactness are judged."""
-    missing = ("jsonargparse", "datasets", "lightning", "rich", "matplotlib", "wandb")
+    missing = ("pydantic", "datasets", "lightning", "rich", "matplotlib", "wandb")
     missing += ("flash_attn", "peft", "trl", "hypothesis", "triton", "liger_kernel")
     (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules.update(dict.fromkeys({missing!r}))")
     names = [name for name in gpu.PARTS if name not in SAME_CODE | {"compile"}]  # compiling takes longer than all else

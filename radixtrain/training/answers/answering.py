@@ -58,14 +58,8 @@ class AnswerOptions:
     seed: int = 42
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "batch_size"):
-            number = getattr(self, name)
-            if number is not None and number < 1:
-                raise UserError(f"{KEY}.{name} must be at least 1, got {number}")
         if self.temperature is not None and not self.do_sample:
             raise UserError(f"{KEY}.temperature {self.temperature} is read only with {KEY}.do_sample: true")
-        if self.temperature is not None and not self.temperature > 0:
-            raise UserError(f"{KEY}.temperature must be above 0, got {self.temperature}")
         for name in OWN_KEYS:
             if name in self.generation_kwargs:
                 raise UserError(f"{KEY}.generation_kwargs: {name} is a key of its own, {KEY}.{name}")

@@ -20,6 +20,7 @@ from radixtrain.data.datamodule import SFTData
 from radixtrain.data.prompts import Prompt, Prompts
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError, only_warns
+from radixtrain.settings.answers import AnswerSettings
 from radixtrain.training.answers.answering import AnswerOptions, answer_prompts, check_answering
 from radixtrain.training.answers.metrics import Metric, load_metric
 
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 NUM_TRIED = 2  # rows that are answered before the first step, so that what fails does so then
+TAKEN = ("metric", "pattern", "num_samples", "generation_kwargs")  # settings that are not those of `AnswerOptions`
 MOST_ROWS_LOGGED = 1_000  # wandb uploads a whole table at every validation
 
 
@@ -51,42 +53,13 @@ class EvaluateGeneration(L.Callback):
     The metric is logged as `eval_` and its name, before checkpoints and early stopping look at it. The answers are
     written into `answers/` of the output folder. Training goes on as if nothing had been generated: no random generator
     is touched.
-
-    Args:
-        metric: what judges the answers after each validation: exact_match, contains, regex, or a function of yours by
-            its path, `module.function`; null generates nothing.
-        pattern: for the metric regex: an answer is right if the first group, or the whole match, is that of the target.
-        num_samples: rows to answer, drawn once; null answers all.
-        max_new_tokens: most tokens of an answer. `predict` with `model.generate: true` reads this key and those below.
-        do_sample: draw tokens, with the same seed each time; false takes the most likely one.
-        temperature: of the draws; null is the model's own.
-        generation_kwargs: more of Hugging Face's `GenerationConfig`, such as `{top_p: 0.9, stop_strings: ["###"]}`.
-        batch_size: prompts at once; null leaves it to radixtrain, and is 32 with `dedup: false`.
     """
 
-    def __init__(
-        self,
-        metric: str | None = None,
-        pattern: str | None = None,
-        num_samples: int | None = None,
-        max_new_tokens: int = 256,
-        do_sample: bool = False,
-        temperature: float | None = None,
-        generation_kwargs: dict[str, Any] | None = None,
-        batch_size: int | None = None,
-    ):
-        if num_samples is not None and num_samples < 1:
-            raise UserError(f"evaluate_generation.num_samples must be at least 1, or null for all, got {num_samples}")
-        if metric is None and pattern is not None:
-            raise UserError("evaluate_generation.pattern needs evaluate_generation.metric: regex")
-        self.num_samples = num_samples
-        self.options = AnswerOptions(
-            max_new_tokens=max_new_tokens,
-            do_sample=do_sample,
-            temperature=temperature,
-            generation_kwargs=generation_kwargs or {},
-            batch_size=batch_size,
-        )
+    def __init__(self, **settings: Any):
+        """settings: fields of `AnswerSettings`, which raises UserError for what it does not take."""
+        own = vars(AnswerSettings(**settings))
+        metric, pattern, self.num_samples, kwargs = (own.pop(name) for name in TAKEN)
+        self.options = AnswerOptions(**own, generation_kwargs=kwargs or {})
         self.metric: Metric | None = None if metric is None else load_metric(metric, pattern)
         self.prompts: Prompts | None = None
         self.interruptible: Callable[[], AbstractContextManager[None]] = nullcontext

@@ -54,6 +54,17 @@ def launcher_env() -> LauncherEnv:
     return LauncherEnv()
 
 
+def is_launched() -> bool:
+    """Whether torchrun or srun has started this process and others."""
+    return launcher_env().by in ("torchrun", "srun")
+
+
+def default_devices() -> dict[str, int]:
+    """Keys of `trainer` with their defaults: one device, or as many as torchrun or srun have started processes."""
+    launcher = launcher_env()
+    return {"trainer.devices": launcher.local_size, "trainer.num_nodes": launcher.num_nodes} if is_launched() else {}
+
+
 def check_started(command: str) -> None:
     """UserError if this is one of several copies that would all do the same, and write the same files.
 

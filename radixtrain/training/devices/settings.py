@@ -6,16 +6,19 @@ import logging
 import os
 from collections.abc import Mapping
 from datetime import timedelta
+from inspect import signature
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch.nn.parallel import DistributedDataParallel
 
 from radixtrain.distributed import NCCL_LATER, check_sp_size
 from radixtrain.errors import UserError, did_you_mean
+from radixtrain.settings.section import value_of
 from radixtrain.training.devices.fsdp2 import FSDP2Strategy
-from radixtrain.training.devices.launcher_env import ON_SEVERAL, LauncherEnv, launcher_env
+from radixtrain.training.devices.launcher_env import ON_SEVERAL, LauncherEnv, is_launched, launcher_env
 
 logger = logging.getLogger(__name__)
 
@@ -61,12 +64,6 @@ def sp_size_of(settings: Any, command: str) -> int:
     return int(settings.sp_size) if command in SPLITTING and settings.sp_size != "auto" else 1
 
 
-def default_devices() -> dict[str, int]:
-    """Defaults of `trainer`: one device, or as many as torchrun or srun have started processes."""
-    launcher = launcher_env()
-    return {"devices": launcher.local_size, "num_nodes": launcher.num_nodes} if _is_launched() else {"devices": 1}
-
-
 def device_settings(settings: Any, command: str) -> dict[str, Any]:
     """What Lightning's trainer receives in place of what is configured.
 
@@ -80,7 +77,7 @@ def device_settings(settings: Any, command: str) -> dict[str, Any]:
         _check_sharded(settings, command)
     if sp_size_of(settings, command) > 1:
         _check_split(settings, command)
-    if not _is_launched():
+    if not is_launched():
         if config.num_nodes > 1:
             raise UserError(
                 f"trainer.num_nodes {config.num_nodes}: start the command on each machine with torchrun, or with srun; "
@@ -108,17 +105,12 @@ def check_devices(trainer: Any, timeout: timedelta, sp_size: int = 1) -> None:
     elif not isinstance(strategy, SingleDeviceStrategy):
         raise UserError(f"trainer.strategy {type(strategy).__name__}: use {' or '.join(ACCEPTED[1:])}")
     devices = (trainer.num_devices, trainer.num_nodes)
-    if _is_launched() and devices != (launcher.local_size, launcher.num_nodes):
+    if is_launched() and devices != (launcher.local_size, launcher.num_nodes):
         raise UserError(
             f"trainer.devices {devices[0]} and trainer.num_nodes {devices[1]}: {launcher.by} has started "
             f"{launcher.local_size} processes on each of {launcher.num_nodes} machines; leave both keys out"
         )
     check_sp_size(sp_size, devices[0] * devices[1])
-
-
-def _is_launched() -> bool:
-    """Whether torchrun or srun has started this process and others."""
-    return launcher_env().by in ("torchrun", "srun")
 
 
 def _one_device(config: Any, command: str) -> dict[str, Any]:
@@ -141,8 +133,10 @@ def _check_strategy(strategy: Any) -> None:
             meant = f"no such strategy{did_you_mean(strategy, ACCEPTED)}; there are {', '.join(ACCEPTED)}"
             raise UserError(f"trainer.strategy {strategy}: {REFUSED[refused] if refused else meant}")
         return
-    written = strategy.get("init_args") if hasattr(strategy, "get") else None
-    options: Mapping[str, Any] = vars(written) if written is not None else {}
+    options: Mapping[str, Any] = strategy["init_args"]
+    known = {*signature(DDPStrategy).parameters, *signature(DistributedDataParallel).parameters}
+    if unknown := options.keys() - known:
+        raise UserError(f"trainer.strategy: no option {min(unknown)}{did_you_mean(min(unknown), known)}")
     if found := [name for name in CHANGING if options.get(name) is not None]:
         raise UserError(f"trainer.strategy: {found[0]} changes the gradient of a step; leave it out")
     if options.get("static_graph"):
@@ -162,23 +156,20 @@ def _check_visible(accelerator: str) -> None:
 
 
 def _class_of(strategy: Any) -> str:
-    """The name of a strategy that is written out as a class, or made; empty for one that is a name."""
-    if isinstance(strategy, str):
-        return ""
-    path = strategy.get("class_path") if hasattr(strategy, "get") else None
-    return str(path).rpartition(".")[2] if path else type(strategy).__name__
+    """The name of a strategy that is written out as a class; empty for one that is a name."""
+    return "" if isinstance(strategy, str) else strategy["class_path"].rpartition(".")[2]
 
 
 def _check_sharded(settings: Any, command: str) -> None:
     for key, commands in WHOLE.items():
-        if command in commands and settings.get(key):
+        if command in commands and value_of(settings, key):
             raise UserError(f"{key}: not with trainer.strategy fsdp2, which divides the weights; set it to ddp")
 
 
 def _check_split(settings: Any, command: str) -> None:
     if not settings.dedup:
         raise UserError(f"sp_size {settings.sp_size}: only unique rows are split, and dedup is false; set sp_size: 1")
-    if command == "fit" and settings.get("model.verify_first_batch"):
+    if command == "fit" and settings.model.verify_first_batch:
         raise UserError(
             f"model.verify_first_batch: not with sp_size {settings.sp_size}, since one rank compares by itself; "
             f"leave it out, and run the command verify"

@@ -11,6 +11,7 @@ from typing import Any
 from radixtrain.checkpoints.folder import read_settings
 from radixtrain.errors import UserError
 from radixtrain.redaction import masked
+from radixtrain.settings.section import value_of
 from radixtrain.training.fault_tolerance.position import Position, check_not_beyond
 from radixtrain.training.optimizer import epoch_length, num_steps_of_run, set_hyperparameters
 
@@ -44,10 +45,10 @@ BESIDE_STEPS = (
 def settings_of_run(settings: Any) -> dict[str, Any]:
     """Keys that are neither the model's nor the data's, with their values, as a checkpoint keeps them.
 
-    settings: of `fit`, as they were parsed; no part of `evaluate_generation` is an instance yet.
+    settings: of `fit`.
     """
     answers = {f"evaluate_generation.{name}": value for name, value in vars(settings.evaluate_generation).items()}
-    own = {**{name: settings[name] for name in BESIDE_STEPS}, **answers}
+    own = {**{name: value_of(settings, name) for name in BESIDE_STEPS}, **answers}
     return {name: _plain(masked(value, name)) for name, value in own.items()}
 
 

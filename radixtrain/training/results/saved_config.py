@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
-from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from radixtrain.checkpoints.atomic import writing_file
@@ -33,32 +34,33 @@ LOGGED = frozenset(
 OF_ONE_COMMAND = ("overwrite", "ckpt_path", "weights_only")  # the same configuration again discards and resumes nothing
 
 
-class SaveMaskedConfig(SaveConfigCallback):
+class SaveMaskedConfig(Callback):
     """Writes config.yaml into the folder of the logs, without secrets and without what was meant for one command only.
 
     In `fit` it is written when training starts, so that a run that is refused replaces no file of the one before.
     """
 
-    def __init__(self, parser: Any, config: Any, **options: Any):
-        super().__init__(parser, config, **options, save_to_log_dir=False)
+    def __init__(self, config: Mapping[str, Any]):
+        """config: every key with its value, as a file of settings has them."""
+        self.config = config
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage != "fit":
-            super().setup(trainer, pl_module, stage)
+            self._save(trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        super().setup(trainer, pl_module, "fit")
+        self._save(trainer)
 
-    def save_config(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        folder = log_folder(trainer)
-        folder.mkdir(parents=True, exist_ok=True)
-        with writing_file(folder / self.config_filename) as partial:
-            partial.write_text(self.text(), encoding="utf-8")
+    def _save(self, trainer: Any) -> None:
+        if trainer.is_global_zero:
+            folder = log_folder(trainer)
+            folder.mkdir(parents=True, exist_ok=True)
+            with writing_file(folder / "config.yaml") as partial:
+                partial.write_text(self.text(), encoding="utf-8")
 
     def text(self) -> str:
         """The configuration in YAML, with `***` for every secret."""
-        config = yaml.safe_load(self.parser.dump(self.config, skip_none=False))
-        kept = {name: value for name, value in config.items() if name not in OF_ONE_COMMAND}
+        kept = {name: value for name, value in self.config.items() if name not in OF_ONE_COMMAND}
         return str(yaml.safe_dump(masked(kept), sort_keys=False, allow_unicode=True))
 
 
@@ -110,9 +112,9 @@ def own_log_folders(trainer: Any) -> list[Path]:
 def mask_what_is_logged(loggers: Any) -> None:
     """Mask, in the settings of loggers, what they write into their files or send away: names, notes, their own config.
 
-    loggers: `trainer.logger` of the parsed configuration: none, true, a mapping, or a list of these.
+    loggers: `trainer.logger`, its classes written out: none, true, a name, a mapping, or a list of these.
     """
     for logger in loggers if isinstance(loggers, list) else [loggers]:
-        for arguments in (logger.get("init_args"), logger.get("dict_kwargs")) if hasattr(logger, "get") else ():
-            for name in LOGGED & set((arguments or {}).keys()):
-                arguments[name] = masked(arguments[name], name)
+        arguments = logger["init_args"] if isinstance(logger, dict) else {}
+        for name in LOGGED & arguments.keys():
+            arguments[name] = masked(arguments[name], name)

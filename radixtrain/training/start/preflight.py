@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from radixtrain.checkpoints.folder import existing
 from radixtrain.errors import UserError, bytes_text, first_line
 from radixtrain.redaction import masked
+from radixtrain.settings.section import flat
 from radixtrain.versions import versions
 
 WHOLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
@@ -62,8 +63,8 @@ def described_start(settings: Any) -> dict[str, str]:
 
     settings: of the command, as they were parsed.
     """
-    flat = {name: value for name, value in vars(settings.as_flat()).items() if name not in OF_A_MACHINE}
-    found = {name: str(masked(value, name)) for name, value in flat.items()}
+    alike = {name: value for name, value in flat(settings).items() if name not in OF_A_MACHINE}
+    found = {name: str(masked(value, name)) for name, value in alike.items()}
     found |= {f"the version of {package}": number for package, number in versions().items()}
     name = settings.model.model_name_or_path
     return {**found, f"model.model_name_or_path {name}": _digest_of_model(name)}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-import lightning as L
 import numpy as np
 from rich.text import Text
 
@@ -31,6 +29,10 @@ from radixtrain.errors import DataError, bytes_text
 from radixtrain.inspection.tokens import marked_text
 from radixtrain.report.sharing import length_quantiles, num_shared_prompts
 from radixtrain.screen import screen
+from radixtrain.settings.data import DataSettings
+from radixtrain.settings.model import ModelSettings
+from radixtrain.settings.section import changed_keys
+from radixtrain.settings.trainer import TrainerSettings
 from radixtrain.training.devices.fsdp2 import FSDP2Strategy
 from radixtrain.training.optimizer import moment_bytes, num_steps_of_run
 from radixtrain.tree.groups import PrefixGroups
@@ -181,12 +183,16 @@ def _arrangement(data: SFTData, drawn: Corpus, groups: PrefixGroups, r: float, w
 def unused_keys(model: Any, data: Any, trainer: Any) -> list[str]:
     """`model.lora_r (only with use_peft: true)` and the like: keys that a run of `fit` has set and does not read.
 
-    model, data: a `RadixModule` and an `SFTData`. trainer: the trainer's part of the configuration.
+    model, data: a `RadixModule` and an `SFTData`. trainer: keys of `trainer` with their values.
 
     A key counts as set if it does not have its default. Rows are no chats if no source begins with one.
     """
     of_model, of_data = model.hparams, data.hparams
-    set_keys = {"model": _set_keys(model), "data": _set_keys(data), "trainer": _set_trainer_keys(trainer)}
+    set_keys = {
+        "model": changed_keys(ModelSettings, of_model),
+        "data": changed_keys(DataSettings, of_data),
+        "trainer": changed_keys(TrainerSettings, trainer),
+    }
     no_warmup = "the schedule constant has no warm-up; constant_with_warmup has one"
     no_chats = bool(set_keys["data"].intersection(CHATS)) and not any(
         map(_begins_with_a_chat, as_sources(of_data.train_file, of_data.columns))
@@ -212,17 +218,6 @@ def unused_keys(model: Any, data: Any, trainer: Any) -> list[str]:
         for name in names
         if is_unread and name in set_keys[section]
     ]
-
-
-def _set_keys(owner: Any) -> set[str]:
-    """Names of the arguments that do not have their default."""
-    parameters = inspect.signature(type(owner).__init__).parameters
-    return {name for name, value in owner.hparams.items() if name in parameters and value != parameters[name].default}
-
-
-def _set_trainer_keys(config: Any) -> set[str]:
-    defaults = inspect.signature(L.Trainer).parameters
-    return {name for name in VALIDATING if config.get(name) not in (None, defaults[name].default)}
 
 
 def system_prompt(data: SFTData) -> str:

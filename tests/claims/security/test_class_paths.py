@@ -92,7 +92,7 @@ def test_other_ways(
     config.write_text(json.dumps({"trainer": OTHERS[name]}).replace('"hub', f'"{evil_folder}'))
     assert main([*arguments(), f"--config={config}"]) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert "class_path" in line or "is a function or a class" in line
+    assert "class_path" in line or "must be Callable" in line
     assert not ran.exists()
 
 
@@ -124,10 +124,10 @@ def test_options_that_a_class_does_not_take(
     arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for options, said in (
-        ({"init_args": {"monitor": "loss"}, "dict_kwargs": {"nope": 1}}, "unexpected keyword argument 'nope'"),
-        ({"init_args": {"monitor": "loss", "mode": "up"}}, "`mode` can be min, max, got up"),
+        ({"init_args": {"monitor": "loss"}, "dict_kwargs": {"nope": 1}}, "no key nope in trainer.callbacks "),
+        ({"init_args": {"monitor": "loss", "mode": "up"}}, "trainer: EarlyStopping: `mode` can be min, max, got up"),
     ):
         value = json.dumps([{"class_path": "lightning.pytorch.callbacks.EarlyStopping", **options}])
         assert main([*arguments(), f"--trainer.callbacks={value}"]) == 2
         [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-        assert line.startswith("error: trainer: EarlyStopping: ") and said in line
+        assert line.startswith(f"error: {said}")

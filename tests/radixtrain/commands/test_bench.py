@@ -133,10 +133,10 @@ def test_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
     for changes, code, message in (
         ({"prompt_lenght": 3}, 2, "no key prompt_lenght, did you mean prompt_length?"),
         ({"model.model_name_or_path": "m"}, 2, "`radixtrain report` times your model on your data"),
-        ({"prompt_length": "many"}, 2, "prompt_length must be integer or list of integer; got many ("),
+        ({"prompt_length": "many"}, 2, "prompt_length must be an integer or list of integer; got many ("),
         ({"attention": "ring"}, 2, "ring"),
         ({"float64_truth": "maybe"}, 2, "float64_truth must be true or false; got maybe"),
-        ({"models": "{class_path: evil.Shape}"}, 2, "class_path 'evil.Shape' is not imported"),
+        ({"models": "{class_path: evil.Shape}"}, 2, "no key class_path in models"),
         ({"repeats": 0}, 1, "repeats must be above 0, got 0"),
         ({"num_threads": 0}, 1, "num_threads must be above 0, got 0"),
         ({"max_teraflops": 0}, 1, "max_teraflops must be above 0, got 0"),

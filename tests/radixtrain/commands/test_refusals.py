@@ -14,7 +14,7 @@ import pytest
 from tiers import FULL
 
 from radixtrain.__main__ import main
-from radixtrain.commands.lightning import RadixCLI
+from radixtrain.commands.lightning import Command
 from radixtrain.errors import UserError
 
 GOOD = {"messages": [{"role": "user", "content": "Where is the pear?"}, {"role": "assistant", "content": "Shelf one."}]}
@@ -56,13 +56,15 @@ VALUES = {
     "--model.learning_rate=abc": "model.learning_rate must be a number; got abc",
     "--save_every_steps=0.5": "save_every_steps must be an integer or null; got 0.5",
     "--save_every_steps=": "save_every_steps must be an integer or null; got an empty text",
-    "--data.batch_size=1e30": "data.batch_size must be an integer; got 1e+30",
-    "--model.max_skipped_steps=true": "model.max_skipped_steps must be an integer; got True",
+    "--data.batch_size=1e30": "data.batch_size must be an integer; got 1e30",
+    "--model.max_skipped_steps=true": "model.max_skipped_steps must be an integer; got true",
     "--data.split_turns=maybe": "data.split_turns must be true or false; got maybe",
-    "--model.allow_dropout='{a: 1}'": "model.allow_dropout must be list of text or null; got {'a': 1} (`radixtrain "
+    "--model.allow_dropout='{a: 1}'": "model.allow_dropout must be list of text or null; got {a: 1} (`radixtrain "
     "fit --help model.allow_dropout` says more)",
-    f"--trainer.plugins={LONG}": f"trainer.plugins: no such value; got {LONG[:80]} ... (`radixtrain fit --help "
-    "trainer.plugins` says more)",
+    f"--data.batch_size={LONG}": f"data.batch_size must be an integer; got {LONG[:80]} ...",
+    "--data.batch_size.foo=1": "no key foo in data.batch_size, which is no section (`radixtrain fit --help data.batch_",
+    "--data.val_size.foo=1": "data.val_size must be a number; got {'foo': 1}",
+    "--sp_size=some": "sp_size must be an integer or auto; got some",
 }
 CLASSES = {
     "--trainer.logger=tensorbord": "trainer.logger: no 'tensorbord', did you mean tensorboard?",
@@ -73,14 +75,19 @@ CLASSES = {
     "--trainer.callbacks='[{class_path: EarlyStopping}]'": "trainer.callbacks: EarlyStopping needs monitor, under its",
     "--trainer.callbacks=evil.Callback": NOT_IMPORTED,
     """--trainer.callbacks='[{"class_path": "evil.Callback"}]'""": NOT_IMPORTED,
+    """--trainer.callbacks='[{"class_path": "torch.hub.load"}]'""": "trainer.callbacks: class_path 'torch.hub.load' is "
+    "not made: expected a subclass of Callback",
+    "--trainer.callbacks='{class_path: Timer, a: 1}'": "no key a in trainer.callbacks (`radixtrain fit --help trainer.",
+    "--trainer.callbacks=Timer --trainer.callbacks.nope=1": "no key nope in trainer.callbacks (`radixtrain fit --help ",
+    "--trainer.callbacks=Timer --trainer.callbacks.verbose=some": "trainer.callbacks: Timer: verbose must be true or f",
 }
 FILES = {
     "": f"{NO_KEYS}an empty file",
     "model:\n": "model is a section: expected keys with their values; got null",
     "hello": f"{NO_KEYS}a text",
     "config: /etc/passwd\n": "--config {config}: the key config names another file, which is not read",
-    "trainer: {strategy: /etc/passwd}\n": "trainer.strategy is the file /etc/passwd: write the settings there",
-    "trainer: {callbacks: [/etc/passwd]}\n": "trainer.callbacks is the file /etc/passwd: write the settings there",
+    "trainer: {callbacks: [/etc/passwd]}\n": "trainer.callbacks: no '/etc/passwd'; there are EarlyStopping, Model",
+    "model: {learning_rate: null}\n": "model.learning_rate must be a number; got null; without the key it is 2e-05",
     "a: [\n": "{config}:2: not YAML: did not find expected node content",
     "a:\n\t b: 1\n": "{config}:2: not YAML: found character that cannot start any token",
     "[" * 100_000: "{config}:1: more than 50 lists or sections inside of one another",
@@ -110,11 +117,11 @@ COMMANDS = {
     "bench --models.num_layers=1": "no key num_layers in models (`radixtrain bench --help models` lists the keys)",
 }
 SETTINGS = {
-    "--seed_everything=-1": "seed_everything must be from 0 to 4294967295, got -1",
+    "--seed_everything=-1": "seed_everything must be from 0 to 4294967295; got -1",
     "--save_total_limit=0": "save_total_limit must be at least 1",
     "--save_best=eval_los --data.validation_file={shop}/validation.jsonl": "save_best: no metric 'eval_los', did you",
-    "--model.adam_beta2=1.0": "model.adam_beta2 must be at least 0 and below 1, got 1.0",
-    "--model.learning_rate=.inf": "model.learning_rate must be from 0 to 1e+38, got inf",
+    "--model.adam_beta2=1.0": "model.adam_beta2 must be at least 0 and below 1; got 1.0",
+    "--model.learning_rate=.inf": "model.learning_rate must be from 0 to 1e+38; got inf",
     "--model.activation_checkpointing=1.5": "model.activation_checkpointing must be true, false or a share of the",
     "--model.kernel=flash_attn": "kernel='flash_attn' cannot be used: needs CUDA",
     "--dedup=false --model.attn_implementation=sdpaa": "model.model_name_or_path",
@@ -146,7 +153,7 @@ TRAINER = {
     "--trainer.devices=9223372036854775808": "trainer.devices 9,223,372,036,854,775,808: at most 1,000 on a machine",
     "--trainer.max_time=soon": "trainer.max_time must be DD:HH:MM:SS",
     "--trainer.max_time='{fortnights: 1}'": "trainer.max_time must be DD:HH:MM:SS",
-    "--trainer.accelerator=cpu --trainer.devices=0": "trainer: `Trainer(devices='0')` value is not a valid input",
+    "--trainer.accelerator=cpu --trainer.devices=0": "trainer: `Trainer(devices=0)` value is not a valid input",
     "--trainer.precision=transformer-engine": "trainer: Requirement 'transformer_engine",
     "--trainer.strategy=nonsense": "trainer.strategy nonsense: no such strategy; there are auto, ddp, ",
     "--trainer.limit_train_batches=1.5": "trainer: ",
@@ -246,7 +253,7 @@ def test_an_error_of_our_own_is_not_blamed_on_the_trainer(arguments: Any, monkey
     def broken(*args: Any) -> None:
         raise ValueError("a bug")
 
-    monkeypatch.setattr(RadixCLI, "instantiate_trainer", broken)
+    monkeypatch.setattr(Command, "make_trainer", broken)
     with pytest.raises(ValueError, match=r"^a bug$") as raised:
         main(arguments())
     assert not isinstance(raised.value, UserError)

@@ -13,19 +13,21 @@ from typing import Any
 
 import lightning as L
 import pytest
-from jsonargparse import Namespace
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 
 from radixtrain.__main__ import main
 from radixtrain.commands import trainer_settings
 from radixtrain.commands.keys import keys_of
+from radixtrain.commands.reading import read
 from radixtrain.commands.run_callbacks import check_monitors
-from radixtrain.commands.trainer_settings import check_interval, check_limits, check_seed
-from radixtrain.data.datamodule import SFTData
+from radixtrain.commands.trainer_settings import check_interval
 from radixtrain.distributed import Ranks
 from radixtrain.errors import UserError
-from radixtrain.training.answers.evaluate_generation import EvaluateGeneration
-from radixtrain.training.module import RadixModule
+from radixtrain.settings.answers import AnswerSettings
+from radixtrain.settings.commands import Run
+from radixtrain.settings.data import DataSettings
+from radixtrain.settings.model import ModelSettings
+from radixtrain.settings.section import value_of
 
 INTEGERS = [-1, 0, 1, 2**31, 2**63, 10**40]
 NUMBERS = [*INTEGERS, 0.5, 1e30, math.inf, -math.inf, math.nan]
@@ -65,9 +67,10 @@ TAKEN: dict[str, Callable[[Any], bool]] = {
     "data.dataloader_num_workers": lambda x: 0 <= x <= 1024,
 }
 SECTIONS: dict[str, Callable[..., Any]] = {
-    "model": lambda **given: RadixModule("unread", **given),
-    "data": SFTData,
-    "evaluate_generation": lambda **given: EvaluateGeneration(**{"do_sample": True, **given}),
+    "model": lambda **given: ModelSettings("unread", **given),
+    "data": DataSettings,
+    "evaluate_generation": AnswerSettings,
+    "": lambda **given: Run(model=ModelSettings("unread"), **given),
 }
 
 
@@ -75,12 +78,7 @@ def refused(key: str, value: Any) -> str | None:
     """The message; None if the value is taken."""
     section, _, name = key.rpartition(".")
     try:
-        if section:
-            SECTIONS[section](**{name: value})
-        elif key == "seed_everything":
-            check_seed(value)
-        else:
-            check_limits(Namespace(**{key: value}))
+        SECTIONS[section](**{name: value})
     except UserError as error:
         return str(error)
     return None
@@ -105,25 +103,18 @@ def test_every_value_of_every_key() -> None:
     [
         ("trainer.check_val_every_n_epoch", [None, 1]),
         ("trainer.val_check_interval", ["00:00:30:00", 1, 0.5]),
-        ("trainer.devices", ["auto", 1000]),
+        ("trainer.devices", ["auto", 1000, [0, 1]]),
         ("trainer.max_time", [None, {"hours": 1}, "00:01:00:00"]),
-        ("trainer.precision", [None]),
+        ("trainer.precision", [None, 64, "bf16-mixed"]),
         ("data.max_length", [None]),
-        ("data.train_file", [None]),
+        ("data.train_file", [None, "a.jsonl", ["a.jsonl", {"path": "b.jsonl", "weight": 2}]]),
+        ("evaluate_generation.generation_kwargs", [{"stop_strings": ["###", "5"]}]),
     ],
 )
 def test_values_of_other_kinds_that_are_taken(key: str, values: list[Any]) -> None:
     for value in values:
-        config = Namespace()
-        config[key] = value
-        check_limits(config)
-
-
-def test_a_null_that_is_no_value() -> None:
-    config = Namespace()
-    config["model.warmup_steps"] = None
-    with pytest.raises(UserError, match=r"model\.warmup_steps: expected number, got null; without the key it is 0\.0"):
-        check_limits(config)
+        settings = read("fit", [("model.model_name_or_path", "x"), (key, value)], {})
+        assert value_of(settings, key) == value
 
 
 def test_adapters_with_the_learning_rate_of_all_weights(

@@ -84,7 +84,7 @@ def test_later_turns_count(twenty):
     ("settings", "message"),
     [
         ({"group_by_prefix": True, "shuffle_dataset": False}, "shuffle_dataset: false keeps the order of the file"),
-        ({"group_by_prefix": 33}, r"a number of conversations from 1 to data.batch_size \(32\), got 33"),
+        ({"group_by_prefix": 33}, r"a number of conversations from 1 to data.batch_size \(32\); got 33"),
         ({"group_by_prefix": 0}, "from 1 to data.batch_size"),
         ({"group_by_prefix": -2}, "from 1 to data.batch_size"),
     ],

@@ -1,22 +1,21 @@
-"""docs/inspect.md: its outputs are what the command prints, its keys those of `Trainer.inspect`.
+"""docs/inspect.md: its outputs are what the command prints, its keys those of `Inspect`.
 
 RADIXTRAIN_WRITE_TABLE=1 writes them.
 """
 
-import inspect
 import os
 import re
+from dataclasses import fields
 from io import StringIO
 from pathlib import Path
 
 import pytest
-import yaml
-from docstring_parser import parse as parse_docstring
 from rich.console import Console
 
+from radixtrain.commands.keys import all_keys
 from radixtrain.data.datamodule import SFTData
 from radixtrain.inspection.show import show
-from radixtrain.training.trainer import Trainer
+from radixtrain.settings.commands import Inspect, Run
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "inspect.md"
 WRITING = bool(os.environ.get("RADIXTRAIN_WRITE_TABLE"))
@@ -46,16 +45,10 @@ def test_an_output(
 
 
 def test_the_keys() -> None:
-    described = {
-        each.arg_name: each.description or "" for each in parse_docstring(Trainer.inspect.__doc__ or "").params
-    }
-    defaults = {name: each.default for name, each in inspect.signature(Trainer.inspect).parameters.items()}
-    lines = [
-        f"| `{name}` | `{yaml.safe_dump(defaults[name]).split()[0]}` | {text} |" for name, text in described.items()
-    ]
-    table = "\n".join(
-        ["| key | default | meaning |", "| --- | --- | --- |", *(" ".join(line.split()) for line in lines)]
-    )
+    own = {field.name for field in fields(Inspect)} - {field.name for field in fields(Run)}
+    keys = [key for key in all_keys("inspect") if key.name in own]
+    lines = [f"| `{key.name}` | `{key.default}` | {key.help} |" for key in keys]
+    table = "\n".join(["| key | default | meaning |", "| --- | --- | --- |", *lines])
     compare(
         PAGE.read_text(encoding="utf-8"),
         r"(?<=^<!-- inspect: begin -->\n)(.*?)(?=^<!-- inspect: end -->$)",

@@ -151,7 +151,7 @@ def test_chats_are_compared_with_whole_chats_too(
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
-        ({"max_seconds": -1}, "max_seconds must not be negative"),
+        ({"max_seconds": -1}, "max_seconds must be at least 0"),
         ({"data__train_file": None}, "data.train_file is missing"),
         ({"model__model_name_or_path": "no/such/folder"}, "no tokenizer in no/such/folder"),
     ],

@@ -6,13 +6,14 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 import torch
-from jsonargparse import ArgumentParser, Namespace
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy
 
 from radixtrain.__main__ import main
+from radixtrain.commands.classes import made
+from radixtrain.commands.reading import read
 from radixtrain.errors import UserError
-from radixtrain.training.devices.launcher_env import LauncherEnv
-from radixtrain.training.devices.settings import SlurmTasks, check_devices, default_devices, device_settings
+from radixtrain.training.devices.launcher_env import LauncherEnv, default_devices
+from radixtrain.training.devices.settings import SlurmTasks, check_devices, device_settings
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 SRUN = {"SLURM_NTASKS": "4", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_TASKS_PER_NODE": "2(x2)"}
@@ -22,18 +23,9 @@ pytestmark = pytest.mark.usefixtures("environment")
 
 
 def settings(**keys):
-    """With defaults of the keys that are looked at."""
-    trainer = {"accelerator": "auto", "devices": 1, "num_nodes": 1, "strategy": "auto", "plugins": None}
-    model = {"load_in_4bit": False, "verify_first_batch": False, "generate": False}
-    found = Namespace(
-        trainer=Namespace(**trainer),
-        model=Namespace(**model),
-        evaluate_generation=Namespace(metric=None),
-        **{"sp_size": 1, "dedup": True},
-    )
-    for key, value in keys.items():
-        found[key.replace("__", ".")] = value
-    return found
+    """Settings of a run with some keys, in which `__` stands for a dot."""
+    given = {"model.model_name_or_path": "x", **{key.replace("__", "."): value for key, value in keys.items()}}
+    return read("fit", list(given.items()), {})
 
 
 def test_accepted():
@@ -68,14 +60,15 @@ def test_refused_by_name(name, way_out):
         ({"mixed_precision": object()}, "mixed_precision changes the gradient"),
         ({"static_graph": True}, "static_graph: micro-batches may reach different weights"),
         ({"start_method": "spawn"}, "start_method spawn"),
+        ({"static_grap": True}, "no option static_grap, did you mean static_graph"),
     ],
 )
 def test_options_of_a_class(option, error):
     def asked(options):
-        written = Namespace(class_path="lightning.pytorch.strategies.DDPStrategy", init_args=Namespace(**options))
+        written = {"class_path": "lightning.pytorch.strategies.DDPStrategy", "init_args": options}
         return device_settings(settings(trainer__strategy=written), "fit")
 
-    assert asked({"bucket_cap_mb": 50, "static_graph": False, "mixed_precision": None})  # as a file is parsed
+    assert asked({"bucket_cap_mb": 50, "static_graph": False, "mixed_precision": None})  # as older runs have saved it
     with pytest.raises(UserError, match=error):
         asked(option)
 
@@ -92,7 +85,7 @@ def test_options_of_a_class(option, error):
 def test_what_needs_whole_weights_is_refused_with_fsdp2(key, value, command, other):
     with pytest.raises(UserError, match=f"{key.replace('__', '.')}: not with trainer.strategy fsdp2"):
         device_settings(settings(trainer__strategy="fsdp2", **{key: value}), command)
-    written = Namespace(class_path="radixtrain.training.devices.fsdp2.FSDP2Strategy")
+    written = {"class_path": "radixtrain.training.devices.fsdp2.FSDP2Strategy", "init_args": {}}
     with pytest.raises(UserError, match=r"not with trainer\.strategy fsdp2"):
         device_settings(settings(trainer__strategy=written, **{key: value}), command)
     device_settings(settings(trainer__strategy="ddp", **{key: value}), command)
@@ -129,9 +122,9 @@ def test_machines_need_a_launcher(environment):
 
 @pytest.mark.parametrize("variables", [TORCHRUN, SRUN])
 def test_a_launcher_says_how_many(environment, variables):
-    assert default_devices() == {"devices": 1}
+    assert default_devices() == {}
     environment(variables)
-    assert default_devices() == {"devices": 2, "num_nodes": 2}
+    assert default_devices() == {"trainer.devices": 2, "trainer.num_nodes": 2}
     for devices in ("auto", -1):
         assert device_settings(settings(trainer__devices=devices), "fit")["devices"] == 2
 
@@ -163,13 +156,10 @@ def test_nccl_waits_longer_than_what_reports_a_hanging_rank(device):
     assert vars(strategy)["_timeout"] == timedelta(seconds=7 if device == "cpu" else 67)
 
 
-@pytest.mark.parametrize("given", ["ddp", {"class_path": "DDPStrategy", "init_args": {"bucket_cap_mb": 50}}])
+@pytest.mark.parametrize("given", [{}, {"bucket_cap_mb": 50}, {"gradient_as_bucket_view": False}])
 def test_gradients_are_held_once(given):
-    """Also by a class that a file writes out: jsonargparse makes it with every default, `False` for this option too."""
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--strategy", type=str | Strategy)
-    made = parser.instantiate_classes(parser.parse_object({"strategy": given})).strategy
-    strategy = DDPStrategy() if isinstance(made, str) else made
+    """Also by the configuration of an older run, which has every default of a class, `False` for this option too."""
+    strategy = made("trainer.strategy", {"class_path": "DDPStrategy", "init_args": given}, "fit")
     check_devices(SimpleNamespace(strategy=strategy, num_devices=1, num_nodes=1), timedelta(seconds=7))
     assert vars(strategy)["_ddp_kwargs"]["gradient_as_bucket_view"] is True
 

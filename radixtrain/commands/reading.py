@@ -1,0 +1,179 @@
+"""What was typed as the settings of a command: each value fitted to its key, or refused in one line that names it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import MISSING, fields, is_dataclass
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from radixtrain.commands.keys import Key, is_section, kind_of, known_keys
+from radixtrain.commands.typed import prefixes, shortened
+from radixtrain.errors import UsageError, did_you_mean
+from radixtrain.settings.commands import LINKS, OF_COMMAND
+from radixtrain.settings.section import check_limits, parts_of
+from radixtrain.yaml_text import check_yaml, load_yaml
+
+OF_CLASS = ("class_path", "init_args", "dict_kwargs")
+# Types of Python in words.
+KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
+HELP = " (`radixtrain {} --help {}` says more)"
+QUOTES = (
+    "model.next_tokens: YAML reads yes, no, on and off without quotes as true and false; write them in double quotes, "
+    """on the command line inside single ones: --model.next_tokens='["yes", "no"]'"""
+)
+
+
+def read(command: str, given: Sequence[tuple[str, Any]], defaults: Mapping[str, Any]) -> Any:
+    """The settings of a command, an instance of its class of `settings/commands.py`.
+
+    given: dotted keys with their values, texts or what YAML made of them; later ones count.
+    defaults: of keys that are not given, in place of those of the class.
+
+    UsageError for a value that is none of its key; UserError for a number beyond its limits.
+    """
+    keys, values = known_keys(command), dict(defaults)
+    for name, value in given:
+        _put(values, name, value, keys, command)
+    found = {name: fitted(keys[name], value, command) for name, value in values.items()}
+    for name, value in found.items():
+        check_limits(name, keys[name].type, value)
+    return _built(OF_COMMAND[command], found)
+
+
+def _put(values: dict[str, Any], name: str, value: Any, keys: Mapping[str, Key], command: str) -> None:
+    """Set a key; `key+` adds to its list, and `key.option` sets an option inside of its value."""
+    path = name.removesuffix("+")
+    key, inside = next((key, rest) for key, rest in reversed(prefixes(path).items()) if key in keys)
+    if path != name:
+        whole, more = (_loaded(each) for each in (values.get(key), value))
+        value = [*_as_list(whole), *_as_list(more)]
+    elif inside:
+        value = _with_option(_loaded(values.get(key)), inside, value)
+        if value is None:
+            raise UsageError(f"no key {inside} in {key}, which is no section{HELP.format(command, key)}")
+    values[key] = value
+
+
+def _with_option(whole: Any, path: str, value: Any) -> Any:
+    """A mapping, or the last one of a list, with one more option, or argument of a class; None if it takes none."""
+    if isinstance(whole, list) and whole:
+        last = _with_option(whole[-1], path, value)
+        return None if last is None else [*whole[:-1], last]
+    if isinstance(whole, str):
+        whole = {"class_path": whole}
+    if not isinstance(whole, dict | NoneType):
+        return None
+    name, _, rest = path.partition(".")
+    if whole is not None and "class_path" in whole and name not in OF_CLASS:
+        name, rest = "init_args", path
+    before = (whole or {}).get(name)
+    return {**(whole or {}), name: _with_option(before, rest, value) if rest else _loaded(value)}
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _loaded(value: Any) -> Any:
+    """What a text says as YAML; itself if it says nothing, is none, or is more than settings ever are."""
+    if isinstance(value, str) and value.strip():
+        with suppress(yaml.YAMLError, UsageError):
+            check_yaml(value)
+            return load_yaml(value)
+    return value
+
+
+def fitted(key: Key, value: Any, command: str) -> Any:
+    """The value as the key takes it. A text counts as YAML first, and then as it is."""
+    candidates = [_loaded(value), value] if isinstance(value, str) else [value]
+    shape = next((part for part in _members(key.type) if is_dataclass(part)), None)
+    if shape is not None:
+        return _shapes(key, candidates[0], shape, command)
+    for each in candidates:
+        with suppress(ValidationError):
+            return TypeAdapter(key.type).validate_python(each, strict=True)
+    raise UsageError(refusal(key, value, command))
+
+
+def _shapes(key: Key, value: Any, shape: Any, command: str) -> Any:
+    """A class of settings, or a list of them, from mappings."""
+    if isinstance(value, list):
+        return [_shapes(key, each, shape, command) for each in value]
+    if not isinstance(value, dict):
+        raise UsageError(f"{key.name} must be {key.kind}; got {shortened(value)}")
+    inside = {field.name: Key(f"{key.name}.{field.name}", "", "", "", field.type) for field in fields(shape)}
+    for name in value:
+        if name not in inside:
+            raise UsageError(f"no key {name} in {key.name} (`radixtrain {command} --help {key.name}` lists the keys)")
+    return shape(**{name: fitted(inside[name], each, command) for name, each in value.items()})
+
+
+def _members(kind: Any) -> list[Any]:
+    return [each for part in parts_of(kind) for each in (get_args(part) if get_origin(part) is list else [part])]
+
+
+def refusal(key: Key, value: Any, command: str = "") -> str:
+    """The message for a value that does not fit: what the key takes, what came, and the nearest word."""
+    if key.name == "model.next_tokens" and isinstance(_loaded(value), list):
+        return QUOTES
+    parts = [part for part in parts_of(key.type) if not _is_list_of_words(part)]
+    choices = list(dict.fromkeys(str(word) for part in parts if get_origin(part) is Literal for word in get_args(part)))
+    others = [KINDS.get(part, kind_of(part)) for part in parts if get_origin(part) is not Literal]
+    if choices and set(others) <= {"null"}:
+        expected = f"one of {', '.join(choices)}"
+    else:
+        expected = " or ".join(dict.fromkeys([*others, *choices]))
+    is_plain = all(part in KINDS or get_origin(part) is Literal for part in parts)
+    got = "an empty text" if value == "" else shortened(value)
+    meant = did_you_mean(str(value), choices) if choices else ""
+    unset = f"; without the key it is {key.default}" if value is None and key.default else ""
+    more = HELP.format(command, key.name) if command and not is_plain else ""
+    return f"{key.name} must be {expected}; got {got}{meant}{unset}{more}"
+
+
+def _is_list_of_words(part: Any) -> bool:
+    return get_origin(part) is list and get_origin(get_args(part)[0]) is Literal
+
+
+def _built(settings: Any, found: Mapping[str, Any], section: str = "") -> Any:
+    """An instance of a class of settings. found: the values that are set, by their dotted keys."""
+    values: dict[str, Any] = {}
+    for field in fields(settings):
+        name = f"{section}{field.name}"
+        if is_section(field):
+            values[field.name] = _built(field.type, found, f"{name}.")
+        elif (value := found.get(name, _linked(name, found))) is not MISSING:
+            values[field.name] = value
+    return settings(**values)
+
+
+def _linked(name: str, found: Mapping[str, Any]) -> Any:
+    """What another key says that fills in this one. An order of rows has a number, `seed_everything` may be a truth."""
+    source = LINKS.get(name, "")
+    value = found.get(source, MISSING) if name != "data.predict_unlabelled" else MISSING
+    return MISSING if name == "data.seed" and isinstance(value, bool) else value
+
+
+def printed(settings: Any, section: str = "") -> dict[str, Any]:
+    """Every key with its value, as a file of settings has them; not those that another key fills in."""
+    return {
+        name: _printed(value, f"{section}{name}.")
+        for name, value in vars(settings).items()
+        if f"{section}{name}" not in LINKS
+    }
+
+
+def _printed(value: Any, section: str) -> Any:
+    if isinstance(value, list):
+        return [_printed(each, section) for each in value]
+    return printed(value, section) if is_dataclass(value) else value
+
+
+def print_settings(settings: Any) -> None:
+    """Print every key with its value, as a file of settings has them."""
+    print(yaml.safe_dump(printed(settings), sort_keys=False, allow_unicode=True), end="")  # noqa: T201

@@ -1,0 +1,177 @@
+"""The keys of each command: those without a section, and the sections."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from radixtrain.settings.answers import AnswerSettings
+from radixtrain.settings.bench import Bench
+from radixtrain.settings.data import DataSettings
+from radixtrain.settings.model import ModelSettings
+from radixtrain.settings.section import FINITE, TINY, Limits, Section
+from radixtrain.settings.trainer import TrainerSettings
+
+Count = Annotated[int, Limits(1)]
+# A key that another one fills in -> that other one. What it fills in cannot be set itself.
+LINKS = {
+    "trainer.default_root_dir": "output_dir",
+    "model.dedup": "dedup",
+    "data.dedup": "dedup",
+    "data.sp_size": "sp_size",
+    "data.seed": "seed_everything",
+    "data.model_name_or_path": "model.model_name_or_path",
+    "data.predict_unlabelled": "model.scores",
+    "data.predict_prompts": "model.generate",
+}
+
+
+@dataclass(kw_only=True)
+class Run(Section):
+    """A command that reads a model and rows.
+
+    output_dir: where checkpoints, logs and the model go.
+    dedup: false runs the ordinary baseline: stock attention, padded batches.
+    overwrite: replace the run that is in output_dir.
+    save_every_steps: optimizer steps between two checkpoints.
+    save_every_minutes: minutes between two; the end of an epoch and of the run write one, too.
+    save_total_limit: checkpoints that are kept, besides the best one.
+    save_best: a metric of the validations, such as eval_loss: model/ gets the weights that were best by it.
+    early_stopping: end after so many validations without a better save_best, or eval_loss.
+    sp_size: ranks that compute each micro-batch together, each a part of its unique rows; auto for what fit predicts to
+        be fastest.
+    ddp_timeout: seconds that a rank waits for the others in a step.
+    push_to_hub: upload model/ to the Hugging Face hub after training.
+    hub_model_id: NAME or OWNER/NAME there; null takes the name of output_dir.
+    hub_private_repo: of a repository that is new.
+    seed_everything: of the initial adapters, the order of the rows and `data.val_size`.
+    """
+
+    output_dir: str = "runs/sft"
+    dedup: bool = True
+    overwrite: bool = False
+    save_every_steps: Count | None = None
+    save_every_minutes: Annotated[float | None, Limits(TINY, FINITE, "above 0")] = 10.0
+    save_total_limit: Count = 2
+    save_best: str | None = None
+    early_stopping: Count | None = None
+    sp_size: Count | Literal["auto"] = 1
+    ddp_timeout: Annotated[int, Limits(1, 2_000_000)] = 1800  # gloo counts milliseconds in 32 bits
+    push_to_hub: bool = False
+    hub_model_id: str | None = None
+    hub_private_repo: bool = True
+    seed_everything: Annotated[bool | int, Limits(0, 2**32 - 1, "from 0 to 4294967295")] = 42
+    evaluate_generation: AnswerSettings = field(default_factory=AnswerSettings)
+    model: ModelSettings
+    data: DataSettings = field(default_factory=DataSettings)
+    trainer: TrainerSettings = field(default_factory=TrainerSettings)
+
+
+@dataclass(kw_only=True)
+class FromCheckpoint(Run):
+    """A command that may take its weights from a checkpoint.
+
+    ckpt_path: a checkpoint to go on from (fit), or to take weights of: `last`, `best`, `auto` (or a start), or a path.
+    """
+
+    ckpt_path: str | None = None
+    weights_only: bool | None = None
+
+
+@dataclass(kw_only=True)
+class Evaluate(FromCheckpoint):
+    """`validate` and `test`."""
+
+    verbose: bool = True
+
+
+@dataclass(kw_only=True)
+class Predict(FromCheckpoint):
+    """`predict`, which writes its results and returns none."""
+
+    return_predictions: bool | None = None
+
+
+@dataclass(kw_only=True)
+class Verify(Run):
+    """`verify`.
+
+    num_steps: optimizer steps to compare, each from its own rows; the weights do not change.
+    num_sequences: only the first ones of each step: it runs three times in float64 and twice in every other precision.
+    ckpt_path: a checkpoint of the run, whose weights are used.
+    """
+
+    num_steps: Count = 1
+    num_sequences: Count | None = None
+    ckpt_path: str | None = None
+
+
+@dataclass(kw_only=True)
+class Inspect(Run):
+    """`inspect`.
+
+    step: optimizer step, from 0.
+    micro_batch: part of the step, from 0.
+    row: instead of a micro-batch, a row of the data through every stage: N for the N-th row of `data.train_file`, from
+        1, or file:line as errors name it. It may be one that is refused.
+    full: shorten nothing.
+    """
+
+    step: int = 0
+    micro_batch: int = 0
+    row: int | str | None = None
+    full: bool = False
+
+
+@dataclass(kw_only=True)
+class Report(Run):
+    """`report`.
+
+    max_seconds: for timing micro-batches of the data on a few layers with random weights, by which speed and memory are
+        predicted; 0 predicts nothing.
+    """
+
+    max_seconds: Annotated[float, Limits(0, FINITE)] = 45.0
+
+
+@dataclass(kw_only=True)
+class Export(Section):
+    """`export`.
+
+    ckpt_path: a folder in `<output_dir>/checkpoints`, such as `step=500`, `last` or `best`; or the output_dir, for its
+        newest whole one.
+    output_dir: the folder to write: absent, empty, or an earlier model, which is replaced.
+    chat_template_path: a Jinja file in place of the tokenizer's own chat template.
+    push_to_hub: upload the folder to the Hugging Face hub.
+    hub_model_id: NAME or OWNER/NAME there; null takes the name of output_dir.
+    hub_private_repo: of a repository that is new.
+    """
+
+    ckpt_path: str
+    output_dir: str
+    chat_template_path: str | None = None
+    push_to_hub: bool = False
+    hub_model_id: str | None = None
+    hub_private_repo: bool = True
+
+
+@dataclass
+class Doctor(Section):
+    """`doctor`.
+
+    json: one JSON object for machines in place of the text for people.
+    """
+
+    json: bool = False
+
+
+OF_COMMAND: dict[str, type[Section]] = {
+    "fit": FromCheckpoint,
+    "validate": Evaluate,
+    "test": Evaluate,
+    "predict": Predict,
+    "report": Report,
+    "verify": Verify,
+    "inspect": Inspect,
+    "export": Export,
+    "bench": Bench,
+    "doctor": Doctor,
+}

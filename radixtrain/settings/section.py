@@ -1,0 +1,106 @@
+"""What the classes of settings have in common: their numbers have limits, which the annotation of a field names."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from functools import reduce
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin
+
+from radixtrain.errors import UserError
+
+LARGEST = 2**31 - 1
+FINITE = 1.7976931348623157e308
+TINY = 5e-324  # the least number above 0
+BELOW_1 = 1 - 2**-53
+
+
+class Limits(NamedTuple):
+    """The least and the largest number that a key takes. words: for the message, if these two are not what to say."""
+
+    least: float
+    most: float = math.inf
+    words: str = ""
+
+    def broken_by(self, number: float) -> str:
+        """What the number must be; empty if it is that. NaN is nothing that a key takes."""
+        if self.least <= number <= self.most:
+            return ""
+        return self.words or (f"at most {self.most:,}" if number > self.most else f"at least {self.least:,}")
+
+
+@dataclass
+class Section:
+    """Settings whose numbers are within their limits. Raises UserError, by the name of the key, for one that is not."""
+
+    SECTION: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            check_limits(f"{self.SECTION}.{field.name}".lstrip("."), field.type, getattr(self, field.name))
+
+
+def check_limits(key: str, kind: Any, value: Any) -> None:
+    """UserError for a number that is beyond a limit. kind: the annotation of the key."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    for limits in (each for each in _annotations(kind) if isinstance(each, Limits)):
+        if words := limits.broken_by(value):
+            also = [word for part, word in ((Literal["auto"], "auto"), (NoneType, "null")) if part in parts_of(kind)]
+            raise UserError(f"{key} must be {', or '.join([words, *also])}; got {value}")
+
+
+def parts_of(kind: Any) -> tuple[Any, ...]:
+    """The members of a union, or the kind itself; nothing of them is annotated."""
+    if get_origin(kind) is Annotated:
+        return parts_of(get_args(kind)[0])
+    if get_origin(kind) not in (Union, UnionType):
+        return (kind,)
+    return tuple(each for part in get_args(kind) for each in parts_of(part))
+
+
+def meanings(settings: Any) -> dict[str, str]:
+    """What each key of a class is for, from its docstring and those of the classes that it extends."""
+    found: dict[str, str] = {}
+    for kind in reversed(settings.__mro__):
+        entries = re.split(r"\n(?=\w+: )", inspect.cleandoc(kind.__doc__ or ""))
+        found |= {name: " ".join(text.split()) for name, _, text in (each.partition(":") for each in entries[1:])}
+    return found
+
+
+def _annotations(kind: Any) -> Iterator[Any]:
+    if get_origin(kind) is Annotated:
+        inner, *own = get_args(kind)
+        yield from own
+        yield from _annotations(inner)
+    elif get_origin(kind) in (Union, UnionType):
+        for part in get_args(kind):
+            yield from _annotations(part)
+
+
+def default_of(field: Field[Any]) -> Any:
+    """The value of a key that is not set; MISSING if it must be."""
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def changed_keys(settings: Any, values: Mapping[str, Any]) -> set[str]:
+    """The keys of a class of settings whose values are not the defaults."""
+    defaults = {field.name: default_of(field) for field in fields(settings)}
+    return {name for name, value in values.items() if name in defaults and value != defaults[name]}
+
+
+def value_of(settings: Any, key: str) -> Any:
+    """The value of a dotted key."""
+    return reduce(getattr, key.split("."), settings)
+
+
+def flat(settings: Any, section: str = "") -> dict[str, Any]:
+    """Every setting by its dotted key, also of the sections inside."""
+    found: dict[str, Any] = {}
+    for name, value in vars(settings).items():
+        found |= flat(value, f"{section}{name}.") if is_dataclass(value) else {f"{section}{name}": value}
+    return found
