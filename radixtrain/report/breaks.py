@@ -83,7 +83,7 @@ def find_breaks(
             Break(
                 cause=name,
                 num_sequences=round(scale * sum(prompts[row].num_samples for row in starts)),
-                num_values=len({piece.value for _, piece in places} - {b""}),
+                num_values=len({piece.value for _, piece in places}),
                 at_token=int(np.median([*starts.values()])),
                 tokens_saved=saved(name),
                 tokens_with_others=saved(name, named - {name}),

@@ -110,7 +110,7 @@ def cause_of(values: list[Value]) -> Cause:
     usual = ranked[0].num_rows * 2 >= sum(value.num_rows for value in ranked)
     others = [value for value in ranked[1 if usual else 0 :] if len(value.symbols)]
     kinds = _short(others) if others else []
-    name = _order(ranked) or _wording(ranked) or _own(others) if others else "another version of the template"
+    name = _order(ranked) or _wording(ranked) or (_own(others) if others else "another version of the template")
     advice = (MOVED | MADE_ALIKE)[kinds[0] if kinds else name]
     return Cause(" and ".join(kinds) or name, advice, bool(kinds) or name in MOVED)
 

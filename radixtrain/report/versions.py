@@ -148,11 +148,10 @@ def _common_texts(trunks: list[Trunk]) -> dict[Trunk, list[tuple[int, int]]]:
         ranked[trunk] = {(rank, int(trunk.hashes[text[0]])): text for rank, text in texts}
         found.update(dict.fromkeys(ranked[trunk], len(trunk.rows)))
     kept = [key for key, count in found.items() if count >= MIN_IN_ORDER * num_rows.sum()]
-    return {
-        trunk: [(0, 0), *sorted(own[key] for key in kept), (len(trunk.symbols),) * 2]
-        for trunk, own in ranked.items()
-        if all(key in own for key in kept)
-    }
+    whole = [trunk for trunk, own in ranked.items() if all(key in own for key in kept)]
+    bounds = np.array([[(0, 0), *sorted(ranked[trunk][key] for key in kept)] for trunk in whole])
+    bounds[:, 1:, 0] += (bounds[:, :-1, 1] - bounds[:, 1:, 0]).max(axis=0).clip(0)  # "very" begins and ends "very very"
+    return {trunk: [*own, (len(trunk.symbols),) * 2] for trunk, own in zip(whole, bounds.tolist(), strict=True)}
 
 
 def _read_gap(layout: Layout, gaps: dict[Trunk, slice], is_last: bool, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -154,6 +154,11 @@ CAUSES: dict[str, tuple[str, Make, int]] = {
     "example order": ("the order of the examples", in_order(EXAMPLES[:4], "\n\n", "", 4), ROWS),
     "example choice": ("the choice of the examples", in_order(EXAMPLES, "\n\n", "", 4), ROWS),
     "line ends": ("white space", every(4, POLICY.replace("\n", "\r\n"), POLICY), ROWS // 4),
+    "a word twice": (
+        "another version of the template",
+        every(12, POLICY.replace(" ", " very very ", 1), POLICY.replace(" ", " very ", 1)),
+        ROWS // 12,
+    ),
     "a stray version": ("another version of the template", every(12, f"Be quick.\n{STRAY}", POLICY), ROWS // 12),
 }
 
