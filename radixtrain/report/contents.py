@@ -95,7 +95,8 @@ class Break:
     """Why near-identical prompts part early.
 
     cause: a date, a UUID, a name, the order of tools, white space, several prompts, the order of the examples ...
-    num_sequences: that it touches. num_values: different values there, none included. at_token: where they part, the median.
+    num_sequences: that it touches. num_values: different values there, none included.
+    at_token: where they part, the median.
     tokens_saved: computed tokens of an epoch that are saved if it stood at the end of the prompt; for an order, white
         space or a stray version: if all rows had the same. tokens_with_others: if the other breaks are fixed already.
     advice: what to do about it, a sentence.

@@ -132,6 +132,7 @@ def persona(rng: random.Random, row: int) -> tuple[str, str]:
     return f"{who}\n{POLICY}", f"{POLICY}\n{who}"
 
 
+SECOND = paragraph(1)
 STRAY = POLICY.replace("shop", "house", 1).replace("card", "paper card", 1)
 CAUSES: dict[str, tuple[str, Make, int]] = {
     "a date": ("a date or time", moved("Today is", dates, f".\n{POLICY}"), ROWS),
@@ -156,7 +157,7 @@ CAUSES: dict[str, tuple[str, Make, int]] = {
     "line ends": ("white space", every(4, POLICY.replace("\n", "\r\n"), POLICY), ROWS // 4),
     "a word twice": (
         "another version of the template",
-        every(12, POLICY.replace(" ", " very very ", 1), POLICY.replace(" ", " very ", 1)),
+        every(12, f"{POLICY} clearly clearly {SECOND}", f"{POLICY} clearly {SECOND}"),
         ROWS // 12,
     ),
     "a stray version": ("another version of the template", every(12, f"Be quick.\n{STRAY}", POLICY), ROWS // 12),
