@@ -116,16 +116,14 @@ def _fixed_prompts(
 
 def _parting(prompt: Prompt, piece: Piece) -> int:
     """The token at which a row parts from the others: in white space the first one that differs."""
-    return piece.start + (
-        num_equal(prompt.ids[piece.start : piece.end], piece.usual) if piece.cause is WHITE_SPACE else 0
-    )
+    own = prompt.ids[piece.start : piece.end] if piece.cause is WHITE_SPACE else piece.usual[:0]
+    return piece.start + num_equal(own, piece.usual)
 
 
 def _examples(places: list[tuple[Trunk, Piece]], tokenizer: PreTrainedTokenizerBase) -> tuple[Example, ...]:
     """The first prompts with different values."""
     different = {piece.value: (trunk.prompt, piece) for trunk, piece in reversed(places)}
-    first = [*reversed(different.values())][:NUM_EXAMPLES]
-    return tuple(_example(prompt, piece, tokenizer) for prompt, piece in first)
+    return tuple(_example(*place, tokenizer) for place in [*reversed(different.values())][:NUM_EXAMPLES])
 
 
 def _example(prompt: Prompt, piece: Piece, tokenizer: PreTrainedTokenizerBase) -> Example:

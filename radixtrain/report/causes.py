@@ -57,11 +57,8 @@ class Value(NamedTuple):
 _MOVE = "rite it at the end of the system prompt, after everything that all rows have, or in the user's message."
 _REMOVE = f"Remove it if the answer does not need it, or w{_MOVE}"
 MOVED = {
-    "a date or time": f"W{_MOVE}",
-    "a UUID": _REMOVE,
-    "a number": f"W{_MOVE}",
-    "an id or hash": _REMOVE,
-    "a name": f"W{_MOVE}",
+    **dict.fromkeys(("a date or time", "a number", "a name"), f"W{_MOVE}"),
+    **dict.fromkeys(("a UUID", "an id or hash"), _REMOVE),
     "a text of the row's own": "Write the instructions that all rows have first, and this text after them.",
     "several prompts": "Each is used by many rows, so they may well be meant: rows of one prompt share it, and "
     "data.group_by_prefix brings them together. More is shared if what all have in common stands first and this after "

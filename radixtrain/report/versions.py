@@ -14,7 +14,7 @@ that they have in the same order, so that tools in another order are one differe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -113,9 +113,8 @@ def _groups(trunks: list[Trunk]) -> list[list[Trunk]]:
             groups.append([trunk])
             texts.append(set(trunk.hashes.tolist()))
     num_texts = Counter(shingle for text in texts for shingle in text)
-    mixed = [np.mean([num_texts[each] > 1 for each in group[0].sample]) >= MIN_MIXED for group in groups]
-    apart = [group for group, is_mixed in zip(groups, mixed, strict=True) if not is_mixed]
-    return [*apart, [trunk for group, is_mixed in zip(groups, mixed, strict=True) if is_mixed for trunk in group]]
+    mixed = [group for group in groups if np.mean([num_texts[each] > 1 for each in group[0].sample]) >= MIN_MIXED]
+    return [*(group for group in groups if group not in mixed), [trunk for group in mixed for trunk in group]]
 
 
 def _layout(trunks: list[Trunk], tokenizer: PreTrainedTokenizerBase) -> Layout:
@@ -149,6 +148,8 @@ def _common_texts(trunks: list[Trunk]) -> dict[Trunk, list[tuple[int, int]]]:
         found.update(dict.fromkeys(ranked[trunk], len(trunk.rows)))
     kept = [key for key, count in found.items() if count >= MIN_IN_ORDER * num_rows.sum()]
     whole = [trunk for trunk, own in ranked.items() if all(key in own for key in kept)]
+    if not whole:  # each lacks another one
+        whole, kept = trunks, []
     bounds = np.array([[(0, 0), *sorted(ranked[trunk][key] for key in kept)] for trunk in whole])
     bounds[:, 1:, 0] += (bounds[:, :-1, 1] - bounds[:, 1:, 0]).max(axis=0).clip(0)  # "very" begins and ends "very very"
     return {trunk: [*own, (len(trunk.symbols),) * 2] for trunk, own in zip(whole, bounds.tolist(), strict=True)}
@@ -161,14 +162,28 @@ def _read_gap(layout: Layout, gaps: dict[Trunk, slice], is_last: bool, tokenizer
     after = 0 if is_last else min(num_equal(text[before:][::-1], texts[0][before:][::-1]) for text in texts)
     gaps = {trunk: slice(gap.start + before, gap.stop - after) for trunk, gap in gaps.items()}
     ends = {trunk: trunk.end_token(gap.start) for trunk, gap in gaps.items()}
-    values = {trunk: trunk.prompt.ids[_end_of(pieces) : ends[trunk]].tobytes() for trunk, pieces in layout.items()}
-    _add(layout, ends, values, WHITE_SPACE if len(set(values.values())) > 1 else None)
+    alike = _by_value({trunk: trunk.prompt.ids[_end_of(layout[trunk]) : end] for trunk, end in ends.items()})
+    _add(layout, ends, alike, WHITE_SPACE if len(alike) > 1 else None)
     ends = {trunk: trunk.end_token(gap.stop, blanks=True) for trunk, gap in gaps.items()}
-    values = {trunk: trunk.symbols[gap].tobytes() for trunk, gap in gaps.items()}
-    if len(set(values.values())) > 1:
-        cause = cause_of([*_values(layout, gaps, ends, tokenizer)])
+    alike = _by_value({trunk: trunk.symbols[gap] for trunk, gap in gaps.items()})
+    if len(alike) > 1:
+        cause = cause_of(
+            [_value(same, gaps[same[0]], _end_of(layout[same[0]]), ends[same[0]], tokenizer) for same in alike.values()]
+        )
         if not is_last or not (cause.moves or (cause is DRAWN and _is_asked_about(gaps))):
-            _add(layout, ends, values, cause)
+            _add(layout, ends, alike, cause)
+
+
+def _by_value(values: dict[Trunk, IntArray]) -> dict[bytes, list[Trunk]]:
+    """The trunks of each value, those of most rows first."""
+    alike: dict[bytes, list[Trunk]] = {}
+    for trunk, value in values.items():
+        alike.setdefault(value.tobytes(), []).append(trunk)
+    return dict(sorted(alike.items(), key=lambda item: -_num_rows(item[1])))
+
+
+def _num_rows(trunks: Iterable[Trunk]) -> int:
+    return sum(len(trunk.rows) for trunk in trunks)
 
 
 def _is_asked_about(gaps: dict[Trunk, slice]) -> bool:
@@ -178,40 +193,30 @@ def _is_asked_about(gaps: dict[Trunk, slice]) -> bool:
     return bool(is_short) or 2 * max(tails.values()) > tails.total()
 
 
-def _add(layout: Layout, ends: dict[Trunk, int], values: dict[Trunk, bytes], cause: Cause | None) -> None:
-    """A piece of each trunk up to these tokens."""
-    rows: Counter[bytes] = Counter()
-    for trunk, value in values.items():
-        rows[value] += len(trunk.rows)
-    ((usual, most),) = rows.most_common(1)
-    model = next(trunk for trunk, value in values.items() if value == usual)
-    tokens = model.prompt.ids[_end_of(layout[model]) : ends[model]]
-    for trunk, pieces in layout.items():
-        value = values[trunk]
-        has_other = value != usual if 2 * most > rows.total() else bool(value) or not (cause and cause.moves)
-        pieces.append(Piece(_end_of(pieces), ends[trunk], cause, tokens, value, has_other))
+def _add(layout: Layout, ends: dict[Trunk, int], alike: dict[bytes, list[Trunk]], cause: Cause | None) -> None:
+    """A piece of each trunk up to these tokens. alike: the trunks of each value."""
+    (usual, most), *_ = alike.items()
+    tokens = most[0].prompt.ids[_end_of(layout[most[0]]) : ends[most[0]]]
+    is_majority = 2 * _num_rows(most) > _num_rows(layout)
+    for value, trunks in alike.items():
+        has_other = value != usual if is_majority else bool(value) or not (cause and cause.moves)
+        for trunk in trunks:
+            layout[trunk].append(Piece(_end_of(layout[trunk]), ends[trunk], cause, tokens, value, has_other))
 
 
-def _values(
-    layout: Layout, gaps: dict[Trunk, slice], ends: dict[Trunk, int], tokenizer: PreTrainedTokenizerBase
-) -> Iterator[Value]:
-    """The distinct ones."""
-    trunks: dict[bytes, list[Trunk]] = {}
-    for trunk, gap in gaps.items():
-        trunks.setdefault(trunk.symbols[gap].tobytes(), []).append(trunk)
-    for trunk, *others in trunks.values():
-        ids, start, end = trunk.prompt.ids, _end_of(layout[trunk]), ends[trunk]
-        text = text_of_run(tokenizer, ids, start, min(end, start + MAX_VALUE))
-        text, before = whole_words(text, text_of_run(tokenizer, ids, max(0, start - CONTEXT), start))
-        repeated = trunk.repeated[gaps[trunk]]
-        yield Value(
-            text=text,
-            before=before,
-            after=text_of_run(tokenizer, ids, end, min(len(ids), end + CONTEXT)),
-            symbols=trunk.symbols[gaps[trunk]],
-            num_rows=sum(len(each.rows) for each in (trunk, *others)),
-            repeated=float(repeated.mean()) if len(repeated) else 0.0,
-        )
+def _value(trunks: list[Trunk], gap: slice, start: int, end: int, tokenizer: PreTrainedTokenizerBase) -> Value:
+    """What these trunks have at these symbols and tokens, the same in all of them."""
+    ids, repeated = trunks[0].prompt.ids, trunks[0].repeated[gap]
+    text = text_of_run(tokenizer, ids, start, min(end, start + MAX_VALUE))
+    text, before = whole_words(text, text_of_run(tokenizer, ids, max(0, start - CONTEXT), start))
+    return Value(
+        text=text,
+        before=before,
+        after=text_of_run(tokenizer, ids, end, min(len(ids), end + CONTEXT)),
+        symbols=trunks[0].symbols[gap],
+        num_rows=_num_rows(trunks),
+        repeated=float(repeated.mean()) if len(repeated) else 0.0,
+    )
 
 
 def _end_of(pieces: list[Piece]) -> int:
