@@ -87,7 +87,8 @@ Layout = dict[Trunk, list[Piece]]  # of each trunk, one after the other from its
 
 def find_layouts(prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[Layout]:
     """The prompts that differ early from others of the same text, in pieces."""
-    return [_layout(group, tokenizer) for group in _groups(_trunks(prompts)) if len(group) > 1]
+    *apart, mixed = _groups(_trunks(prompts))
+    return [_layout(group, group is mixed, tokenizer) for group in (*apart, mixed) if len(group) > 1]
 
 
 def _trunks(prompts: list[Prompt]) -> list[Trunk]:
@@ -114,17 +115,22 @@ def _groups(trunks: list[Trunk]) -> list[list[Trunk]]:
             texts.append(set(trunk.hashes.tolist()))
     num_texts = Counter(shingle for text in texts for shingle in text)
     mixed = [group for group in groups if np.mean([num_texts[each] > 1 for each in group[0].sample]) >= MIN_MIXED]
+    if len(mixed) < 3:
+        return [*groups, []]
     return [*(group for group in groups if group not in mixed), [trunk for group in mixed for trunk in group]]
 
 
-def _layout(trunks: list[Trunk], tokenizer: PreTrainedTokenizerBase) -> Layout:
-    """All trunks in pieces, but those that lack a text which nearly all have."""
+def _layout(trunks: list[Trunk], is_mixed: bool, tokenizer: PreTrainedTokenizerBase) -> Layout:
+    """All trunks in pieces, but those that lack a text which nearly all have.
+
+    is_mixed: whether they are put together from several texts. Only then what they end with may be drawn from a pool.
+    """
     texts = _common_texts(trunks)
     layout: Layout = {trunk: [] for trunk in texts}
     num_gaps = len(next(iter(texts.values()))) - 1
     for number in range(num_gaps):
         gaps = {trunk: slice(own[number][1], own[number + 1][0]) for trunk, own in texts.items()}
-        _read_gap(layout, gaps, number == num_gaps - 1, tokenizer)
+        _read_gap(layout, gaps, number == num_gaps - 1, is_mixed, tokenizer)
     return layout
 
 
@@ -155,7 +161,9 @@ def _common_texts(trunks: list[Trunk]) -> dict[Trunk, list[tuple[int, int]]]:
     return {trunk: [*own, (len(trunk.symbols),) * 2] for trunk, own in zip(whole, bounds.tolist(), strict=True)}
 
 
-def _read_gap(layout: Layout, gaps: dict[Trunk, slice], is_last: bool, tokenizer: PreTrainedTokenizerBase) -> None:
+def _read_gap(
+    layout: Layout, gaps: dict[Trunk, slice], is_last: bool, is_mixed: bool, tokenizer: PreTrainedTokenizerBase
+) -> None:
     """The common text before a difference, which begins where the first of the rows differs, and the difference."""
     texts = [trunk.symbols[gap] for trunk, gap in gaps.items()]
     before = min(num_equal(text, texts[0]) for text in texts)
@@ -170,7 +178,8 @@ def _read_gap(layout: Layout, gaps: dict[Trunk, slice], is_last: bool, tokenizer
         cause = cause_of(
             [_value(same, gaps[same[0]], _end_of(layout[same[0]]), ends[same[0]], tokenizer) for same in alike.values()]
         )
-        if not is_last or not (cause.moves or (cause is DRAWN and _is_asked_about(gaps))):
+        is_own = cause.moves or (cause is DRAWN and (not is_mixed or _is_asked_about(gaps)))
+        if not (is_last and is_own):
             _add(layout, ends, alike, cause)
 
 
