@@ -178,7 +178,7 @@ def _read_gap(
         cause = cause_of(
             [_value(same, gaps[same[0]], _end_of(layout[same[0]]), ends[same[0]], tokenizer) for same in alike.values()]
         )
-        is_own = cause.moves or (cause is DRAWN and (not is_mixed or _is_asked_about(gaps)))
+        is_own = cause.moves or (cause == DRAWN and (not is_mixed or _is_asked_about(gaps)))
         if not (is_last and is_own):
             _add(layout, ends, alike, cause)
 

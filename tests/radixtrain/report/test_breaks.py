@@ -126,6 +126,11 @@ def date_in_one_of_five(rng: random.Random, row: int) -> tuple[str, str]:
     return f"{prompt[:200]}\nToday is {date}.\n{prompt}", f"{prompt[:200]}\nToday is\n{prompt}\n{date}."
 
 
+def date_before_one_of_ten_questions(rng: random.Random, row: int) -> tuple[str, str]:
+    date, question = dates(rng), sentence(random.Random(row % 10), 30)
+    return f"Today is {date}.\n{POLICY}\n{question}", f"Today is.\n{POLICY}\n{date}\n{question}"
+
+
 def persona(rng: random.Random, row: int) -> tuple[str, str]:
     """One of three."""
     who = paragraph(70 + row % 3, 2)
@@ -137,6 +142,7 @@ STRAY = POLICY.replace("shop", "house", 1).replace("card", "paper card", 1)
 CAUSES: dict[str, tuple[str, Make, int]] = {
     "a date": ("a date or time", moved("Today is", dates, f".\n{POLICY}"), ROWS),
     "a date in each of several prompts": ("a date or time", date_in_one_of_five, ROWS),
+    "a date before questions that recur": ("a date or time", date_before_one_of_ten_questions, ROWS),
     "a date and an id side by side": (
         "a date or time and a UUID",
         moved("Date:", lambda rng: f"{dates(rng)}\nSession: {uuids(rng)}", f"\n{POLICY}"),
@@ -164,7 +170,10 @@ CAUSES: dict[str, tuple[str, Make, int]] = {
 }
 
 
-@pytest.mark.parametrize("planting", cases(CAUSES, ["a date", "personas", "tools, a line each", "example choice"]))
+@pytest.mark.parametrize(
+    "planting",
+    cases(CAUSES, ["a date before questions that recur", "personas", "tools, a line each", "example choice"]),
+)
 def test_a_planted_cause(planting: str, chats: Build, tokenizer: PreTrainedTokenizerBase) -> None:
     cause, make, num_rows = CAUSES[planting]
     now, fixed = map(chats, planted(make))
