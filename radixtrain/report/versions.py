@@ -167,8 +167,7 @@ def _read_gap(
     """The common text before a difference, which begins where the first of the rows differs, and the difference."""
     texts = [trunk.symbols[gap] for trunk, gap in gaps.items()]
     before = min(num_equal(text, texts[0]) for text in texts)
-    after = 0 if is_last else min(num_equal(text[before:][::-1], texts[0][before:][::-1]) for text in texts)
-    gaps = {trunk: slice(gap.start + before, gap.stop - after) for trunk, gap in gaps.items()}
+    gaps = {trunk: slice(gap.start + before, gap.stop) for trunk, gap in gaps.items()}
     ends = {trunk: trunk.end_token(gap.start) for trunk, gap in gaps.items()}
     alike = _by_value({trunk: trunk.prompt.ids[_end_of(layout[trunk]) : end] for trunk, end in ends.items()})
     _add(layout, ends, alike, WHITE_SPACE if len(alike) > 1 else None)
