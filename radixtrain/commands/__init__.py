@@ -36,6 +36,6 @@ TABLE = (
         "any training program, with its models sharing prefixes",
         example="run -- trl sft --config sft.yaml",
     ),
-    Command("doctor", "doctor", "can training run here? versions, devices, kernels, caches, and what is missing"),
+    Command("doctor", "doctor", "can training run here? versions, devices, kernels, and what is missing"),
 )
 COMMANDS = {command.name: command for command in TABLE}

@@ -9,7 +9,7 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -25,28 +25,26 @@ from radixtrain.versions import FIT, OLDEST, OLDEST_OPTIONAL, WHY, installed, is
 
 WIDTH = 24  # of the names
 NEEDED = (*OLDEST, *FIT, "tokenizers")
-# Package -> what it is for, and what installs it.
+# Package -> what it is for; and the extra of radixtrain that brings it, or nothing.
 OPTIONAL = {
-    "accelerate": ("Hugging Face's Trainer and those of TRL, in scripts of your own", "pip install accelerate"),
-    "peft": ("LoRA, DoRA", "pip install 'radixtrain[peft]'"),
-    "bitsandbytes": ("QLoRA (model.load_in_4bit)", "pip install 'radixtrain[qlora]'"),
-    "flash-attn": ("attention on CUDA", "pip install 'radixtrain[flash]', which needs a CUDA toolchain"),
-    "flash-attn-4": ("attention on Hopper and Blackwell", "pip install 'radixtrain[flash4]'"),
-    "flash-linear-attention": ("recurrent layers on CUDA", "pip install flash-linear-attention"),
-    "causal-conv1d": ("recurrent layers on CUDA", "pip install causal-conv1d"),
-    "matplotlib": ("loss.png and the plot of bench", "pip install matplotlib"),
-    "trackio": ("trainer.logger: trackio", "pip install trackio"),
-    "swanlab": ("trainer.logger: swanlab", "pip install swanlab"),
-    "tensorboard": ("trainer.logger: tensorboard", "pip install tensorboard"),
-    "trl": ("TRL's trainers, in scripts of your own", "pip install trl"),
+    "accelerate": ("Hugging Face's Trainer and those of TRL, in scripts of your own", ""),
+    "peft": ("LoRA, DoRA", "peft"),
+    "bitsandbytes": ("QLoRA (model.load_in_4bit)", "qlora"),
+    "flash-attn": ("attention on CUDA, with a CUDA toolchain", "flash"),
+    "flash-attn-4": ("attention on Hopper and Blackwell", "flash4"),
+    "flash-linear-attention": ("recurrent layers on CUDA", ""),
+    "causal-conv1d": ("recurrent layers on CUDA", ""),
+    "matplotlib": ("loss.png and the plot of bench", ""),
+    "trackio": ("trainer.logger: trackio", ""),
+    "swanlab": ("trainer.logger: swanlab", ""),
+    "tensorboard": ("trainer.logger: tensorboard", ""),
+    "trl": ("TRL's trainers, in scripts of your own", ""),
 }
 HEAD_DIM = 128  # of most models
-MOST_NAMED = 5  # damaged files of a kind
-LEAST_ROOM = 1 << 30  # bytes; less than that, not even a small model is saved
 
 
 def run(settings: Doctor, typed: Typed) -> None:
-    """Print versions, devices, the attention that would run, room, caches and logins, and what is wrong with them.
+    """Print versions, devices and the attention that would run, and what is wrong with them.
 
     Raises:
         UserError: training cannot run here, or should not: a package is missing, or has a hole that is known.
@@ -97,43 +95,38 @@ class Finding(NamedTuple):
 
 def findings() -> list[Finding]:
     """All of them. What cannot even be looked at is a finding itself."""
-    sections: dict[str, Callable[[], Iterator[Finding]]] = {
-        "packages": _packages,
-        "devices": _devices,
-        "attention": _attention,
-        "disks": _disks,
-        "caches": _caches,
-        "services": _services,
-    }
     found: list[Finding] = []
-    for name, look in sections.items():
+    for section, look in {"packages": _packages, "devices": _devices, "attention": _attention}.items():
         try:
             found += look()
         except (ImportError, OSError, RuntimeError) as error:  # a library that is missing, or does not load
             fix = "pip install --force-reinstall radixtrain"
-            found.append(Finding(name, name, "unknown", first_line(error), fix, blocks=True))
+            found.append(Finding(section, section, "unknown", first_line(error), fix, blocks=True))
     return found
 
 
 def _packages() -> Iterator[Finding]:
     yield Finding("packages", "radixtrain", __version__)
     yield Finding("packages", "python", platform.python_version())
-    for name in NEEDED:
-        yield _package(name, "not installed", f"pip install {name}", is_needed=True)
-    for name, (purpose, fix) in OPTIONAL.items():
-        yield _package(name, f"not installed; it is for {purpose}", fix, is_needed=False)
-
-
-def _package(name: str, missing: str, fix: str, is_needed: bool) -> Finding:
-    """missing, fix: what is said if it is not installed."""
-    version = installed(name)
-    if version is None:
-        return Finding("packages", name, "", missing, fix, blocks=is_needed)
-    if not is_older(name, version):
-        return Finding("packages", name, version)
-    problem = WHY.get(name, "older ones lack what radixtrain calls")
-    oldest = (OLDEST | FIT | OLDEST_OPTIONAL)[name]
-    return Finding("packages", name, version, problem, f"pip install -U '{name}>={oldest}'", blocks=is_needed)
+    oldest = OLDEST | FIT | OLDEST_OPTIONAL
+    for name in (*NEEDED, *OPTIONAL):
+        is_needed, version = name in NEEDED, installed(name)
+        purpose, extra = OPTIONAL.get(name, ("", ""))
+        if version is None:
+            problem = "not installed" if is_needed else f"not installed; it is for {purpose}"
+            yield Finding(
+                "packages",
+                name,
+                "",
+                problem,
+                f"pip install 'radixtrain[{extra}]'" if extra else f"pip install {name}",
+                is_needed,
+            )
+        elif is_older(name, version):
+            problem = WHY.get(name, "older ones lack what radixtrain calls")
+            yield Finding("packages", name, version, problem, f"pip install -U '{name}>={oldest[name]}'", is_needed)
+        else:
+            yield Finding("packages", name, version)
 
 
 def _devices() -> Iterator[Finding]:
@@ -178,51 +171,3 @@ def _attention() -> Iterator[Finding]:
     for kernel in KERNELS:
         refusal = varlen_refusal(kernel, call)
         yield Finding("attention", kernel, f"cannot run in bfloat16: {refusal}" if refusal else "can run")
-
-
-def _disks() -> Iterator[Finding]:
-    from radixtrain.data.tokenized.cache import cache_folder
-
-    for name, folder in {"working folder": Path.cwd(), "cache": cache_folder()}.items():
-        above = folder.absolute()
-        while not above.exists():
-            above = above.parent
-        free = shutil.disk_usage(above).free
-        problem, fix = ("it is almost full", "make space, or use another disk") if free < LEAST_ROOM else ("", "")
-        if not os.access(above, os.W_OK):
-            problem, fix = "it cannot be written to", "RADIXTRAIN_CACHE names another folder" if name == "cache" else ""
-        yield Finding("disks", name, f"{folder}: {bytes_text(free)} free", problem, fix)
-
-
-def _caches() -> Iterator[Finding]:
-    """How many entries, and a line for each of the first damaged ones."""
-    from radixtrain.data.tokenized.cache import TokenizingOptions, damage_in
-
-    folder = TokenizingOptions().folder
-    inside = sorted(folder.iterdir()) if folder.is_dir() else []
-    entries = [entry for entry in inside if entry.is_dir() and not entry.name.startswith(".")]
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    yield Finding("caches", "tokenised data", f"{len(entries):,}, {bytes_text(size)} in {folder}")
-    damaged = [(entry, damage) for entry in entries if (damage := damage_in(entry))]
-    for entry, damage in damaged[:MOST_NAMED]:
-        yield Finding("caches", "damaged", str(entry), damage, "the next run that needs it makes it again")
-    if len(damaged) > MOST_NAMED:
-        yield Finding("caches", "damaged", f"and {len(damaged) - MOST_NAMED:,} more")
-
-
-def _services() -> Iterator[Finding]:
-    from huggingface_hub import constants, get_token
-
-    from radixtrain.commands.loggers import is_logged_in, is_online, settings_of_wandb, unreachable
-
-    problem, fix = "", ""
-    if constants.HF_HUB_OFFLINE:
-        value = "offline (HF_HUB_OFFLINE): only what was downloaded"
-    else:
-        value, problem = f"online, at {constants.ENDPOINT}", unreachable(constants.ENDPOINT)
-        fix = "HF_HUB_OFFLINE=1 uses only what was downloaded, without waiting" if problem else ""
-    login = "logged in" if get_token() else "not logged in"
-    yield Finding("services", "Hugging Face", f"{login}; {'not ' if problem else ''}{value}", problem, fix)
-    settings = settings_of_wandb()
-    login = "logged in" if is_logged_in(settings) else "not logged in: `wandb login` (only for trainer.logger: wandb)"
-    yield Finding("services", "Weights & Biases", login if is_online(settings) else f"{settings.mode} (WANDB_MODE)")

@@ -1,6 +1,6 @@
-"""What a difference between prompts is: a date, an id, a name, another order, another wording; and what to do about it.
+"""What a difference between prompts is: a date, an id, a name, another order, several prompts; and what to do about it.
 
-Decided on the text that differs, in whole words.
+Decided on the texts that differ, in whole words.
 """
 
 from __future__ import annotations
@@ -8,22 +8,22 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
 from radixtrain.tree.arrays import IntArray
 
-MIN_SHARE = 0.8  # of the rows whose value looks like a date, for the difference to be one
-MAX_SHORT = 12  # words of a date, an id or a number
-MAX_NAME = 4  # words of the name of somebody or something
-MAX_VERSIONS = 5
-MIN_ROWS = 10  # of each version, on average
+MIN_SHARE = 0.8  # of the rows have a value that looks like a date, for the difference to be one
+MAX_SHORT, MAX_NAME = 40, 4  # words around a date or an id; of the name of somebody or something
+MIN_ROWS = 10  # of each text, on average, for it to be a prompt that is meant
+STRAY = 0.1  # of the rows may have another wording than the others, for that not to be meant
+MIN_REPEATED = 0.6  # of the texts is computed for other rows too, for them to be drawn from one pool
+MAX_ENTRY = 8  # words in a line of a list; examples have more
 
 
-@dataclass(frozen=True)
-class Cause:
+class Cause(NamedTuple):
     """A reason why prompts part early.
 
     name: as the report says it. advice: what to do, a sentence.
@@ -35,8 +35,7 @@ class Cause:
     moves: bool
 
 
-@dataclass(frozen=True, eq=False)
-class Value:
+class Value(NamedTuple):
     """What some rows have at a difference.
 
     text: of the value. before, after: the text around it. symbols: (n,), int64, of the value.
@@ -55,36 +54,26 @@ class Value:
         return len(self.text.split())
 
 
-_MOVE = "at the end of the system prompt, after everything that all rows have, or in the user's message"
-CAUSES = {
-    cause.name: cause
-    for cause in (
-        Cause("a date or time", f"Write it {_MOVE}.", True),
-        Cause("a UUID", f"Remove it if the answer does not need it, or write it {_MOVE}.", True),
-        Cause("an id or hash", f"Remove it if the answer does not need it, or write it {_MOVE}.", True),
-        Cause("a number", f"Write it {_MOVE}.", True),
-        Cause("a name", f"Write it {_MOVE}.", True),
-        Cause(
-            "a text of the row's own",
-            "Write the instructions that all rows have first, and this text after them.",
-            True,
-        ),
-        Cause("the order of the tools", "Sort the tools, for instance by name, in every row.", False),
-        Cause("the order of the examples", "Keep the examples in one order in every row.", False),
-        Cause("the order of a list", "Keep the list in one order in every row.", False),
-        Cause(
-            "the choice of the examples",
-            "Give all rows the same examples, or draw them from a few fixed sets. What a row needs, as a passage that "
-            "was found for its question, can only stand after everything else.",
-            False,
-        ),
-        Cause(
-            "another version of the template", "Write the prompts of all rows with one version of the template.", False
-        ),
-    )
+_MOVE = "rite it at the end of the system prompt, after everything that all rows have, or in the user's message."
+_REMOVE = f"Remove it if the answer does not need it, or w{_MOVE}"
+MOVED = {
+    **dict.fromkeys(("a date or time", "a number", "a name"), f"W{_MOVE}"),
+    **dict.fromkeys(("a UUID", "an id or hash"), _REMOVE),
+    "a text of the row's own": "Write the instructions that all rows have first, and this text after them.",
+    "several prompts": "Each is used by many rows, so they may well be meant: rows of one prompt share it, and "
+    "data.group_by_prefix brings them together. More is shared if what all have in common stands first and this after "
+    "it; or, if they are versions of one text, with one of them.",
 }
-DRAWN = CAUSES["the choice of the examples"]
-WHITE_SPACE = Cause("white space", "Write the same blanks and line ends in every row.", moves=False)
+MADE_ALIKE = {
+    "the order of the tools": "Sort the tools, for instance by name, in every row.",
+    "the order of the examples": "Keep the examples in one order in every row.",
+    "the order of a list": "Keep the list in one order in every row.",
+    "the choice of the examples": "Give all rows the same examples, or draw them from a few fixed sets. What a row "
+    "needs, as a passage that was found for its question, can only stand after everything else.",
+    "another version of the template": "Write the prompts of all rows with one version of the template.",
+    "white space": "Write the same blanks and line ends in every row.",
+}
+DRAWN, WHITE_SPACE = (Cause(name, MADE_ALIKE[name], False) for name in ("the choice of the examples", "white space"))
 
 _MONTH = r"(?:jan|feb|mar|apr|may|jun|jul|aug|sep|sept|oct|nov|dec)(?:uary|ruary|ch|il|e|y|ust|tember|ober|ember)?\b\.?"
 _DAY = r"\d{1,2}(?:st|nd|rd|th)?"
@@ -98,6 +87,18 @@ _DATE = re.compile(
 _UUID = re.compile(r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b", re.IGNORECASE)
 _ID = re.compile(r"(?=[\w-]*\d)(?=[\w-]*[a-z])[\w-]{6,}|\b[0-9a-f]{12,}\b", re.IGNORECASE)
 _NUMBER = re.compile(r"[^\w]*\d[\d.,:/%]*[^\w]*")
+_KINDS: dict[str, Callable[[Value], object]] = {
+    "a date or time": lambda value: _overlaps(_DATE, value),
+    "a UUID": lambda value: _overlaps(_UUID, value),
+    "a number": lambda value: _NUMBER.fullmatch(value.text),
+    "an id or hash": lambda value: _overlaps(_ID, value),
+}
+
+
+def whole_words(text: str, before: str) -> tuple[str, str]:
+    """Both, with the beginning of the first word in the text: of two years only the last digits may differ."""
+    size = len(re.findall(r"[\w./:-]{0,24}$", before, re.ASCII)[0]) if text[:1].strip() else 0
+    return before[len(before) - size :] + text, before[: len(before) - size]
 
 
 def cause_of(values: list[Value]) -> Cause:
@@ -105,22 +106,24 @@ def cause_of(values: list[Value]) -> Cause:
     ranked = sorted(values, key=lambda value: -value.num_rows)
     usual = ranked[0].num_rows * 2 >= sum(value.num_rows for value in ranked)
     others = [value for value in ranked[1 if usual else 0 :] if len(value.symbols)]
-    if not others:
-        return CAUSES["another version of the template"]
-    return CAUSES[_short(others) or _order(ranked) or _wording(ranked) or _own(others)]
+    kinds = _short(others) if others else []
+    name = _order(ranked) or _wording(ranked) or (_own(others) if others else "another version of the template")
+    advice = (MOVED | MADE_ALIKE)[kinds[0] if kinds else name]
+    return Cause(" and ".join(kinds) or name, advice, bool(kinds) or name in MOVED)
 
 
-def _short(values: list[Value]) -> str | None:
-    """The kind of thing that most values are, if they are short."""
+def _short(values: list[Value]) -> list[str]:
+    """The kinds of things that are in most values, if they are short. What is a date or a UUID is no other id."""
     if median(value.num_words for value in values) > MAX_SHORT:
-        return None
-    return next((name for name, looks_so in _KINDS.items() if _share(values, looks_so) >= MIN_SHARE), None)
+        return []
+    found = [name for name, looks_so in _KINDS.items() if _share(values, looks_so)]
+    return found[:2] if found[:2] == ["a date or time", "a UUID"] else found[:1]
 
 
-def _share(values: list[Value], holds: Callable[[Value], bool]) -> float:
-    """Of the rows, those whose value is so."""
+def _share(values: list[Value], holds: Callable[[Value], object]) -> bool:
+    """Whether the values of most rows are so."""
     rows = sum(value.num_rows for value in values)
-    return sum(value.num_rows for value in values if holds(value)) / rows
+    return sum(value.num_rows for value in values if holds(value)) >= MIN_SHARE * rows
 
 
 def _overlaps(pattern: re.Pattern[str], value: Value) -> bool:
@@ -130,35 +133,28 @@ def _overlaps(pattern: re.Pattern[str], value: Value) -> bool:
     return any(match.start() < end and match.end() > start for match in matches)
 
 
-_KINDS: dict[str, Callable[[Value], bool]] = {
-    "a UUID": lambda value: _overlaps(_UUID, value),
-    "a date or time": lambda value: _overlaps(_DATE, value),
-    "a number": lambda value: _NUMBER.fullmatch(value.text) is not None,
-    "an id or hash": lambda value: _overlaps(_ID, value),
-}
-
-
 def _order(ranked: list[Value]) -> str | None:
     """Which things are in another order, if the values are the same words."""
     first, *others = ranked
-    if _share(others, lambda value: _same_words(value.symbols, first.symbols)) < MIN_SHARE:
+    if not others or not _share(others, lambda value: _same_words(value.symbols, first.symbols)):
         return None
     if '"parameters"' in first.text or '"function"' in first.text:
         return "the order of the tools"
-    return "the order of the examples" if first.num_words > 30 or "\n" in first.text.strip() else "the order of a list"
+    is_list = first.num_words <= MAX_ENTRY * len(first.text.strip().splitlines())
+    return "the order of a list" if is_list else "the order of the examples"
 
 
 def _same_words(one: IntArray, other: IntArray) -> bool:
-    if min(len(one), len(other)) < 4:
-        return False
     both = sum((Counter(one.tolist()) & Counter(other.tolist())).values())
-    return both >= 0.85 * max(len(one), len(other))
+    return min(len(one), len(other)) >= 4 and both >= 0.85 * max(len(one), len(other))
 
 
 def _wording(ranked: list[Value]) -> str | None:
+    """Texts of many rows each, or one of nearly all and others of a few."""
     rows = sum(value.num_rows for value in ranked)
-    few = len(ranked) <= MAX_VERSIONS and rows >= MIN_ROWS * len(ranked)
-    return "another version of the template" if few and not all(map(_is_name, ranked)) else None
+    if rows < MIN_ROWS * len(ranked) or all(map(_is_name, ranked)):
+        return None
+    return "another version of the template" if ranked[0].num_rows > (1 - STRAY) * rows else "several prompts"
 
 
 def _is_name(value: Value) -> bool:
@@ -169,8 +165,8 @@ def _is_name(value: Value) -> bool:
 
 
 def _own(values: list[Value]) -> str:
-    sizes = [value.num_words for value in values]
-    if median(sizes) <= MAX_NAME:
+    if median(value.num_words for value in values) <= MAX_NAME:
         return "a name"
-    is_drawn = np.average([value.repeated for value in values], weights=[value.num_rows for value in values]) >= 0.6
-    return "the choice of the examples" if is_drawn else "a text of the row's own"
+    weights = [value.num_rows for value in values]
+    is_drawn = np.average([value.repeated for value in values], weights=weights) >= MIN_REPEATED
+    return DRAWN.name if is_drawn else "a text of the row's own"

@@ -94,11 +94,11 @@ class Example:
 class Break:
     """Why near-identical prompts part early.
 
-    cause: a date, a UUID, a name, the order of tools, white space, another version of the template, the order of the
-        examples ...
-    num_sequences: that it touches. num_values: different values among them. at_token: where they part, the median.
-    tokens_saved: computed tokens of an epoch that would be saved if it stood at the end of the prompt; for an order,
-        white space or a version: if all rows had the same. The other breaks count as fixed: these do not add up.
+    cause: a date, a UUID, a name, the order of tools, white space, several prompts, the order of the examples ...
+    num_sequences: that it touches. num_values: different values there, none included.
+    at_token: where they part, the median.
+    tokens_saved: computed tokens of an epoch that are saved if it stood at the end of the prompt; for an order, white
+        space or a stray version: if all rows had the same. tokens_with_others: if the other breaks are fixed already.
     advice: what to do about it, a sentence.
     """
 
@@ -107,6 +107,7 @@ class Break:
     num_values: int
     at_token: int
     tokens_saved: int
+    tokens_with_others: int
     advice: str
     examples: tuple[Example, ...]
 

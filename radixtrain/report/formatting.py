@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from radixtrain.report.contents import DataReport, Setting, Splitting
+from radixtrain.report.contents import Break, DataReport, Setting, Splitting
 
 MINUTE, HOUR = 60, 3600
 
@@ -83,3 +83,10 @@ def prediction(setting: Setting) -> str:
         return f"A training step is predicted to run at {of_rows} on this machine."
     of_chats = f"{ratio(setting.whole_speedup)}x the speed of one on whole chats"
     return f"A training step is predicted to run at {of_chats} on this machine, and {of_rows} of the same rows."
+
+
+def with_others(each: Break) -> str:
+    """What the fix adds to those of the other breaks, if that is not about what it saves by itself."""
+    if 0.8 * each.tokens_with_others <= each.tokens_saved <= 1.25 * each.tokens_with_others:
+        return ""
+    return f"; {rounded(each.tokens_with_others)} once the others here are fixed"

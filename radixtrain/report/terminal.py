@@ -13,7 +13,7 @@ from rich.tree import Tree
 from radixtrain.data.tokens.decode import shortened
 from radixtrain.errors import bytes_text
 from radixtrain.report.contents import Break, DataReport, Setting, TreeNode
-from radixtrain.report.formatting import duration, headline, prediction, ratio, split_turns
+from radixtrain.report.formatting import duration, headline, prediction, ratio, rounded, split_turns, with_others
 from radixtrain.screen import screen
 
 MAX_RUNS = 14  # of the tree
@@ -159,10 +159,14 @@ def _run(node: TreeNode) -> Text:
 def _breaks(console: Console, breaks: Sequence[Break]) -> None:
     console.print(Text("\nWhat breaks sharing" if breaks else "\nNothing was found that breaks sharing."))
     for cause in breaks:
-        _paragraph(console, f"  {cause.cause}: {cause.tokens_saved:,} computed tokens of an epoch. {cause.advice}")
+        _paragraph(console, f"  {cause.cause}: {_saves(cause)}. {cause.advice}")
         for example in cause.examples[:1]:
             text = f"    {example.where}: ...{example.before}[{example.value}]{example.after}..."
             console.print(Text(" ".join(text.split()), style="dim"), soft_wrap=False)
+
+
+def _saves(cause: Break) -> str:
+    return f"a fix of only this saves {rounded(cause.tokens_saved)} computed tokens of an epoch{with_others(cause)}"
 
 
 def _list(console: Console, title: str, sentences: Iterable[str]) -> None:

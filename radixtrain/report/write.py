@@ -16,8 +16,8 @@ from radixtrain.data.datamodule import SFTData
 from radixtrain.data.division import Division, divide, sp_sizes
 from radixtrain.data.tokenized.corpus import Corpus
 from radixtrain.errors import UserError
+from radixtrain.report.breaks import find_breaks
 from radixtrain.report.contents import DataReport, Setting, Splitting
-from radixtrain.report.divergence import find_breaks
 from radixtrain.report.formatting import duration, ratio
 from radixtrain.report.prediction import Prediction, free_bytes, predict_seconds, step_cost_of_run
 from radixtrain.report.profiling import RunSetup, cases_of

@@ -54,6 +54,7 @@ def report() -> DataReport:
     example = Example(where="train.jsonl:12", before="Today is ", value="2026-11-21", after=f". {HOSTILE}")
     blank = Example(where="train.jsonl:13", before="end.", value=" \n\t", after="Intents:")
     cause = {"num_sequences": 1, "num_values": 2, "at_token": 3, "tokens_saved": 4_812_345, "advice": "Move it."}
+    cause["tokens_with_others"] = 9_000_000
     return DataReport(
         **{"title": HOSTILE, "model": "tiny", "num_rows": 7, "num_samples": 8, "num_tokens": 2_014_000},
         **{"num_unique_tokens": 96_000, "num_labels": 12_345, "num_prompts": 2, "max_length": 1024, "longest": 2310},

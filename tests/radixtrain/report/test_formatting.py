@@ -7,7 +7,7 @@ import pytest
 
 from radixtrain.errors import bytes_text
 from radixtrain.report import formatting
-from radixtrain.report.contents import Setting
+from radixtrain.report.contents import Break, Setting
 
 SETTING = Setting(batch_size=64, max_tokens=8192, group_by_prefix=True, r=2.0, best_r=2.0)
 RATIOS = {1.0: "1", 1.843: "1.84", 20.27: "20.3", 21.0: "21", 100.4: "100", 999.6: "1,000", 1250.0: "1,250"}
@@ -36,3 +36,14 @@ def test_setting_name() -> None:
     assert formatting.setting_name(SETTING) == "batch_size 64, max_tokens 8,192, group_by_prefix"
     half = replace(SETTING, group_by_prefix=False, activation_checkpointing=0.5)
     assert formatting.setting_name(half) == "batch_size 64, max_tokens 8,192, activation_checkpointing 0.5"
+
+
+def test_what_a_fix_adds_to_the_others_is_said_if_it_is_another_figure() -> None:
+    each = Break(
+        cause="a date", num_sequences=1, num_values=2, at_token=3, tokens_saved=1000, tokens_with_others=1100,
+        advice="Move it.", examples=(),
+    )  # fmt: skip
+    assert formatting.with_others(each) == ""
+    for tokens in (0, 700, 5000):
+        said = formatting.with_others(replace(each, tokens_with_others=tokens))
+        assert said == f"; {tokens:,} once the others here are fixed"

@@ -1,0 +1,145 @@
+"""What breaks sharing: at which token near-identical prompts part, why, and what a fix of that saves by itself.
+
+prompts --versions.py--> common text and differences, each with its cause --fixed--> the unique tokens, counted again
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from radixtrain.data.sample import Sample
+from radixtrain.data.tokens.decode import shortened, text_of_run
+from radixtrain.report.causes import WHITE_SPACE, whole_words
+from radixtrain.report.contents import Break, Example
+from radixtrain.report.prompts import Prompt, draw_prompts, sorted_prompts
+from radixtrain.report.versions import Piece, Trunk, find_layouts, num_equal
+from radixtrain.tree.arrays import IntArray
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_CONVERSATIONS = 2000
+MIN_SAVED = 0.01  # of the computed prompt tokens: less is not worth a line
+NUM_EXAMPLES = 3
+CONTEXT = 24  # tokens of an example before and after the value
+MAX_BLANKS = 4  # tokens of an example of white space
+MAX_CHARACTERS = 240  # of a value in an example
+
+_VALUE = re.compile(r"(\S.*?)[.,;:]*\s*$", re.DOTALL)  # without the blanks and the punctuation around it
+_BLANKS = re.compile(r"(\s+)")
+_SIGNS = {ord(" "): "·", ord("\t"): "→", ord("\r"): "␍", ord("\n"): "↵"}
+
+
+def find_breaks(
+    conversations: Sequence[Sequence[Sample]], tokenizer: PreTrainedTokenizerBase, batch_size: int = 32
+) -> tuple[Break, ...]:
+    """Why near-identical prompts part early: the causes, first the one whose fix saves most by itself.
+
+    conversations: the samples of each. A prompt is what precedes the first label of a conversation's first sample; text
+        without a prompt has no breaks. Of 2,000 at most, drawn with a fixed seed, and of two million prompt tokens.
+    batch_size: conversations of an optimizer step, at least 1.
+
+    The fix is applied to the drawn prompts, and their unique tokens are counted again: a date, an id, a name, a number,
+    a text of the row's own or one of several prompts moves to the end of the text that the prompts have in common; an
+    order, white space or a stray version becomes what most rows have. They are counted in steps of `batch_size` drawn
+    conversations, since sharing ends with a step, and multiplied by the conversations of the epoch over those drawn.
+    `tokens_saved` is by this fix only, `tokens_with_others` what it adds to the fixes of all others that are named. A
+    cause of which both are below 1 % of the computed prompt tokens is not named.
+
+    `num_sequences` is scaled alike: samples that differ from what more than half of them have there; all that have a
+    value if no value is as frequent. `num_values` is of the drawn conversations.
+    """
+    prompts = draw_prompts(conversations, tokenizer, MAX_CONVERSATIONS)
+    scale = len(conversations) / max(1, len(prompts))
+    read = [item for layout in find_layouts(prompts, tokenizer) for item in layout.items()]
+
+    @cache
+    def computed(fixed: frozenset[str]) -> int:
+        sequences = _fixed_prompts(prompts, read, fixed)
+        steps = (sequences[start : start + batch_size] for start in range(0, len(sequences), batch_size))
+        return round(scale * sum(sorted_prompts(step).num_unique_tokens for step in steps))
+
+    def saved(name: str, others: frozenset[str] = frozenset()) -> int:
+        return max(0, computed(others) - computed(others | {name}))
+
+    causes = {piece.cause.name: piece.cause for _, pieces in read for piece in pieces if piece.cause}
+    named = frozenset(causes)
+    while named:
+        most, least = min((max(saved(name), saved(name, named - {name})), name) for name in named)
+        if most >= max(1, MIN_SAVED * computed(frozenset())):
+            break
+        named -= {least}
+    breaks = []
+    for name in named:
+        places = [(trunk, piece) for trunk, pieces in read for piece in pieces if piece.cause == causes[name]]
+        changed = [place for place in places if place[1].has_other]
+        starts = {row: _parting(trunk.prompt, piece) for trunk, piece in reversed(changed) for row in trunk.rows}
+        breaks.append(
+            Break(
+                cause=name,
+                num_sequences=round(scale * sum(prompts[row].num_samples for row in starts)),
+                num_values=len({piece.value for _, piece in places}),
+                at_token=int(np.median([*starts.values()])),
+                tokens_saved=saved(name),
+                tokens_with_others=saved(name, named - {name}),
+                advice=causes[name].advice,
+                examples=_examples(changed, tokenizer),
+            )
+        )
+    return tuple(sorted(breaks, key=lambda each: (-each.tokens_saved, -each.tokens_with_others)))
+
+
+def _fixed_prompts(
+    prompts: list[Prompt], read: list[tuple[Trunk, list[Piece]]], names: frozenset[str]
+) -> list[IntArray]:
+    """The tokens of all prompts once these causes are fixed. Moved text is not tokenised again at its borders."""
+    sequences = [prompt.ids for prompt in prompts]
+    for trunk, pieces in read:
+        head, moved = [trunk.prompt.ids[:0]], [trunk.prompt.ids[:0]]
+        for piece in pieces:
+            own = trunk.prompt.ids[piece.start : piece.end]
+            if piece.cause is None or piece.cause.name not in names:
+                head.append(own)
+            elif piece.cause.moves:
+                moved.append(own)
+            else:
+                head.append(piece.usual)
+        for row in trunk.rows:
+            sequences[row] = np.concatenate([*head, *moved, prompts[row].ids[pieces[-1].end :]])
+    return sequences
+
+
+def _parting(prompt: Prompt, piece: Piece) -> int:
+    """The token at which a row parts from the others: in white space the first one that differs."""
+    own = prompt.ids[piece.start : piece.end] if piece.cause is WHITE_SPACE else piece.usual[:0]
+    return piece.start + num_equal(own, piece.usual)
+
+
+def _examples(places: list[tuple[Trunk, Piece]], tokenizer: PreTrainedTokenizerBase) -> tuple[Example, ...]:
+    """The first prompts with different values."""
+    different = {piece.value: (trunk.prompt, piece) for trunk, piece in reversed(places)}
+    return tuple(_example(*place, tokenizer) for place in [*reversed(different.values())][:NUM_EXAMPLES])
+
+
+def _example(prompt: Prompt, piece: Piece, tokenizer: PreTrainedTokenizerBase) -> Example:
+    """The value without what surrounds it, or just its first blanks, drawn as signs."""
+    is_blank, start = piece.cause is WHITE_SPACE, _parting(prompt, piece)
+    end = min(piece.end, start + MAX_BLANKS) if is_blank else piece.end
+    text, before = (
+        text_of_run(tokenizer, prompt.ids, a, b) for a, b in ((start, end), (max(0, start - CONTEXT), start))
+    )
+    text, before = (text, before) if is_blank else whole_words(text, before)
+    match = (_BLANKS if is_blank else _VALUE).search(text)
+    first, last = match.span(1) if match else (0, len(text))
+    value = text[first:last].translate(_SIGNS) if is_blank else text[first:last]
+    return Example(
+        where=prompt.where,
+        before=before + text[:first],
+        value=shortened(value, MAX_CHARACTERS),
+        after=text[last:] + text_of_run(tokenizer, prompt.ids, end, min(len(prompt.ids), end + CONTEXT)),
+    )
