@@ -171,14 +171,6 @@ def test_the_drawn_example() -> None:
     assert not first.ragged.causal and first.ragged.bounds == ((0, 4, 0, 1),)
 
 
-def test_a_row_that_is_computed_twice() -> None:
-    """Row 1 again as the fourth, since a branch that saves one row is none here: it still sees 0, and not 4."""
-    plan = build_prefix_plan([1, 2, 3, 1, 5], [0, 3, 5], min_shared_tokens=9)
-    rows = np.array([1, 2, 3, 1, 5])[plan.gather_indices]
-    layout = ContextLayout.of(plan, rows, np.array([0]), np.array([6, 6, 4, 4, 5, 6]))
-    assert layout.bounds == ((0, 5, 0, 1),)
-
-
 @example([[3, 2, 1, 0] * 2, [3, 2, 1, 0, 3, 1]], 1, {})
 @settings(max_examples=tries(150, 3_000), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
