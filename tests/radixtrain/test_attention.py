@@ -15,7 +15,6 @@ from one_softmax import NAMES, assert_exact, by_the_book, distances_of_plan, one
 from plans import NESTED, attention_inputs, longer, plan_of
 from tiers import FULL, cases, tries
 from torch import Tensor
-from torch.autograd import gradcheck
 
 from radixtrain import attention as attention_module
 from radixtrain.attention import EVERYWHERE, PREFERRED_ON_CUDA, choose_attention, tree_attention, unlogged
@@ -147,22 +146,6 @@ def test_no_rows(sequences: list[list[int]]) -> None:
     for attention in EVERYWHERE:
         results = by_tree(plan, tensors, attention, sinks=True, window=1)
         assert [x.shape for x in results] == [*shapes, (4,)] and not results[-1].any(), attention
-
-
-@every_way
-def test_gradcheck(attention: str, kernel: str) -> None:
-    """Without modifiers, and with all that the strategy and the kernel take."""
-    plan = plan_of([[1, 2, 3], [1, 2, 4], [1, 5], [1, 2, 3], list(range(7, 7 + LONGEST))])
-    leaves = [x.requires_grad_() for x in attention_inputs(plan, torch.float64, (2, 1), 3)[:3]]
-    sinks = torch.linspace(-1, 2, 2, dtype=torch.float64, requires_grad=True)
-    taken = [MODIFIERS[name] for name in MODIFIERS if (attention, kernel) in ways_of(MODIFIERS[name])]
-    modifiers = {name: value for each in taken for name, value in each.items() if name != "sinks"}
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
-        given = {**modifiers, "sinks": sinks[0]} if sinks else {}
-        return tree_attention(q, k, v, plan, attention=attention, kernel=kernel, **given)
-
-    assert gradcheck(attend, leaves, fast_mode=True) and gradcheck(attend, [*leaves, sinks], fast_mode=True)
 
 
 @FULL
