@@ -4,7 +4,6 @@ U rows of the micro-batch, C of its context, N query heads, K of keys and values
 """
 
 import pickle
-from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -25,7 +24,7 @@ from radixtrain.collators.features import all_feature_arrays
 from radixtrain.collators.passes import Span
 from radixtrain.collators.steps import StepCollator
 from radixtrain.errors import UserError
-from radixtrain.kernels.merge_attention import Piece, attention_in_pieces
+from radixtrain.kernels.merge_attention import attention_in_pieces
 from radixtrain.kernels.varlen import varlen_kernel
 from radixtrain.kernels.varlen_args import Ragged, Scoring
 from radixtrain.testing import ragged_batches
@@ -182,34 +181,6 @@ def test_generated_tries_in_float64(sequences: list[list[int]], max_tokens: int,
     for batch, mask in passes_of(sequences, max(max_tokens, options.get("pad_to_multiple_of", 1)), **options):
         for name in ("none", "all"):
             assert_every_way_is_exact(batch, mask, (2, 1), MODIFIERS[name])
-
-
-@settings(max_examples=tries(300, 5_000), deadline=None)
-@given(ragged_batches(), st.sampled_from([1, 2, 4, 6]), st.sampled_from([1, 3]))
-def test_every_pair_is_in_one_call(sequences: list[list[int]], max_tokens: int, min_shared_tokens: int) -> None:
-    for batch, mask in passes_of(sequences, max_tokens, min_shared_tokens=min_shared_tokens):
-        layout = TreeLayout.from_batch(batch)
-        expected = Counter(map(tuple, (mask >= 0).nonzero().tolist()))
-        for pieces in (layout.pieces, layout.separate_pieces, layout.packed_pieces()):
-            assert sum((pairs(piece, mask.shape) for piece in pieces), Counter()) == expected
-        paths, found = layout.path_keys.tolist(), Counter[tuple[int, int]]()
-        for q0, q1, k0, k1 in layout.paths.bounds:
-            for n, row in enumerate(range(q0, q1)):
-                found.update((row, key) for key in paths[k0 : k1 - (q1 - q0) + n + 1])
-        assert found == expected
-
-
-def pairs(piece: Piece, shape: tuple[int, int]) -> Counter[tuple[int, int]]:
-    """(query, key) of a call, by the tensors that a device reads."""
-    q_rows, k_rows = (torch.arange(n)[rows] for n, rows in zip(shape, (piece.q_rows, piece.k_rows), strict=True))
-    ragged, found = on_host(piece.ragged), Counter[tuple[int, int]]()
-    for index, (q0, q1, k0, k1) in enumerate(ragged.bounds):
-        q, k = q_rows[q0:q1], k_rows[k0:k1]
-        seen = torch.ones(len(q), len(k)).tril(len(k) - len(q)) if ragged.causal else torch.ones(len(q), len(k))
-        mask = ragged.masks[index] if ragged.masks else None
-        seen = seen if mask is None else (mask == 0).float()
-        found.update((int(q[i]), int(k[j])) for i, j in seen.nonzero().tolist())
-    return found
 
 
 def test_round_trips() -> None:

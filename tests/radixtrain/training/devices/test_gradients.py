@@ -181,7 +181,7 @@ QUICK = [
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case in QUICK else FULL, id=str(case)) for case in CASES]
+    "case", [pytest.param(case, marks=() if case in QUICK else FULL, id="-".join(map(str, case))) for case in CASES]
 )
 def test_the_step_of_one_process(case: Case) -> None:
     """Kept prefixes: the passes of the ranks differ in number, and under FSDP all run their kinds together."""
