@@ -1,5 +1,6 @@
 """Micro-batches against a count of the distinct prefixes that each one holds."""
 
+from dataclasses import replace
 from itertools import combinations_with_replacement, pairwise
 
 import numpy as np
@@ -33,25 +34,6 @@ def num_unique(sequences):
 
 def num_padded(sequences):
     return len(sequences) * max(map(len, sequences))
-
-
-@pytest.mark.parametrize(
-    ("sequences", "max_tokens", "expected"),
-    [
-        pytest.param([[1, 2, 3], [5, 6], [1, 2, 4]], None, [[0, 2, 1]], id="no budget: one batch, sorted"),
-        pytest.param([[1, 2, 3], [5, 6], [1, 2, 4]], 6, [[0, 2, 1]], id="exactly full"),
-        pytest.param([[1, 2, 3], [5, 6], [1, 2, 4]], 5, [[0, 2], [1]], id="one too many"),
-        pytest.param([[1, 2, 3], [5, 6], [1, 2, 4]], 4, [[0, 2], [1]], id="the shared part is paid once"),
-        pytest.param([[1, 2, 3], [5, 6], [1, 2, 4]], 3, [[0], [2], [1]], id="the first of a batch pays all of itself"),
-        pytest.param(
-            [[9] * 7, [9] * 7, [1]], 3, [[2], [0], [1]], id="a longer one has a batch of its own, its copy too"
-        ),
-        pytest.param([[4, 4]] * 5, 2, [[0, 1, 2, 3, 4]], id="copies cost nothing"),
-        pytest.param([], 4, [], id="empty"),
-    ],
-)
-def test_cut_by_unique_tokens(sequences, max_tokens, expected):
-    assert cut_by_unique_tokens(arrays(sequences), max_tokens) == expected
 
 
 @pytest.mark.parametrize(
@@ -122,6 +104,8 @@ def cost_of_group(cost, sequences):
         pytest.param([[1, 2], [3, 4]], 3, None, [[[0]], [[1]], []], [2, 2, 0], id="nothing for a rank"),
         pytest.param([[5] * 9], 2, 4, [[[0]], []], [9, 0], id="longer than the budget"),
         pytest.param([[4, 4]] * 5, 2, None, [[[0, 1, 2, 3, 4]], []], [2, 0], id="copies cost nothing"),
+        pytest.param([[9] * 7, [9] * 7, [1]], 1, 3, [[[2], [0], [1]]], [15], id="a longer one by itself, its copy too"),
+        pytest.param([[1, 2, 3], [5, 6], [1, 2, 4]], 1, 6, [[[0, 2, 1]]], [6], id="exactly full"),
         pytest.param([], 2, 4, [[], []], [0, 0], id="empty"),
     ],
 )
@@ -185,18 +169,10 @@ RATES = Rates(call=1.0, rectangle=1.0, pair=2e-12, element=1.0, flop=1e-12)
 SIZES = {"num_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 
 
-class TestCosts:
-    def test_of_a_calibrated_machine(self):
-        step_cost = StepCost(rates=RATES, on_host=True, row_flops=640_000.0, **SIZES)
-        assert SequenceCost.of(step_cost) == (10_000, 1)  # 640e-9 s for a row, 64e-12 for a pair in all heads
-
-    def test_without_a_calibration_a_token_costs_1(self):
-        assert SequenceCost.of(None) == (1, 0)
-        assert SequenceCost.of(None)(np.array([0, 3, 5])).tolist() == [0, 3, 5]
-
-    def test_attention_that_costs_nothing(self):
-        step_cost = StepCost(rates=RATES, on_host=True, row_flops=1e12, attention_share=0.0, **SIZES)
-        assert SequenceCost.of(step_cost) == (1, 0)
-
-    def test_a_token_attends_to_those_before_it_and_to_itself(self):
-        assert SequenceCost(row=10, pair=1)(np.array([0, 1, 2, 3])).tolist() == [0, 11, 23, 36]
+def test_costs_of_a_sequence():
+    """Without a calibration a token costs 1; else a row, and a pair for each token up to it and itself."""
+    calibrated = StepCost(rates=RATES, on_host=True, row_flops=640_000.0, **SIZES)
+    assert SequenceCost.of(calibrated) == (10_000, 1)  # 640e-9 s for a row, 64e-12 for a pair in all heads
+    assert SequenceCost.of(replace(calibrated, row_flops=1e12, attention_share=0.0)) == SequenceCost.of(None) == (1, 0)
+    assert SequenceCost.of(None)(np.array([0, 3, 5])).tolist() == [0, 3, 5]
+    assert SequenceCost(row=10, pair=1)(np.array([0, 1, 2, 3])).tolist() == [0, 11, 23, 36]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tiers import tries
 
 from radixtrain.collators.batching import UNIQUE_TOKENS
-from radixtrain.collators.passes import FORWARD, Event, Keeping, Schedule, Span, aligned
+from radixtrain.collators.passes import Keeping, Schedule, Span
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.collators.targets import features_once
 from radixtrain.testing import ragged_batches
@@ -93,13 +93,6 @@ def test_a_schedule(sequences, max_tokens, kept, groups, num_kept, order, cost):
     assert [found.num_kept[index] for index in range(len(sequences))] == num_kept
     assert order_of(found) == order
     assert found.cost == cost
-
-
-def test_a_graph_that_is_held_costs_no_second_forward_pass():
-    sequences = [[7] * 9 + [n] for n in range(3)]
-    held, again = (schedule_of(sequences, 9, Keeping.of(True, None, holds)) for holds in (True, False))
-    assert replace(held, cost=0, holds_graph=False) == replace(again, cost=0)
-    assert (held.cost, again.cost) == (12, 12 + round(9 * FORWARD))
 
 
 @st.composite
@@ -228,38 +221,6 @@ def assert_same(found: Counter[Any], expected: Counter[Any]) -> None:
     assert {key: value for key, value in found.items() if value} == {k: v for k, v in expected.items() if v}
 
 
-def test_single_tokens():
-    """[1, 1] is cut into two passes of one row; a label at the border belongs to the row before it."""
-    step = replace(KEEP, max_tokens=1)([{"input_ids": [1, 1, 2], "labels": [1, 1, 2]}])
-    assert [batch["input_ids"].tolist() for batch in step.micro_batches] == [[[1]], [[1]], [[2]]]
-    assert [batch["radix_sources"] for batch in step.micro_batches] == [(), ((0, 0, 1),), ((0, 0, 1), (1, 0, 1))]
-    assert [batch["shift_labels"].tolist() for batch in step.micro_batches] == [[[1]], [[2]], [[0]]]
-    assert [batch["radix_loss_weights"].tolist() for batch in step.micro_batches] == [[1], [1], [0]]
-    assert [batch["position_ids"].tolist() for batch in step.micro_batches] == [[[0]], [[1]], [[2]]]
-    assert [batch["radix_max_seqlen"] for batch in step.micro_batches] == [1, 2, 3]
-
-
-@settings(max_examples=tries(200, 5_000), deadline=None)
-@given(ragged_batches(), st.sampled_from([1, 3, 6, 9]), st.sampled_from([None, 1, 2, 4]))
-def test_what_is_kept_of_each_sequence(sequences, max_tokens, least_rows):
-    found = schedule_of(sequences, max_tokens, Keeping(least_rows, 0, -1.0, False))
-    kept = Counter(
-        tuple(sequences[sequence][: n + 1]) for sequence, start, end in found.kept for n in range(start, end)
-    )
-    assert set(kept.values()) <= {1}
-    assert found.num_kept.keys() == set(range(len(sequences)))
-    for index, ids in enumerate(sequences):
-        assert all(tuple(ids[: n + 1]) in kept for n in range(found.num_kept[index]))
-    grouped = [index for group in found.groups for index in group]
-    rest = [index for index in range(len(sequences)) if index not in grouped]
-    assert len(set(grouped)) == len(grouped)
-    assert all(found.num_kept[index] == len(sequences[index]) for index in rest), "all of it is kept"
-    for group in found.groups:
-        new = {tuple(sequences[i][: n + 1]) for i in group for n in range(found.num_kept[i], len(sequences[i]))}
-        assert 0 < len(new) <= max_tokens
-    assert all(0 < end - start <= max_tokens for _, start, end in found.kept)
-
-
 @settings(max_examples=tries(200, 5_000), deadline=None)
 @given(features(), st.sampled_from([3, 6, 9]), st.sampled_from([2, 3, 7]), st.sampled_from(OPTIONS))
 def test_ranks_run_passes_of_the_same_kind_at_the_same_time(features, max_tokens, num_ranks, options):
@@ -275,25 +236,6 @@ def test_ranks_run_passes_of_the_same_kind_at_the_same_time(features, max_tokens
     for step in steps:
         assert all(batch["input_ids"].numel() <= max_tokens for batch in step.micro_batches)
         assert len(step.members) == len(step.micro_batches)
-
-
-@settings(max_examples=tries(200, 2_000), deadline=None)
-@given(st.lists(st.tuples(ragged_batches(), st.sampled_from([1, 3, 8])), min_size=1, max_size=4))
-def test_aligned_orders_lose_nothing(ranks):
-    orders = [schedule_of(*each).order for each in ranks]
-    run = [list(aligned(orders, rank)) for rank in range(len(orders))]
-    assert len({tuple(trains for _, trains in each) for each in run}) == 1
-    for order, each in zip(orders, run, strict=True):
-        assert [event for event, _ in each if event is not None] == order
-        assert all(event is None or event.trains == trains for event, trains in each)
-
-
-def test_two_orders_that_are_aligned():
-    keeps = [Event(True, 0, False), Event(False, 0, True), Event(True, 0, True)]
-    plain = [Event(False, 0, True)]
-    assert list(aligned([keeps, plain], 0)) == [(keeps[0], False), (keeps[1], True), (keeps[2], True)]
-    assert list(aligned([keeps, plain], 1)) == [(None, False), (plain[0], True), (None, True)]
-    assert list(aligned([plain, []], 1)) == [(None, True)]
 
 
 def prompts(length: int, tails: list[int]) -> list[list[int]]:

@@ -14,10 +14,8 @@ from tiers import cases
 from torch.utils.data import DataLoader
 
 from radixtrain import prepare_model
-from radixtrain.collators.radix import RadixCollator
 from radixtrain.collators.steps import PaddedCollator, StepCollator
 from radixtrain.hf.predicting_rows import forward_rows
-from radixtrain.loss import clipped_policy_loss
 from radixtrain.testing import ragged_batches
 from radixtrain.tree.cost_model import Rates, StepCost
 from radixtrain.verification.oracle import float64_throughout
@@ -103,25 +101,6 @@ def test_a_step_moves_with_everything_else_as_it_was():
             assert not tensor or value.device.type == "cpu", "the step that was given is not changed"
 
 
-@pytest.mark.parametrize(
-    ("options", "collator"),
-    [
-        ({}, RadixCollator(merge_labels=True)),
-        ({"merge_labels": False}, RadixCollator()),
-        (
-            {"min_shared_tokens": 3, "pad_to_multiple_of": 5},
-            RadixCollator(min_shared_tokens=3, pad_to_multiple_of=5, merge_labels=True),
-        ),
-        ({"dedup": False, "pad_token_id": 9}, PaddedCollator(pad_token_id=9)),
-    ],
-    ids=["merged", "listed", "plan options", "baseline"],
-)
-def test_micro_batches_are_those_of_the_collator(options, collator):
-    step = StepCollator(**options)(FEATURES)
-    (batch,), (members,) = step.micro_batches, step.members
-    assert as_python(batch) == as_python(collator([FEATURES[index] for index in members]))
-
-
 def test_an_error_names_the_feature_by_its_index_in_the_step():
     """Wherever sorting put it in its micro-batch."""
     features = [{"input_ids": [5], "labels": [5]}, {"input_ids": [9, 9], "labels": [9]}, FEATURES[0]]
@@ -166,14 +145,6 @@ def test_the_ranks_together_make_the_step_however_it_is_cut(features, max_tokens
         assert step.num_computed_tokens == sum(batch["input_ids"].numel() for batch in step.micro_batches)
         for batch, members in zip(step.micro_batches, step.members, strict=True):
             assert max_tokens is None or batch["input_ids"].numel() <= max_tokens or len(members) <= 1
-
-
-def test_the_share_of_a_rank():
-    steps = [StepCollator(max_tokens=3, rank=rank, num_ranks=2)(FEATURES) for rank in (0, 1)]
-    assert [step.members for step in steps] == [[[0], []], [[2], [1]]]
-    assert [step.num_computed_tokens for step in steps] == [3 + 2, 3 + 2]
-    assert [(step.num_labels, step.num_tokens, step.num_unique_tokens) for step in steps] == [(4, 8, 6)] * 2
-    assert_weighs_nothing(steps[0].micro_batches[1])
 
 
 def test_ranks_that_choose_branches_keep_the_number_of_micro_batches():
@@ -246,19 +217,6 @@ def test_loss_and_gradients_are_zero(kind: str, arm: str, tiny_qwen3: Any, tiny_
     assert loss.item() == 0
     gradients = {name: weight.grad for name, weight in model.named_parameters()}
     assert [name for name, gradient in gradients.items() if gradient is None or gradient.count_nonzero()] == []
-
-
-@pytest.mark.parametrize("arm", ["merged", "padded"])
-def test_a_policy_loss_is_zero_too(arm: str, tiny_qwen3: Any) -> None:
-    policy = {"advantages": 2.0, "old_logprobs": [0, 0, -1, -2, -3]}
-    step = StepCollator(rank=1, num_ranks=2, **ARMS[arm])([{**LONG, **policy}])
-    (batch,), model = step.micro_batches, tiny_qwen3()
-    logprobs = forward_rows(model if arm == "padded" else prepare_model(model), batch, plain_head=True).logprobs()
-    others = (batch[f"radix_{name}"] for name in ("advantages", "loss_weights", "old_logprobs"))
-    loss = clipped_policy_loss(logprobs, *others)
-    loss.backward()
-    assert loss.item() == 0
-    assert not any(weight.grad.count_nonzero() for weight in model.parameters())
 
 
 @pytest.mark.parametrize("arm", ["merged", "padded"])

@@ -33,47 +33,12 @@ def test_the_first_sequence_that_has_a_label_keeps_it():
     assert [array.loss_weights for array in kept] == [None] * 4
 
 
-def test_another_label_of_the_same_row_is_another_target():
-    features = [{"input_ids": [7, 8], "labels": [N, 8]}, {"input_ids": [7, 8], "labels": [N, 3]}]
-    assert labels_of(keep_once(all_feature_arrays(features))) == [[N, 8], [N, 3]]
-
-
-def test_the_same_token_at_another_position_is_another_target():
-    features = [
-        {"input_ids": [7, 8], "labels": [N, 8]},
-        {"input_ids": [7, 8], "labels": [N, 8], "position_ids": [4, 5]},
-    ]
-    assert labels_of(keep_once(all_feature_arrays(features))) == [[N, 8], [N, 8]]
-
-
-def test_its_weight_is_the_mean_of_the_copies():
-    weights = ([9.0, 3.0, 0.0, 2.0], None, [0.0, 5.0, 4.0, 0.0], [0.0, -2.0])
-    features = [{**feature, "loss_weights": w} for feature, w in zip(BRANCHES, weights, strict=True)]
-    kept = keep_once(all_feature_arrays(features))
-    assert labels_of(kept) == labels_of(keep_once(all_feature_arrays(BRANCHES)))
-    found = [
-        [weight for weight, label in zip(array.loss_weights.tolist(), array.labels.tolist(), strict=True) if label != N]
-        for array in kept
-    ]
-    assert found == [[2.0, 2.0], [2.5, 0.5], [], [-2.0]]
-
-
-def test_samples_with_other_advantages_are_other_samples():
+def test_samples_with_other_advantages_or_positions_are_other_samples():
     sample = {"input_ids": [7, 8, 9], "labels": [N, 8, 9], "old_logprobs": [0.0, -0.5, -1.0]}
     features = [{**sample, "advantages": 1.0}, {**sample, "advantages": -1.0}, {**sample, "advantages": 1.0}]
-    features.append({**features[0], "old_logprobs": [0.0, -0.5, -1.25]})
-    assert labels_of(keep_once(all_feature_arrays(features))) == [[N, 8, 9], [N, 8, 9], [N, N, N], [N, N, 9]]
-
-
-@pytest.mark.parametrize("merge_labels", [False, True])
-def test_a_batch_has_each_target_once(merge_labels):
-    batch = RadixCollator(merge_labels=merge_labels, shared_targets="once")(BRANCHES)
-    assert sorted(label for label in batch["shift_labels"][0].tolist() if label != N) == [4, 5, 8, 8, 9]
-    every = RadixCollator(merge_labels=merge_labels)(BRANCHES)
-    assert every["input_ids"].tolist() == batch["input_ids"].tolist()
-    if merge_labels:
-        assert batch["radix_loss_weights"].tolist() == [1.0] * 5
-        assert sorted(every["radix_loss_weights"].tolist()) == [1.0, 1.0, 2.0, 2.0, 2.0]
+    features += [{**features[0], "old_logprobs": [0.0, -0.5, -1.25]}, {**features[0], "position_ids": [4, 5, 6]}]
+    kept = labels_of(keep_once(all_feature_arrays(features)))
+    assert kept == [[N, 8, 9], [N, 8, 9], [N, N, N], [N, N, 9], [N, 8, 9]]
 
 
 @pytest.mark.parametrize("collator", [RadixCollator, StepCollator])

@@ -48,24 +48,18 @@ def shapes(found):
     return [(b.number, b.num_queries, b.num_keys, b.first_query, b.first_key) for b in found.parts]
 
 
-def test_a_long_causal_entry_is_strips_that_see_what_is_before_them():
+def test_long_causal_entries_are_strips_and_very_long_ones_are_left_to_the_kernel():
+    """Strips see what is before them and are about equally high: one query more than one holds is two halves."""
     found = cut([(2 * STRIP, 2 * STRIP)])
     assert shapes(found) == [(1, STRIP, STRIP, 0, 0), (1, STRIP, 2 * STRIP, STRIP, 0)]
     assert found.keys_meet
     assert (found.parts[1].mask == 0).int().sum(1).tolist() == list(range(STRIP + 1, 2 * STRIP + 1))
-
-
-def test_a_very_long_entry_is_left_to_the_kernel():
+    assert [b.num_queries for b in cut([(STRIP + 1, STRIP + 1)]).parts] == [STRIP // 2, STRIP // 2 + 1]
     (part,) = cut([(LONG, LONG)]).parts
     assert (part.num_queries, part.causal, part.mask) == (LONG, True, None)
     assert [each.number for each in cut([(LONG, LONG)] * 2).parts] == [1, 1]
     assert not any(part.causal for part in cut([(LONG, LONG + 1)]).parts), "is_causal counts from the top left"
     assert not any(part.causal for part in cut([(LONG, LONG)], window=9).parts)
-
-
-def test_strips_are_about_equally_high():
-    """One query more than a strip holds is two halves, not a strip and a call for one query."""
-    assert [b.num_queries for b in cut([(STRIP + 1, STRIP + 1)]).parts] == [STRIP // 2, STRIP // 2 + 1]
 
 
 def test_masks_of_equal_entries_are_stacked():

@@ -7,6 +7,8 @@ from itertools import accumulate, product
 import numpy as np
 import pytest
 import torch
+from one_softmax import NAMES, by_the_book, distances_of_plan, one_softmax, with_gradients
+from plans import attention_inputs
 
 from radixtrain import build_prefix_plan, tree_attention
 from radixtrain.attention import PREFERRED_ON_CUDA, choose_attention
@@ -15,10 +17,9 @@ from radixtrain.kernels import efficient
 from radixtrain.kernels.cpu_loops import EagerKernel
 from radixtrain.kernels.cudnn import cudnn_missing
 from radixtrain.kernels.packages import PACKAGES, package_missing
-from radixtrain.kernels.reference import tree_mask
 from radixtrain.kernels.varlen import varlen_kernel
 from radixtrain.kernels.varlen_args import Ragged, Scoring
-from radixtrain.testing import assert_within_reference_error, flash_attention_by_the_book
+from radixtrain.testing import assert_within_reference_error
 from radixtrain.tree.layout import TreeLayout
 
 pytestmark = [
@@ -50,23 +51,8 @@ MODIFIERS = {
 }
 
 
-def plain(q, k, v, plan, softcap=None, window=None, sinks=None):
-    """The formula in the dtype of q, by autograd: what a model without a flash kernel computes."""
-    layout = TreeLayout.from_plan(plan)
-    mask = tree_mask(layout.row_subtree_ends, layout.row_depths, window)
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = torch.einsum("qnh,knh->nqk", q, k) * 64**-0.5
-    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~mask, float("-inf"))
-    if sinks is not None:
-        scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], -1)
-    return torch.einsum("nqk,knh->qnh", scores.softmax(-1)[..., : len(q)], v)
-
-
-def gradients(attend, tensors, dout, sinks=None, **options):
-    leaves = [x.detach().requires_grad_() for x in (*tensors, *([] if sinks is None else [sinks]))]
-    out = attend(*leaves[:3], **options, **({} if sinks is None else {"sinks": leaves[3]}))
-    return [x.detach().cpu() for x in (out, *torch.autograd.grad(out, leaves, dout))]
+def on_host(tensors):
+    return [x.detach().cpu() for x in tensors]
 
 
 @pytest.mark.parametrize("modifiers", MODIFIERS.values(), ids=MODIFIERS)
@@ -79,23 +65,21 @@ def test_strategies_in_bfloat16(attention, kernel, modifiers):
         choose_attention(attention, kernel, CUDA, torch.bfloat16, 64, **asked)
     except UserError:
         return  # refused with a reason, which test_attention.py reads
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(plan.num_rows, heads, 64) for heads in (8, 2, 2, 8)]
-    *inputs, dout = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
-    sinks = torch.linspace(-1, 3, 8).bfloat16() if "sinks" in modifiers else None
-    given = {**options, "plan": plan}
-    on_cuda = None if sinks is None else sinks.cuda()
-    tree = partial(tree_attention, attention=attention, kernel=kernel)
-    actual = gradients(tree, [x.cuda() for x in inputs], dout.cuda(), on_cuda, **given)
-    wide = None if sinks is None else sinks.double()
-    truth = gradients(plain, [x.double() for x in inputs], dout.double(), wide, **given)
-    reference = gradients(plain, inputs, dout, sinks, **given)
+    tensors = attention_inputs(plan, torch.bfloat16, (8, 2), 64)
+    sinks = [torch.linspace(-1, 3, 8).bfloat16()] * ("sinks" in modifiers)
+    tree = partial(tree_attention, plan=plan, attention=attention, kernel=kernel, **options)
+    formula = partial(one_softmax, distances=distances_of_plan(plan), **options)
+
+    def attend(q, k, v, *sinks):
+        return tree(q, k, v, sinks=sinks[0] if sinks else None)
+
+    actual = on_host(with_gradients(attend, [x.cuda() for x in tensors], *(x.cuda() for x in sinks)))
+    truth = with_gradients(formula, [x.double() for x in tensors], *(x.double() for x in sinks))
+    reference = with_gradients(formula, tensors, *sinks)
     if not modifiers:
-        mask = tree_mask(TreeLayout.from_plan(plan).row_subtree_ends)
-        out, _, *grads = flash_attention_by_the_book(*inputs, dout, mask, 64**-0.5)
-        reference = [out, *grads]
-    assert_within_reference_error(actual[:4], reference[:4], truth[:4], names=("out", "dq", "dk", "dv"))
-    if sinks is not None:  # eight numbers: too few for luck to average out, so one rounding of each is let through
+        reference = by_the_book(tensors, distances_of_plan(plan), 64**-0.5)
+    assert_within_reference_error(actual[:4], reference[:4], truth[:4], names=NAMES)
+    if sinks:  # eight numbers: too few for luck to average out, so one rounding of each is let through
         assert (actual[4] - truth[4]).norm() <= 2 * (reference[4] - truth[4]).norm() + 2**-8 * truth[4].norm()
 
 
@@ -165,9 +149,9 @@ def test_efficient_in_float32(monkeypatch, head_dim, window):
 def test_the_same_bits_every_time(name, attention):
     """A backward in a fixed order. Builds of flash-attn-3 from before September 2025 have none."""
     plan = nested_plan()
-    *inputs, dout = (rows(plan.num_rows, heads, 128, seed=heads) for heads in (8, 2, 2, 8))
+    tensors = [x.cuda() for x in attention_inputs(plan, torch.bfloat16, (8, 2), 128)]
     tree = partial(tree_attention, plan=plan, attention=attention, kernel=name)
-    runs = [gradients(tree, inputs, dout) for _ in range(20)]
+    runs = [with_gradients(tree, tensors) for _ in range(20)]
     assert all(torch.equal(x, y) for run in runs[1:] for x, y in zip(run, runs[0], strict=True))
 
 
@@ -176,16 +160,13 @@ def test_the_same_bits_every_time(name, attention):
 def test_tree_of_other_sizes(head_dim, dtype):
     """Also of fewer rows than a block of the mask has."""
     for plan in (nested_plan(), build_prefix_plan([*range(40), *range(30), 99], [0, 40, 71])):
-        tensors = [rows(plan.num_rows, heads, head_dim, seed=heads).to("cpu", dtype) for heads in (8, 2, 2, 8)]
-        on_cuda = [x.cuda() for x in tensors]
-        found = gradients(partial(tree_attention, plan=plan, attention="tree"), on_cuda[:3], on_cuda[3])
-        mask = tree_mask(TreeLayout.from_plan(plan).row_subtree_ends)
-        truth, reference = (
-            flash_attention_by_the_book(*given, mask, head_dim**-0.5)
-            for given in ([x.double() for x in tensors], tensors)
+        tensors, distances = attention_inputs(plan, dtype, (8, 2), head_dim), distances_of_plan(plan)
+        tree = partial(tree_attention, plan=plan, attention="tree")
+        found = on_host(with_gradients(tree, [x.cuda() for x in tensors]))
+        reference, truth = (
+            by_the_book(given, distances, head_dim**-0.5) for given in (tensors, [x.double() for x in tensors])
         )
-        expected = ([out, *grads] for out, _, *grads in (reference, truth))
-        assert_within_reference_error(found, *expected, names=("out", "dq", "dk", "dv"))
+        assert_within_reference_error(found, reference, truth, names=NAMES)
 
 
 @pytest.mark.skipif(not TREE, reason="with triton installed this runs")

@@ -3,13 +3,15 @@
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from types import ModuleType
 
 import pytest
 import torch
 from cuda_stand_ins import HALF, Flash
-from plans import longer, plan_of
+from one_softmax import NAMES, assert_exact, by_the_book, distances_of_plan, one_softmax, with_gradients
+from plans import attention_inputs, longer, plan_of
 from tiers import FULL
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,15 +22,14 @@ from radixtrain.kernels.cudnn import CudnnKernel, cudnn_missing
 from radixtrain.kernels.efficient import EfficientKernel
 from radixtrain.kernels.flash import FlashAttn3Kernel, FlashAttn4Kernel, FlashAttnKernel, TorchCUDAKernel
 from radixtrain.kernels.merge_attention import attention_in_pieces, expand_attention, path_attention
-from radixtrain.kernels.reference import reference_attention, tree_mask
 from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
-from radixtrain.testing import assert_within_reference_error, flash_attention_by_the_book, relative_error
+from radixtrain.testing import assert_within_reference_error
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan
 
 pytestmark = FULL
 aten = torch.ops.aten
-STRATEGIES, NAMES = ("cascade", "path", "expand"), ("out", "dq", "dk", "dv")
+STRATEGIES = ("cascade", "path", "expand")
 TRIES = {
     "one prompt": [[1, 1, 1, *tail] for tail in ([2], [3, 2], [1, 1, 4, 4])],
     "nested": [[1, 1, 2, 2, 3], [1, 1, 2, 2, 4, 4], [1, 1, 2, 5], [1, 1, 3, 3], [2, 2, 1], [2, 2, 3, 3], [5]],
@@ -74,18 +75,8 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, rule
 
 def inputs(plan: PrefixPlan, heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> list[Tensor]:
     """q, k, v, dout, as Hugging Face hands them over: (U, N, H) seen in (N, U, H) memory. No loss on padding."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(n, plan.num_rows, head_dim) for n in (heads[0], heads[1], heads[1], heads[0])]
-    tensors = [torch.randn(*s, generator=generator, dtype=torch.float64).to(dtype).transpose(0, 1) for s in shapes]
-    tensors[3][plan.num_unique_tokens :] = 0
-    return tensors
-
-
-def with_gradients(attention: Callable[..., Tensor], plan: PrefixPlan, tensors: list[Tensor], *sinks: Tensor):
-    """out of the unique tokens (that of padding means nothing), dq, dk, dv, and dsinks if there are sinks."""
-    leaves = [x.detach().requires_grad_() for x in (*tensors[:3], *sinks)]
-    out = attention(*leaves)
-    return [out.detach()[: plan.num_unique_tokens], *torch.autograd.grad(out, leaves, tensors[3])]
+    tensors = attention_inputs(plan, dtype, heads, head_dim)
+    return [x.transpose(0, 1).contiguous().transpose(0, 1) for x in tensors]
 
 
 class NothingIsReadBack(TorchDispatchMode):
@@ -107,9 +98,8 @@ def on_cuda(strategy: str, layout: TreeLayout, kernel: VarlenKernel, scoring: Sc
     return lambda q, k, v, *sinks: expand_attention(q, k, v, *copies, kernel, scoring, *sinks)
 
 
-def by_reference(layout: TreeLayout, scoring: Scoring) -> Callable[..., Tensor]:
-    mask = tree_mask(layout.row_subtree_ends, layout.row_depths, scoring.window)
-    return lambda q, k, v, *sinks: reference_attention(q, k, v, mask, scoring, *sinks)
+def by_softmax(plan: PrefixPlan, scoring: Scoring) -> Callable[..., Tensor]:
+    return partial(one_softmax, distances=distances_of_plan(plan), **vars(scoring))
 
 
 def calls_of(strategy: str, layout: TreeLayout) -> list[Ragged]:
@@ -134,12 +124,8 @@ def test_float64(kernel: VarlenKernel, rules: Flash, scoring: Scoring) -> None:
             continue
         for given in [(), (sinks,)][: 1 + (groups == 4)]:
             rules.reset()
-            truth = with_gradients(by_reference(layout, scoring), plan, tensors, *given)
-            actual = with_gradients(attention, plan, tensors, *given)
-            errors = [relative_error(x, y) for x, y in zip(actual, truth, strict=True)]
-            if scoring.window == 1 and not given:  # of one key dq and dk are zero, but for the rounding of delta
-                errors[1:3] = [float(x.abs().max()) for x in actual[1:3]]
-            assert max(errors) <= 1e-12, (name, strategy, errors)
+            truth = with_gradients(by_softmax(plan, scoring), tensors, *given)
+            assert_exact(with_gradients(attention, tensors, *given), truth, (name, strategy))
             assert rules.num_forward == rules.num_backward == len(calls)
             assert rules.seen == [scoring] * 2 * len(calls)
 
@@ -150,10 +136,10 @@ def test_16_bit(kernel: VarlenKernel, rules: Flash, dtype: torch.dtype) -> None:
     for strategy in STRATEGIES:
         plan = plan_of(longer(TRIES["nested"], 8), min_shared_tokens=2)
         layout, tensors, scoring = TreeLayout.from_plan(plan), inputs(plan, (4, 2), 16, dtype), Scoring(0.25)
-        truth = with_gradients(by_reference(layout, scoring), plan, [x.double() for x in tensors])
-        out, _, *grads = flash_attention_by_the_book(*tensors, tree_mask(layout.row_subtree_ends), scoring.scale)
-        actual = with_gradients(on_cuda(strategy, layout, kernel, scoring), plan, tensors)
-        assert_within_reference_error(actual, [out, *grads], truth, names=NAMES)
+        truth = with_gradients(by_softmax(plan, scoring), [x.double() for x in tensors])
+        reference = by_the_book(tensors, distances_of_plan(plan), scoring.scale)
+        actual = with_gradients(on_cuda(strategy, layout, kernel, scoring), tensors)
+        assert_within_reference_error(actual, reference, truth, names=NAMES)
     assert rules.num_backward >= 3
 
 
@@ -163,15 +149,15 @@ def test_strided_inputs_and_the_gradient_of_a_sum(kernel: VarlenKernel) -> None:
     layout, tensors = TreeLayout.from_plan(plan), inputs(plan, (4, 2), 8, torch.float64)
     for strategy in STRATEGIES:
         attention = on_cuda(strategy, layout, kernel, Scoring(0.4))
-        expected = with_gradients(attention, plan, tensors)
+        expected = with_gradients(attention, tensors)
         for which in range(4):
             views = list(tensors)
             views[which] = views[which].transpose(0, 2).contiguous().transpose(0, 2)
-            actual = with_gradients(attention, plan, views)
-            assert max(relative_error(x, y) for x, y in zip(actual, expected, strict=True)) <= 1e-12
+            assert_exact(with_gradients(attention, views), expected, which)
         ones = torch.ones_like(tensors[3])
-        sums = [with_gradients(attention, plan, [*tensors[:3], x]) for x in (ones, ones[0, 0, 0].expand_as(ones))]
-        assert max(relative_error(x, y) for x, y in zip(*sums, strict=True)) <= 1e-12
+        assert_exact(
+            *(with_gradients(attention, [*tensors[:3], x]) for x in (ones, ones[0, 0, 0].expand_as(ones))), "a sum"
+        )
 
 
 @pytest.mark.parametrize(("lengths", "causal"), [((3, 9), True), ((9, 9), True), ((9, 4), False), ((5, 1), False)])
@@ -188,7 +174,7 @@ def test_one_entry(kernel: VarlenKernel, lengths: tuple[int, int], causal: bool)
     out, lse = EagerKernel().forward(q, k, v, *call)
     grads = EagerKernel().backward(dout, q, k, v, other, lse + 0.7, *call)
     actual = [*kernel.forward(q, k, v, *call), *kernel.backward(dout, q, k, v, merged, lse + 0.7, *call)]
-    assert max(relative_error(x, y) for x, y in zip(actual, [out, lse, *grads], strict=True)) <= 1e-12
+    assert_exact(actual, [out, lse, *grads])
 
 
 @pytest.mark.parametrize("head_dim", [8, 5])
@@ -197,12 +183,12 @@ def test_efficient_in_several_calls(monkeypatch: pytest.MonkeyPatch, rules: Flas
     monkeypatch.setattr(efficient, "WORKSPACE", 1)
     plan = plan_of(TRIES["nested"])
     layout, tensors, scoring = TreeLayout.from_plan(plan), inputs(plan, (4, 2), head_dim, torch.float64), Scoring(0.4)
-    truth = with_gradients(by_reference(layout, scoring), plan, tensors)
+    truth = with_gradients(by_softmax(plan, scoring), tensors)
     for strategy in STRATEGIES:
         rules.reset()
         with NothingIsReadBack():
-            actual = with_gradients(on_cuda(strategy, layout, EfficientKernel(), scoring), plan, tensors)
-        assert max(relative_error(x, y) for x, y in zip(actual, truth, strict=True)) <= 1e-12
+            actual = with_gradients(on_cuda(strategy, layout, EfficientKernel(), scoring), tensors)
+        assert_exact(actual, truth, strategy)
         assert rules.num_backward == sum(len(call.cu_seqlens_q) - 1 for call in calls_of(strategy, layout))
 
 

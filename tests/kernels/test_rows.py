@@ -1,4 +1,6 @@
-"""T packed tokens, U unique rows."""
+"""Rows that are gathered and added up: T packed tokens, U unique rows."""
+
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,14 +16,6 @@ def leaf(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
 
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 def test_poison_reaches_fresh_memory() -> None:
     fresh = torch.empty(3), torch.empty_like(torch.zeros(3)), torch.zeros(3).new_empty(3)
     assert all(x.isnan().all() for x in fresh)
@@ -31,50 +25,32 @@ def test_poison_reaches_fresh_memory() -> None:
 @pytest.mark.parametrize("shape", [(4,), (4, 3), (4, 2, 3)])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_gradients_with_repeated_indices(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    indices = torch.tensor(REPEATED, dtype=dtype)
-    assert gradcheck(gather_rows, (leaf(*shape), indices))
-    assert gradgradcheck(gather_rows, (leaf(*shape), indices))
+    """From contiguous and from strided rows."""
+    indices = torch.tensor(REPEATED, dtype=dtype).repeat_interleave(2)[::2]
+    for view in (
+        lambda x: x,
+        lambda x: x.expand(2, *x.shape)[1],
+        lambda x: x.t().contiguous().t() if x.ndim == 2 else x,
+    ):
+        assert gradcheck(lambda x, view=view: gather_rows(view(x), indices), (leaf(*shape),))
+        assert gradgradcheck(lambda x, view=view: gather_rows(view(x), indices), (leaf(*shape),))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_matches_plain_indexing(dtype: torch.dtype) -> None:
-    """Small integers, so that every dtype adds them exactly."""
-    x, indices = torch.randint(-4, 5, (4, 3)).to(dtype), torch.tensor(REPEATED)
-    grad = torch.randint(-4, 5, (6, 3)).to(dtype)
-    plain, ours = (x.clone().requires_grad_() for _ in range(2))
+@pytest.mark.parametrize(
+    ("num_rows", "places"), [(4, REPEATED), (4, []), (0, [])], ids=["repeated", "no indices", "no rows"]
+)
+def test_is_plain_indexing(dtype: torch.dtype, num_rows: int, places: list[int]) -> None:
+    """Small integers, so that every dtype adds them exactly; rows and gradients in other strides."""
+    x, indices = torch.randint(-4, 5, (3, num_rows)).to(dtype).t(), torch.tensor(places, dtype=torch.int64)
+    grad = torch.randint(-4, 5, (3, len(places))).to(dtype).t()
+    plain, ours = (x.detach().requires_grad_() for _ in range(2))
     plain[indices].backward(grad)
     out = gather_rows(ours, indices)
     out.backward(grad)
     assert out.dtype == ours.grad.dtype == dtype
-    assert torch.equal(out, x[indices])
-    assert torch.equal(ours.grad, plain.grad)
-
-
-def test_non_contiguous_rows_indices_and_gradient() -> None:
-    x = leaf(3, 4).t()
-    indices = torch.tensor(REPEATED).repeat_interleave(2)[::2]
-    grad = torch.randn(3, 6, dtype=torch.float64).t()
-    assert not any(t.is_contiguous() for t in (x, indices, grad))
-    assert torch.equal(gather_rows(x, indices), x[indices])
-    (ours,) = torch.autograd.grad(gather_rows(x, indices), x, grad)
-    (contiguous,) = torch.autograd.grad(gather_rows(x, indices), x, grad.contiguous())
-    assert torch.allclose(ours, contiguous, rtol=0, atol=1e-12)
-    assert gradcheck(lambda leaf_3: gather_rows(leaf_3.t(), indices), (leaf(3, 4),))
-
-
-def test_no_indices() -> None:
-    x, none = leaf(4, 3), torch.zeros(0, dtype=torch.int64)
-    out = gather_rows(x, none)
-    assert out.shape == (0, 3)
-    out.sum().backward()
-    assert torch.equal(x.grad, torch.zeros_like(x))
-
-
-def test_no_rows() -> None:
-    x, none = leaf(0, 3), torch.zeros(0, dtype=torch.int64)
-    gather_rows(x, none).sum().backward()
-    assert x.grad.shape == (0, 3)
-    assert sum_rows(torch.zeros(0, 3), none, 0).shape == (0, 3)
+    assert torch.equal(out, x[indices]) and torch.equal(ours.grad, plain.grad)
+    assert torch.equal(sum_rows(grad, indices, num_rows), plain.grad)
 
 
 @pytest.mark.parametrize("shape", [(1,), (1, 1), (1, 2, 3)])
@@ -96,6 +72,14 @@ def test_many_duplicates_add_up_in_float32(
 def test_sum_is_rounded_once(num: int, shape: tuple[int, ...]) -> None:
     total = sum_rows(torch.ones(num, *shape, dtype=torch.bfloat16), torch.zeros(num, dtype=torch.int64), 1)
     assert total.item() == torch.tensor(float(num)).to(torch.bfloat16).item()
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 def test_same_bits_every_time(two_threads: None) -> None:

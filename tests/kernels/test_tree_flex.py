@@ -3,13 +3,14 @@
 What its kernels compute is for `test_cuda.py`; that they compile for a GPU is in `tests/claims/fake_cuda`.
 """
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_softmax import assert_exact, distances_of_plan, one_softmax, with_gradients
 from plans import DEEP, NESTED, attention_inputs, longer, plan_of
 from tiers import FULL, tries
 from torch import Tensor
@@ -18,10 +19,10 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.functional import pad
 
 from radixtrain.kernels import tree_flex
-from radixtrain.kernels.reference import reference_attention, tree_mask
+from radixtrain.kernels.reference import tree_mask
 from radixtrain.kernels.tree_flex import flex_tree_attention, tree_block_mask
 from radixtrain.kernels.varlen_args import Scoring
-from radixtrain.testing import ragged_batches, relative_error
+from radixtrain.testing import ragged_batches
 from radixtrain.tree.layout import TreeLayout
 
 
@@ -67,21 +68,15 @@ def test_blocks_are_those_of_the_mask(
         assert torch.equal(full | partial, blocks.any(3).any(1)) and torch.equal(full, blocks.all(3).all(1))
 
 
-def results(attend: Callable[..., Tensor], tensors: list[Tensor], sinks: Tensor | None) -> list[Tensor]:
-    """out, dq, dk, dv, and dsinks if there are sinks."""
-    leaves = [x.clone().requires_grad_() for x in (*tensors[:3], *([] if sinks is None else [sinks]))]
-    out = attend(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, tensors[3])]
+def assert_like_the_formula(plan: Any, window: int | None, *sinks: Tensor, heads: tuple[int, int] = (4, 2)) -> None:
+    """In float64, with every gradient."""
+    mask, tensors = TreeLayout.from_plan(plan).block_mask(window), attention_inputs(plan, torch.float64, heads)
+    truth = partial(one_softmax, distances=distances_of_plan(plan), scale=0.3, window=window)
 
+    def ours(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+        return flex_tree_attention(q, k, v, mask, Scoring(0.3, window=window), *sinks)
 
-def errors(plan: Any, window: int | None, sinks: Tensor | None, heads: tuple[int, int] = (4, 2)) -> list[float]:
-    """Of FlexAttention over the reference's, in float64."""
-    layout, scoring = TreeLayout.from_plan(plan), Scoring(0.3, window=window)
-    tensors = attention_inputs(plan, torch.float64, heads)
-    mask, pairs = layout.block_mask(window), tree_mask(layout.row_subtree_ends, layout.row_depths, window)
-    found = results(lambda q, k, v, *s: flex_tree_attention(q, k, v, mask, scoring, *s), tensors, sinks)
-    truth = results(lambda q, k, v, *s: reference_attention(q, k, v, pairs, scoring, *s), tensors, sinks)
-    return [relative_error(x, y) for x, y in zip(found, truth, strict=True)]
+    assert_exact(*(with_gradients(attend, tensors, *sinks) for attend in (ours, truth)), (heads, window))
 
 
 @pytest.mark.parametrize("window", [None, 7])
@@ -89,9 +84,9 @@ def errors(plan: Any, window: int | None, sinks: Tensor | None, heads: tuple[int
 def test_float64(on_cpu: None, window: int | None, with_sinks: bool) -> None:
     """Rows of padding too, and heads in groups and alone."""
     for heads in ((4, 2), (3, 1), (2, 2)):
-        sinks = torch.linspace(-1, 2, heads[0], dtype=torch.float64) if with_sinks else None
+        sinks = [torch.linspace(-1, 2, heads[0], dtype=torch.float64)] * with_sinks
         for sequences, options in ((longer(NESTED, 4), {"pad_to_multiple_of": 64}), (longer(DEEP, 3), {})):
-            assert max(errors(plan_of(sequences, **options), window, sinks, heads)) <= 1e-12
+            assert_like_the_formula(plan_of(sequences, **options), window, *sinks, heads=heads)
 
 
 def test_made_once_without_reading_a_value() -> None:
@@ -111,6 +106,6 @@ def test_compiled_once_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree_flex, "_compiled", lambda: compiled)
     graphs = []
     for window, times in ((None, 20), (None, 29), (None, 40), (9, 29), (9, 40), (30, 20)):
-        assert max(errors(plan_of(longer(NESTED, times)), window, None)) <= 1e-12
+        assert_like_the_formula(plan_of(longer(NESTED, times)), window)
         graphs.append(counter.frame_count)
     assert graphs[0] == graphs[2] < graphs[3] == graphs[5]

@@ -1,7 +1,8 @@
 """U unique rows, N query heads, K key/value heads, H head dim."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,26 +11,19 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from one_softmax import NAMES, assert_exact, by_the_book, distances_of_plan, one_softmax, with_gradients
 from plans import NESTED, attention_inputs, longer, plan_of
 from tiers import FULL, cases, tries
 from torch import Tensor
-from torch.autograd import gradcheck
 
 from radixtrain import attention as attention_module
 from radixtrain.attention import EVERYWHERE, PREFERRED_ON_CUDA, choose_attention, tree_attention, unlogged
 from radixtrain.errors import UserError
-from radixtrain.kernels.reference import tree_mask
-from radixtrain.testing import (
-    assert_within_reference_error,
-    flash_attention_by_the_book,
-    ragged_batches,
-    relative_error,
-)
+from radixtrain.testing import assert_within_reference_error, ragged_batches, relative_error
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-NAMES = ("out", "dq", "dk", "dv", "dsinks")
 WAYS = [(strategy, kernel) for strategy in ("cascade", "path", "expand") for kernel in ("torch", "eager")]
 EVERY_WAY = [*WAYS, ("reference", "auto"), ("auto", "auto")]
 every_way = pytest.mark.parametrize(("attention", "kernel"), EVERY_WAY)
@@ -58,68 +52,31 @@ def ways_of(modifiers: dict[str, Any], longest: int = LONGEST) -> list[tuple[str
     return [way for way in ways if way[1] != "torch"] if "softcap" in modifiers else ways
 
 
-def with_gradients(attend: Callable[..., Tensor], plan: PrefixPlan, tensors: list[Tensor], **modifiers) -> list[Tensor]:
-    """out of the unique tokens, dq, dk, dv, and dsinks if there are sinks: then one for each head."""
-    leaves = [x.detach().clone().requires_grad_() for x in tensors[:3]]
-    q, k, v = leaves
-    if modifiers.pop("sinks", False):
-        sinks = torch.linspace(-1, 2, q.shape[1], dtype=torch.float64).to(q.dtype).requires_grad_()
-        leaves.append(sinks)
-        modifiers["sinks"] = sinks
-    out = attend(q, k, v, **modifiers)
-    return [out.detach()[: plan.num_unique_tokens], *torch.autograd.grad(out, leaves, tensors[3])]
+def sinks_of(modifiers: dict[str, Any], num_heads: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    return [torch.linspace(-1, 2, num_heads, dtype=torch.float64).to(dtype)] * ("sinks" in modifiers)
 
 
 def by_tree(plan: PrefixPlan, tensors: list[Tensor], attention: str, kernel: str = "auto", **modifiers) -> list[Tensor]:
-    def attend(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-        return tree_attention(q, k, v, plan, attention=attention, kernel=kernel, **options)
+    options = {name: value for name, value in modifiers.items() if name != "sinks"}
 
-    return with_gradients(attend, plan, tensors, **modifiers)
+    def attend(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+        given = {**options, "sinks": sinks[0] if sinks else None}
+        return tree_attention(q, k, v, plan, attention=attention, kernel=kernel, **given)
 
-
-def each_by_itself(plan: PrefixPlan, tensors: list[Tensor], **modifiers) -> list[Tensor]:
-    """Each sequence by itself, with one plain softmax as in Hugging Face's eager functions. No tree, no kernel."""
-    rows = torch.tensor(plan.inverse_indices)
-    lengths = np.diff(plan.cu_seqlens).tolist()
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-        packed = zip(*(x[rows].split(lengths) for x in (q, k, v)), strict=True)
-        out = torch.cat([one_softmax(*parts, **options) for parts in packed])
-        return torch.zeros_like(q).index_copy(0, first_rows, out[first])
-
-    first = torch.tensor(plan.gather_indices[: plan.num_unique_tokens])
-    first_rows = torch.arange(plan.num_unique_tokens)
-    return with_gradients(attend, plan, tensors, **modifiers)
+    return with_gradients(attend, tensors, *sinks_of(modifiers, tensors[0].shape[1], tensors[0].dtype))
 
 
-def one_softmax(q: Tensor, k: Tensor, v: Tensor, *, scale=None, softcap=None, window=None, sinks=None) -> Tensor:
-    length, num_heads, head_dim = q.shape
-    k, v = (x.repeat_interleave(num_heads // x.shape[1], 1) for x in (k, v))
-    scores = torch.einsum("qnh,knh->nqk", q, k) * (head_dim**-0.5 if scale is None else scale)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    distance = torch.arange(length)[:, None] - torch.arange(length)
-    seen = (distance >= 0) & (distance < (window or length))
-    scores = scores.masked_fill(~seen, float("-inf"))
-    if sinks is not None:
-        scores = torch.cat([scores, sinks[:, None, None].expand(-1, length, 1)], -1)
-    return torch.einsum("nqk,knh->qnh", scores.softmax(-1)[..., :length], v)
-
-
-def assert_equal_in_float64(actual: list[Tensor], truth: list[Tensor], what: Any = "", window: int = 0) -> None:
-    """If a query sees only itself, dq and dk are zero but for the rounding of delta, and have no relative error."""
-    assert len(actual) == len(truth)
-    alone = window == 1 and len(truth) == 4
-    for name, x, y in zip(NAMES, actual, truth, strict=False):
-        dead = alone and name in ("dq", "dk")
-        error = float(x.abs().max()) / 100 if dead else relative_error(x, y)
-        assert error <= 1e-12, f"{what}, {name}: {error:.2g}"
+def by_softmax(plan: PrefixPlan, tensors: list[Tensor], **modifiers) -> list[Tensor]:
+    """No tree and no kernel: each row sees the rows before it in its sequences."""
+    options = {name: value for name, value in modifiers.items() if name != "sinks"}
+    attend = partial(one_softmax, distances=distances_of_plan(plan), **options)
+    return with_gradients(attend, tensors, *sinks_of(modifiers, tensors[0].shape[1], tensors[0].dtype))
 
 
 def assert_ways_are_exact(plan: PrefixPlan, tensors: list[Tensor], modifiers: dict[str, Any]) -> None:
-    truth = each_by_itself(plan, tensors, **modifiers)
+    truth = by_softmax(plan, tensors, **modifiers)
     for way in ways_of(modifiers, int(np.diff(plan.cu_seqlens).max())):
-        assert_equal_in_float64(by_tree(plan, tensors, *way, **modifiers), truth, way, modifiers.get("window", 0))
+        assert_exact(by_tree(plan, tensors, *way, **modifiers), truth, (way, modifiers))
 
 
 @pytest.mark.parametrize("name", MODIFIERS)
@@ -156,15 +113,13 @@ def test_lower_precision(attention: str, kernel: str) -> None:
     """About as near to float64 as flash-attention's arithmetic in the same dtype."""
     for options in ({"min_shared_tokens": 20, "pad_to_multiple_of": 64}, {}):
         plan = plan_of(longer(NESTED, 10), **options)
-        mask = tree_mask(TreeLayout.from_plan(plan).row_subtree_ends)
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             tensors = attention_inputs(plan, dtype, head_dim=16)
             truth = by_tree(plan, [x.double() for x in tensors], "reference")
-            out, _, *grads = flash_attention_by_the_book(*tensors, mask, 16**-0.5)
+            reference = by_the_book(tensors, distances_of_plan(plan), 16**-0.5)
             actual = by_tree(plan, tensors, attention, kernel)
             assert [x.dtype for x in actual] == [dtype] * 4
-            reference = [out[: plan.num_unique_tokens], *grads]
-            assert_within_reference_error(actual, reference, truth, names=NAMES[:4])
+            assert_within_reference_error(actual, reference, truth, names=NAMES)
 
 
 @pytest.mark.parametrize("name", cases([name for name in MODIFIERS if name not in ("none", "scale")], ["all"]))
@@ -174,12 +129,12 @@ def test_modifiers_in_bfloat16(name: str) -> None:
     if "window" in modifiers:
         modifiers["window"] = 60 if modifiers["window"] == LONGEST else min(50, 10 * modifiers["window"])
     tensors = attention_inputs(plan, torch.bfloat16, head_dim=16)
-    truth = each_by_itself(plan, [x.double() for x in tensors], **modifiers)
-    reference = each_by_itself(plan, tensors, **modifiers)
+    truth = by_softmax(plan, [x.double() for x in tensors], **modifiers)
+    reference = by_softmax(plan, tensors, **modifiers)
     for way in ways_of(modifiers, 60):
         actual = by_tree(plan, tensors, *way, **modifiers)
         assert [x.dtype for x in actual] == [torch.bfloat16] * len(actual)
-        assert_within_reference_error(actual[:4], reference[:4], truth[:4], names=NAMES[:4])
+        assert_within_reference_error(actual[:4], reference[:4], truth[:4], names=NAMES)
 
 
 @pytest.mark.parametrize("sequences", [[], [[], []]])
@@ -191,22 +146,6 @@ def test_no_rows(sequences: list[list[int]]) -> None:
     for attention in EVERYWHERE:
         results = by_tree(plan, tensors, attention, sinks=True, window=1)
         assert [x.shape for x in results] == [*shapes, (4,)] and not results[-1].any(), attention
-
-
-@every_way
-def test_gradcheck(attention: str, kernel: str) -> None:
-    """Without modifiers, and with all that the strategy and the kernel take."""
-    plan = plan_of([[1, 2, 3], [1, 2, 4], [1, 5], [1, 2, 3], list(range(7, 7 + LONGEST))])
-    leaves = [x.requires_grad_() for x in attention_inputs(plan, torch.float64, (2, 1), 3)[:3]]
-    sinks = torch.linspace(-1, 2, 2, dtype=torch.float64, requires_grad=True)
-    taken = [MODIFIERS[name] for name in MODIFIERS if (attention, kernel) in ways_of(MODIFIERS[name])]
-    modifiers = {name: value for each in taken for name, value in each.items() if name != "sinks"}
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
-        given = {**modifiers, "sinks": sinks[0]} if sinks else {}
-        return tree_attention(q, k, v, plan, attention=attention, kernel=kernel, **given)
-
-    assert gradcheck(attend, leaves, fast_mode=True) and gradcheck(attend, [*leaves, sinks], fast_mode=True)
 
 
 @FULL

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from one_softmax import random_tensors
 from torch import Tensor
 
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
@@ -34,8 +35,6 @@ def attention_inputs(
     plan: PrefixPlan, dtype: torch.dtype, heads: tuple[int, int] = (4, 2), head_dim: int = 8, seed: int = 0
 ) -> list[Tensor]:
     """q, k, v, dout. No loss on padding, whose output means nothing."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(plan.num_rows, n, head_dim) for n in (heads[0], heads[1], heads[1], heads[0])]
-    tensors = [torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    tensors = random_tensors((plan.num_rows, plan.num_rows), dtype, heads, head_dim, seed)
     tensors[3][plan.num_unique_tokens :] = 0
     return tensors

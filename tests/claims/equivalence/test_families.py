@@ -25,6 +25,7 @@ import torch
 from families import CORE, CORE_MULTIMODAL, FAMILIES, MULTIMODAL, NOT_TRIED, QUICK, REST, WHOLE, Family
 from families_table import FAMILIES_PAGE, rows_of_page
 from older_transformers import IS_OLDER
+from same_step import BAR, same_step, step_in_float64
 from tiers import FULL, cases
 from transformers import __version__
 from transformers.models.auto import modeling_auto
@@ -43,7 +44,6 @@ from radixtrain.hf.backbone import is_text, parts_of
 from radixtrain.hf.recurrent.mixers import mixers_of
 from radixtrain.hf.refusals import why_not_across
 from radixtrain.testing import FREE_FORKS
-from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import float64_throughout, float64_truth, gradients_of
 from radixtrain.versions import transformers_is_before
 
@@ -103,7 +103,7 @@ def test_equal_or_refused(
     mixers = mixers_of(parts_of(model).decoder)
     report = verify_equivalence(model, FEATURES, collator=FORKING if mixers else None)
     float64 = report["float64"]
-    assert float64.passed and float64.worst.radix <= 1e-12, str(report)
+    assert float64.passed and float64.worst.radix <= BAR, str(report)
     text = model.get_decoder() if group == "multimodal" else model
     inside = {id(parameter) for parameter in text.parameters()}
     idle = {name for name, parameter in model.named_parameters() if id(parameter) not in inside}
@@ -221,7 +221,7 @@ def test_every_strategy(name: str) -> None:
     model = named(name).build(seed=1)
     for attention in ("path", "expand", "reference"):
         report = verify_equivalence(model, FEATURES, attention=attention, collator=FORKING, precisions=["float64"])
-        assert report.passed and report["float64"].worst.radix <= 1e-12, str(report)
+        assert report.passed and report["float64"].worst.radix <= BAR, str(report)
 
 
 ACROSS = [each for each in TRIED if WRITING or len(rows_of_page(each[0]).get(each[1], ())) > 2]  # not refused anyway
@@ -248,11 +248,7 @@ def test_prefixes_kept_for_several_micro_batches(group: str, name: str) -> None:
     every = product((False, True), (0.0, 0.5, 1.0)) if name in re.split(r",\s+", EVERY_WAY_ACROSS) else [(False, 0.0)]
     for holds_graph, share in every:
         recompute(model, share)
-        with float64_throughout(model):
-            terms = partial(step_losses, prepare_model(model), step_in_passes(holds_graph))
-            rung = compare_gradients("float64", truth, truth, gradients_of(model, terms))
-        restore_model(model)
-        assert rung.worst.radix <= 1e-12 and rung.loss_error <= 1e-12, f"{holds_graph}, {share}: {rung.worst}"
+        same_step(model, truth, partial(step_losses, step=step_in_passes(holds_graph)), what=(holds_graph, share))
 
 
 def step_in_passes(holds_graph: bool = False) -> Any:
@@ -273,7 +269,7 @@ def test_what_a_refusal_advises() -> None:
     with pytest.raises(UserError, match=r"prepare that one: prepare_model\(model\.language_model\)"):
         prepare_model(model)
     report = verify_equivalence(model.language_model, FEATURES, collator=FORKING, precisions=["float64"])
-    assert report.passed and report["float64"].worst.radix <= 1e-12, str(report)
+    assert report.passed and report["float64"].worst.radix <= BAR, str(report)
 
 
 WITH_ROUTER_LOSS = """ERNIE 4.5 MoE, FlexOLMo, gpt-oss, Granite MoE, JetMoE, MiniMax-M2, Mixtral, OLMoE, Phi-3.5-MoE,
@@ -294,11 +290,9 @@ def test_router_statistics_count_original_tokens(name: str) -> None:
         batch = replace(FORKING, pad_to_multiple_of=pad_to_multiple_of)(FEATURES)
         with float64_throughout(restore_model(model)):
             truth = gradients_of(model, lambda: [model(**padded, attention_mask=mask).loss])
-            radix = gradients_of(prepare_model(model), lambda batch=batch: [model(**batch).loss])
-            unique = gradients_of(model, lambda batch=batch: [model(**batch).loss - model(**batch).aux_loss])
-        rung = compare_gradients("float64", truth, truth, radix)
+        rung = same_step(model, truth, lambda model, batch=batch: [model(**batch).loss])
         assert rung.passed and not rung.dead, rung.worst
-        without = compare_gradients("float64", truth, truth, unique)
+        without = step_in_float64(model, truth, lambda m, batch=batch: [m(**batch).loss - m(**batch).aux_loss])
         assert without.worst.radix > 1e-3, "the router loss does not matter here, so nothing was tested"
 
 

@@ -5,14 +5,16 @@ Many of them leave the loss as it is: the forward pass is right, and the gradien
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from same_step import BAR, step_in_float64
 
 import radixtrain.hf.step_losses
-from radixtrain import prepare_model, restore_model, step_losses
+from radixtrain import step_losses
 from radixtrain.collators.radix import RadixCollator
 from radixtrain.collators.step_rows import StepRows
 from radixtrain.collators.steps import Pass, Step, StepCollator
@@ -20,11 +22,8 @@ from radixtrain.hf.pass_cache import LayerRows, PassCache
 from radixtrain.kernels.cpu_loops import TorchCPUKernel
 from radixtrain.tree.context import ContextLayout
 from radixtrain.tree.layout import CACHE, TreeLayout
-from radixtrain.verification.equivalence import compare_gradients
-from radixtrain.verification.oracle import float64_throughout, float64_truth, gradients_of
 from radixtrain.verification.report import Rung
 
-BAR = 1e-12
 PROMPT = [7, 8, 9, 10, 11]
 # Two levels of kept rows, labels on kept rows and at every border; one micro-batch has context on two branches.
 FEATURES = [
@@ -41,11 +40,7 @@ def step_of(**options: Any) -> Step:
 
 
 def rung_of(model: Any, step: Step | None = None, attention: str = "cascade") -> Rung:
-    truth = float64_truth(restore_model(model), FEATURES)
-    step = step or step_of()
-    with float64_throughout(model):
-        prepare_model(model, attention=attention)
-        return compare_gradients("float64", truth, truth, gradients_of(model, lambda: step_losses(model, step)))
+    return step_in_float64(model, FEATURES, partial(step_losses, step=step or step_of()), attention=attention)
 
 
 def is_seen(rung: Rung, in_the_loss: bool) -> None:

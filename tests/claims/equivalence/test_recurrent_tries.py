@@ -7,6 +7,7 @@ in test_families.py.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,28 +15,20 @@ from families import FAMILIES, Family
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from older_transformers import NEEDS_FORKS
+from same_step import same_step
 from tiers import cases, tries
 
-from radixtrain import RadixCollator, prepare_model, restore_model
+from radixtrain import RadixCollator, restore_model
 from radixtrain.hf.recurrent.running import parents_of
 from radixtrain.testing import labelled_features
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.runs import RunCost, RunLayout, runs_of_segments
-from radixtrain.verification.equivalence import compare_gradients
-from radixtrain.verification.oracle import (
-    Features,
-    Gradients,
-    float64_throughout,
-    float64_truth,
-    gradients_of,
-    radix_batch,
-)
+from radixtrain.verification.oracle import Features, float64_truth, radix_batch
 from radixtrain.verification.report import Rung
 
 pytestmark = NEEDS_FORKS
 
 NUM_TRIES = max(10, tries(10, 1000))
-BAR = 1e-12
 # Mixer -> a class that has it.
 MIXERS = {
     "gated delta rule": "Qwen3_5ForCausalLM",
@@ -115,8 +108,7 @@ def test_cases(mixer: str) -> None:
         features = [{"input_ids": ids, "labels": ids} for ids in sequences]
         truth = float64_truth(restore_model(model), features)
         for forks in (EVERY_BRANCH, CHOICES["forks of a multiple of four"]):
-            rung = in_float64(model, truth, forks.batch(features))
-            assert rung.worst.radix <= BAR and rung.loss_error <= BAR, f"{name}, {forks}: {rung.worst}"
+            same_step(model, truth, partial(radix_batch, batch=forks.batch(features)), what=(name, forks))
 
 
 @pytest.mark.parametrize("mixer", ONE_OF_EACH)
@@ -142,8 +134,7 @@ def test_generated_tries(
         set_checkpointing(restore_model(model), checkpointing)
         batch = forks.batch(features, **options)
         num_forks.append(RunLayout.from_batch(batch).num_forks)
-        rungs.append(in_float64(model, float64_truth(model, features), batch))
-        assert rungs[-1].worst.radix <= BAR and rungs[-1].loss_error <= BAR, f"{forks}: {rungs[-1].worst}"
+        rungs.append(same_step(model, features, partial(radix_batch, batch=batch), what=forks))
 
     one_try()
     worst, forked = max(rung.worst.radix for rung in rungs), sum(number > 0 for number in num_forks)
@@ -163,11 +154,3 @@ def after(trunk: list[int], feature: dict[str, list[int]]) -> dict[str, list[int
         return {name: more[name] + feature[name] for name in more}
     places = [*range(len(trunk)), *(place + len(trunk) for place in feature["position_ids"])]
     return {**{name: more[name] + feature[name] for name in more}, "position_ids": places}
-
-
-def in_float64(model: Any, truth: Gradients, batch: dict[str, Any]) -> Rung:
-    """All gradients by radix against the truth, in float64."""
-    with float64_throughout(restore_model(model)):
-        radix = gradients_of(prepare_model(model), lambda: radix_batch(model, batch))
-    restore_model(model)
-    return compare_gradients("float64", truth, truth, radix)

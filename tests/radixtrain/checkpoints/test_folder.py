@@ -51,18 +51,6 @@ def test_the_manifest_says_which_is_the_newest(folder, make_state, text_of):
     assert names(folder) == ["step=3", "step=5"]
 
 
-@settings(max_examples=TRIES, deadline=None)
-@given(st.dictionaries(st.text(max_size=3), st.lists(st.floats(width=32) | st.text(), max_size=3), max_size=3))
-def test_any_names(state):
-    tensors = {
-        name: torch.tensor([each for each in values if isinstance(each, float)]) for name, values in state.items()
-    }
-    with tempfile.TemporaryDirectory() as there:
-        write_checkpoint(Path(there) / "x", {"state_dict": tensors, "other": state})
-        back = read_checkpoint(Path(there) / "x")
-    assert repr(back) == repr({"state_dict": tensors, "other": state})
-
-
 class TestDamage:
     """It is found and named, and the older checkpoint is taken."""
 

@@ -4,7 +4,6 @@ U rows of the micro-batch, C of its context, N query heads, K of keys and values
 """
 
 import pickle
-from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -16,16 +15,16 @@ import torch
 from batch_contents import as_python
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from one_softmax import assert_exact, one_softmax, random_tensors, with_gradients
 from tiers import tries
 from torch import Tensor
-from torch.autograd import gradcheck
 
 from radixtrain.attention import tree_attention
 from radixtrain.collators.features import all_feature_arrays
 from radixtrain.collators.passes import Span
 from radixtrain.collators.steps import StepCollator
 from radixtrain.errors import UserError
-from radixtrain.kernels.merge_attention import Piece, attention_in_pieces
+from radixtrain.kernels.merge_attention import attention_in_pieces
 from radixtrain.kernels.varlen import varlen_kernel
 from radixtrain.kernels.varlen_args import Ragged, Scoring
 from radixtrain.testing import ragged_batches
@@ -87,61 +86,28 @@ def passes_of(sequences: list[list[int]], max_tokens: int = 3, **options: Any) -
     return found
 
 
-def attention_inputs(
-    mask: Tensor, dtype: torch.dtype, heads: tuple[int, int] = (4, 2), head_dim: int = 8
-) -> list[Tensor]:
+def inputs_of(mask: Tensor, heads: tuple[int, int] = (4, 2), head_dim: int = 8) -> list[Tensor]:
     """q, k, v, dout. No loss on padding, which sees no context."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = [
-        (mask.shape[axis], n, head_dim) for axis, n in ((0, heads[0]), (1, heads[1]), (1, heads[1]), (0, heads[0]))
-    ]
-    tensors = [torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    tensors = random_tensors((mask.shape[0], mask.shape[1]), heads=heads, head_dim=head_dim)
     tensors[3][(mask[:, len(mask) :] < 0).all(1)] = 0
     return tensors
 
 
-def with_gradients(attend: Any, tensors: list[Tensor], sinks: bool = False, **modifiers: Any) -> list[Tensor]:
-    """out where it has loss, dq, dk, dv, and dsinks if there are sinks: then one for each head."""
-    leaves = [x.detach().clone().requires_grad_() for x in tensors[:3]]
-    if sinks:
-        leaves.append(torch.linspace(-1, 2, leaves[0].shape[1], dtype=leaves[0].dtype).requires_grad_())
-    out = attend(*leaves[:3], **modifiers, sinks=leaves[3] if sinks else None)
-    return [out.detach() * (tensors[3] != 0), *torch.autograd.grad(out, leaves, tensors[3])]
+def by_tree(layout: TreeLayout, attention: str, kernel: str, **modifiers: Any) -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        return tree_attention(q, k, v, layout, attention=attention, kernel=kernel, sinks=sinks, **modifiers)
+
+    return attend
 
 
-def one_softmax(mask: Tensor, tensors: list[Tensor], **modifiers: Any) -> list[Tensor]:
-    def attend(q: Tensor, k: Tensor, v: Tensor, scale=None, softcap=None, window=None, sinks=None) -> Tensor:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        scores = torch.einsum("qnh,knh->nqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
-        if softcap is not None:
-            scores = torch.tanh(scores / softcap) * softcap
-        scores = scores.masked_fill((mask < 0) | (mask >= (window or 1000)), float("-inf"))
-        if sinks is not None:
-            scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], -1)
-        return torch.einsum("nqk,knh->qnh", scores.softmax(-1)[..., : len(k)], v)
-
-    return with_gradients(attend, tensors, **modifiers)
-
-
-def by_tree(layout: TreeLayout, tensors: list[Tensor], attention: str, kernel: str, **modifiers: Any) -> list[Tensor]:
-    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        return tree_attention(q, k, v, layout, attention=attention, kernel=kernel, **options)
-
-    return with_gradients(attend, tensors, **modifiers)
-
-
-def in_packed_pieces(
-    layout: TreeLayout, tensors: list[Tensor], scale: float | None = None, **modifiers: Any
-) -> list[Tensor]:
+def in_packed_pieces(layout: TreeLayout, scale: float = 8**-0.5, softcap: float | None = None) -> Any:
     """The calls of a device, by the kernels of the host."""
-    kernel = varlen_kernel("eager", CPU)
     pieces = [replace(piece, ragged=on_host(piece.ragged)) for piece in layout.packed_pieces()]
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, softcap: float | None = None) -> Tensor:
-        scoring = Scoring(q.shape[-1] ** -0.5 if scale is None else scale, softcap, None)
-        return attention_in_pieces(q, k, v, pieces, kernel, scoring, sinks)
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        return attention_in_pieces(q, k, v, pieces, varlen_kernel("eager", CPU), Scoring(scale, softcap, None), sinks)
 
-    return with_gradients(attend, tensors, **modifiers)
+    return attend
 
 
 def on_host(ragged: Ragged) -> Ragged:
@@ -158,24 +124,19 @@ WAYS = [(attention, kernel) for attention in ("cascade", "path", "auto") for ker
 def assert_every_way_is_exact(
     batch: dict[str, Any], mask: Tensor, heads: tuple[int, int], modifiers: dict[str, Any]
 ) -> None:
-    layout, tensors = TreeLayout.from_batch(batch), attention_inputs(mask, torch.float64, heads)
+    layout, tensors = TreeLayout.from_batch(batch), inputs_of(mask, heads)
     assert layout.max_seqlen == mask.max() + 1
     binds = modifiers.get("window", layout.max_seqlen) < layout.max_seqlen
-    truth = one_softmax(mask, tensors, **modifiers)
+    options = {name: value for name, value in modifiers.items() if name != "sinks"}
+    sinks = [torch.linspace(-1, 2, heads[0], dtype=torch.float64)] * ("sinks" in modifiers)
+    truth = with_gradients(partial(one_softmax, distances=mask, **options), tensors, *sinks)
     for attention, kernel in WAYS:
         if not ((binds and attention == "cascade") or ("softcap" in modifiers and kernel == "torch")):
-            assert_equal(
-                by_tree(layout, tensors, attention, kernel, **modifiers), truth, (attention, kernel, modifiers)
-            )
+            found = with_gradients(by_tree(layout, attention, kernel, **options), tensors, *sinks)
+            assert_exact(found, truth, (attention, kernel, modifiers))
     if "window" not in modifiers:
-        assert_equal(in_packed_pieces(layout, tensors, **modifiers), truth, ("packed", modifiers))
-
-
-def assert_equal(actual: list[Tensor], truth: list[Tensor], what: Any) -> None:
-    """A tensor whose true value is zero, but for rounding, has no relative error: its bar is that of numbers of 1."""
-    for name, x, y in zip(("out", "dq", "dk", "dv", "dsinks"), actual, truth, strict=False):
-        error = float((x - y).norm()) / max(float(y.norm()), 1e-2)
-        assert error <= 1e-12, f"{what}, {name}: {error:.2g}"
+        found = with_gradients(in_packed_pieces(layout, **options), tensors, *sinks)
+        assert_exact(found, truth, ("packed", modifiers))
 
 
 @pytest.mark.parametrize("name", MODIFIERS)
@@ -209,14 +170,6 @@ def test_the_drawn_example() -> None:
     assert not first.ragged.causal and first.ragged.bounds == ((0, 4, 0, 1),)
 
 
-def test_a_row_that_is_computed_twice() -> None:
-    """Row 1 again as the fourth, since a branch that saves one row is none here: it still sees 0, and not 4."""
-    plan = build_prefix_plan([1, 2, 3, 1, 5], [0, 3, 5], min_shared_tokens=9)
-    rows = np.array([1, 2, 3, 1, 5])[plan.gather_indices]
-    layout = ContextLayout.of(plan, rows, np.array([0]), np.array([6, 6, 4, 4, 5, 6]))
-    assert layout.bounds == ((0, 5, 0, 1),)
-
-
 @example([[3, 2, 1, 0] * 2, [3, 2, 1, 0, 3, 1]], 1, {})
 @settings(max_examples=tries(150, 3_000), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
@@ -228,42 +181,6 @@ def test_generated_tries_in_float64(sequences: list[list[int]], max_tokens: int,
     for batch, mask in passes_of(sequences, max(max_tokens, options.get("pad_to_multiple_of", 1)), **options):
         for name in ("none", "all"):
             assert_every_way_is_exact(batch, mask, (2, 1), MODIFIERS[name])
-
-
-@settings(max_examples=tries(300, 5_000), deadline=None)
-@given(ragged_batches(), st.sampled_from([1, 2, 4, 6]), st.sampled_from([1, 3]))
-def test_every_pair_is_in_one_call(sequences: list[list[int]], max_tokens: int, min_shared_tokens: int) -> None:
-    for batch, mask in passes_of(sequences, max_tokens, min_shared_tokens=min_shared_tokens):
-        layout = TreeLayout.from_batch(batch)
-        expected = Counter(map(tuple, (mask >= 0).nonzero().tolist()))
-        for pieces in (layout.pieces, layout.separate_pieces, layout.packed_pieces()):
-            assert sum((pairs(piece, mask.shape) for piece in pieces), Counter()) == expected
-        paths, found = layout.path_keys.tolist(), Counter[tuple[int, int]]()
-        for q0, q1, k0, k1 in layout.paths.bounds:
-            for n, row in enumerate(range(q0, q1)):
-                found.update((row, key) for key in paths[k0 : k1 - (q1 - q0) + n + 1])
-        assert found == expected
-
-
-def pairs(piece: Piece, shape: tuple[int, int]) -> Counter[tuple[int, int]]:
-    """(query, key) of a call, by the tensors that a device reads."""
-    q_rows, k_rows = (torch.arange(n)[rows] for n, rows in zip(shape, (piece.q_rows, piece.k_rows), strict=True))
-    ragged, found = on_host(piece.ragged), Counter[tuple[int, int]]()
-    for index, (q0, q1, k0, k1) in enumerate(ragged.bounds):
-        q, k = q_rows[q0:q1], k_rows[k0:k1]
-        seen = torch.ones(len(q), len(k)).tril(len(k) - len(q)) if ragged.causal else torch.ones(len(q), len(k))
-        mask = ragged.masks[index] if ragged.masks else None
-        seen = seen if mask is None else (mask == 0).float()
-        found.update((int(q[i]), int(k[j])) for i, j in seen.nonzero().tolist())
-    return found
-
-
-def test_gradcheck() -> None:
-    for batch, mask in passes_of(NESTED)[-2:]:
-        layout = TreeLayout.from_batch(batch)
-        leaves = [x.requires_grad_() for x in attention_inputs(mask, torch.float64, (2, 1), 3)[:3]]
-        for attention in ("cascade", "path"):
-            assert gradcheck(partial(tree_attention, plan=layout, attention=attention), leaves, fast_mode=True)
 
 
 def test_round_trips() -> None:
@@ -285,7 +202,7 @@ def as_lists(value: Any) -> Any:
 def test_another_attention_is_refused_and_other_rows_do_not_fit() -> None:
     batch, mask = passes_of(NESTED)[-1]
     layout = TreeLayout.from_batch(batch)
-    q, k, v, _ = attention_inputs(mask, torch.float64)
+    q, k, v, _ = inputs_of(mask)
     for attention in ("expand", "reference"):
         with pytest.raises(UserError, match=f"attention='{attention}' cannot attend to rows of an earlier micro-batch"):
             tree_attention(q, k, v, layout, attention=attention)
@@ -297,7 +214,7 @@ def test_another_attention_is_refused_and_other_rows_do_not_fit() -> None:
 def test_rows_that_are_not_finite_stay_where_they_are_seen(attention: str) -> None:
     for batch, mask in passes_of(NESTED):
         layout = TreeLayout.from_batch(batch)
-        tensors = attention_inputs(mask, torch.float64)
+        tensors = inputs_of(mask)
         for key in range(len(mask), mask.shape[1]):
             k, v = tensors[1].clone(), tensors[2].clone()
             k[key] = v[key] = float("nan")

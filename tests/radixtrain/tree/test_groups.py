@@ -59,12 +59,6 @@ def test_copies_are_a_group_only_if_asked_for():
     assert len(groups) == 1 and members(groups, 1) == [0, 1, 2]
 
 
-def test_sequences_that_end_inside_the_prompt():
-    groups = find_prefix_groups([TUTOR, TUTOR[:120], *begun(2, TUTOR), own(), own(5), own(0)])
-    deepest = groups.depth[groups.group_of]
-    assert deepest.tolist() == [240, 112, 240, 240, 0, 0, 0]
-
-
 def test_depths():
     assert DEPTHS[:33].tolist() == [*range(16, 513, 16), 544] and (np.diff(DEPTHS) > 0).all()
     assert (np.diff(DEPTHS)[32:] <= DEPTHS[32:-1] / 16).all() and DEPTHS[-1] == 2**16

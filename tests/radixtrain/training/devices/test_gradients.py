@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
 import torch
 from forked_ranks import on_ranks
 from lightning.pytorch.strategies import DDPStrategy, Strategy
-from tiers import FULL, cases
+from tiers import FULL
 from tiny_models import tiny_hybrid, tiny_model, tiny_qwen3
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -131,113 +131,87 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "ddp": lambda: DDPStrategy(gradient_as_bucket_view=True),  # as `check_devices` sets it
     "fsdp2": FSDP2Strategy,
 }
-# Three rows leave a rank of four without one; nine make several micro-batches, with other label counts on each rank.
+
+
+class Case(NamedTuple):
+    """What the ranks compute a step of.
+
+    rows: three leave a rank of four without one; nine make several micro-batches, with other label counts on each rank.
+    sp_size: ranks of a group, each of which has its rows of the micro-batches of the group.
+    holds: None, or prefixes are kept from one micro-batch to the next: whether their graph is held. FSDP holds none.
+    """
+
+    model: str
+    strategy: str
+    size: int
+    rows: int
+    sp_size: int = 1
+    holds: bool | str | None = None
+
+    def collator(self) -> StepCollator:
+        across = {"share_across_micro_batches": True, "holds_graph": self.strategy != "fsdp2" and self.holds}
+        max_tokens = 14 if self.sp_size == 1 and self.holds is None else 7
+        return StepCollator(max_tokens=max_tokens, dedup=self.dedup, **({} if self.holds is None else across))
+
+    @property
+    def dedup(self) -> bool:
+        return self.model != "ordinary"
+
+    def prepare(self, model: Any, **options: Any) -> None:
+        if self.dedup:
+            prepare_model(model, attention="reference" if self.holds is None else "auto", **options)
+
+
+DEDUP = [name for name in MODELS if name != "ordinary"]
 CASES = [
-    *((name, strategy, 2, 9) for name in MODELS for strategy in STRATEGIES),
-    *((name, strategy, 4, 3) for name in ("tied", "LoRA") for strategy in STRATEGIES),
+    *(Case(name, strategy, 2, 9) for name in MODELS for strategy in STRATEGIES),
+    *(Case(name, strategy, 2, 9, 2) for name in DEDUP for strategy in STRATEGIES),
+    *(Case(name, strategy, 4, 3, sp) for name in ("tied", "LoRA") for strategy in STRATEGIES for sp in (1, 2)),
+    *(Case(name, strategy, 2, 9, 1, "auto") for name in DEDUP if name != "recurrent" for strategy in STRATEGIES),
+    # Of three ranks with four rows, one has a single row and nothing to keep.
+    *(Case("tied", strategy, 3, 4, 1, holds) for strategy in STRATEGIES for holds in (False, "auto")),
+    *(Case("tied", "ddp", size, 9, sp, True) for size, sp in ((2, 1), (3, 1), (2, 2), (4, 2))),
+    *(Case("LoRA, checkpointing", "fsdp2", size, 9, 2, False) for size in (2, 4)),
 ]
-
-
-SPLIT = [
-    *((name, strategy, 2, 9) for name in MODELS if name != "ordinary" for strategy in STRATEGIES),
-    *((name, strategy, 4, 3) for name in ("tied", "LoRA") for strategy in STRATEGIES),
-]
-
-
-@pytest.mark.parametrize(("name", "strategy", "size", "rows"), cases(SPLIT, [SPLIT[0], SPLIT[-4]]))
-def test_groups_of_two_take_the_step_of_one_process(name: str, strategy: str, size: int, rows: int) -> None:
-    """Each rank its rows of the micro-batches of its group; with two groups and three rows, one label may be alone."""
-    model = MODELS[name]().double().train()
-    module = Watched.around(model)
-    cut = StepCollator(max_tokens=7)
-
-    def work(rank: int) -> dict[str, Any]:
-        prepare_model(model, attention="reference", sp_group=ranks().sp_group)
-        step = replace(cut, rank=rank, num_ranks=size, sp_size=ranks().sp_size)(features(rows))
-        assert size > 2 or len(step.micro_batches) > 1
-        return one_step(module, step, size, STRATEGIES[strategy]())
-
-    def alone(rank: int) -> dict[str, Any]:
-        prepare_model(model, attention="reference")
-        return one_step(module, replace(cut, max_tokens=14)(features(rows)), 1)
-
-    (expected,) = on_ranks(1, alone)
-    for found in on_ranks(size, work, sp_size=2):
-        assert_near(found["gradients"], expected["gradients"])
-        for figure in ("loss", "grad_norm"):
-            assert found[figure] == pytest.approx(expected[figure], rel=EXACT)
-
-
-@pytest.mark.parametrize(("name", "strategy", "size", "rows"), cases(CASES, CASES[:2]))
-def test_the_step_of_one_process(name: str, strategy: str, size: int, rows: int) -> None:
-    dedup = name != "ordinary"
-    model = MODELS[name]().double().train()
-    module = Watched.around(prepare_model(model, attention="reference") if dedup else model, dedup=dedup)
-    cut = StepCollator(max_tokens=14, dedup=dedup)
-    steps = [replace(cut, rank=rank, num_ranks=size)(features(rows)) for rank in range(size)]
-    if rows < size:
-        assert not all(any(step.members) for step in steps)
-    else:
-        assert len(steps[0].micro_batches) > 1
-
-    def work(rank: int) -> tuple[dict[str, Any], set[bool]]:
-        found = one_step(module, steps[rank], size, STRATEGIES[strategy]())
-        return found, {is_sharded(each) for each in module.parameters()}
-
-    answers = on_ranks(size, work)
-    expected = one_step(module, cut(features(rows)), 1)
-    for found, are_sharded in answers:
-        assert are_sharded == {strategy == "fsdp2"}
-        assert_near(found["gradients"], expected["gradients"])
-        assert found["loss"] == answers[0][0]["loss"] == pytest.approx(expected["loss"], rel=EXACT)
-        assert found["grad_norm"] == answers[0][0]["grad_norm"] == pytest.approx(expected["grad_norm"], rel=EXACT)
-
-
-# Prefixes kept from one micro-batch to the next, beside data parallel and in groups of two. Of three ranks with four
-# rows, one has a single row and nothing to keep.
-ACROSS = [
-    *(
-        (name, strategy, 2, 9, 1, "auto")
-        for name in MODELS
-        if name not in ("recurrent", "ordinary")
-        for strategy in STRATEGIES
-    ),
-    *(("tied", strategy, 3, 4, 1, holds) for strategy in STRATEGIES for holds in (False, "auto")),
-    *(("tied", "ddp", ranks, 9, sp_size, True) for ranks, sp_size in ((2, 1), (3, 1), (2, 2), (4, 2))),
-    *(("LoRA, checkpointing", "fsdp2", ranks, 9, 2, False) for ranks in (2, 4)),
+QUICK = [
+    *(Case("tied", strategy, 2, 9) for strategy in STRATEGIES),
+    *(Case("tied", strategy, 2, 9, 1, "auto") for strategy in STRATEGIES),
+    *(Case("tied", "ddp", 2, 9, 2), Case("tied", "ddp", 4, 3, 2), Case("tied", "ddp", 4, 9, 2, True)),
 ]
 
 
 @pytest.mark.parametrize(
-    ("name", "strategy", "size", "rows", "sp_size", "holds"), cases(ACROSS, [ACROSS[0], ACROSS[1], ACROSS[-3]])
+    "case", [pytest.param(case, marks=() if case in QUICK else FULL, id="-".join(map(str, case))) for case in CASES]
 )
-def test_prefixes_kept_by_ranks(
-    name: str, strategy: str, size: int, rows: int, sp_size: int, holds: bool | str
-) -> None:
-    """The passes of the ranks differ in number, and under FSDP all run forward passes and training passes together."""
-    model = MODELS[name]().double().train()
-    module = Watched.around(model)
-    holds = False if strategy == "fsdp2" else holds
-    cut = StepCollator(max_tokens=7, share_across_micro_batches=True, holds_graph=holds)
+def test_the_step_of_one_process(case: Case) -> None:
+    """Kept prefixes: the passes of the ranks differ in number, and under FSDP all run their kinds together."""
+    model, cut = MODELS[case.model]().double().train(), case.collator()
+    module = Watched.around(model, dedup=case.dedup)
 
-    def work(rank: int) -> tuple[dict[str, Any], int, int]:
-        prepare_model(model, sp_group=ranks().sp_group) if sp_size > 1 else prepare_model(model)
-        step = replace(cut, rank=rank, num_ranks=size, sp_size=sp_size)(features(rows))
-        found = one_step(module, step, size, STRATEGIES[strategy]())
-        return found, len(step.passes), step.num_losses
+    def work(rank: int) -> tuple[dict[str, Any], set[bool], tuple[int, int], list[int]]:
+        case.prepare(model, **({"sp_group": ranks().sp_group} if case.sp_size > 1 else {}))
+        step = replace(cut, rank=rank, num_ranks=case.size, sp_size=case.sp_size)(features(case.rows))
+        found = one_step(module, step, case.size, STRATEGIES[case.strategy]())
+        are_sharded = {is_sharded(each) for each in module.parameters()}
+        return found, are_sharded, (len(step.passes), step.num_losses), [*map(len, step.members)]
 
     def alone(rank: int) -> dict[str, Any]:
-        prepare_model(model)
-        return one_step(module, StepCollator(max_tokens=14)(features(rows)), 1)
+        case.prepare(model)
+        return one_step(module, StepCollator(max_tokens=14, dedup=case.dedup)(features(case.rows)), 1)
 
     (expected,) = on_ranks(1, alone)
-    answers = on_ranks(size, work, sp_size=sp_size)
-    assert all(num_passes > num_losses for _, num_passes, num_losses in answers)
-    assert len({figures for _, *figures in map(tuple, answers) for figures in [tuple(figures)]}) == 1
-    for found, *_ in answers:
+    answers = on_ranks(case.size, work, sp_size=case.sp_size)
+    _, _, passes, members = zip(*answers, strict=True)
+    if case.rows > case.size:
+        assert all(len(each) > 1 for each in members), "one micro-batch"
+    elif case.sp_size == 1:
+        assert not all(map(any, members)), "every rank has a row"
+    assert len(set(passes)) == 1 and (case.holds is None or passes[0][0] > passes[0][1])
+    for found, are_sharded, *_ in answers:
+        assert are_sharded == {case.strategy == "fsdp2"}
         assert_near(found["gradients"], expected["gradients"])
         for figure in ("loss", "grad_norm"):
-            assert found[figure] == pytest.approx(expected[figure], rel=EXACT)
+            assert found[figure] == answers[0][0][figure] == pytest.approx(expected[figure], rel=EXACT)
 
 
 @FULL

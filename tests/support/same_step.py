@@ -1,0 +1,49 @@
+"""One comparator: loss and every gradient of a step by radix are those of the ordinary model, in float64 throughout.
+
+Whatever a step is (a batch, micro-batches, passes, images, layers that fork), it is the terms of its loss.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+
+from radixtrain import prepare_model, restore_model
+from radixtrain.verification.equivalence import compare_gradients
+from radixtrain.verification.oracle import Features, Gradients, float64_throughout, float64_truth, gradients_of
+from radixtrain.verification.report import Rung
+
+__all__ = ["BAR", "Terms", "same_step", "step_in_float64"]
+
+BAR = 1e-12  # relative L2 of each parameter's gradient, and of the loss
+Terms = Callable[[Any], Iterable[Tensor]]
+"""Given a prepared model: the terms of the loss of one step, each of which goes backward by itself."""
+
+
+def step_in_float64(model: Any, truth: Gradients | Features, ours: Terms, **options: Any) -> Rung:
+    """The errors of a step. The model is as it came from Hugging Face afterwards.
+
+    truth: the true gradient, or features, whose true gradient is that of each sequence by itself.
+    options: of `prepare_model`.
+    """
+    exact = truth if isinstance(truth, Gradients) else float64_truth(restore_model(model), truth)
+    with float64_throughout(restore_model(model)):
+        prepared = prepare_model(model, **options)
+        try:
+            found = gradients_of(prepared, lambda: ours(prepared))
+        finally:
+            restore_model(model)
+    return compare_gradients("float64", exact, exact, found)
+
+
+def same_step(
+    model: Any, truth: Gradients | Features, ours: Terms, *, bar: float = BAR, what: Any = "", **options: Any
+) -> Rung:
+    """Assert that loss and gradients are the true ones, and return their errors.
+
+    what: for the message. The rest as for `step_in_float64`.
+    """
+    rung = step_in_float64(model, truth, ours, **options)
+    assert not rung.failed, f"{what}: {rung.reason}"
+    assert rung.worst.radix <= bar and rung.loss_error <= bar, f"{what}: {rung.worst}, loss {rung.loss_error:.1e}"
+    return rung
