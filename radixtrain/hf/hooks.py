@@ -28,6 +28,7 @@ from radixtrain.hf.attention_interface import RadixCall, check_both_ways
 from radixtrain.hf.backbone import text_decoder_of, with_rows
 from radixtrain.hf.inputs import arguments_of, check_evaluation, check_inputs, check_not_cut, layout_of
 from radixtrain.hf.padded.fused_heads import share_fused_heads
+from radixtrain.hf.padded.calls import is_compiled
 from radixtrain.hf.padded.kept import KeptCall
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.progress import Progress
@@ -251,7 +252,7 @@ class BackboneHooks:
         if call.predictor_indices is None:
             return output
         rows = gather_rows(output[0][0], call.predictor_indices)
-        if not call.token_loss:
+        if not (call.token_loss or is_compiled()):
             share_fused_heads()
             rows = watched(rows, not is_frozen(self.model))
         return with_rows(output, rows[None])

@@ -9,7 +9,8 @@ a gradient, unless it comes from a loss of this list:
 - a function of `fused_heads.py`, of TRL or Liger;
 - whatever the collator vouches for (`token_loss`, `merge_labels`).
 
-A loss finds the rows that it reads by the graph between them, so that each call is judged by its own:
+Under `torch.compile` nothing is watched. A loss finds the rows that it reads by the graph between them, so that each
+call is judged by its own:
 
     hidden rows, watched  ->  head  ->  logits  ->  ForCausalLMLoss  ->  loss
 """
@@ -106,7 +107,8 @@ class TokenLoss:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         loss = self.ordinary(*args, **kwargs)
-        know(loss, kwargs["logits"] if "logits" in kwargs else args[0])
+        if not torch.compiler.is_compiling():  # where no rows are watched, and a look at the graph would break it
+            know(loss, kwargs["logits"] if "logits" in kwargs else args[0])
         return loss
 
     @staticmethod

@@ -556,7 +556,8 @@ def ratio_of_all(part: str, how: Precision, *arms: Gradients) -> float:
     truth, ordinary, shared = (torch.cat([x.flatten() for x in arm.tensors.values()]) for arm in arms)
     assert_within_reference_error(shared, ordinary, truth.double(), names=part)
     error = relative_error(ordinary, truth)
-    assert 1 / 16 < error / torch.finfo(how.rounds_to).eps < 32, f"another precision: {part} is off by {error}"
+    most = 256 if how.rounds_to is FP32 else 32  # rounding grows over steps; fewer bits begin at 512 times as much
+    assert 1 / 16 < error / torch.finfo(how.rounds_to).eps < most, f"another precision: {part} is off by {error}"
     return relative_error(shared, truth) / error
 
 
