@@ -27,8 +27,8 @@ from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.attention_interface import RadixCall, check_both_ways
 from radixtrain.hf.backbone import text_decoder_of, with_rows
 from radixtrain.hf.inputs import arguments_of, check_evaluation, check_inputs, check_not_cut, layout_of
-from radixtrain.hf.padded.fused_heads import share_fused_heads
 from radixtrain.hf.padded.calls import is_compiled
+from radixtrain.hf.padded.fused_heads import share_fused_heads
 from radixtrain.hf.padded.kept import KeptCall
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.progress import Progress
