@@ -4,17 +4,17 @@ T queries, J keys, N query heads, K key/value heads, H head dim. What a query se
 int64: how many tokens before the query a key is, or -1 if it is not seen.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from radixtrain.testing import flash_attention_by_the_book
 from radixtrain.tree.plan import PrefixPlan
 
-__all__ = ["NAMES", "assert_exact", "by_the_book", "distances_of_plan", "distances_on_paths", "one_softmax"]
+__all__ = ["NAMES", "assert_exact", "by_the_book", "distances_of_plan", "one_softmax"]
 __all__ += ["random_tensors", "softmax_and_lse", "with_gradients"]
 
 NAMES = ("out", "dq", "dk", "dv")
@@ -33,21 +33,14 @@ def random_tensors(
     return [torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def distances_on_paths(paths: Iterable[Sequence[int]], num_queries: int, num_keys: int) -> Tensor:
-    """Each path lists keys in the order of their tokens; a key that is a query too sees the path up to itself."""
-    found = torch.full((num_queries, num_keys), -1)
-    for path in paths:
-        for place, row in enumerate(path):
-            if row < num_queries:
-                found[row, list(path[: place + 1])] = torch.arange(place, -1, -1)
-    return found
-
-
 def distances_of_plan(plan: PrefixPlan) -> Tensor:
     """(U, U), from the rows of each sequence and not from the tree. Rows of padding follow one another."""
-    rows = plan.inverse_indices.tolist()
-    paths = [rows[start:end] for start, end in pairwise(plan.cu_seqlens.tolist())]
-    return distances_on_paths([*paths, range(plan.num_unique_tokens, plan.num_rows)], plan.num_rows, plan.num_rows)
+    found = torch.full((plan.num_rows, plan.num_rows), -1)
+    rows = torch.tensor(plan.inverse_indices).split(np.diff(plan.cu_seqlens).tolist())
+    for path in (*rows, torch.arange(plan.num_unique_tokens, plan.num_rows)):
+        places = torch.arange(len(path))
+        found[path[:, None], path] = (places[:, None] - places).clamp(min=-1)
+    return found
 
 
 def softmax_and_lse(
