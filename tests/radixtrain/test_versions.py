@@ -69,8 +69,9 @@ def test_an_older_transformers_is_named(monkeypatch):
 
 def test_doctor_looks_further(old, monkeypatch):
     ran = []
-    monkeypatch.setattr(entrance, "import_module", lambda name: SimpleNamespace(run=ran.append))
-    assert main(["doctor"]) == 0 and ran == [["doctor"]]
+    run = lambda settings, typed: ran.append(type(settings).__name__)  # noqa: E731
+    monkeypatch.setattr(entrance, "import_module", lambda name: SimpleNamespace(run=run))
+    assert main(["doctor"]) == 0 and ran == ["Doctor"]
 
 
 def test_a_public_name_says_it_too(old, monkeypatch):
