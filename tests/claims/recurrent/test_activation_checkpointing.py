@@ -7,9 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from hybrids import BAR, FEATURES, ONE_KIND, OTHERS, PROMPT, Build, assert_exact, batch_of, distance
+from hybrids import (
+    BAR,
+    FEATURES,
+    ONE_KIND,
+    OTHERS,
+    PROMPT,
+    Build,
+    PassesNothingOn,
+    assert_exact,
+    batch_of,
+    distance,
+)
 from older_transformers import since
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
 from radixtrain import prepare_model
@@ -21,17 +32,6 @@ from radixtrain.verification.oracle import (
     ordinary_one_by_one,
     radix_batch,
 )
-
-
-class PassesNothingOn(nn.Module):
-    """Calls a decoder layer with nothing but its rows: no mask, none of the arguments of the model's call."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, hidden: Tensor, **kwargs: Any) -> Any:
-        return self.layer(hidden, position_embeddings=kwargs["position_embeddings"])
 
 
 def gradients_by_stock_names(model: Any) -> Any:

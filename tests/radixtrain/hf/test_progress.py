@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hybrids import FEATURES, PROMPT, ROWS, batch_of, padded
+from hybrids import FEATURES, PROMPT, ROWS, PassesNothingOn, batch_of, padded
 from tiers import cases
 from tiny_models import tiny_hybrid, tiny_qwen3
 from torch import Tensor, nn
@@ -31,17 +31,6 @@ BAR = 1e-12
 GROUP = padded(ROWS[:4], "right")
 ALONE = torch.tensor([[*PROMPT, 3, 4], [*PROMPT[::-1], 5, 6]])  # nothing to share
 LABELS = {"labels": GROUP["input_ids"].masked_fill(GROUP["attention_mask"] == 0, -100)}
-
-
-class PassesNothingOn(nn.Module):
-    """Calls a layer with nothing but its rows, so that it has to find its call without arguments."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, hidden: Tensor, **kwargs: Any) -> Any:
-        return self.layer(hidden, position_embeddings=kwargs["position_embeddings"])
 
 
 def silent_hybrid() -> Any:
