@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
-from gpu_parts.kernels import one_prompt, three_levels
+from gpu_parts.plans import one_prompt, three_levels
 
 from radixtrain.kernels.flash import FlashAttn4Kernel
 from radixtrain.kernels.varlen_args import Ragged, Scoring
