@@ -11,6 +11,8 @@ What `aten._efficient_attention_forward` and `_backward` do, read in `mem_eff_at
 - The log-sum-exp is (E, N, P), natural, undefined beyond an entry's last block. The backward wants +inf there.
 - The backward computes `p = exp(scores - lse)` and `delta = rowsum(dout * out)` from the lse and out that it is given:
   a merged out and lse give a piece's share. It reads `out` as if it were contiguous.
+- Its window counts from the top left, `i - w < j`, however the causal mask counts: gradients are wrong unless an entry
+  has as many queries as keys, as an H100 showed. So there the backward gets a row without weight for every other key.
 - It adds up dq, in float32, in a workspace of E x N x P x H, whatever the lengths: 34 GB for a prompt of 32k and 128
   short suffixes, 16 heads of 128. So a backward call gets as many entries as `WORKSPACE` has room for. The order of its
   sums is fixed only under `torch.use_deterministic_algorithms(True)`.
@@ -56,6 +58,8 @@ class EfficientKernel:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ragged: Ragged, scoring: Scoring
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if scoring.window is not None and ragged.cu_seqlens_q is not ragged.cu_seqlens_k:
+            return self._backward_of_a_window(dout, q, k, v, out, lse, ragged, scoring)
         lse_ENP = _padded_per_entry(lse, ragged)
         tensors = _batch_of_one(dout, q, k, v, out.contiguous())
         num_entries, num_heads, longest = lse_ENP.shape
@@ -67,6 +71,20 @@ class EfficientKernel:
             grads = [_from_row_on(*each) for each in zip(starts, grads, shares, strict=True)]
         dq, dk, dv = (grad[0, ..., : q.shape[-1]] for grad in grads)
         return dq, _sum_of_groups(dk, k), _sum_of_groups(dv, v)
+
+    def _backward_of_a_window(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ragged: Ragged, scoring: Scoring
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As many queries as keys: each beside its own key, rows of zeros with a log-sum-exp of +inf at the others."""
+        entry, _ = _places(ragged, len(q))
+        before = (ragged.cu_seqlens_k - ragged.cu_seqlens_q)[1:]  # keys without a query, up to the end of each entry
+        beside = before[entry] + torch.arange(len(q), device=q.device)
+        dout, q, out = (x.new_zeros(len(k), *x.shape[1:]).index_copy_(0, beside, x) for x in (dout, q, out))
+        lse = lse.new_full((len(lse), len(k)), float("inf")).index_copy_(1, beside, lse)
+        keys, longest = ragged.cu_seqlens_k, ragged.max_seqlen_k
+        even = Ragged(keys, keys, longest, longest, causal=True)
+        dq, dk, dv = self.backward(dout, q, k, v, out, lse, even, scoring)
+        return dq.index_select(0, beside), dk, dv
 
 
 def _batch_of_one(*tensors: Tensor) -> list[Tensor]:

@@ -104,7 +104,8 @@ class _Pieces(torch.autograd.Function):
         first, *rest = ctx.pieces
         own = rows_of(k, first.k_rows), rows_of(v, first.k_rows)
         grads = ctx.kernel.backward(dout, q, *own, out, lse, first.ragged, ctx.scoring)
-        dq, dk, dv = (grad.to(lse.dtype) for grad in grads) if rest else grads
+        # One more share is one sum a number, which torch adds in float32 and rounds once.
+        dq, dk, dv = (grad.to(lse.dtype) for grad in grads) if len(rest) > 1 else grads
         if others := len(k) - len(dk):
             dk, dv = (pad(grad, (0, 0, 0, 0, 0, others)) for grad in (dk, dv))
         unlimited = replace(ctx.scoring, window=None)

@@ -25,13 +25,15 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions, flex_attention
 from torch.nn.functional import pad
 
 from radixtrain.kernels.varlen import KernelCall
 from radixtrain.kernels.varlen_args import Scoring
 
 BLOCK = 128  # rows; FlexAttention's tiles of queries and of keys divide it
+# Not its kernel for fewer than 128 queries, which found no tile that divides the block (torch 2.11 on an H100).
+OPTIONS: FlexKernelOptions = {"FORCE_USE_FLEX_ATTENTION": True}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (16, 256)  # narrower ones Triton does not multiply, wider ones were not tried
 
@@ -120,6 +122,9 @@ def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
     """Output (1, N, U, H) and log-sum-exp (1, N, U), which the backward pass keeps anyway."""
-    out, aux = flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True))
+    lse = AuxRequest(lse=True)
+    out, aux = flex_attention(
+        q, k, v, block_mask=mask, scale=scale, enable_gqa=True, kernel_options=OPTIONS, return_aux=lse
+    )
     assert aux.lse is not None
     return out, aux.lse

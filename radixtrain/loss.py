@@ -42,8 +42,8 @@ from torch.autograd.function import once_differentiable
 #     V = 151,936  D = 1024   60    69    87    91    98            256 rows of logits are 148 MiB
 CHUNK_ROWS = (128, 256)
 # Elements of the logits of a chunk, which has more rows until it has as many, so that its calls cost little beside its
-# products. On CPU 2 MiB in float32, 128 rows of V = 4,096. On a GPU (not timed there) a step of Qwen3-0.6B with 8,192
-# predictors launches about 1,500 kernels beside its layers with 2**24 (256 rows a chunk), and 235 with 2**28 (1,648).
+# products. On CPU 2 MiB in float32, 128 rows of V = 4,096. On an H100 8,192 predictors of
+# Qwen3-0.6B took 94 ms with 2**24 (256 rows a chunk), 46 with 2**27 and 37 with 2**28 (1,648 rows).
 MIN_CHUNK_ELEMENTS = {"cpu": 2**19, "other": 2**28}
 # A chunk takes 7 bytes an element: float32 logits, their gradient in 16 bits, and half of that for a part of a product.
 # On a GPU at most a fiftieth of its memory: 1.9 GB of 80. What is free does not count, because it changes in a run, and
@@ -193,7 +193,7 @@ class _Logprobs(torch.autograd.Function):
         logprobs = torch.zeros_like(ones)
         with torch.autocast(x.device.type, enabled=False):
             for chunk in _chunks_of(x, weight, labels, rows, ones):
-                values, _ = _logprobs_and_sums(_logits_of(x[chunk.rows], weight, bias), chunk)
+                values = _logprobs_and_exps(_logits_of(x[chunk.rows], weight, bias), chunk)[0]  # no name keeps the rest
                 logprobs[chunk.places] += _weighted(values, chunk)  # the weight of another chunk's prediction is 0
         return logprobs
 
@@ -267,14 +267,13 @@ def _add_gradients(
     d_bias: Tensor | None,
 ) -> Tensor:
     """Loss of a chunk; adds its gradients to those that are not None. Frees its logits before the next chunk begins."""
-    logits = _logits_of(x, weight, bias)
-    logprobs, sums = _logprobs_and_sums(logits, chunk)
+    logprobs, exps, sums = _logprobs_and_exps(_logits_of(x, weight, bias), chunk)
     if d_x is not None or d_weight is not None or d_bias is not None:
-        d_logits = _softmax_minus_targets(logits, sums, chunk)
+        d_logits = _softmax_minus_targets(exps, sums, chunk)
         if d_bias is not None:
             d_bias += d_logits.sum(0)
         if weight is not None:
-            del logits  # so that the next line frees them, if it makes a copy in 16 bit
+            del exps  # so that the next line frees them, if it makes a copy in 16 bit
             d_logits = d_logits.to(weight.dtype)
         if d_x is not None:
             d_x[chunk.rows] = d_logits if weight is None else d_logits @ weight
@@ -284,26 +283,26 @@ def _add_gradients(
 
 
 def _logits_of(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Logits of a chunk in float32 or wider, in a new tensor, because it is overwritten.
-
-    They are multiplied in the dtype of the head, as the model's own head does.
-    """
-    wide = torch.promote_types(x.dtype, torch.float32)
+    """Logits of a chunk in a new tensor, because it may be overwritten. Those of a head have its dtype."""
     if weight is None:
-        return x.to(wide, copy=True)
-    return torch.nn.functional.linear(x, weight, bias).to(wide)
+        return x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
+    return torch.nn.functional.linear(x, weight, bias)
 
 
-def _logprobs_and_sums(logits: Tensor, chunk: _Chunk) -> tuple[Tensor, Tensor]:
-    """(N,) `log p` of the chunk's predictions and, by row, the sum of the `exp(z - max z)` that the logits become.
+def _logprobs_and_exps(logits: Tensor, chunk: _Chunk) -> tuple[Tensor, Tensor, Tensor]:
+    """(N,) `log p` of the chunk's predictions; `exp(z - max z)`, in float32 or wider; and its sum, by row.
 
-    In place, as the logits are the largest thing in memory: `torch.logsumexp` makes another tensor of their size, and
-    took three times as long (V = 151,936, 128 rows: 70 against 22 ms, beside 1.2 s for the products).
+    In place where the logits are that wide, as they are the largest thing in memory: `torch.logsumexp` makes another
+    tensor of their size, and took three times as long (V = 151,936, 128 rows: 70 against 22 ms, beside 1.2 s for the
+    products). On a GPU, which waits for memory here, the subtraction widens 16-bit logits on its way.
     """
-    logits.sub_(logits.amax(-1, keepdim=True))
+    top = logits.amax(-1, keepdim=True)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    widens_first = logits.dtype == wide or logits.device.type == "cpu"  # a CPU would by itself, into one more tensor
+    logits = logits.to(wide).sub_(top) if widens_first else logits - top.to(wide)
     picked = logits[chunk.local_rows, chunk.labels]
     sums = logits.exp_().sum(-1)
-    return picked - sums.log()[chunk.local_rows], sums
+    return picked - sums.log()[chunk.local_rows], logits, sums
 
 
 def _weighted(logprobs: Tensor, chunk: _Chunk) -> Tensor:

@@ -198,12 +198,16 @@ class TreeLayout:
 
     @cached_property
     def even_shape(self) -> tuple[int, int] | None:
-        """Sequences and their length if they share nothing and are equally long; None otherwise, and on a device."""
+        """Sequences and their length if they share nothing and are equally long; None otherwise.
+
+        On a GPU none for a single one, whose length is new in every batch: torch may take cuDNN, which plans each
+        shape for a tenth of a second. Equal lengths come again.
+        """
         if self.context is not None:
             return None
         batch = self.cu_seqlens.shape[0] - 1, self.max_seqlen
         is_even = self.num_rows == self.inverse_indices.shape[0] == batch[0] * batch[1] > 0
-        return batch if is_even and not self.levels and self.device.type == "cpu" else None
+        return batch if is_even and not self.levels and (batch[0] > 1 or self.device.type == "cpu") else None
 
     @cached_property
     def sequences(self) -> Ragged:

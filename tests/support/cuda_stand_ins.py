@@ -234,6 +234,8 @@ class Flash:
         check_16_bytes(self.wide_dtypes, *tensors)
         assert out.is_contiguous() and dout.shape == out.shape == q.shape and k.shape == v.shape
         ragged, scoring = self._efficient_call(given, q, k)
+        is_even = torch.equal(ragged.cu_seqlens_q, ragged.cu_seqlens_k)
+        assert scoring.window is None or is_even, "its window counts from the top left (torch 2.11 on an H100)"
         starts, padded = ragged.cu_seqlens_q.tolist(), given["logsumexp"]
         assert padded.shape == (len(starts) - 1, q.shape[2], ceil_32(ragged.max_seqlen_q))
         assert padded.dtype == torch.promote_types(q.dtype, torch.float32)

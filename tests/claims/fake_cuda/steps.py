@@ -87,13 +87,13 @@ def mixed(dtype: torch.dtype) -> Context:
     return torch.autocast("cuda", dtype=dtype)
 
 
-def attended(head_dim: int) -> dict[str, int]:
-    """A layer of grouped heads on more than a block of rows."""
+def attended(head_dim: int, num_rows: int = 600) -> dict[str, int]:
+    """A layer of grouped heads on more than a block of rows, or on fewer."""
     mode, waits = FakeCUDA(), Waits()
-    plan = build_prefix_plan(list(range(600)), [0, 600])
+    plan = build_prefix_plan(list(range(num_rows)), [0, num_rows])
     layout = TreeLayout.from_batch(moved(TreeLayout.from_plan(plan).to_batch(), mode))
     with mode, waits:
-        heads = [torch.zeros(600, n, head_dim, dtype=BF16, device="cuda:0", requires_grad=True) for n in (8, 2, 2)]
+        heads = [torch.zeros(num_rows, n, head_dim, dtype=BF16, device="cuda:0", requires_grad=True) for n in (8, 2, 2)]
         tree_attention(*heads, layout, attention="tree").sum().backward()
     return dict(waits.counts)
 
@@ -228,6 +228,7 @@ GROUPS: dict[str, dict[str, Case]] = {
         "bf16-mixed tree": lambda: radix(tiny_qwen3(**WIDER), FLOAT32, "tree", forward=mixed(BF16)),
         "windows and sinks": lambda: radix(tiny_model("GptOssForCausalLM", **WIDER), attention="tree"),
         **{f"heads of {dim}": lambda dim=dim: attended(dim) for dim in (128, 256)},
+        "fewer rows than a block": lambda: attended(128, 71),
     },
     "mistakes": {name: lambda change=change: mistaken(change) for name, change in MISTAKES.items()},
 }
