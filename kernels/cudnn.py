@@ -7,8 +7,8 @@ in cudnn-frontend). So a merged out and lse give a piece's share, and torch's ow
 (`distributed/tensor/experimental/_context_parallel`) hands it just those.
 
 torch builds one plan for each shape and layout of q, k and v, and keeps it; it does not compare the layouts of out and
-dout, so here all tensors are contiguous. A plan for a new number of queries or keys has cost about a second, forward
-and backward together (modelscope/FunASR#3704: torch 2.11, B200): for batches of few shapes only.
+dout, so here all tensors are contiguous. A plan for a new number of queries or keys took about 0.07 s in each direction
+on an H100 (200 levels of a comb): for batches of few shapes only.
 """
 
 from __future__ import annotations

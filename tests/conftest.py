@@ -18,9 +18,6 @@ import pytest
 import torch
 from hypothesis import settings
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported, which transformers does
-
 import tiny
 import tiny_models
 from families_table import write_families_table

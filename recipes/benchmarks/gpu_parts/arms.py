@@ -9,7 +9,6 @@
 | `packed/KERNEL`          | the same on a kernel of ours, by name                                              |
 | `STRATEGY`               | ours: `cascade`, `path`, `expand`, `tree`, `auto`                                  |
 | `STRATEGY/KERNEL`        | the same on a kernel by name                                                       |
-| `STRATEGY/triton`        | the same, rows added and merged by `recipes/triton_kernels`                        |
 
 A packed batch has `cu_seq_lens_q` as Hugging Face's own collator for flattening makes them.
 """
@@ -22,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_parts.optional import optional
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, PreTrainedModel, utils
@@ -98,9 +96,6 @@ def arm_named(name: str, shape: ModelShape, device: torch.device) -> Arm:
     if way == "packed":
         choose_attention("expand", kernel or "auto", device, torch.bfloat16, shape.head_dim)
         return PackedArm(plain_head=True, implementation=packed_implementation(kernel, device))
-    if kernel == "triton":
-        triton = optional("triton_kernels")
-        return InsideArm(plain_head=True, attention=way, context=triton.rows_by_triton)
     choose_attention(way, kernel or "auto", device, torch.bfloat16, shape.head_dim)
     return Arm(plain_head=True, attention=way, kernel=kernel or "auto")
 
@@ -137,7 +132,7 @@ def packed_implementation(kernel: str, device: torch.device) -> str:
             available = getattr(utils, f"is_flash_attn_{version}_available", bool)  # older transformers: no version 4
             if available() and package_missing(package, device) is None:
                 return f"flash_attention_{version}"
-    name = f"{kernel or 'torch'}_varlen"
+    name = f"{kernel or 'torch'}_varlen".replace("flash", "fa")  # transformers looks for a `flash` of its own
     attend = partial(varlen_attention, kernel=varlen_kernel(kernel or "torch", device))
     AttentionInterface.register(name, attend)
     return name

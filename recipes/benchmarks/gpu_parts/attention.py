@@ -8,9 +8,8 @@
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -49,11 +48,10 @@ HEADS, TINY_HEADS = Heads(32, 8, 128), Heads(4, 2, 16)
 
 
 class Kind(NamedTuple):
-    """A way to compute attention. attend: of a tree, q, k and v. context: of forward and backward."""
+    """A way to compute attention. attend: of a tree, q, k and v."""
 
     name: str
     attend: Callable[..., Tensor]
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 class Tree(NamedTuple):
@@ -79,17 +77,15 @@ class Tree(NamedTuple):
 
 def attention(run: Run, plans: Plans, heads: Heads) -> None:
     """Each plan on every way that runs here; on a GPU without the specifications, which are too slow."""
-    dtype = torch.bfloat16 if run.device.type == "cuda" else torch.float32  # Triton's interpreter takes no bfloat16
-    kinds = list(_kinds(run, "attention", dtype, heads))
+    kinds = list(_kinds(run, "attention", torch.bfloat16, heads))
     for name, make in plans.items():
-        if not run.has_time(f"attention {name}"):
-            return
-        tree = Tree.of(make(), heads, run.device, dtype)
+        tree = Tree.of(make(), heads, run.device, torch.bfloat16)
         exact, ordinary = _truth(tree.layout, tree.tensors)
         for kind in kinds:
+            if not run.has_time(f"attention {name}, {kind.name}"):
+                continue
             try:
-                with kind.context():
-                    measures = _layer(run, partial(kind.attend, tree), tree.tensors, exact, ordinary)
+                measures = _layer(run, partial(kind.attend, tree), tree.tensors, exact, ordinary)
             except Exception as error:  # a kernel's; the others are still to be measured
                 run.leave_out(f"attention {name}, {kind.name}", error)
                 continue
@@ -107,10 +103,8 @@ def table(run: Run, heads: Heads, shrink: int = 1) -> None:
         for kind in kinds:
             case = f"N {number}, P {prompt // 1024}k, {kind.name}"
             try:
-                with kind.context():
-                    measures = _ten_steps(
-                        run, f"table {case}", partial(_step, partial(kind.attend, tree), tree.tensors)
-                    )
+                step = partial(_step, partial(kind.attend, tree), tree.tensors)
+                measures = _ten_steps(run, f"table {case}", step)
             except Exception as error:
                 run.leave_out(f"table {case}", error)
                 continue
@@ -136,16 +130,9 @@ def _kinds(run: Run, part: str, dtype: torch.dtype, heads: Heads) -> Iterator[Ki
     for way in ways(run, part, dtype, heads.dim):
         if not {*way} & {*slow}:
             yield Kind(" ".join(way), partial(_by_strategy, *way))
-    scale = heads.dim**-0.5
-    try:
-        triton = optional("triton_kernels")
-        yield Kind("cascade, rows by Triton", partial(_by_strategy, "cascade", "auto"), triton.rows_by_triton)
-        yield Kind("tiles in Triton", lambda tree, *qkv: triton.tiled_tree_attention(*qkv, tree.layout, scale))
-    except UserError as error:
-        run.leave_out(f"{part} in Triton", error)
     try:
         flex = optional("gpu_parts.tree_masks").cudnn_flex
-        yield Kind("cudnn_flex", lambda tree, *qkv: flex(*qkv, tree.plan, scale))
+        yield Kind("cudnn_flex", lambda tree, *qkv: flex(*qkv, tree.plan, heads.dim**-0.5))
     except UserError as error:
         run.leave_out(f"{part} on cudnn_flex", error)
 

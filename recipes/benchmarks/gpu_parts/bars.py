@@ -99,7 +99,7 @@ BARS = (
     _share_of_ideal("Qwen3-0.6B", "trees", 0.85, "0.81, 5.7x"),
     _share_of_ideal("Qwen3-0.6B", "groups", 0.92, "0.89, 1.36x"),
     _share_of_ideal("Qwen3-8B", "groups", 0.92, "0.94, 1.60x"),
-    Bar("segment sum in float32: share of a copy's bandwidth", "rows", "share_of_copy", 0.8, among_arms=True),
+    Bar("segment sum in float32: share of a copy's bandwidth", "rows", "share_of_copy", 0.8),
     Bar("fixed rates: time over what a calibration chooses", "rates", "slowdown", 1.03, False),
     *_of_dualkv("flash in torch", "cascade torch", 3),
     *_of_dualkv("a kernel for Hopper", OF_HOPPER, 4),

@@ -1,18 +1,14 @@
-"""The segment sum of a gather's backward pass beside a copy of as many bytes, in torch and in Triton.
+"""The segment sum of a gather's backward pass beside a copy of as many bytes.
 
 Shapes of Table 6 of the RadixMLP paper, in bfloat16 in place of its float16, with uniform indices. It counts each row
 read once and each result written once.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
-from gpu_parts.optional import optional
 from gpu_parts.run import Run, median_seconds
-from torch import Tensor
 
-from radixtrain.errors import UserError
 from radixtrain.kernels.rows import sum_rows
 
 __all__ = ["SUMS", "TINY_SUMS", "rows"]
@@ -24,12 +20,10 @@ SUMS: tuple[Sum, ...] = tuple(
     for dtype in (torch.float32, torch.bfloat16)
 )
 TINY_SUMS: tuple[Sum, ...] = ((10, 16, 20, torch.float32), (10, 16, 40, torch.bfloat16))
-Arms = dict[str, Callable[..., Tensor]]
 
 
 def rows(run: Run, shapes: tuple[Sum, ...]) -> None:
-    """Every shape, in torch and in `recipes/triton_kernels`."""
-    arms = _arms(run)
+    """Every shape."""
     for num_rows, width, num_terms, dtype in shapes:
         case = f"[{num_rows}, {width}] of {num_terms} {str(dtype).removeprefix('torch.')}"
         if not run.has_time(f"rows {case}"):
@@ -38,22 +32,8 @@ def rows(run: Run, shapes: tuple[Sum, ...]) -> None:
         x = torch.randn(num_terms, width, dtype=dtype, device=run.device, generator=generator)
         indices = torch.randint(num_rows, (num_terms,), device=run.device, generator=generator)
         copy = _copy_seconds((num_terms + num_rows) * width * dtype.itemsize, run.device)
-        for name, arm in arms.items():
-            try:
-                took = median_seconds(partial(arm, x, indices, num_rows), run.device)
-            except Exception as error:  # of a compiler, say
-                run.leave_out(f"rows {case}, {name}", error)
-                continue
-            run.found("rows", f"{case}, {name}", microseconds=took * 1e6, share_of_copy=copy / took)
-
-
-def _arms(run: Run) -> Arms:
-    arms: Arms = {"torch": sum_rows}
-    try:
-        arms["Triton"] = optional("triton_kernels").sum_rows
-    except UserError as error:
-        run.leave_out("rows, Triton", error)
-    return arms
+        took = median_seconds(partial(sum_rows, x, indices, num_rows), run.device)
+        run.found("rows", case, microseconds=took * 1e6, share_of_copy=copy / took)
 
 
 def _copy_seconds(num_bytes: int, device: torch.device) -> float:

@@ -104,10 +104,10 @@ def hf_arms(setting: Setting) -> Arms:
     return {
         "padded": lambda: trainer(setting.model(), default_data_collator),
         OTHER_ORDER: lambda: trainer(setting.model(), reversed_rows(default_data_collator)),
+        "radixtrain": lambda: trainer(prepare_model(setting.model()), RadixCollator()),
         "padding-free": lambda: trainer(
             setting.model(packed), DataCollatorWithFlattening(return_flash_attn_kwargs=True)
         ),
-        "radixtrain": lambda: trainer(prepare_model(setting.model()), RadixCollator()),
     }
 
 
@@ -128,9 +128,9 @@ def sft_arms(setting: Setting) -> Arms:
     return {
         "padded": lambda: trainer(setting.model()),
         OTHER_ORDER: lambda: trainer(setting.model(), reverse=True),
+        "radixtrain": lambda: trainer(prepare_model(setting.model()), RadixCollator()),
         "padding_free": lambda: trainer(setting.model(packed), padding_free=True),
         "packing": lambda: trainer(setting.model(packed), **whole),
-        "radixtrain": lambda: trainer(prepare_model(setting.model()), RadixCollator()),
     }
 
 

@@ -20,7 +20,6 @@ __all__ = ["options_of", "watch"]
 
 STARTED = time.time()  # all that takes long is imported after this file
 
-RECIPES = Path(__file__).resolve().parents[2]  # where `triton_kernels` is, which a part imports if it is there
 # Without it torch's deterministic algorithms refuse every matrix product; it is read once, at the first one.
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
@@ -56,8 +55,7 @@ def watch(script: str, argv: Sequence[str], options: argparse.Namespace) -> int:
 
 def _run_all(results: Results, command: Sequence[str], parts: Sequence[str]) -> int:
     """A process for the parts, and another one after each that ends early. Returns the code of one that began none."""
-    paths = filter(None, [os.environ.get("PYTHONPATH"), str(RECIPES)])
-    environment = {**DETERMINISTIC, **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {**DETERMINISTIC, **os.environ}
     left = list(parts)
     while left:
         code = subprocess.run([*command, "--parts", *left], env=environment, check=False).returncode
