@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from hypothesis import settings
-
 import tiny
 import tiny_models
+import torch
 from families_table import write_families_table
 from forked import NOT_OURS, Run, Server
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from transformers import Qwen3ForCausalLM
