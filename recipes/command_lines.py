@@ -158,7 +158,7 @@ FIT --print_config --output_dir 'läufe/ä b'
 FIT --print_config --hub_model_id 5
 FIT --print_config --hub_model_id null
 FIT --print_config --save_best eval_loss
-FIT --print_config --sp_size auto
+FIT --print_config --sp_size 2
 FIT --print_config --sp_size 2
 FIT --print_config --seed_everything true
 FIT --print_config --seed_everything false

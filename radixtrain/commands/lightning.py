@@ -47,7 +47,6 @@ from radixtrain.training.answers.evaluate_generation import EvaluateGeneration
 from radixtrain.training.devices.launch import Processes, local_rank0_reports
 from radixtrain.training.devices.launcher_env import default_devices, launcher_env
 from radixtrain.training.devices.settings import as_list, check_devices, device_settings, sp_size_of
-from radixtrain.training.devices.split import choose_sp_size
 from radixtrain.training.fault_tolerance import slurm
 from radixtrain.training.fault_tolerance.failures import explain, raise_file_limit
 from radixtrain.training.fault_tolerance.resume import settings_of_run
@@ -199,11 +198,12 @@ class Command:
 
         written: see `_prepare`. stack: what `fit` enters here lasts as long as the lock.
         """
-        evaluation, told = self.callbacks.evaluation, ""
+        evaluation = self.callbacks.evaluation
         if self.name not in WITHOUT_WEIGHTS:
             self.datamodule.setup(self.name)
             self.model.configure_model()
-            told = self._form_groups()
+            form_groups(self.sp_size, self.timeout)
+            self.model.split_rows()
         if self.name in ("fit", "validate"):
             evaluation.prepare(self.model, self.datamodule)
         self.model.answers.options = replace(evaluation.options, seed=self.datamodule.hparams.seed)
@@ -213,7 +213,7 @@ class Command:
             check_interval(trainer, self.datamodule.steps_per_epoch)
             trainer.log_every_n_steps = steps_between_logs(trainer, self.datamodule)
             if ranks().is_first:
-                shown = vars(self.settings.trainer), written, evaluation.line(), told
+                shown = vars(self.settings.trainer), written, evaluation.line()
                 print_overview(trainer, self.model, self.datamodule, *shown)
                 stack.enter_context(self._training())
         try:
@@ -221,15 +221,6 @@ class Command:
                 self._call()
         except MisconfigurationException as error:
             raise UserError(f"trainer: {first_line(error)}") from None
-
-    def _form_groups(self) -> str:
-        """The ranks that compute each micro-batch together; what `sp_size: auto` says of its choice, or nothing."""
-        sp_size, told = self.sp_size, ""
-        if self.name == "fit" and self.settings.sp_size == "auto":
-            sp_size, told = choose_sp_size(self.trainer, self.model, self.datamodule)
-        form_groups(sp_size, self.timeout)
-        self.model.split_rows()
-        return told
 
     def _checkpoint(self) -> str | None:
         """What `ckpt_path` stands for."""

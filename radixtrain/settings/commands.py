@@ -1,7 +1,7 @@
 """The keys of each command: those without a section, and the sections."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated
 
 from radixtrain.settings.answers import AnswerSettings
 from radixtrain.settings.bench import Bench
@@ -36,8 +36,7 @@ class Run(Section):
     save_total_limit: checkpoints that are kept, besides the best one.
     save_best: a metric of the validations, such as eval_loss: model/ gets the weights that were best by it.
     early_stopping: end after so many validations without a better save_best, or eval_loss.
-    sp_size: ranks that compute each micro-batch together, each a part of its unique rows; auto for what fit predicts to
-        be fastest.
+    sp_size: ranks that compute each micro-batch together, each a part of its unique rows.
     ddp_timeout: seconds that a rank waits for the others in a step.
     push_to_hub: upload model/ to the Hugging Face hub after training.
     hub_model_id: NAME or OWNER/NAME there; null takes the name of output_dir.
@@ -53,7 +52,7 @@ class Run(Section):
     save_total_limit: Count = 2
     save_best: str | None = None
     early_stopping: Count | None = None
-    sp_size: Count | Literal["auto"] = 1
+    sp_size: Count = 1
     ddp_timeout: Annotated[int, Limits(1, 2_000_000)] = 1800  # gloo counts milliseconds in 32 bits
     push_to_hub: bool = False
     hub_model_id: str | None = None

@@ -57,7 +57,7 @@ class DataSettings(Section):
     dataloader_num_workers: processes that collate and plan ahead of the training step.
     model_name_or_path: whose tokenizer and vocabulary; on the command line it is the model's.
     dedup: False for the ordinary padded baseline on the same batches.
-    sp_size: ranks that compute each micro-batch together, which has as many times `max_tokens`; auto: maybe one.
+    sp_size: ranks that compute each micro-batch together, which has as many times `max_tokens`.
     predict_unlabelled: rows for `predict` need no answer, and each is one sequence; on the command line it is true if
         no score of `model.scores` is of labelled tokens.
     predict_prompts: rows for `predict` are prompts, up to their last answer if they have one; on the command line it is
@@ -97,7 +97,7 @@ class DataSettings(Section):
     dataloader_num_workers: Annotated[int, Limits(0, MOST_PROCESSES)] = 1
     model_name_or_path: str | None = None
     dedup: bool = True
-    sp_size: Count | Literal["auto"] = 1
+    sp_size: Count = 1
     predict_unlabelled: bool = False
     predict_prompts: bool = False
 
@@ -123,14 +123,13 @@ class DataSettings(Section):
 
     def _check_sizes(self) -> None:
         """What is cut into micro-batches may be longer than one."""
-        sp_size = 1 if self.sp_size == "auto" else self.sp_size
-        together = f" x sp_size {sp_size}" if sp_size > 1 else ""
+        together = f" x sp_size {self.sp_size}" if self.sp_size > 1 else ""
         sizes = {"max_length": (self.max_length, "a sequence that long has")}
         if self.dedup and self.share_across_micro_batches:
             sizes = {}
         sizes["pad_to_multiple_of"] = (self.pad_to_multiple_of, "rows padded to it have")
         for name, (size, what) in sizes.items():
-            if size is not None and size > self.max_tokens * sp_size:
+            if size is not None and size > self.max_tokens * self.sp_size:
                 raise UserError(
                     f"data.{name} {size} exceeds data.max_tokens {self.max_tokens}{together}: {what} no micro-batch to "
                     f"go into; raise max_tokens or lower {name}"

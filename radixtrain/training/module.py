@@ -238,13 +238,13 @@ class RadixModule(L.LightningModule):
     def on_validation_end(self) -> None:
         self.speed.start()  # nor is one inside of an epoch
 
-    def step_cost(self, device: torch.device | None = None) -> StepCost | None:
-        """What `data.min_shared_tokens: auto` chooses by. device: that the model will be on; by default where it is.
+    def step_cost(self) -> StepCost | None:
+        """Return what `data.min_shared_tokens: auto` chooses by.
 
         None for `attention: reference` and `tree`, and on a device that is neither a CPU nor CUDA: then every branch is
         taken.
         """
-        attention, device = self.hparams.attention, device or self.device
+        attention, device = self.hparams.attention, self.device
         if self.model is None or attention not in ("auto", *CHOICES) or device.type not in FIXED_RATES:
             return None
         return step_cost_of(self.model, attention, device)

@@ -19,15 +19,7 @@ from typing import Any
 
 __all__ = [
     *("FLOAT64", "compute_in_float64", "fail_on_rank_1", "go_on_after_pause", "memory", "note_memory_of_saves"),
-    *(
-        "limit_open_files",
-        "lose_screen",
-        "pause",
-        "signal_early",
-        "split_whatever_it_costs",
-        "wait_until_paused",
-        "work_in_folder_of_rank",
-    ),
+    *("limit_open_files", "lose_screen", "pause", "signal_early", "wait_until_paused", "work_in_folder_of_rank"),
 ]
 
 
@@ -38,13 +30,6 @@ def compute_in_float64() -> None:
     arithmetic = float64_arithmetic()
     arithmetic.__enter__()
     atexit.register(arithmetic.__exit__, None, None, None)  # which also keeps it: collected, it would end
-
-
-def split_whatever_it_costs() -> None:
-    """`sp_size: auto` takes the best split, however much slower than data parallel it would be."""
-    from radixtrain.training.devices import split
-
-    split.CLEARLY = float("inf")
 
 
 FLOAT64: dict[str, Any] = {

@@ -57,11 +57,8 @@ SPLITTING = ("fit", "validate", "test")  # commands that split a micro-batch ove
 
 
 def sp_size_of(settings: Any, command: str) -> int:
-    """Ranks that compute each micro-batch together. Every other command computes whole sequences on each rank.
-
-    1 for `auto`, which `fit` decides once the data are read, see `choose_sp_size`.
-    """
-    return int(settings.sp_size) if command in SPLITTING and settings.sp_size != "auto" else 1
+    """Ranks that compute each micro-batch together. Every other command computes whole sequences on each rank."""
+    return int(settings.sp_size) if command in SPLITTING else 1
 
 
 def device_settings(settings: Any, command: str) -> dict[str, Any]:

@@ -58,21 +58,17 @@ Entry = tuple[str, str]
 """A name and a line of text."""
 
 
-def print_overview(
-    trainer: Any, module: Any, data: SFTData, config: Any, written: int, evaluates: str = "", split: str = ""
-) -> None:
+def print_overview(trainer: Any, module: Any, data: SFTData, config: Any, written: int, evaluates: str = "") -> None:
     """Print it, coloured on a terminal.
 
     module, data: a `RadixModule` with its model, and an `SFTData` with its rows. config: of the trainer, as it was set.
     written: bytes, see `check_room`. evaluates: what is generated after each validation; empty for nothing.
-    split: what `sp_size: auto` has chosen, and why; empty for nothing.
     """
     corpus, report, settings = data.conversations["train"], data.reports["train"], data.hparams
     entries = [
         *data_entries(corpus, report, settings.max_length, unused_keys(module, data, config)),
         *sharing_entries(data),
         *([("answers", evaluates)] if evaluates else []),
-        *([("split", split)] if split else []),
         *model_entries(module, trainer, data.steps_per_epoch, written),
     ]
     sample, tokenizer = corpus[0][0], load_tokenizer(settings.model_name_or_path, settings.chat_template_path)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from changed_runs import FLOAT64, compute_in_float64, split_whatever_it_costs
+from changed_runs import FLOAT64
 from device_trajectories import assert_same_trajectory
-from tiers import FULL, cases
+from tiers import cases
 
 WEIGHTS: dict[str, dict[str, Any]] = {
     "full": FLOAT64,
@@ -45,14 +45,3 @@ def test_ranks_take_the_steps_of_one_process(
     run = train("ranks", ranks=ranks, strategy=strategy, sp_size=sp_size, **flags)
     told = assert_same_trajectory(run, reference(**{**flags, **KEEPS_NOTHING}))
     print_after("devices", f"{weights}, {ranks} ranks, {strategy}, sp_size {sp_size}: {told}")
-
-
-@FULL
-def test_auto_splits_the_steps_of_one_process(launch, reference, tmp_path):
-    """If a split is taken whatever it costs: it would not pay for a model as small as this one."""
-    changes = [compute_in_float64, split_whatever_it_costs]
-    launched = launch("auto", ranks=2, strategy="ddp", sp_size="auto", **{**FLOAT64, "before": changes})
-    assert launched.wait() == [0, 0], launched.said()
-    assert "sp_size 2 (auto) has " in launched.runs[0].printed()
-    assert "2 ranks in 1 x 2" in launched.runs[0].printed()
-    assert_same_trajectory(tmp_path / "auto", reference(**FLOAT64))

@@ -64,7 +64,7 @@ VALUES = {
     f"--data.batch_size={LONG}": f"data.batch_size must be an integer; got {LONG[:80]} ...",
     "--data.batch_size.foo=1": "no key foo in data.batch_size, which is no section (`radixtrain fit --help data.batch_",
     "--data.val_size.foo=1": "data.val_size must be a number; got {'foo': 1}",
-    "--sp_size=some": "sp_size must be an integer or auto; got some",
+    "--sp_size=some": "sp_size must be an integer; got some",
 }
 CLASSES = {
     "--trainer.logger=tensorbord": "trainer.logger: no 'tensorbord', did you mean tensorboard?",
