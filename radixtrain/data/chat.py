@@ -51,6 +51,8 @@ class ChatEncoder:
         enclose, or if it has none, on the turns where they are found (`radixtrain/data/rendering/spans.py`).
     excess_length_strategy: what is done with samples longer than `max_length`; truncate keeps their start.
     chat_template_kwargs: variables for the chat template, for instance `enable_thinking: false`. Those of a row win.
+    on_unrendered: what is done if the template leaves out what the assistant thinks in a turn that is trained; drop
+        trains the turn without it.
     system_prompt: the system turn of chats that begin with none; other rows are refused then. Empty: no such turn.
     """
 
@@ -62,6 +64,7 @@ class ChatEncoder:
     split_turns: bool = True
     excess_length_strategy: Literal["raise", "drop", "truncate"] = "raise"
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    on_unrendered: Literal["raise", "drop"] = "raise"
     system_prompt: str = ""
     answered: ClassVar[bool] = True
     """Whether a row needs an answer to learn from."""
@@ -184,7 +187,8 @@ class ChatEncoder:
         if not isinstance(kwargs, dict):
             raise DataError(where, f"chat_template_kwargs: expected an object, found {kwargs!r}")
         tools = {"tools": read_tools(fields["tools"], where)} if fields.get("tools") else {}
-        chat = Conversation(self.tokenizer, self._rendered(messages), where, self.chat_template_kwargs | kwargs | tools)
+        variables, drops = self.chat_template_kwargs | kwargs | tools, self.on_unrendered == "drop"
+        chat = Conversation(self.tokenizer, self._rendered(messages), where, variables, drops)
         if reason := unread_variable(self.chat_template_kwargs, self.template_variables):
             raise UserError(reason)
         if reason := unread_variable(kwargs, self.template_variables):
@@ -299,7 +303,9 @@ def draft_turn(chat: Conversation, start: int, end: int) -> Draft:
 def draft_whole(chat: Conversation) -> Draft:
     """The chat with loss on every token."""
     refuse_weights(chat)
-    return Draft("", chat.text(), chat.where, "chat")
+    text = chat.text()
+    chat.check_turns(text, chat.assistant_turns())
+    return Draft("", text, chat.where, "chat")
 
 
 def trained_turns(chat: Conversation, first: int = 0) -> list[int]:

@@ -48,6 +48,7 @@ def encoder_of(settings: Any, unlabelled: bool = False) -> ChatEncoder:
         split_turns=settings.split_turns,
         excess_length_strategy=settings.excess_length_strategy,
         chat_template_kwargs=settings.chat_template_kwargs or {},
+        on_unrendered=settings.on_unrendered,
         system_prompt=_system_prompt(settings.system_prompt),
     )
 

@@ -30,6 +30,8 @@ class DataSettings(Section):
     max_length: longest sample, in tokens.
     excess_length_strategy: what is done with a longer one: raise, drop, or truncate (keeps the start).
     on_bad_row: a row that cannot be used: raise stops with `file:line: reason`, skip reports and goes on.
+    on_unrendered: thinking that the chat template leaves out of a trained turn: raise refuses the row, drop trains the
+        turn without it.
     assistant_only_loss: loss on the assistant's turns only; otherwise on every token of a chat.
     completion_only_loss: loss on the completion only, in rows that have one.
     split_turns: a sample for each assistant turn, rendered as the model will see it at inference.
@@ -77,6 +79,7 @@ class DataSettings(Section):
     max_length: Annotated[int | None, Limits(2, LARGEST)] = 4096
     excess_length_strategy: Literal["raise", "drop", "truncate"] = "raise"
     on_bad_row: Literal["raise", "skip"] = "raise"
+    on_unrendered: Literal["raise", "drop"] = "raise"
     assistant_only_loss: bool = True
     completion_only_loss: bool = True
     split_turns: bool = True

@@ -6,11 +6,13 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from radixtrain.data.files.rows import check_encodable
+from radixtrain.data.rendering.parts import lost_part, without_thinking
 from radixtrain.errors import DataError, UserError, first_line
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ class Conversation:
 
     messages: as `check_messages` returns them.
     template_kwargs: variables of the template: `tools`, `documents`, `enable_thinking` and others that it reads.
+    drops_thinking: whether a turn whose thinking the template leaves out is trained without it.
 
     Every method raises DataError if the template cannot render the messages, and UserError if there is no usable
     template, or if it writes more than `MAX_CHARACTERS`. Templates run in transformers' sandbox: no file, no import.
@@ -38,6 +41,7 @@ class Conversation:
     messages: list[dict[str, Any]]
     where: str
     template_kwargs: dict[str, Any]
+    drops_thinking: bool = False
 
     def __post_init__(self) -> None:
         if not self.tokenizer.chat_template:
@@ -69,7 +73,8 @@ class Conversation:
 
         The prompt is rendered from only `messages[:start]`, as at inference, so it ends in the generation prompt.
         Templates render a turn differently when others follow (Qwen3 drops earlier thinking), so `messages[end:]` are
-        not rendered.
+        not rendered. If the turn itself has the template drop the thinking of those before it (gpt-oss, in a chain of
+        calls), it is read beside them without their thinking; the prompt keeps it, as at inference.
         """
         if start == 0:
             reason = "turn 1 is the assistant's, with no prompt before it"
@@ -77,16 +82,50 @@ class Conversation:
         answers = self.messages[start]["role"] == "assistant"
         prompt = self.render(self.messages[:start], add_generation_prompt=answers)
         full = self._checked(self.messages[:end], self.render(self.messages[:end]))
-        if not full.startswith(prompt):
+        shown = prompt if full.startswith(prompt) else self._prompt_without_thinking(start, answers)
+        if not full.startswith(shown):
             reason = f"the chat template renders the prompt of turn {start + 1} differently with and without its answer"
             at = next((i for i, pair in enumerate(zip(prompt, full, strict=False)) if len({*pair}) == 2), len(full))
             found = f"{full[at : at + 30]!r} and {prompt[at : at + 30]!r}"
-            raise DataError(self.where, f"{reason} ({found}); {FIX} that renders both alike")
-        return prompt, full[len(prompt) :]
+            raise DataError(self.where, f"{reason} ({found}); {FIX} that renders both alike{self._switch(start, end)}")
+        target = full[len(shown) :]
+        self.check_turns(f"{_last_line(prompt)}{target}", range(start, end), thinking_from=start)
+        return prompt, target
+
+    def _switch(self, start: int, end: int) -> str:
+        """Another way out: the `enable_thinking` with which the prompt is how the turn begins, if there is one."""
+        if "enable_thinking" not in self.template_kwargs:
+            for value in (False, True):
+                with suppress(DataError):
+                    other = {**self.template_kwargs, "enable_thinking": value}
+                    replace(self, template_kwargs=other).prompt_and_target(start, end)
+                    return f", or data.chat_template_kwargs to {{enable_thinking: {str(value).lower()}}}"
+        return ""
+
+    def _prompt_without_thinking(self, start: int, answers: bool) -> str:
+        return self.render([without_thinking(each) for each in self.messages[:start]], add_generation_prompt=answers)
+
+    def check_turns(self, text: str, turns: Iterable[int], thinking_from: int | None = None) -> None:
+        """Raise DataError if their rendering lacks a part of what the assistant says or calls in these turns.
+
+        thinking_from: the first whose thinking has to be there too; by default the last message, since templates drop
+            that of earlier ones (`template.py` warns of it).
+        """
+        first = len(self.messages) - 1 if thinking_from is None else thinking_from
+        for turn in turns:
+            message = self.messages[turn]
+            if message["role"] != "assistant" or message.get("weight") == 0:
+                continue
+            if lost := lost_part(message, text, turn >= first and not self.drops_thinking):
+                fix = (
+                    "put the thinking into reasoning_content" if lost.startswith("writes") else f"{FIX} that renders it"
+                )
+                other = ", or data.on_unrendered: drop to train without it" if "the thinking" in lost else ""
+                raise DataError(self.where, f"the chat template {lost} in turn {turn + 1}; {fix}{other}")
 
     def tokens_and_mask(self) -> tuple[list[int], list[int]]:
         """The whole conversation's token ids, and 1 for each inside the template's `{% generation %}` markers."""
-        self.text()
+        self.check_turns(self.text(), self.assistant_turns())
         encoding = self._apply(self.messages, return_dict=True, return_assistant_tokens_mask=True)
         if not any(encoding["assistant_masks"]):
             fix = f"set split_turns: true, or {FIX_MARKERS}"
@@ -106,6 +145,9 @@ class Conversation:
         except jinja2.TemplateSyntaxError as error:
             raise UserError(f"the chat template is not valid at its line {error.lineno}: {error.message}") from error
         except Exception as error:  # a template is a program and may raise anything
+            plain = [_plain(message) for message in messages]
+            if plain != messages:  # DeepSeek-V3's takes no others
+                return self._apply(plain, **options)
             reason = f"the chat template failed: {type(error).__name__}: {first_line(error)}"
             raise DataError(self.where, reason) from error
         if isinstance(rendered, str) and len(rendered) > MAX_CHARACTERS:
@@ -141,6 +183,24 @@ def _reserved_names() -> set[str]:
     from transformers import PreTrainedTokenizerBase
 
     return {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"tools", "documents"}
+
+
+def _last_line(prompt: str) -> str:
+    """What the template may have begun of the answer: `<think>`, say."""
+    return prompt[prompt.rstrip().rfind("\n") + 1 :]
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """A message that calls tools with their arguments as JSON, and with a content, empty if it has none."""
+    calls = [_as_text(call) for call in message.get("tool_calls") or ()]
+    return {"content": "", **message, "tool_calls": calls} if calls else message
+
+
+def _as_text(call: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(call.get("function"), dict):
+        return call | {"function": _as_text(call["function"])}
+    arguments = call.get("arguments")
+    return call | {"arguments": json.dumps(arguments, ensure_ascii=False)} if isinstance(arguments, dict) else call
 
 
 def text_of(fields: dict[str, Any], name: str, where: str) -> str:

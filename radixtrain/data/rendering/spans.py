@@ -55,6 +55,8 @@ def sample_of_chat(chat: Conversation, turns: list[int], tokenize: DraftTokenize
     The borders of a turn are borders of tokens, as in `split_turns: true`. Raises as `find_turns`.
     """
     text, spans = find_turns(chat, turns, tokenize)
+    for turn, (start, end) in zip(turns, spans, strict=True):
+        chat.check_turns(text[start:end], [turn])
     borders = [0, *(border for span in spans for border in span), len(text)]
     pieces = _token_ids([text[start:end] for start, end in pairwise(borders)], tokenize)
     masked = [np.full_like(ids, IGNORE_INDEX) if n % 2 == 0 else ids for n, ids in enumerate(pieces)]
@@ -129,7 +131,7 @@ class _Finder:
     def _header_in_turn(self, turn: int, span: Span) -> str:
         """What the template writes in a turn before its text, or before the mark in a call of a tool."""
         place = next(place for place in self.rendering.places[turn] if place >= span[0])
-        own, is_marked, _ = self.messages[turn]["content"].partition(self.marks.word(turn))
+        own, is_marked, _ = self.messages[turn].get("content", "").partition(self.marks.word(turn))
         return self.whole[span[0] : place].removesuffix(own.lstrip() if is_marked else "")
 
     def _span(self, turn: int, messages: list[Message], rest: Rest) -> Span:

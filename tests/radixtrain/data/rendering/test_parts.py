@@ -1,0 +1,130 @@
+"""No part of a trained turn is lost in silence: the stock templates that TRL ships, on what agents write."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trl
+from byte_tokenizer import byte_tokenizer
+
+from radixtrain.data.chat import ChatEncoder
+from radixtrain.data.formats import Row
+from radixtrain.data.rendering.parts import lost_part
+from radixtrain.errors import DataError
+
+FOLDER = Path(trl.__file__).parent / "chat_templates"
+STOCK = sorted(path.stem for path in FOLDER.glob("*.jinja") if not path.stem.endswith("_training"))
+PARAMETERS = {"type": "object", "properties": {"thing": {"type": "string", "description": "What."}}}
+FUNCTION = {"name": "find_shelf", "description": "The shelf of a thing.", "parameters": PARAMETERS}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+ENDS = ("<|im_start|>", "<|im_end|>", "<|end|>", "<|call|>", "<|return|>")
+
+
+def call(**arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "find_shelf", "arguments": arguments}}
+
+
+def chat(*answers: dict[str, Any], tools: Any = TOOLS) -> dict[str, Any]:
+    """A question, and what the assistant says; a result of 4 after each of its turns but the last."""
+    turns = [
+        [{"role": "assistant", **each}, {"role": "tool", "name": "find_shelf", "content": "4"}] for each in answers
+    ]
+    messages = [{"role": "user", "content": "Where are nails and paint?"}, *(turn for pair in turns for turn in pair)]
+    return {"messages": messages[:-1], **({"tools": tools} if tools else {})}
+
+
+def learned(template: str, row: dict[str, Any], **options: Any) -> list[str]:
+    """The text that bears loss, of each sample."""
+    tokenizer = byte_tokenizer((FOLDER / f"{template}.jinja").read_text("utf-8"), special=ENDS)
+    samples = ChatEncoder(tokenizer, **options).encode(Row(row, "a.jsonl:1"))
+    return [tokenizer.decode(each.labels[each.labels != -100].tolist()) for each in samples]
+
+
+SAID = {"content": "Four."}
+THOUGHT = {"content": "Four.", "reasoning_content": "Nails are tools."}
+CALLED = {"tool_calls": [call(thing="nails")]}
+TWICE = {"content": "", "tool_calls": [call(thing="nails"), call(thing="paint")]}
+LOST = [
+    # template, what the assistant says, what is lost
+    ("lfm2", chat(TWICE, SAID), r"leaves out call 1 \(of the tool 'find_shelf'\) in turn 2; set chat_template_path"),
+    ("gptoss", chat(TWICE, SAID), r"leaves out call 2 \(of the tool 'find_shelf'\) in turn 2"),
+    ("llama3_1", chat({"content": "Let me see.", **CALLED}, SAID), "leaves out the text in turn 2"),
+    ("muse_glimmer", chat({"content": "Let me see.", **CALLED}, SAID), "leaves out the text in turn 2"),
+    ("qwen2_5", chat(THOUGHT, tools=None), r"the thinking \(reasoning_content\) in turn 2; .*on_unrendered: drop"),
+    ("qwen3", chat({"content": "Four.", "thinking": "Nails."}, tools=None), None),
+    (
+        "qwen3_8",
+        chat({"content": "<think>\nNails.\n</think>\n\nFour."}, tools=None),
+        "writes a block of thinking of its own before the <think> in the text in turn 2; put the thinking into reas",
+    ),
+    ("nemotron_3_nano", chat(SAID, tools=None), r", or data.chat_template_kwargs to \{enable_thinking: false\}$"),
+]
+
+
+@pytest.mark.parametrize(("template", "row", "reason"), LOST, ids=[case[0] for case in LOST])
+def test_what_a_template_leaves_out_is_refused(template: str, row: dict[str, Any], reason: str | None) -> None:
+    if reason is None:
+        assert "Nails." in learned(template, row)[0]
+        return
+    with pytest.raises(DataError, match=reason):
+        learned(template, row)
+
+
+def test_thinking_is_dropped_if_asked() -> None:
+    """Also in a whole chat, whose last thinking a template keeps."""
+    for template, split_turns in (("qwen2_5", True), ("deepseek_r1_distill", False)):
+        with pytest.raises(DataError, match="leaves out the thinking"):
+            learned(template, chat(THOUGHT, tools=None), split_turns=split_turns)
+        [target] = learned(template, chat(THOUGHT, tools=None), split_turns=split_turns, on_unrendered="drop")
+        assert target.startswith("Four.")
+
+
+def test_gpt_oss_agents_learn_every_turn_as_at_inference() -> None:
+    """Its template drops the thinking of the turns before an answer, once the answer is there."""
+    first, second = learned("gptoss", chat({**CALLED, "reasoning_content": "I look it up."}, THOUGHT))
+    assert first.startswith("<|channel|>analysis<|message|>I look it up.<|end|>") and '{"thing": "nails"}' in first
+    assert second.startswith("<|channel|>analysis<|message|>Nails are tools.<|end|>") and second.endswith("<|return|>")
+
+
+def test_arguments_are_objects_or_text_as_the_template_wants_them() -> None:
+    [whole] = learned("deepseekv3", chat(TWICE, SAID), split_turns=False)
+    assert '{"thing": "nails"}' in whole and '{"thing": "paint"}' in whole
+
+
+@pytest.mark.parametrize("template", STOCK)
+def test_a_turn_that_only_calls_is_learned_or_refused(template: str) -> None:
+    """Whole and split, with no content and with null."""
+    for answer in (CALLED, {"content": None, **CALLED}):
+        for split_turns in (True, False):
+            try:
+                found = "".join(learned(template, chat(answer, SAID), split_turns=split_turns))
+            except DataError:
+                continue
+            assert "find_shelf" in found and "nails" in found and "Four." in found
+
+
+def message(**arguments: Any) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [call(**arguments)]}
+
+
+VALUE = 'say "né\n"'
+SPELT = [VALUE, json.dumps(VALUE), json.dumps(VALUE, ensure_ascii=False), repr(VALUE), json.dumps(json.dumps(VALUE))]
+
+
+@pytest.mark.parametrize("spelt", SPELT)
+def test_every_spelling_is_found(spelt: str) -> None:
+    assert lost_part(message(text=VALUE, deep=[{"n": 0.5}]), f"find_shelf text {spelt} deep n 0.5") == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "lost"),
+    [
+        ("find_shelf thing", "leaves out '7' in call 1 (of the tool 'find_shelf')"),
+        ("find_shelf 7", "leaves out 'thing' in call 1 (of the tool 'find_shelf')"),
+        ("thing 7", "leaves out call 1 (of the tool 'find_shelf')"),
+        ("find_shelf thing 7", ""),
+    ],
+)
+def test_a_lost_argument_is_named(text: str, lost: str) -> None:
+    assert lost_part(message(thing=7, sure=True, none=None) | {"content": ""}, f"{text} sure none") == lost
