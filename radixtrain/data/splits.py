@@ -16,7 +16,7 @@ import xxhash
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import KEY, Source, as_sources
 from radixtrain.data.formats import open_rows
-from radixtrain.data.rendering.template import warn_of_rewritten_history
+from radixtrain.data.rendering.template import warn_of_endless_turns, warn_of_rewritten_history
 from radixtrain.data.sample import EncodeReport
 from radixtrain.data.steps import epoch_size
 from radixtrain.data.tokenized.cache import TokenizingOptions, tokenized
@@ -26,7 +26,7 @@ from radixtrain.data.tokens.tokenization import load_tokenizer, read_text
 from radixtrain.data.unlabelled import UnlabelledEncoder
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
-from radixtrain.hf.config import read_config
+from radixtrain.hf.config import end_tokens, read_config
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +99,9 @@ def load_split(
     parts: list[Part] = []
     sources = as_sources(files, settings.columns, key)
     if key == KEY and not unlabelled:
-        rows = chain.from_iterable(open_rows(source) for source in sources)
-        warn_of_rewritten_history(encoder, islice(rows, ROWS_LOOKED_AT))
+        rows = [*islice(chain.from_iterable(open_rows(source) for source in sources), ROWS_LOOKED_AT)]
+        warn_of_rewritten_history(encoder, rows)
+        warn_of_endless_turns(encoder, rows, _stops(settings.model_name_or_path, encoder))
     for source in sources:
         found = tokenized(source, encoder_for(source, encoder), options)
         report.add(found.report)
@@ -146,6 +147,11 @@ def take_validation(corpus: Corpus, size: float, seed: int) -> tuple[Corpus, Cor
         )
     order = np.random.default_rng([seed, 0x5F]).permutation(len(corpus))
     return corpus.select(np.sort(order[number:])), corpus.select(np.sort(order[:number]))
+
+
+def _stops(model_name_or_path: str, encoder: ChatEncoder) -> set[int]:
+    eos = encoder.tokenizer.eos_token_id
+    return end_tokens(model_name_or_path) | ({eos} if isinstance(eos, int) else set())
 
 
 def _vocab_size(model_name_or_path: str) -> int:

@@ -102,6 +102,15 @@ def _object_in(model_name_or_path: str, file: str) -> Any:
         return {}
 
 
+def end_tokens(model_name_or_path: str) -> set[int]:
+    """Return the ids at which generation stops: of generation_config.json, or else of config.json; empty if unknown."""
+    for file in ("generation_config.json", "config.json"):
+        ids = _object_in(model_name_or_path, file).get("eos_token_id")
+        if found := {each for each in (ids if isinstance(ids, list) else [ids]) if isinstance(each, int)}:
+            return found
+    return set()
+
+
 def reason_of(error: Exception) -> str:
     """What transformers says, in one line; if it asks to trust code that comes with a model, what to do instead."""
     if "trust_remote_code" in str(error):

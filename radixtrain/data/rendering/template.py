@@ -8,9 +8,12 @@ whole chat earlier turns are trained in a rendering that the model never writes.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.data.rendering.conversation import Conversation
 from radixtrain.errors import DataError, did_you_mean
 
@@ -96,6 +99,28 @@ def warn_of_rewritten_history(encoder: Any, rows: Iterable[Row | UnreadRow]) -> 
     trains_whole_chats = encoder.assistant_only_loss and not encoder.split_turns
     if trains_whole_chats and any(rewrites_history(encoder, row) for row in rows):
         logger.warning(WARNING)
+
+
+def warn_of_endless_turns(encoder: Any, rows: Iterable[Row | UnreadRow], stops: Iterable[int]) -> None:
+    """One line in the log if turns of these rows are trained to end in a token at which no generation stops.
+
+    encoder: a `ChatEncoder`. stops: ids at which the model stops generating.
+    """
+    known, endings = {*stops}, Counter[int]()
+    for row in rows:
+        with suppress(DataError):
+            if encoder.assistant_only_loss and encoder.chats(row):
+                samples = encoder.encode(row)
+                endings.update(int(each.labels[each.labels != IGNORE_INDEX][-1]) for each in samples)
+    endless = Counter({token: number for token, number in endings.items() if token not in known})
+    if known and endless:
+        last, stop = (repr(encoder.tokenizer.decode([token])) for token in (endless.most_common(1)[0][0], min(known)))
+        logger.warning(
+            "%d of %d turns are trained to end in %s, where generation does not stop (it does at %s ...): after its "
+            "answer the model will go on; set chat_template_path to a template that ends turns with such a token, or "
+            "add the token to eos_token_id in the model's generation_config.json",
+            *(endless.total(), endings.total(), last, stop),
+        )
 
 
 def _is_rewritten(chat: Conversation, special_tokens: tuple[str, ...]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
@@ -71,9 +72,23 @@ class DraftTokenizer:
 
     def _ended(self, draft: Draft) -> str:
         if draft.form == "turn":
-            return self.until_end_of_turn(draft.target)
+            return self.until_end_of_turn(self._without_next_prompt(draft))
         is_open = draft.form == "plain" and not draft.target.endswith(self.eos)
         return draft.target + self.eos if is_open else draft.target
+
+    def _without_next_prompt(self, draft: Draft) -> str:
+        """The target up to its end-of-turn token, if the template writes a generation prompt after every text.
+
+        That of the first Llama 3 does: prompt and target end alike, in more than one special token.
+        """
+        pairs = zip(reversed(draft.prompt), reversed(draft.target), strict=False)
+        num_alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        alike = draft.target[len(draft.target) - num_alike :]
+        found = sorted((alike.find(token), token) for token in self.special_tokens if token in alike)
+        if len(found) < 2:
+            return draft.target
+        place, end = found[0]
+        return draft.target[: len(draft.target) - len(alike) + place + len(end)]
 
     def until_end_of_turn(self, target: str) -> str:
         """Cuts what a template writes after the last end-of-turn token (ChatML: a newline): it is never generated."""

@@ -11,6 +11,7 @@ from byte_tokenizer import byte_tokenizer
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.formats import Row
 from radixtrain.data.rendering.parts import lost_part
+from radixtrain.data.rendering.template import warn_of_endless_turns
 from radixtrain.errors import DataError
 
 FOLDER = Path(trl.__file__).parent / "chat_templates"
@@ -34,9 +35,18 @@ def chat(*answers: dict[str, Any], tools: Any = TOOLS) -> dict[str, Any]:
     return {"messages": messages[:-1], **({"tools": tools} if tools else {})}
 
 
+def tokenizer_of(template: str) -> Any:
+    return byte_tokenizer((FOLDER / f"{template}.jinja").read_text("utf-8"), special=ENDS)
+
+
+def tokens(text: str) -> int:
+    [token] = tokenizer_of("qwen3")(text)["input_ids"]
+    return int(token)
+
+
 def learned(template: str, row: dict[str, Any], **options: Any) -> list[str]:
     """The text that bears loss, of each sample."""
-    tokenizer = byte_tokenizer((FOLDER / f"{template}.jinja").read_text("utf-8"), special=ENDS)
+    tokenizer = tokenizer_of(template)
     samples = ChatEncoder(tokenizer, **options).encode(Row(row, "a.jsonl:1"))
     return [tokenizer.decode(each.labels[each.labels != -100].tolist()) for each in samples]
 
@@ -102,6 +112,34 @@ def test_a_turn_that_only_calls_is_learned_or_refused(template: str) -> None:
             except DataError:
                 continue
             assert "find_shelf" in found and "nails" in found and "Four." in found
+
+
+# The first Llama 3's template: the assistant's header after every chat, also if it is not asked for.
+ALWAYS = """\
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '<|end|>' + m.content + '<|im_end|>' }}{% endfor %}
+{{- '<|im_start|>assistant<|end|>' }}"""
+
+
+def test_a_generation_prompt_after_every_chat_is_not_learned() -> None:
+    """Also if the answer is what the user said."""
+    tokenizer = byte_tokenizer(ALWAYS, special=ENDS)
+    row = {"messages": [{"role": role, "content": "Fine."} for role in ("user", "assistant", "user", "assistant")]}
+    samples = ChatEncoder(tokenizer).encode(Row(row, "a.jsonl:1"))
+    assert [tokenizer.decode(each.labels[each.labels != -100].tolist()) for each in samples] == ["Fine.<|im_end|>"] * 2
+
+
+def test_turns_that_end_where_generation_goes_on_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """GLM's: the next role's marker ends a turn, and is not trained."""
+    rows = [Row(chat(SAID, SAID, tools=None), "a.jsonl:1")]
+    for template, stops, told in (
+        ("glm4moe", {tokens("<|im_end|>")}, "2 of 2 turns are trained to end in '.', where generation does not stop"),
+        ("qwen3", {tokens("<|im_end|>")}, ""),
+        ("qwen3", {tokens("<|end|>")}, "(it does at '<|end|>' ...): after its answer the model will go on; set chat_"),
+        ("qwen3", set(), ""),
+    ):
+        caplog.clear()
+        warn_of_endless_turns(ChatEncoder(tokenizer_of(template)), rows, stops)
+        assert told in caplog.text and bool(caplog.text) == bool(told)
 
 
 def message(**arguments: Any) -> dict[str, Any]:
