@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from radixtrain.errors import UserError
+from radixtrain.yaml_text import load_yaml
 
 MASK = "***"
 # Names of keys, and the ends of longer ones after a `_`: `db_password`, `hf_token`.
@@ -178,7 +179,7 @@ def _masked_text(text: str, key: str) -> str:
 def _parsed(value: Any) -> Any:
     """A text that writes a mapping or a list in YAML as what it writes, and everything else as it is."""
     try:
-        found = yaml.safe_load(value) if isinstance(value, str) else value
+        found = load_yaml(value) if isinstance(value, str) else value
     except yaml.YAMLError:
         return value
     return found if isinstance(found, Mapping | list) else value

@@ -49,7 +49,7 @@ from radixtrain.training.devices.launcher_env import default_devices, launcher_e
 from radixtrain.training.devices.settings import as_list, check_devices, device_settings, sp_size_of
 from radixtrain.training.fault_tolerance import slurm
 from radixtrain.training.fault_tolerance.failures import explain, raise_file_limit
-from radixtrain.training.fault_tolerance.resume import settings_of_run
+from radixtrain.training.fault_tolerance.resume import settings_of_run, template_date
 from radixtrain.training.fault_tolerance.run_folder import EarlierRun, check_output_dir, locked, logs_of_run
 from radixtrain.training.fault_tolerance.saving import FolderCheckpointIO
 from radixtrain.training.module import RadixModule
@@ -199,6 +199,9 @@ class Command:
         written: see `_prepare`. stack: what `fit` enters here lasts as long as the lock.
         """
         evaluation = self.callbacks.evaluation
+        if self.name == "fit" and self.datamodule.hparams.template_date is None:
+            began = ranks().broadcast_from_rank0(partial(template_date, self.ckpt_path))
+            self.datamodule.hparams.template_date = began
         if self.name not in WITHOUT_WEIGHTS:
             self.datamodule.setup(self.name)
             self.model.configure_model()

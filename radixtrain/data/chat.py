@@ -12,7 +12,7 @@ from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.data.formats import Row, UnreadRow
 from radixtrain.data.rendering.conversation import Conversation, text_of
 from radixtrain.data.rendering.spans import sample_of_chat
-from radixtrain.data.rendering.template import renders_developer, template_variables, unread_variable
+from radixtrain.data.rendering.template import renders_developer, template_variables, unread_variable, with_date
 from radixtrain.data.rows.columns import standard_row
 from radixtrain.data.rows.messages import SYSTEM_ROLES, read_tools
 from radixtrain.data.rows.trajectories import plain_rows
@@ -20,6 +20,7 @@ from radixtrain.data.sample import EncodeReport, Sample, TooLongError, check_voc
 from radixtrain.data.tokens.tokenization import Draft, DraftTokenizer
 from radixtrain.data.tokens.tokenization import load_tokenizer as load_tokenizer  # recipes take both from here
 from radixtrain.errors import DataError, UserError
+from radixtrain.settings.data import date_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,6 +54,7 @@ class ChatEncoder:
     chat_template_kwargs: variables for the chat template, for instance `enable_thinking: false`. Those of a row win.
     on_unrendered: what is done if the template leaves out what the assistant thinks in a turn that is trained; drop
         trains the turn without it.
+    template_date: the date, YYYY-MM-DD, that `strftime_now` gives a chat template; None: today.
     system_prompt: the system turn of chats that begin with none; other rows are refused then. Empty: no such turn.
     """
 
@@ -65,6 +67,7 @@ class ChatEncoder:
     excess_length_strategy: Literal["raise", "drop", "truncate"] = "raise"
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     on_unrendered: Literal["raise", "drop"] = "raise"
+    template_date: str | None = None
     system_prompt: str = ""
     answered: ClassVar[bool] = True
     """Whether a row needs an answer to learn from."""
@@ -188,12 +191,19 @@ class ChatEncoder:
             raise DataError(where, f"chat_template_kwargs: expected an object, found {kwargs!r}")
         tools = {"tools": read_tools(fields["tools"], where)} if fields.get("tools") else {}
         variables, drops = self.chat_template_kwargs | kwargs | tools, self.on_unrendered == "drop"
-        chat = Conversation(self.tokenizer, self._rendered(messages), where, variables, drops)
+        template = self._template_of_a_day(tools.get("tools"))
+        chat = Conversation(self.tokenizer, self._rendered(messages), where, variables, drops, template)
         if reason := unread_variable(self.chat_template_kwargs, self.template_variables):
             raise UserError(reason)
         if reason := unread_variable(kwargs, self.template_variables):
             raise DataError(where, reason)
         return chat
+
+    def _template_of_a_day(self, tools: Any) -> str | None:
+        """The chat template that sees `template_date`; None for the tokenizer's own."""
+        if self.template_date is None or not self.tokenizer.chat_template:
+            return None
+        return with_date(self.tokenizer.get_chat_template(None, tools), date_of(self.template_date))
 
     def _rendered(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages; those of a developer as system turns, if the template leaves such turns out."""

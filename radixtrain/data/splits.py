@@ -16,7 +16,7 @@ import xxhash
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import KEY, Source, as_sources
 from radixtrain.data.formats import open_rows
-from radixtrain.data.rendering.template import warn_of_endless_turns, warn_of_rewritten_history
+from radixtrain.data.rendering.template import warn_of_endless_turns, warn_of_rewritten_history, writes_date
 from radixtrain.data.sample import EncodeReport
 from radixtrain.data.steps import epoch_size
 from radixtrain.data.tokenized.cache import TokenizingOptions, tokenized
@@ -39,8 +39,9 @@ def encoder_of(settings: Any, unlabelled: bool = False) -> ChatEncoder:
     """What renders and tokenises the rows. settings: of an `SFTData`."""
     if settings.model_name_or_path is None:
         raise UserError("data.model_name_or_path is missing: whose tokenizer reads the rows?")
+    tokenizer = load_tokenizer(settings.model_name_or_path, settings.chat_template_path)
     return (UnlabelledEncoder if unlabelled else ChatEncoder)(
-        load_tokenizer(settings.model_name_or_path, settings.chat_template_path),
+        tokenizer,
         vocab_size=_vocab_size(settings.model_name_or_path),
         max_length=settings.max_length,
         assistant_only_loss=settings.assistant_only_loss,
@@ -49,6 +50,7 @@ def encoder_of(settings: Any, unlabelled: bool = False) -> ChatEncoder:
         excess_length_strategy=settings.excess_length_strategy,
         chat_template_kwargs=settings.chat_template_kwargs or {},
         on_unrendered=settings.on_unrendered,
+        template_date=settings.template_date if writes_date(tokenizer) else None,
         system_prompt=_system_prompt(settings.system_prompt),
     )
 

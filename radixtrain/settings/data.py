@@ -1,6 +1,7 @@
 """The section `data`."""
 
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Annotated, Any, ClassVar, Literal
 
 from radixtrain.errors import UserError
@@ -41,6 +42,7 @@ class DataSettings(Section):
         wins.
     chat_template_path: a Jinja file in place of the tokenizer's own chat template.
     chat_template_kwargs: variables for the template, for instance `enable_thinking: false`.
+    template_date: the date that a chat template writes, YYYY-MM-DD; null: the day on which the run began, or today.
     shuffle_dataset: draw the steps of every epoch in a new order, seeded.
     group_by_prefix: draw steps in which conversations with a common prompt meet. A number is how many of a prompt stay
         together; true takes the smallest that reaches 80 % of the largest r, at most half of a step.
@@ -87,6 +89,7 @@ class DataSettings(Section):
     system_prompt: str | None = None
     chat_template_path: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    template_date: str | None = None
     shuffle_dataset: bool = True
     group_by_prefix: bool | int = False
     seed: Annotated[int, Limits(0, 2**32 - 1)] = 42
@@ -108,6 +111,8 @@ class DataSettings(Section):
         super().__post_init__()
         if self.train_on == "last_turn" and not (self.split_turns and self.assistant_only_loss):
             raise UserError("data.train_on: last_turn needs split_turns: true and assistant_only_loss: true")
+        if self.template_date is not None:
+            date_of(self.template_date)
         self._check_group_by_prefix()
         self._check_sizes()
 
@@ -137,3 +142,11 @@ class DataSettings(Section):
                     f"data.{name} {size} exceeds data.max_tokens {self.max_tokens}{together}: {what} no micro-batch to "
                     f"go into; raise max_tokens or lower {name}"
                 )
+
+
+def date_of(text: str) -> datetime:
+    """Return the midnight of a date, YYYY-MM-DD. UserError for anything else."""
+    try:
+        return datetime.strptime(text, "%Y-%m-%d")
+    except ValueError:
+        raise UserError(f"data.template_date must be a date such as 2026-11-27; got {text[:40]!r}") from None

@@ -32,6 +32,7 @@ class Conversation:
     messages: as `check_messages` returns them.
     template_kwargs: variables of the template: `tools`, `documents`, `enable_thinking` and others that it reads.
     drops_thinking: whether a turn whose thinking the template leaves out is trained without it.
+    template: in place of the tokenizer's own.
 
     Every method raises DataError if the template cannot render the messages, and UserError if there is no usable
     template, or if it writes more than `MAX_CHARACTERS`. Templates run in transformers' sandbox: no file, no import.
@@ -42,6 +43,7 @@ class Conversation:
     where: str
     template_kwargs: dict[str, Any]
     drops_thinking: bool = False
+    template: str | None = None
 
     def __post_init__(self) -> None:
         if not self.tokenizer.chat_template:
@@ -141,7 +143,8 @@ class Conversation:
         import jinja2
 
         try:
-            rendered = self.tokenizer.apply_chat_template(messages, **options, **self.template_kwargs)
+            options = {"chat_template": self.template, **options, **self.template_kwargs}
+            rendered = self.tokenizer.apply_chat_template(messages, **options)
         except jinja2.TemplateSyntaxError as error:
             raise UserError(f"the chat template is not valid at its line {error.lineno}: {error.message}") from error
         except Exception as error:  # a template is a program and may raise anything

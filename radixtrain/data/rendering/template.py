@@ -7,10 +7,13 @@ whole chat earlier turns are trained in a rendering that the model never writes.
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from radixtrain.collators.features import IGNORE_INDEX
@@ -27,6 +30,7 @@ logger = logging.getLogger(__name__)
 TURNS_LOOKED_AT = 16
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 MARK = "the word of the developer"
+DATE_CALL = re.compile(r"""strftime_now\(\s*["']([^"']*)["']\s*\)""")
 WARNING = (
     "split_turns: false: the template drops the thinking of earlier turns, or else renders them in another way once "
     "others follow: they are trained in a rendering that never occurs at inference; split_turns: true trains every "
@@ -56,6 +60,23 @@ def template_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str] | N
         return frozenset().union(*(meta.find_undeclared_variables(environment.parse(source)) for source in sources))
     except (jinja2.TemplateError, RecursionError):
         return None  # rendering says what is wrong with it
+
+
+def with_date(template: str, day: datetime) -> str:
+    """The template with a `strftime_now` that says what this day is; unchanged if it asks in more than plain words.
+
+    transformers hands a template no functions but its own, whose day is today.
+    """
+    asked = DATE_CALL.findall(template)
+    if not asked or len(asked) != template.count("strftime_now("):
+        return template
+    days = json.dumps({format: day.strftime(format) for format in asked})
+    return f"{{%- macro strftime_now(format) -%}}{{{{ {days}[format] }}}}{{%- endmacro -%}}{template}"
+
+
+def writes_date(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template asks what day it is, as those of Llama 3 and gpt-oss do."""
+    return "strftime_now" in json.dumps(tokenizer.chat_template)
 
 
 def unread_variable(kwargs: dict[str, Any], variables: frozenset[str] | None) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import xxhash
 
 from radixtrain.data.chat import ChatEncoder
+from radixtrain.data.rendering.template import writes_date
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,7 +60,7 @@ def fingerprint(encoder: ChatEncoder, source: dict[str, Any], files: Mapping[str
         "source": source,
         "files": {path: file.digest for path, file in files.items()},
     }
-    if "strftime_now" in json.dumps(encoder.tokenizer.chat_template):  # Llama 3 writes the date of the day
+    if encoder.template_date is None and writes_date(encoder.tokenizer):
         key["date"] = date.today().isoformat()
     return xxhash.xxh3_128_hexdigest(json.dumps(key, default=repr).encode())
 

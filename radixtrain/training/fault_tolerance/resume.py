@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ DRAWING = ("batch_size", "shuffle_dataset", "group_by_prefix", "seed", "val_size
 OF_ROWS = (
     *("train_file", "columns", "max_length", "excess_length_strategy", "on_bad_row", "assistant_only_loss"),
     *("completion_only_loss", "split_turns", "train_on", "chat_template_path", "chat_template_kwargs", "system_prompt"),
+    *("on_unrendered", "template_date"),
 )
 # What a run does besides its steps: keys of the top level, and those of `trainer` that say when it validates.
 BESIDE_STEPS = (
@@ -58,6 +60,16 @@ def changed_settings(checkpoint: Path, module: Any, data: Any) -> list[str]:
     checkpoint: of the run. module, data: a `RadixModule` and an `SFTData` with the settings of now.
     """
     return _changed(read_settings(checkpoint), module, data)
+
+
+def template_date(checkpoint: str | None) -> str:
+    """Return the date that the chat template of a run sees: that on which it began, today if it begins now.
+
+    checkpoint: from which the run goes on, or None.
+    """
+    today = date.today().isoformat()
+    saved = {} if checkpoint is None else read_settings(Path(checkpoint))["datamodule_hyper_parameters"]
+    return saved.get("template_date") or today
 
 
 def check_settings_of_run(checkpoint: Path, module: Any, data: Any) -> None:

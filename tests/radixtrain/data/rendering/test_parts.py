@@ -142,6 +142,13 @@ def test_turns_that_end_where_generation_goes_on_are_told(caplog: pytest.LogCapt
         assert told in caplog.text and bool(caplog.text) == bool(told)
 
 
+@pytest.mark.parametrize("template", ["gptoss", "llama3_2"])
+def test_a_template_writes_the_given_date(template: str) -> None:
+    tokenizer = tokenizer_of(template)
+    [sample] = ChatEncoder(tokenizer, template_date="2020-02-29").encode(Row(chat(SAID, tools=None), "a.jsonl:1"))
+    assert ("2020-02-29" if template == "gptoss" else "29 Feb 2020") in tokenizer.decode(sample.input_ids.tolist())
+
+
 def message(**arguments: Any) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [call(**arguments)]}
 

@@ -3,6 +3,7 @@
 import csv
 import json
 import logging
+from datetime import date, timedelta
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ import torch
 from lightning.pytorch.callbacks import Timer
 from outcomes import EXACT, assert_same_run
 from tiers import FULL
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from radixtrain.__main__ import main
 from radixtrain.checkpoints.folder import read_checkpoint
+from radixtrain.training.fault_tolerance import resume
 
 WHOLE = 10  # steps: 20 rows, 4 at a time, 2 epochs
 pytestmark = FULL
@@ -82,6 +84,23 @@ def test_a_run_that_max_time_has_stopped_goes_on(ran, arguments, tmp_path, monke
     monkeypatch.undo()
     ran("short", ckpt_path="last", trainer__max_time="00:01:00:00", **EXACT)
     assert_same_run(short, whole)
+
+
+def test_a_template_sees_the_day_on_which_its_run_began(ran, refused, shop, tmp_path, monkeypatch):
+    """Llama 3 and gpt-oss write the date into every prompt."""
+    template = tmp_path / "dated.jinja"
+    dated = "{{- 'Today is ' + strftime_now('%d %B %Y') + '. ' }}"
+    template.write_text(dated + AutoTokenizer.from_pretrained(shop / "model").chat_template)
+    flags = {"data__chat_template_path": template}
+    folder = ran("dated", trainer__max_steps=2, **flags)
+    began = read_checkpoint(at(folder, 2))["datamodule_hyper_parameters"]["template_date"]
+    assert began == date.today().isoformat()
+    monkeypatch.setattr(resume, "date", type("Tomorrow", (), {"today": lambda: date.today() + timedelta(days=1)}))
+    ran("dated", trainer__max_steps=4, ckpt_path="last", **flags)
+    assert at(folder, 4).exists()
+    told = refused(trainer__max_steps=6, ckpt_path=at(folder, 4), data__template_date="2020-02-29", **flags)
+    assert f"data.template_date was {began} and is 2020-02-29; give the value of the run" in told
+    assert "must be a date such as 2026-11-27; got '2020-02-30'" in refused(data__template_date="2020-02-30", **flags)
 
 
 @pytest.mark.parametrize("due", [False, True])
