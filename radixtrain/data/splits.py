@@ -16,7 +16,12 @@ import xxhash
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import KEY, Source, as_sources
 from radixtrain.data.formats import open_rows
-from radixtrain.data.rendering.template import warn_of_endless_turns, warn_of_rewritten_history, writes_date
+from radixtrain.data.rendering.template import (
+    warn_of_endless_turns,
+    warn_of_likely_mistakes,
+    warn_of_rewritten_history,
+    writes_date,
+)
 from radixtrain.data.sample import EncodeReport
 from radixtrain.data.steps import epoch_size
 from radixtrain.data.tokenized.cache import TokenizingOptions, tokenized
@@ -104,6 +109,7 @@ def load_split(
         rows = [*islice(chain.from_iterable(open_rows(source) for source in sources), ROWS_LOOKED_AT)]
         warn_of_rewritten_history(encoder, rows)
         warn_of_endless_turns(encoder, rows, _stops(settings.model_name_or_path, encoder))
+        warn_of_likely_mistakes(encoder, rows)
     for source in sources:
         found = tokenized(source, encoder_for(source, encoder), options)
         report.add(found.report)

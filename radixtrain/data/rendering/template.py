@@ -11,7 +11,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -142,6 +142,34 @@ def warn_of_endless_turns(encoder: Any, rows: Iterable[Row | UnreadRow], stops: 
             "add the token to eos_token_id in the model's generation_config.json",
             *(endless.total(), endings.total(), last, stop),
         )
+
+
+def warn_of_likely_mistakes(encoder: Any, rows: Iterable[Row | UnreadRow]) -> None:
+    """One line in the log, with a count, for each thing that is trained as it stands and is seldom meant.
+
+    encoder: a `ChatEncoder`.
+    """
+    found, looked_at = Counter[str](), [*rows]
+    for row in looked_at:
+        with suppress(DataError):
+            found.update({kind for chat in encoder.chats(row) for kind in _mistakes_of_chat(chat)})
+            found.update(
+                {kind for draft in encoder.drafts(row) for kind in _mistakes_of_text(draft, encoder.tokenizer)}
+            )
+    for kind, number in found.items():
+        logger.warning("%d of %d rows %s", number, len(looked_at), kind)
+
+
+def _mistakes_of_chat(chat: Conversation) -> Iterator[str]:
+    if any("tool_calls" in message for message in chat.messages) and not chat.template_kwargs.get("tools"):
+        yield "call tools and have no `tools`: the prompt does not say which there are, at inference it will"
+
+
+def _mistakes_of_text(draft: Any, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    bos = tokenizer.bos_token
+    is_written = bos and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
+    if is_written and getattr(draft, "form", "") == "plain" and f"{draft.prompt}{draft.target}".startswith(bos):
+        yield f"are text that begins with {bos}, which the tokenizer writes too: it is there twice; leave it out"
 
 
 def _is_rewritten(chat: Conversation, special_tokens: tuple[str, ...]) -> bool:

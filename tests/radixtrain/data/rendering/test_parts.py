@@ -11,7 +11,7 @@ from byte_tokenizer import byte_tokenizer
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.formats import Row
 from radixtrain.data.rendering.parts import lost_part
-from radixtrain.data.rendering.template import warn_of_endless_turns
+from radixtrain.data.rendering.template import warn_of_endless_turns, warn_of_likely_mistakes
 from radixtrain.errors import DataError
 
 FOLDER = Path(trl.__file__).parent / "chat_templates"
@@ -140,6 +140,15 @@ def test_turns_that_end_where_generation_goes_on_are_told(caplog: pytest.LogCapt
         caplog.clear()
         warn_of_endless_turns(ChatEncoder(tokenizer_of(template)), rows, stops)
         assert told in caplog.text and bool(caplog.text) == bool(told)
+
+
+def test_what_is_seldom_meant_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    encoder = ChatEncoder(byte_tokenizer((FOLDER / "qwen3.jinja").read_text("utf-8"), bos="<|bos|>"))
+    rows = [chat(CALLED, SAID, tools=None), chat(CALLED, SAID), {"text": "<|bos|>Four."}, {"text": "Four."}]
+    warn_of_likely_mistakes(encoder, [Row(row, "a.jsonl:1") for row in rows])
+    calls, twice = caplog.messages
+    assert calls.startswith("1 of 4 rows call tools and have no `tools`: the prompt does not say which there are")
+    assert twice.startswith("1 of 4 rows are text that begins with <|bos|>, which the tokenizer writes too")
 
 
 @pytest.mark.parametrize("template", ["gptoss", "llama3_2"])
