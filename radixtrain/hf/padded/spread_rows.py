@@ -145,7 +145,8 @@ class SpreadRows(Tensor):
         for each in ours:
             if each.is_held:
                 each.spread.mark_read(inside=True)
-        found = _of_table(func, args, kwargs) if func in RULES else NotImplemented
+        # A further lazy argument becomes ordinary in the function, and with it perhaps the one whose table is read.
+        found = _of_table(func, args, kwargs) if func in RULES and len(ours) == 1 else NotImplemented
         return _of_whole(func, args, kwargs, ours) if found is NotImplemented else found
 
     @classmethod

@@ -22,6 +22,7 @@ MASK = (IDS != 0).long()
 LABELS = IDS.masked_fill(MASK == 0, -100)
 BATCH = {"input_ids": IDS, "attention_mask": MASK}
 LEFT = {name: value.flip(1) for name, value in BATCH.items()}
+WHOLE = {"input_ids": IDS}
 FIRST_THREE = slice(None), slice(3)
 
 
@@ -158,6 +159,32 @@ def test_losses(tiny_qwen3, name):
     with float64_throughout(model), WholeLogits() as logits:
         LOSSES[name](model).backward()
     assert not logits.found
+
+
+def of_its_own_rows(model: Any) -> Tensor:
+    """Without gradients the hidden states become an ordinary tensor while their first row does, which is the weight."""
+    with torch.no_grad():
+        hidden = hidden_of(model, WHOLE)
+        scores = nn.functional.linear(hidden, hidden[0])
+    return some(model.lm_head(hidden_of(model, WHOLE))) * scores.sum()
+
+
+def of_a_vector(model: Any) -> Tensor:
+    return nn.functional.linear(hidden_of(model), model.lm_head.weight[0])[MASK == 1].sin().sum()
+
+
+@pytest.mark.parametrize("loss_of", [of_a_vector, of_its_own_rows])
+def test_unusual_weights(tiny_qwen3, loss_of):
+    """A weight that is a vector, and one that is lazy itself."""
+    assert_same_gradient(tiny_qwen3(), loss_of)
+
+
+def test_several_gradients_at_once(tiny_qwen3):
+    model = share_prefixes(tiny_qwen3(tie_word_embeddings=False).double())
+    sums = model.lm_head(hidden_of(model, WHOLE)).square().sum((0, 1))[:2]
+    weight, each = model.lm_head.weight, torch.eye(2).to(sums)
+    (found,) = torch.autograd.grad(sums, weight, each, retain_graph=True, is_grads_batched=True)
+    assert torch.equal(found, torch.stack([torch.autograd.grad(one, weight, retain_graph=True)[0] for one in sums]))
 
 
 def test_nothing_is_left(tiny_qwen3):
