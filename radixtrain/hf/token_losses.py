@@ -31,11 +31,11 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from radixtrain.errors import UserError
 
 UNKNOWN = (
-    "no loss that is known to be a sum over tokens gave this gradient, but one of your own, or a term beside the model's "
+    "no loss that is known to be a sum over tokens gave this gradient, but one of your own, or a term beside that loss "
     "(compute_loss, compute_loss_func, another loss_function). A batch of RadixCollator has one row of predictions for "
     "all its sequences, [1, P, vocabulary], so a mean for each row would be another one. If yours is such a sum, "
-    "whatever it is divided by, say so: RadixCollator(token_loss=True). For any other loss use share_prefixes(model) and "
-    "your own collator"
+    "whatever it is divided by, say so: RadixCollator(token_loss=True). For any other loss use share_prefixes(model) "
+    "and your own collator"
 )
 MAX_NODES = 200  # of a graph between hidden rows and a loss: a head, adapters on it, a scale, a soft-cap
 
