@@ -5,6 +5,7 @@ Every case is compared with the untouched model, in float64: logits at kept toke
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from untouched_gradient import assert_same_gradient
 
 from radixtrain import share_prefixes
+from radixtrain.errors import UserError
 from radixtrain.verification.oracle import float64_throughout
 
 IDS = torch.tensor([[7, 8, 9, 1, 2, 3], [7, 8, 9, 1, 4, 0], [7, 8, 9, 5, 0, 0], [7, 8, 9, 5, 6, 0]])
@@ -128,6 +130,17 @@ def selected(logits: Tensor) -> Tensor:
     return ((torch.gather(logits, dim=-1, index=IDS[..., None])[..., 0] - sums) * MASK).sin().sum()
 
 
+class Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.shape = x.shape
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.expand(ctx.shape)
+
+
 LOSSES: dict[str, Callable[[Any], Tensor]] = {
     "labels": lambda model: model(**BATCH, labels=LABELS).loss,
     "accumulation": lambda model: model(**BATCH, labels=LABELS, num_items_in_batch=torch.tensor(50)).loss,
@@ -185,6 +198,17 @@ def test_several_gradients_at_once(tiny_qwen3):
     weight, each = model.lm_head.weight, torch.eye(2).to(sums)
     (found,) = torch.autograd.grad(sums, weight, each, retain_graph=True, is_grads_batched=True)
     assert torch.equal(found, torch.stack([torch.autograd.grad(one, weight, retain_graph=True)[0] for one in sums]))
+
+
+@pytest.mark.parametrize("enter", [partial(checkpoint, cross_entropy, use_reentrant=True), Sum.apply])
+def test_changed_while_a_function_holds_it(tiny_qwen3, enter):
+    """Torch gives the function the lazy tensor, whose gradient is that of before the change."""
+    logits = share_prefixes(tiny_qwen3())(**BATCH).logits
+    held = cross_entropy(logits), nn.functional.layer_norm(logits, logits.shape[-1:])
+    assert held[1].requires_grad
+    logits[..., 0] = -5.0
+    with pytest.raises(UserError, match="changed in place while another function held them"):
+        enter(logits)
 
 
 def test_nothing_is_left(tiny_qwen3):
