@@ -33,7 +33,7 @@ def sum_rows(x: Tensor, indices: Tensor, num_rows: int) -> Tensor:
     Returns (num_rows, ...), the dtype of x; rows that no index names are zero.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    total = torch.zeros(num_rows, *x.shape[1:], dtype=wide, device=x.device)
+    total = x.new_zeros(num_rows, *x.shape[1:], dtype=wide)  # batched if x is, as under `is_grads_batched`
     if x.device.type == "cuda":
         total.index_put_((indices,), x.to(wide), accumulate=True)
     else:

@@ -81,7 +81,10 @@ def check_yaml(text: str, name: str = "") -> None:
     """
     if len(text) > MOST_CHARACTERS:
         raise UsageError(f"{name or 'a value'} has {len(text):,} characters, settings at most {MOST_CHARACTERS:,}")
-    loader = Loader(text)
+    try:
+        loader = Loader(text)
+    except UnicodeEncodeError:  # of bytes of the command line that are no UTF-8
+        raise UsageError(f"{name or 'a value'} is no text in UTF-8: {text!a}") from None
     sizes: dict[str, int] = {}  # of what anchors name, in values
     open_: list[_Collection] = [_Collection(None, is_mapping=False)]
     while loader.check_event():

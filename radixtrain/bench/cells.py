@@ -170,6 +170,8 @@ def grid(models: Any, prompt_length: Any, suffix_length: Any, num_sequences: Any
         value if isinstance(value, list) else [value]
         for value in (models, prompt_length, suffix_length, num_sequences, tree, mode)
     ]
+    for name, values in zip(("models", *LEAST, "tree", "mode"), axes, strict=True):
+        _check_not_empty(name, values)
     for shape in axes[0]:
         _check_shape(shape)
     for (name, minimum), values in zip(LEAST.items(), axes[1:4], strict=True):
@@ -183,6 +185,7 @@ def strategies(
 ) -> tuple[str, ...]:
     """The strategies, each once; `auto` stays, for the cost model to choose. Raises UserError if one cannot run."""
     names = [wanted] if isinstance(wanted, str) else wanted
+    _check_not_empty("attention", names)
     for name in names:
         choose_attention(name, kernel, device, dtype, head_dim)
     return tuple(dict.fromkeys(names))
@@ -198,6 +201,11 @@ def _check_shape(shape: ModelShape) -> None:
             f"models: num_attention_heads ({config.num_attention_heads}) must be a multiple of num_key_value_heads "
             f"({config.num_key_value_heads})"
         )
+
+
+def _check_not_empty(name: str, values: Sequence[Any]) -> None:
+    if not values:
+        raise UserError(f"{name} is an empty list: nothing would be timed")
 
 
 def _check_at_least(minimum: int, name: str, value: int) -> None:

@@ -18,6 +18,7 @@ from pydantic_core import ArgsKwargs
 
 from radixtrain.commands.keys import Key
 from radixtrain.commands.reading import refusal
+from radixtrain.commands.typed import shortened
 from radixtrain.errors import UsageError, UserError, first_line
 
 # A configuration makes objects of these packages and kinds only: any other could run code, as `torch.hub.load` and
@@ -111,6 +112,9 @@ def _described(key: str, value: Any, kinds: tuple[type, ...], command: str) -> A
     parts = {name: written.get(name) or {} for name in ("init_args", "dict_kwargs")}
     if unknown := written.keys() - parts.keys() - {"class_path"}:
         raise UsageError(f"no key {min(unknown)} in {key} (`radixtrain {command} --help {key}` lists the keys)")
+    for name, part in parts.items():
+        if not isinstance(part, Mapping) or not all(isinstance(option, str) for option in part):
+            raise UsageError(f"{key}: {name} must be a mapping of names to values; got {shortened(part)}")
     path = str(written.get("class_path"))
     _class_named(key, path, kinds)
     options = parts["init_args"] | parts["dict_kwargs"]

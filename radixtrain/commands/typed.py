@@ -122,8 +122,7 @@ def check_typed(typed: Sequence[str]) -> Typed:
     for section in sections & final.keys():
         got = shortened(final[section])
         raise UsageError(f"{section} is a section: expected keys with their values; got {got}")
-    if not own.intersection(PRINTING):
-        _check_missing(keys, final)
+    _check_missing(keys, final)
     _check_lora(names, own)
     return Typed(arguments, [(name, value) for name, value in given if name not in PRINTING], "print_config" in own)
 

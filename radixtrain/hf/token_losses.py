@@ -10,9 +10,10 @@ a gradient, unless it comes from a loss of this list:
 - whatever the collator vouches for (`token_loss`, `merge_labels`).
 
 Under `torch.compile` nothing is watched. A loss finds the rows that it reads by the graph between them, so that each
-call is judged by its own:
+call is judged by its own. What else is computed from the same logits adds to the gradient there, and is refused:
 
-    hidden rows, watched  ->  head  ->  logits  ->  ForCausalLMLoss  ->  loss
+    hidden rows, watched  ->  head  ->  logits  ->  the same, for a loss  ->  ForCausalLMLoss  ->  loss
+                                              ->  something of the user's
 """
 
 from __future__ import annotations
@@ -29,17 +30,25 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from radixtrain.errors import UserError
 
+UNKNOWN = (
+    "no loss that is known to be a sum over tokens gave this gradient, but one of your own, or a term beside that loss "
+    "(compute_loss, compute_loss_func, another loss_function). A batch of RadixCollator has one row of predictions for "
+    "all its sequences, [1, P, vocabulary], so a mean for each row would be another one. If yours is such a sum, "
+    "whatever it is divided by, say so: RadixCollator(token_loss=True). For any other loss use share_prefixes(model) "
+    "and your own collator"
+)
 MAX_NODES = 200  # of a graph between hidden rows and a loss: a head, adapters on it, a scale, a soft-cap
 
 
 class LossWatch:
-    """Of the rows of one call: whether a loss over tokens has gone backward."""
+    """Of the rows of one call: the gradient of a loss over tokens, and whether there is no other beside it."""
 
+    known: Tensor | None = None
     is_known = False
 
-    def know(self, grad: Tensor) -> None:
-        """A hook of such a loss."""
-        self.is_known = True
+    def compare(self, grad: Tensor) -> None:
+        """A hook of what the loss reads. What torch has added to the gradient that we hold is another tensor."""
+        self.is_known, self.known = grad is self.known, None
 
 
 @torch.compiler.disable  # the watch is new in every call
@@ -62,25 +71,33 @@ class _Watched(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        if not ctx.watch.is_known:
-            raise UserError(
-                "no loss that is known to be a sum over tokens gave this gradient, but one of your own (compute_loss, "
-                "compute_loss_func, another loss_function). A batch of RadixCollator has one row of predictions for "
-                "all its sequences, [1, P, vocabulary], so a mean for each row would be another one. If yours is such "
-                "a sum, whatever it is divided by, say so: RadixCollator(token_loss=True). For any other loss use "
-                "share_prefixes(model) and your own collator"
-            )
+        is_known, ctx.watch.is_known = ctx.watch.is_known, False
+        if not is_known:
+            raise UserError(UNKNOWN)
         return grad, None
 
 
 @torch.compiler.disable  # reads the graph
-def know(loss: Any, source: Tensor) -> None:
-    """Let the rows that `source` was computed from accept the gradient of a loss, or of each of several tensors."""
+def for_token_loss(source: Tensor) -> Tensor:
+    """The same tensor for a loss, whose gradient the rows accept that it was computed from, if they get no other."""
     watch = _watch_above(source)
-    if watch is not None:
-        for each in loss if isinstance(loss, tuple) else (loss,):
-            if isinstance(each, Tensor) and each.requires_grad:
-                each.register_hook(watch.know)
+    if watch is None:
+        return source
+    source.register_hook(watch.compare)
+    found: Tensor = _ForTokenLoss.apply(source, watch)
+    return found
+
+
+class _ForTokenLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, watch: LossWatch) -> Tensor:
+        ctx.watch = watch
+        return source.view_as(source)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.watch.known = grad
+        return grad, None
 
 
 def _watch_above(source: Tensor) -> LossWatch | None:
@@ -106,10 +123,11 @@ class TokenLoss:
         self.ordinary = ordinary
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        loss = self.ordinary(*args, **kwargs)
-        if not torch.compiler.is_compiling():  # where no rows are watched, and a look at the graph would break it
-            know(loss, kwargs["logits"] if "logits" in kwargs else args[0])
-        return loss
+        if torch.compiler.is_compiling():  # where no rows are watched, and a look at the graph would break it
+            return self.ordinary(*args, **kwargs)
+        if "logits" in kwargs:
+            return self.ordinary(*args, **{**kwargs, "logits": for_token_loss(kwargs["logits"])})
+        return self.ordinary(for_token_loss(args[0]), *args[1:], **kwargs)
 
     @staticmethod
     def install(model: Any) -> None:
@@ -135,8 +153,8 @@ def _know_label_smoothing() -> None:
 
     @wraps(ordinary)
     def call(self: Any, model_output: Any, *args: Any, **kwargs: Any) -> Tensor:
-        loss: Tensor = ordinary(self, model_output, *args, **kwargs)
-        know(loss, model_output["logits"] if isinstance(model_output, dict) else model_output[0])
+        logits = model_output["logits"] if isinstance(model_output, dict) else model_output[0]
+        loss: Tensor = ordinary(self, {"logits": for_token_loss(logits)}, *args, **kwargs)
         return loss
 
     smoother.__call__ = call

@@ -18,7 +18,7 @@ from torch import Tensor
 from radixtrain.hf.padded.row_functions import MIN_SAVING
 from radixtrain.hf.padded.spread import Spread
 from radixtrain.hf.padded.spread_rows import SpreadRows
-from radixtrain.hf.token_losses import know
+from radixtrain.hf.token_losses import for_token_loss
 from radixtrain.kernels.rows import gather_rows
 from radixtrain.loss import linear_cross_entropy
 
@@ -38,9 +38,7 @@ class FusedHead:
 
     def apply(self, hidden: Tensor, *others: Any) -> Any:
         if type(hidden) is not SpreadRows:
-            found = self.ordinary.apply(hidden, *others)
-            know(found, hidden)
-            return found
+            return self.ordinary.apply(for_token_loss(hidden), *others)
         spread = hidden.spread
         found = self.on_rows(self.ordinary, spread, *others) if hidden.is_lazy else NotImplemented
         if found is NotImplemented:

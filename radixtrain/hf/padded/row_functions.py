@@ -65,7 +65,8 @@ def _softmax(x: Spread, func: Any, others: Others, named: Named) -> Any:
 def _linear(x: Spread, func: Any, others: Others, named: Named) -> Any:
     """The rows that are asked for, once each."""
     num_places, num_rows = x.place_rows.size, len(x.asked_rows)
-    if num_places < MIN_SAVING * num_rows:
+    weight = others[0] if others else named.get("weight")
+    if num_places < MIN_SAVING * num_rows or getattr(weight, "ndim", 0) != 2:
         return NotImplemented
     x.report.count_head(num_places, num_rows)
     x.mark_read()

@@ -6,9 +6,10 @@
 A place is one entry of the `[B, L]` batch. The row of a place that the mask hides is U, one past the last.
 
 In an ordinary batch the hidden states of padding are numbers that no one should read. Here they are those of a token of
-the batch. A loss may read them all the same, for instance if labels of padding are not -100. Its gradient would not be
-the ordinary one, so the backward pass raises an error. For that a gradient must arrive there: the hidden states of
-padding are finite and not zero, because the gradient of a square is zero at zero.
+the batch, in reverse. A loss may read them all the same, for instance if labels of padding are not -100. Its gradient
+would not be the ordinary one, so the backward pass raises an error. For that a gradient must arrive there: the hidden
+states of padding are finite, not zero, and not a token's own, because the gradient of a square is zero at zero, and so
+is that of a distance between equal rows.
 """
 
 from __future__ import annotations
@@ -119,10 +120,10 @@ class Places:
         return self.num_tokens < self.rows.size
 
     def with_padding(self, rows: Tensor) -> Tensor:
-        """The unique rows, (U, ...), and if there is padding one more: the first of them, without gradient."""
+        """The unique rows, (U, ...), and with padding one more: the first of them in reverse, without gradient."""
         if not self.has_padding:
             return rows
-        table = torch.cat([rows, rows[:1].detach()])
+        table = torch.cat([rows, rows[:1].detach().flip(-1)])
         if torch.is_grad_enabled() and not table.requires_grad:
             table.requires_grad_()  # a frozen model, and perhaps a head after it that reads padding
         return table

@@ -81,6 +81,21 @@ class SpreadRows(Tensor):
             return False  # torch's own error, if it is one
         return spread.dense is None or (spread.was_read and not version_of(spread.dense) and is_checkpointed())
 
+    def enter_function(self) -> None:
+        """Note that a function of the user's reads us. Its gradient comes to our node, before any change in place.
+
+        torch runs such a function without gradients; a checkpoint that is not reentrant has none for what it gets. What
+        was held before the change gets torch's own error.
+        """
+        spread = self.spread
+        is_changed = spread.dense is not None and spread.dense.grad_fn is not spread.dense_node
+        if is_changed and spread.held is None and not torch.is_grad_enabled():
+            raise UserError(
+                "an autograd.Function or a reentrant checkpoint gets hidden states or logits of share_prefixes that "
+                "were changed in place while another function held them: clone them before the change"
+            )
+        spread.mark_read(inside=True)
+
     def whole(self) -> Tensor:
         """The ordinary tensor, which is this object from now on unless the module's last paragraph says otherwise."""
         spread, source = self.spread, self.spread.source
@@ -144,8 +159,9 @@ class SpreadRows(Tensor):
         ours = [each for each in tree_leaves((args, kwargs)) if type(each) is SpreadRows]
         for each in ours:
             if each.is_held:
-                each.spread.mark_read(inside=True)
-        found = _of_table(func, args, kwargs) if func in RULES else NotImplemented
+                each.enter_function()
+        # A further lazy argument becomes ordinary in the function, and with it perhaps the one whose table is read.
+        found = _of_table(func, args, kwargs) if func in RULES and len(ours) == 1 else NotImplemented
         return _of_whole(func, args, kwargs, ours) if found is NotImplemented else found
 
     @classmethod
@@ -158,7 +174,7 @@ class SpreadRows(Tensor):
             if type(x) is not SpreadRows:
                 return x
             spread = x.spread
-            spread.mark_read(inside=True)
+            x.enter_function()
             return spread.table.detach()[spread.rows].view(x.shape) if spread.dense is None else spread.dense.detach()
 
         args, kwargs = tree_map(values, (args, kwargs or {}))

@@ -142,6 +142,10 @@ def test_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
         ({"max_teraflops": 0}, 1, "max_teraflops must be above 0, got 0"),
         ({"num_sequences": "[4, 0]"}, 1, "num_sequences must be at least 1, got 0"),
         ({"prompt_length": -1}, 1, "prompt_length must be at least 0, got -1"),
+        *(
+            ({key: "[]"}, 1, f"{key} is an empty list: nothing would be timed")
+            for key in ("models", "tree", "attention")
+        ),
         ({"suffix_length": 1}, 1, "suffix_length must be at least 2, got 1"),
         ({"models__hidden_size": 0}, 1, "models: hidden_size must be at least 1, got 0"),
         ({"models__num_key_value_heads": 3}, 1, "models: num_attention_heads (4) must be a multiple of"),

@@ -47,6 +47,7 @@ KEYS = {
     "--model.use_dora --model.use_rslora": "model.use_dora is set without model.use_peft",
     "--data.columns " + "[" * 100_000: "more than 50 lists or sections inside of one another",
     "--seed_everything " + "9" * 5000: "a number of 5,000 digits; as a text, write it in quotes",
+    "--output_dir \udcff": "a value is no text in UTF-8: '\\udcff'",
     "--overwrite --model.nope 1": f"no key model.nope{NO_KEY}",  # a switch takes no value, and not the next key
 }
 VALUES = {
@@ -78,6 +79,8 @@ CLASSES = {
     """--trainer.callbacks='[{"class_path": "torch.hub.load"}]'""": "trainer.callbacks: class_path 'torch.hub.load' is "
     "not made: expected a subclass of Callback",
     "--trainer.callbacks='{class_path: Timer, a: 1}'": "no key a in trainer.callbacks (`radixtrain fit --help trainer.",
+    "--trainer.callbacks='{class_path: Timer, init_args: [a]}'": "trainer.callbacks: init_args must be a mapping of na",
+    "--trainer.callbacks='{class_path: Timer, dict_kwargs: {1: 2}}'": "trainer.callbacks: dict_kwargs must be a mappin",
     "--trainer.callbacks=Timer --trainer.callbacks.nope=1": "no key nope in trainer.callbacks (`radixtrain fit --help ",
     "--trainer.callbacks=Timer --trainer.callbacks.verbose=some": "trainer.callbacks: Timer: verbose must be true or f",
 }
@@ -108,6 +111,7 @@ FILES = {
 }
 COMMANDS = {
     "fit": "model.model_name_or_path is missing: write --model.model_name_or_path VALUE, or the key in the file of",
+    "fit --print_config": "model.model_name_or_path is missing: write --model.model_name_or_path VALUE, or the key",
     "fit --config=nope.yaml": "--config: no such file: ",
     "fit --config=/": "--config: not a file: /",
     "export --outputdir=1": "no key outputdir, did you mean output_dir?",

@@ -44,6 +44,15 @@ def loss_of_ones_own(model: Any) -> Tensor:
     return model(**BATCH).loss
 
 
+def added(output: Any) -> Tensor:
+    return output.loss + per_row(output.logits)
+
+
+def after(output: Any) -> Tensor:
+    output.loss.backward(retain_graph=True)
+    return per_row(output.logits)
+
+
 REFUSED: dict[str, Callable[[Any], Tensor]] = {
     "of logits": lambda model: per_row(model(**BATCH).logits),
     "as compute_loss_func": lambda model: per_row(model(**UNLABELLED).logits),
@@ -51,6 +60,8 @@ REFUSED: dict[str, Callable[[Any], Tensor]] = {
     "of a head": only_head,
     "with adapters": lambda model: per_row(with_adapters(model)(**BATCH).logits),
     "a loss_function": loss_of_ones_own,
+    "beside the model's": lambda model: added(model(**BATCH)),
+    "after the model's": lambda model: after(model(**BATCH)),
     "beside another batch": lambda model: model(**BATCH).loss + per_row(model(**BATCH).logits),
 }
 

@@ -5,6 +5,7 @@ Every case is compared with the untouched model, in float64: logits at kept toke
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from untouched_gradient import assert_same_gradient
 
 from radixtrain import share_prefixes
+from radixtrain.errors import UserError
 from radixtrain.verification.oracle import float64_throughout
 
 IDS = torch.tensor([[7, 8, 9, 1, 2, 3], [7, 8, 9, 1, 4, 0], [7, 8, 9, 5, 0, 0], [7, 8, 9, 5, 6, 0]])
@@ -22,6 +24,7 @@ MASK = (IDS != 0).long()
 LABELS = IDS.masked_fill(MASK == 0, -100)
 BATCH = {"input_ids": IDS, "attention_mask": MASK}
 LEFT = {name: value.flip(1) for name, value in BATCH.items()}
+WHOLE = {"input_ids": IDS}
 FIRST_THREE = slice(None), slice(3)
 
 
@@ -127,6 +130,17 @@ def selected(logits: Tensor) -> Tensor:
     return ((torch.gather(logits, dim=-1, index=IDS[..., None])[..., 0] - sums) * MASK).sin().sum()
 
 
+class Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.shape = x.shape
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.expand(ctx.shape)
+
+
 LOSSES: dict[str, Callable[[Any], Tensor]] = {
     "labels": lambda model: model(**BATCH, labels=LABELS).loss,
     "accumulation": lambda model: model(**BATCH, labels=LABELS, num_items_in_batch=torch.tensor(50)).loss,
@@ -158,6 +172,43 @@ def test_losses(tiny_qwen3, name):
     with float64_throughout(model), WholeLogits() as logits:
         LOSSES[name](model).backward()
     assert not logits.found
+
+
+def of_its_own_rows(model: Any) -> Tensor:
+    """Without gradients the hidden states become an ordinary tensor while their first row does, which is the weight."""
+    with torch.no_grad():
+        hidden = hidden_of(model, WHOLE)
+        scores = nn.functional.linear(hidden, hidden[0])
+    return some(model.lm_head(hidden_of(model, WHOLE))) * scores.sum()
+
+
+def of_a_vector(model: Any) -> Tensor:
+    return nn.functional.linear(hidden_of(model), model.lm_head.weight[0])[MASK == 1].sin().sum()
+
+
+@pytest.mark.parametrize("loss_of", [of_a_vector, of_its_own_rows])
+def test_unusual_weights(tiny_qwen3, loss_of):
+    """A weight that is a vector, and one that is lazy itself."""
+    assert_same_gradient(tiny_qwen3(), loss_of)
+
+
+def test_several_gradients_at_once(tiny_qwen3):
+    model = share_prefixes(tiny_qwen3(tie_word_embeddings=False).double())
+    sums = model.lm_head(hidden_of(model, WHOLE)).square().sum((0, 1))[:2]
+    weight, each = model.lm_head.weight, torch.eye(2).to(sums)
+    (found,) = torch.autograd.grad(sums, weight, each, retain_graph=True, is_grads_batched=True)
+    assert torch.equal(found, torch.stack([torch.autograd.grad(one, weight, retain_graph=True)[0] for one in sums]))
+
+
+@pytest.mark.parametrize("enter", [partial(checkpoint, cross_entropy, use_reentrant=True), Sum.apply])
+def test_changed_while_a_function_holds_it(tiny_qwen3, enter):
+    """Torch gives the function the lazy tensor, whose gradient is that of before the change."""
+    logits = share_prefixes(tiny_qwen3())(**BATCH).logits
+    held = cross_entropy(logits), nn.functional.layer_norm(logits, logits.shape[-1:])
+    assert held[1].requires_grad
+    logits[..., 0] = -5.0
+    with pytest.raises(UserError, match="changed in place while another function held them"):
+        enter(logits)
 
 
 def test_nothing_is_left(tiny_qwen3):
