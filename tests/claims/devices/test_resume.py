@@ -63,15 +63,15 @@ def test_other_ranks_go_on(train, reference, print_after, chain, weights):
 
 
 def test_another_split_goes_on(train, reference, print_after):
-    """One process, two ranks as one, two groups of two, and two ranks as `auto` chooses, by data parallel."""
+    """One process, two ranks as one, two groups of two, and two ranks by data parallel."""
     whole, checkpoint = reference(**FLOAT64), None
-    parts = [(1, 1, None), (2, 2, "ddp"), (4, 2, "fsdp2"), (2, "auto", "ddp")]
+    parts = [(1, 1, None), (2, 2, "ddp"), (4, 2, "fsdp2"), (2, 1, "ddp")]
     for part, (ranks, sp_size, strategy) in enumerate(parts):
         options = {"ranks": ranks, "sp_size": sp_size, "strategy": strategy}
         run = train(f"part_{part}", ckpt_path=checkpoint, **options, **FLOAT64, **ALL_SAVED)
         told = assert_same_trajectory(run, whole, since=3 * part)
         checkpoint = run / "checkpoints" / f"step={3 * (part + 1)}"
-    print_after("devices", f"resumed 1, sp 2, 2 x 2, auto on 2: the trajectory of one process; {told}")
+    print_after("devices", f"resumed 1, sp 2, 2 x 2, 2: the trajectory of one process; {told}")
 
 
 def test_another_share_of_recomputed_layers_goes_on(train, reference, deep_model, print_after):
