@@ -17,6 +17,7 @@ Message = dict[str, Any]
 
 THINK_TAG = re.compile("</?think>")
 THINK_END = "</think>"
+ESCAPES = re.compile(r"""\\+[nrt]|[\s\\"']""")  # what some templates escape in arguments, and others in part (LFM2's)
 
 
 def lost_part(message: Message, text: str, with_thinking: bool = True) -> str:
@@ -54,7 +55,7 @@ def _lost_call(calls: Any, text: str) -> str:
             return what
         place += len(function["name"])
         for value in _leaves(function.get("arguments") or {}):
-            if not _holds(text, [value]):
+            if not _holds(text, [value]) and ESCAPES.sub("", value) not in ESCAPES.sub("", text):
                 return f"{value[:40]!r} in {what}"
     return ""
 

@@ -162,8 +162,15 @@ def message(**arguments: Any) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [call(**arguments)]}
 
 
-VALUE = 'say "né\n"'
-SPELT = [VALUE, json.dumps(VALUE), json.dumps(VALUE, ensure_ascii=False), repr(VALUE), json.dumps(json.dumps(VALUE))]
+VALUE = 'say\t"né\n"'
+SPELT = [
+    VALUE,
+    VALUE.replace("\n", "\\n"),
+    json.dumps(VALUE),
+    json.dumps(VALUE, ensure_ascii=False),
+    repr(VALUE),
+    json.dumps(json.dumps(VALUE)),
+]
 
 
 @pytest.mark.parametrize("spelt", SPELT)
