@@ -199,6 +199,11 @@ def test_one_figure_below_its_bar(place: int, measures: dict[str, Any], asked: s
     assert failed[0].case == GOOD[place][1]
 
 
+def test_the_compiler_of_flash_attn_4_starts_without_it() -> None:
+    """It imports the parts of the benchmark."""
+    assert "--check" in run_command(str(ROOT / "recipes" / "flash4" / "compile.py"), "--help")
+
+
 def test_rivals_compute_the_same_gradient() -> None:
     """On sequences of unequal lengths, in float64, also in several micro-batches: or they would be no rivals."""
     shape = batches.TINY_MODEL

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from radixtrain.data.files.rows import check_encodable
-from radixtrain.data.rendering.parts import lost_part, without_thinking
+from radixtrain.data.rendering.parts import THINK_END, lost_part, without_thinking
 from radixtrain.errors import DataError, UserError, first_line
 
 if TYPE_CHECKING:
@@ -91,7 +91,8 @@ class Conversation:
             found = f"{full[at : at + 30]!r} and {prompt[at : at + 30]!r}"
             raise DataError(self.where, f"{reason} ({found}); {FIX} that renders both alike{self._switch(start, end)}")
         target = full[len(shown) :]
-        self.check_turns(f"{_last_line(prompt)}{target}", range(start, end), thinking_from=start)
+        begun = THINK_END if prompt.rstrip().endswith(THINK_END) else ""  # a block that the prompt has closed
+        self.check_turns(f"{begun}{target}", range(start, end), thinking_from=start)
         return prompt, target
 
     def _switch(self, start: int, end: int) -> str:
@@ -186,11 +187,6 @@ def _reserved_names() -> set[str]:
     from transformers import PreTrainedTokenizerBase
 
     return {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"tools", "documents"}
-
-
-def _last_line(prompt: str) -> str:
-    """What the template may have begun of the answer: `<think>`, say."""
-    return prompt[prompt.rstrip().rfind("\n") + 1 :]
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:

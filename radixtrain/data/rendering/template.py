@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.data.rendering.conversation import Conversation
+from radixtrain.data.tokens.tokenization import Draft
 from radixtrain.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ logger = logging.getLogger(__name__)
 TURNS_LOOKED_AT = 16
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 MARK = "the word of the developer"
-DATE_CALL = re.compile(r"""strftime_now\(\s*["']([^"']*)["']\s*\)""")
+DIRECTIVES = (*"aAbBcdHIjmMpSUwWxXyY", "-d", "-m")  # of strftime
 WARNING = (
     "split_turns: false: the template drops the thinking of earlier turns, or else renders them in another way once "
     "others follow: they are trained in a rendering that never occurs at inference; split_turns: true trains every "
@@ -63,15 +62,12 @@ def template_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str] | N
 
 
 def with_date(template: str, day: datetime) -> str:
-    """The template with a `strftime_now` that says what this day is; unchanged if it asks in more than plain words.
+    """Return the template with a `strftime_now` that says what this day is.
 
-    transformers hands a template no functions but its own, whose day is today.
+    transformers hands a template no functions but its own, whose day is today; so this one replaces each directive.
     """
-    asked = DATE_CALL.findall(template)
-    if not asked or len(asked) != template.count("strftime_now("):
-        return template
-    days = json.dumps({format: day.strftime(format) for format in asked})
-    return f"{{%- macro strftime_now(format) -%}}{{{{ {days}[format] }}}}{{%- endmacro -%}}{template}"
+    known = "".join(f" | replace('%{each}', {json.dumps(day.strftime(f'%{each}'))})" for each in DIRECTIVES)
+    return f"{{%- macro strftime_now(format) -%}}{{{{ format{known} }}}}{{%- endmacro -%}}{template}"
 
 
 def writes_date(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -123,23 +119,25 @@ def warn_of_rewritten_history(encoder: Any, rows: Iterable[Row | UnreadRow]) -> 
 
 
 def warn_of_endless_turns(encoder: Any, rows: Iterable[Row | UnreadRow], stops: Iterable[int]) -> None:
-    """One line in the log if turns of these rows are trained to end in a token at which no generation stops.
+    """One line in the log if the last turns of these chats are trained to end where no generation stops.
 
     encoder: a `ChatEncoder`. stops: ids at which the model stops generating.
     """
     known, endings = {*stops}, Counter[int]()
-    for row in rows:
+    for row in rows if encoder.assistant_only_loss else ():
         with suppress(DataError):
-            if encoder.assistant_only_loss and encoder.chats(row):
-                samples = encoder.encode(row)
-                endings.update(int(each.labels[each.labels != IGNORE_INDEX][-1]) for each in samples)
+            for chat in encoder.chats(row):
+                turn = chat.assistant_turns()[-1]
+                prompt, target = chat.prompt_and_target(turn, turn + 1)
+                [sample] = encoder.tokenize([Draft(prompt, target, chat.where, "turn")])
+                endings[int(sample.input_ids[-1])] += 1
     endless = Counter({token: number for token, number in endings.items() if token not in known})
     if known and endless:
         last, stop = (repr(encoder.tokenizer.decode([token])) for token in (endless.most_common(1)[0][0], min(known)))
         logger.warning(
-            "%d of %d turns are trained to end in %s, where generation does not stop (it does at %s ...): after its "
-            "answer the model will go on; set chat_template_path to a template that ends turns with such a token, or "
-            "add the token to eos_token_id in the model's generation_config.json",
+            "%d of the last turns of %d chats are trained to end in %s, where generation does not stop (it does at %s "
+            "...): after its answer the model will go on; set chat_template_path to a template that ends turns with "
+            "such a token, or add the token to eos_token_id in the model's generation_config.json",
             *(endless.total(), endings.total(), last, stop),
         )
 

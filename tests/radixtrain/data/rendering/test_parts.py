@@ -1,6 +1,7 @@
 """No part of a trained turn is lost in silence: the stock templates that TRL ships, on what agents write."""
 
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from byte_tokenizer import byte_tokenizer
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.formats import Row
 from radixtrain.data.rendering.parts import lost_part
-from radixtrain.data.rendering.template import warn_of_endless_turns, warn_of_likely_mistakes
+from radixtrain.data.rendering.template import warn_of_endless_turns, warn_of_likely_mistakes, with_date
 from radixtrain.errors import DataError
 
 FOLDER = Path(trl.__file__).parent / "chat_templates"
@@ -26,12 +27,12 @@ def call(**arguments: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "find_shelf", "arguments": arguments}}
 
 
-def chat(*answers: dict[str, Any], tools: Any = TOOLS) -> dict[str, Any]:
+def chat(*answers: dict[str, Any], tools: Any = TOOLS, asked: str = "Where are nails and paint?") -> dict[str, Any]:
     """A question, and what the assistant says; a result of 4 after each of its turns but the last."""
     turns = [
         [{"role": "assistant", **each}, {"role": "tool", "name": "find_shelf", "content": "4"}] for each in answers
     ]
-    messages = [{"role": "user", "content": "Where are nails and paint?"}, *(turn for pair in turns for turn in pair)]
+    messages = [{"role": "user", "content": asked}, *(turn for pair in turns for turn in pair)]
     return {"messages": messages[:-1], **({"tools": tools} if tools else {})}
 
 
@@ -59,6 +60,7 @@ LOST = [
     # template, what the assistant says, what is lost
     ("lfm2", chat(TWICE, SAID), r"leaves out call 1 \(of the tool 'find_shelf'\) in turn 2; set chat_template_path"),
     ("gptoss", chat(TWICE, SAID), r"leaves out call 2 \(of the tool 'find_shelf'\) in turn 2"),
+    ("gptoss", chat(TWICE, SAID, asked="find_shelf thing nails, find_shelf thing paint"), "leaves out call 2"),
     ("llama3_1", chat({"content": "Let me see.", **CALLED}, SAID), "leaves out the text in turn 2"),
     ("muse_glimmer", chat({"content": "Let me see.", **CALLED}, SAID), "leaves out the text in turn 2"),
     ("qwen2_5", chat(THOUGHT, tools=None), r"the thinking \(reasoning_content\) in turn 2; .*on_unrendered: drop"),
@@ -132,7 +134,11 @@ def test_turns_that_end_where_generation_goes_on_are_told(caplog: pytest.LogCapt
     """GLM's: the next role's marker ends a turn, and is not trained."""
     rows = [Row(chat(SAID, SAID, tools=None), "a.jsonl:1")]
     for template, stops, told in (
-        ("glm4moe", {tokens("<|im_end|>")}, "2 of 2 turns are trained to end in '.', where generation does not stop"),
+        (
+            "glm4moe",
+            {tokens("<|im_end|>")},
+            "1 of the last turns of 1 chats are trained to end in '.', where",
+        ),
         ("qwen3", {tokens("<|im_end|>")}, ""),
         ("qwen3", {tokens("<|end|>")}, "(it does at '<|end|>' ...): after its answer the model will go on; set chat_"),
         ("qwen3", set(), ""),
@@ -155,6 +161,9 @@ def test_what_is_seldom_meant_is_told_once(caplog: pytest.LogCaptureFixture) -> 
 def test_a_template_writes_the_given_date(template: str) -> None:
     tokenizer = tokenizer_of(template)
     [sample] = ChatEncoder(tokenizer, template_date="2020-02-29").encode(Row(chat(SAID, tools=None), "a.jsonl:1"))
+    asked = with_date("{{ strftime_now('%-d %B %Y, %j %A %-m') }}", datetime(2020, 2, 9))
+    said = tokenizer.apply_chat_template([{"role": "user"}], chat_template=asked, tokenize=False)
+    assert said == "9 February 2020, 040 Sunday 2"
     assert ("2020-02-29" if template == "gptoss" else "29 Feb 2020") in tokenizer.decode(sample.input_ids.tolist())
 
 
