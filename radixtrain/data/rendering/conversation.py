@@ -128,12 +128,17 @@ class Conversation:
 
     def tokens_and_mask(self) -> tuple[list[int], list[int]]:
         """The whole conversation's token ids, and 1 for each inside the template's `{% generation %}` markers."""
-        self.check_turns(self.text(), self.assistant_turns())
+        self.text()
         encoding = self._apply(self.messages, return_dict=True, return_assistant_tokens_mask=True)
         if not any(encoding["assistant_masks"]):
             fix = f"set split_turns: true, or {FIX_MARKERS}"
             raise DataError(self.where, f"the chat template's generation markers mark no token; {fix}")
-        return encoding["input_ids"], encoding["assistant_masks"]
+        ids, mask = encoding["input_ids"], encoding["assistant_masks"]
+        marked: Any = self.tokenizer.decode(
+            [token for token, is_marked in zip(ids, mask, strict=True) if is_marked], clean_up_tokenization_spaces=False
+        )
+        self.check_turns(marked, self.assistant_turns())
+        return ids, mask
 
     def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = False) -> str:
         """What the template makes of any messages, with these variables. It is not checked."""

@@ -83,6 +83,13 @@ def test_what_a_template_leaves_out_is_refused(template: str, row: dict[str, Any
         learned(template, row)
 
 
+def test_what_stands_outside_of_the_markers_is_not_learned() -> None:
+    """The user and the list of tools name what the template drops."""
+    row = chat(TWICE, SAID, asked="find_shelf thing nails, find_shelf thing paint")
+    with pytest.raises(DataError, match=r"leaves out call 1 \(of the tool 'find_shelf'\) in turn 2"):
+        learned("lfm2_training", row, split_turns=False)
+
+
 def test_thinking_is_dropped_if_asked() -> None:
     """Also in a whole chat, whose last thinking a template keeps."""
     for template, split_turns in (("qwen2_5", True), ("deepseek_r1_distill", False)):
