@@ -10,7 +10,7 @@ the row of the features that replaces them, so tokens behind different images ar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -23,8 +23,8 @@ from torch.nn import functional
 from radixtrain.collators.features import FeatureArrays, packed
 from radixtrain.tree.arrays import IntArray, cumulative
 from radixtrain.tree.blocks import BlockLayout
-from radixtrain.tree.layout import PREFIX
 from radixtrain.tree.plan import PrefixPlan
+from radixtrain.tree.radix_inputs import layout_of, with_radix
 
 BoolArray = npt.NDArray[np.bool_]
 # What a tower may get of each image, one entry of the first axis for each, and what fills up smaller images beside
@@ -39,8 +39,6 @@ OF_IMAGES = {
 SAYS_WHAT_IS_REAL = {"image_sizes", "pixel_attention_mask", "image_position_ids"}
 TYPES, TOKEN_TYPES = "mm_token_type_ids", "token_type_ids"  # 1 at placeholders of images
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-IMAGE_ROWS = PREFIX + "image_rows"  # which row of the pieces stands at each unique placeholder
-IMAGE_PIECES = PREFIX + "image_pieces"  # of each piece: how many placeholders it has, and which images these show
 
 Image = dict[str, Tensor]
 
@@ -227,15 +225,15 @@ class BatchImages:
         codes = codes if blocks is None else codes_of_blocks(codes, blocks)
         return cls(codes, is_image, rows, tuple(found), tensors, axes, blocks)
 
-    def entries(self, plan: PrefixPlan) -> dict[str, Any]:
-        """The entries of a batch that the images bring or change."""
+    def added_to(self, batch: dict[str, Any], plan: PrefixPlan) -> dict[str, Any]:
+        """The batch of the plan with these images."""
         tokens = plan.gather_indices
         placeholders = self.is_image.cumsum()[tokens[self.is_image[tokens]]] - 1
         positions = {} if self.axes is None else {"position_ids": torch.from_numpy(self.axes[:, tokens])[:, None]}
         rows = torch.from_numpy(self.rows[placeholders])
-        layout = None if self.blocks is None else blocks_of_rows(self.blocks, plan)
-        blocks = {} if layout is None else layout.to_batch()
-        return {**positions, **self.tensors, **blocks, IMAGE_ROWS: rows, IMAGE_PIECES: self.pieces}
+        layout = replace(layout_of(batch), blocks=None if self.blocks is None else blocks_of_rows(self.blocks, plan))
+        seen = {**batch, **positions, **self.tensors}
+        return with_radix(seen, layout=layout, image_rows=rows, image_pieces=self.pieces)
 
 
 def without_images(inputs: ImageInputs, features: Sequence[Mapping[str, Any]]) -> list[Any]:

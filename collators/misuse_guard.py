@@ -25,7 +25,7 @@ from torch.utils.data import get_worker_info
 from torch.utils.hooks import RemovableHandle
 
 from radixtrain.errors import UserError
-from radixtrain.tree.layout import INVERSE_INDICES
+from radixtrain.tree.radix_inputs import RADIX
 
 PREPARED = "_radixtrain"  # the attribute of a prepared backbone
 FORWARDED_BY = ("torch", "peft")  # packages whose modules hand a batch on to the one inside
@@ -78,7 +78,7 @@ def _check_call(module: nn.Module, args: tuple[Any, ...]) -> None:
     """
     if args or torch.compiler.is_compiling():
         return
-    if INVERSE_INDICES not in (sys._getframe(1).f_locals.get("kwargs") or ()):
+    if RADIX not in (sys._getframe(1).f_locals.get("kwargs") or ()):
         return
     parts = list(module.modules())
     is_hugging_face = any(is_instance_by_name(part, *HUGGING_FACE) for part in parts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -38,21 +38,9 @@ from radixtrain.tree.arrays import IntArray, cumulative
 from radixtrain.tree.blocks import WITH_BLOCKS
 from radixtrain.tree.context import WITH_CONTEXT, ContextLayout
 from radixtrain.tree.cost_model import CHOICES, StepCost
-from radixtrain.tree.layout import (
-    ADVANTAGES,
-    LABEL_INDICES,
-    LEFT_PADDED,
-    LOSS_WEIGHTS,
-    MIN_SHARED_TOKENS,
-    OLD_LOGPROBS,
-    PREDICTION_ROWS,
-    PREDICTOR_INDICES,
-    SOURCES,
-    STRATEGY,
-    TOKEN_LOSS,
-    TreeLayout,
-)
+from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
+from radixtrain.tree.radix_inputs import RADIX, RadixInputs
 from radixtrain.tree.runs import RunCost
 
 
@@ -110,31 +98,17 @@ class RadixCollator:
         shapes instead of training on nonsense.
     labels: [1, P], int64. the same before the shift: `labels[1:] == shift_labels[:-1]`, so that a loss that shifts its
         labels, such as label smoothing's, sees the same pairs.
-    radix_predictor_indices: [P], int64. the unique row that predicts each entry of `shift_labels`.
-    radix_label_indices: [P], int64. the original token that each entry is, counted over all features back to back.
-    radix_...: the plan's tensors and ints, see `TreeLayout`. With `step_cost` also what it chose, as two ints:
-        `radix_strategy`, a place in `radixtrain.tree.cost_model.CHOICES`, and `radix_min_shared_tokens`. With a
-        `run_cost`, also that of `step_cost`, `radix_runs_...`, see `radixtrain.tree.runs.RunLayout`.
+    radix: a `radixtrain.tree.radix_inputs.RadixInputs`: the plan, and which unique row predicts each entry of
+        `shift_labels`. It has `.to` and `.pin_memory`, as a tensor.
     pixel_values, image_grid_thw, ...: of the distinct images of the batch, if it has any. Two are one if their bytes
         are equal. Tokens are shared if the placeholders before them stand for the same images too, and if positions
         are the same on each axis that the model counts; `position_ids` are then [axes, 1, U].
     token_type_ids, or mm_token_type_ids: read, not returned, if images attend in both directions by it, as in Gemma 3.
-        They are then shared as a whole or not at all, and `radix_blocks_...`, see `radixtrain.tree.blocks`, says which
-        rows they are.
-    radix_image_rows: [placeholders among U], int64, and radix_image_pieces, a tuple of ints: which row of the features
-        of these images each unique placeholder stands for.
-    radix_token_loss: 1, only with `token_loss`, or with `merge_labels`, whose loss has to be such a sum.
-    radix_left_padded: 1, only if some feature was padded on the left and has no `position_ids`. They count from 0 here
-        and from the padding in Hugging Face: the same for rotary embeddings, but not for learned ones.
+        They are then shared as a whole or not at all.
 
-    There is no `attention_mask`. With `merge_labels`, `labels` and `radix_label_indices` are absent,
-    `radix_predictor_indices` [R] are the distinct predictors, and two more entries belong to `shift_labels` [1, P]:
-    `radix_prediction_rows` [P], int64, which of the R rows, ascending, and `radix_loss_weights` [P], int64, how many
-    original tokens.
-
-    If some feature has one of the three floats, predictions are not merged with each other, only their predictors, so
-    that each entry is one original token: `radix_label_indices` is there again, `radix_loss_weights`, float32, are the
-    weights as they were given, and so are `radix_old_logprobs` and `radix_advantages`, [P], float32, if they came.
+    There is no `attention_mask`. With `merge_labels` there are no `labels`, each of the R predictors is there once, and
+    equal predictions of it are one entry of `shift_labels`, whose weight is the number of original tokens. If some
+    feature has one of the three floats, only predictors are merged, so that each entry is one original token.
 
     The loss is `sum_p w_p cross_entropy_p`, to be divided by the number of labelled tokens, whatever their weights:
     those may add up to nothing. `radixtrain.loss` computes it, and that of a clipped policy ratio.
@@ -144,7 +118,7 @@ class RadixCollator:
     >>> batch = RadixCollator()([first, second])
     >>> batch["input_ids"], batch["position_ids"]
     (tensor([[7, 8, 5, 9]]), tensor([[0, 1, 2, 2]]))
-    >>> batch["labels"], batch["shift_labels"], batch["radix_predictor_indices"]
+    >>> batch["labels"], batch["shift_labels"], batch["radix"].predictor_indices
     (tensor([[-100,    9,    5]]), tensor([[   9,    5, -100]]), tensor([1, 1, 0]))
 
     Raises ValueError that names the feature and its entry for: no labels and no loss mask; an entry that it would have
@@ -208,17 +182,16 @@ class RadixCollator:
         compared_ids = ids if images is None else images.codes
         plan, chosen = self._plan(compared_ids, cu_seqlens, positions, max_tokens, strategies)
         predictions = list_predictions(plan, labels, floats.get("loss_weights"))
-        targets = _merged_entries(predictions, floats) if self.merge_labels else _plain_entries(predictions, plan)
-        return {
-            "input_ids": torch.from_numpy(ids[plan.gather_indices])[None],
-            "position_ids": torch.tensor(plan.position_ids)[None],
-            **targets,
-            **TreeLayout.from_plan(plan, self._run_cost).to_batch(),
+        batch = _batch(
+            ids[plan.gather_indices],
+            plan,
+            TreeLayout.from_plan(plan, self._run_cost),
+            _merged(predictions, floats) if self.merge_labels else _plain(predictions, plan),
+            token_loss=self.token_loss or self.merge_labels,
+            is_left_padded=any(feature.is_counted_from_padding for feature in arrays),
             **chosen,
-            **({TOKEN_LOSS: 1} if self.token_loss or self.merge_labels else {}),
-            **({LEFT_PADDED: 1} if any(feature.is_counted_from_padding for feature in arrays) else {}),
-            **({} if images is None else images.entries(plan)),
-        }
+        )
+        return batch if images is None else images.added_to(batch, plan)
 
     def collate_pass(
         self,
@@ -232,9 +205,7 @@ class RadixCollator:
         spans: the new tokens of each sequence. Those before them are its context.
         kept_as: the place of the pass in the step, if later ones continue its single sequence; None for any other.
 
-        Two more kinds of entries: `radix_context_...`, see `radixtrain.tree.context`, and `radix_sources`, (micro-batch
-        of the step, first row, last + 1): which rows the context is, back to back. Without predictions it has one of
-        weight 0, so that every pass has a loss.
+        Without predictions it has one of weight 0, so that every pass has a loss.
         """
         assert self.merge_labels
         tokens = step.tokens_of(spans)
@@ -254,16 +225,16 @@ class RadixCollator:
         if len(context):
             ends = step.plan.row_subtree_ends
             layout = layout.after(ContextLayout.of(plan, rows[plan.gather_indices], context, ends), plan, paths)
-        return {
-            "input_ids": torch.from_numpy(step.packed.input_ids[tokens][plan.gather_indices])[None],
-            "position_ids": torch.tensor(plan.position_ids)[None],
-            **_merged_entries(predictions if len(predictions.labels) else NO_PREDICTIONS, floats),
-            **layout.to_batch(),
+        return _batch(
+            step.packed.input_ids[tokens][plan.gather_indices],
+            plan,
+            layout,
+            _merged(predictions if len(predictions.labels) else NO_PREDICTIONS, floats),
+            sources=sources,
+            token_loss=True,
+            is_left_padded=step.is_left_padded,
             **chosen,
-            SOURCES: sources,
-            TOKEN_LOSS: 1,
-            **({LEFT_PADDED: 1} if step.is_left_padded else {}),
-        }
+        )
 
     @property
     def _run_cost(self) -> RunCost | None:
@@ -276,7 +247,7 @@ class RadixCollator:
         positions: IntArray | None,
         max_tokens: int | None,
         strategies: Sequence[str] = CHOICES,
-    ) -> tuple[PrefixPlan, dict[str, int]]:
+    ) -> tuple[PrefixPlan, dict[str, Any]]:
         """The plan, and what was chosen for it.
 
         ids: (T,). of the tokens, or what else tells them apart. strategies: that may be chosen.
@@ -296,31 +267,38 @@ class RadixCollator:
         allowed = tuple(x for x in self.step_cost.strategies if x in strategies)
         step_cost = replace(self.step_cost, strategies=allowed or self.step_cost.strategies)
         choice, plan = step_cost.cheapest(plan_of, max_tokens)
-        place = CHOICES.index(choice.strategy)
-        return plan, {STRATEGY: place, MIN_SHARED_TOKENS: choice.min_shared_tokens}
+        return plan, {"strategy": choice.strategy, "min_shared_tokens": choice.min_shared_tokens}
 
 
 NO_PREDICTIONS = Predictions(*(np.zeros(1, dtype=np.int64) for _ in range(4)))  # one of weight 0
 
 
-def _plain_entries(predictions: Predictions, plan: PrefixPlan) -> dict[str, Any]:
+class _Targets(NamedTuple):
+    """labels: the entries of a batch that a loss reads. of_predictions: the fields of its `RadixInputs` about them."""
+
+    labels: dict[str, Tensor]
+    of_predictions: dict[str, Any]
+
+
+def _plain(predictions: Predictions, plan: PrefixPlan) -> _Targets:
     """One prediction per original labelled token, for any head and loss of the model.
 
     The list ends with an ignored one, so that a loss that shifts `labels` itself sees the same pairs.
     """
-    rows, labels, tokens = predictions.predictor_indices, predictions.labels, predictions.label_indices
-    num_ignored = 2 if len(rows) + 1 == plan.num_rows else 1
-    rows, tokens = np.append(rows, [0] * num_ignored), np.append(tokens, [0] * num_ignored)
-    shift_labels = np.append(labels, [IGNORE_INDEX] * num_ignored)
-    return {
-        "labels": torch.from_numpy(np.roll(shift_labels, 1))[None],
-        "shift_labels": torch.from_numpy(shift_labels)[None],
-        PREDICTOR_INDICES: torch.from_numpy(rows),
-        LABEL_INDICES: torch.from_numpy(tokens),
+    num_labels = len(predictions.labels)
+    rest = np.zeros(2 if num_labels + 1 == plan.num_rows else 1, dtype=np.int64)
+    shift_labels = np.concatenate([predictions.labels, rest + IGNORE_INDEX])
+    fields = {
+        "predictor_indices": np.concatenate([predictions.predictor_indices, rest]),
+        "prediction_rows": np.arange(len(shift_labels)),
+        "loss_weights": np.concatenate([np.ones(num_labels, dtype=np.int64), rest]),
+        "label_indices": np.concatenate([predictions.label_indices, rest]),
     }
+    labels = {"labels": np.roll(shift_labels, 1)[None], "shift_labels": shift_labels[None]}
+    return _Targets(_tensors(labels), _tensors(fields))
 
 
-def _merged_entries(predictions: Predictions, floats: Mapping[str, FloatArray]) -> dict[str, Any]:
+def _merged(predictions: Predictions, floats: Mapping[str, FloatArray]) -> _Targets:
     """Distinct predictors, and distinct predictions if none has a float of its own, for `radixtrain.loss`.
 
     Merging those too would round the sum of two weights, which the loss adds in its own dtype. It would also save
@@ -329,20 +307,35 @@ def _merged_entries(predictions: Predictions, floats: Mapping[str, FloatArray]) 
     """
     merged = predictions if floats else merge_predictions(predictions)
     is_first = np.diff(merged.predictor_indices, prepend=-1) > 0
-    return {
-        "shift_labels": torch.from_numpy(merged.labels)[None],
-        PREDICTOR_INDICES: torch.from_numpy(merged.predictor_indices[is_first]),
-        PREDICTION_ROWS: torch.from_numpy(is_first.cumsum() - 1),
-        LOSS_WEIGHTS: torch.from_numpy(merged.weights),  # counts are whole, so no precision of a trainer rounds them
-        **({LABEL_INDICES: torch.from_numpy(merged.label_indices)} if floats else {}),
-        **policy_entries(floats, merged.label_indices),
+    fields = {
+        "predictor_indices": merged.predictor_indices[is_first],
+        "prediction_rows": is_first.cumsum() - 1,
+        "loss_weights": merged.weights,  # counts are whole, so no precision of a trainer rounds them
+        **({"label_indices": merged.label_indices} if floats else {}),
     }
+    of_policy = policy_fields(floats, merged.label_indices)
+    return _Targets(_tensors({"shift_labels": merged.labels[None]}), {**_tensors(fields), **of_policy})
 
 
-def policy_entries(floats: Mapping[str, FloatArray], tokens: IntArray) -> dict[str, Tensor]:
-    """The entries that a policy loss reads, if the features have them.
+def policy_fields(floats: Mapping[str, FloatArray], tokens: IntArray) -> dict[str, Any]:
+    """The fields of a `RadixInputs` that a policy loss reads, if the features have them.
 
     floats: of `packed`. tokens: (P,). the packed token that bears each label.
     """
-    keys = {"old_logprobs": OLD_LOGPROBS, "advantages": ADVANTAGES}
-    return {key: torch.from_numpy(floats[name][tokens]) for name, key in keys.items() if name in floats}
+    names = floats.keys() & {"old_logprobs", "advantages"}
+    return _tensors({name: floats[name][tokens] for name in sorted(names)})
+
+
+def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def _batch(ids: IntArray, plan: PrefixPlan, layout: TreeLayout, targets: _Targets, **known: Any) -> dict[str, Any]:
+    """The batch of unique tokens. ids: (U,). layout: of the plan. known: the other fields of its `RadixInputs`."""
+    radix = RadixInputs(layout=layout, cu_seqlens=layout.cu_seqlens, **targets.of_predictions, **known)
+    return {
+        "input_ids": torch.from_numpy(ids)[None],
+        "position_ids": torch.tensor(plan.position_ids)[None],
+        **targets.labels,
+        RADIX: radix,
+    }

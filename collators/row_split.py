@@ -13,18 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from radixtrain.tree.layout import (
-    ADVANTAGES,
-    LABEL_INDICES,
-    LOSS_WEIGHTS,
-    OLD_LOGPROBS,
-    PREDICTION_ROWS,
-    PREDICTOR_INDICES,
-    SPLIT,
-)
+from radixtrain.tree.radix_inputs import radix_of, with_radix
 
 OF_ROWS = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1}  # entries by rows, and the dimension of the rows
-OF_PREDICTIONS = ("shift_labels", LOSS_WEIGHTS, LABEL_INDICES, OLD_LOGPROBS, ADVANTAGES)
+OF_PREDICTIONS = ("loss_weights", "label_indices", "old_logprobs", "advantages")  # a number for each prediction
 
 
 def rows_per_rank(num_rows: int, size: int) -> int:
@@ -66,17 +58,17 @@ def split_batch(batch: Mapping[str, Any], rank: int, size: int) -> dict[str, Any
 
     The layout stays that of all rows. A rank without predictions gets one of weight 0, so that it runs the same passes.
     """
-    num_rows = batch["input_ids"].shape[1]
-    rows, is_own = own_predictors(batch[PREDICTOR_INDICES], num_rows, rank, size)
-    is_kept = is_own[batch[PREDICTION_ROWS]]
+    num_rows, radix = batch["input_ids"].shape[1], radix_of(batch)
+    rows, is_own = own_predictors(radix.predictor_indices, num_rows, rank, size)
+    is_kept = is_own[radix.prediction_rows]
     missing = int(not is_own.any())
-    targets = {name: pad(batch[name][..., is_kept], (0, missing)) for name in OF_PREDICTIONS if name in batch}
-    places = (is_own.cumsum(0) - 1)[batch[PREDICTION_ROWS][is_kept]]
-    return {
-        **batch,
-        **own_inputs(batch, rank, size),
-        **targets,
-        PREDICTOR_INDICES: pad(rows[is_own], (0, missing)),
-        PREDICTION_ROWS: pad(places, (0, missing)),
-        SPLIT: num_rows,
-    }
+    given = {name: getattr(radix, name) for name in OF_PREDICTIONS}
+    own = {**own_inputs(batch, rank, size), "shift_labels": pad(batch["shift_labels"][:, is_kept], (0, missing))}
+    kept = {name: pad(each[is_kept], (0, missing)) for name, each in given.items() if each is not None}
+    return with_radix(
+        {**batch, **own},
+        predictor_indices=pad(rows[is_own], (0, missing)),
+        prediction_rows=pad((is_own.cumsum(0) - 1)[radix.prediction_rows[is_kept]], (0, missing)),
+        split=num_rows,
+        **kept,
+    )

@@ -8,14 +8,13 @@ and collates its own share of it (`batching.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from radixtrain.collators.batching import (
     SequenceCost,
@@ -31,14 +30,15 @@ from radixtrain.collators.features import (
     packed,
 )
 from radixtrain.collators.passes import Keeping, Schedule, Span, aligned
-from radixtrain.collators.radix import RadixCollator, policy_entries
+from radixtrain.collators.radix import RadixCollator, policy_fields
 from radixtrain.collators.row_split import split_batch
 from radixtrain.collators.step_rows import StepRows
 from radixtrain.collators.targets import check_shared_targets, keep_once
 from radixtrain.tree.arrays import lengths_of
 from radixtrain.tree.context import WITH_CONTEXT
 from radixtrain.tree.cost_model import StepCost
-from radixtrain.tree.layout import CU_SEQLENS, LABEL_INDICES, LOSS_WEIGHTS, PREDICTION_ROWS, PREDICTOR_INDICES
+from radixtrain.tree.movable import Movable
+from radixtrain.tree.radix_inputs import RADIX, RadixInputs
 
 DUMMY_TOKENS = 2  # one that predicts and one that is predicted
 
@@ -51,7 +51,7 @@ class Pass(NamedTuple):
 
 
 @dataclass(kw_only=True, eq=False)
-class Step:
+class Step(Movable):
     """One optimizer step. Not frozen, because Lightning sets the fields if `trainer.precision` converts the batches.
 
     micro_batches: what the model receives on this rank, in the order of `passes`.
@@ -88,23 +88,6 @@ class Step:
     def num_losses(self) -> int:
         """How many passes train."""
         return sum(each.trains for each in self.passes)
-
-    def to(self, device: torch.device | str) -> Step:
-        """The same step on a device. Lightning moves a step by this method."""
-        is_awaited = torch.device(device).type in ("cpu", "mps")  # the host would read before a copy has arrived
-        return self._map(lambda x: x.to(device, non_blocking=not is_awaited))
-
-    def pin_memory(self) -> Step:
-        """The same step in page-locked memory. The DataLoader pins a step by this method."""
-        return self._map(lambda x: x.pin_memory())
-
-    def _map(self, function: Callable[[Tensor], Tensor]) -> Step:
-        """The step with its tensors replaced."""
-        batches = [
-            {name: function(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
-            for batch in self.micro_batches
-        ]
-        return replace(self, micro_batches=batches)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,12 +283,7 @@ class PaddedCollator:
 
     input_ids, attention_mask, position_ids: [B, L], int64.
     shift_labels: [1, P], int64. the labelled tokens.
-    radix_predictor_indices: [P], int64. which of the B * L flattened tokens predicts each.
-    radix_prediction_rows: [P], int64. 0 ... P - 1, since no prediction is merged.
-    radix_loss_weights: [P], float32. the features' loss weights, or ones.
-    radix_old_logprobs, radix_advantages: [P], float32. as given; absent if no feature has any.
-    radix_label_indices: [P], int64. the original token that each entry is, counted over all features back to back.
-    radix_cu_seqlens: [B+1], int32. bounds of the features, back to back.
+    radix: a `RadixInputs` without a layout, in which no prediction is merged.
 
     Raises as `RadixCollator`.
     """
@@ -335,12 +313,15 @@ class PaddedCollator:
             "attention_mask": torch.from_numpy(is_token.astype(np.int64)),
             "position_ids": torch.from_numpy(positions),
             "shift_labels": torch.from_numpy(labels[tokens])[None],
-            PREDICTOR_INDICES: torch.from_numpy(np.flatnonzero(is_token)[tokens] - 1),
-            PREDICTION_ROWS: torch.arange(len(tokens)),
-            LOSS_WEIGHTS: torch.from_numpy(weights[tokens]),
-            LABEL_INDICES: torch.from_numpy(tokens),
-            CU_SEQLENS: torch.from_numpy(cu_seqlens.astype(np.int32)),
-            **policy_entries(floats, tokens),
+            RADIX: RadixInputs(
+                layout=None,
+                cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)),
+                predictor_indices=torch.from_numpy(np.flatnonzero(is_token)[tokens] - 1),
+                prediction_rows=torch.arange(len(tokens)),
+                loss_weights=torch.from_numpy(weights[tokens]),
+                label_indices=torch.from_numpy(tokens),
+                **policy_fields(floats, tokens),
+            ),
         }
 
 

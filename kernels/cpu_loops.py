@@ -315,7 +315,7 @@ class EagerKernel(LoopingKernel):
         if scoring.softcap is not None:
             slope = scoring.scale * (1 - (scores_bKgTJ / scoring.softcap).square())
         if mask is not None:
-            scores_bKgTJ = scores_bKgTJ + (mask if mask.ndim == 2 else mask[:, None])
+            scores_bKgTJ = scores_bKgTJ + (mask if mask.ndim == 2 else mask[:, None]).to(scores_bKgTJ.dtype)
         return scores_bKgTJ, slope
 
 
@@ -351,8 +351,8 @@ class TorchCPUKernel(LoopingKernel):
     def _options(self, q: Tensor, part: Rectangles, scoring: Scoring) -> dict[str, Any]:
         assert scoring.softcap is None, "`tree_attention` refuses a soft-cap on this kernel"
         mask = part.mask
-        if mask is not None and q.dtype == torch.float64:
-            mask = mask.double()  # it would read a float32 mask as if it were float64
+        if mask is not None:  # of a layout that may have been made for another dtype, as which it would be read
+            mask = mask.double() if q.dtype == torch.float64 else mask.float()
         return {"is_causal": part.causal, "attn_mask": mask, "scale": scoring.scale}
 
 

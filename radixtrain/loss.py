@@ -125,8 +125,8 @@ def clipped_policy_loss(
     """`-sum_p w_p min(r_p A_p, clip(r_p, 1 - epsilon, 1 + epsilon_high) A_p)`, `r_p = exp(logprob_p - old_logprob_p)`.
 
     logprobs: (P,). of the policy that is trained, from `linear_logprobs` or `logits_logprobs`.
-    advantages, loss_weights: (P,), float. A_p and w_p: `radix_advantages` and `radix_loss_weights` of a batch.
-    old_logprobs: (P,), float. `radix_old_logprobs`, of the policy that sampled; None if that is the policy as it is
+    advantages, loss_weights: (P,), float. A_p and w_p: as a `RadixInputs` has them.
+    old_logprobs: (P,), float. by the policy that sampled; None if that is the policy as it is
         now. Then every ratio is 1, and its gradient is that of the log-probability.
     epsilon_high: by default epsilon.
 

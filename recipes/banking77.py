@@ -29,8 +29,8 @@ from radixtrain.collators.steps import StepCollator
 from radixtrain.data.chat import ChatEncoder, load_tokenizer
 from radixtrain.data.formats import read_rows
 from radixtrain.hf.backbone import backbone_of
+from radixtrain.hf.predicting_rows import inputs_of
 from radixtrain.hf.prepare import prepare_model
-from radixtrain.kernels.rows import gather_rows
 from radixtrain.tree.layout import sequences_of
 
 CONFIG = Path(__file__).parent.parent / "configs" / "banking77.yaml"
@@ -103,12 +103,11 @@ def exact_match(model: Any, tokenizer: PreTrainedTokenizerBase, test: Path, most
     wrong = 0
     step = step.to(model.device)
     for batch, members in zip(step.micro_batches, step.members, strict=True):
-        labels, tokens = batch["shift_labels"][0], batch["radix_label_indices"]
-        inputs = {name: value for name, value in batch.items() if not name.endswith("labels")}
-        rows, of_prediction = inputs.pop("radix_predictor_indices").unique(return_inverse=True)
-        hidden = gather_rows(backbone_of(model)(**inputs).last_hidden_state[0], rows)
+        labels, tokens = batch["shift_labels"][0], batch["radix"].label_indices
+        rows, of_prediction = batch["radix"].predictor_indices.unique(return_inverse=True)
+        hidden = backbone_of(model)(**inputs_of(batch, predictor_indices=rows)).last_hidden_state[0]
         best = model.lm_head(hidden).argmax(-1)[of_prediction]
-        sequences = sequences_of(tokens, batch["radix_cu_seqlens"])
+        sequences = sequences_of(tokens, batch["radix"].cu_seqlens)
         missed = torch.zeros(len(members), dtype=torch.bool, device=model.device)
         missed[sequences[(best != labels) & (labels >= 0)]] = True
         wrong += int(missed.sum())

@@ -26,9 +26,9 @@ from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.hf.prepare import prepare_model, restore_model
 from radixtrain.hf.step_losses import loss_sums
 from radixtrain.timing import seconds_in_turns
-from radixtrain.tree.cost_model import CHOICES, StepCost
-from radixtrain.tree.layout import LOSS_WEIGHTS, MIN_SHARED_TOKENS, PREDICTOR_INDICES, STRATEGY
+from radixtrain.tree.cost_model import StepCost
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
+from radixtrain.tree.radix_inputs import radix_of
 
 K = TypeVar("K")
 
@@ -79,8 +79,8 @@ class Work:
     @property
     def choices(self) -> str:
         """What the `StepCost` chose for the micro-batches of `auto`, as `strategy/min_shared_tokens`."""
-        batches = [] if self.auto is None else self.auto.micro_batches
-        return ", ".join(dict.fromkeys(f"{CHOICES[batch[STRATEGY]]}/{batch[MIN_SHARED_TOKENS]}" for batch in batches))
+        chosen = [] if self.auto is None else map(radix_of, self.auto.micro_batches)
+        return ", ".join(dict.fromkeys(f"{each.strategy}/{each.min_shared_tokens}" for each in chosen))
 
     @property
     def num_tokens(self) -> int:
@@ -93,7 +93,7 @@ class Work:
 
     def ideal_speedup(self, config: Any) -> float:
         """Floating-point operations of the ordinary arm, without its padding, over those of the radix arm."""
-        predictors = [len(batch[PREDICTOR_INDICES]) for batch in self.radix.micro_batches]
+        predictors = [len(radix_of(batch).predictor_indices) for batch in self.radix.micro_batches]
         unique = (unique_flops(config, *each).total for each in zip(self.plans, predictors, strict=True))
         return self._ordinary_flops(config) / sum(unique)
 
@@ -103,7 +103,7 @@ class Work:
 
     def _ordinary_flops(self, config: Any) -> float:
         """Of a forward pass. A sequence costs the same in any micro-batch, so the radix ones are counted."""
-        labels = [int(batch[LOSS_WEIGHTS].sum()) for batch in self.radix.micro_batches]
+        labels = [int(radix_of(batch).loss_weights.sum()) for batch in self.radix.micro_batches]
         return sum(ordinary_flops(config, *each).total for each in zip(self.plans, labels, strict=True))
 
 
@@ -164,7 +164,7 @@ def _padded(arrays: Sequence[FeatureArrays], batch_size: int | None, keep_mask: 
     return Step(
         micro_batches=batches,
         members=members,
-        num_labels=sum(len(batch[PREDICTOR_INDICES]) for batch in batches),
+        num_labels=sum(len(radix_of(batch).predictor_indices) for batch in batches),
         num_tokens=sum(len(feature.input_ids) for feature in arrays),
         num_computed_tokens=sum(batch["input_ids"].numel() for batch in batches),
     )

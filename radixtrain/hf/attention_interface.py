@@ -44,7 +44,8 @@ from radixtrain.hf.pass_cache import PassCache
 from radixtrain.hf.recurrent.running import TreeRuns
 from radixtrain.hf.windows import mask_function, on_mask, window_of
 from radixtrain.tree.cached_layout import CachedLayout
-from radixtrain.tree.layout import PREFIX, TreeLayout
+from radixtrain.tree.layout import TreeLayout
+from radixtrain.tree.radix_inputs import RADIX
 
 Heads = tuple[Tensor, Tensor, Tensor]  # query, key and value of a layer
 
@@ -252,9 +253,9 @@ def _call_of(module: nn.Module, attention_mask: Any, kwargs: Mapping[str, Any]) 
     """The call of a layer that received no keyword arguments; None in an ordinary batch.
 
     Raises UserError for a radix batch whose plan did not reach the layer. It is known by its mask, which only our hook
-    makes, or by its flat entries, which only a batch that did not pass the hook still has.
+    makes, or by its `radix`, which only a batch that did not pass the hook still has.
     """
-    if any(name.startswith(PREFIX) for name in kwargs):
+    if kwargs.get(RADIX) is not None:
         raise UserError(
             f"{_name_of(module)} receives a radix batch that did not pass the backbone which prepare_model prepared: "
             f"call the prepared model or its backbone, not a part of it, its forward method or another model"

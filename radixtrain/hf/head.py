@@ -31,7 +31,7 @@ from radixtrain.hf.backbone import Parts, parts_of, with_rows
 from radixtrain.hf.dropout import evaluating
 from radixtrain.hf.positions import padding_idx_of_positions
 from radixtrain.hf.progress import Progress
-from radixtrain.tree.layout import PREDICTOR_INDICES
+from radixtrain.tree.radix_inputs import radix_of
 
 logger = logging.getLogger(__name__)
 
@@ -70,12 +70,12 @@ def hidden_rows(parts: Parts, batch: Mapping[str, Any]) -> Tensor:
 
     parts: of the model, see `parts_of`.
     batch: for a prepared model, what a `RadixCollator` returns, without labels and shift_labels; for any other model,
-        `input_ids`, `attention_mask`, `position_ids` and `radix_predictor_indices` of a `PaddedCollator`.
+        `input_ids`, `attention_mask`, `position_ids` and `radix` of a `PaddedCollator`.
     """
     if not is_padded(batch):
         return parts.backbone(**batch).last_hidden_state[0]
     hidden = parts.backbone(**_ordinary_inputs(parts.decoder, batch)).last_hidden_state
-    return _selected(hidden, batch[PREDICTOR_INDICES])
+    return _selected(hidden, radix_of(batch).predictor_indices)
 
 
 def logits_rows(parts: Parts, batch: Mapping[str, Any]) -> Tensor:
@@ -83,13 +83,13 @@ def logits_rows(parts: Parts, batch: Mapping[str, Any]) -> Tensor:
     base: Any = parts.base
     if not is_padded(batch):
         return base(**batch).logits[0]
-    with only_rows(parts.backbone, batch[PREDICTOR_INDICES]):
+    with only_rows(parts.backbone, radix_of(batch).predictor_indices):
         return base(**_ordinary_inputs(parts.decoder, batch)).logits[0]
 
 
 def is_padded(batch: Mapping[str, Any]) -> bool:
-    """Whether it is a batch of a `PaddedCollator`. Only these have an attention mask."""
-    return "attention_mask" in batch
+    """Whether it is a batch of a `PaddedCollator`, and not of a `RadixCollator`."""
+    return radix_of(batch).layout is None
 
 
 def _ordinary_inputs(decoder: Any, batch: Mapping[str, Any]) -> dict[str, Any]:

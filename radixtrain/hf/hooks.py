@@ -1,6 +1,6 @@
-"""The hooks of a prepared model: a radix batch goes in as flat entries and comes out as the rows that predict.
+"""The hooks of a prepared model: a radix batch goes in with its plan and comes out as the rows that predict.
 
-- `before`, on the backbone, turns the `radix_` entries of a batch into one object that reaches every layer, gives mask
+- `before`, on the backbone, turns the `radix` of a batch into the call that reaches every layer, gives mask
   creation an empty tensor, so that no U x U mask is ever built, and refuses what would change the gradient;
 - `after`, on the backbone, checks that every layer ran tree attention, gives the head the rows that predict,
   `[1, P, D]`, and gives the router loss the logits of every original token;
@@ -20,13 +20,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from radixtrain.collators.images import IMAGE_ROWS
 from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.errors import UserError
 from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.attention_interface import RadixCall, check_both_ways
 from radixtrain.hf.backbone import text_decoder_of, with_rows
-from radixtrain.hf.inputs import arguments_of, check_evaluation, check_inputs, check_not_cut, layout_of
+from radixtrain.hf.inputs import (
+    arguments_of,
+    check_evaluation,
+    check_inputs,
+    check_one_device,
+    layout_of,
+    on_device_of_rows,
+)
 from radixtrain.hf.padded.calls import is_compiled
 from radixtrain.hf.padded.fused_heads import share_fused_heads
 from radixtrain.hf.padded.kept import KeptCall
@@ -40,17 +46,8 @@ from radixtrain.hf.token_losses import TokenLoss, watched
 from radixtrain.hf.tower import types_for, with_features
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.kernels.rows import gather_rows
-from radixtrain.tree.cost_model import CHOICES
-from radixtrain.tree.layout import (
-    CACHE,
-    LEFT_PADDED,
-    PREDICTOR_INDICES,
-    PREFIX,
-    SPLIT,
-    STRATEGY,
-    TOKEN_LOSS,
-    TreeLayout,
-)
+from radixtrain.tree.layout import TreeLayout
+from radixtrain.tree.radix_inputs import RADIX, RadixInputs
 
 
 @dataclass(eq=False)
@@ -106,7 +103,7 @@ class BackboneHooks:
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse to keep only some of the rows. PEFT skips this hook; then labels and logits differ in number."""
         kept = kwargs.get("logits_to_keep")
-        if PREDICTOR_INDICES not in kwargs:
+        if RADIX not in kwargs:
             return
         if self.refused is not None:  # its backbone may get nothing that says so
             raise UserError(self.refused)
@@ -117,37 +114,38 @@ class BackboneHooks:
 
     @torch.compiler.disable  # dynamo cannot trace the dataclass, and would warn; it runs once a pass
     def before(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Turn the flat entries into one object for the layers. `_ordinary` takes a batch without them."""
+        """Give the layers the call that they take part in. `_ordinary` takes a batch without a plan."""
         self.progress.begin(None)  # what is tried until it is known is ordinary
         if kwargs.get("radix_call") is not None:  # a pass of generation
             return None
-        entries = {name: value for name, value in kwargs.items() if name.startswith(PREFIX)}
-        given = self._radix(backbone, entries, args, kwargs) if entries else self._ordinary(backbone, args, kwargs)
+        radix = kwargs.get(RADIX)
+        given = self._ordinary(backbone, args, kwargs) if radix is None else self._radix(backbone, radix, args, kwargs)
         if given is None:
             return None
         self.progress.become(given["radix_call"])
         return (), given
 
     def _radix(
-        self, backbone: nn.Module, entries: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, backbone: nn.Module, radix: RadixInputs, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         """The arguments for a batch of a `RadixCollator`."""
         if self.refused is not None:
             raise UserError(self.refused)
-        layout, arguments = layout_of(entries), arguments_of(backbone, args, kwargs)
-        given = {name: value for name, value in arguments.items() if name not in entries}
-        if IMAGE_ROWS in entries and self.split is None:  # a split batch with images is refused
-            given = with_features(backbone, entries, given)
-        self._check(backbone, layout, entries, given)
+        given = {name: value for name, value in arguments_of(backbone, args, kwargs).items() if name != RADIX}
+        radix = on_device_of_rows(radix, given)
+        layout = layout_of(radix)
+        if radix.image_rows is not None and self.split is None:  # a split batch with images is refused
+            given = with_features(backbone, radix, given)
+        self._check(backbone, layout, radix, given)
         shares = (
             bool(layout.levels) or layout.context is not None or layout.num_rows < layout.inverse_indices.shape[0]
         )  # padding adds rows
         self.sharing.count(backbone, shares, NOT_ALIKE)
         may_bind = layout.blocks is not None or window_may_bind(text_decoder_of(backbone).config, layout.max_seqlen)
-        chosen = CHOICES[entries[STRATEGY]] if STRATEGY in entries and self.attention == "auto" else None
-        options = layout, entries.get(PREDICTOR_INDICES), self.attention, self.kernel, may_bind, chosen
+        chosen = radix.strategy if self.attention == "auto" else None
+        options = layout, radix.predictor_indices, self.attention, self.kernel, may_bind, chosen
         call = RadixCall(*options) if self.split is None else SplitCall(self.split, *options)
-        call.cache, call.token_loss = entries.get(CACHE), TOKEN_LOSS in entries
+        call.cache, call.token_loss = radix.cache, radix.token_loss
         mask = no_mask(may_bind, layout.device, call)
         types = types_for(backbone, layout.blocks, layout.max_seqlen)
         return {**given, **types, "attention_mask": mask, "use_cache": False, "radix_call": call}
@@ -183,30 +181,28 @@ class BackboneHooks:
         padded.count(call)
         return given
 
-    def _check(
-        self, backbone: nn.Module, layout: TreeLayout, entries: Mapping[str, Any], given: Mapping[str, Any]
-    ) -> None:
+    def _check(self, backbone: nn.Module, layout: TreeLayout, radix: RadixInputs, given: Mapping[str, Any]) -> None:
         """Refuse what would change the gradient of this batch."""
-        check_not_cut(backbone, layout)
+        check_one_device(backbone)
         check_evaluation(backbone)
         check_adapters((self.model, backbone), self.allow_dropout)
         decoder, head = text_decoder_of(backbone), self.model.get_output_embeddings()
         check_own_attention(type(decoder).__name__, decoder)
         if self.split is None:
             check_inputs(decoder, given, layout.num_rows)
-        elif SPLIT in entries:
+        elif radix.split is not None:
             check_inputs(decoder, given, self.split.rows_per_rank(layout.num_rows))
         else:
             raise UserError(
                 "a radix batch came to a model of prepare_model(model, sp_group=...) without having been split over "
                 "its ranks: call what prepare_model got, not a part of it; let PEFT wrap the model before that"
             )
-        check_pass(decoder, head, layout, LEFT_PADDED in entries, self.allow_dropout)
-        self._check_passes(backbone, layout, entries)
+        check_pass(decoder, head, layout, radix.is_left_padded, self.allow_dropout)
+        self._check_passes(backbone, layout, radix)
 
-    def _check_passes(self, backbone: nn.Module, layout: TreeLayout, entries: Mapping[str, Any]) -> None:
+    def _check_passes(self, backbone: nn.Module, layout: TreeLayout, radix: RadixInputs) -> None:
         """Refuse a micro-batch that depends on others, if they cannot be computed in several passes."""
-        if CACHE not in entries:
+        if radix.cache is None:
             if layout.context is not None:
                 raise UserError(
                     "a micro-batch attends to rows of earlier ones, which only the whole step has: train it by "

@@ -3,7 +3,7 @@
 Every tensor of an ordinary batch has one row per example, so trainers cut and join batches along the first axis: with
 `dispatch_batches=True` every tensor comes cut to its first element, with `nn.DataParallel` each GPU gets a share. The
 tensors of a radix batch have the lengths of the tree, so both are refused, dispatching already by the collator
-(`radixtrain/collators/misuse_guard.py`). So are entries that a wrapper dropped or added, and evaluations that take the
+(`radixtrain/collators/misuse_guard.py`). So are inputs that a wrapper dropped or added, and evaluations that take the
 logits for one row per example: a radix batch gives one list of predictions, `[1, P, V]`, in the order of the tree. Only
 the stack says what an evaluation is for: `Trainer` takes `labels` from the batch before it calls the model.
 """
@@ -18,9 +18,10 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Cache
 
-from radixtrain.collators.misuse_guard import NO_DISPATCHING, callers, is_instance_by_name
+from radixtrain.collators.misuse_guard import callers, is_instance_by_name
 from radixtrain.errors import UserError
 from radixtrain.tree.layout import TreeLayout
+from radixtrain.tree.radix_inputs import RadixInputs
 
 # Arguments of a forward pass that cannot be used with a radix batch, by pattern, and what to do instead.
 NOT_USABLE = {
@@ -41,21 +42,26 @@ def arguments_of(backbone: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
     return {name: value for name, value in {**given, **kwargs}.items() if value is not None}
 
 
-def layout_of(entries: Mapping[str, Any]) -> TreeLayout:
-    """The layout of a batch. UserError names an entry that was lost on the way."""
-    try:
-        return TreeLayout.from_batch(entries)
-    except KeyError as missing:
+def on_device_of_rows(radix: RadixInputs, given: Mapping[str, Any]) -> RadixInputs:
+    """Move what a batch carries to where its rows are: some wrappers move only tensors. given: its other arguments."""
+    rows = _rows_of(given)
+    return radix if rows is None or rows.device == radix.cu_seqlens.device else radix.to(rows.device)
+
+
+def layout_of(radix: RadixInputs) -> TreeLayout:
+    """The plan of a batch. UserError if it has none."""
+    if radix.layout is None:
         raise UserError(
-            f"the batch lost its entry {missing}: keep every key of the collator (remove_unused_columns does not "
-            f"touch them)"
-        ) from None
+            "a padded batch of StepCollator(dedup=False) has no plan: give an ordinary model its input_ids, "
+            "attention_mask and position_ids"
+        )
+    return radix.layout
 
 
 def check_inputs(decoder: Any, given: Mapping[str, Any], num_rows: int) -> None:
     """Refuse a batch that lost tokens or positions, and what cannot be used with a batch of unique tokens.
 
-    given: the arguments of the call that are not entries of the layout. num_rows: unique tokens of this process.
+    given: the arguments of the call without `radix`. num_rows: unique tokens of this process.
     """
     _check_complete(given, num_rows)
     for name, value in given.items():
@@ -71,8 +77,7 @@ def check_inputs(decoder: Any, given: Mapping[str, Any], num_rows: int) -> None:
 
 def _check_complete(given: Mapping[str, Any], num_rows: int) -> None:
     """Unique tokens, as ids or as embeddings, and their positions."""
-    rows = given.get("input_ids")
-    rows = given.get("inputs_embeds") if rows is None else rows
+    rows = _rows_of(given)
     if rows is None or tuple(rows.shape[:2]) != (1, num_rows):
         came = None if rows is None else tuple(rows.shape)
         raise UserError(
@@ -89,21 +94,19 @@ def _check_complete(given: Mapping[str, Any], num_rows: int) -> None:
         )
 
 
-def check_not_cut(backbone: nn.Module, layout: TreeLayout) -> None:
-    """Refuse a radix batch that a trainer cut or spread over devices. Reads only shapes.
+def _rows_of(given: Mapping[str, Any]) -> Tensor | None:
+    """Unique tokens, as ids or as embeddings."""
+    ids = given.get("input_ids")
+    return given.get("inputs_embeds") if ids is None else ids
 
-    backbone: the module that received the batch. layout: as `TreeLayout.from_batch` read it.
 
-    Raises UserError naming the setting that did it.
-    """
+def check_one_device(backbone: nn.Module) -> None:
+    """Refuse a radix batch that a trainer spread over devices. backbone: the module that received the batch."""
     if getattr(backbone, "_is_replica", False):  # torch sets it on the copies of DataParallel
         raise UserError(
             "torch.nn.DataParallel cannot spread a radix batch over several GPUs; Trainer uses it if one process sees "
             "several: start one process per GPU (torchrun), or show the process one: CUDA_VISIBLE_DEVICES=0"
         )
-    num_segments = layout.subtree_ends.shape[0]
-    if num_segments == 0 or layout.segment_starts.shape[0] != num_segments + 1:
-        raise UserError(f"this radix batch was cut. {NO_DISPATCHING}")
 
 
 TRAINER = "transformers.trainer", "Trainer"  # without importing it: that needs accelerate

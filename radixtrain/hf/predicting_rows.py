@@ -9,28 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.collators.misuse_guard import PREPARED
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.head import hidden_rows, is_padded, logits_rows
 from radixtrain.loss import linear_cross_entropy, linear_logprobs, logits_cross_entropy, logits_logprobs
-from radixtrain.tree.layout import (
-    ADVANTAGES,
-    CU_SEQLENS,
-    LABEL_INDICES,
-    LOSS_WEIGHTS,
-    OLD_LOGPROBS,
-    PREDICTION_ROWS,
-    TOKEN_LOSS,
-    sequences_of,
-)
-
-TARGET_KEYS = ("shift_labels", "labels", PREDICTION_ROWS, LOSS_WEIGHTS, LABEL_INDICES, OLD_LOGPROBS, ADVANTAGES)
-"""The entries of a batch that no model receives."""
+from radixtrain.tree.layout import sequences_of
+from radixtrain.tree.radix_inputs import radix_of, with_radix
 
 
 class Targets(NamedTuple):
@@ -48,12 +35,8 @@ class Targets(NamedTuple):
     @classmethod
     def of(cls, batch: Mapping[str, Any]) -> Targets:
         """The targets of a batch of a `RadixCollator`, with `merge_labels` or without, or of a `PaddedCollator`."""
-        labels = batch["shift_labels"][0]
-        if PREDICTION_ROWS in batch:
-            return cls(labels, batch[PREDICTION_ROWS], batch[LOSS_WEIGHTS])
-        rows = torch.arange(len(labels), device=labels.device)  # nothing is merged
-        counted = labels != IGNORE_INDEX
-        return cls(labels.masked_fill(~counted, 0), rows, counted.float())
+        radix = radix_of(batch)
+        return cls(batch["shift_labels"][0].clamp(min=0), radix.prediction_rows, radix.loss_weights)
 
 
 class PredictingRows(NamedTuple):
@@ -88,7 +71,7 @@ def forward_rows(model: nn.Module, batch: Mapping[str, Any], plain_head: bool) -
     batch: on the device of the model.
     plain_head: `has_plain_head(model)`, which is asked once for each model.
     """
-    inputs = {**{name: value for name, value in batch.items() if name not in TARGET_KEYS}, TOKEN_LOSS: 1}
+    inputs = inputs_of(batch, token_loss=True)
     parts = parts_of(model)
     if not is_padded(batch) and not hasattr(parts.backbone, PREPARED):  # it would attend from row to row
         raise UserError(
@@ -99,13 +82,20 @@ def forward_rows(model: nn.Module, batch: Mapping[str, Any], plain_head: bool) -
     return PredictingRows(logits_rows(parts, inputs), None, Targets.of(batch))
 
 
+def inputs_of(batch: Mapping[str, Any], **known: Any) -> dict[str, Any]:
+    """What a model receives of a batch, for a loss that is computed outside of it. known: fields of `RadixInputs`."""
+    labels = ("shift_labels", "labels")
+    return with_radix({name: value for name, value in batch.items() if name not in labels}, **known)
+
+
 def labelled_logprobs(batch: Mapping[str, Any], logprobs: Tensor) -> list[tuple[int, int, float]]:
     """(sequence of the batch, label, log-probability) of every labelled token, in the order of the tokens.
 
     batch: not merged. logprobs: (P,), as `PredictingRows.logprobs` returns them.
     """
-    labels, tokens = batch["shift_labels"][0], batch[LABEL_INDICES]
+    labels, tokens, cu_seqlens = batch["shift_labels"][0], radix_of(batch).label_indices, radix_of(batch).cu_seqlens
+    assert tokens is not None, "merged"
     kept = labels >= 0
     order = tokens[kept].argsort(stable=True)
-    columns = (column[kept][order].tolist() for column in (sequences_of(tokens, batch[CU_SEQLENS]), labels, logprobs))
+    columns = (column[kept][order].tolist() for column in (sequences_of(tokens, cu_seqlens), labels, logprobs))
     return list(zip(*columns, strict=True))

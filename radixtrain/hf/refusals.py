@@ -36,7 +36,8 @@ from radixtrain.hf.recurrent.mixers import (
 )
 from radixtrain.hf.windows import chunk_of
 from radixtrain.tree.context import WITH_CONTEXT
-from radixtrain.tree.layout import PREFIX, TreeLayout
+from radixtrain.tree.layout import TreeLayout
+from radixtrain.tree.radix_inputs import RADIX
 from radixtrain.versions import before
 
 CAUSAL_CLASSES = {
@@ -288,17 +289,16 @@ def why_no_radix_batch(parts: Parts) -> str | None:
 
 def _passes_on(parts: Parts) -> bool:
     """Whether keyword arguments of the model reach its backbone, before which a call with one is stopped."""
-    entry = f"{PREFIX}probe"
     reached: list[bool] = []
 
     def stop(backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        reached.append(entry in kwargs)
+        reached.append(RADIX in kwargs)
         raise InterruptedError
 
     ids = torch.ones(1, 1, dtype=torch.long)  # on no device: nothing computes with them
     handle = parts.backbone.register_forward_pre_hook(stop, prepend=True, with_kwargs=True)
     with suppress(Exception), torch.no_grad():  # a model that expects other inputs may raise anything
-        parts.base.forward(ids, **{entry: None})
+        parts.base.forward(ids, **{RADIX: None})
     handle.remove()
     return all(reached)
 

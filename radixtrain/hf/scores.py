@@ -21,8 +21,8 @@ from torch.nn.functional import linear, normalize
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import Parts, parts_of
 from radixtrain.hf.head import hidden_rows, is_padded, logits_rows, on_output
-from radixtrain.hf.predicting_rows import TARGET_KEYS, PredictingRows, Targets, labelled_logprobs
-from radixtrain.tree.layout import CU_SEQLENS, INVERSE_INDICES, PREDICTOR_INDICES
+from radixtrain.hf.predicting_rows import PredictingRows, Targets, inputs_of, labelled_logprobs
+from radixtrain.tree.radix_inputs import radix_of
 
 OF_LABELS = ("logprobs", "completion_logprob", "perplexity")
 OF_NEXT_TOKEN = ("next_token_logits", "next_token_logprobs", "next_token_probs")
@@ -101,7 +101,7 @@ class Scorer:
         places = _ReadRows.of(batch, self.scores)
         only_hidden = plain_head or not (needs_labels(self.scores) or needs_next_tokens(self.scores))
         rows = _run(parts_of(model), batch, places.read, only_hidden)
-        records: list[Record] = [{} for _ in range(len(batch[CU_SEQLENS]) - 1)]
+        records: list[Record] = [{} for _ in range(len(radix_of(batch).cu_seqlens) - 1)]
         for entries in self._entries(rows, places, batch):
             for record, entry in zip(records, entries, strict=True):
                 record.update(entry)
@@ -111,7 +111,7 @@ class Scorer:
         """What each kind of score adds to the records."""
         if needs_labels(self.scores):
             labelled = labelled_logprobs(batch, rows.logprobs(places.labels, places.predictors))
-            yield self._of_labels(labelled, len(batch[CU_SEQLENS]) - 1)
+            yield self._of_labels(labelled, len(radix_of(batch).cu_seqlens) - 1)
         if needs_next_tokens(self.scores):
             yield self._of_next_token(rows, places.last)
         if "embedding" in self.scores:
@@ -158,7 +158,7 @@ class Scorer:
 class _ReadRows(NamedTuple):
     """Which rows are read, and what reads them.
 
-    read: (R,), int64. as `PREDICTOR_INDICES` of the batch has them; each once.
+    read: (R,), int64. as `predictor_indices` of the batch has them; each once.
     labels: (P,), int64. predictors: (P,), int64. which of the R rows predicts each; both empty if no score reads them.
     last: (B,), int64. which of the R rows is the last token of each sequence; empty if no score reads it.
     """
@@ -171,7 +171,7 @@ class _ReadRows(NamedTuple):
     @classmethod
     def of(cls, batch: Mapping[str, Any], scores: tuple[str, ...]) -> _ReadRows:
         labels, rows, *_ = Targets.of(batch)
-        predictors, last = batch[PREDICTOR_INDICES][rows], _last_tokens(batch)
+        predictors, last = radix_of(batch).predictor_indices[rows], _last_tokens(batch)
         if not needs_labels(scores):
             labels, predictors = labels[:0], predictors[:0]
         if all(name in OF_LABELS for name in scores):
@@ -211,7 +211,7 @@ class _Rows(NamedTuple):
 
 def _run(parts: Parts, batch: Mapping[str, Any], read: Tensor, only_hidden: bool) -> _Rows:
     """Run the backbone, and the model's own head unless `only_hidden`. read: (R,), int64. the rows that come back."""
-    inputs = {**{name: value for name, value in batch.items() if name not in TARGET_KEYS}, PREDICTOR_INDICES: read}
+    inputs = inputs_of(batch, predictor_indices=read)
     if only_hidden:
         return _Rows(hidden_rows(parts, inputs), None, parts.head)
     outputs: list[Tensor] = []
@@ -222,13 +222,14 @@ def _run(parts: Parts, batch: Mapping[str, Any], read: Tensor, only_hidden: bool
 
 
 def _last_tokens(batch: Mapping[str, Any]) -> Tensor:
-    """(B,), int64. The last token of each sequence, counted as `PREDICTOR_INDICES` of this batch counts."""
-    ends = batch[CU_SEQLENS][1:].long()
-    if not is_padded(batch):
-        return batch[INVERSE_INDICES][ends - 1]
+    """(B,), int64. The last token of each sequence, counted as `predictor_indices` of this batch counts."""
+    radix = radix_of(batch)
+    ends = radix.cu_seqlens[1:].long()
+    if radix.layout is not None:
+        return radix.layout.inverse_indices[ends - 1]
     num_sequences, length = batch["input_ids"].shape
     starts = torch.arange(num_sequences, device=ends.device) * length
-    return starts + ends - batch[CU_SEQLENS][:-1] - 1
+    return starts + ends - radix.cu_seqlens[:-1] - 1
 
 
 def _perplexity(logprob: float, num_tokens: int) -> float | None:

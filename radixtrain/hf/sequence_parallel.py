@@ -35,7 +35,8 @@ from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import Heads, RadixCall
 from radixtrain.hf.backbone import Parts
 from radixtrain.hf.progress import Progress
-from radixtrain.tree.layout import PREDICTOR_INDICES, SPLIT, TreeLayout
+from radixtrain.tree.movable import Movable
+from radixtrain.tree.radix_inputs import RADIX, layout_of, radix_of, with_radix
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,9 @@ PLAIN = (int, float, str, np.generic)  # what `repr` says all of, and alike on e
 
 
 def _flat(value: Any) -> Iterator[Any]:
-    """What is in a tuple, however deep; or the value itself."""
+    """What is in a tuple or a record, however deep; or the value itself."""
+    if isinstance(value, Movable):
+        value = tuple(vars(value).values())
     if not isinstance(value, tuple):
         yield value
         return
@@ -232,7 +235,7 @@ class SplitModel:
         A batch that a `StepCollator` has split is left as it is.
         """
         self.progress.begin(None)
-        if PREDICTOR_INDICES not in kwargs or SPLIT in kwargs:
+        if RADIX not in kwargs or radix_of(kwargs).split is not None:
             return None
         if kwargs.get("shift_labels") is None or kwargs.get("labels") is None:
             raise UserError(
@@ -240,9 +243,9 @@ class SplitModel:
                 "RadixCollator() without merge_labels, and the loss that the model returns"
             )
         self.rows.check_same(kwargs)
-        num_rows = TreeLayout.from_batch(kwargs).num_rows
+        num_rows = layout_of(kwargs).num_rows
         rank, size, targets = self.rows.rank, self.rows.size, kwargs["shift_labels"]
-        rows, is_own = own_predictors(kwargs[PREDICTOR_INDICES], num_rows, rank, size)
+        rows, is_own = own_predictors(radix_of(kwargs).predictor_indices, num_rows, rank, size)
         own = (is_own & (targets[0] != IGNORE_INDEX)).nonzero()[:, 0]
         # No rank without any, nor with as many as rows: layers receive the labels, and a mixer would exchange them.
         ignored = 2 if len(own) + 1 == self.rows.rows_per_rank(num_rows) else 1
@@ -253,7 +256,7 @@ class SplitModel:
         cut = own_inputs(kwargs, rank, size)
         predictors = nn.functional.pad(rows[own], (0, ignored))
         labels = {"shift_labels": own_labels, "labels": own_labels.roll(1)}
-        return args, {**kwargs, **cut, **labels, PREDICTOR_INDICES: predictors, SPLIT: split}
+        return args, with_radix({**kwargs, **cut, **labels}, predictor_indices=predictors, split=split)
 
     def loss(self, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Any:
         """In place of the model's `loss_function`: that of the whole batch."""

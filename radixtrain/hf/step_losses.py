@@ -15,7 +15,7 @@ from radixtrain.hf.head import has_plain_head, is_hooked
 from radixtrain.hf.pass_cache import LayerRows, PassCache
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.hf.refusals import check_only_cross_entropy
-from radixtrain.tree.layout import CACHE, SOURCES
+from radixtrain.tree.radix_inputs import radix_of, with_radix
 
 
 def step_losses(model: nn.Module, step: Step) -> Iterator[Tensor]:
@@ -65,12 +65,12 @@ def loss_sums(step: Step, loss_sum: Callable[[dict[str, Any]], Tensor]) -> Itera
 
     def run(place: int) -> Tensor:
         batch = step.micro_batches[place]
-        sources = batch.get(SOURCES, ())
+        sources = radix_of(batch).sources
         if not sources and place not in kept:
             return loss_sum(batch)
         context = [(kept[source], start, end) for source, start, end in sources]
         cache = PassCache(kept.get(place), context)
-        loss = loss_sum({**batch, CACHE: cache})
+        loss = loss_sum(with_radix(batch, cache=cache))
         if loss.requires_grad:
             loss.register_hook(cache.check_once)
         return loss

@@ -19,8 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from radixtrain.collators.images import (
-    IMAGE_PIECES,
-    IMAGE_ROWS,
     OF_IMAGES,
     TOKEN_TYPES,
     TYPES,
@@ -37,6 +35,7 @@ from radixtrain.hf.dropout import DRAWS, DROPOUTS
 from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative
 from radixtrain.tree.blocks import BlockLayout
 from radixtrain.tree.cached_layout import on_device
+from radixtrain.tree.radix_inputs import RadixInputs
 
 FEATURES = "mm_encoder_outputs"  # argument of backbones, which older transformers do not have
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -68,10 +67,10 @@ def image_inputs_of(model: nn.Module) -> ImageInputs:
     return ImageInputs(token, names, shell.get_rope_index, frozenset(_arguments(shell.get_rope_index)))
 
 
-def with_features(backbone: Any, entries: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def with_features(backbone: Any, radix: RadixInputs, given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of the call of a `RadixCollator`'s batch, with the features of its unique placeholders.
 
-    entries: of the batch, IMAGE_ROWS and IMAGE_PIECES among them. given: its other arguments.
+    radix: of the batch. given: its other arguments.
 
     Raises UserError for what `why_not` says, and if the tower returns other features than the collator counted.
     """
@@ -84,7 +83,7 @@ def with_features(backbone: Any, entries: Mapping[str, Any], given: Mapping[str,
         raise UserError(f"a radix batch came with {lengths}; use share_prefixes(model) and the model's own collator")
     assert isinstance(tower, Tower)
     starts, pieces = cumulative(lengths)[:-1], []
-    for length, images in entries[IMAGE_PIECES]:
+    for length, images in radix.image_pieces:
         numbers = np.array(images)
         pieces.append(concatenate_ranges(starts[numbers], lengths[numbers]))
         if len(pieces[-1]) != length:
@@ -92,7 +91,8 @@ def with_features(backbone: Any, entries: Mapping[str, Any], given: Mapping[str,
                 f"a row has {length} placeholders for images of {len(pieces[-1])} features: give it what the model's "
                 f"processor returns for its text and its images, and leave truncation off"
             )
-    rows = entries[IMAGE_ROWS]
+    rows = radix.image_rows
+    assert rows is not None
     features = tower.features_at(on_device(np.concatenate(pieces), rows.device).index_select(0, rows))
     return {**without_images(given), FEATURES: {"image": features}}
 

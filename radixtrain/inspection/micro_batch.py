@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from radixtrain.collators.steps import Step
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.sample import Sample
 from radixtrain.data.steps import features_of
 from radixtrain.errors import UserError
-from radixtrain.tree.layout import INVERSE_INDICES, LABEL_INDICES, LOSS_WEIGHTS
+from radixtrain.tree.radix_inputs import layout_of, radix_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +21,7 @@ class MicroBatch:
     """What the model receives at once, and where it comes from.
 
     place: which part of which optimizer step of the first epoch, counted from 0, as a person reads it.
-    samples: its sequences, in the order of `radix_cu_seqlens`.
+    samples: its sequences, in the order of `cu_seqlens`.
     batch: as `RadixCollator` makes it for radixtrain's own loss.
     num_step_labels: labelled tokens of the whole step, by which its loss is divided.
     """
@@ -35,7 +34,7 @@ class MicroBatch:
     @property
     def num_tokens(self) -> int:
         """T."""
-        return int(self.batch[INVERSE_INDICES].numel())
+        return int(layout_of(self.batch).inverse_indices.numel())
 
     @property
     def num_padding(self) -> int:
@@ -44,13 +43,13 @@ class MicroBatch:
     @property
     def num_unique_tokens(self) -> int:
         """U, without padding."""
-        return int(torch.unique(self.batch[INVERSE_INDICES]).numel())
+        return int(torch.unique(layout_of(self.batch).inverse_indices).numel())
 
     @property
     def num_labels(self) -> int:
         """Labelled tokens, each counted once for every sequence that learns it."""
-        weights: Tensor = self.batch[LOSS_WEIGHTS]
-        return len(weights) if LABEL_INDICES in self.batch else int(weights.sum())
+        radix = radix_of(self.batch)
+        return int(radix.loss_weights.sum()) if radix.label_indices is None else len(radix.loss_weights)
 
 
 def micro_batches(data: SFTData, step: int) -> list[MicroBatch]:

@@ -12,7 +12,7 @@ import numpy as np
 from radixtrain.inspection.micro_batch import MicroBatch
 from radixtrain.inspection.tokens import Token, token_texts
 from radixtrain.tree.arrays import IntArray
-from radixtrain.tree.layout import CU_SEQLENS, INVERSE_INDICES, LOSS_WEIGHTS, PREDICTION_ROWS, PREDICTOR_INDICES
+from radixtrain.tree.radix_inputs import layout_of, radix_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,7 +88,7 @@ def run_tree(part: MicroBatch, tokenizer: PreTrainedTokenizerBase) -> RunTree:
 
 def paths_of(part: MicroBatch) -> list[IntArray]:
     """The rows of each sequence, in the order of its tokens."""
-    rows, bounds = part.batch[INVERSE_INDICES].numpy(), part.batch[CU_SEQLENS].tolist()
+    rows, bounds = layout_of(part.batch).inverse_indices.numpy(), radix_of(part.batch).cu_seqlens.tolist()
     return [rows[start:end] for start, end in pairwise(bounds)]
 
 
@@ -116,11 +116,10 @@ def _run_starts(parents: IntArray, last_rows: list[int]) -> IntArray:
 
 def _predictions(part: MicroBatch, tokenizer: PreTrainedTokenizerBase) -> dict[tuple[int, int], Prediction]:
     """By predicting row and label; weights that were given one by one are added up."""
-    batch = part.batch
-    rows = batch[PREDICTOR_INDICES][batch[PREDICTION_ROWS]].tolist()
-    labels = batch["shift_labels"][0].tolist()
+    radix, labels = radix_of(part.batch), part.batch["shift_labels"][0].tolist()
+    rows = radix.predictor_indices[radix.prediction_rows].tolist()
     weights: dict[tuple[int, int], float] = defaultdict(float)
-    for row, label, weight in zip(rows, labels, batch[LOSS_WEIGHTS].tolist(), strict=True):
+    for row, label, weight in zip(rows, labels, radix.loss_weights.tolist(), strict=True):
         weights[row, label] += weight
     texts = {label: token_texts([label], tokenizer)[0] for label in labels}
     return {(row, label): Prediction(row, texts[label], each) for (row, label), each in weights.items()}

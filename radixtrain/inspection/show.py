@@ -16,7 +16,7 @@ from radixtrain.inspection.picture import asked_for, draw
 from radixtrain.inspection.row import row_stages
 from radixtrain.inspection.runs import RunTree, run_tree
 from radixtrain.inspection.tokens import LOSS
-from radixtrain.tree.layout import PREDICTOR_INDICES, PREFIX
+from radixtrain.tree.radix_inputs import layout_of, radix_of
 
 MOST_STRAYS = 8
 LEGEND = Text.assemble(
@@ -79,7 +79,7 @@ def _strays(tree: RunTree) -> Iterator[Text]:
 
 def numbers(part: MicroBatch, tree: RunTree) -> Table:
     """A line for each number: its name, its value, its meaning."""
-    batch, padding = part.batch, part.num_padding
+    batch, layout, padding = part.batch, layout_of(part.batch), part.num_padding
     num_rows = len({sample.where for sample in part.samples})
     computed = f"U, unique tokens; and {padding} of padding" if padding else "U, unique tokens"
     lines = [
@@ -89,9 +89,13 @@ def numbers(part: MicroBatch, tree: RunTree) -> Table:
         ("r", f"{part.num_tokens / part.num_unique_tokens:.2f}", "T / U"),
         ("labelled tokens", f"{part.num_labels:,}", f"of {part.num_step_labels:,} in the step, which divide its loss"),
         ("distinct predictions", f"{batch['shift_labels'].numel():,}", "P, a token and the one it is asked for"),
-        ("predicting tokens", f"{batch[PREDICTOR_INDICES].numel():,}", "R, those that the head computes logits for"),
-        ("segments", f"{len(batch[PREFIX + 'segment_starts']) - 1:,}", "S, runs of tokens without a branch"),
-        ("depth", f"{len(batch[PREFIX + 'levels']) + 1:,}", "segments on the longest way through the tree"),
+        (
+            "predicting tokens",
+            f"{len(radix_of(batch).predictor_indices):,}",
+            "R, those that the head computes logits for",
+        ),
+        ("segments", f"{layout.subtree_ends.numel():,}", "S, runs of tokens without a branch"),
+        ("depth", f"{len(layout.levels) + 1:,}", "segments on the longest way through the tree"),
         ("roots", f"{len(tree.roots):,}", "different first tokens"),
     ]
     table = Table.grid(padding=(0, 2))

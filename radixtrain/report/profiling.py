@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from radixtrain.collators.steps import StepCollator
 from radixtrain.hf.activation_checkpointing import recompute
@@ -185,7 +185,7 @@ class _Runner:
     def run(self, case: Case) -> None:
         """Forward and backward. Gradients are added to those that are there."""
         device = self.setup.device
-        batch = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in case.batch.items()}
+        batch = {name: x.to(device) for name, x in case.batch.items()}
         with self.setup.forward():
             loss = forward_rows(self.model, batch, self.plain_head).loss_sum() / case.num_labels
         loss.backward()

@@ -25,11 +25,10 @@ from radixtrain.data.sample import Sample
 from radixtrain.data.steps import StepSampler, epoch_size, features_of
 from radixtrain.report.contents import Splitting
 from radixtrain.tree.arrays import IntArray, cumulative
-from radixtrain.tree.context import CONTEXT
-from radixtrain.tree.cost_model import CHOICES, StepCost
+from radixtrain.tree.cost_model import StepCost
 from radixtrain.tree.groups import PrefixGroups
-from radixtrain.tree.layout import CU_SEQLENS, INVERSE_INDICES, PREDICTOR_INDICES, STRATEGY
 from radixtrain.tree.plan import build_prefix_plan
+from radixtrain.tree.radix_inputs import layout_of, radix_of
 from radixtrain.tree.sorting import sort_sequences
 
 BATCH_SIZES = (8, 16, 32, 64, 128, 256)
@@ -117,22 +116,23 @@ def _radix_step(step: Step, step_cost: StepCost | None) -> Iterator[Counts]:
 
 def radix_counts(batch: Mapping[str, Any], step_cost: StepCost | None) -> Counts:
     """Of a micro-batch of a `RadixCollator`. Without a cost each unique token counts its path."""
-    rows, predictions = batch["input_ids"].numel(), len(batch[PREDICTOR_INDICES])
+    radix, layout = radix_of(batch), layout_of(batch)
+    rows, predictions = batch["input_ids"].numel(), len(radix.predictor_indices)
     positions = batch["position_ids"][0].numpy()
     if step_cost is None:
         return Counts(rows, int(positions.sum() + rows), predictions)
-    inverse = batch[INVERSE_INDICES].long().numpy()
-    plan = build_prefix_plan(inverse, batch[CU_SEQLENS].numpy(), positions[inverse])  # a row is a token of its own
-    strategy = CHOICES[batch[STRATEGY]] if STRATEGY in batch else step_cost.strategies[0]
+    inverse = layout.inverse_indices.long().numpy()
+    plan = build_prefix_plan(inverse, radix.cu_seqlens.numpy(), positions[inverse])  # a row is a token of its own
+    strategy = radix.strategy or step_cost.strategies[0]
     linear = plan.num_rows * step_cost.row_flops * step_cost.rates.flop
-    onto_context = step_cost.context_seconds(batch.get(f"{CONTEXT}bounds", ()))
+    onto_context = step_cost.context_seconds(() if layout.context is None else layout.context.bounds)
     return Counts(rows, step_cost.seconds(plan, strategy) - linear + onto_context, predictions)
 
 
 def ordinary_counts(batch: Mapping[str, Any]) -> Counts:
     """Of a micro-batch of a `PaddedCollator`."""
     num_sequences, longest = batch["input_ids"].shape
-    return _padded(num_sequences, longest, len(batch[PREDICTOR_INDICES]))
+    return _padded(num_sequences, longest, len(radix_of(batch).predictor_indices))
 
 
 def _padded_step(sequences: Sequence[tuple[int, int]], max_tokens: int | None) -> tuple[Counts, ...]:

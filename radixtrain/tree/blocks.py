@@ -10,11 +10,9 @@ A block is shared as a whole or not at all, so its rows are consecutive.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,14 +22,13 @@ from torch.nn.functional import pad
 from radixtrain.kernels.merge_attention import Piece
 from radixtrain.kernels.varlen_args import Ragged
 from radixtrain.tree.arrays import IntArray, cumulative
+from radixtrain.tree.movable import Movable
 
-BLOCKS = "radix_blocks_"  # begins the keys of blocks in a batch
-FIELDS = ("block_of_row", "queries", "keys", "lengths")
 WITH_BLOCKS = ("cascade", "path", "reference")  # the attention strategies that compute them
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class BlockLayout:
+class BlockLayout(Movable):
     """The blocks of U rows, on a device.
 
     block_of_row: (U,), int64. A number that each block has for itself; -1 for a row that only attends backwards.
@@ -60,19 +57,6 @@ class BlockLayout:
             keys=torch.from_numpy(queries + 1),
             lengths=tuple(end - start - 1 for start, end in bounds),
         )
-
-    @classmethod
-    def from_batch(cls, batch: Mapping[str, Any]) -> BlockLayout:
-        """From the entries of a batch. KeyError names a missing one."""
-        values = {name: batch[BLOCKS + name] for name in FIELDS}
-        return cls(**{**values, "lengths": tuple(values["lengths"])})
-
-    def to_batch(self) -> dict[str, Any]:
-        return {BLOCKS + name: getattr(self, name) for name in FIELDS}
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> BlockLayout:
-        names = ("block_of_row", "queries", "keys")
-        return replace(self, **{name: getattr(self, name).to(device, non_blocking=non_blocking) for name in names})
 
     @cached_property
     def later(self) -> Piece:

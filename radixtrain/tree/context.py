@@ -11,10 +11,8 @@ numbers up to an end (`radixtrain/tree/plan.py`), and what attends to a context 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,14 +21,14 @@ from torch import Tensor
 from radixtrain.kernels.merge_attention import Piece
 from radixtrain.kernels.varlen_args import Bounds, Ragged
 from radixtrain.tree.arrays import IntArray
+from radixtrain.tree.movable import Movable
 from radixtrain.tree.plan import PrefixPlan
 
-CONTEXT = "radix_context_"  # begins the keys of a context in a batch
 WITH_CONTEXT = ("cascade", "path")  # the attention strategies that can read one
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ContextLayout:
+class ContextLayout(Movable):
     """Which rows of a micro-batch attend to which rows of its context, on a device.
 
     num_rows: C. bounds: of each call, the queries and the context rows that each of them sees: first query, last + 1,
@@ -58,18 +56,6 @@ class ContextLayout:
         lengths = [[[0, q1 - q0], [0, k1 - k0]] for q0, q1, k0, k1 in bounds]
         cu_seqlens = torch.tensor(lengths, dtype=torch.int32).reshape(-1, 2, 2)
         return cls(num_rows=len(context), bounds=bounds, cu_seqlens=cu_seqlens)
-
-    @classmethod
-    def from_batch(cls, batch: Mapping[str, Any]) -> ContextLayout:
-        """From the entries of a batch. KeyError names a missing one."""
-        values = {name: batch[CONTEXT + name] for name in ("num_rows", "bounds", "cu_seqlens")}
-        return cls(**{**values, "bounds": tuple(tuple(each) for each in values["bounds"])})
-
-    def to_batch(self) -> dict[str, Any]:
-        return {CONTEXT + name: getattr(self, name) for name in ("num_rows", "bounds", "cu_seqlens")}
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> ContextLayout:
-        return replace(self, cu_seqlens=self.cu_seqlens.to(device, non_blocking=non_blocking))
 
     def pieces(self, num_own: int) -> tuple[Piece, ...]:
         """The calls of `cascade` onto the context, whose keys come after `num_own` others."""

@@ -1,16 +1,12 @@
 """The prefix plan as tensors: they travel in a batch, move to the device, and the attention strategies read them.
 
-A batch carries only tensors and ints, under keys that start with `radix_`, so that Hugging Face, Accelerate and
-Lightning all move it. Everything that the host has to know for a kernel launch is an int that was computed in the
-DataLoader worker: on a device, nothing here is read back.
-
 T packed tokens, U unique rows, B sequences, S segments, P predictions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -25,34 +21,15 @@ from radixtrain.kernels.merge_attention import Piece
 from radixtrain.kernels.tree_flex import tree_block_mask
 from radixtrain.kernels.varlen_args import Ragged
 from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative
-from radixtrain.tree.blocks import BLOCKS, BlockLayout
-from radixtrain.tree.context import CONTEXT, ContextLayout
+from radixtrain.tree.blocks import BlockLayout
+from radixtrain.tree.context import ContextLayout
+from radixtrain.tree.movable import Movable
 from radixtrain.tree.plan import PrefixPlan
-from radixtrain.tree.runs import RUNS, RunCost, RunLayout, cheapest_runs
-
-PREFIX = "radix_"  # of every entry of a batch that a model without radixtrain does not know
-
-# The entries that are read by name. `RadixCollator` says which batches have them, and their shapes.
-PREDICTOR_INDICES = PREFIX + "predictor_indices"  # which unique row each predictor is
-PREDICTION_ROWS = PREFIX + "prediction_rows"  # which predictor each prediction belongs to
-LOSS_WEIGHTS = PREFIX + "loss_weights"  # the number of original tokens of each prediction, or the weight it was given
-OLD_LOGPROBS = PREFIX + "old_logprobs"  # of each prediction, by the policy that sampled it
-ADVANTAGES = PREFIX + "advantages"  # of each prediction
-LABEL_INDICES = PREFIX + "label_indices"  # which original token each prediction is
-STRATEGY = PREFIX + "strategy"  # the attention strategy that the cost model chose: a place in its `CHOICES`
-MIN_SHARED_TOKENS = PREFIX + "min_shared_tokens"  # the smallest branch that the cost model chose
-TOKEN_LOSS = PREFIX + "token_loss"  # 1 if the loss is known to be a sum over tokens, whoever computes it
-LEFT_PADDED = PREFIX + "left_padded"  # 1 if positions were counted without the padding on the left
-SPLIT = PREFIX + "split"  # marks a batch of which a rank holds some rows: their number in all, or a `SplitLoss`
-SOURCES = PREFIX + "sources"  # of the context: (micro-batch of the step, first row, last + 1), back to back
-CACHE = PREFIX + "cache"  # of the pass, while it runs: what it keeps, and keys and values of its context
-CU_SEQLENS = PREFIX + "cu_seqlens"  # a field of `TreeLayout`, as is the next
-INVERSE_INDICES = PREFIX + "inverse_indices"
-OPTIONAL = ("runs", "context", "blocks")  # fields that a batch may lack
+from radixtrain.tree.runs import RunCost, RunLayout, cheapest_runs
 
 
 @dataclass(frozen=True, eq=False)
-class TreeLayout:
+class TreeLayout(Movable):
     """A `PrefixPlan` on a device.
 
     gather_indices (U): int64, as in the plan.
@@ -135,31 +112,6 @@ class TreeLayout:
             max_path=_longest(cu_seqlens),
             max_seqlen=max(map(len, whole)),
         )
-
-    @classmethod
-    def from_batch(cls, batch: Mapping[str, Any]) -> TreeLayout:
-        """From the `radix_` entries of a batch, on whatever device they are now. KeyError names a missing one."""
-        values = {name: batch[PREFIX + name] for name in _names(cls) if name not in OPTIONAL}
-        runs = RunLayout.from_batch(batch) if any(key.startswith(RUNS) for key in batch) else None
-        context = ContextLayout.from_batch(batch) if f"{CONTEXT}num_rows" in batch else None
-        blocks = BlockLayout.from_batch(batch) if any(key.startswith(BLOCKS) for key in batch) else None
-        levels = tuple(Level(*level) for level in values["levels"])
-        optional = {"runs": runs, "context": context, "blocks": blocks}
-        return cls(**{**values, **optional, "levels": levels})
-
-    def to_batch(self) -> dict[str, Any]:
-        """The entries of a batch: tensors, ints, and for `radix_levels` a tuple of tuples of ints."""
-        entries = {PREFIX + name: getattr(self, name) for name in _names(self) if name not in OPTIONAL}
-        for part in (self.runs, self.context, self.blocks):
-            entries |= {} if part is None else part.to_batch()
-        return {**entries, f"{PREFIX}levels": tuple(tuple(level) for level in self.levels)}
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> TreeLayout:
-        values = {name: getattr(self, name) for name in _names(self)}
-        moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=non_blocking) for name, value in values.items() if hasattr(value, "to")
-        }
-        return replace(self, **moved)
 
     @property
     def num_rows(self) -> int:
@@ -298,10 +250,6 @@ def _host_bounds(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[tuple[int,
         return None
     q, k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     return tuple(zip(q[:-1], q[1:], k[:-1], k[1:], strict=True))
-
-
-def _names(layout: Any) -> list[str]:
-    return [field.name for field in fields(layout)]
 
 
 def _longest(cu_seqlens: np.ndarray) -> int:

@@ -30,8 +30,8 @@ Computed with NumPy, as the plan.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby, pairwise, product
 from typing import Any, NamedTuple
 
@@ -40,8 +40,8 @@ import torch
 from torch import Tensor
 
 from radixtrain.tree.arrays import IntArray
+from radixtrain.tree.movable import Movable
 
-RUNS = "radix_runs_"  # begins the keys of the runs in a batch
 SHORTEST_FORK = 2  # rows
 SHORTEST_FROM_STATE = 2  # rows in a call
 MIN_SAVED = (2, 32, 256)  # rows that a fork has to save, to choose from
@@ -84,7 +84,7 @@ class RunCall(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class RunLayout:
+class RunLayout(Movable):
     """Runs in calls, on a device. U unique rows, R runs.
 
     calls: in the order in which they are computed; host ints.
@@ -104,28 +104,6 @@ class RunLayout:
     def num_forks(self) -> int:
         """States that are kept."""
         return sum(call.num_runs for call in self.calls if call.keeps)
-
-    @classmethod
-    def from_batch(cls, batch: Mapping[str, Any]) -> RunLayout:
-        """From the entries of a batch. KeyError names a missing one."""
-        values = {name: batch[RUNS + name] for name in ("calls", "rows", "places", "parents")}
-        calls = tuple(
-            RunCall(num_runs, length, keeps, tuple((call, number) for call, number in sources))
-            for num_runs, length, keeps, sources in values["calls"]
-        )
-        return cls(**{**values, "calls": calls})
-
-    def to_batch(self) -> dict[str, Any]:
-        """The entries of a batch: tensors, and for `radix_runs_calls` nested tuples of ints."""
-        tensors = {RUNS + name: getattr(self, name) for name in ("rows", "places", "parents")}
-        return {RUNS + "calls": tuple(tuple(call) for call in self.calls), **tensors}
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> RunLayout:
-        """The same runs with their tensors on a device."""
-        moved = {
-            name: getattr(self, name).to(device, non_blocking=non_blocking) for name in ("rows", "places", "parents")
-        }
-        return replace(self, **moved)
 
 
 class _Run(NamedTuple):

@@ -110,7 +110,7 @@ def ordinary_padded(model: nn.Module, features: Features) -> Iterator[Tensor]:
 def radix_batch(model: nn.Module, batch: Mapping[str, Any]) -> Iterator[Tensor]:
     """The loss that a prepared model returns."""
     device = next(model.parameters()).device
-    on_device = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items()}
+    on_device = {name: x.to(device) for name, x in batch.items()}
     yield model(**on_device | _in_dtype_of(model, on_device)).loss
 
 

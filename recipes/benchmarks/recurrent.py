@@ -26,7 +26,7 @@ from radixtrain.bench.measure import Measured, Settings, measure
 from radixtrain.bench.work import Work, with_choices, work_of
 from radixtrain.errors import UserError
 from radixtrain.hf.step_cost import step_cost_of
-from radixtrain.tree.layout import TreeLayout
+from radixtrain.tree.radix_inputs import layout_of
 
 LAYERS = 4
 HEAD_DIM = 64
@@ -144,7 +144,7 @@ def rows_of(batch: Batch) -> list[dict[str, Any]]:
 
 def num_forks(work: Work) -> int:
     """States that a recurrent layer keeps in a step."""
-    layouts = map(TreeLayout.from_batch, work.step("auto").micro_batches)
+    layouts = map(layout_of, work.step("auto").micro_batches)
     return sum(layout.runs.num_forks for layout in layouts if layout.runs)
 
 

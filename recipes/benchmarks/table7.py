@@ -24,6 +24,7 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from radixtrain import RadixCollator, prepare_model, restore_model
 from radixtrain.bench.environment import environment
+from radixtrain.hf.predicting_rows import inputs_of
 
 Sequences = list[list[int]]
 Batch = dict[str, Any]
@@ -121,7 +122,7 @@ def radix_pass(
     batch = RadixCollator()([{"input_ids": ids, "labels": ids} for ids in sequences])
     if change:
         change(batch)
-    logits = unique_logits(model, batch)[batch["radix_inverse_indices"]]
+    logits = unique_logits(model, batch)[batch["radix"].layout.inverse_indices]
     if loss == "logits.sum()":
         logits.sum().backward()
     else:
@@ -132,9 +133,8 @@ def radix_pass(
 
 
 def unique_logits(model: Qwen3ForCausalLM, batch: Batch) -> Tensor:
-    """(U, V). Without the list of predictors the head gets every unique row."""
-    left_out = ("labels", "shift_labels", "radix_predictor_indices")
-    return model(**{name: value for name, value in batch.items() if name not in left_out}).logits[0]
+    """(U, V). As if every unique row predicted something."""
+    return model(**inputs_of(batch, predictor_indices=torch.arange(batch["input_ids"].shape[1]))).logits[0]
 
 
 def gradients_of(model: Qwen3ForCausalLM) -> dict[str, Tensor]:

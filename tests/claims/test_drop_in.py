@@ -9,7 +9,6 @@ the fix.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,7 @@ from trainer_loop import Stream
 from radixtrain import RadixCollator, prepare_model
 from radixtrain.collators.misuse_guard import allow_watch, end_watch
 from radixtrain.errors import UserError
-from radixtrain.hf.inputs import check_not_cut
-from radixtrain.tree.layout import TreeLayout
+from radixtrain.hf.inputs import check_one_device
 from radixtrain.verification.oracle import float64_arithmetic
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of names that Transformers will drop
@@ -349,19 +347,7 @@ def test_a_batch_that_accelerate_cuts_is_refused_with_the_fix(tiny_qwen3, rows, 
         accelerate(prepare_model(tiny_qwen3()), RadixCollator(), data(rows), tmp_path, **configuration)
 
 
-@pytest.mark.parametrize("rows", [make_rows(), make_rows()[:1], [{"input_ids": [5, 6], "labels": [5, 6]}]])
-def test_a_whole_layout_passes_and_every_cut_is_seen(rows):
-    """Cut by Accelerate: one process keeps the first element, of several each keeps one, or none."""
-    layout = TreeLayout.from_batch(RadixCollator()(rows))
-    check_not_cut(nn.Identity(), layout)
-    for part in (slice(0, 1), slice(1, 2), slice(0, 0)):
-        cut = {name: value[part] for name, value in vars(layout).items() if isinstance(value, Tensor)}
-        with pytest.raises(UserError, match="this radix batch was cut"):
-            check_not_cut(nn.Identity(), replace(layout, **cut))
-
-
-def test_data_parallel_is_refused(rows):
+def test_data_parallel_is_refused():
     """It copies the model by this method, and the copy keeps the hooks."""
-    layout = TreeLayout.from_batch(RadixCollator()(rows))
     with pytest.raises(UserError, match=r"one process per GPU \(torchrun\)"):
-        check_not_cut(nn.Identity()._replicate_for_data_parallel(), layout)
+        check_one_device(nn.Identity()._replicate_for_data_parallel())

@@ -6,16 +6,15 @@ Pinning needs a GPU. The walk over a batch does not, so the tensors' own `pin_me
 from collections.abc import Callable
 from typing import Any
 
+import batch_contents
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from radixtrain import RadixCollator
 from radixtrain.collators.steps import Step, StepCollator
-from radixtrain.tree.layout import TreeLayout
 
 SEQUENCES = [1, 1, 2, 3], [1, 1, 2, 4, 4], [1, 1, 5], [2, 2, 1], [2, 2, 3]
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in SEQUENCES]
@@ -30,8 +29,7 @@ META = torch.device("meta")
 
 def tensors_of(batch: Any) -> list[Tensor]:
     """Of a batch, or of the micro-batches of a step."""
-    batch = batch.micro_batches if isinstance(batch, Step) else batch
-    return [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
+    return batch_contents.tensors_of(batch.micro_batches if isinstance(batch, Step) else batch)
 
 
 def with_elements(batch: Any) -> list[Tensor]:
@@ -71,9 +69,9 @@ def test_every_tensor_is_pinned_and_nothing_else_changes(name: str, pinned: set[
 
 @pytest.mark.parametrize("non_blocking", [True, False])
 def test_a_layout_moves_as_asked(copies: list[bool], non_blocking: bool) -> None:
-    layout = TreeLayout.from_batch(RadixCollator()(FEATURES))
+    layout = RadixCollator()(FEATURES)["radix"].layout
     moved = layout.to("meta", non_blocking=non_blocking)
-    assert moved.device == META and copies == [non_blocking] * len(tensors_of(layout.to_batch()))
+    assert moved.device == META and copies == [non_blocking] * len(tensors_of(layout))
 
 
 @pytest.mark.parametrize("name", COLLATORS)
@@ -98,7 +96,8 @@ def test_accelerate_moves_without_blocking_if_asked(copies: list[bool]) -> None:
 
     batch = COLLATORS["merged labels"](FEATURES)
     moved = send_to_device(batch, META, non_blocking=True)
-    assert all(x.device == META for x in tensors_of(moved)) and moved["radix_levels"] == batch["radix_levels"]
+    assert all(x.device == META for x in tensors_of(moved))
+    assert moved["radix"].layout.levels == batch["radix"].layout.levels
     assert copies == [True] * len(tensors_of(batch))
 
 
@@ -115,6 +114,6 @@ def test_a_loader_pins(num_workers: int) -> None:
     (step,) = DataLoader(FEATURES, 5, collate_fn=COLLATORS["a step"], pin_memory=True, num_workers=num_workers)
     assert all(x.is_pinned() for x in with_elements(step)) and with_elements(step)
     assert all(x.is_cuda for x in tensors_of(step.to("cuda")))
-    layout = TreeLayout.from_batch(batch).to("cuda", non_blocking=True)
+    layout = batch["radix"].layout.to("cuda", non_blocking=True)
     torch.cuda.synchronize()
-    assert torch.equal(layout.gather_indices.cpu(), batch["radix_gather_indices"])
+    assert torch.equal(layout.gather_indices.cpu(), batch["radix"].layout.gather_indices)

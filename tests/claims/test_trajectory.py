@@ -164,9 +164,9 @@ def test_the_rows_have_all_that_can_go_wrong(shop: Shop) -> None:
     """Nested forks, loss on shared tokens, several labels after one row; and a budget of one row."""
     features = [{"input_ids": ids, "labels": ids} for ids in shop.rows[:BATCH_SIZE]]
     (batch,) = StepCollator()(features).micro_batches
-    assert batch["radix_loss_weights"].max() == BATCH_SIZE
-    assert batch["radix_prediction_rows"].bincount().max() > 2
-    assert len(batch["radix_prediction_rows"].bincount().nonzero()) < len(batch["radix_prediction_rows"])
+    assert batch["radix"].loss_weights.max() == BATCH_SIZE
+    assert batch["radix"].prediction_rows.bincount().max() > 2
+    assert len(batch["radix"].prediction_rows.bincount().nonzero()) < len(batch["radix"].prediction_rows)
     separate = StepCollator(max_tokens=max(map(len, shop.rows)))(features)
     assert [len(members) for members in separate.members] == [1] * BATCH_SIZE
 

@@ -22,6 +22,7 @@ from radixtrain import RadixCollator, prepare_model
 from radixtrain.collators.features import HARMLESS, all_feature_arrays
 from radixtrain.collators.steps import PaddedCollator, StepCollator
 from radixtrain.testing import ragged_batches
+from radixtrain.tree.radix_inputs import with_radix
 
 N = -100
 IDS = {"input_ids": [7, 8, 9]}
@@ -248,19 +249,19 @@ def test_padding_is_cut_off(side: str, loss: str) -> None:
     cut = {name: values[kept] for name, values in columns.items()}
     for as_mask in (list, partial(np.array, dtype=bool), partial(torch.tensor, dtype=torch.uint8)):
         batch = RadixCollator()([ROW, {**columns, "attention_mask": as_mask(mask)}])
-        assert batch.pop("radix_left_padded", None) == (1 if kept.start and loss != "positions" else None)
-        assert as_python(batch) == as_python(RadixCollator()([ROW, cut]))
+        is_left_padded = bool(kept.start and loss != "positions")
+        assert as_python(batch) == as_python(with_radix(RadixCollator()([ROW, cut]), is_left_padded=is_left_padded))
 
 
 def test_a_left_padded_batch_says_so_in_every_collator_that_shares() -> None:
     """Hugging Face counts the positions of such a row from its padding, which changes learned positions."""
     left = {"input_ids": [0, 7, 8], "attention_mask": [0, 1, 1], "labels": [N, N, 8]}
     for collator in (RadixCollator(), RadixCollator(merge_labels=True)):
-        assert collator([ROW, left])["radix_left_padded"] == 1
-        assert "radix_left_padded" not in collator([ROW, {**left, "position_ids": [0, 0, 1]}])
-        assert "radix_left_padded" not in collator([ROW, ROW])
+        assert collator([ROW, left])["radix"].is_left_padded
+        assert not collator([ROW, {**left, "position_ids": [0, 0, 1]}])["radix"].is_left_padded
+        assert not collator([ROW, ROW])["radix"].is_left_padded
     (batch,) = StepCollator()([ROW, left]).micro_batches
-    assert batch["radix_left_padded"] == 1
+    assert batch["radix"].is_left_padded
     padded = PaddedCollator()([ROW, left])
     assert padded["position_ids"].tolist() == [[0, 1, 2], [1, 2, 2]], "the ordinary baseline counts as Hugging Face"
 
@@ -391,8 +392,8 @@ def refused(features, collator=MERGED):
 
 def entries(batch):
     """(predictor, label, weight, original token) of each prediction."""
-    predictors = batch["radix_predictor_indices"][batch["radix_prediction_rows"]].tolist()
-    columns = (batch["shift_labels"][0], batch["radix_loss_weights"], batch["radix_label_indices"])
+    predictors = batch["radix"].predictor_indices[batch["radix"].prediction_rows].tolist()
+    columns = (batch["shift_labels"][0], batch["radix"].loss_weights, batch["radix"].label_indices)
     return list(zip(predictors, *(column.tolist() for column in columns), strict=True))
 
 
@@ -401,15 +402,15 @@ def test_three_sequences():
     batch = MERGED(FEATURES)
     assert batch["input_ids"].tolist() == [[7, 8, 5, 9]]
     assert entries(batch) == [(0, 8, -2.0, 1), (0, 8, 2.0, 4), (0, 8, 1.0, 7), (1, 9, 0.5, 2), (1, 5, 3.0, 5)]
-    assert batch["radix_predictor_indices"].tolist() == [0, 1], "one hidden row for all predictions of a predictor"
-    assert batch["radix_loss_weights"].dtype == torch.float32
-    assert not {"labels", "radix_old_logprobs", "radix_advantages"} & {*batch}
+    assert batch["radix"].predictor_indices.tolist() == [0, 1], "one hidden row for all predictions of a predictor"
+    assert batch["radix"].loss_weights.dtype == torch.float32
+    assert "labels" not in batch and batch["radix"].old_logprobs is batch["radix"].advantages is None
 
 
 def test_padding_takes_its_floats_with_it():
     padded = {"input_ids": [0, 7, 8, 0], "attention_mask": [0, 1, 1, 0], "labels": [N, N, 8, N]}
     batch = MERGED([{**padded, "loss_weights": [1.0, 2.0, 3.0, 4.0], "advantages": [1, 2, 3, 4]}])
-    assert (batch["radix_loss_weights"].tolist(), batch["radix_advantages"].tolist()) == ([3.0], [3.0])
+    assert (batch["radix"].loss_weights.tolist(), batch["radix"].advantages.tolist()) == ([3.0], [3.0])
 
 
 def test_what_is_given_without_a_label_is_not_read():
@@ -423,7 +424,7 @@ def test_what_is_given_without_a_label_is_not_read():
 def test_lists_arrays_and_tensors(as_input):
     weights = [0.0, -2.0, 0.5]
     batch = MERGED([{**FEATURES[0], "loss_weights": as_input(weights)}])
-    assert batch["radix_loss_weights"].tolist() == weights[1:]
+    assert batch["radix"].loss_weights.tolist() == weights[1:]
 
 
 @pytest.mark.parametrize(
@@ -489,14 +490,16 @@ def test_each_float_stays_with_its_token(data, sequences, min_shared_tokens, max
         expected += [(labels[n], x, -x, x + 0.5) for n, x in enumerate(numbers) if n and labels[n] != N]
     for dedup in (True, False):
         step = StepCollator(dedup=dedup, max_tokens=max_tokens, min_shared_tokens=min_shared_tokens)(features)
-        floats = ("radix_loss_weights", "radix_old_logprobs", "radix_advantages")
-        assert {batch[name].dtype for batch in step.micro_batches for name in floats} == {torch.float32}
+        floats = ("loss_weights", "old_logprobs", "advantages")
+        assert {getattr(batch["radix"], name).dtype for batch in step.micro_batches for name in floats} == {
+            torch.float32
+        }
         found = []
         for batch, members in zip(step.micro_batches, step.members, strict=True):
             packed = [token for index in members for token in features[index]["loss_weights"]]
             entries = zip(
                 batch["shift_labels"][0].tolist(),
-                *(batch[key].tolist() for key in (*floats, "radix_label_indices")),
+                *(getattr(batch["radix"], name).tolist() for name in (*floats, "label_indices")),
                 strict=True,
             )
             for target, weight, old, advantage, token in entries:

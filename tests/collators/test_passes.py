@@ -23,7 +23,6 @@ from radixtrain.collators.targets import features_once
 from radixtrain.testing import ragged_batches
 from radixtrain.tree.arrays import cumulative
 from radixtrain.tree.cost_model import Rates, StepCost
-from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.sorting import sort_sequences
 
 N = -100
@@ -131,9 +130,9 @@ def histories_of(step: Step) -> list[list[tuple[tuple[int, int], ...]]]:
     """Of every row of each micro-batch: the (token, position) pairs that it attends to, in order. No padding."""
     found: list[list[tuple[tuple[int, int], ...]]] = []
     for batch in step.micro_batches:
-        layout = TreeLayout.from_batch(batch)
+        layout = batch["radix"].layout
         own = list(zip(batch["input_ids"][0].tolist(), batch["position_ids"][0].tolist(), strict=True))
-        sources = batch.get("radix_sources", ())
+        sources = batch["radix"].sources
         context = [history for place, start, end in sources for history in found[place][start:end]]
         assert len(context) == layout.num_keys - layout.num_rows
         keys, rows = layout.path_keys.tolist(), list[tuple[tuple[int, int], ...]]()
@@ -151,10 +150,10 @@ def histories_of(step: Step) -> list[list[tuple[tuple[int, int], ...]]]:
 def predictions(step: Step) -> Counter[Any]:
     found: Counter[Any] = Counter()
     for batch, rows in zip(step.micro_batches, histories_of(step), strict=True):
-        entries = [batch["radix_prediction_rows"], batch["shift_labels"][0], batch["radix_loss_weights"]]
-        floats = [batch.get(f"radix_{name}") for name in FLOATS[1:]]
+        entries = [batch["radix"].prediction_rows, batch["shift_labels"][0], batch["radix"].loss_weights]
+        floats = [getattr(batch["radix"], name) for name in FLOATS[1:]]
         columns = [[None] * len(entries[0]) if each is None else each.tolist() for each in (*entries, *floats)]
-        predictors = batch["radix_predictor_indices"].tolist()
+        predictors = batch["radix"].predictor_indices.tolist()
         for row, label, weight, *rest in zip(*columns, strict=True):
             if weight:
                 found[rows[predictors[row]], label, *rest] += weight
@@ -177,11 +176,11 @@ def assert_in_order(step: Step) -> None:
     events = [tuple(each) for each in step.passes]
     assert sorted(place for place, trains in events if trains) == list(range(len(step.micro_batches)))
     for place, batch in enumerate(step.micro_batches):
-        for source in {source for source, *_ in batch.get("radix_sources", ())}:
+        for source in {source for source, *_ in batch["radix"].sources}:
             begin, end = events.index((source, False)), events.index((source, True))
             mine = [when for when, event in enumerate(events) if event[0] == place]
             assert begin < min(mine) and max(mine) < end
-    read = {source for batch in step.micro_batches for source, *_ in batch.get("radix_sources", ())}
+    read = {source for batch in step.micro_batches for source, *_ in batch["radix"].sources}
     assert {place for place, trains in events if not trains} == read, "nothing is kept that no one reads"
 
 

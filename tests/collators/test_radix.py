@@ -18,13 +18,6 @@ from radixtrain.errors import UserError
 from radixtrain.testing import ragged_batches
 
 N = -100
-LAYOUT_KEYS = {
-    *("radix_gather_indices", "radix_inverse_indices", "radix_cu_seqlens", "radix_segment_starts"),
-    *("radix_subtree_ends", "radix_path_keys", "radix_path_cu_seqlens_q", "radix_path_cu_seqlens_k"),
-    *("radix_level_queries", "radix_level_keys", "radix_level_cu_seqlens_q", "radix_level_cu_seqlens_k"),
-    *("radix_max_seqlen", "radix_max_segment", "radix_max_new_tokens", "radix_max_path", "radix_max_position"),
-    "radix_levels",
-}
 DOCSTRING = [
     {"input_ids": [7, 8, 9], "labels": [N, N, 9]},
     {"input_ids": [7, 8, 5], "labels": [N, N, 5]},
@@ -33,7 +26,7 @@ DOCSTRING = [
 
 def targets(batch):
     """(predictor row, label) of every prediction."""
-    return list(zip(batch["radix_predictor_indices"].tolist(), batch["shift_labels"][0].tolist(), strict=True))
+    return list(zip(batch["radix"].predictor_indices.tolist(), batch["shift_labels"][0].tolist(), strict=True))
 
 
 @pytest.fixture
@@ -50,59 +43,60 @@ def test_a_tokenizer_is_not_taken():
 
 
 def test_two_sequences():
-    batch = RadixCollator()(DOCSTRING)
-    assert batch.pop("radix_levels") == ((1, 2, 2, 2, 2, 2, 0),)
-    assert set(batch) | {"radix_levels"} == LAYOUT_KEYS | {
-        *("input_ids", "position_ids", "labels", "shift_labels", "radix_predictor_indices", "radix_label_indices")
-    }
     long, short = torch.int64, torch.int32
-    assert as_python(batch) == {
+    assert as_python(RadixCollator()(DOCSTRING)) == {
         "input_ids": (long, [[7, 8, 5, 9]]),
         "position_ids": (long, [[0, 1, 2, 2]]),
         "labels": (long, [[N, 9, 5]]),
         "shift_labels": (long, [[9, 5, N]]),
-        "radix_predictor_indices": (long, [1, 1, 0]),
-        "radix_label_indices": (long, [2, 5, 0]),
-        "radix_gather_indices": (long, [0, 1, 5, 2]),
-        "radix_inverse_indices": (short, [0, 1, 3, 0, 1, 2]),
-        "radix_cu_seqlens": (short, [0, 3, 6]),
-        "radix_segment_starts": (short, [0, 2, 3, 4]),
-        "radix_subtree_ends": (short, [4, 3, 4]),
-        "radix_path_keys": (short, [0, 1, 2, 0, 1, 3]),
-        "radix_path_cu_seqlens_q": (short, [0, 3, 4]),
-        "radix_path_cu_seqlens_k": (short, [0, 3, 6]),
-        "radix_level_queries": (long, []),
-        "radix_level_keys": (long, []),
-        "radix_level_cu_seqlens_q": (short, [0, 2]),
-        "radix_level_cu_seqlens_k": (short, [0, 2]),
-        "radix_max_seqlen": 3,
-        "radix_max_segment": 2,
-        "radix_max_new_tokens": 3,
-        "radix_max_path": 3,
-        "radix_max_position": 2,
+        "radix": {
+            "cu_seqlens": (short, [0, 3, 6]),
+            "predictor_indices": (long, [1, 1, 0]),
+            "prediction_rows": (long, [0, 1, 2]),
+            "loss_weights": (long, [1, 1, 0]),
+            "label_indices": (long, [2, 5, 0]),
+            "layout": {
+                "gather_indices": (long, [0, 1, 5, 2]),
+                "inverse_indices": (short, [0, 1, 3, 0, 1, 2]),
+                "cu_seqlens": (short, [0, 3, 6]),
+                "segment_starts": (short, [0, 2, 3, 4]),
+                "subtree_ends": (short, [4, 3, 4]),
+                "path_keys": (short, [0, 1, 2, 0, 1, 3]),
+                "path_cu_seqlens_q": (short, [0, 3, 4]),
+                "path_cu_seqlens_k": (short, [0, 3, 6]),
+                "level_queries": (long, []),
+                "level_keys": (long, []),
+                "level_cu_seqlens_q": (short, [0, 2]),
+                "level_cu_seqlens_k": (short, [0, 2]),
+                "max_seqlen": 3,
+                "max_segment": 2,
+                "max_new_tokens": 3,
+                "max_path": 3,
+                "max_position": 2,
+                "levels": ((1, 2, 2, 2, 2, 2, 0),),
+            },
+        },
     }
 
 
 def test_two_sequences_merged():
     batch = RadixCollator(merge_labels=True)([*DOCSTRING, DOCSTRING[0]])
-    assert set(batch) == LAYOUT_KEYS | {
-        *("input_ids", "position_ids", "shift_labels"),
-        *("radix_predictor_indices", "radix_prediction_rows", "radix_loss_weights", "radix_token_loss"),
-    }
+    assert set(batch) == {"input_ids", "position_ids", "shift_labels", "radix"}
+    assert batch["radix"].token_loss and batch["radix"].label_indices is None
     assert batch["input_ids"].tolist() == [[7, 8, 5, 9]]
     assert batch["shift_labels"].tolist() == [[5, 9]]
-    assert batch["radix_predictor_indices"].tolist() == [1], "one hidden row for both"
-    assert batch["radix_prediction_rows"].tolist() == [0, 0]
-    assert batch["radix_loss_weights"].tolist() == [1, 2]
+    assert batch["radix"].predictor_indices.tolist() == [1], "one hidden row for both"
+    assert batch["radix"].prediction_rows.tolist() == [0, 0]
+    assert batch["radix"].loss_weights.tolist() == [1, 2]
     # Lightning's bf16-true converts every float of a batch, and bfloat16 has no 301.
-    assert batch["radix_loss_weights"].dtype == torch.int64
+    assert batch["radix"].loss_weights.dtype == torch.int64
 
 
 def test_labels_above_32_bits_are_told_apart():
     labels = [2**62, 5, 2**62, 2**40]
     batch = RadixCollator(merge_labels=True)([{"input_ids": [1, 2], "labels": [N, label]} for label in labels])
     assert batch["shift_labels"].tolist() == [[5, 2**40, 2**62]]
-    assert batch["radix_loss_weights"].tolist() == [1, 1, 2]
+    assert batch["radix"].loss_weights.tolist() == [1, 1, 2]
 
 
 def test_docstrings():
@@ -119,7 +113,7 @@ def test_position_ids():
     batch = collator([plain, shifted, {**plain, "position_ids": None}])
     assert batch["input_ids"].tolist() == [[7, 8, 9, 7, 8, 9]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 4, 5, 6]]
-    assert batch["radix_inverse_indices"].tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
+    assert batch["radix"].layout.inverse_indices.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +148,7 @@ def test_every_labelled_token_is_predicted_by_the_token_before_it(
 
     num_rows, num_predictions = batch["input_ids"].shape[1], batch["shift_labels"].shape[1]
     assert num_predictions not in (0, num_rows)
-    inverse = batch["radix_inverse_indices"].tolist()
+    inverse = batch["radix"].layout.inverse_indices.tolist()
     assert batch["input_ids"][0, inverse].tolist() == [token for ids in sequences for token in ids]
     assert batch["position_ids"][0, inverse].tolist() == [place for ids in sequences for place in range(len(ids))]
 
@@ -166,21 +160,22 @@ def test_every_labelled_token_is_predicted_by_the_token_before_it(
             token += 1
     assert Counter((row, y) for row, y in targets(batch) if y != N) == expected
     packed = [label for row in labels for label in row]
-    found = zip(batch["radix_label_indices"].tolist(), batch["shift_labels"][0].tolist(), strict=True)
+    found = zip(batch["radix"].label_indices.tolist(), batch["shift_labels"][0].tolist(), strict=True)
     assert all(packed[index] == label for index, label in found if label != N)
     assert batch["labels"][0, 1:].tolist() == batch["shift_labels"][0, :-1].tolist()
     assert batch["labels"][0, 0] == batch["shift_labels"][0, -1] == N, "so that a loss may shift for itself"
 
-    predictors = merged["radix_predictor_indices"].tolist()
-    rows, weights = merged["radix_prediction_rows"].tolist(), merged["radix_loss_weights"].tolist()
+    predictors = merged["radix"].predictor_indices.tolist()
+    rows, weights = merged["radix"].prediction_rows.tolist(), merged["radix"].loss_weights.tolist()
     entries = zip(rows, merged["shift_labels"][0].tolist(), weights, strict=True)
     assert [(predictors[row], y, weight) for row, y, weight in entries] == [
         (*pair, expected[pair]) for pair in sorted(expected)
     ]
     assert predictors == sorted({row for row, _ in expected}), "the head runs once per distinct predictor"
     assert sum(weights) == sum(expected.values())
-    for key in LAYOUT_KEYS | {"input_ids", "position_ids"}:
-        assert as_python(merged)[key] == as_python(batch)[key]
+    assert as_python(merged["radix"].layout) == as_python(batch["radix"].layout)
+    for key in ("input_ids", "position_ids"):
+        assert torch.equal(merged[key], batch[key])
 
 
 def test_features_are_left_alone():

@@ -13,18 +13,17 @@ from radixtrain.collators.radix import RadixCollator
 from radixtrain.collators.row_split import split_batch
 from radixtrain.collators.steps import StepCollator
 from radixtrain.testing import ragged_batches
-from radixtrain.tree.layout import LOSS_WEIGHTS, PREDICTION_ROWS, PREDICTOR_INDICES, SPLIT, TreeLayout
 
-FLOATS = ("radix_old_logprobs", "radix_advantages")
+FLOATS = ("old_logprobs", "advantages")
 
 
 def predictions(batch: dict[str, Any], first_row: int = 0) -> Counter[tuple[Any, ...]]:
     """(row, label, floats) -> weight, without predictions of weight 0."""
-    rows = (batch[PREDICTOR_INDICES][batch[PREDICTION_ROWS]] + first_row).tolist()
-    columns = [batch[name].tolist() for name in FLOATS if name in batch]
+    rows = (batch["radix"].predictor_indices[batch["radix"].prediction_rows] + first_row).tolist()
+    columns = [x.tolist() for name in FLOATS if (x := getattr(batch["radix"], name)) is not None]
     found: Counter[tuple[Any, ...]] = Counter()
     for row, label, weight, *floats in zip(
-        rows, batch["shift_labels"][0].tolist(), batch[LOSS_WEIGHTS].tolist(), *columns, strict=True
+        rows, batch["shift_labels"][0].tolist(), batch["radix"].loss_weights.tolist(), *columns, strict=True
     ):
         found[row, label, *floats] += weight
     return Counter({key: weight for key, weight in found.items() if weight})
@@ -51,11 +50,10 @@ def test_the_parts_together_are_the_micro_batch(sequences, size, has_floats, mul
     found = sum((predictions(part, rank * count) for rank, part in enumerate(parts)), Counter())
     assert found == predictions(whole)
     for part in parts:
-        assert part[SPLIT] == num_rows == TreeLayout.from_batch(part).num_rows
-        assert part[PREDICTOR_INDICES].numel() and part["shift_labels"].shape[0] == 1
-        assert part[PREDICTOR_INDICES].min() >= 0 and part[PREDICTOR_INDICES].max() < count
-        assert {x.dtype for name, x in part.items() if name == PREDICTION_ROWS} == {torch.int64}
-        assert part.keys() - {SPLIT} == whole.keys()
+        assert part["radix"].split == num_rows == part["radix"].layout.num_rows
+        assert part["radix"].predictor_indices.numel() and part["shift_labels"].shape[0] == 1
+        assert part["radix"].predictor_indices.min() >= 0 and part["radix"].predictor_indices.max() < count
+        assert part["radix"].prediction_rows.dtype == torch.int64 and part.keys() == whole.keys()
 
 
 @settings(max_examples=50, deadline=None)

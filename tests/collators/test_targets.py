@@ -75,7 +75,7 @@ def test_each_target_counts_once_whatever_the_cut(data, sequences, max_tokens, m
         histories = [
             tuple(ids[:n]) for index in members for ids in [features[index]["input_ids"]] for n in range(len(ids))
         ]
-        columns = (batch[key].tolist() for key in ("radix_label_indices", "radix_loss_weights"))
+        columns = (getattr(batch["radix"], name).tolist() for name in ("label_indices", "loss_weights"))
         for target, token, value in zip(batch["shift_labels"][0].tolist(), *columns, strict=True):
             assert (histories[token], target) not in found, "once"
             found[histories[token], target] = value

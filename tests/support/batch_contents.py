@@ -5,12 +5,33 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
-__all__ = ["as_python", "histories_of_rows", "predictions_of"]
+from radixtrain.tree.movable import Movable
+
+__all__ = ["as_python", "histories_of_rows", "predictions_of", "tensors_of"]
 
 
-def as_python(batch: dict[str, Any]) -> dict[str, Any]:
-    return {name: (x.dtype, x.tolist()) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+def as_python(value: Any) -> Any:
+    """Tensors as dtype and numbers, records as what they have: to compare."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.tolist()
+    if isinstance(value, Movable):
+        return {name: as_python(getattr(value, name)) for name in type(value).__annotations__ if has(value, name)}
+    return {name: as_python(x) for name, x in value.items()} if isinstance(value, dict) else value
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Of a tensor, a record, or whatever holds some of them."""
+    if isinstance(value, Movable):
+        return tensors_of(vars(value))
+    leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor | Movable)]
+    return [tensor for leaf in leaves for tensor in ([leaf] if isinstance(leaf, torch.Tensor) else tensors_of(leaf))]
+
+
+def has(record: Movable, name: str) -> bool:
+    value = getattr(record, name)
+    return isinstance(value, torch.Tensor) or value not in (None, False, ())
 
 
 def histories_of_rows(batch: dict[str, Any], sequences: Sequence[list[int]]) -> list[tuple[int, ...]]:
@@ -19,18 +40,15 @@ def histories_of_rows(batch: dict[str, Any], sequences: Sequence[list[int]]) -> 
         width = batch["input_ids"].shape[1]
         return [tuple(sequences[n // width][: n % width + 1]) for n in range(batch["input_ids"].numel())]
     ends = [tuple(ids[: n + 1]) for ids in sequences for n in range(len(ids))]
-    return [ends[token] for token in batch["radix_gather_indices"].tolist()]
+    return [ends[token] for token in batch["radix"].layout.gather_indices.tolist()]
 
 
 def predictions_of(batch: dict[str, Any], sequences: Sequence[list[int]]) -> Counter[tuple[tuple[int, ...], int]]:
     """(whole history of the predictor, label) -> its weight in the loss."""
     rows, found = histories_of_rows(batch, sequences), Counter()
-    predictors, labels = batch["radix_predictor_indices"].tolist(), batch["shift_labels"][0].tolist()
-    weights = [float(label != -100) for label in labels]
-    if "radix_loss_weights" in batch:
-        predictors = [predictors[row] for row in batch["radix_prediction_rows"].tolist()]
-        weights = batch["radix_loss_weights"].tolist()
-    for row, label, weight in zip(predictors, labels, weights, strict=True):
+    predictors, labels = batch["radix"].predictor_indices.tolist(), batch["shift_labels"][0].tolist()
+    predictors = [predictors[row] for row in batch["radix"].prediction_rows.tolist()]
+    for row, label, weight in zip(predictors, labels, batch["radix"].loss_weights.tolist(), strict=True):
         if weight:
             found[rows[row], label] += weight
     return found

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from radixtrain.tree.layout import LOSS_WEIGHTS
+from radixtrain.tree.radix_inputs import with_radix
 
 __all__ = ["MUTATIONS", "SPLIT_MUTATIONS"]
 
@@ -115,16 +115,16 @@ MUTATIONS: list[Callable[[], None]] = [
 
 def labels_once_on_each_rank() -> None:
     """Every rank of a group counts a label as often as the group has ranks."""
-    _change_split(lambda part, rank, size: {**part, LOSS_WEIGHTS: part[LOSS_WEIGHTS] * size})
+    _change_split(lambda part, rank, size: with_radix(part, loss_weights=part["radix"].loss_weights * size))
 
 
 def last_prediction_left_out() -> None:
     """As by a border between two ranks that is off by one."""
 
     def changed(part: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
-        weights = part[LOSS_WEIGHTS].clone()
+        weights = part["radix"].loss_weights.clone()
         weights[-1] = 0
-        return {**part, LOSS_WEIGHTS: weights}
+        return with_radix(part, loss_weights=weights)
 
     _change_split(changed)
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from radixtrain import RadixCollator
 from radixtrain.hf.recurrent.layers import Mixer
 from radixtrain.testing import FREE_FORKS
-from radixtrain.tree.runs import RunLayout
 from radixtrain.verification.oracle import float64_throughout, gradients_of, radix_batch
 
 Build = Callable[..., Any]
@@ -48,7 +47,7 @@ class PassesNothingOn(nn.Module):
 
 def batch_of(features: Any = FEATURES) -> dict[str, Any]:
     batch = RadixCollator(run_cost=FREE_FORKS)(features)
-    assert RunLayout.from_batch(batch).num_forks, "these rows do not fork"
+    assert batch["radix"].layout.runs.num_forks, "these rows do not fork"
     return batch
 
 

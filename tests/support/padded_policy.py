@@ -87,7 +87,7 @@ def shared(model: Any, step: Step, is_policy: bool) -> Iterator[Tensor]:
     for batch in step.micro_batches:
         predictions = forward_rows(model, batch, plain_head=True)
         if is_policy:
-            numbers = (batch[f"radix_{name}"] for name in ("advantages", "loss_weights", "old_logprobs"))
+            numbers = (getattr(batch["radix"], name) for name in ("advantages", "loss_weights", "old_logprobs"))
             yield clipped_policy_loss(predictions.logprobs(), *numbers, EPSILON, EPSILON_HIGH) / step.num_labels
         else:
             yield predictions.loss_sum() / step.num_labels

@@ -37,7 +37,7 @@ from radixtrain.kernels.merge_attention import Piece, attention_in_pieces
 from radixtrain.kernels.packages import package_missing
 from radixtrain.kernels.varlen import varlen_kernel
 from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
-from radixtrain.tree.layout import LOSS_WEIGHTS, PREDICTION_ROWS, PREDICTOR_INDICES
+from radixtrain.tree.radix_inputs import RADIX, RadixInputs
 
 __all__ = [
     "BACKENDS",
@@ -80,7 +80,7 @@ class PackedArm(Arm):
         for batch in work.ordinary.micro_batches:
             inputs = {name: batch[name] for name in INPUTS}
             states = parts_of(model).backbone(**inputs, use_cache=False).last_hidden_state[0]
-            rows = states.index_select(0, batch[PREDICTOR_INDICES])
+            rows = states.index_select(0, batch["radix"].predictor_indices)
             yield PredictingRows(rows, parts_of(model).head, Targets.of(batch)).loss_sum() / work.num_labels
 
 
@@ -190,7 +190,11 @@ def _packed(arrays: Sequence[FeatureArrays]) -> dict[str, Any]:
         **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), cu_seqlens),
         **dict.fromkeys(("max_length_q", "max_length_k"), max(lengths)),
         "shift_labels": torch.from_numpy(labels[places])[None],
-        PREDICTOR_INDICES: torch.from_numpy(places - 1),
-        PREDICTION_ROWS: torch.arange(len(places)),
-        LOSS_WEIGHTS: torch.ones(len(places)),
+        RADIX: RadixInputs(
+            layout=None,
+            cu_seqlens=cu_seqlens,
+            predictor_indices=torch.from_numpy(places - 1),
+            prediction_rows=torch.arange(len(places)),
+            loss_weights=torch.ones(len(places)),
+        ),
     }

@@ -512,7 +512,8 @@ def test_refusals() -> None:
 
     def nearly(group: Any, rank: int, name: str, changes: list[int]) -> Any:
         batch = RadixCollator()(rows())
-        batch[name][..., : len(changes)] += rank * torch.tensor(changes)
+        values = batch[name] if name in batch else getattr(batch["radix"], name)
+        values[..., : len(changes)] += rank * torch.tensor(changes)
         return prepare_model(tiny(), sp_group=group)(**batch)
 
     def counted(group: Any, rank: int, kind: Callable[[int], Any]) -> Any:
@@ -531,7 +532,7 @@ def test_refusals() -> None:
         return prepare_model(model, sp_group=group)(**RadixCollator()(rows()))
 
     assert "got different batches" in refused(call)
-    for name in ("input_ids", "position_ids", "radix_predictor_indices"):
+    for name in ("input_ids", "position_ids", "predictor_indices"):
         assert "got different batches" in refused(partial(nearly, name=name, changes=[1, -2, 1]))
     for kind in (int, float, np.float32, torch.tensor, lambda n: ((torch.tensor(n),),)):
         assert "got different batches" in refused(partial(counted, kind=kind))

@@ -174,7 +174,7 @@ def both_errors(pairs: Sequence[tuple[float, float]]) -> str:
 
 
 def test_the_batch_has_forks() -> None:
-    calls = FORKING(FEATURES)["radix_runs_calls"]
+    calls = FORKING(FEATURES)["radix"].layout.runs.calls
     assert sum(num_runs for num_runs, _, keeps, _ in calls if keeps) == 2
 
 
@@ -259,7 +259,7 @@ def step_in_passes(holds_graph: bool = False) -> Any:
 def test_the_step_has_three_levels() -> None:
     depth: list[int] = []
     for batch in step_in_passes().micro_batches:
-        depth.append(max([1 + depth[source] for source, *_ in batch["radix_sources"]], default=0))
+        depth.append(max([1 + depth[source] for source, *_ in batch["radix"].sources], default=0))
     assert max(depth) >= 3 and len(depth) == 10
 
 

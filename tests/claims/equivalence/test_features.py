@@ -185,7 +185,7 @@ def compare(features: list[Row], options: dict[str, Any], models: tuple[Any, Any
         for (name, _), (found, truth) in zip(models[0].named_parameters(), pairs, strict=True):
             # queries and keys of rows that see one key have no gradient but rounding
             assert (found - truth).norm() <= BAR * max(float(truth.norm()), 1e-3 * scale), name
-    return batch["radix_inverse_indices"].numel() > batch["radix_inverse_indices"].unique().numel()
+    return batch["radix"].layout.inverse_indices.numel() > batch["radix"].layout.inverse_indices.unique().numel()
 
 
 KINDS = [

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from batch_contents import as_python
 from image_batches import IMAGE, KINDS, OF_SIZES, ROWS, of_family, squares
 from image_rows import check_rows, features_of
 from peft import LoraConfig, get_peft_model
@@ -22,10 +23,11 @@ from transformers.models.llava.modeling_llava import LlavaModel
 
 from radixtrain import RadixCollator, image_inputs_of, prepare_model, restore_model, verify_equivalence
 from radixtrain.collators import images
-from radixtrain.collators.images import IMAGE_PIECES, IMAGE_ROWS, BatchImages
+from radixtrain.collators.images import BatchImages
 from radixtrain.errors import UserError
 from radixtrain.hf import tower
 from radixtrain.hf.tower import Tower
+from radixtrain.tree.radix_inputs import with_radix
 
 pytestmark = pytest.mark.skipif(
     tower.FEATURES not in inspect.signature(LlavaModel.forward).parameters,
@@ -38,7 +40,9 @@ SIZED = [name for name, kind in KINDS.items() if kind.has_sizes]
 def test_the_gradient_is_the_ordinary_one(name: str) -> None:
     batch = check_rows(KINDS[name], ROWS)
     assert batch["input_ids"].shape[1] < sum(len(feature["input_ids"]) for feature in features_of(KINDS[name], ROWS))
-    assert sorted({image for _, shown in batch[IMAGE_PIECES] for image in shown}) == [0, 1], "each distinct one once"
+    assert sorted({image for _, shown in batch["radix"].image_pieces for image in shown}) == [0, 1], (
+        "each distinct one once"
+    )
 
 
 @pytest.mark.parametrize("name", cases(SIZED, ["Mistral 3"]))
@@ -101,10 +105,8 @@ def test_rows_as_data_sets_store_them_and_padded_ones() -> None:
         for name, fill in (("input_ids", 0), ("labels", -100), ("mm_token_type_ids", 0)):
             row |= {name: [fill, fill, *row[name]]} if name in row else {}
     expected, found = collator(features), pickle.loads(pickle.dumps(collator))(stored)
-    assert found.pop("radix_left_padded") == 1
-    assert expected.keys() == found.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value, name
+    assert found["radix"].is_left_padded and not expected["radix"].is_left_padded
+    assert as_python(with_radix(found, is_left_padded=False)) == as_python(expected)
 
 
 def test_the_batch_in_full() -> None:
@@ -114,11 +116,11 @@ def test_the_batch_in_full() -> None:
     batch = RadixCollator(images=image_inputs_of(kind.build()))(features)
     assert batch["input_ids"].tolist() == [[7, *[IMAGE] * 4, 8, 9, *[IMAGE] * 4, 8]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5, 5, 1, 2, 3, 4, 5]]
-    assert batch[IMAGE_ROWS].tolist() == list(range(8))
-    assert batch[IMAGE_PIECES] == ((4, (0,)), (4, (1,)))
+    assert batch["radix"].image_rows.tolist() == list(range(8))
+    assert batch["radix"].image_pieces == ((4, (0,)), (4, (1,)))
     assert torch.equal(batch["pixel_values"], torch.cat([features[0]["pixel_values"], features[2]["pixel_values"]]))
     text = RadixCollator(images=image_inputs_of(kind.build()))(features_of(kind, [[7, 8, 9]]))
-    assert text.keys() == batch.keys() - {"pixel_values", IMAGE_ROWS, IMAGE_PIECES}
+    assert text.keys() == batch.keys() - {"pixel_values"} and text["radix"].image_rows is None
 
 
 def test_a_shared_label_after_different_images_is_trained_twice() -> None:
@@ -136,7 +138,7 @@ def test_an_image_in_both_directions_is_shared_only_if_all_its_positions_are() -
     features[1]["position_ids"][4:] += 3
     batch = RadixCollator(images=image_inputs_of(kind.build()))(features)
     assert batch["input_ids"].tolist() == [[7, *[IMAGE] * 16, 8, *[IMAGE] * 16, 8]]
-    assert batch["radix_blocks_lengths"] == (15, 15)
+    assert batch["radix"].layout.blocks.lengths == (15, 15)
 
 
 # What is refused.
@@ -206,7 +208,10 @@ def batch_and_model(name: str = "LLaVA") -> tuple[Any, dict[str, Any]]:
     ("change", "message"),
     [
         (lambda model, batch: batch.pop("pixel_values"), "the batch lost its pixel_values"),
-        (lambda model, batch: batch.update({IMAGE_PIECES: ((3, (0,)),)}), "a row has 3 placeholders for images of 4"),
+        (
+            lambda model, batch: batch.update(with_radix(batch, image_pieces=((3, (0,)),))),
+            "a row has 3 placeholders for images of 4",
+        ),
         (lambda model, batch: batch["pixel_values"].requires_grad_(), "images that require a gradient"),
         (lambda model, batch: model.model.vision_tower.append_dropout(), "whose tower draws at random"),
     ],

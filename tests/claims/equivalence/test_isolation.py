@@ -12,6 +12,7 @@ from torch import Tensor
 
 from radixtrain import RadixCollator, prepare_model
 from radixtrain.attention import EVERYWHERE
+from radixtrain.hf.predicting_rows import inputs_of
 
 SHARED = [7, 8, 9, 10]
 KEPT = [[1, 2, 3], [1, 2, 4, 5], [11]]
@@ -22,12 +23,12 @@ NUM_KEPT = sum(len(SHARED) + len(tail) for tail in KEPT)
 def logits_and_losses(model: Any, branch: list[int]) -> list[Tensor]:
     """Logits of every token of the kept branches, losses of their labels, and losses of the branch beside them."""
     batch = RadixCollator(loss_on_all=True)([{"input_ids": SHARED + tail} for tail in [*KEPT, branch]])
-    labels, places = batch["shift_labels"][0], batch["radix_label_indices"]
-    targets = ("labels", "shift_labels", "radix_predictor_indices")
+    labels, places = batch["shift_labels"][0], batch["radix"].label_indices
+    every_row = torch.arange(batch["input_ids"].shape[1])
     with torch.no_grad():
-        logits = model(**{name: value for name, value in batch.items() if name not in targets}).logits[0]
+        logits = model(**inputs_of(batch, predictor_indices=every_row)).logits[0]
         losses = torch.nn.functional.cross_entropy(model(**batch).logits[0], labels, reduction="none")
-    kept = batch["radix_inverse_indices"][:NUM_KEPT]
+    kept = batch["radix"].layout.inverse_indices[:NUM_KEPT]
     order = places.argsort()
     losses = losses[order[labels[order] >= 0]]
     num_kept = int(((places < NUM_KEPT) & (labels >= 0)).sum())

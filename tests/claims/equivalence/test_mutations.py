@@ -18,6 +18,7 @@ import radixtrain.kernels.rows
 from radixtrain import RadixCollator, restore_model, verify_equivalence
 from radixtrain.attention import tree_attention
 from radixtrain.kernels.merge_attention import attention_in_pieces
+from radixtrain.tree.radix_inputs import with_radix
 from radixtrain.verification.equivalence import verify_arms
 from radixtrain.verification.oracle import ordinary_padded
 from radixtrain.verification.report import EquivalenceReport
@@ -51,7 +52,7 @@ def test_without_a_mutation(tiny_qwen3: Callable[..., Any], attention: str) -> N
 
 def drop_a_branch_label(batch: dict[str, Any]) -> dict[str, Any]:
     """The first token of one completion bears no loss: so it is if each shared row has one label."""
-    first_of_branch = int(np.flatnonzero(np.diff(batch["radix_predictor_indices"].numpy()) == 0)[0])
+    first_of_branch = int(np.flatnonzero(np.diff(batch["radix"].predictor_indices.numpy()) == 0)[0])
     for name in ("labels", "shift_labels"):
         batch[name][0, first_of_branch] = -100
     return batch
@@ -59,15 +60,15 @@ def drop_a_branch_label(batch: dict[str, Any]) -> dict[str, Any]:
 
 def count_a_shared_label_once(batch: dict[str, Any]) -> dict[str, Any]:
     """A mean over unique tokens: a label that two sequences share weighs as much as one that is not shared."""
-    pairs = torch.stack([batch["radix_predictor_indices"], batch["shift_labels"][0]])
+    pairs = torch.stack([batch["radix"].predictor_indices, batch["shift_labels"][0]])
     distinct = pairs.unique(dim=1)
     assert distinct.shape[1] < pairs.shape[1]
     labels = {"labels": distinct[1:], "shift_labels": distinct[1:]}
-    return {**batch, "radix_predictor_indices": distinct[0], **labels}
+    return with_radix({**batch, **labels}, predictor_indices=distinct[0])
 
 
 def move_a_position_by_one(batch: dict[str, Any]) -> dict[str, Any]:
-    batch["position_ids"][0, batch["radix_inverse_indices"][3]] += 1
+    batch["position_ids"][0, batch["radix"].layout.inverse_indices[3]] += 1
     return batch
 
 
@@ -77,13 +78,13 @@ def count_rows_as_positions(batch: dict[str, Any]) -> dict[str, Any]:
 
 def predict_from_the_row_before(batch: dict[str, Any]) -> dict[str, Any]:
     """The packed neighbour in place of the parent: right inside a segment, wrong at every branch."""
-    rows = batch["radix_predictor_indices"]
-    return {**batch, "radix_predictor_indices": torch.where(rows.diff(append=rows[-1:]) == 0, rows + 1, rows)}
+    rows = batch["radix"].predictor_indices
+    return with_radix(batch, predictor_indices=torch.where(rows.diff(append=rows[-1:]) == 0, rows + 1, rows))
 
 
 def take_a_sibling_for_the_same(batch: dict[str, Any]) -> dict[str, Any]:
     """Sharing by position, not by history: a token of one branch stands for the one at its place in another."""
-    batch["input_ids"][0, batch["radix_inverse_indices"][5 + 4 + 2]] = 9  # in the place of the third row's 5
+    batch["input_ids"][0, batch["radix"].layout.inverse_indices[5 + 4 + 2]] = 9  # in the place of the third row's 5
     return batch
 
 
@@ -139,7 +140,7 @@ def test_stock_sdpa_on_a_radix_batch(tiny_qwen3: Callable[..., Any]) -> None:
 
     def stock() -> Iterator[Tensor]:
         hidden = restore_model(model).model(batch["input_ids"], position_ids=batch["position_ids"]).last_hidden_state
-        logits = model.lm_head(hidden[0, batch["radix_predictor_indices"]])
+        logits = model.lm_head(hidden[0, batch["radix"].predictor_indices])
         yield torch.nn.functional.cross_entropy(logits, batch["shift_labels"][0])
 
     report = verify_arms(model, FEATURES, lambda: ordinary_padded(model, FEATURES), stock)

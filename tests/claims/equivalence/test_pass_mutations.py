@@ -21,7 +21,8 @@ from radixtrain.collators.steps import Pass, Step, StepCollator
 from radixtrain.hf.pass_cache import LayerRows, PassCache
 from radixtrain.kernels.cpu_loops import TorchCPUKernel
 from radixtrain.tree.context import ContextLayout
-from radixtrain.tree.layout import CACHE, TreeLayout
+from radixtrain.tree.layout import TreeLayout
+from radixtrain.tree.radix_inputs import with_radix
 from radixtrain.verification.report import Rung
 
 PROMPT = [7, 8, 9, 10, 11]
@@ -52,9 +53,10 @@ def is_seen(rung: Rung, in_the_loss: bool) -> None:
 @pytest.mark.parametrize("holds_graph", [False, True])
 def test_without_a_mutation(tiny_qwen3: Callable[..., Any], attention: str, holds_graph: bool) -> None:
     step = step_of(holds_graph=holds_graph)
-    assert [len(batch["radix_sources"]) for batch in step.micro_batches].count(0) == 1, "one pass begins all"
+    assert [len(batch["radix"].sources) for batch in step.micro_batches].count(0) == 1, "one pass begins all"
+    contexts = [batch["radix"].layout.context for batch in step.micro_batches]
     assert sum(not trains for _, trains in step.passes) == 3, "kept rows on two levels, and on two branches"
-    assert max(len(batch.get("radix_context_bounds", ())) for batch in step.micro_batches) == 3
+    assert max(len(context.bounds) for context in contexts if context) == 3
     rung = rung_of(tiny_qwen3(), step, attention)
     assert rung.worst.radix <= BAR and rung.loss_error <= BAR and not rung.dead
 
@@ -80,11 +82,10 @@ def a_label_at_the_border_twice(patch: Patch) -> None:
         batch = own(collator, step, spans, kept_as, *args)
         if kept_as is None and spans[0].start:
             label = step.packed.labels[step.tokens_of(spans)][0]
-            batch["radix_prediction_rows"] = torch.cat(
-                [torch.zeros(1, dtype=torch.int64), batch["radix_prediction_rows"]]
-            )
+            zero, one = torch.tensor([0]), torch.tensor([1])
             batch["shift_labels"] = torch.cat([torch.tensor([[max(label, 0)]]), batch["shift_labels"]], 1)
-            batch["radix_loss_weights"] = torch.cat([torch.ones(1, dtype=torch.int64), batch["radix_loss_weights"]])
+            rows, weights = batch["radix"].prediction_rows, batch["radix"].loss_weights
+            batch = with_radix(batch, prediction_rows=torch.cat([zero, rows]), loss_weights=torch.cat([one, weights]))
         return batch
 
     patch.setattr(RadixCollator, "collate_pass", twice)
@@ -170,9 +171,9 @@ def later_passes_after_the_kept_one(patch: Patch) -> None:
             if not trains:
                 kept[place] = LayerRows()
             batch = step.micro_batches[place]
-            context = [(kept[source], start, end) for source, start, end in batch["radix_sources"]]
+            context = [(kept[source], start, end) for source, start, end in batch["radix"].sources]
             with torch.set_grad_enabled(trains):
-                loss = loss_sum({**batch, CACHE: PassCache(kept.get(place), context)})
+                loss = loss_sum(with_radix(batch, cache=PassCache(kept.get(place), context)))
             if trains:
                 yield loss
 

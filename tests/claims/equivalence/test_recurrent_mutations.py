@@ -19,6 +19,7 @@ import radixtrain.tree.runs
 from radixtrain import RadixCollator, verify_equivalence
 from radixtrain.hf.recurrent.running import ForkedStates
 from radixtrain.tree.plan import build_prefix_plan
+from radixtrain.tree.radix_inputs import with_radix
 from radixtrain.tree.runs import RunCall, RunCost, RunLayout, runs_of_segments
 from radixtrain.verification.report import EquivalenceReport
 
@@ -49,7 +50,8 @@ def table(multiple: int = 1) -> RunLayout:
 
 def verdict(model: Any, table_of: Table) -> EquivalenceReport:
     def collate(features: Any) -> dict[str, Any]:
-        return {**RadixCollator()(features), **table_of().to_batch()}
+        batch = RadixCollator()(features)
+        return with_radix(batch, layout=replace(batch["radix"].layout, runs=table_of()))
 
     return verify_equivalence(model, FEATURES, collator=collate)
 

@@ -6,7 +6,7 @@ in test_families.py.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,8 @@ from radixtrain import RadixCollator, restore_model
 from radixtrain.hf.recurrent.running import parents_of
 from radixtrain.testing import labelled_features
 from radixtrain.tree.layout import TreeLayout
-from radixtrain.tree.runs import RunCost, RunLayout, runs_of_segments
+from radixtrain.tree.radix_inputs import with_radix
+from radixtrain.tree.runs import RunCost, runs_of_segments
 from radixtrain.verification.oracle import Features, float64_truth, radix_batch
 from radixtrain.verification.report import Rung
 
@@ -59,7 +60,8 @@ class Forks:
         if self.min_saved == 0:
             return RadixCollator(run_cost=RunCost(), **options)(features)
         batch = RadixCollator(**options)(features)
-        return {**batch, **self._table(TreeLayout.from_batch(batch)).to_batch()}
+        layout = batch["radix"].layout
+        return with_radix(batch, layout=replace(layout, runs=self._table(layout)))
 
     def _table(self, layout: TreeLayout) -> Any:
         starts = layout.segment_starts.numpy().astype("int64")
@@ -130,10 +132,10 @@ def test_generated_tries(
     )
     def one_try(features: Features, trunk: list[int], forks: Forks, checkpointing: float, **options: Any) -> None:
         features = [features[0], *(after(trunk, feature) for feature in features[1:])]
-        assume(RunLayout.from_batch(EVERY_BRANCH.batch(features, **options)).num_forks)
+        assume(EVERY_BRANCH.batch(features, **options)["radix"].layout.runs.num_forks)
         set_checkpointing(restore_model(model), checkpointing)
         batch = forks.batch(features, **options)
-        num_forks.append(RunLayout.from_batch(batch).num_forks)
+        num_forks.append(batch["radix"].layout.runs.num_forks)
         rungs.append(same_step(model, features, partial(radix_batch, batch=batch), what=forks))
 
     one_try()

@@ -77,7 +77,7 @@ def num_levels(step: Any) -> int:
     """How many passes continue one another, at most; 0 if nothing is kept."""
     depth: list[int] = []
     for batch in step.micro_batches:
-        depth.append(max([1 + depth[source] for source, *_ in batch.get("radix_sources", ())], default=0))
+        depth.append(max([1 + depth[source] for source, *_ in batch["radix"].sources], default=0))
     return max(depth)
 
 

@@ -91,7 +91,7 @@ def attended(head_dim: int, num_rows: int = 600) -> dict[str, int]:
     """A layer of grouped heads on more than a block of rows, or on fewer."""
     mode, waits = FakeCUDA(), Waits()
     plan = build_prefix_plan(list(range(num_rows)), [0, num_rows])
-    layout = TreeLayout.from_batch(moved(TreeLayout.from_plan(plan).to_batch(), mode))
+    layout = moved(TreeLayout.from_plan(plan), mode)
     with mode, waits:
         heads = [torch.zeros(num_rows, n, head_dim, dtype=BF16, device="cuda:0", requires_grad=True) for n in (8, 2, 2)]
         tree_attention(*heads, layout, attention="tree").sum().backward()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from radixtrain.tree.movable import Movable
 
 __all__ = ["DEVICE", "FakeCUDA", "Waits", "move_module", "moved"]
 
@@ -48,11 +51,13 @@ def check_dtypes(name: str, args: Any) -> None:
 
 def moved(value: Any, mode: FakeTensorMode) -> Any:
     """The same with its tensors on the device, as a loader moves pinned ones."""
-    return tree_map_only(Tensor, lambda x: _moved(x, mode), value)
+    return tree_map_only((Tensor, Movable), lambda x: _moved(x, mode), value)
 
 
-def _moved(x: Tensor, mode: FakeTensorMode) -> Any:
+def _moved(x: Any, mode: FakeTensorMode) -> Any:
     """It remembers its values, for a function that is known to read them."""
+    if isinstance(x, Movable):
+        return x.map(partial(_moved, mode=mode))
     fake: Any = mode.from_tensor(x).to(DEVICE, non_blocking=True)
     fake.values_on_host = None if x.is_floating_point() else x.numpy()
     return fake

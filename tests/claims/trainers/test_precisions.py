@@ -35,7 +35,7 @@ from trainer_harness import numbers, settings
 from radixtrain import RadixCollator, prepare_model, share_prefixes, sharing_report
 from radixtrain.__main__ import main
 from radixtrain.testing import assert_within_reference_error, relative_error
-from radixtrain.tree.layout import PREFIX
+from radixtrain.tree.radix_inputs import RADIX
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import Gradients, float64_arithmetic
 
@@ -105,7 +105,7 @@ class Seen:
         leaves = ((name, n, x) for name, found in values.items() for n, x in enumerate(found))
         tensors = {f"{name} {n}": x for name, n, x in leaves if isinstance(x, Tensor)}
         self.facts.append({name: (x.dtype, x.requires_grad) for name, x in tensors.items()})
-        is_radix = any(name.startswith(PREFIX) for name in kwargs)
+        is_radix = RADIX in kwargs
         self.shapes.append({} if is_radix else {name: x.shape for name, x in tensors.items()})
 
     def stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

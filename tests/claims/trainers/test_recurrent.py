@@ -10,7 +10,6 @@ from trainer_harness import Run, Share, compare, differences_of, run, settings
 
 from radixtrain import RadixCollator, prepare_model
 from radixtrain.testing import FREE_FORKS
-from radixtrain.tree.runs import RunLayout
 
 pytestmark = FULL
 
@@ -48,14 +47,14 @@ def _rows_of(pair: dict[str, str], tokenizer: Any) -> Iterator[Row]:
 
 
 def num_forks(batch: dict[str, Any]) -> int:
-    return RunLayout.from_batch(batch).num_forks
+    return batch["radix"].layout.runs.num_forks
 
 
 def test_every_batch_has_nested_forks(rows):
     for start in range(0, len(rows), 4):
         batch = COLLATOR(rows[start : start + 4])
         assert num_forks(batch) == 3, "the system prompt, and each of two prompts"
-        assert any(sources for *_, sources in batch["radix_runs_calls"])
+        assert any(sources for *_, sources in batch["radix"].layout.runs.calls)
 
 
 class TestTrainers:

@@ -42,7 +42,7 @@ class TestCell:
         assert batch["input_ids"].shape == (cell.num_sequences, length)
         assert batch["attention_mask"].all()
         assert (work.ideal_speedup(cell.model.config()) == 1.0) == (depth == 1)
-        assert work.num_labels == int(work.radix.micro_batches[0]["radix_loss_weights"].sum())
+        assert work.num_labels == int(work.radix.micro_batches[0]["radix"].loss_weights.sum())
         assert all((feature["labels"] != -100).sum() == 6 for feature in work.features)
 
     def test_it_is_the_same_every_time(self, flat: Cell) -> None:

@@ -38,7 +38,7 @@ def step_of(data: SFTData, stage: str = "fit") -> Any:
 
 def targets(step: Any) -> list[tuple[int, float]]:
     [batch] = step.micro_batches
-    return sorted(zip(batch["shift_labels"][0].tolist(), batch["radix_loss_weights"].tolist(), strict=True))
+    return sorted(zip(batch["shift_labels"][0].tolist(), batch["radix"].loss_weights.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("dedup", [True, False])
@@ -57,7 +57,7 @@ def test_predict_lists_every_label_whatever_its_weight(data: Any, dedup: bool) -
     step = step_of(data(dedup=dedup, shared_targets="once"), "predict")
     [batch] = step.micro_batches
     assert sorted(label for label in batch["shift_labels"][0].tolist() if label != N) == [5, 6, 6, 7, 8, 8, 9]
-    assert batch.get("radix_loss_weights", [1.0])[0] == 1.0 and step.num_labels == 7
+    assert batch["radix"].loss_weights[0] == 1.0 and step.num_labels == 7
 
 
 def test_a_truncated_row_keeps_its_weights(data: Any) -> None:

@@ -241,7 +241,7 @@ class TestRows:
         with float64_throughout(model):
             alone = torch.cat([model(torch.tensor([f["input_ids"]])).logits[0] for f in FEATURES])
             logits = logits_rows(parts_of(prepare_model(model)), inputs_of(batch))
-        expected = alone[batch["radix_gather_indices"]][batch["radix_predictor_indices"]]
+        expected = alone[batch["radix"].layout.gather_indices][batch["radix"].predictor_indices]
         assert relative_error(logits, expected) <= BAR
         assert len(hidden_rows(parts_of(model), inputs_of(batch))) == len(logits) < 12
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from batch_contents import tensors_of
 from tiers import FULL
 from tiny_models import tiny_qwen3
 from torch import nn
@@ -19,6 +20,7 @@ from trainer_harness import settings
 
 from radixtrain import RadixCollator, prepare_model
 from radixtrain.errors import UserError
+from radixtrain.hf.inputs import on_device_of_rows
 from radixtrain.verification.oracle import float64_arithmetic
 
 BAR = 1e-10
@@ -208,3 +210,12 @@ def test_the_innermost_prediction_step_decides(tmp_path, asked, refused):
             trainer.evaluate()
     else:
         assert trainer.evaluate()["eval_loss"] > 0
+
+
+def test_what_a_wrapper_left_on_the_host_goes_where_the_rows_are():
+    """DistributedDataParallel, FSDP and `Trainer` by itself move only tensors."""
+    batch = RadixCollator()([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}])
+    for name in ("input_ids", "inputs_embeds"):
+        moved = on_device_of_rows(batch["radix"], {name: batch["input_ids"].to("meta")})
+        assert {tensor.device.type for tensor in tensors_of(moved)} == {"meta"}
+    assert on_device_of_rows(batch["radix"], batch) is batch["radix"]

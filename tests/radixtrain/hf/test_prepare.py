@@ -13,6 +13,8 @@ import radixtrain.hf.hooks
 from radixtrain import RadixCollator, prepare_model, restore_model, verify_equivalence
 from radixtrain.attention import tree_attention
 from radixtrain.collators.misuse_guard import end_watch
+from radixtrain.collators.steps import PaddedCollator
+from radixtrain.errors import UserError
 from radixtrain.hf.backbone import backbone_of
 from radixtrain.hf.prepare import prepared_options
 
@@ -128,11 +130,9 @@ class TestNeverOnAnotherAttention:
         with pytest.raises(RuntimeError, match="ran in 1 of 2 layers of Qwen3Model"):
             model(**RadixCollator()(FEATURES))
 
-    def test_a_lost_key(self, tiny_qwen3):
-        batch = RadixCollator()(FEATURES)
-        del batch["radix_subtree_ends"]
-        with pytest.raises(ValueError, match="lost its entry 'radix_subtree_ends'"):
-            prepare_model(tiny_qwen3())(**batch)
+    def test_a_padded_batch(self, tiny_qwen3):
+        with pytest.raises(UserError, match="has no plan: give an ordinary model its input_ids"):
+            prepare_model(tiny_qwen3())(**PaddedCollator()(FEATURES))
 
 
 def test_a_refused_choice_leaves_the_model_as_it_was(tiny_qwen3):

@@ -86,6 +86,6 @@ class TestPreparedModel:
     def test_it_computes_the_runs_of_its_batch(self):
         model = qwen3_5()
         collator = RadixCollator(step_cost=step_cost_of(model))
-        assert collator(FORKING)["radix_runs_calls"] == ((1, 39, 1, ()), (6, 2, 0, ((0, 6),)))
+        assert collator(FORKING)["radix"].layout.runs.calls == ((1, 39, 1, ()), (6, 2, 0, ((0, 6),)))
         report = verify_equivalence(model, FORKING, collator=collator, precisions=["float64"])
         assert report["float64"].worst.radix <= 1e-12, str(report)

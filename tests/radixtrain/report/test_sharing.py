@@ -21,7 +21,6 @@ from radixtrain.report.sharing import (
     radix_counts,
 )
 from radixtrain.tree.cost_model import Rates, StepCost
-from radixtrain.tree.layout import MIN_SHARED_TOKENS
 from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.tree.runs import RunCost
 
@@ -215,7 +214,7 @@ def test_attention_is_what_the_layer_costs_beyond_its_matrices(
     (batch,) = step.micro_batches
     ids = [each["input_ids"] for each in two_prompts]
     bounds = np.cumsum([0, *map(len, ids)])
-    plan = build_prefix_plan(np.concatenate(ids), bounds, min_shared_tokens=batch[MIN_SHARED_TOKENS])
+    plan = build_prefix_plan(np.concatenate(ids), bounds, min_shared_tokens=batch["radix"].min_shared_tokens)
     counts = radix_counts(batch, cost)
     cheapest = min(cost.seconds(plan, strategy) for strategy in cost.strategies)
     assert counts.attention == pytest.approx(cheapest - plan.num_rows * 100.0 * 1e-10)

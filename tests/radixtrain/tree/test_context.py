@@ -66,10 +66,10 @@ def passes_of(sequences: list[list[int]], max_tokens: int = 3, **options: Any) -
     spans += [[Span(n, schedule.num_kept[n], len(sequences[n])) for n in group] for group in schedule.groups]
     found = []
     for batch, of_pass in zip(step.micro_batches, spans, strict=True):
-        context = [row for place, start, end in batch["radix_sources"] for row in kept[place][start:end]]
+        context = [row for place, start, end in batch["radix"].sources for row in kept[place][start:end]]
         num_rows = batch["input_ids"].shape[1]
         mask = torch.full((num_rows, num_rows + len(context)), -1)
-        own, bounds = batch["radix_inverse_indices"].tolist(), batch["radix_cu_seqlens"].tolist()
+        own, bounds = batch["radix"].layout.inverse_indices.tolist(), batch["radix"].cu_seqlens.tolist()
         for row in set(range(num_rows)) - set(own):  # padding sees itself and the padding before it
             first = max(own) + 1
             mask[row, first : row + 1] = torch.arange(row - first, -1, -1)
@@ -124,7 +124,7 @@ WAYS = [(attention, kernel) for attention in ("cascade", "path", "auto") for ker
 def assert_every_way_is_exact(
     batch: dict[str, Any], mask: Tensor, heads: tuple[int, int], modifiers: dict[str, Any]
 ) -> None:
-    layout, tensors = TreeLayout.from_batch(batch), inputs_of(mask, heads)
+    layout, tensors = batch["radix"].layout, inputs_of(mask, heads)
     assert layout.max_seqlen == mask.max() + 1
     binds = modifiers.get("window", layout.max_seqlen) < layout.max_seqlen
     options = {name: value for name, value in modifiers.items() if name != "sinks"}
@@ -184,24 +184,18 @@ def test_generated_tries_in_float64(sequences: list[list[int]], max_tokens: int,
 
 
 def test_round_trips() -> None:
-    """Through a batch, a pickle, and what pinned memory or a mover may make of nested tuples."""
+    """Through a pickle and to a device."""
     for batch, _ in passes_of(NESTED):
-        layout = TreeLayout.from_batch(batch)
-        lists = {name: as_lists(value) for name, value in batch.items()}
-        for again in map(TreeLayout.from_batch, (pickle.loads(pickle.dumps(batch)), lists)):
-            assert as_python(again.to_batch()) == as_python(layout.to_batch())
+        layout = batch["radix"].layout
+        assert as_python(pickle.loads(pickle.dumps(layout))) == as_python(layout)
         moved = layout.to("meta")
         assert moved.context.cu_seqlens.device.type == "meta" and moved.context.bounds == layout.context.bounds
         assert len(moved.pieces) == 1 + len(layout.levels) + len(layout.context.bounds)
 
 
-def as_lists(value: Any) -> Any:
-    return [as_lists(each) for each in value] if isinstance(value, tuple) else value
-
-
 def test_another_attention_is_refused_and_other_rows_do_not_fit() -> None:
     batch, mask = passes_of(NESTED)[-1]
-    layout = TreeLayout.from_batch(batch)
+    layout = batch["radix"].layout
     q, k, v, _ = inputs_of(mask)
     for attention in ("expand", "reference"):
         with pytest.raises(UserError, match=f"attention='{attention}' cannot attend to rows of an earlier micro-batch"):
@@ -213,7 +207,7 @@ def test_another_attention_is_refused_and_other_rows_do_not_fit() -> None:
 @pytest.mark.parametrize("attention", ["cascade", "path"])
 def test_rows_that_are_not_finite_stay_where_they_are_seen(attention: str) -> None:
     for batch, mask in passes_of(NESTED):
-        layout = TreeLayout.from_batch(batch)
+        layout = batch["radix"].layout
         tensors = inputs_of(mask)
         for key in range(len(mask), mask.shape[1]):
             k, v = tensors[1].clone(), tensors[2].clone()

@@ -188,25 +188,23 @@ class TestRecurrentLayers:
     def test_the_batch_has_its_runs(self):
         features = [{"input_ids": ids, "labels": ids} for ids in self.SEQUENCES]
         forks = replace(self.FREE_RUNS, row=1.0)
-        expected = {"radix_runs_calls": ((1, 40, 1, ()), (4, 3, 0, ((0, 4),)))}
-        whole = {"radix_runs_calls": ((4, 43, 0, ()),)}
+        expected = ((1, 40, 1, ()), (4, 3, 0, ((0, 4),)))
+        whole = ((4, 43, 0, ()),)
         for options, runs in (
             ({"step_cost": cost(mixer_share=1.0, runs=forks)}, expected),
             ({"step_cost": cost(mixer_share=1.0, runs=replace(forks, can_fork=False))}, whole),
             ({"step_cost": cost(mixer_share=1.0, runs=forks), "run_cost": replace(forks, can_fork=False)}, whole),
             ({"run_cost": forks}, expected),
         ):
-            batch = RadixCollator(**options)(features)
-            assert {name: batch[name] for name in runs} == runs
+            assert RadixCollator(**options)(features)["radix"].layout.runs.calls == runs
         for options in ({}, {"step_cost": cost(call=1.0)}):
-            assert not [name for name in RadixCollator(**options)(features) if name.startswith("radix_runs")]
+            assert RadixCollator(**options)(features)["radix"].layout.runs is None
 
 
 class TestInACollator:
     def test_the_batch_says_what_was_chosen(self):
         batch = RadixCollator(step_cost=cost(call=1.0, strategies=("cascade",)))(FEATURES)
-        assert CHOICES[batch.pop("radix_strategy")] == "cascade"
-        assert batch.pop("radix_min_shared_tokens") == 16
+        assert (batch["radix"].strategy, batch["radix"].min_shared_tokens) == ("cascade", 16)
         expected = RadixCollator(min_shared_tokens=16)(FEATURES)
         assert set(batch) == set(expected)
         assert torch.equal(batch["input_ids"], expected["input_ids"])

@@ -2,11 +2,11 @@
 
 import pickle
 from collections import Counter
-from dataclasses import fields, is_dataclass
 
 import pytest
 import torch
 from accelerate.utils import send_to_device
+from batch_contents import as_python
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from lightning.fabric.utilities import move_data_to_device
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from radixtrain.testing import FREE_FORKS, ragged_batches
-from radixtrain.tree.layout import PREFIX, TreeLayout
+from radixtrain.tree.layout import TreeLayout
 
 INTS = {"max_seqlen", "max_segment", "max_new_tokens", "max_path", "max_position"}
 
@@ -29,44 +29,33 @@ def whole_layout(sequences=FOREST, **options):
     return layout_of(sequences, FREE_FORKS, **options)
 
 
-def contents(layout):
-    """All fields as plain Python, to compare; without the devices."""
-
-    def plain(value):
-        if isinstance(value, torch.Tensor):
-            return value.dtype, list(value.shape) if value.is_meta else value.tolist()
-        return contents(value) if is_dataclass(value) else value
-
-    return {field.name: plain(getattr(layout, field.name)) for field in fields(layout)}
-
-
 def mask_pairs(plan):
     ends = plan.row_subtree_ends.tolist()
     return {(query, key) for key, end in enumerate(ends) for query in range(key, end)}
 
 
-def test_entries_of_a_batch():
+def test_a_forest_in_full():
     """A forest of two trees: [0, 2) 7 8 -> 5 | 9 6 and [5, 6) 9 -> 1 | 2 -> 2 | 4."""
-    batch = layout_of(FOREST).to_batch()
-    assert batch.pop("radix_levels") == ((2, 7, 3, 4, 2, 2, 0), (1, 2, 1, 2, 1, 8, 7))
-    assert {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in batch.items()} == {
-        "radix_gather_indices": [0, 1, 5, 2, 9, 10, 11, 13, 14, 17],
-        "radix_inverse_indices": [0, 1, 3, 0, 1, 2, 0, 1, 3, 4, 5, 6, 5, 7, 8, 5, 7, 9],
-        "radix_cu_seqlens": [0, 3, 6, 10, 12, 15, 18],
-        "radix_segment_starts": [0, 2, 3, 5, 6, 7, 8, 9, 10],
-        "radix_subtree_ends": [5, 3, 5, 10, 7, 10, 9, 10],
-        "radix_path_keys": [0, 1, 2, 0, 1, 3, 0, 1, 3, 4, 5, 6, 5, 7, 8, 5, 7, 9],
-        "radix_path_cu_seqlens_q": [0, 3, 4, 5, 7, 9, 10],
-        "radix_path_cu_seqlens_k": [0, 3, 6, 10, 12, 15, 18],
-        "radix_level_queries": [2, 3, 4, 6, 7, 8, 9],
-        "radix_level_keys": [0, 1, 5],
-        "radix_level_cu_seqlens_q": [0, 3, 7, 0, 2],
-        "radix_level_cu_seqlens_k": [0, 2, 3, 0, 1],
-        "radix_max_seqlen": 4,
-        "radix_max_segment": 2,
-        "radix_max_new_tokens": 3,
-        "radix_max_path": 4,
-        "radix_max_position": 3,
+    long, short = torch.int64, torch.int32
+    assert as_python(layout_of(FOREST)) == {
+        "gather_indices": (long, [0, 1, 5, 2, 9, 10, 11, 13, 14, 17]),
+        "inverse_indices": (short, [0, 1, 3, 0, 1, 2, 0, 1, 3, 4, 5, 6, 5, 7, 8, 5, 7, 9]),
+        "cu_seqlens": (short, [0, 3, 6, 10, 12, 15, 18]),
+        "segment_starts": (short, [0, 2, 3, 5, 6, 7, 8, 9, 10]),
+        "subtree_ends": (short, [5, 3, 5, 10, 7, 10, 9, 10]),
+        "path_keys": (short, [0, 1, 2, 0, 1, 3, 0, 1, 3, 4, 5, 6, 5, 7, 8, 5, 7, 9]),
+        "path_cu_seqlens_q": (short, [0, 3, 4, 5, 7, 9, 10]),
+        "path_cu_seqlens_k": (short, [0, 3, 6, 10, 12, 15, 18]),
+        "level_queries": (long, [2, 3, 4, 6, 7, 8, 9]),
+        "level_keys": (long, [0, 1, 5]),
+        "level_cu_seqlens_q": (short, [0, 3, 7, 0, 2]),
+        "level_cu_seqlens_k": (short, [0, 2, 3, 0, 1]),
+        "max_seqlen": 4,
+        "max_segment": 2,
+        "max_new_tokens": 3,
+        "max_path": 4,
+        "max_position": 3,
+        "levels": ((2, 7, 3, 4, 2, 2, 0), (1, 2, 1, 2, 1, 8, 7)),
     }
 
 
@@ -99,15 +88,9 @@ def test_paths_cover_every_pair_of_the_mask_once(sequences, min_shared_tokens, p
     assert found == Counter(mask_pairs(plan))
 
 
-def as_lists(value):
-    """What pinned memory or a mover may make of nested tuples."""
-    return [as_lists(each) for each in value] if isinstance(value, tuple) else value
-
-
 MOVERS = {
     "pickle": lambda batch, device: pickle.loads(pickle.dumps(batch)),
-    "lists": lambda batch, device: {name: as_lists(value) for name, value in batch.items()},
-    "DataLoader": lambda batch, device: next(iter(DataLoader([batch], batch_size=None))),
+    "DataLoader": lambda batch, device: next(iter(DataLoader([batch], batch_size=None, num_workers=1))),
     "lightning": move_data_to_device,
     "accelerate": send_to_device,
 }
@@ -117,29 +100,19 @@ MOVERS = {
 @pytest.mark.parametrize("move", MOVERS.values(), ids=MOVERS)
 def test_a_batch_survives(move, sequences):
     layout = whole_layout(sequences)
-    again = TreeLayout.from_batch(move(layout.to_batch(), torch.device("cpu")))
-    assert contents(again) == contents(layout)
-    assert {type(value) for call in again.runs.calls for value in call} == {int, tuple}
+    again = move({"layout": layout}, torch.device("cpu"))["layout"]
+    assert as_python(again) == as_python(layout)
 
 
 @pytest.mark.parametrize("move", [move_data_to_device, send_to_device, None], ids=["lightning", "accelerate", "to"])
 def test_moved_to_a_device(move):
     """Every tensor and nothing else. Torch's meta device has no values, so none is read back."""
     layout, meta = whole_layout(), torch.device("meta")
-    moved = TreeLayout.from_batch(move(layout.to_batch(), meta)) if move else layout.to(meta, non_blocking=True)
+    moved = move({"layout": layout}, meta)["layout"] if move else layout.to(meta, non_blocking=True)
     devices = {x.device for x in tree_leaves([vars(part) for part in (moved, moved.runs)]) if torch.is_tensor(x)}
     assert devices == {moved.device} == {meta} and layout.device.type == "cpu"
-    assert contents(moved) == contents(layout.to(meta))
     assert [getattr(moved, name) for name in (*INTS, "levels")] == [getattr(layout, name) for name in (*INTS, "levels")]
     assert moved.runs.calls == layout.runs.calls
     assert [piece.ragged.bounds for piece in moved.pieces] == [None] * 3, "levels are packed"
     assert moved.sequences.bounds is moved.paths.bounds is None
-
-
-@pytest.mark.parametrize("name", ["path_keys", "runs_calls", "runs_rows", "runs_places", "runs_parents"])
-def test_a_lost_entry_is_named(name):
-    batch = whole_layout().to_batch()
-    del batch[PREFIX + name]
-    with pytest.raises(KeyError) as error:
-        TreeLayout.from_batch(batch)
-    assert error.value.args == (PREFIX + name,)
+    assert layout.to("cpu") is layout, "and keeps what its layers have made"

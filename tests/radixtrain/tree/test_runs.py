@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from batch_contents import as_python
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from plans import DEEP, FOREST, plan_of
@@ -17,7 +18,6 @@ from radixtrain.tree.runs import (
     MULTIPLES,
     RunCall,
     RunCost,
-    RunLayout,
     cheapest_runs,
     cost_of_runs,
     runs_of_segments,
@@ -233,14 +233,13 @@ def runs_of(sequences, rates=FREE_FORKS):
     return cheapest_runs(plan.segment_starts, plan.segment_parents, rates)
 
 
-def test_entries_of_a_batch():
+def test_runs_in_full():
     """[0, 1) 3, then [1, 3) 7 8 -> 5 5 | 9 1."""
-    batch = runs_of([[7, 8, 9, 1], [3], [7, 8, 5, 5]]).to_batch()
-    assert batch.pop("radix_runs_calls") == ((1, 2, 1, ()), (1, 1, 0, ()), (2, 2, 0, ((0, 2),)))
-    assert {name: value.tolist() for name, value in batch.items()} == {
-        "radix_runs_rows": [1, 2, 0, 3, 4, 5, 6],
-        "radix_runs_places": [2, 0, 1, 3, 4, 5, 6],
-        "radix_runs_parents": [0, 0],
+    assert as_python(runs_of([[7, 8, 9, 1], [3], [7, 8, 5, 5]])) == {
+        "calls": ((1, 2, 1, ()), (1, 1, 0, ()), (2, 2, 0, ((0, 2),))),
+        "rows": (torch.int64, [1, 2, 0, 3, 4, 5, 6]),
+        "places": (torch.int64, [2, 0, 1, 3, 4, 5, 6]),
+        "parents": (torch.int64, [0, 0]),
     }
 
 
@@ -250,5 +249,5 @@ def test_the_collator_makes_them_of_its_rows():
     batch = RadixCollator(run_cost=FREE_FORKS, min_shared_tokens=3, pad_to_multiple_of=8)(features)
     plan = plan_of(FOREST, min_shared_tokens=3, pad_to_multiple_of=8)
     runs = cheapest_runs(plan.segment_starts, plan.segment_parents, FREE_FORKS)
-    assert contents(RunLayout.from_batch(batch)) == contents(runs)
+    assert contents(batch["radix"].layout.runs) == contents(runs)
     assert len(runs.places) == batch["input_ids"].shape[1]

@@ -76,11 +76,11 @@ def test_each_completion_of_a_tree_once(tmp_path: Path) -> None:
     """`once` trains what SkyRL-capture and miles train when they flatten the same tree themselves."""
     features = [row for line in read(written(tmp_path, *STORES["SkyRL-capture graph"][0])) for row in line]
     batch = RadixCollator(merge_labels=True, shared_targets="once")(features)
-    found = zip(batch["shift_labels"][0].tolist(), batch["radix_old_logprobs"].tolist(), strict=True)
+    found = zip(batch["shift_labels"][0].tolist(), batch["radix"].old_logprobs.tolist(), strict=True)
     own = [pair for call in CALLS for pair in zip(call.completion, call.logprobs, strict=True)]
     assert sorted(found) == sorted(own)
     every = RadixCollator(merge_labels=True)(features)
-    assert every["radix_loss_weights"].sum() == len(own) + len(CALLS[0].completion), "two branches share the first call"
+    assert every["radix"].loss_weights.sum() == len(own) + len(CALLS[0].completion), "two branches share the first call"
     assert len(batch["input_ids"][0]) == 26 and sum(len(row["input_ids"]) for row in features) == 39
 
 

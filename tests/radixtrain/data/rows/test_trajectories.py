@@ -119,7 +119,7 @@ def test_from_a_file_to_a_batch(tmp_path: Any) -> None:
     features = [{**row.fields, "advantages": 1.0} for each in read_rows(path) for row in plain_rows(each)]
     batch = RadixCollator(merge_labels=True, shared_targets="once")(features)
     assert sorted(batch["input_ids"][0].tolist()) == [5, 6, 7, 8, 9, 10, 11, 12, 13]
-    found = zip(batch["shift_labels"][0].tolist(), batch["radix_old_logprobs"].tolist(), strict=True)
+    found = zip(batch["shift_labels"][0].tolist(), batch["radix"].old_logprobs.tolist(), strict=True)
     assert sorted(found) == [(8, -0.5), (10, -1.5), (11, -2.5)]
 
 

@@ -1,0 +1,51 @@
+"""A record of tensors that moves between devices as one tensor does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+Function = Callable[[Tensor], Tensor]
+
+
+class Movable:
+    """A record whose annotated fields are tensors, values of the host, other records of this kind, lists and dicts."""
+
+    def changed(self, **fields: Any) -> Self:
+        """Copy the record with other values in some fields, and without what its properties have kept."""
+        copied = object.__new__(type(self))
+        vars(copied).update({name: fields.get(name, vars(self)[name]) for name in type(self).__annotations__})
+        return copied
+
+    def map(self, function: Function) -> Self:
+        """Replace every tensor; return the record itself if nothing changes."""
+        old = {name: vars(self)[name] for name in type(self).__annotations__}
+        new = {name: _mapped(value, function) for name, value in old.items()}
+        return self if all(new[name] is old[name] for name in old) else self.changed(**new)
+
+    def to(self, device: torch.device | str, non_blocking: bool | None = None) -> Self:
+        """Move to a device.
+
+        non_blocking: as of `Tensor.to`. By default no copy is waited for, except to where the host could read before
+            the copy has arrived. Lightning gives nothing, and means that.
+        """
+        if non_blocking is None:
+            non_blocking = torch.device(device).type not in ("cpu", "mps")
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        """Copy into page-locked memory of the host, from which copies to a GPU need not be waited for."""
+        return self.map(Tensor.pin_memory)
+
+
+def _mapped(value: Any, function: Function) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Movable):
+        return value.map(function)
+    if isinstance(value, dict):
+        return {key: _mapped(each, function) for key, each in value.items()}
+    return [_mapped(each, function) for each in value] if isinstance(value, list) else value

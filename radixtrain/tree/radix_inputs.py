@@ -1,0 +1,85 @@
+"""What a batch carries for radixtrain, beside the inputs that any model knows: one object, `batch["radix"]`.
+
+It moves as a tensor does, so that a DataLoader, Accelerate, Lightning and `{name: x.to(device)}` take it along. What
+moves only tensors (Hugging Face's `Trainer` by itself, DistributedDataParallel, FSDP) hands it on where it is, and the
+hook of a prepared model moves it. Everything that the host has to know for a kernel launch is an int that was computed
+in the DataLoader worker: on a device, nothing here is read back.
+
+T packed tokens, U unique rows, B sequences, R rows that predict, P predictions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from radixtrain.tree.layout import TreeLayout
+from radixtrain.tree.movable import Movable
+
+RADIX = "radix"  # its key in a batch
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RadixInputs(Movable):
+    """What a prepared model and radixtrain's losses read of a batch.
+
+    layout: the plan of the unique tokens; None in a padded batch, whose B x L flattened tokens are the rows.
+    cu_seqlens: (B+1,), int32. bounds of the sequences, back to back.
+    predictor_indices: (R,), int64. the row of each predictor; ascending if predictions were merged.
+    prediction_rows: (P,), int64. which of the R predictors each entry of `shift_labels` belongs to.
+    loss_weights: (P,). how many original tokens each entry stands for, int64; or the weight it was given, float32.
+    label_indices: (P,), int64. the original token that each entry is, counted over all features back to back; None if
+        an entry may stand for several.
+    old_logprobs, advantages: (P,), float32. as they were given, if they were.
+    strategy, min_shared_tokens: what a `StepCost` chose; None without one.
+    token_loss: whether the loss is known to be a sum over tokens, whoever computes it.
+    is_left_padded: whether a feature was padded on the left and had no `position_ids`. They count from 0 here and from
+        the padding in Hugging Face: the same for rotary embeddings, but not for learned ones.
+    image_rows: (placeholders among U,), int64. which row of the pieces stands at each unique placeholder.
+    image_pieces: of each piece: how many placeholders it has, and which of the distinct images these show.
+    sources: which rows of earlier passes the context is, back to back: (micro-batch of the step, first row, last + 1).
+    cache: the `PassCache` of a pass while it runs.
+    split: the number of rows in all, or a `SplitLoss`, if a rank of an `sp_group` holds only some of them.
+    """
+
+    layout: TreeLayout | None
+    cu_seqlens: Tensor
+    predictor_indices: Tensor
+    prediction_rows: Tensor
+    loss_weights: Tensor
+    label_indices: Tensor | None = None
+    old_logprobs: Tensor | None = None
+    advantages: Tensor | None = None
+    strategy: str | None = None
+    min_shared_tokens: int | None = None
+    token_loss: bool = False
+    is_left_padded: bool = False
+    image_rows: Tensor | None = None
+    image_pieces: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    sources: tuple[tuple[int, int, int], ...] = ()
+    cache: Any = None
+    split: Any = None
+
+
+del RadixInputs.__dataclass_fields__  # Lightning and FSDP take dataclasses apart, and cast what floats they find
+
+
+def radix_of(batch: Mapping[str, Any]) -> RadixInputs:
+    """The object of a batch that has one."""
+    found: RadixInputs = batch[RADIX]
+    return found
+
+
+def with_radix(batch: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+    """The batch with other values in some fields of its `RadixInputs`."""
+    return {**batch, RADIX: radix_of(batch).changed(**fields)}
+
+
+def layout_of(batch: Mapping[str, Any]) -> TreeLayout:
+    """The plan of a batch of a `RadixCollator`."""
+    layout = radix_of(batch).layout
+    assert layout is not None, "a padded batch"
+    return layout
