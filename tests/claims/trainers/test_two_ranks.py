@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from forked_ranks import on_ranks
+from rollouts import arguments, compare_rollouts
 from tiers import FULL
 from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
@@ -107,17 +108,22 @@ def compare_on_two_ranks(build: Callable[[Share], Any], **options: Any) -> Compa
         return found, seen
 
     (first, seen), (second, seen_by_second) = on_two_ranks(work)
-    assert first.shared.entries == second.shared.entries, "reduced once, for both"
-    assert all(map(torch.equal, first.shared.gradients, second.shared.gradients)), "reduced once, for both"
+    assert_reduced(first, second)
     assert not torch.equal(seen[0], seen_by_second[0])
     return first
+
+
+def assert_reduced(first: Comparison, second: Comparison) -> None:
+    """Once, for both."""
+    assert first.shared.entries == second.shared.entries
+    assert all(map(torch.equal, first.shared.gradients, second.shared.gradients))
 
 
 def watched(model: Any, seen: list[Tensor]) -> Any:
     """Keeps the ids that the backbone is called with."""
 
     def hook(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen.append(kwargs["input_ids"])
+        seen.append(args[0] if args else kwargs["input_ids"])
 
     backbone_of(model_inside(model)).register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
     return model
@@ -289,3 +295,45 @@ def test_dpo(model, trl_trainer, preferences, table):
     found = compare_on_two_ranks(build, evaluate=True)
     assert "eval_rewards/margins" in found.worst
     table("2 ranks: DPOTrainer", found)
+
+
+@pytest.mark.parametrize("name", ["KTO", "Reward"])
+def test_answers_and_scores(name, model, scorer, trl_trainer, preferences, prompts, table):
+    """KTO's estimate of the KL term is gathered from both."""
+    rows = prompts.add_column("label", [True, False] * (len(prompts) // 2)) if name == "KTO" else preferences
+    make = [scorer] if name == "Reward" else [partial(model, 0), partial(model, 1)]
+    build = lambda share: trl_trainer(name, *(share(each()) for each in make), rows=rows)  # noqa: E731
+    table(f"2 ranks: {name}Trainer", compare_on_two_ranks(build, evaluate=True))
+
+
+@pytest.mark.parametrize(("kind", "others"), [("GRPO", {"beta": 0.1}), ("RLOO", {})])
+def test_rollouts(kind, others, reference, tmp_path, table):
+    """Each rank generates for its own prompts; advantages are of groups that lie on both."""
+    import trl
+
+    config, trainer = getattr(trl, f"{kind}Config"), getattr(trl, f"{kind}Trainer")
+
+    def work(rank: int) -> Comparison:
+        return compare_rollouts(trainer, arguments(config, tmp_path / str(rank), **others), reference, evaluate=True)
+
+    first, second = on_two_ranks(work)
+    assert_reduced(first, second)
+    assert first.counts != second.counts
+    table(f"2 ranks: {kind}Trainer", first)
+
+
+def test_sft_with_the_collator(model, trl_trainer, rows):
+    """`RadixCollator` in TRL's SFT, which counts the tokens that it is given: the unique ones."""
+    from datasets import Dataset
+
+    def build(collator: Any, share: Share) -> Any:
+        given = {} if collator is None else {"data_collator": collator}
+        return trl_trainer("SFT", share(model()), rows=Dataset.from_list(rows), given=given, max_length=None)
+
+    def work(rank: int) -> dict[str, float]:
+        stock = run(partial(build, None), lambda model: model, evaluate=True)
+        radix = run(partial(build, RadixCollator()), prepare_model, evaluate=True)
+        return differences_of(stock, radix, skipped=["num_tokens", "eval_num_tokens"])
+
+    for worst in on_two_ranks(work):
+        assert {"loss", "grad_norm", "eval_loss"} <= worst.keys()
