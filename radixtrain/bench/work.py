@@ -19,8 +19,9 @@ from transformers import PreTrainedModel
 
 from radixtrain.bench.cells import Cell, GivenBatch, features_of_cell
 from radixtrain.bench.flops import ordinary_flops, unique_flops
-from radixtrain.collators.features import FeatureArrays, all_feature_arrays, packed
+from radixtrain.collators.features import packed, token_rows
 from radixtrain.collators.steps import PaddedCollator, Step, StepCollator
+from radixtrain.collators.token_row import TokenRow
 from radixtrain.errors import UserError
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.hf.prepare import prepare_model, restore_model
@@ -129,7 +130,7 @@ def work_of(
     step = StepCollator(max_tokens=max_tokens)(features)
     if not step.num_labels:
         raise UserError(f"{cell}: no token bears loss, so there is no step to measure")
-    arrays = all_feature_arrays(features)
+    arrays = token_rows(features)
     plans = [_plan([arrays[index] for index in members]) for members in step.members]
     return Work(cell=cell, features=features, ordinary=_padded(arrays, batch_size), radix=step, plans=plans)
 
@@ -145,15 +146,15 @@ def with_ordinary_batch_size(work: Work, batch_size: int | None, keep_mask: bool
     batch_size: as for `work_of`.
     keep_mask: give attention the padding mask, for kernels that skip what it hides.
     """
-    return replace(work, ordinary=_padded(all_feature_arrays(work.features), batch_size, keep_mask))
+    return replace(work, ordinary=_padded(token_rows(work.features), batch_size, keep_mask))
 
 
-def _plan(arrays: Sequence[FeatureArrays]) -> PrefixPlan:
+def _plan(arrays: Sequence[TokenRow]) -> PrefixPlan:
     together = packed(arrays)
     return build_prefix_plan(together.input_ids, together.cu_seqlens, together.position_ids)
 
 
-def _padded(arrays: Sequence[FeatureArrays], batch_size: int | None, keep_mask: bool = False) -> Step:
+def _padded(arrays: Sequence[TokenRow], batch_size: int | None, keep_mask: bool = False) -> Step:
     """Padded batches of so many sequences, the longest first."""
     order = sorted(range(len(arrays)), key=lambda index: -len(arrays[index].input_ids))
     size = batch_size or len(order)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from radixtrain.collators.steps import Step
+from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.datamodule import SFTData
-from radixtrain.data.sample import Sample
 from radixtrain.data.steps import features_of
 from radixtrain.errors import UserError
 from radixtrain.tree.layout import INVERSE_INDICES, LABEL_INDICES, LOSS_WEIGHTS
@@ -28,7 +28,7 @@ class MicroBatch:
     """
 
     place: str
-    samples: Sequence[Sample]
+    samples: Sequence[TokenRow]
     batch: dict[str, Any]
     num_step_labels: int
 

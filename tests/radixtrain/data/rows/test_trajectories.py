@@ -148,7 +148,7 @@ def test_loss_weights(name: str) -> None:
             {"weights": [1, 1], "loss_weights": [1, 1]},
             "loss_weights and weights are two names of one column; remove one",
         ),
-        ({"weights": 1}, "weights: expected 2 values, one for each token, found int"),
+        ({"weights": 1}, "weights: expected a list of numbers of float32, found int"),
         ({"weights": [1, "a"]}, "weights: expected numbers of float32, found 'a' at position 1"),
         ({"weights": [True, 1]}, "weights: expected numbers of float32, found 'True' at position 0"),
         ({"weights": [1, float("nan")]}, "weights: expected numbers of float32, found 'nan' at position 1"),
