@@ -114,6 +114,8 @@ READ: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"input_ids": [*b"abc"], "labels": [-100, 98, -100], "text": "t"}, "a[b]c", ["text"]),
     ({"input_ids": [*b"abc"], "completion_mask": [0, 0, 1]}, "ab[c]", []),
     ({"input_ids": [*b"abc"], "assistant_masks": [0, 1, 0]}, "a[b]c", []),
+    ({"input_ids": [*b"abc"], "mask": [0, 1, 1], "completion_mask": [0, 0, 1]}, "ab[c]", []),
+    ({"input_ids": [*b"abc"], "mask": [0, 1, 1], "labels": [*b"abc"]}, "[abc]", []),
     ({"input_ids": [*b"abc"], "completion_mask": [0, 1, 1], "assistant_masks": [1, 1, 0]}, "a[b]c", []),
     ({"input_ids": [*b"abc"], "labels": [-100, -100, 99], "completion_mask": [0, 1, 0]}, "ab[c]", []),
     ({"input_ids": [*b"abcde"], "attention_mask": [1, 1, 1, 0, 0], "loss_weights": [1.0] * 5}, "[abc]", []),
@@ -264,8 +266,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [1, 2], "labels": [1]}, "labels has 1 entries, input_ids has 2"),
     ({"input_ids": [1, 2], "labels": [1, -100]}, "no token bears loss: of 2 tokens none after the first has a label"),
     ({"input_ids": []}, "no token bears loss: of 0 tokens"),
-    ({"input_ids": [1, 2], "completion_mask": [0, 2]}, "completion_mask must be 0 or 1: completion_mask[1] = 2"),
-    ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "attention_mask has a hole at token 1: it would be"),
+    ({"input_ids": [1, 2], "weights": [1, 1], "loss_weights": [1, 1]}, "loss_weights and weights are two names of one"),
+    ({"input_ids": [1, 2], "weights": 1}, "weights: expected a list of numbers of float32, found int"),
+    *(
+        ({"input_ids": [1, 2], "weights": weights}, f"weights: expected numbers of float32, found {found}")
+        for weights, found in (
+            ([1, "a"], "'a' at position 1"),
+            ([True, 1], "'True' at position 0"),
+            ([1, float("nan")], "'nan' at position 1"),
+            ([1, -1e39], "'-1e+39' at position 1"),
+        )
+    ),
     ({"input_ids": [1], "attention_mask": [0]}, "no token bears loss"),
     ({"input_ids": [1, 2], "loss_mask": [0, 1]}, "loss_mask: is not read; name it mask (1 for a token that bears"),
     ({"input_ids": [1, 2], "prompt_mask": [1, 0]}, "prompt_mask: is not read; write mask"),
