@@ -36,6 +36,7 @@ def refusal(feature: Any) -> str:
     for collator in COLLATORS:
         with pytest.raises(ValueError) as error:
             collator()([ROW, feature])
+        assert type(error.value) is ValueError, "a worker of a DataLoader can hand it over"
         said.add(str(error.value))
     [message] = said
     return message

@@ -115,7 +115,7 @@ READ: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"input_ids": [*b"abc"], "completion_mask": [0, 0, 1]}, "ab[c]", []),
     ({"input_ids": [*b"abc"], "assistant_masks": [0, 1, 0]}, "a[b]c", []),
     ({"input_ids": [*b"abc"], "mask": [0, 1, 1], "completion_mask": [0, 0, 1]}, "ab[c]", []),
-    ({"input_ids": [*b"abc"], "mask": [0, 1, 1], "labels": [*b"abc"]}, "[abc]", []),
+    ({"input_ids": [*b"abc"], "mask": "unread", "labels": [*b"abc"]}, "[abc]", []),
     ({"input_ids": [*b"abc"], "completion_mask": [0, 1, 1], "assistant_masks": [1, 1, 0]}, "a[b]c", []),
     ({"input_ids": [*b"abc"], "labels": [-100, -100, 99], "completion_mask": [0, 1, 0]}, "ab[c]", []),
     ({"input_ids": [*b"abcde"], "attention_mask": [1, 1, 1, 0, 0], "loss_weights": [1.0] * 5}, "[abc]", []),
