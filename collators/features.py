@@ -131,7 +131,7 @@ def _token_row(feature: Mapping[str, Any], index: int, loss_on_all: bool) -> Tok
     row = read_token_row(feature, f"feature {index}")
     if not len(row.input_ids):
         raise DataError(row.where, "input_ids is empty")
-    if not loss_on_all and all(feature.get(name) is None for name in ("labels", *LOSS_MASKS)):
+    if not loss_on_all and feature.get("labels") is None and all(feature.get(name) is None for name in LOSS_MASKS):
         raise ValueError(
             f"feature {index} has neither labels nor {', '.join(LOSS_MASKS[:-1])} or {LOSS_MASKS[-1]}, so nothing says "
             f"where the loss is. "

@@ -29,7 +29,7 @@ ONE_FOR_ALL = frozenset({"advantages"})  # may be a single number for all tokens
 LOSS_MASKS = ("completion_mask", "assistant_masks", "mask")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # frozen, each would take 0.7 us more to make, half of what reading a row takes
 class TokenRow:
     """One sequence to train on.
 

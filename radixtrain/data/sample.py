@@ -63,15 +63,16 @@ class TooLongError(DataError):
 
 def _plain(values: Any, name: str, where: str) -> list[Any] | tuple[Any, ...]:
     """A column of Python numbers; NumPy would read text, and take a truth value for a number."""
-    what, limit = "integers", 2.0**63
-    kinds: set[type] = {int}
+    kinds: tuple[type, ...]
+    limit: float
+    what, kinds, limit = "integers", (int,), 2**63
     if name in WEIGHT_NAMES:
-        what, kinds, limit = "numbers of float32", {int, float}, LARGEST_WEIGHT
+        what, kinds, limit = "numbers of float32", (int, float), LARGEST_WEIGHT
     plain = values.tolist() if isinstance(values, np.ndarray) else values
     if not isinstance(plain, list | tuple):
         raise DataError(where, f"{name}: expected a list of {what}, found {type(plain).__name__}")
     for position, value in enumerate(plain):
-        if type(value) not in kinds or not abs(value) < limit:
+        if type(value) not in kinds or not -limit < value < limit:
             raise DataError(where, f"{name}: expected {what}, found {str(value)[:40]!r} at position {position}")
     return plain
 
