@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from radixtrain.collators.features import FeatureArrays, packed
+from radixtrain.collators.features import packed
+from radixtrain.collators.token_row import TokenRow
 from radixtrain.tree.arrays import IntArray, cumulative
 from radixtrain.tree.blocks import BlockLayout
 from radixtrain.tree.plan import PrefixPlan
@@ -189,7 +190,7 @@ class BatchImages:
 
     @classmethod
     def read(
-        cls, inputs: ImageInputs, features: Sequence[Mapping[str, Any]], arrays: Sequence[FeatureArrays]
+        cls, inputs: ImageInputs, features: Sequence[Mapping[str, Any]], arrays: Sequence[TokenRow]
     ) -> BatchImages | None:
         """None if no feature has images. arrays: of the features. ValueError that names the feature and the entry."""
         both = list(zip(features, arrays, strict=True))
@@ -245,9 +246,7 @@ def without_images(inputs: ImageInputs, features: Sequence[Mapping[str, Any]]) -
     ]
 
 
-def _images_of(
-    inputs: ImageInputs, feature: Mapping[str, Any], arrays: FeatureArrays, index: int
-) -> SplitImages | None:
+def _images_of(inputs: ImageInputs, feature: Mapping[str, Any], arrays: TokenRow, index: int) -> SplitImages | None:
     """The images of a feature, None if it has none. ValueError if these are not what its placeholders show."""
     placeholders = arrays.input_ids == inputs.token
     number = int(np.count_nonzero(placeholders))
@@ -328,9 +327,7 @@ def _pieces(is_image: BoolArray, owners: list[int], images: Sequence[Image]) -> 
     return [(length, (owner,)) for length, owner in zip(lengths, owners, strict=True)]
 
 
-def _blocks(
-    inputs: ImageInputs, features: Sequence[Mapping[str, Any]], arrays: Sequence[FeatureArrays]
-) -> IntArray | None:
+def _blocks(inputs: ImageInputs, features: Sequence[Mapping[str, Any]], arrays: Sequence[TokenRow]) -> IntArray | None:
     """(T,). As in `codes_of_blocks`; None if the features with images have no types, as then the model is causal."""
     if inputs.count_blocks is None:
         return None
@@ -350,7 +347,7 @@ def _blocks(
     return np.concatenate(of_features) if have_types == {True} else None
 
 
-def _axes(inputs: ImageInputs, arrays: Sequence[FeatureArrays], images: Sequence[Image]) -> IntArray:
+def _axes(inputs: ImageInputs, arrays: Sequence[TokenRow], images: Sequence[Image]) -> IntArray:
     """(A, T). The positions that the model counts, of the features side by side."""
     assert inputs.count_positions is not None
     bounds = cumulative(np.array([len(each.input_ids) for each in arrays]))

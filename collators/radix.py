@@ -14,14 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from radixtrain.collators.features import (
-    IGNORE_INDEX,
-    FeatureArrays,
-    FloatArray,
-    all_feature_arrays,
-    check_no_floats,
-    packed,
-)
+from radixtrain.collators.features import check_no_floats, packed, token_rows
 from radixtrain.collators.images import BatchImages, ImageInputs, without_images
 from radixtrain.collators.misuse_guard import check_not_dispatched, start_watch
 from radixtrain.collators.passes import Span
@@ -33,6 +26,7 @@ from radixtrain.collators.targets import (
     list_predictions,
     merge_predictions,
 )
+from radixtrain.collators.token_row import IGNORE_INDEX, FloatArray, TokenRow
 from radixtrain.errors import UserError
 from radixtrain.tree.arrays import IntArray, cumulative
 from radixtrain.tree.blocks import WITH_BLOCKS
@@ -162,14 +156,14 @@ class RadixCollator:
         check_not_dispatched()
         inputs = self.images
         read = features if inputs is None or not features else without_images(inputs, features)
-        arrays = all_feature_arrays(read, self.loss_on_all)
+        arrays = token_rows(read, self.loss_on_all)
         images = None if inputs is None else BatchImages.read(inputs, features, arrays)
         if self.shared_targets == "once":
             arrays = keep_once(arrays, None if images is None else images.codes)
         return self.collate(arrays, images=images)
 
     def collate(
-        self, arrays: Sequence[FeatureArrays], max_tokens: int | None = None, images: BatchImages | None = None
+        self, arrays: Sequence[TokenRow], max_tokens: int | None = None, images: BatchImages | None = None
     ) -> dict[str, Any]:
         """The batch of features that have been read already, and whose shared labels are to be trained as they are.
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from radixtrain.collators.features import FeatureArrays, packed
+from radixtrain.collators.features import packed
 from radixtrain.collators.passes import Span
 from radixtrain.collators.targets import Predictions, list_predictions
+from radixtrain.collators.token_row import TokenRow
 from radixtrain.tree.arrays import IntArray, concatenate_ranges, lengths_of
 from radixtrain.tree.plan import build_prefix_plan
 
@@ -22,7 +23,7 @@ class StepRows:
     packed: the sequences of this rank. plan: of them, with every branch.
     """
 
-    def __init__(self, arrays: Sequence[FeatureArrays], num_kept: Mapping[int, int]) -> None:
+    def __init__(self, arrays: Sequence[TokenRow], num_kept: Mapping[int, int]) -> None:
         mine = [arrays[sequence] for sequence in num_kept]
         self.packed = packed(mine)
         self.place_of = {sequence: place for place, sequence in enumerate(num_kept)}

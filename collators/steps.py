@@ -22,18 +22,13 @@ from radixtrain.collators.batching import (
     share_by_padded_tokens,
     share_by_unique_tokens,
 )
-from radixtrain.collators.features import (
-    IGNORE_INDEX,
-    FeatureArrays,
-    all_feature_arrays,
-    check_no_floats,
-    packed,
-)
+from radixtrain.collators.features import check_no_floats, packed, token_rows
 from radixtrain.collators.passes import Keeping, Schedule, Span, aligned
 from radixtrain.collators.radix import RadixCollator, policy_fields
 from radixtrain.collators.row_split import split_batch
 from radixtrain.collators.step_rows import StepRows
 from radixtrain.collators.targets import check_shared_targets, keep_once
+from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.tree.arrays import lengths_of
 from radixtrain.tree.context import WITH_CONTEXT
 from radixtrain.tree.cost_model import StepCost
@@ -171,7 +166,7 @@ class StepCollator:
         )
 
     def _passes(
-        self, arrays: Sequence[FeatureArrays], schedules: Sequence[Schedule]
+        self, arrays: Sequence[TokenRow], schedules: Sequence[Schedule]
     ) -> tuple[list[dict[str, Any]], list[Pass]]:
         """The batches of this rank, those that others continue first, and its passes.
 
@@ -204,7 +199,7 @@ class StepCollator:
             return batch
         return replace(self._collator, min_shared_tokens=1).collate_pass(rows, spans, kept_as)
 
-    def shares(self, arrays: Sequence[FeatureArrays]) -> Shares:
+    def shares(self, arrays: Sequence[TokenRow]) -> Shares:
         """What each rank collates, or each group of `sp_size`. arrays: the features of the step."""
         sequences = [feature.input_ids for feature in arrays]
         if not self.dedup:
@@ -223,14 +218,14 @@ class StepCollator:
         wanted = not self._missing_for_passes and self.share_across_micro_batches
         return Keeping.of(wanted, self.step_cost, self.holds_graph)
 
-    def _read(self, features: Sequence[Mapping[str, Any]]) -> list[FeatureArrays]:
+    def _read(self, features: Sequence[Mapping[str, Any]]) -> list[TokenRow]:
         """The features with the labels that are to be trained."""
-        arrays = all_feature_arrays(features)
+        arrays = token_rows(features)
         if self.dedup and not self.merge_labels:
             check_no_floats(arrays)  # here, because a micro-batch does not know its features' places in the step
         return keep_once(arrays) if self.shared_targets == "once" else arrays
 
-    def _fitting(self, arrays: Sequence[FeatureArrays], group: Sequence[int]) -> dict[str, Any]:
+    def _fitting(self, arrays: Sequence[TokenRow], group: Sequence[int]) -> dict[str, Any]:
         """Collate features whose unique tokens are within the budget, with every branch if they are over it without.
 
         They are not cut in two: every rank knows the number of micro-batches before any of them is collated.
@@ -266,7 +261,7 @@ class StepCollator:
             step_cost=self.step_cost,
         )
 
-    def _collate(self, arrays: Sequence[FeatureArrays]) -> dict[str, Any]:
+    def _collate(self, arrays: Sequence[TokenRow]) -> dict[str, Any]:
         """One micro-batch."""
         if self.dedup:
             return self._collator.collate(arrays, self._budget)
@@ -291,9 +286,9 @@ class PaddedCollator:
     pad_token_id: int = 0
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        return self.collate(all_feature_arrays(features))
+        return self.collate(token_rows(features))
 
-    def collate(self, arrays: Sequence[FeatureArrays]) -> dict[str, Any]:
+    def collate(self, arrays: Sequence[TokenRow]) -> dict[str, Any]:
         """The batch of features that have been read already."""
         ids, labels, cu_seqlens, given_positions, floats = packed(arrays)
         lengths = lengths_of(cu_seqlens)
@@ -325,7 +320,7 @@ class PaddedCollator:
         }
 
 
-def dummy_features(arrays: Sequence[FeatureArrays], has_weights: bool) -> FeatureArrays:
+def dummy_features(arrays: Sequence[TokenRow], has_weights: bool) -> TokenRow:
     """A micro-batch of weight zero, for a rank that has fewer micro-batches of a step than another one.
 
     All ranks take part in every exchange of gradients, and of parameters if those are sharded, so they run as many
@@ -335,17 +330,13 @@ def dummy_features(arrays: Sequence[FeatureArrays], has_weights: bool) -> Featur
         them to experts that the step reaches anyway, and no other expert gets a gradient.
     has_weights: whether the batch has loss weights: then a label of weight 0. Otherwise there is no label.
     """
-    shortest = min(arrays, key=_unsuitability)
-    columns: dict[str, Any] = {
-        name: column[:DUMMY_TOKENS] for name, column in shortest._asdict().items() if isinstance(column, np.ndarray)
-    }
-    ids = columns["input_ids"]
-    columns["labels"] = ids if has_weights else np.full_like(ids, IGNORE_INDEX)
+    shortest = min(arrays, key=_unsuitability).part(0, DUMMY_TOKENS)
+    ids = shortest.input_ids
     if has_weights:
-        columns["loss_weights"] = np.zeros(len(ids), dtype=np.float32)
-    return shortest._replace(**columns)
+        return replace(shortest, labels=ids, loss_weights=np.zeros(len(ids), dtype=np.float32))
+    return replace(shortest, labels=np.full_like(ids, IGNORE_INDEX))
 
 
-def _unsuitability(feature: FeatureArrays) -> tuple[bool, int]:
+def _unsuitability(feature: TokenRow) -> tuple[bool, int]:
     """Least for a short feature that bears loss: only such a one is sure to have the floats of a policy loss."""
     return not feature.num_labels, len(feature.input_ids)

@@ -17,18 +17,14 @@ eight branches of an agent's run share is trained eight times. That is `shared_t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from radixtrain.collators.features import (
-    IGNORE_INDEX,
-    FeatureArrays,
-    FloatArray,
-    all_feature_arrays,
-    packed,
-)
+from radixtrain.collators.features import packed, token_rows
+from radixtrain.collators.token_row import IGNORE_INDEX, FloatArray, TokenRow
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 
@@ -93,7 +89,7 @@ def check_shared_targets(value: str) -> None:
         raise ValueError(f"shared_targets must be {' or '.join(SHARED_TARGETS)}, got {value!r}")
 
 
-def keep_once(arrays: Sequence[FeatureArrays], codes: IntArray | None = None) -> list[FeatureArrays]:
+def keep_once(arrays: Sequence[TokenRow], codes: IntArray | None = None) -> list[TokenRow]:
     """The features, with each shared label kept in the first sequence that has it, and -100 in the others.
 
     A label is shared by sequences that have the same label after the same tokens at the same positions, and the same
@@ -119,7 +115,7 @@ def keep_once(arrays: Sequence[FeatureArrays], codes: IntArray | None = None) ->
         weights[first] = np.add.reduceat(weights[tokens].astype(np.float64), starts) / counts
     spans = [slice(*bounds) for bounds in pairwise(cu_seqlens)]
     return [
-        feature._replace(labels=kept[span], loss_weights=None if weights is None else weights[span])
+        replace(feature, labels=kept[span], loss_weights=None if weights is None else weights[span])
         for feature, span in zip(arrays, spans, strict=True)
     ]
 
@@ -129,8 +125,7 @@ def features_once(features: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
 
     The features come back without their padding.
     """
-    arrays = keep_once(all_feature_arrays(features))
-    return [{name: value for name, value in each._asdict().items() if isinstance(value, np.ndarray)} for each in arrays]
+    return [row.columns for row in keep_once(token_rows(features))]
 
 
 def _groups(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

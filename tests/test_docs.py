@@ -19,6 +19,7 @@ from byte_tokenizer import byte_tokenizer
 from tiers import FULL
 from transformers import PreTrainedTokenizerFast
 
+from radixtrain.collators.token_row import TokenRow
 from radixtrain.commands.keys import Key, all_keys
 from radixtrain.commands.typed import NOTES, SYNONYMS
 from radixtrain.data.chat import ChatEncoder
@@ -27,7 +28,6 @@ from radixtrain.data.files.rows import OURS
 from radixtrain.data.files.sources import READERS, Source, as_sources
 from radixtrain.data.formats import read_rows
 from radixtrain.data.rows.columns import PAIRS
-from radixtrain.data.sample import Sample
 from radixtrain.data.unlabelled import UnlabelledEncoder
 from radixtrain.errors import UserError
 from radixtrain.settings.commands import Doctor, Export, Run, Verify
@@ -67,7 +67,7 @@ def options_of(info: str) -> dict[str, Any]:
     return options
 
 
-def encode(row: str, folder: Path, options: dict[str, Any]) -> tuple[PreTrainedTokenizerFast, list[Sample]]:
+def encode(row: str, folder: Path, options: dict[str, Any]) -> tuple[PreTrainedTokenizerFast, list[TokenRow]]:
     """The samples of a row that stands on a line of its own in chats.jsonl."""
     (folder / "chats.jsonl").write_text(" ".join(row.split("\n")), encoding="utf-8")
     tokenizer = stock_tokenizer()
@@ -76,7 +76,7 @@ def encode(row: str, folder: Path, options: dict[str, Any]) -> tuple[PreTrainedT
     return tokenizer, [sample for samples in encoder.encode_all(read_rows(source)) for sample in samples]
 
 
-def lines_of(samples: list[Sample], tokenizer: PreTrainedTokenizerFast, said: str) -> Iterator[str]:
+def lines_of(samples: list[TokenRow], tokenizer: PreTrainedTokenizerFast, said: str) -> Iterator[str]:
     for sample in samples:
         if said.startswith("reads"):
             yield f"reads {json.dumps(tokenizer.decode(sample.input_ids), ensure_ascii=False)}"

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from radixtrain.attention import choose_attention
-from radixtrain.collators.features import IGNORE_INDEX
+from radixtrain.collators.token_row import IGNORE_INDEX
 from radixtrain.errors import UserError, first_line
 from radixtrain.settings.bench import Mode, ShapeSettings, Tree
 

@@ -35,7 +35,6 @@ from radixtrain.errors import UserError
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.prepare import restore_model
 from radixtrain.hf.recurrent.mixers import mixers_of
-from radixtrain.timing import peak_bytes
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import Gradients, float64_throughout, gradients_of, ordinary_one_by_one, weights_in
 from radixtrain.verification.report import EquivalenceReport, Rung
@@ -63,7 +62,7 @@ class Measured:
     least_unique_tokens: U if the step were not cut into micro-batches; None if it is one.
     ideal_speedup: the ratio of floating-point operations (`radixtrain/bench/flops.py`).
     ordinary_turns, radix_turns: seconds of each turn; turn i of both arms ran one after the other.
-    *_peak_bytes: see `_peak`.
+    *_peak_bytes: see `added_bytes`.
     error: the worst relative L2 distance of a gradient to what it was checked against.
     """
 
@@ -152,7 +151,7 @@ def measure(model: PreTrainedModel, work: Work, settings: Settings) -> list[Meas
     timed = [ordinary, *radix]
     try:
         errors = _check(model, work, ordinary, radix, settings.float64_truth)
-        peaks = {arm: _peak(model, work, arm) for arm in timed}
+        peaks = {arm: arm.peak(model, work) for arm in timed}
         turns = step_seconds(model, {arm: (arm, work) for arm in timed}, settings.repeats)
     finally:
         restore_model(model)
@@ -173,18 +172,6 @@ def measure(model: PreTrainedModel, work: Work, settings: Settings) -> list[Meas
         )
         for arm in radix
     ]
-
-
-def _peak(model: PreTrainedModel, work: Work, arm: Arm) -> int:
-    """Most bytes that a step adds to what is there before it: weights, batch and, in a `step`, every gradient.
-
-    The gradients are there as in the second micro-batch of an optimizer step. So what is counted is activations, the
-    loss with its gradient of the head, and the one gradient at a time that autograd is about to add.
-    """
-    arm.prepare(model)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter) if work.cell.mode == "step" else None
-    return peak_bytes(lambda: arm.run_step(model, work), next(model.parameters()).device)
 
 
 def _check(

@@ -7,7 +7,7 @@ mask it has its fastest kernel.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,13 +19,14 @@ from transformers import PreTrainedModel
 
 from radixtrain.bench.cells import Cell, GivenBatch, features_of_cell
 from radixtrain.bench.flops import ordinary_flops, unique_flops
-from radixtrain.collators.features import FeatureArrays, all_feature_arrays, packed
+from radixtrain.collators.features import packed, token_rows
 from radixtrain.collators.steps import PaddedCollator, Step, StepCollator
+from radixtrain.collators.token_row import TokenRow
 from radixtrain.errors import UserError
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.hf.prepare import prepare_model, restore_model
 from radixtrain.hf.step_losses import loss_sums
-from radixtrain.timing import seconds_in_turns
+from radixtrain.timing import peak_bytes, seconds_in_turns
 from radixtrain.tree.cost_model import StepCost
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 from radixtrain.tree.radix_inputs import radix_of
@@ -129,7 +130,7 @@ def work_of(
     step = StepCollator(max_tokens=max_tokens)(features)
     if not step.num_labels:
         raise UserError(f"{cell}: no token bears loss, so there is no step to measure")
-    arrays = all_feature_arrays(features)
+    arrays = token_rows(features)
     plans = [_plan([arrays[index] for index in members]) for members in step.members]
     return Work(cell=cell, features=features, ordinary=_padded(arrays, batch_size), radix=step, plans=plans)
 
@@ -145,15 +146,15 @@ def with_ordinary_batch_size(work: Work, batch_size: int | None, keep_mask: bool
     batch_size: as for `work_of`.
     keep_mask: give attention the padding mask, for kernels that skip what it hides.
     """
-    return replace(work, ordinary=_padded(all_feature_arrays(work.features), batch_size, keep_mask))
+    return replace(work, ordinary=_padded(token_rows(work.features), batch_size, keep_mask))
 
 
-def _plan(arrays: Sequence[FeatureArrays]) -> PrefixPlan:
+def _plan(arrays: Sequence[TokenRow]) -> PrefixPlan:
     together = packed(arrays)
     return build_prefix_plan(together.input_ids, together.cu_seqlens, together.position_ids)
 
 
-def _padded(arrays: Sequence[FeatureArrays], batch_size: int | None, keep_mask: bool = False) -> Step:
+def _padded(arrays: Sequence[TokenRow], batch_size: int | None, keep_mask: bool = False) -> Step:
     """Padded batches of so many sequences, the longest first."""
     order = sorted(range(len(arrays)), key=lambda index: -len(arrays[index].input_ids))
     size = batch_size or len(order)
@@ -175,12 +176,13 @@ class Arm:
     """One way to compute a step, with the loss of `radixtrain fit`, fused with the head if that is one matrix.
 
     attention: of the prepared model on unique tokens, as for `prepare_model`; None for Hugging Face's model as it is,
-        on padded batches. kernel: the same. plain_head: `has_plain_head(model)`.
+        on padded batches. kernel, allow_dropout: the same. plain_head: `has_plain_head(model)`.
     """
 
     plain_head: bool
     attention: str | None = None
     kernel: str = "auto"
+    allow_dropout: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.attention or "ordinary"
@@ -190,14 +192,15 @@ class Arm:
         if self.attention is None:
             restore_model(model)
         else:
-            prepare_model(model, attention=self.attention, kernel=self.kernel)
+            prepare_model(model, attention=self.attention, kernel=self.kernel, allow_dropout=self.allow_dropout)
 
     def loss_terms(self, model: PreTrainedModel, work: Work) -> Iterator[Tensor]:
         """A term for each micro-batch; their sum is the mean cross-entropy over the labelled tokens of the step."""
-        for loss in loss_sums(work.step(self.attention), partial(self._loss_sum, model)):
+        for loss in loss_sums(work.step(self.attention), partial(self.loss_sum, model)):
             yield loss / work.num_labels
 
-    def _loss_sum(self, model: PreTrainedModel, batch: dict[str, Any]) -> Tensor:
+    def loss_sum(self, model: PreTrainedModel, batch: Mapping[str, Any]) -> Tensor:
+        """The cross-entropies of a micro-batch, added up."""
         return forward_rows(model, batch, self.plain_head).loss_sum()
 
     def run_step(self, model: PreTrainedModel, work: Work) -> None:
@@ -207,6 +210,22 @@ class Arm:
             for term in self.loss_terms(model, work):
                 if is_step:
                     term.backward()
+
+    def peak(self, model: PreTrainedModel, work: Work) -> int:
+        """What `added_bytes` counts of this arm's step."""
+        self.prepare(model)
+        return added_bytes(model, partial(self.run_step, model, work), trains=work.cell.mode == "step")
+
+
+def added_bytes(model: PreTrainedModel, run: Callable[[], object], trains: bool = True) -> int:
+    """Most bytes that a step adds to what is there before it: weights, batch and, if it trains, every gradient.
+
+    The gradients are there as in the second micro-batch of an optimizer step. So what is counted is activations, the
+    loss with its gradient of the head, and the one gradient at a time that autograd is about to add.
+    """
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if trains and parameter.requires_grad else None
+    return peak_bytes(run, next(model.parameters()).device)
 
 
 def step_seconds(model: PreTrainedModel, runs: Mapping[K, tuple[Arm, Work]], repeats: int) -> dict[K, list[float]]:

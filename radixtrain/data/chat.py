@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from radixtrain.collators.features import IGNORE_INDEX
+from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.data.formats import Row, UnreadRow
 from radixtrain.data.rendering.conversation import Conversation, text_of
 from radixtrain.data.rendering.spans import sample_of_chat
@@ -16,7 +16,7 @@ from radixtrain.data.rendering.template import renders_developer, template_varia
 from radixtrain.data.rows.columns import standard_row
 from radixtrain.data.rows.messages import SYSTEM_ROLES, read_tools
 from radixtrain.data.rows.trajectories import plain_rows
-from radixtrain.data.sample import EncodeReport, Sample, TooLongError, check_vocabulary, sample_from_tokens
+from radixtrain.data.sample import EncodeReport, TooLongError, check_vocabulary, sample_from_tokens
 from radixtrain.data.tokens.tokenization import Draft, DraftTokenizer
 from radixtrain.data.tokens.tokenization import load_tokenizer as load_tokenizer  # recipes take both from here
 from radixtrain.errors import DataError, UserError
@@ -79,7 +79,7 @@ class ChatEncoder:
         if self.max_length is not None and self.max_length < 2:
             raise UserError(f"max_length: expected at least 2 tokens, found {self.max_length}")
 
-    def encode(self, row: Row) -> list[Sample]:
+    def encode(self, row: Row) -> list[TokenRow]:
         """The samples of one row; none if all are dropped for their length. Raises as `encode_all`."""
         return self.encode_all([row])[0]
 
@@ -88,7 +88,7 @@ class ChatEncoder:
         rows: Iterable[Row | UnreadRow],
         on_error: Callable[[DataError], None] | None = None,
         report: EncodeReport | None = None,
-    ) -> list[list[Sample]]:
+    ) -> list[list[TokenRow]]:
         """The samples of many rows, tokenised together; entry i belongs to row i.
 
         rows: from `read_rows` or `open_rows`.
@@ -101,7 +101,7 @@ class ChatEncoder:
         """
         report = EncodeReport() if report is None else report
         remaining = iter(rows)
-        encoded: list[list[Sample]] = []
+        encoded: list[list[TokenRow]] = []
         while block := list(islice(remaining, ROWS_PER_BLOCK)):
             encoded.extend(self._encode_block(block, on_error, report))
         return encoded
@@ -111,12 +111,12 @@ class ChatEncoder:
         rows: list[Row | UnreadRow],
         on_error: Callable[[DataError], None] | None,
         report: EncodeReport,
-    ) -> Iterator[list[Sample]]:
+    ) -> Iterator[list[TokenRow]]:
         drafted = [self.drafts(row, report) for row in rows]
         tokenized = self.tokenize([item for items in drafted for item in items if isinstance(item, Draft)])
         for items in drafted:
             report.num_rows += 1
-            samples: list[Sample] = []
+            samples: list[TokenRow] = []
             try:
                 samples = self._finish([_resolve(item, tokenized) for item in items], report)
             except DataError as error:
@@ -126,14 +126,14 @@ class ChatEncoder:
                 on_error(error)
             yield samples
 
-    def drafts(self, row: Row | UnreadRow, report: EncodeReport | None = None) -> list[Draft | Sample | DataError]:
+    def drafts(self, row: Row | UnreadRow, report: EncodeReport | None = None) -> list[Draft | TokenRow | DataError]:
         """What becomes of a row, before tokenisation: its drafts, its samples if it has tokens, or what is wrong.
 
         report: counts the columns that nothing reads, and system turns that are not `system_prompt`.
         """
         try:
             standard = self._standard(row)
-            items: list[Draft | Sample | DataError] = [item for each in standard for item in self._draft(each)]
+            items: list[Draft | TokenRow | DataError] = [item for each in standard for item in self._draft(each)]
         except DataError as error:  # raised when its row's turn comes, so that errors keep the order of the file
             return [error]
         if report is not None:
@@ -170,7 +170,7 @@ class ChatEncoder:
         turns: Any = row.fields.get("messages", row.fields.get("prompt"))
         return bool(self.system_prompt) and turns[0]["content"] != self.system_prompt
 
-    def _draft(self, row: Row) -> list[Draft] | list[Sample]:
+    def _draft(self, row: Row) -> list[Draft] | list[TokenRow]:
         """row: from `standard_row`."""
         fields, where = row.fields, row.where
         if "input_ids" in fields:
@@ -211,14 +211,14 @@ class ChatEncoder:
             return messages
         return [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
 
-    def _draft_chat(self, chat: Conversation) -> list[Draft] | list[Sample]:
+    def _draft_chat(self, chat: Conversation) -> list[Draft] | list[TokenRow]:
         if not self.assistant_only_loss:
             return [draft_whole(chat)]
         if self.split_turns:
             return [draft_turn(chat, turn, turn + 1) for turn in trained_turns(chat)]
         return [self._whole_chat(chat, trained_turns(chat))]
 
-    def _whole_chat(self, chat: Conversation, turns: list[int]) -> Sample:
+    def _whole_chat(self, chat: Conversation, turns: list[int]) -> TokenRow:
         if not chat.has_markers or turns != chat.assistant_turns():
             return sample_of_chat(chat, turns, self.tokenize)
         input_ids, mask = chat.tokens_and_mask()
@@ -243,7 +243,7 @@ class ChatEncoder:
         refuse_weights(chat, start)
         return [draft_turn(chat, start, len(chat.messages))]
 
-    def _finish(self, samples: list[Sample], report: EncodeReport) -> list[Sample]:
+    def _finish(self, samples: list[TokenRow], report: EncodeReport) -> list[TokenRow]:
         """The samples that are trained, within `max_length`."""
         vocab_size = len(self.tokenizer) if self.vocab_size is None else self.vocab_size
         for sample in samples:
@@ -264,18 +264,18 @@ class ChatEncoder:
         report.num_dropped_rows += not kept
         return kept
 
-    def _too_long(self, sample: Sample) -> TooLongError:
+    def _too_long(self, sample: TokenRow) -> TooLongError:
         excess = f"{len(sample.input_ids)} tokens exceed max_length {self.max_length}"
         hint = "raise max_length or set excess_length_strategy: drop | truncate"
         return TooLongError(sample.where, f"{excess}; {hint}")
 
-    def _checked(self, sample: Sample) -> Sample:
+    def _checked(self, sample: TokenRow) -> TokenRow:
         if not sample.num_labels:
             found = f"of {len(sample.labels)} tokens none after the first has a label other than {IGNORE_INDEX}"
             raise DataError(sample.where, f"no token bears loss: {found}")
         return sample
 
-    def _truncated(self, sample: Sample, report: EncodeReport) -> Sample | None:
+    def _truncated(self, sample: TokenRow, report: EncodeReport) -> TokenRow | None:
         """Its first tokens; None if no label is left."""
         assert self.max_length is not None
         short = sample.part(0, self.max_length)
@@ -298,10 +298,10 @@ class ChatEncoder:
         return DraftTokenizer(self.tokenizer)
 
 
-def _resolve(item: Draft | Sample | DataError, tokenized: Iterator[Sample]) -> Sample:
+def _resolve(item: Draft | TokenRow | DataError, tokenized: Iterator[TokenRow]) -> TokenRow:
     if isinstance(item, DataError):
         raise item
-    return item if isinstance(item, Sample) else next(tokenized)
+    return item if isinstance(item, TokenRow) else next(tokenized)
 
 
 def draft_turn(chat: Conversation, start: int, end: int) -> Draft:

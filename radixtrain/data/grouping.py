@@ -8,14 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.collators.passes import Keeping
 from radixtrain.collators.prefix_sampler import GroupedOrder, ratio_of_batches
-from radixtrain.data.sample import Sample
+from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.groups import PrefixGroups, find_prefix_groups
 
-Conversations = Sequence[Sequence[Sample]]
+Conversations = Sequence[Sequence[TokenRow]]
 FAR_BELOW = 0.8
 """An order is far below what the data could give if it reaches less than this part of it."""
 
@@ -71,7 +70,7 @@ def expected_r(
     return Expected(r, num_whole / num_tokens if num_tokens else 1.0)
 
 
-def whole_chats(samples: Sequence[Sample]) -> list[tuple[int, int]]:
+def whole_chats(samples: Sequence[TokenRow]) -> list[tuple[int, int]]:
     """(tokens, labels) of each sequence that a trainer on whole chats has of a conversation.
 
     Of a chat that is split into its turns this is one, as long as the last turn with all before it. Anything else is
@@ -81,7 +80,7 @@ def whole_chats(samples: Sequence[Sample]) -> list[tuple[int, int]]:
     return [(counts[-1][0], sum(labels for _, labels in counts))] if is_split(samples) else counts
 
 
-def is_split(samples: Sequence[Sample]) -> bool:
+def is_split(samples: Sequence[TokenRow]) -> bool:
     """Whether these are the turns of a chat: each ends with its labels, unlike most branches of an agent's run."""
     return len(samples) > 1 and all(
         len(labelled := np.flatnonzero(sample.labels != IGNORE_INDEX))

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from torch.utils.data import Dataset
 
-from radixtrain.collators.features import IGNORE_INDEX
+from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.data.rendering.conversation import Conversation
-from radixtrain.data.sample import Sample
 from radixtrain.data.tokens.tokenization import DraftTokenizer
 from radixtrain.errors import UserError
 
@@ -51,7 +50,7 @@ class Prompts:
 class PromptDataset(Dataset[list[Prompt]]):
     """Maps a list of conversation indices to their prompts; a sample whose tokens are all labels is one as a whole."""
 
-    conversations: Sequence[Sequence[Sample]]
+    conversations: Sequence[Sequence[TokenRow]]
 
     def __len__(self) -> int:
         return len(self.conversations)
@@ -61,7 +60,7 @@ class PromptDataset(Dataset[list[Prompt]]):
         return [prompt_of(each) or Prompt(each.input_ids, each.labels[:0], each.where) for each in samples]
 
 
-def prompt_of(sample: Sample) -> Prompt | None:
+def prompt_of(sample: TokenRow) -> Prompt | None:
     """The tokens before the last run of labels, and that run. None if the labels begin with the first token.
 
     Labels of `[-100, -100, 7, -100, 8, 9]` are a prompt of four tokens and the target `[8, 9]`. Without labels every
@@ -75,7 +74,7 @@ def prompt_of(sample: Sample) -> Prompt | None:
 
 
 def choose_prompts(
-    conversations: Sequence[Sequence[Sample]], num_samples: int | None, seed: int, cut_length: int | None = None
+    conversations: Sequence[Sequence[TokenRow]], num_samples: int | None, seed: int, cut_length: int | None = None
 ) -> Prompts:
     """The last answer of each conversation, or of `num_samples` of them, drawn by the seed.
 

@@ -1,4 +1,4 @@
-"""A token sequence with labels, the checks before training on it, and counts of what became of the rows of a file."""
+"""Token rows of a file: how one is read, the checks before training on it, and counts of what became of the rows."""
 
 from __future__ import annotations
 
@@ -8,76 +8,42 @@ from typing import Any
 
 import numpy as np
 
-from radixtrain.collators.features import IGNORE_INDEX
+from radixtrain.collators.token_row import (
+    IGNORE_INDEX,
+    LOSS_MASKS,
+    WEIGHT_NAMES,
+    TokenRow,
+    attended_span,
+    read_token_row,
+)
 from radixtrain.errors import DataError
 
 LARGEST_WEIGHT = 3e38  # what float32 holds; a comparison with NaN is false
-WEIGHT_NAMES = ("loss_weights", "weights")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Sample:
-    """One sequence to train on.
-
-    input_ids: (L,), int64. token ids.
-    labels: (L,), int64. `labels[t]` is the target at position t, predicted from t - 1; -100 bears no loss.
-    where: file and line of the row it came from.
-    loss_weights: (L,), float64. factors of the labels' cross-entropies; None if all are 1.
-    """
-
-    input_ids: np.ndarray
-    labels: np.ndarray
-    where: str
-    loss_weights: np.ndarray | None = None
-
-    @property
-    def num_labels(self) -> int:
-        """Tokens that bear loss. The first one is never predicted, so its label does not count."""
-        return int(np.count_nonzero(self.labels[1:] != IGNORE_INDEX))
-
-    def part(self, start: int, end: int) -> Sample:
-        """Its tokens from `start` to `end`."""
-        weights = None if self.loss_weights is None else self.loss_weights[start:end]
-        return Sample(self.input_ids[start:end], self.labels[start:end], self.where, weights)
-
-
-def sample_from_tokens(fields: dict[str, Any], where: str, completion_only_loss: bool = True) -> Sample:
+def sample_from_tokens(fields: dict[str, Any], where: str, completion_only_loss: bool = True) -> TokenRow:
     """A sample from a row's own token columns.
 
-    fields: `input_ids`, and `labels`; or else `assistant_masks`, `mask` and `completion_mask`, 1 for a token that bears
-        loss. Without any of these all tokens bear loss. `loss_weights`, or `weights`, multiply the loss of each token.
-        Tokens at the ends whose `attention_mask` is 0 are padding, and are left out.
+    fields: as `read_token_row` takes them, as plain as JSON has them. Tokens at the ends whose `attention_mask` is 0
+        are padding, and are left out.
     where: file and line, for the error.
     completion_only_loss: whether `completion_mask` counts, as in TRL.
 
-    Raises DataError if a column is not a list of integers (of finite numbers, for weights) or differs in length from
-    `input_ids`, or a mask is not 0 and 1, and for advantages, which are not part of this loss.
+    Raises DataError as `read_token_row`, and for advantages, which are not part of this loss.
     """
-    sample = _whole_sample(fields, where, completion_only_loss)
-    if "attention_mask" not in fields:
-        return sample
-    attended = np.flatnonzero(_mask(fields, "attention_mask", where, len(sample.input_ids)))
-    start, end = (int(attended[0]), int(attended[-1]) + 1) if len(attended) else (0, 0)
-    if len(attended) < end - start:
-        raise DataError(where, "attention_mask: has a 0 between two 1s; expected zeros only at the ends, for padding")
-    return sample.part(start, end)
+    if "advantages" in fields:
+        reason = "advantages: the loss here is a cross-entropy, which has none"
+        raise DataError(where, f"{reason}; multiply it by loss_weights, or use RadixCollator in a loop of your own")
+    of_loss = {"labels"} if "labels" in fields else set(LOSS_MASKS)
+    if not completion_only_loss:
+        of_loss -= {"completion_mask"}
+    read = {"input_ids", *of_loss, *WEIGHT_NAMES, "attention_mask"}
+    columns = {name: _plain(values, name, where) for name, values in fields.items() if name in read}
+    row = read_token_row(columns, where)
+    return row.part(*attended_span(columns, row)) if "attention_mask" in columns else row
 
 
-def _whole_sample(fields: dict[str, Any], where: str, completion_only_loss: bool) -> Sample:
-    """With its padding."""
-    input_ids = _integers(fields, "input_ids", where)
-    weights = _weights(fields, where, len(input_ids))
-    if "labels" in fields:
-        return Sample(input_ids, _integers(fields, "labels", where, len(input_ids)), where, weights)
-    names = ["assistant_masks", "mask", *(["completion_mask"] if completion_only_loss else [])]
-    labels = input_ids.copy()
-    for name in names:
-        if name in fields:
-            labels[~_mask(fields, name, where, len(input_ids))] = IGNORE_INDEX
-    return Sample(input_ids, labels, where, weights)
-
-
-def check_vocabulary(sample: Sample, vocab_size: int) -> None:
+def check_vocabulary(sample: TokenRow, vocab_size: int) -> None:
     """Raises DataError at the first token id or label that is outside the vocabulary."""
     known = f"the vocabulary (0..{vocab_size - 1})"
     is_ignored = sample.labels == IGNORE_INDEX
@@ -95,45 +61,20 @@ class TooLongError(DataError):
     """A sample is longer than `max_length`, and is neither to be dropped nor cut."""
 
 
-def _mask(fields: dict[str, Any], name: str, where: str, length: int) -> np.ndarray:
-    mask = _integers(fields, name, where, length)
-    if ((mask != 0) & (mask != 1)).any():
-        position = int(((mask != 0) & (mask != 1)).argmax())
-        raise DataError(where, f"{name}: expected 0 or 1, found {mask[position]} at position {position}")
-    return mask == 1
-
-
-def _weights(fields: dict[str, Any], where: str, length: int) -> np.ndarray | None:
-    if "advantages" in fields:
-        reason = "advantages: the loss here is a cross-entropy, which has none"
-        raise DataError(where, f"{reason}; multiply it by loss_weights, or use RadixCollator in a loop of your own")
-    names = [name for name in WEIGHT_NAMES if name in fields]
-    if len(names) > 1:
-        raise DataError(where, "loss_weights and weights are two names of one column; remove one")
-    if not names:
-        return None
-    values = fields[names[0]].tolist() if isinstance(fields[names[0]], np.ndarray) else fields[names[0]]
-    if not isinstance(values, list | tuple) or len(values) != length:
-        found = f"{len(values)}" if isinstance(values, list | tuple) else type(values).__name__
-        raise DataError(where, f"{names[0]}: expected {length} values, one for each token, found {found}")
-    for position, value in enumerate(values):
-        if type(value) not in (int, float) or not abs(value) < LARGEST_WEIGHT:
-            raise DataError(
-                where, f"{names[0]}: expected numbers of float32, found {str(value)[:40]!r} at position {position}"
-            )
-    return np.array(values, dtype=np.float64)
-
-
-def _integers(fields: dict[str, Any], name: str, where: str, length: int | None = None) -> np.ndarray:
-    values = fields[name].tolist() if isinstance(fields[name], np.ndarray) else fields[name]
-    if not isinstance(values, list | tuple):
-        raise DataError(where, f"{name}: expected a list of integers, found {type(values).__name__}")
-    if length is not None and len(values) != length:
-        raise DataError(where, f"{name}: expected {length} values, as many as input_ids, found {len(values)}")
-    for position, value in enumerate(values):
-        if type(value) is not int or not -(2**63) <= value < 2**63:
-            raise DataError(where, f"{name}: expected integers, found {str(value)[:40]!r} at position {position}")
-    return np.array(values, dtype=np.int64)
+def _plain(values: Any, name: str, where: str) -> list[Any] | tuple[Any, ...]:
+    """A column of Python numbers; NumPy would read text, and take a truth value for a number."""
+    kinds: tuple[type, ...]
+    limit: float
+    what, kinds, limit = "integers", (int,), 2**63
+    if name in WEIGHT_NAMES:
+        what, kinds, limit = "numbers of float32", (int, float), LARGEST_WEIGHT
+    plain = values.tolist() if isinstance(values, np.ndarray) else values
+    if not isinstance(plain, list | tuple):
+        raise DataError(where, f"{name}: expected a list of {what}, found {type(plain).__name__}")
+    for position, value in enumerate(plain):
+        if type(value) not in kinds or not -limit < value < limit:
+            raise DataError(where, f"{name}: expected {what}, found {str(value)[:40]!r} at position {position}")
+    return plain
 
 
 def check_unweighted(fields: dict[str, Any], where: str) -> None:

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from radixtrain.collators.prefix_sampler import GroupedOrder
 from radixtrain.collators.steps import Step, StepCollator
+from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.grouping import whole_chats
 from radixtrain.data.prompts import PromptDataset
-from radixtrain.data.sample import Sample
 from radixtrain.data.workers import blocked_signals, end_with_parent
 from radixtrain.tree.arrays import IntArray
 
@@ -29,7 +29,7 @@ class StepDataset(Dataset[Step]):
     A step knows the file and line that each of its sequences came from.
     """
 
-    conversations: Sequence[Sequence[Sample]]
+    conversations: Sequence[Sequence[TokenRow]]
     collator: StepCollator
 
     def __len__(self) -> int:
@@ -45,11 +45,9 @@ class StepDataset(Dataset[Step]):
         )
 
 
-def features_of(samples: Iterable[Sample], weighted: bool = True) -> list[dict[str, Any]]:
+def features_of(samples: Iterable[TokenRow], weighted: bool = True) -> list[dict[str, Any]]:
     """Samples as a collator takes them. weighted: False without loss weights, which no log-probability depends on."""
-    names = ("input_ids", "labels", *(["loss_weights"] if weighted else []))
-    columns = ({name: getattr(sample, name) for name in names} for sample in samples)
-    return [{name: column for name, column in given.items() if column is not None} for given in columns]
+    return [(sample if weighted else replace(sample, loss_weights=None)).columns for sample in samples]
 
 
 @dataclass(eq=False)

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from radixtrain.collators.features import IGNORE_INDEX
+from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.formats import Row
 from radixtrain.data.rendering.conversation import text_of
-from radixtrain.data.sample import Sample, TooLongError
+from radixtrain.data.sample import TooLongError
 from radixtrain.data.tokens.tokenization import Draft
 from radixtrain.errors import DataError
 
@@ -32,7 +32,7 @@ class UnlabelledEncoder(ChatEncoder):
 
     answered = False
 
-    def _draft(self, row: Row) -> list[Draft] | list[Sample]:
+    def _draft(self, row: Row) -> list[Draft] | list[TokenRow]:
         fields, where = row.fields, row.where
         messages = _messages(fields)
         if messages:
@@ -51,12 +51,12 @@ class UnlabelledEncoder(ChatEncoder):
         prompt, target = chat.prompt_and_target(len(messages) - 1, len(messages))
         return Draft(prompt, target, where, "turn")
 
-    def _checked(self, sample: Sample) -> Sample:
+    def _checked(self, sample: TokenRow) -> TokenRow:
         if not len(sample.input_ids):
             raise DataError(sample.where, "no token to read; expected a text that is not empty")
         return sample
 
-    def _too_long(self, sample: Sample) -> TooLongError:
+    def _too_long(self, sample: TokenRow) -> TooLongError:
         return TooLongError(
             sample.where,
             f"{len(sample.input_ids)} tokens exceed max_length {self.max_length}; the end of a row is what its scores "
@@ -74,6 +74,6 @@ def _messages(fields: dict[str, Any]) -> list[dict[str, Any]]:
     return [message for part in parts if isinstance(part, list) for message in part]
 
 
-def _sample(ids: list[int], where: str) -> Sample:
+def _sample(ids: list[int], where: str) -> TokenRow:
     input_ids = np.array(ids, dtype=np.int64)
-    return Sample(input_ids, np.full_like(input_ids, IGNORE_INDEX), where)
+    return TokenRow(input_ids, np.full_like(input_ids, IGNORE_INDEX), where)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from radixtrain.collators.steps import Step
+from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.datamodule import SFTData
-from radixtrain.data.sample import Sample
 from radixtrain.data.steps import features_of
 from radixtrain.errors import UserError
 from radixtrain.tree.radix_inputs import layout_of, radix_of
@@ -27,7 +27,7 @@ class MicroBatch:
     """
 
     place: str
-    samples: Sequence[Sample]
+    samples: Sequence[TokenRow]
     batch: dict[str, Any]
     num_step_labels: int
 

@@ -14,13 +14,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.files.sources import Source, as_sources
 from radixtrain.data.formats import Row, UnreadRow, open_rows
 from radixtrain.data.rows.columns import standard_row
 from radixtrain.data.rows.trajectories import plain_rows
-from radixtrain.data.sample import Sample
 from radixtrain.data.splits import encoder_for
 from radixtrain.data.tokens.tokenization import Draft
 from radixtrain.errors import DataError, UserError
@@ -57,7 +57,7 @@ def row_stages(data: SFTData, row: int | str, full: bool = False) -> Iterator[Re
     tokenized = encoder.tokenize([item for item in items if isinstance(item, Draft)])
     for number, item in enumerate(items, start=1):
         if not isinstance(item, DataError):
-            sample = item if isinstance(item, Sample) else next(tokenized)
+            sample = item if isinstance(item, TokenRow) else next(tokenized)
             yield from _tokenised(sample, encoder, _of(number, len(items)), full)
     try:
         kept = encoder.encode(content)
@@ -119,7 +119,7 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _rendered(item: Draft | Sample | DataError, which: str, full: bool) -> Iterator[RenderableType]:
+def _rendered(item: Draft | TokenRow | DataError, which: str, full: bool) -> Iterator[RenderableType]:
     """What the template, or the format, made of the row; nothing for a row of tokens."""
     if not isinstance(item, Draft):
         return
@@ -129,7 +129,7 @@ def _rendered(item: Draft | Sample | DataError, which: str, full: bool) -> Itera
     yield _named({name: text for name, text in texts.items() if text}, full)
 
 
-def _tokenised(sample: Sample, encoder: ChatEncoder, which: str, full: bool) -> Iterator[RenderableType]:
+def _tokenised(sample: TokenRow, encoder: ChatEncoder, which: str, full: bool) -> Iterator[RenderableType]:
     tokens = sample_tokens(sample, encoder.tokenizer)
     num_labelled = sum(token.bears_loss for token in tokens)
     yield _title(f"tokens{which}: {len(tokens):,}, {num_labelled:,} with loss")
@@ -137,7 +137,7 @@ def _tokenised(sample: Sample, encoder: ChatEncoder, which: str, full: bool) -> 
     yield _indented(token_cells(sample, encoder.tokenizer, full))
 
 
-def _cut(kept: list[Sample], num_samples: int, encoder: ChatEncoder) -> Iterator[RenderableType]:
+def _cut(kept: list[TokenRow], num_samples: int, encoder: ChatEncoder) -> Iterator[RenderableType]:
     """What `excess_length_strategy` left of the samples."""
     if len(kept) < num_samples:
         yield Text(f"dropped for their length: {num_samples - len(kept)} of {num_samples} samples", style=REFUSED)

@@ -10,8 +10,7 @@ import numpy as np
 from rich.columns import Columns
 from rich.text import Text
 
-from radixtrain.collators.features import IGNORE_INDEX
-from radixtrain.data.sample import Sample
+from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.data.tokens.decode import decode_runs
 from radixtrain.tree.arrays import IntArray
 
@@ -41,7 +40,7 @@ class Token(NamedTuple):
     weight: float = 1.0
 
 
-def sample_tokens(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[Token]:
+def sample_tokens(sample: TokenRow, tokenizer: PreTrainedTokenizerBase) -> list[Token]:
     """The tokens of a sample. The first one is never predicted, and so bears no loss whatever its label is."""
     bears_loss = sample.labels != IGNORE_INDEX
     bears_loss[:1] = False
@@ -171,7 +170,7 @@ def _escaped(character: str) -> str:
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
-def marked_text(sample: Sample, tokenizer: PreTrainedTokenizerBase, max_chars: int | None = 800) -> Text:
+def marked_text(sample: TokenRow, tokenizer: PreTrainedTokenizerBase, max_chars: int | None = 800) -> Text:
     """The decoded sample. Tokens that bear loss stand in `⟦ ⟧`, followed by their loss weight if it is not 1.
 
     max_chars: long runs with and without loss are shortened in the middle, with the number of tokens that are left
@@ -182,7 +181,7 @@ def marked_text(sample: Sample, tokenizer: PreTrainedTokenizerBase, max_chars: i
     return marked(sample_tokens(sample, tokenizer), max_chars)
 
 
-def token_cells(sample: Sample, tokenizer: PreTrainedTokenizerBase, full: bool = False) -> Columns:
+def token_cells(sample: TokenRow, tokenizer: PreTrainedTokenizerBase, full: bool = False) -> Columns:
     """`place id text` of each token, in columns. A label that is not the token itself follows it as `→id`.
 
     full: show all; otherwise those around the places where the loss begins and ends, and the first and last ones.
@@ -191,7 +190,7 @@ def token_cells(sample: Sample, tokenizer: PreTrainedTokenizerBase, full: bool =
     return Columns(_cells(sample, tokens, full), equal=True, column_first=False, padding=(0, 2))
 
 
-def _cells(sample: Sample, tokens: Sequence[Token], full: bool) -> Iterator[Text]:
+def _cells(sample: TokenRow, tokens: Sequence[Token], full: bool) -> Iterator[Text]:
     shown = range(len(tokens)) if full else _shown(tokens)
     before = -1
     for place in shown:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from radixtrain.data.sample import Sample
+from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.tokens.decode import shortened, text_of_run
 from radixtrain.report.causes import WHITE_SPACE, whole_words
 from radixtrain.report.contents import Break, Example
@@ -36,7 +36,7 @@ _SIGNS = {ord(" "): "·", ord("\t"): "→", ord("\r"): "␍", ord("\n"): "↵"}
 
 
 def find_breaks(
-    conversations: Sequence[Sequence[Sample]], tokenizer: PreTrainedTokenizerBase, batch_size: int = 32
+    conversations: Sequence[Sequence[TokenRow]], tokenizer: PreTrainedTokenizerBase, batch_size: int = 32
 ) -> tuple[Break, ...]:
     """Why near-identical prompts part early: the causes, first the one whose fix saves most by itself.
 

@@ -28,7 +28,7 @@ import torch
 from radixtrain.errors import UserError
 from radixtrain.hf.activation_checkpointing import num_recomputed, recompute
 from radixtrain.hf.step_cost import step_cost_of
-from radixtrain.report.profiling import Arm, Case, RunSetup, Timings, time_cases
+from radixtrain.report.profiling import ArmName, Case, RunSetup, Timings, time_cases
 from radixtrain.report.sharing import CountedStep, Counts, SampledSteps
 from radixtrain.timing import non_negative_fit
 from radixtrain.tree.cost_model import CHOICES, StepCost
@@ -221,7 +221,7 @@ def _whole(num_layers: int, first: Timings, last: Timings, low: float, high: flo
     return high if not between else low + (num_layers - first.num_layers) * max(high - low, 0) / between
 
 
-def _fitted(measured: Mapping[Case, float], arm: Arm, num_rates: int = 4) -> np.ndarray:
+def _fitted(measured: Mapping[Case, float], arm: ArmName, num_rates: int = 4) -> np.ndarray:
     """(4,). The rates of an arm, scaled so that they sum to what was measured.
 
     num_rates: the others are 0, and with fewer cases than rates the last ones are too.

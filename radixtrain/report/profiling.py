@@ -19,17 +19,17 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from radixtrain.bench.work import Arm, added_bytes
 from radixtrain.collators.steps import StepCollator
 from radixtrain.hf.activation_checkpointing import recompute
 from radixtrain.hf.head import has_plain_head
-from radixtrain.hf.predicting_rows import forward_rows
-from radixtrain.hf.prepare import prepare_model, restore_model
+from radixtrain.hf.prepare import restore_model
 from radixtrain.report.sharing import Counts, Features, ordinary_counts, radix_counts
-from radixtrain.timing import peak_bytes, seconds_in_turns, seconds_of
+from radixtrain.timing import seconds_in_turns, seconds_of
 from radixtrain.tree.cost_model import StepCost
 
-Arm = Literal["radix", "ordinary", "recomputing"]  # the last: radix, and all layers recompute their activations
-ARMS: tuple[Arm, ...] = ("radix", "ordinary", "recomputing")
+ArmName = Literal["radix", "ordinary", "recomputing"]  # the last: radix, and all layers recompute their activations
+ARMS: tuple[ArmName, ...] = ("radix", "ordinary", "recomputing")
 PARTS = (0.0, 0.125, 0.25, 0.5, 1.0)  # of a step, whose micro-batches are tried: from one sequence to all
 REPEATS = 3  # keep the minimum: other load can only slow a run down
 
@@ -64,7 +64,7 @@ class RunSetup:
 class Case:
     """A micro-batch of one arm, on the host."""
 
-    arm: Arm
+    arm: ArmName
     counts: Counts
     batch: dict[str, Any]
     num_labels: int
@@ -158,7 +158,7 @@ def _without_messages() -> Iterator[None]:
 
 def _one_of_each_arm(cases: Iterable[Case]) -> list[Case]:
     """The first case of each arm."""
-    firsts: dict[Arm, Case] = {}
+    firsts: dict[ArmName, Case] = {}
     for case in cases:
         firsts.setdefault(case.arm, case)
     return [firsts[arm] for arm in ARMS if arm in firsts]
@@ -169,33 +169,29 @@ class _Runner:
 
     def __init__(self, setup: RunSetup, model: Any, recomputes: bool):
         self.setup, self.model, self.recomputes = setup, model, recomputes
-        self.plain_head = has_plain_head(model)
+        self.ordinary = Arm(plain_head=has_plain_head(model))
+        options = {name: getattr(setup, name) for name in ("attention", "kernel", "allow_dropout")}
+        self.radix = replace(self.ordinary, **options)
         self.optimizer = setup.optimizer(model)
 
-    def enter(self, arm: Arm) -> None:
+    def enter(self, arm: ArmName) -> None:
         """Make the model ready for the batches of an arm."""
         if self.recomputes:
             recompute(self.model, float(arm == "recomputing"))
-        if arm == "ordinary":
-            restore_model(self.model)
-        else:
-            options = {name: getattr(self.setup, name) for name in ("attention", "kernel", "allow_dropout")}
-            prepare_model(self.model, **options)
+        (self.ordinary if arm == "ordinary" else self.radix).prepare(self.model)
 
     def run(self, case: Case) -> None:
         """Forward and backward. Gradients are added to those that are there."""
         device = self.setup.device
         batch = {name: x.to(device) for name, x in case.batch.items()}
         with self.setup.forward():
-            loss = forward_rows(self.model, batch, self.plain_head).loss_sum() / case.num_labels
+            loss = self.radix.loss_sum(self.model, batch) / case.num_labels
         loss.backward()
 
     def peak(self, case: Case) -> int:
         """Bytes that the case adds to weights, gradients and its batch."""
         self.enter(case.arm)
-        for parameter in self.model.parameters():
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        return peak_bytes(partial(self.run, case), self.setup.device)
+        return added_bytes(self.model, partial(self.run, case))
 
     def affordable(
         self, cases: Sequence[Case], max_seconds: float, max_bytes: float

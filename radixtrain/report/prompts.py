@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from radixtrain.collators.features import IGNORE_INDEX
-from radixtrain.data.sample import Sample
+from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.data.tokens.decode import BROKEN, token_texts
 from radixtrain.tree.arrays import IntArray, cumulative
 from radixtrain.tree.sorting import SortedSequences, sort_sequences
@@ -47,14 +46,14 @@ class Prompt:
 
 
 def draw_prompts(
-    conversations: Sequence[Sequence[Sample]], tokenizer: PreTrainedTokenizerBase, max_conversations: int
+    conversations: Sequence[Sequence[TokenRow]], tokenizer: PreTrainedTokenizerBase, max_conversations: int
 ) -> list[Prompt]:
     """The prompts of conversations drawn at random, always the same ones, in the order in which they were drawn.
 
     Each is that of the conversation's first sample, which the others extend. Drawing ends at `max_conversations`, or
     once there are two million tokens. A conversation without a sample is passed over.
     """
-    drawn: list[tuple[IntArray, Sequence[Sample]]] = []
+    drawn: list[tuple[IntArray, Sequence[TokenRow]]] = []
     num_tokens = 0
     for index in np.random.default_rng(0).permutation(len(conversations))[:max_conversations].tolist():
         samples = conversations[index]

@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from radixtrain.collators.batching import cut_by_padded_tokens
-from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.collators.passes import FORWARD
 from radixtrain.collators.prefix_sampler import GroupedOrder, batches_of
 from radixtrain.collators.steps import Step, StepCollator
+from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.data.grouping import conversation_groups, grouped_order, is_split, whole_chats
-from radixtrain.data.sample import Sample
 from radixtrain.data.steps import StepSampler, epoch_size, features_of
 from radixtrain.report.contents import Splitting
 from radixtrain.tree.arrays import IntArray, cumulative
@@ -194,7 +193,7 @@ class Epoch:
     collator: with `dedup`; its `max_tokens` is replaced. step_cost: that it chooses by, or None.
     """
 
-    conversations: Sequence[Sequence[Sample]]
+    conversations: Sequence[Sequence[TokenRow]]
     lengths: IntArray
     seed: int
     shuffle: bool

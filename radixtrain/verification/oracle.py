@@ -23,8 +23,9 @@ from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from radixtrain.collators.features import IGNORE_INDEX, FeatureArrays, all_feature_arrays
+from radixtrain.collators.features import token_rows
 from radixtrain.collators.images import OF_IMAGES, TOKEN_TYPES, TYPES
+from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.hf.backbone import model_inside
 from radixtrain.hf.quantized import plain_weights
 
@@ -239,14 +240,14 @@ def has_images(feature: Mapping[str, Any]) -> bool:
     return feature.get("pixel_values") is not None
 
 
-def _arrays_of(features: Features) -> list[FeatureArrays]:
+def _arrays_of(features: Features) -> list[TokenRow]:
     """The collator under test has refused unclear ones, and read their images."""
     of_images = {*OF_IMAGES, TYPES, TOKEN_TYPES}
     texts = [{name: value for name, value in each.items() if name not in of_images} for each in features]
-    return all_feature_arrays(texts, loss_on_all=True)
+    return token_rows(texts, loss_on_all=True)
 
 
-def _images_of(feature: Mapping[str, Any], arrays: FeatureArrays, model: nn.Module) -> dict[str, Tensor]:
+def _images_of(feature: Mapping[str, Any], arrays: TokenRow, model: nn.Module) -> dict[str, Tensor]:
     """The arguments of a feature that are not text, if it has images."""
     if not has_images(feature):
         return {}
@@ -269,7 +270,7 @@ def _in_dtype_of(model: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Tens
 
 
 def _columns(
-    sequences: Iterable[FeatureArrays],
+    sequences: Iterable[TokenRow],
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]]:
     """input_ids, labels, position_ids and loss weights of each sequence, which are 1 if it has none."""
     for each in sequences:

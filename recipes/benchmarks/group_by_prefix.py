@@ -31,10 +31,10 @@ from transformers.utils.logging import disable_progress_bar
 from radixtrain import prepare_model
 from radixtrain.collators.prefix_sampler import GroupedOrder
 from radixtrain.collators.steps import Step, StepCollator
+from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.chat import ChatEncoder, load_tokenizer
 from radixtrain.data.formats import read_rows
 from radixtrain.data.grouping import conversation_groups
-from radixtrain.data.sample import Sample
 from radixtrain.data.steps import StepDataset, StepSampler
 from radixtrain.hf.predicting_rows import forward_rows
 
@@ -91,7 +91,7 @@ def steps_of(rows: Any, order: GroupedOrder, seed: int, epoch: int, max_tokens: 
 
 
 def train(
-    start: Path, rows: list[list[Sample]], held_out: Any, order: GroupedOrder, seed: int, options: Any
+    start: Path, rows: list[list[TokenRow]], held_out: Any, order: GroupedOrder, seed: int, options: Any
 ) -> nn.Module:
     """The trained model; prints its lines of the table."""
     model = prepare_model(AutoModelForCausalLM.from_pretrained(start).train())

@@ -38,15 +38,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from radixtrain import prepare_model
 from radixtrain.bench.cells import Cell, ModelShape, build_model, features_of_cell
 from radixtrain.bench.environment import header
+from radixtrain.bench.work import Arm, added_bytes
 from radixtrain.collators.steps import StepCollator
 from radixtrain.hf.activation_checkpointing import recompute
-from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.report.prediction import predict_seconds, step_cost_of_run
 from radixtrain.report.profiling import RunSetup, cases_of
-from radixtrain.timing import peak_bytes, seconds_in_turns
+from radixtrain.timing import seconds_in_turns
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import banking77
@@ -110,22 +109,21 @@ def share_lines(shape: ModelShape, repeats: int) -> Iterator[str]:
     cases = cases_of([features_of_cell(Cell(shape, 512, 64, 16, "flat"))], StepCollator(step_cost=step_cost), step_cost)
     found = predict_seconds(setup, cases, num_workers=1, max_seconds=20.0)
     case = max((case for case in cases if case.arm == "radix"), key=lambda case: case.counts.rows)
-    model = prepare_model(build(shape.num_hidden_layers, CPU))
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    model, arm = build(shape.num_hidden_layers, CPU), Arm(plain_head=True, attention="auto")
 
     def run() -> None:
-        (forward_rows(model, case.batch, True).loss_sum() / case.num_labels).backward()
+        (arm.loss_sum(model, case.batch) / case.num_labels).backward()
 
     def enter(share: float) -> None:
         recompute(model, share)
-        prepare_model(model)
+        arm.prepare(model)
 
+    arm.prepare(model)
     run()
     peaks = {}
     for share in found.shares:
         enter(share)
-        peaks[share] = peak_bytes(run, CPU)
+        peaks[share] = added_bytes(model, run)
     turns = seconds_in_turns(dict.fromkeys(found.shares, run), CPU, repeats, before=enter)
     seconds = {share: statistics.median(each) for share, each in turns.items()}
     terms = np.array([case.counts.rows, 1.0, case.counts.attention, case.counts.predictions])

@@ -37,8 +37,8 @@ from radixtrain.bench.environment import header
 from radixtrain.bench.flops import unique_flops
 from radixtrain.bench.measure import DIRECT_BAR
 from radixtrain.bench.work import work_of
-from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.collators.steps import StepCollator
+from radixtrain.collators.token_row import IGNORE_INDEX
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.formats import read_rows
 from radixtrain.hf.step_cost import step_cost_of

@@ -19,7 +19,7 @@ from tiers import cases
 from transformers import PreTrainedTokenizerFast, Trainer
 
 from radixtrain import RadixCollator, prepare_model
-from radixtrain.collators.features import HARMLESS, all_feature_arrays
+from radixtrain.collators.features import HARMLESS, token_rows
 from radixtrain.collators.steps import PaddedCollator, StepCollator
 from radixtrain.testing import ragged_batches
 from radixtrain.tree.radix_inputs import with_radix
@@ -37,6 +37,7 @@ def refusal(feature: Any) -> str:
     for collator in COLLATORS:
         with pytest.raises(ValueError) as error:
             collator()([ROW, feature])
+        assert type(error.value) is ValueError, "a worker of a DataLoader can hand it over"
         said.add(str(error.value))
     [message] = said
     return message
@@ -414,7 +415,7 @@ def test_padding_takes_its_floats_with_it():
 
 
 def test_what_is_given_without_a_label_is_not_read():
-    [array] = all_feature_arrays(
+    [array] = token_rows(
         [{"input_ids": [7, 8, 9], "labels": [N, 8, N], "old_logprobs": [float("nan"), -1.0, float("inf")]}]
     )
     assert array.old_logprobs.tolist() == [0.0, -1.0, 0.0]
@@ -449,7 +450,7 @@ def test_floats_that_are_refused(extra, message):
 
 def test_two_names_of_the_weights_are_refused():
     feature = {"input_ids": [7, 8], "labels": [N, 8], "weights": [1, 1], "loss_weights": [1, 1]}
-    assert refused([feature]) == "feature 0 has loss_weights and weights, two names of the same weights; remove one"
+    assert refused([feature]) == "feature 0: loss_weights and weights are two names of one column; remove one"
 
 
 @pytest.mark.parametrize("collator", [MERGED, PaddedCollator(), StepCollator(max_tokens=2)])

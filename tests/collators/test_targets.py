@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixtrain.collators.features import all_feature_arrays
+from radixtrain.collators.features import token_rows
 from radixtrain.collators.radix import RadixCollator
 from radixtrain.collators.steps import StepCollator
 from radixtrain.collators.targets import features_once, keep_once
@@ -27,7 +27,7 @@ def labels_of(arrays):
 
 def test_the_first_sequence_that_has_a_label_keeps_it():
     """A first token is never predicted, so its label does not matter."""
-    kept = keep_once(all_feature_arrays(BRANCHES))
+    kept = keep_once(token_rows(BRANCHES))
     assert labels_of(kept) == [[N, 8, N, 4], [N, N, 9, 5], [N, N, N, N], [N, 8]]
     assert [array.input_ids.tolist() for array in kept] == [feature["input_ids"] for feature in BRANCHES]
     assert [array.loss_weights for array in kept] == [None] * 4
@@ -37,7 +37,7 @@ def test_samples_with_other_advantages_or_positions_are_other_samples():
     sample = {"input_ids": [7, 8, 9], "labels": [N, 8, 9], "old_logprobs": [0.0, -0.5, -1.0]}
     features = [{**sample, "advantages": 1.0}, {**sample, "advantages": -1.0}, {**sample, "advantages": 1.0}]
     features += [{**features[0], "old_logprobs": [0.0, -0.5, -1.25]}, {**features[0], "position_ids": [4, 5, 6]}]
-    kept = labels_of(keep_once(all_feature_arrays(features)))
+    kept = labels_of(keep_once(token_rows(features)))
     assert kept == [[N, 8, 9], [N, 8, 9], [N, N, N], [N, N, 9], [N, 8, 9]]
 
 

@@ -29,9 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from radixtrain.collators.features import IGNORE_INDEX
+from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.data.rendering.conversation import FIX_MARKERS, Conversation
-from radixtrain.data.sample import Sample
 from radixtrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ NEIGHBOURS = 4  # messages, at least, that are rendered for a turn with those th
 WITHOUT_PROMPT = "the chat template does not write its generation prompt before turn {}"
 
 
-def sample_of_chat(chat: Conversation, turns: list[int], tokenize: DraftTokenizer) -> Sample:
+def sample_of_chat(chat: Conversation, turns: list[int], tokenize: DraftTokenizer) -> TokenRow:
     """The whole chat as one sample, with loss on some of the assistant's turns.
 
     turns: indices of their messages.
@@ -60,7 +59,7 @@ def sample_of_chat(chat: Conversation, turns: list[int], tokenize: DraftTokenize
     borders = [0, *(border for span in spans for border in span), len(text)]
     pieces = _token_ids([text[start:end] for start, end in pairwise(borders)], tokenize)
     masked = [np.full_like(ids, IGNORE_INDEX) if n % 2 == 0 else ids for n, ids in enumerate(pieces)]
-    return Sample(np.concatenate(pieces), np.concatenate(masked), chat.where)
+    return TokenRow(np.concatenate(pieces), np.concatenate(masked), chat.where)
 
 
 def find_turns(chat: Conversation, turns: list[int], tokenize: DraftTokenizer) -> tuple[str, list[Span]]:

@@ -25,9 +25,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+from radixtrain.collators.token_row import WEIGHT_NAMES
 from radixtrain.data.formats import Row
 from radixtrain.data.rows.token_trees import Fields, Store, check_text, list_at, row_of, rows_of_tree
-from radixtrain.data.sample import WEIGHT_NAMES, check_unweighted
+from radixtrain.data.sample import check_unweighted
 from radixtrain.errors import DataError
 
 Reader = Callable[[Fields, str], Iterator[Fields]]

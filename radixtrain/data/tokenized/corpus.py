@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from radixtrain.data.sample import Sample
+from radixtrain.collators.token_row import TokenRow
 from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative
 
 
@@ -28,7 +28,7 @@ class Part:
     digest: str = ""
 
 
-class Corpus(Sequence[list[Sample]]):
+class Corpus(Sequence[list[TokenRow]]):
     """Conversations by index: `corpus[i]` is a list of samples.
 
     parts: the sources, one after the other.

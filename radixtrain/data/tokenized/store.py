@@ -5,7 +5,7 @@
 | input_ids | list of int32 | |
 | loss_spans | list of int32 | start and end of each run of labels that are the tokens themselves |
 | labels | list of int32 | null if the spans say it all |
-| loss_weights | list of float64 | null if all are 1 |
+| loss_weights | list of float32 | null if all are 1 |
 | where | string | file and line |
 | is_first | bool | begins a conversation |
 """
@@ -24,22 +24,21 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
 
-from radixtrain.collators.features import IGNORE_INDEX
-from radixtrain.data.sample import Sample
+from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 
-IDS, WEIGHTS = pa.list_(pa.int32()), pa.list_(pa.float64())
+IDS, WEIGHTS = pa.list_(pa.int32()), pa.list_(pa.float32())
 LISTS = {"input_ids": IDS, "loss_spans": IDS, "labels": IDS, "loss_weights": WEIGHTS}
 SCHEMA = pa.schema({**LISTS, "where": pa.string(), "is_first": pa.bool_()})
 SAMPLES, ABOUT = "samples.arrow", "about.txt"
 
 
-def packed(conversations: Iterable[Sequence[Sample]]) -> pa.RecordBatch:
+def packed(conversations: Iterable[Sequence[TokenRow]]) -> pa.RecordBatch:
     """The samples of some conversations as rows of the file. Conversations without a sample leave no trace."""
     rows = [_row(sample, not place) for samples in conversations for place, sample in enumerate(samples)]
     return pa.RecordBatch.from_pylist(rows, schema=SCHEMA)
 
 
-def _row(sample: Sample, is_first: bool) -> dict[str, Any]:
+def _row(sample: TokenRow, is_first: bool) -> dict[str, Any]:
     spans = _loss_spans(sample)
     return {
         "input_ids": sample.input_ids.astype(np.int32),  # int64 takes 70 times as long to convert
@@ -78,7 +77,7 @@ class TokenWriter:
         return self.digest.hexdigest()
 
 
-class TokenStore(Sequence[list[Sample]]):
+class TokenStore(Sequence[list[TokenRow]]):
     """The conversations of a folder that a `TokenWriter` filled: `store[i]` is a list of samples.
 
     lengths: (num_samples,), int64. tokens of each sample.
@@ -141,7 +140,7 @@ class TokenStore(Sequence[list[Sample]]):
         table = pa.ipc.open_file(pa.memory_map(str(self.folder / SAMPLES))).read_all()
         return dict(zip(table.column_names, table.columns, strict=True))
 
-    def sample(self, number: int) -> Sample:
+    def sample(self, number: int) -> TokenRow:
         """One of all, counted from 0."""
         place = number if self.numbers is None else int(self.numbers[number])
         row = {name: column[place] for name, column in self._columns.items()}
@@ -149,7 +148,7 @@ class TokenStore(Sequence[list[Sample]]):
         input_ids = ids.to_numpy().astype(np.int64)
         if labels is None:
             labels = _labels_in(spans, input_ids)
-        return Sample(
+        return TokenRow(
             input_ids=input_ids,
             labels=np.asarray(labels, dtype=np.int64),
             where=row["where"].as_py(),
@@ -157,7 +156,7 @@ class TokenStore(Sequence[list[Sample]]):
         )
 
 
-def _loss_spans(sample: Sample) -> np.ndarray | None:
+def _loss_spans(sample: TokenRow) -> np.ndarray | None:
     """Pairs of start and end, flat; None if a label is not the token at its place."""
     bears_loss = sample.labels != IGNORE_INDEX
     if not np.array_equal(sample.labels[bears_loss], sample.input_ids[bears_loss]):

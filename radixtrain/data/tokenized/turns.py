@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import xxhash
 
-from radixtrain.collators.features import IGNORE_INDEX
-from radixtrain.data.sample import Sample
+from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.data.tokenized.store import TokenStore
 
 
@@ -47,7 +46,7 @@ def _not_continued(store: TokenStore) -> np.ndarray:
     return np.array([_key(chat) not in continued for [chat] in store], dtype=bool)
 
 
-def _key(sample: Sample) -> bytes:
+def _key(sample: TokenRow) -> bytes:
     digest = xxhash.xxh3_128(sample.input_ids.tobytes())
     digest.update(sample.labels.tobytes())
     if sample.loss_weights is not None:
@@ -55,13 +54,13 @@ def _key(sample: Sample) -> bytes:
     return digest.digest()
 
 
-def _answer_ends(chat: Sample) -> list[int]:
+def _answer_ends(chat: TokenRow) -> list[int]:
     """The place after each run of labels."""
     bears_loss = np.append(chat.labels != IGNORE_INDEX, False)
     return (np.flatnonzero(bears_loss[:-1] & ~bears_loss[1:]) + 1).tolist()
 
 
-def _shorter_chats(chat: Sample, tails: set[int]) -> Iterator[Sample]:
+def _shorter_chats(chat: TokenRow, tails: set[int]) -> Iterator[TokenRow]:
     """What other chats may be that this one continues: each ends after an answer and what follows every answer.
 
     tails: lengths of what follows the last answer of a chat.

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 
 from radixtrain import text_files
-from radixtrain.collators.features import IGNORE_INDEX
-from radixtrain.data.sample import Sample
+from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.data.tokens.pretokenize import PieceTokenizer, TokenizerFailed, failures_of
 from radixtrain.errors import DataError, UserError
 
@@ -48,7 +47,7 @@ class DraftTokenizer:
         newline, letter, both = self.token_ids(["\n", "a", "\na"])
         self.marks_text_start = both.tolist() != [*newline, *letter]
 
-    def __call__(self, drafts: list[Draft]) -> Iterator[Sample]:
+    def __call__(self, drafts: list[Draft]) -> Iterator[TokenRow]:
         """The drafts' samples, in their order. DataError that names the first row at which the tokenizer breaks off."""
         try:
             prompts = self.token_ids([draft.prompt for draft in drafts])
@@ -61,7 +60,7 @@ class DraftTokenizer:
             input_ids = np.concatenate([bos_ids, prompt_ids, target_ids])
             labels = input_ids.copy()
             labels[: 0 if draft.prompt_bears_loss else len(bos_ids) + len(prompt_ids)] = IGNORE_INDEX
-            yield Sample(input_ids, labels, draft.where)
+            yield TokenRow(input_ids, labels, draft.where)
 
     def _raise_for_row(self, drafts: list[Draft]) -> None:
         for draft in drafts:

@@ -28,7 +28,8 @@ from transformers import AttentionInterface, PreTrainedModel, utils
 from radixtrain.attention import choose_attention
 from radixtrain.bench.cells import ModelShape
 from radixtrain.bench.work import Arm, Work
-from radixtrain.collators.features import IGNORE_INDEX, FeatureArrays, all_feature_arrays
+from radixtrain.collators.features import token_rows
+from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.predicting_rows import PredictingRows, Targets
@@ -173,12 +174,12 @@ def as_loaded(model: PreTrainedModel) -> PreTrainedModel:
 
 def packed_work(work: Work) -> Work:
     """The same work, with the sequences of each ordinary micro-batch back to back instead of padded. On the host."""
-    arrays = all_feature_arrays(work.features)
+    arrays = token_rows(work.features)
     batches = [_packed([arrays[index] for index in members]) for members in work.ordinary.members]
     return replace(work, ordinary=replace(work.ordinary, micro_batches=batches))
 
 
-def _packed(arrays: Sequence[FeatureArrays]) -> dict[str, Any]:
+def _packed(arrays: Sequence[TokenRow]) -> dict[str, Any]:
     """One row of sequences back to back: positions from 0 in each, and the labelled tokens as predictions."""
     lengths = [len(feature.input_ids) for feature in arrays]
     labels = np.concatenate([np.concatenate([[IGNORE_INDEX], feature.labels[1:]]) for feature in arrays])

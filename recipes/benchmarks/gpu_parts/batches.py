@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from radixtrain.bench.cells import Cell, GivenBatch, Mode, ModelShape, features_of_cell
-from radixtrain.collators.features import IGNORE_INDEX
+from radixtrain.collators.token_row import IGNORE_INDEX
 
 __all__ = ["MODELS", "STEPS", "TINY_MODEL", "Batch", "Case", "agent", "cases", "one_prompt", "unequal"]
 

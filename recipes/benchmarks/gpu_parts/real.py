@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 from transformers.data.data_collator import DataCollatorForSeq2Seq
 
 from radixtrain import RadixCollator, prepare_model
+from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.formats import read_rows
-from radixtrain.data.sample import Sample
 from radixtrain.timing import seconds_of
 
 __all__ = ["real"]
@@ -58,7 +58,7 @@ def real(run: Run, folder: Path | None, steps: int, tiny: bool) -> None:
     return None
 
 
-def _lists(sample: Sample) -> dict[str, list[int]]:
+def _lists(sample: TokenRow) -> dict[str, list[int]]:
     """A row as a data set would give it: the ordinary collator is slow with arrays."""
     return {name: np.asarray(getattr(sample, name)).tolist() for name in ("input_ids", "labels")}
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.chat import ChatEncoder, load_tokenizer
 from radixtrain.data.formats import Row
-from radixtrain.data.sample import EncodeReport, Sample
+from radixtrain.data.sample import EncodeReport
 from radixtrain.errors import DataError, UserError
 
 THINK = [*b"<think>", TWO_NEWLINES, *b"</think>", TWO_NEWLINES]
@@ -59,7 +60,7 @@ def row(**fields: Any) -> Row:
     return Row(fields, "a.jsonl:1")
 
 
-def lists(samples: list[Sample]) -> list[tuple[list[int], list[int]]]:
+def lists(samples: list[TokenRow]) -> list[tuple[list[int], list[int]]]:
     assert all(sample.input_ids.dtype == sample.labels.dtype == np.int64 for sample in samples)
     return [(sample.input_ids.tolist(), sample.labels.tolist()) for sample in samples]
 

@@ -8,14 +8,14 @@ import pytest
 
 from radixtrain.collators.prefix_sampler import ENOUGH, batches_of
 from radixtrain.collators.steps import StepCollator
+from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.grouping import Arrangement, expected_r, grouped_order
-from radixtrain.data.sample import Sample
 from radixtrain.data.steps import features_of
 from radixtrain.errors import UserError
 
 
-def conversations_of(prompts: int, each: int, own: int = 30, turns: int = 1) -> list[list[Sample]]:
+def conversations_of(prompts: int, each: int, own: int = 30, turns: int = 1) -> list[list[TokenRow]]:
     """Conversations of `turns` samples, in turns of the prompts."""
     generator = np.random.default_rng(0)
     starts = generator.integers(0, 30_000, (prompts, 280))
@@ -24,13 +24,13 @@ def conversations_of(prompts: int, each: int, own: int = 30, turns: int = 1) -> 
         ids, samples = starts[index % prompts], []
         for _ in range(turns):
             ids = np.concatenate([ids, generator.integers(0, 30_000, own)])
-            samples.append(Sample(ids, ids, f"chats.jsonl:{index + 1}"))
+            samples.append(TokenRow(ids, ids, f"chats.jsonl:{index + 1}"))
         found.append(samples)
     return found
 
 
 @pytest.fixture(scope="module")
-def twenty() -> list[list[Sample]]:
+def twenty() -> list[list[TokenRow]]:
     return conversations_of(20, 160)
 
 
@@ -76,7 +76,7 @@ def test_later_turns_count(twenty):
     """The same prompt and first turn, then another way: the last sample tells."""
     first = twenty[0][0].input_ids
     ways = [[first, np.concatenate([first, each[0].input_ids])] for each in twenty[:40]]
-    conversations = [[Sample(ids, ids, "a:1") for ids in ids_of_one] for ids_of_one in ways]
+    conversations = [[TokenRow(ids, ids, "a:1") for ids in ids_of_one] for ids_of_one in ways]
     assert len(grouped_order(conversations, 8, 4, 42).groups) == 20
 
 

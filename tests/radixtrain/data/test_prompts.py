@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.prompts import Prompt, PromptDataset, choose_prompts, end_tokens, prompt_of
-from radixtrain.data.sample import Sample
 
 IGNORED = -100
 
 
 def sample(*labels, where="a:1"):
     labels = np.array(labels)
-    return Sample(np.where(labels == IGNORED, np.arange(len(labels)) + 50, labels), labels, where)
+    return TokenRow(np.where(labels == IGNORED, np.arange(len(labels)) + 50, labels), labels, where)
 
 
 @pytest.mark.parametrize(

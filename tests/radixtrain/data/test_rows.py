@@ -11,11 +11,12 @@ import pytest
 from byte_tokenizer import byte_tokenizer
 from tiers import FULL
 
+from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import Source
 from radixtrain.data.formats import Row, read_rows
 from radixtrain.data.rows.columns import ROW_KINDS, standard_row
-from radixtrain.data.sample import EncodeReport, Sample
+from radixtrain.data.sample import EncodeReport
 from radixtrain.errors import DataError, UserError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -56,7 +57,7 @@ def called(arguments: str) -> dict[str, Any]:
     return assistant("", tool_calls=[{"name": "f", "arguments": arguments}])
 
 
-def shown(tokenizer: Any, sample: Sample) -> str:
+def shown(tokenizer: Any, sample: TokenRow) -> str:
     pieces, learned = [], False
     for token, label in zip(sample.input_ids.tolist(), sample.labels.tolist(), strict=True):
         if (label != -100) != learned:
@@ -113,6 +114,8 @@ READ: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"input_ids": [*b"abc"], "labels": [-100, 98, -100], "text": "t"}, "a[b]c", ["text"]),
     ({"input_ids": [*b"abc"], "completion_mask": [0, 0, 1]}, "ab[c]", []),
     ({"input_ids": [*b"abc"], "assistant_masks": [0, 1, 0]}, "a[b]c", []),
+    ({"input_ids": [*b"abc"], "mask": [0, 1, 1], "completion_mask": [0, 0, 1]}, "ab[c]", []),
+    ({"input_ids": [*b"abc"], "mask": "unread", "labels": [*b"abc"]}, "[abc]", []),
     ({"input_ids": [*b"abc"], "completion_mask": [0, 1, 1], "assistant_masks": [1, 1, 0]}, "a[b]c", []),
     ({"input_ids": [*b"abc"], "labels": [-100, -100, 99], "completion_mask": [0, 1, 0]}, "ab[c]", []),
     ({"input_ids": [*b"abcde"], "attention_mask": [1, 1, 1, 0, 0], "loss_weights": [1.0] * 5}, "[abc]", []),
@@ -260,11 +263,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [1, 258]}, "token id 258 at position 1 is outside the vocabulary (0..256)"),
     ({"input_ids": [-1, 1]}, "token id -1 at position 0 is outside the vocabulary (0..256)"),
     ({"input_ids": [1, 2], "labels": [-100, -1]}, "label -1 at position 1 is neither -100 nor in the vocabulary"),
-    ({"input_ids": [1, 2], "labels": [1]}, "labels: expected 2 values, as many as input_ids, found 1"),
+    ({"input_ids": [1, 2], "labels": [1]}, "labels has 1 entries, input_ids has 2"),
     ({"input_ids": [1, 2], "labels": [1, -100]}, "no token bears loss: of 2 tokens none after the first has a label"),
     ({"input_ids": []}, "no token bears loss: of 0 tokens"),
-    ({"input_ids": [1, 2], "completion_mask": [0, 2]}, "completion_mask: expected 0 or 1, found 2 at position 1"),
-    ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "attention_mask: has a 0 between two 1s; expected zeros"),
+    ({"input_ids": [1, 2], "weights": [1, 1], "loss_weights": [1, 1]}, "loss_weights and weights are two names of one"),
+    ({"input_ids": [1, 2], "weights": 1}, "weights: expected a list of numbers of float32, found int"),
+    *(
+        ({"input_ids": [1, 2], "weights": weights}, f"weights: expected numbers of float32, found {found}")
+        for weights, found in (
+            ([1, "a"], "'a' at position 1"),
+            ([True, 1], "'True' at position 0"),
+            ([1, float("nan")], "'nan' at position 1"),
+            ([1, -1e39], "'-1e+39' at position 1"),
+        )
+    ),
     ({"input_ids": [1], "attention_mask": [0]}, "no token bears loss"),
     ({"input_ids": [1, 2], "loss_mask": [0, 1]}, "loss_mask: is not read; name it mask (1 for a token that bears"),
     ({"input_ids": [1, 2], "prompt_mask": [1, 0]}, "prompt_mask: is not read; write mask"),

@@ -7,18 +7,18 @@ import pytest
 
 from radixtrain.collators.prefix_sampler import GroupedOrder
 from radixtrain.collators.steps import StepCollator
-from radixtrain.data.sample import Sample
+from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.steps import StepDataset, StepLoader, StepSampler, draw_epoch, epoch_size
 from radixtrain.tree.groups import find_prefix_groups
 
 
 @pytest.fixture(scope="module")
-def conversations() -> list[list[Sample]]:
+def conversations() -> list[list[TokenRow]]:
     """45 conversations, each of one of 3 prompts."""
     generator = np.random.default_rng(0)
     prompts = generator.integers(0, 50, (3, 32))
     ids = [np.concatenate([prompts[index % 3], generator.integers(0, 50, 4)]) for index in range(45)]
-    return [[Sample(each, each, f"chats.jsonl:{line}")] for line, each in enumerate(ids, 1)]
+    return [[TokenRow(each, each, f"chats.jsonl:{line}")] for line, each in enumerate(ids, 1)]
 
 
 @pytest.fixture(params=[None, 2, 6], ids=["shuffle", "2 together", "6 together"])

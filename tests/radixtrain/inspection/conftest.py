@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from radixtrain.collators.steps import StepCollator
-from radixtrain.data.sample import Sample
+from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.steps import features_of
 from radixtrain.inspection.micro_batch import MicroBatch
 
@@ -28,13 +28,15 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 @pytest.fixture(scope="session")
-def sample_of() -> Callable[..., Sample]:
+def sample_of() -> Callable[..., TokenRow]:
     """`sample_of("prompt", "answer")`, with loss on the answer."""
 
-    def build(prompt: str, answer: str, where: str = "chats.jsonl:1", weights: Sequence[float] | None = None) -> Sample:
+    def build(
+        prompt: str, answer: str, where: str = "chats.jsonl:1", weights: Sequence[float] | None = None
+    ) -> TokenRow:
         ids = np.array([*prompt.encode(), *answer.encode()], dtype=np.int64)
         labels = np.where(np.arange(len(ids)) < len(prompt.encode()), -100, ids)
-        return Sample(ids, labels, where, None if weights is None else np.array(weights, dtype=np.float64))
+        return TokenRow(ids, labels, where, None if weights is None else np.array(weights, dtype=np.float32))
 
     return build
 
@@ -43,7 +45,7 @@ def sample_of() -> Callable[..., Sample]:
 def part_of() -> Callable[..., MicroBatch]:
     """`part_of(samples, **options)`: one step of one micro-batch; the options are those of the collator."""
 
-    def build(samples: Sequence[Sample], **options: object) -> MicroBatch:
+    def build(samples: Sequence[TokenRow], **options: object) -> MicroBatch:
         step = StepCollator(**options)(features_of(samples))  # type: ignore[arg-type]
         assert step.members == [list(step.members[0])]
         return MicroBatch(

@@ -7,17 +7,17 @@ import pytest
 from rich.cells import cell_len
 from transformers import PreTrainedTokenizerBase
 
-from radixtrain.data.sample import Sample
+from radixtrain.collators.token_row import TokenRow
 from radixtrain.inspection.micro_batch import MicroBatch
 from radixtrain.inspection.picture import draw, named_rows
 from radixtrain.inspection.runs import run_tree
 
-Build, Part, Print = Callable[..., Sample], Callable[..., MicroBatch], Callable[..., str]
+Build, Part, Print = Callable[..., TokenRow], Callable[..., MicroBatch], Callable[..., str]
 
 
 @pytest.fixture
 def drawn(tokenizer: PreTrainedTokenizerBase, part_of: Part, printed: Print) -> Print:
-    def draw_it(samples: list[Sample], width: int = 80, full: bool = False, **options: object) -> str:
+    def draw_it(samples: list[TokenRow], width: int = 80, full: bool = False, **options: object) -> str:
         part = part_of(samples)
         tree = run_tree(part, tokenizer)
         return printed(draw(tree, [sample.where for sample in part.samples], full), width, **options)

@@ -10,12 +10,12 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from transformers import PreTrainedTokenizerBase
 
-from radixtrain.data.sample import Sample
+from radixtrain.collators.token_row import TokenRow
 from radixtrain.inspection.micro_batch import MicroBatch
 from radixtrain.inspection.runs import run_tree
 from radixtrain.testing import labelled_features
 
-Build, Part = Callable[..., Sample], Callable[..., MicroBatch]
+Build, Part = Callable[..., TokenRow], Callable[..., MicroBatch]
 
 
 def texts(part: MicroBatch, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, int, list[int]]]:
@@ -37,7 +37,7 @@ def test_given_weights_are_added_up(tokenizer: PreTrainedTokenizerBase, sample_o
 
 
 def test_a_label_that_is_no_token_is_a_stray(tokenizer: PreTrainedTokenizerBase, part_of: Part) -> None:
-    part = part_of([Sample(np.array([97, 98, 99]), np.array([-100, 98, 100]), "x:1")])
+    part = part_of([TokenRow(np.array([97, 98, 99]), np.array([-100, 98, 100]), "x:1")])
     tree = run_tree(part, tokenizer)
     assert [(one.row, one.text, one.weight) for one in tree.strays] == [(1, "d", 1)]
     assert [token.bears_loss for token in tree.runs[0].tokens] == [False, True, False]
@@ -60,7 +60,7 @@ def test_generated_batches(
 ) -> None:
     """Every sequence is a path of runs; the weights of the tokens are the labels of all sequences."""
     columns = ((np.array(f["input_ids"], np.int64), np.array(f["labels"], np.int64)) for f in features)
-    samples = [Sample(ids, np.where(labels == -100, -100, ids), f"x:{i}") for i, (ids, labels) in enumerate(columns)]
+    samples = [TokenRow(ids, np.where(labels == -100, -100, ids), f"x:{i}") for i, (ids, labels) in enumerate(columns)]
     part = part_of(samples, min_shared_tokens=min_shared_tokens)
     tree = run_tree(part, tokenizer)
     for number, sample in enumerate(part.samples):

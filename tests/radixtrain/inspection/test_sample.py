@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from radixtrain.data.sample import Sample
+from radixtrain.collators.token_row import TokenRow
 from radixtrain.inspection.tokens import LOSS, marked_text, sample_tokens, token_texts
 
-Build = Callable[..., Sample]
+Build = Callable[..., TokenRow]
 
 
 def test_loss_stands_in_brackets(tokenizer: PreTrainedTokenizerBase, sample_of: Build) -> None:
@@ -31,9 +31,9 @@ def test_loss_weights_follow_the_run(tokenizer: PreTrainedTokenizerBase, sample_
 
 def test_special_tokens_are_text(tokenizer: PreTrainedTokenizerBase) -> None:
     ids = np.array([97, 256, 98])
-    text = marked_text(Sample(ids, np.full(3, -100), "x:1"), tokenizer)
+    text = marked_text(TokenRow(ids, np.full(3, -100), "x:1"), tokenizer)
     assert text.plain == "a<|im_end|>b"
-    assert [token.is_special for token in sample_tokens(Sample(ids, ids, "x:1"), tokenizer)] == [False, True, False]
+    assert [token.is_special for token in sample_tokens(TokenRow(ids, ids, "x:1"), tokenizer)] == [False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_what_cannot_be_seen_is_shown(
 def test_a_character_over_the_border_of_the_loss_is_whole(tokenizer: PreTrainedTokenizerBase) -> None:
     ids = np.array([*"a€b".encode()])
     labels = np.where(np.arange(5) < 2, -100, ids)
-    assert marked_text(Sample(ids, labels, "x:1"), tokenizer).plain == "a⟦€b⟧"
+    assert marked_text(TokenRow(ids, labels, "x:1"), tokenizer).plain == "a⟦€b⟧"
 
 
 def test_long_runs_are_shortened_in_the_middle(tokenizer: PreTrainedTokenizerBase, sample_of: Build) -> None:
@@ -72,9 +72,9 @@ def test_a_short_run_leaves_its_room_to_the_long_one(tokenizer: PreTrainedTokeni
 def test_many_runs_are_left_out_in_the_middle(tokenizer: PreTrainedTokenizerBase) -> None:
     ids = np.array([*b"ab" * 300])
     labels = np.where(np.arange(600) % 2, ids, -100)
-    text = marked_text(Sample(ids, labels, "x:1"), tokenizer, max_chars=160).plain
+    text = marked_text(TokenRow(ids, labels, "x:1"), tokenizer, max_chars=160).plain
     assert text == "a⟦b⟧ ⋯ 596 tokens, 298 with loss ⋯ a⟦b⟧"
-    assert marked_text(Sample(ids, labels, "x:1"), tokenizer, max_chars=None).plain == "a⟦b⟧" * 300
+    assert marked_text(TokenRow(ids, labels, "x:1"), tokenizer, max_chars=None).plain == "a⟦b⟧" * 300
 
 
 def test_a_token_outside_the_vocabulary_is_shown_by_its_id(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiers import cases, tries
 from transformers import PreTrainedTokenizerBase
 
-from radixtrain.data.sample import Sample
+from radixtrain.collators.token_row import TokenRow
 from radixtrain.report.breaks import find_breaks
 from radixtrain.tree.plan import build_prefix_plan
 
@@ -27,7 +27,7 @@ CALENDAR = "January February March April May June July August September October 
 PEOPLE = "Maria Ben Chloe Dmitri Esther Farid Greta Hugo Ines Jonas Karim Lena Mateo Nadia Omar Petra Rosa Tara"
 ROWS, BATCH_SIZE = 120, 32
 
-Conversations = list[list[Sample]]
+Conversations = list[list[TokenRow]]
 Build = Callable[..., Conversations]
 Make = Callable[[random.Random, int], tuple[str, ...]]  # a row's system prompt, and what it is once causes are fixed
 
@@ -63,7 +63,7 @@ def chats(tokenizer: PreTrainedTokenizerBase) -> Build:
         rng = random.Random(5)
         return [conversation(f"train.jsonl:{n}", system, rng, turns) for n, system in enumerate(systems, start=1)]
 
-    def conversation(where: str, system: str, rng: random.Random, turns: int) -> list[Sample]:
+    def conversation(where: str, system: str, rng: random.Random, turns: int) -> list[TokenRow]:
         messages, samples = [{"role": "system", "content": system}], []
         for _ in range(turns):
             messages.append({"role": "user", "content": sentence(rng)})
@@ -71,7 +71,7 @@ def chats(tokenizer: PreTrainedTokenizerBase) -> Build:
             messages.append({"role": "assistant", "content": sentence(rng, 4)})
             prompt_ids = tokenizer(prompt)["input_ids"]
             ids = np.array(prompt_ids + tokenizer(messages[-1]["content"])["input_ids"], dtype=np.int64)
-            samples.append(Sample(ids, np.where(np.arange(len(ids)) < len(prompt_ids), -100, ids), where))
+            samples.append(TokenRow(ids, np.where(np.arange(len(ids)) < len(prompt_ids), -100, ids), where))
         return samples
 
     return build
@@ -265,5 +265,5 @@ def test_clean_data_has_none(name: str, turns: int, chats: Build, tokenizer: Pre
 
 def test_samples_without_a_prompt_have_none(chats: Build, tokenizer: PreTrainedTokenizerBase) -> None:
     (sample,) = chats([POLICY])[0]
-    for conversations in ([], [[], [sample], []], [[Sample(sample.input_ids, sample.input_ids, "a:1")]] * 3):
+    for conversations in ([], [[], [sample], []], [[TokenRow(sample.input_ids, sample.input_ids, "a:1")]] * 3):
         assert find_breaks(conversations, tokenizer) == ()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from radixtrain.collators.steps import StepCollator
-from radixtrain.data.sample import Sample
+from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.steps import StepDataset, StepSampler
 from radixtrain.report.sharing import (
     Draw,
@@ -27,18 +27,18 @@ from radixtrain.tree.runs import RunCost
 OWN = Draw(batch_size=16, max_tokens=4096)
 
 
-def conversations_of(num_prompts: int, rows_each: int, prompt: int = 64, answer: int = 16) -> list[list[Sample]]:
+def conversations_of(num_prompts: int, rows_each: int, prompt: int = 64, answer: int = 16) -> list[list[TokenRow]]:
     """Rows of random tokens after prompts of this many tokens, one prompt after the other."""
     rng = np.random.default_rng(0)
     found = []
     for shared in rng.integers(0, 1000, (num_prompts, prompt)):
         for own in rng.integers(0, 1000, (rows_each, answer)):
             ids = np.concatenate([shared, own])
-            found.append([Sample(ids, np.where(np.arange(len(ids)) < prompt, -100, ids), "x:1")])
+            found.append([TokenRow(ids, np.where(np.arange(len(ids)) < prompt, -100, ids), "x:1")])
     return found
 
 
-def epoch_of(conversations: list[list[Sample]], shuffle: bool = True, **options: Any) -> Epoch:
+def epoch_of(conversations: list[list[TokenRow]], shuffle: bool = True, **options: Any) -> Epoch:
     lengths = np.array([len(sample.input_ids) for samples in conversations for sample in samples])
     return Epoch(
         conversations=conversations, lengths=lengths, seed=3, shuffle=shuffle, collator=StepCollator(**options)
@@ -122,18 +122,18 @@ class TestPrompts:
             (lambda: nested(), 4),
         ],
     )
-    def test_number(self, conversations: Callable[[], list[list[Sample]]], number: int) -> None:
+    def test_number(self, conversations: Callable[[], list[list[TokenRow]]], number: int) -> None:
         assert num_shared_prompts(epoch_of(conversations()).groups) == number
 
     def test_what_is_left_if_all_rows_are_one_tree(self) -> None:
         assert num_distinct_tokens(epoch_of(conversations_of(3, 10))) == (30 * 80, 3 * 64 + 30 * 16)
 
 
-def nested() -> list[list[Sample]]:
+def nested() -> list[list[TokenRow]]:
     """One beginning of 64 tokens; after it four of 64, with five rows each."""
     trunk = np.arange(64)
     rows = [sample for (sample,) in conversations_of(4, 5)]
-    return [[Sample(np.concatenate([trunk, each.input_ids]), np.arange(144), "x:1")] for each in rows]
+    return [[TokenRow(np.concatenate([trunk, each.input_ids]), np.arange(144), "x:1")] for each in rows]
 
 
 def test_quantiles() -> None:

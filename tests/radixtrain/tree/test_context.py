@@ -20,7 +20,7 @@ from tiers import tries
 from torch import Tensor
 
 from radixtrain.attention import tree_attention
-from radixtrain.collators.features import all_feature_arrays
+from radixtrain.collators.features import token_rows
 from radixtrain.collators.passes import Span
 from radixtrain.collators.steps import StepCollator
 from radixtrain.errors import UserError
@@ -57,7 +57,7 @@ def passes_of(sequences: list[list[int]], max_tokens: int = 3, **options: Any) -
     """
     features = [{"input_ids": ids, "labels": ids} for ids in sequences]
     collator = StepCollator(max_tokens=max_tokens, share_across_micro_batches=True, **options)
-    schedules = collator.shares(all_feature_arrays(features)).schedules
+    schedules = collator.shares(token_rows(features)).schedules
     if schedules is None:
         return []
     (schedule,), step = schedules, collator(features)

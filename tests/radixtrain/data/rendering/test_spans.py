@@ -17,11 +17,11 @@ from tiers import TRIES
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.formats import Row
 from radixtrain.data.rendering.conversation import Conversation
 from radixtrain.data.rendering.spans import find_turns
-from radixtrain.data.sample import Sample
 from radixtrain.data.tokens.tokenization import DraftTokenizer
 from radixtrain.errors import DataError
 
@@ -387,7 +387,7 @@ def test_turns_without_a_place_of_their_own_are_refused(chat: Conversation, reas
 # Samples
 
 
-def encoded(name: str, messages: list[dict[str, Any]], split_turns: bool = False, **options: Any) -> list[Sample]:
+def encoded(name: str, messages: list[dict[str, Any]], split_turns: bool = False, **options: Any) -> list[TokenRow]:
     encoder = ChatEncoder(tokenizer_of(name, **options), split_turns=split_turns)
     return encoder.encode(Row({"messages": messages}, "a.jsonl:1"))
 

@@ -123,42 +123,11 @@ def test_from_a_file_to_a_batch(tmp_path: Any) -> None:
     assert sorted(found) == [(8, -0.5), (10, -1.5), (11, -2.5)]
 
 
-@pytest.mark.parametrize(
-    ("extra", "expected"),
-    [
-        ({"mask": [0, 1, 1], "completion_mask": [0, 0, 1]}, [-100, -100, 7]),
-        ({"mask": [0, 1, 1], "labels": [5, 6, 7]}, [5, 6, 7]),
-    ],
-)
-def test_a_mask_is_a_loss_mask(extra: dict[str, Any], expected: list[int]) -> None:
-    assert sample_from_tokens({"input_ids": [5, 6, 7], **extra}, WHERE).labels.tolist() == expected
-
-
 @pytest.mark.parametrize("name", ["loss_weights", "weights"])
 def test_loss_weights(name: str) -> None:
     sample = sample_from_tokens({"input_ids": [5, 6], name: [0, -0.5]}, WHERE)
     assert sample.loss_weights is not None and sample.loss_weights.tolist() == [0.0, -0.5]
     assert sample_from_tokens({"input_ids": [5, 6]}, WHERE).loss_weights is None
-
-
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        (
-            {"weights": [1, 1], "loss_weights": [1, 1]},
-            "loss_weights and weights are two names of one column; remove one",
-        ),
-        ({"weights": 1}, "weights: expected 2 values, one for each token, found int"),
-        ({"weights": [1, "a"]}, "weights: expected numbers of float32, found 'a' at position 1"),
-        ({"weights": [True, 1]}, "weights: expected numbers of float32, found 'True' at position 0"),
-        ({"weights": [1, float("nan")]}, "weights: expected numbers of float32, found 'nan' at position 1"),
-        ({"weights": [1, -1e39]}, "weights: expected numbers of float32, found '-1e+39' at position 1"),
-    ],
-)
-def test_loss_weights_that_are_refused(extra: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError) as raised:
-        sample_from_tokens({"input_ids": [5, 6], **extra}, WHERE)
-    assert str(raised.value) == f"{WHERE}: {message}"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from radixtrain.data.sample import Sample
+from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.tokenized.corpus import Corpus, Part
 from radixtrain.data.tokenized.store import TokenStore, TokenWriter, packed
 
@@ -17,7 +17,7 @@ def part(folder: Path, first: int, sizes: list[int], weight: float = 1.0) -> Par
     conversations = []
     for place, size in enumerate(sizes):
         ids = [np.full(number + 1, first + place) for number in range(size)]
-        conversations.append([Sample(x, x.copy(), f"{folder.name}:{place}") for x in ids])
+        conversations.append([TokenRow(x, x.copy(), f"{folder.name}:{place}") for x in ids])
     writer.add(packed(conversations))
     digest = writer.close()
     return Part(name=folder.name, conversations=TokenStore(folder), weight=weight, digest=digest)

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixtrain.data.sample import Sample
+from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.tokenized.store import ABOUT, TokenStore, TokenWriter, packed, read_about, write_about
 
 
-def write(folder: Path, blocks: list[list[list[Sample]]]) -> str:
+def write(folder: Path, blocks: list[list[list[TokenRow]]]) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     writer = TokenWriter(folder)
     for block in blocks:
@@ -22,14 +22,14 @@ def write(folder: Path, blocks: list[list[list[Sample]]]) -> str:
     return writer.close()
 
 
-def lists(sample: Sample) -> tuple[list[int], list[int], str, list[float] | None]:
+def lists(sample: TokenRow) -> tuple[list[int], list[int], str, list[float] | None]:
     weights = None if sample.loss_weights is None else sample.loss_weights.tolist()
     return sample.input_ids.tolist(), sample.labels.tolist(), sample.where, weights
 
 
-def sample_of(ids: list[int], labels: list[int], weights: list[float] | None = None, where: str = "a:1") -> Sample:
-    kept = None if weights is None else np.array(weights, dtype=np.float64)
-    return Sample(np.array(ids, dtype=np.int64), np.array(labels, dtype=np.int64), where, kept)
+def sample_of(ids: list[int], labels: list[int], weights: list[float] | None = None, where: str = "a:1") -> TokenRow:
+    kept = None if weights is None else np.array(weights, dtype=np.float32)
+    return TokenRow(np.array(ids, dtype=np.int64), np.array(labels, dtype=np.int64), where, kept)
 
 
 ANSWER = sample_of([5, 6, 7, 8], [-100, -100, 7, 8])
@@ -74,11 +74,11 @@ tokens = st.integers(0, 2**31 - 1)
 
 
 @st.composite
-def samples(draw: st.DrawFn) -> Sample:
+def samples(draw: st.DrawFn) -> TokenRow:
     ids = draw(st.lists(tokens, min_size=1, max_size=6))
     kind = draw(st.sampled_from(["own", "other"]))
     labels = [draw(st.sampled_from([-100, token if kind == "own" else 3])) for token in ids]
-    weights = draw(st.none() | st.lists(st.floats(-3, 3), min_size=len(ids), max_size=len(ids)))
+    weights = draw(st.none() | st.lists(st.floats(-3, 3, width=32), min_size=len(ids), max_size=len(ids)))
     return sample_of(ids, labels, weights, draw(st.text(max_size=3)).encode("utf-8", "ignore").decode())
 
 
@@ -107,7 +107,7 @@ def test_any_blocks(tmp_path_factory: pytest.TempPathFactory, blocks: list, orde
     ],
     ids=["a token", "a label", "a weight", "a sample", "a conversation"],
 )
-def test_the_digest_tells_samples_apart(tmp_path: Path, other: list[list[list[Sample]]]) -> None:
+def test_the_digest_tells_samples_apart(tmp_path: Path, other: list[list[list[TokenRow]]]) -> None:
     digests = {write(tmp_path / str(n), blocks) for n, blocks in enumerate([[[[ANSWER]]], other, [[[ANSWER]]]])}
     assert len(digests) == 2
 

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from radixtrain.__main__ import main
+from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.datamodule import SFTData
-from radixtrain.data.sample import EncodeReport, Sample
+from radixtrain.data.sample import EncodeReport
 from radixtrain.data.tokenized.corpus import Corpus, Part
 from radixtrain.distributed import Ranks
 from radixtrain.training.module import RadixModule
@@ -37,7 +38,7 @@ class Rows:
         ids = np.concatenate(
             [self.prompts[index % len(self.prompts)], np.random.default_rng(index).integers(0, 1000, 10)]
         )
-        return [Sample(ids, ids, f"rows.jsonl:{index + 1}")]
+        return [TokenRow(ids, ids, f"rows.jsonl:{index + 1}")]
 
 
 def data_of(rows, **settings):
