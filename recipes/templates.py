@@ -107,7 +107,15 @@ def templates() -> dict[str, Any]:
     stock = {path.stem: path for path in sorted(FOLDER.glob("*.jinja"))}
     found: dict[str, Any] = {f"TRL {name}": lambda path=path: stock_tokenizer(path) for name, path in stock.items()}
     folders = [REAL / "smollm2", *sorted((REAL / "tokenizers").glob("*"))] if REAL.exists() else []
-    return found | {f"real {each.name}": lambda each=each: AutoTokenizer.from_pretrained(each) for each in folders}
+    return found | {f"real {each.name}": lambda each=each: real_tokenizer(each) for each in folders}
+
+
+def real_tokenizer(folder: Path) -> Any:
+    """Its own template, or if the folder has none, that of TRL's with its name."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = (FOLDER / f"{folder.name.replace('-', '')}.jinja").read_text("utf-8")
+    return tokenizer
 
 
 def stock_tokenizer(path: Path) -> Any:
