@@ -129,7 +129,8 @@ class ChatEncoder:
     def drafts(self, row: Row | UnreadRow, report: EncodeReport | None = None) -> list[Draft | TokenRow | DataError]:
         """What becomes of a row, before tokenisation: its drafts, its samples if it has tokens, or what is wrong.
 
-        report: counts the columns that nothing reads, and system turns that are not `system_prompt`.
+        report: counts the columns that nothing reads, system turns that are not `system_prompt`, and rows that a table
+            had filled with nulls.
         """
         try:
             standard = self._standard(row)
@@ -139,6 +140,7 @@ class ChatEncoder:
         if report is not None:
             report.unused_columns.update({name for each in standard for name in each.unused})
             report.num_own_system += any(self._has_own_system(each) for each in standard)
+            report.num_filled += isinstance(row, UnreadRow) and row.filled
         return items
 
     def chats(self, row: Row | UnreadRow) -> list[Conversation]:

@@ -100,6 +100,7 @@ class EncodeReport:
     num_long_samples, longest, longest_where: longer than `max_length`, whatever was done with them.
     num_tokens, num_labels: of the samples that were kept.
     num_own_system: with another system turn than the `system_prompt` of the configuration.
+    num_filled: from a table that had put nulls into their tools or arguments, which are left out.
     unused_columns: how many rows had each column that nothing reads.
     """
 
@@ -116,6 +117,7 @@ class EncodeReport:
     num_tokens: int = 0
     num_labels: int = 0
     num_own_system: int = 0
+    num_filled: int = 0
     bad_rows: list[str] = field(default_factory=list)
     unused_columns: Counter[str] = field(default_factory=Counter)
 
@@ -153,6 +155,7 @@ class EncodeReport:
         counts = {
             "bad rows skipped": self.num_bad_rows,
             "rows keep a system turn of their own": self.num_own_system,
+            "rows without the nulls that their table had put into tools or arguments": self.num_filled,
             "samples dropped for their length": self.num_dropped_samples,
             "samples truncated": self.num_truncated_samples,
             "samples dropped because truncation left them no loss": self.num_without_loss,

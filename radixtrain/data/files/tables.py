@@ -13,8 +13,10 @@ from radixtrain.data.files.rows import UnreadRow
 from radixtrain.errors import UserError, first_line
 
 ROWS_PER_BATCH = 128  # a row of an agent may hold 100,000 tokens
+OF_TOOLS = ("tools", "functions", "function", "arguments", "parameters")  # what is in these is rendered as it stands
 BUFFER = 1 << 20  # bytes of a column; without it a file of one row group is read whole: RSS 354 and not 148 MB for 223
 Fields = dict[str, Any]
+Read = tuple[Fields, bool]  # a row, and whether nulls were left out of its tools or arguments
 
 
 def read_parquet(path: str) -> Iterator[UnreadRow]:
@@ -35,7 +37,7 @@ def read_dataset(name: str, dataset: Any) -> Iterator[UnreadRow]:
     return _read(name, "a data set", _dataset_batches(dataset))
 
 
-def _parquet_batches(path: str) -> Iterator[list[Fields]]:
+def _parquet_batches(path: str) -> Iterator[list[Read]]:
     import pyarrow.parquet
 
     with _seekable(path) as source:
@@ -45,7 +47,7 @@ def _parquet_batches(path: str) -> Iterator[list[Fields]]:
             yield decoder.rows(batch)
 
 
-def _arrow_batches(path: str) -> Iterator[list[Fields]]:
+def _arrow_batches(path: str) -> Iterator[list[Read]]:
     import pyarrow
 
     with _seekable(path) as source:
@@ -59,18 +61,18 @@ def _arrow_batches(path: str) -> Iterator[list[Fields]]:
                 yield decoder.rows(batch.slice(start, ROWS_PER_BATCH))
 
 
-def _dataset_batches(dataset: Any) -> Iterator[list[Fields]]:
+def _dataset_batches(dataset: Any) -> Iterator[list[Read]]:
     decoder = _Decoder(dataset.features.arrow_schema)
     for table in dataset.select_columns(decoder.names).with_format("arrow").iter(ROWS_PER_BATCH):
         yield decoder.rows(table)
 
 
-def _read(name: str, kind: str, batches: Iterator[list[Fields]]) -> Iterator[UnreadRow]:
+def _read(name: str, kind: str, batches: Iterator[list[Read]]) -> Iterator[UnreadRow]:
     """name: what rows are named after. kind: for the error."""
     try:
-        rows = (fields for batch in batches for fields in batch)
-        for number, fields in enumerate(rows, start=1):
-            yield UnreadRow(fields, f"{name}:row {number}")
+        rows = (row for batch in batches for row in batch)
+        for number, (fields, filled) in enumerate(rows, start=1):
+            yield UnreadRow(fields, f"{name}:row {number}", filled=filled)
     except UserError:
         raise
     except Exception as error:  # from a missing magic number to a page that cannot be decompressed
@@ -90,6 +92,9 @@ def _seekable(path: str) -> Any:
 class _Decoder:
     """Batches of a table to rows.
 
+    In a table every object of a column has the keys of all of them, with null for those that it does not have; so these
+    nulls are left out, as TRL's `remove_none_values` does. What `datasets` keeps as JSON is as it was written.
+
     names: columns that are read. Those of images, audio and so on are not: their value is a text that says so.
     """
 
@@ -100,14 +105,38 @@ class _Decoder:
         kinds = {name: _media(feature) for name, feature in (self.features or {}).items()}
         self.not_read = {name: f"({kind}, not read)" for name, kind in kinds.items() if kind}
         self.names = [name for name in schema.names if name not in self.not_read]
+        self.kinds = {name: schema.field(name).type for name in self.names}
 
-    def rows(self, batch: Any) -> list[Fields]:
+    def rows(self, batch: Any) -> list[Read]:
         columns = batch.select(self.names).to_pydict()
         if self.features is not None:
             columns = self.features.decode_batch(columns)
-        return [
-            {name: values[number] for name, values in columns.items()} | self.not_read for number in range(len(batch))
-        ]
+        return [self._row({name: values[number] for name, values in columns.items()}) for number in range(len(batch))]
+
+    def _row(self, columns: Fields) -> Read:
+        left_out: set[str] = set()
+        fields = {name: _given(value, self.kinds[name], (name,), left_out) for name, value in columns.items()}
+        return fields | self.not_read, bool(left_out)
+
+
+def _given(value: Any, kind: Any, path: tuple[str, ...], left_out: set[str]) -> Any:
+    """The value without the keys of its objects that are null.
+
+    kind: its Arrow type. path: the keys above it. left_out: receives the keys of tools and arguments.
+    """
+    import pyarrow
+
+    if isinstance(value, list) and (of_items := getattr(kind, "value_type", None)) and of_items.num_fields:
+        return [_given(item, of_items, path, left_out) for item in value]
+    if not isinstance(value, dict) or not pyarrow.types.is_struct(kind):
+        return value
+    absent = {name for name, inner in value.items() if inner is None}
+    left_out.update(absent if not {*path}.isdisjoint(OF_TOOLS) else ())
+    return {
+        name: _given(inner, kind.field(name).type, (*path, name), left_out)
+        for name, inner in value.items()
+        if name not in absent
+    }
 
 
 def _features(schema: Any) -> Any:

@@ -1,20 +1,27 @@
 """Parquet, Arrow and saved data sets: batches, and columns that are not read."""
 
 import gzip
+import json
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+import trl
+from byte_tokenizer import byte_tokenizer
 
+from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files import tables
 from radixtrain.data.files.tables import read_arrow, read_dataset, read_parquet
+from radixtrain.data.formats import open_rows
+from radixtrain.data.sample import EncodeReport
 from radixtrain.errors import UserError
 
 datasets = pytest.importorskip("datasets", reason="saved data sets: pip install datasets")
 
-ROWS = [{"text": f"é{n}", "n": n, "turns": [{"role": "user", "x": None}]} for n in range(300)]
+FOLDER = Path(trl.__file__).parent / "chat_templates"
+ROWS = [{"text": f"é{n}", "n": n, "turns": [{"role": "user"}, {"role": "user", "x": 1}]} for n in range(300)]
 
 
 def fields(found: Any) -> list[dict[str, Any]]:
@@ -45,7 +52,7 @@ def test_a_data_set_that_was_filtered(tmp_path: Path) -> None:
 
 
 def test_images_are_neither_decoded_nor_read(tmp_path: Path) -> None:
-    image = {"bytes": b"no image at all", "path": None}
+    image = {"bytes": b"no image at all", "path": "a.png"}
     features = datasets.Features(
         {
             "text": datasets.Value("string"),
@@ -63,11 +70,37 @@ def test_images_are_neither_decoded_nor_read(tmp_path: Path) -> None:
 
 
 def test_values_of_several_types_are_read_back(tmp_path: Path) -> None:
-    """What `datasets` writes as JSON inside of a table."""
-    rows = [{"turns": [{"role": "a", "arguments": {"x": 1}}, {"role": "b", "arguments": "text"}]}]
+    """What `datasets` writes as JSON inside of a table, with the nulls that were written."""
+    rows = [{"turns": [{"role": "a", "arguments": {"x": 1, "y": None}}, {"role": "b", "arguments": "text"}]}]
     dataset = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
     dataset.to_parquet(tmp_path / "a.parquet")
     assert fields(read_parquet(str(tmp_path / "a.parquet"))) == fields(read_dataset("chats", dataset)) == rows
+
+
+def test_nulls_that_a_table_fills_in_are_not_learned(tmp_path: Path) -> None:
+    """Tools and arguments with other keys in every row, and one row whose keys are those of all."""
+    rows = [called({"city": "Oslo"}), called({"unit": "K", "deep": [{"a": 1}, {"b": [2]}]}), called({})]
+    rows.append(called({"city": "Oslo", "unit": "K", "deep": []}))
+    table = pa.Table.from_pylist([json.loads(json.dumps(row)) for row in rows])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert None in table.to_pylist()[0]["messages"][1]["tool_calls"][0]["function"]["arguments"].values()
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [row.read().fields for row in read_parquet(str(tmp_path / "a.parquet"))] == rows
+    encoder = ChatEncoder(byte_tokenizer((FOLDER / "qwen3.jinja").read_text("utf-8")))
+    found, reports = [], (EncodeReport(), EncodeReport())
+    for name, report in zip(("a.jsonl", "a.parquet"), reports, strict=True):
+        encoded = encoder.encode_all(open_rows(str(tmp_path / name)), report=report)
+        found.append([each.input_ids.tolist() for samples in encoded for each in samples])
+    assert found[0] == found[1]
+    assert str(reports[1]) == f"{reports[0]}, 3 rows without the nulls that their table had put into tools or arguments"
+
+
+def called(arguments: dict[str, Any]) -> dict[str, Any]:
+    properties = {name: {"type": "string"} for name in arguments}
+    function = {"name": "f", "parameters": {"type": "object", "properties": properties}}
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    return {"tools": [{"type": "function", "function": function}], "messages": messages}
 
 
 def test_rows_come_before_the_last_batch_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
