@@ -15,8 +15,8 @@ banking77_test.jsonl, one {"messages": [...]} a line. `--tiny` writes a random m
 | `answers`  | the same answers by radixtrain's cache and by `model.generate`                                          |
 | `trl`      | TRL's SFT, DPO and GRPO as they are, and with `share_prefixes`                                          |
 
-Each run is a process of its own, so its peak is its own: resident memory on a CPU, allocated memory on CUDA. What has run
-is kept in output_dir/runs.json and not run again. `recipes/benchmarks/gpu_trainers.py --parts real` is the same
+Each run is a process of its own, so its peak is its own: resident memory on a CPU, allocated memory on CUDA. What has
+run is kept in output_dir/runs.json and not run again. `recipes/benchmarks/gpu_trainers.py --parts real` is the same
 comparison for a GPU machine that has transformers and nothing else.
 """
 
@@ -24,6 +24,7 @@ import argparse
 import csv
 import json
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -145,7 +146,12 @@ class Runs:
         own |= {"trainer.max_steps": steps, "output_dir": folder, "overwrite": "true", "trainer.log_every_n_steps": 1}
         own |= {"trainer.accelerator": {"cpu": "cpu", "cuda": "gpu"}[self.options.device]}
         typed = ["fit", *(f"--{key}={value}" for key, value in own.items()), *flags]
-        return self.record(name, "radixtrain", typed, lambda: read_log(folder)) | {"model": folder / "model"}
+
+        def read() -> Record:
+            shutil.rmtree(folder / "checkpoints")  # gigabytes that nothing here reads
+            return read_log(folder)
+
+        return self.record(name, "radixtrain", typed, read) | {"model": folder / "model"}
 
     def predicted(self, name: str, model: Path, *flags: str) -> list[str]:
         """The answers of `predict` to the test rows."""
@@ -301,12 +307,13 @@ def trained_by_trl(name: str, line: str, model: str, train: str, steps: str, dev
 
 
 def rows_of(trainer: str, chats: Sequence[list[dict[str, str]]]) -> Iterator[Record]:
-    """Rows of a trainer; of a pair the worse answer is that of the row before."""
-    for place, chat in enumerate(chats):
+    """Rows of a trainer; of a pair the worse answer is the right one in capitals."""
+    for chat in chats:
         prompt, answer = chat[:-1], chat[-1:]
+        loud = [{**answer[0], "content": answer[0]["content"].upper()}]
         yield {
             "SFT": {"prompt": prompt, "completion": answer},
-            "DPO": {"prompt": prompt, "chosen": answer, "rejected": chats[place - 1][-1:]},
+            "DPO": {"prompt": prompt, "chosen": answer, "rejected": loud},
             "GRPO": {"prompt": prompt, "answer": answer[0]["content"]},
         }[trainer]
 
@@ -343,7 +350,8 @@ def draw(runs: Runs, modes: Sequence[str]) -> None:
         axes.bar_label(bars, fmt="%.1f", padding=2)
     axes.set(yticks=range(len(modes)), yticklabels=modes, xlabel="peak of the process, GiB")
     axes.invert_yaxis()
-    axes.legend(frameon=False)
+    axes.margins(x=0.1)
+    figure.legend(frameon=False, loc="outside upper right", ncols=2)
     figure.savefig(runs.folder / "memory.png", dpi=110)
 
 
