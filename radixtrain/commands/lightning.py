@@ -199,7 +199,7 @@ class Command:
         written: see `_prepare`. stack: what `fit` enters here lasts as long as the lock.
         """
         evaluation = self.callbacks.evaluation
-        if self.name == "fit" and self.datamodule.hparams.template_date is None:
+        if (self.name == "fit" or self.ckpt_path) and self.datamodule.hparams.template_date is None:
             began = ranks().broadcast_from_rank0(partial(template_date, self.ckpt_path))
             self.datamodule.hparams.template_date = began
         if self.name not in WITHOUT_WEIGHTS:

@@ -22,7 +22,7 @@ from radixtrain.yaml_text import read_yaml
 # The chat template is in the model's folder.
 READING: dict[str, type] = {
     **{"columns": dict, "system_prompt": str, "chat_template_kwargs": dict, "split_turns": bool, "max_length": int},
-    **{"assistant_only_loss": bool, "completion_only_loss": bool, "excess_length_strategy": str},
+    **{"assistant_only_loss": bool, "completion_only_loss": bool, "excess_length_strategy": str, "template_date": str},
 }
 
 # Arguments of loggers that are logged themselves. Others, such as an `api_key`, keep their values.

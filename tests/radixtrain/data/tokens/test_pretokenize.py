@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import os
+import random
 import re
 import shutil
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.tokens import pretokenize
-from radixtrain.data.tokens.pretokenize import PieceTokenizer, TokenizerFailed, failures_of
+from radixtrain.data.tokens.pretokenize import PieceTokenizer, TokenizerFailed, _longest_of, failures_of
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.errors import DataError, UserError
 
@@ -105,6 +106,16 @@ def test_which_are_split() -> None:
         "tokens of which one goes on where another ends",
     }
     assert set(KINDS) - split == stay_whole
+
+
+def test_the_longest_border_counts() -> None:
+    """Also where one begins like another, or only line ends differ in number, more of them than groups nest."""
+    words = ["a", "ab", "abcd", "<x1>", "<x12>", "<y>", "[", *("\n" * n for n in range(1, 40))]
+    one_by_one = re.compile("(" + "|".join(map(re.escape, sorted(words, key=len, reverse=True))) + ")")
+    rng = random.Random(0)
+    texts = ["".join(rng.choices([*words, "bc", "<x", "\n" * 60, " "], k=12)) for _ in range(200)]
+    found = re.compile(f"({_longest_of(words)})")
+    assert [found.split(text) for text in texts] == [one_by_one.split(text) for text in texts]
 
 
 def test_a_repeated_piece_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:

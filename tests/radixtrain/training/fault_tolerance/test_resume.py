@@ -103,6 +103,26 @@ def test_a_template_sees_the_day_on_which_its_run_began(ran, refused, shop, tmp_
     assert "must be a date such as 2026-11-27; got '2020-02-30'" in refused(data__template_date="2020-02-30", **flags)
 
 
+def test_what_evaluates_a_run_sees_its_day_too(ran, arguments, shop, tmp_path, monkeypatch):
+    """From a checkpoint and from the folder of the model, on another day."""
+    template = tmp_path / "dated.jinja"
+    dated = "{{- 'Today is ' + strftime_now('%d %B %Y') + '. ' }}"
+    template.write_text(dated + AutoTokenizer.from_pretrained(shop / "model").chat_template)
+    monkeypatch.setattr(resume, "date", type("Then", (), {"today": lambda: date(2020, 2, 29)}))
+    folder = ran("then", trainer__max_steps=2, data__chat_template_path=template)
+    monkeypatch.undo()
+
+    def predicted(**flags: Any) -> str:
+        given = {"data__predict_file": shop / "train.jsonl", "output_dir": tmp_path / "predicted", **flags}
+        assert main(arguments("predict", **given)) == 0
+        return (tmp_path / "predicted" / "predictions.jsonl").read_text(encoding="utf-8")
+
+    model = {"model__model_name_or_path": folder / "model"}
+    then, today = (predicted(data__template_date=day, **model) for day in ("2020-02-29", date.today().isoformat()))
+    assert predicted(**model) == then != today
+    assert predicted(ckpt_path=at(folder, 2), data__chat_template_path=template) == then
+
+
 @pytest.mark.parametrize("due", [False, True])
 def test_max_time_adds_no_validation(ran, monkeypatch, due):
     """One that is due at the step where the time is up takes place. An epoch has five steps."""
