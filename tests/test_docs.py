@@ -323,7 +323,7 @@ REPEATED = [
     r"(\d+) (?:classes: sparse|are refused)",
     r"(\d+) kinds of",
     r"takes ([\d.]+ to [\d.]+) of the ordinary time",
-    r"no loss differs by more than ([\d.]+e-\d)|largest difference of (?:the|a) loss [^|]*?\|? (?:is )?([\d.]+e-\d)",
+    r"no loss off by more than ([\d.]+e-\d)|largest difference of a loss, of a gradient norm \| ([\d.]+e-\d)",
     r"on ([\d.]+) for 256|, and ([\d.]+) (?:for|at) 256",
 ]
 PAGES = ["README.md", "CHANGELOG.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
