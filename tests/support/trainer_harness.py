@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from radixtrain import restore_model, share_prefixes, sharing_report
 from radixtrain.hf.backbone import backbone_of, model_inside
@@ -166,13 +167,14 @@ def run(build: Build, share: Share, evaluate: bool = False, dtype: torch.dtype =
 
 
 def keep_gradients(trainer: "Trainer", gradients: list[Tensor]) -> None:
-    """Append the gradient of every optimizer step, after clipping, as one vector."""
+    """Append the gradient of every optimizer step, after clipping, as one vector; of a sharded one the own part."""
     from transformers import TrainerCallback
 
     class Keeper(TrainerCallback):
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-            parts = [p.grad.flatten() for p in others["model"].parameters() if p.grad is not None]
-            gradients.append(torch.cat(parts))
+            found = (p.grad for p in others["model"].parameters() if p.grad is not None)
+            own = (grad.to_local() if isinstance(grad, DTensor) else grad for grad in found)
+            gradients.append(torch.cat([grad.flatten() for grad in own]))
 
     trainer.add_callback(Keeper())
 

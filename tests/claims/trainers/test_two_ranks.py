@@ -129,6 +129,32 @@ def watched(model: Any, seen: list[Tensor]) -> Any:
     return model
 
 
+def shard_on_cpus() -> None:
+    """Accelerate shards where the processes have an accelerator each; its own functions shard on CPUs as well."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    own = PartialState.__init__
+
+    def init(state: Any, *args: Any, **others: Any) -> None:
+        own(state, *args, **others)
+        if state.distributed_type == DistributedType.MULTI_CPU:
+            state.distributed_type = DistributedType.MULTI_GPU
+            state.device = torch.device("cpu")  # without a number, as its weights
+
+    PartialState.__init__ = init  # type: ignore[method-assign]
+
+
+def sharding(version: int | None) -> dict[str, Any]:
+    """The settings of a Trainer whose models FSDP shards by layers; none for DistributedDataParallel."""
+    if version is None:
+        return {}
+    shard_on_cpus()
+    layers = {"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"], "use_orig_params": True}
+    loading = {"cpu_ram_efficient_loading": False, "sync_module_states": False}
+    return {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": version, **layers, **loading}}
+
+
 @pytest.mark.parametrize("across_devices", [True, False])
 def test_trainer(model, trainer, rows, table, across_devices):
     others = {"average_tokens_across_devices": across_devices, "include_num_input_tokens_seen": "non_padding"}
@@ -166,13 +192,20 @@ def test_metrics_on_whole_logits(model, trainer, rows, table):
 
 
 @pytest.mark.parametrize(
-    ("data", "config", "across_devices"), [(list, {}, True), (Stream, {"dispatch_batches": False}, False)]
+    ("data", "config", "across_devices", "version"),
+    [
+        (list, {}, True, None),
+        (Stream, {"dispatch_batches": False}, False, None),
+        pytest.param(list, {}, True, 1, id="FSDP1"),
+        pytest.param(list, {}, True, 2, id="FSDP2"),
+    ],
 )
-def test_the_collator(model, trainer, rows, data, config, across_devices):
+def test_the_collator(model, trainer, rows, data, config, across_devices, version):
     """`RadixCollator`: its batches have other shapes, and the trainer counts the same labels in them."""
-    others = {"average_tokens_across_devices": across_devices, "accelerator_config": config}
+    own = {"average_tokens_across_devices": across_devices, "accelerator_config": config}
 
     def work(rank: int) -> dict[str, float]:
+        others = own | sharding(version)
         stock = run(lambda share: trainer(share(model()), data(rows), **others), lambda model: model, evaluate=True)
         radix = run(
             lambda share: trainer(share(model()), data(rows), RadixCollator(), **others), prepare_model, evaluate=True
@@ -322,18 +355,63 @@ def test_rollouts(kind, others, reference, tmp_path, table):
     table(f"2 ranks: {kind}Trainer", first)
 
 
-def test_sft_with_the_collator(model, trl_trainer, rows):
+@pytest.mark.parametrize("version", [None, 1, 2])
+def test_sft_with_the_collator(model, trl_trainer, rows, version):
     """`RadixCollator` in TRL's SFT, which counts the tokens that it is given: the unique ones."""
     from datasets import Dataset
 
-    def build(collator: Any, share: Share) -> Any:
+    def build(collator: Any, share: Share, **how: Any) -> Any:
         given = {} if collator is None else {"data_collator": collator}
-        return trl_trainer("SFT", share(model()), rows=Dataset.from_list(rows), given=given, max_length=None)
+        return trl_trainer("SFT", share(model()), rows=Dataset.from_list(rows), given=given, max_length=None, **how)
 
     def work(rank: int) -> dict[str, float]:
-        stock = run(partial(build, None), lambda model: model, evaluate=True)
-        radix = run(partial(build, RadixCollator()), prepare_model, evaluate=True)
+        how = sharding(version)
+        stock = run(partial(build, None, **how), lambda model: model, evaluate=True)
+        radix = run(partial(build, RadixCollator(), **how), prepare_model, evaluate=True)
         return differences_of(stock, radix, skipped=["num_tokens", "eval_num_tokens"])
 
     for worst in on_two_ranks(work):
         assert {"loss", "grad_norm", "eval_loss"} <= worst.keys()
+
+
+@pytest.fixture
+def sharded(
+    model, scorer, trainer, trl_trainer, rows, prompts, preferences, lora, reference, tmp_path
+) -> Callable[..., Any]:
+    """`sharded(version, name)`: what compares a trainer whose models FSDP shards by layers, on one rank."""
+    import trl
+
+    answers = prompts.add_column("label", [True, False] * (len(prompts) // 2))
+    two = partial(model, 0), partial(model, 1)
+    trained = {"SFT": (two[:1], prompts), "DPO": (two, preferences), "KTO": (two, answers)}
+    trained |= {"Reward": ((scorer,), preferences), "SFT, LoRA": (two[:1], prompts)}
+
+    def work(rank: int, version: int, name: str) -> Comparison:
+        from accelerate.state import AcceleratorState
+
+        how = sharding(version)
+        if name in ("GRPO", "RLOO"):
+            config, trainer_class = getattr(trl, f"{name}Config"), getattr(trl, f"{name}Trainer")
+            found = compare_rollouts(trainer_class, arguments(config, tmp_path / str(rank), **how), reference)
+        elif name == "Trainer":
+            found = compare(lambda share: trainer(share(model()), rows, **how))
+        else:
+            makers, data = trained[name]
+            given = {"peft_config": lora()} if "LoRA" in name else {}
+            kind = name.partition(",")[0]
+            found = compare(
+                lambda share: trl_trainer(kind, *(share(make()) for make in makers), rows=data, given=given, **how)
+            )
+        assert str(AcceleratorState().distributed_type) == "DistributedType.FSDP"
+        return found
+
+    return lambda version, name: on_two_ranks(partial(work, version=version, name=name))
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("name", ["Trainer", "SFT", "SFT, LoRA", "DPO", "KTO", "Reward", "GRPO", "RLOO"])
+def test_trainers_that_shard(sharded, table, name, version):
+    """By Accelerate and its FSDP: each rank compares all that is logged, and its part of the gradients."""
+    first, second = sharded(version, name)
+    assert first.shared.entries == second.shared.entries
+    table(f"2 ranks, FSDP{version}: {name}", first)
