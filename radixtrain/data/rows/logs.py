@@ -1,4 +1,4 @@
-"""Logs of model calls that are not read as they are. A refusal names the one that a row looks like, and its converter."""
+"""Logs of model calls that are not read as they are: a refusal names the log that a row looks like."""
 
 from __future__ import annotations
 

@@ -189,7 +189,10 @@ def read_calls(calls: Any, name: str, where: str) -> list[Message]:
 
 
 def read_tools(tools: Any, where: str) -> list[Message]:
-    """The function descriptions of a row: a list, or its JSON as text. Raises DataError for anything else, and for Anthropic's."""
+    """The function descriptions of a row: a list, or its JSON as text. Raises DataError for anything else.
+
+    Anthropic's are refused too: every template writes them as they stand, and no model is served with that.
+    """
     if isinstance(tools, str):
         try:
             tools = parse(tools)
