@@ -82,22 +82,18 @@ def _present(fields: Fields) -> Fields:
 
 def _reader_of(fields: Fields) -> Reader | None:
     for columns, store in SEQUENCES.items():
-        if all(value_at(fields, name) is not None for name in columns) and (
-            "input_ids" not in fields or store.tokens == "input_ids"
-        ):
+        is_store = all(value_at(fields, place) is not None for place in columns)
+        if is_store and ("input_ids" not in fields or store.tokens == "input_ids"):
             return partial(_sequence, store)
     if fields.keys() & PLAIN:
         return None
-    found = {key: value_at(fields, key) for key in READERS}
-    return next(
-        (reader for key, (hints, reader) in READERS.items() if found[key] is not None and _has(found[key], hints)), None
-    )
+    return next((reader for place, (hints, reader) in READERS.items() if _has(value_at(fields, place), hints)), None)
 
 
 def _has(items: Any, hints: tuple[str, ...]) -> bool:
-    """Whether the first item has one of the columns: other data have lists of these names too."""
+    """Whether there are items and the first has one of the columns: other data have lists of these names too."""
     first = items[0] if isinstance(items, list) and items else None
-    return not hints or (isinstance(first, dict) and any(name in first for name in hints))
+    return items is not None if not hints else (isinstance(first, dict) and any(name in first for name in hints))
 
 
 def _sequence(store: Store, fields: Fields, where: str) -> Iterator[Fields]:
@@ -245,4 +241,4 @@ READERS: dict[str, tuple[tuple[str, ...], Reader]] = {
     "samples": (("response_length",), _samples),
     "response.choices": (("message",), _call),
 }
-"""A column, or a place in one, that tells that a row is a run; those of which its first item has to have one; and how it is read."""
+"""A place that tells that a row is a run; the columns of which its first item has to have one; and how it is read."""
