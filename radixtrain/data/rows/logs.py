@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 ANTHROPIC = {"thinking", "redacted_thinking", "tool_use", "tool_result"}
-RESPONSES = {"reasoning", "function_call", "function_call_output"}
+RESPONSES = {"function_call", "function_call_output"}
 """The `type` of blocks and items that no other format has."""
 
 
@@ -16,11 +16,12 @@ def log_hint(fields: dict[str, Any]) -> str:
     given = fields.get("input")
     if types & ANTHROPIC or isinstance(fields.get("system"), list):
         return converter_of("Anthropic messages")
-    if types & RESPONSES or ("message" in types and "output" in fields):
+    if types & RESPONSES or ("output" in fields and types & {"message", "reasoning"}):
         return converter_of("OpenAI Responses")
     if "output" in fields and isinstance(given.get("messages") if isinstance(given, dict) else given, list):
         return converter_of("Langfuse generations")
-    return converter_of("model calls") if {"request", "response"} <= fields.keys() else ""
+    is_call = "request" in fields and str(fields.get("response")).lstrip()[:1] in ("{", "[")
+    return converter_of("model calls") if is_call else ""
 
 
 def converter_of(calls: str) -> str:

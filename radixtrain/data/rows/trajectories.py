@@ -195,9 +195,8 @@ def _trajectory(fields: Fields, where: str) -> Iterator[Fields]:
 def _call(fields: Fields, where: str) -> Iterator[Fields]:
     """A request of Chat Completions, and what was sampled for it."""
     check_unweighted(fields, where)
-    request = fields.get("request")
-    prompt = list_at({"request": request}, "request.messages", where)
-    beside = {name: request[name] for name in OF_CHATS if request.get(name)} if isinstance(request, dict) else {}
+    prompt = list_at(fields, "request.messages", where)
+    beside = {name: value for name in OF_CHATS if (value := value_at(fields, f"request.{name}"))}
     for choice in _objects(fields["response"], "choices", where):
         if choice.get("finish_reason") in CUT:
             reason = f"finish_reason: {choice['finish_reason']}: the answer was cut off"

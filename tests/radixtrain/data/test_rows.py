@@ -358,6 +358,8 @@ LOGS: list[tuple[dict[str, Any], str]] = [
     ({"request": {"messages": [Q]}, "response": {"error": "timeout"}}, "model calls"),
     ({"instruction": "q", "input": {"a": 1}, "output": "a"}, ""),
     ({"input": 1, "output": "a"}, ""),
+    ({"request": "q", "response": "a"}, ""),
+    ({"messages": [Q, assistant([{"type": "reasoning", "text": "r"}])]}, ""),
     ({"messages": [Q, assistant("", tool_calls=[{"type": "function", "function": {"arguments": "{}"}}])]}, ""),
 ]
 
