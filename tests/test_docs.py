@@ -1,6 +1,7 @@
 """The pages under docs/ and CONTRIBUTING.md say what the code does: their examples run, their tables are the code's."""
 
 import ast
+import io
 import json
 import os
 import re
@@ -157,7 +158,80 @@ def test_a_bad_row_is_skipped_if_the_page_says_so(
         SFTData("chats.jsonl", model_name_or_path=str(shop / "model")).setup("fit")
 
 
-LOOP, MEASUREMENT = re.findall(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```", read(FORMATS), re.M | re.S)
+CONVERTERS = {
+    heading: (program, log, chat)
+    for heading, log, program, chat in re.findall(
+        r"^### Logs of (\w+).*?^```json\n(.*?)^```.*?^```python\n(.*?)^```\n\n```json\n(.*?)^```",
+        read(FORMATS),
+        re.M | re.S,
+    )
+}
+"""Of each log: the program, a row, and what the program makes of it, whose samples `EXAMPLES` has."""
+IMAGE = {"type": "input_image", "image_url": "a.png"}
+SAID = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]}
+CALLED = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+USED = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+TEXT = {"type": "text", "text": "a"}
+LOGS: list[tuple[str, dict[str, Any], str]] = [
+    # a log, what is changed in its row, and what is learned of that, or why not
+    ("Langfuse", {"input": [{"role": "user", "content": "q"}], "output": "a"}, "a"),
+    ("Langfuse", {"output": None}, "completion: turn 1: expected {role, content}, found null"),
+    ("Langfuse", {"output": [{"role": "assistant", "content": "a"}] * 2}, "completion: turn 1: expected {role,"),
+    ("Anthropic", {"system": [TEXT]}, "Nails are tools. One moment. find_shelf thing nails Shelf four."),
+    ("Anthropic", {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'input_schema'"),
+    *(
+        ("Anthropic", {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": blocks}]}, said)
+        for blocks, said in (
+            ("a", "a"),
+            ([TEXT, USED, {**USED, "name": "g"}], "a f g"),
+            ([USED, TEXT], "content after tool_calls in one turn"),
+            ([{"type": "redacted_thinking", "data": "x"}, TEXT], "content: only parts {type: text, text} are read"),
+        )
+    ),
+    ("Anthropic", {"messages": [
+        {"role": "assistant", "content": [USED]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image"}]}]},
+    ]}, "content: only parts {type: text, text} are read, found 'image'; images, audio and video are not supported"),
+    ("OpenAI", {"input": "q", "output": [SAID, CALLED, {**CALLED, "name": "g"}]}, "a f g"),
+    ("OpenAI", {"output": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}, SAID]}, "a"),
+    ("OpenAI", {"output": [CALLED, SAID]}, "content after tool_calls in one turn"),
+    ("OpenAI", {"output": [{"type": "web_search_call", "id": "1"}]}, "no place for an item of the type web_search"),
+    ("OpenAI", {"input": [{"role": "user", "content": [IMAGE]}]}, "found 'input_image'; images, audio and video are"),
+    ("OpenAI", {"output": [{**SAID, "content": [{"type": "refusal", "refusal": "no"}]}]}, "found 'refusal'"),
+    ("OpenAI", {"previous_response_id": "r"}, "the history is in another row"),
+]  # fmt: skip
+
+
+def converted(name: str, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> str:
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdin", io.StringIO(json.dumps(row)))
+        patched.setattr(sys, "stdout", io.StringIO())
+        exec(compile(CONVERTERS[name][0], FORMATS, "exec"), {})
+        return sys.stdout.getvalue()
+
+
+@pytest.mark.parametrize("name", ["Langfuse", "Anthropic", "OpenAI"])
+def test_a_log_becomes_the_chat_of_the_page(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, log, chat = CONVERTERS[name]
+    assert json.loads(converted(name, json.loads(log), monkeypatch)) == json.loads(chat)
+
+
+@pytest.mark.parametrize(("name", "changed", "said"), LOGS)
+def test_a_log_is_converted_whole_or_refused(
+    name: str, changed: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    try:
+        chat = converted(name, json.loads(CONVERTERS[name][1]) | changed, monkeypatch)
+        tokenizer, samples = encode(chat, tmp_path, {})
+    except (UserError, SystemExit, KeyError) as error:
+        assert said in str(error)
+    else:
+        learned = " ".join(tokenizer.decode(sample.labels[sample.labels != -100]) for sample in samples)
+        assert re.sub(r"<[^>]*>|name|arguments|[^\w. ]", " ", learned).split() == said.split()
+
+
+LOOP, MEASUREMENT = re.findall(r"^```python\n((?:(?!```).)*)```\n\n```text\n(.*?)^```", read(FORMATS), re.M | re.S)
 
 
 @pytest.mark.parametrize(("code", "printed"), [LOOP, pytest.param(*MEASUREMENT, marks=FULL)], ids=["loop", "r"])

@@ -6,6 +6,7 @@ import re
 from typing import Any, NamedTuple
 
 from radixtrain.data.files.rows import Row, explain, parse
+from radixtrain.data.rows.logs import log_hint
 from radixtrain.data.rows.messages import EMPTY, check_messages, with_system
 from radixtrain.data.sample import check_unweighted
 from radixtrain.errors import DataError
@@ -70,7 +71,10 @@ def standard_row(row: Row, answered: bool = True) -> Row:
     read would be lost, and if the messages are wrong.
     """
     fields = {name: value for name, value in row.fields.items() if value is not None}
-    read = _read(fields, answered, row.where)
+    try:
+        read = _read(fields, answered, row.where)
+    except DataError as error:
+        raise DataError(row.where, f"{error.reason}{log_hint(fields)}") from None
     if read is None:
         raise DataError(row.where, _unknown(row.fields))
     standard, used = read
@@ -253,6 +257,8 @@ def _unknown(fields: Fields) -> str:
             f"share_prefixes (docs/any-trainer.md) shares their prompts; to imitate the chosen ones, write "
             f"data.columns: {columns}"
         )
+    if hint := log_hint(fields):
+        return f"{found}{hint}"
     if chats := [name for name, value in fields.items() if _holds_messages(value)]:
         return f"{found}; {chats[0]} holds messages: write data.columns: {{messages: {chats[0]}}}"
     texts = [name for name, value in fields.items() if isinstance(value, str) and not _is_id(name, value)]

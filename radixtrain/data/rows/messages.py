@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from radixtrain.data.files.rows import explain, parse
+from radixtrain.data.rows.logs import converter_of
 from radixtrain.errors import DataError
 
 Message = dict[str, Any]
@@ -188,7 +189,10 @@ def read_calls(calls: Any, name: str, where: str) -> list[Message]:
 
 
 def read_tools(tools: Any, where: str) -> list[Message]:
-    """The function descriptions of a row: a list, or its JSON as text. Raises DataError for anything else."""
+    """The function descriptions of a row: a list, or its JSON as text. Raises DataError for anything else.
+
+    Anthropic's are refused too: every template writes them as they stand, and no model is served with that.
+    """
     if isinstance(tools, str):
         try:
             tools = parse(tools)
@@ -196,6 +200,8 @@ def read_tools(tools: Any, where: str) -> list[Message]:
             raise DataError(where, f"tools: {explain(error)}") from None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(where, f"tools: expected a list of function descriptions, found {repr(tools)[:60]}")
+    if any("input_schema" in tool for tool in tools):
+        raise DataError(where, f"tools: expected parameters, found input_schema{converter_of('Anthropic messages')}")
     return tools
 
 

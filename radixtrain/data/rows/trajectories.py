@@ -15,6 +15,7 @@
 | | `prompt_token_ids`, `completion_token_ids`: a call | itself |
 | ART | `messages_and_choices`, `tools`, `additional_histories`: a trajectory | each history |
 | rLLM, ART | `trajectories`, an episode or a group | each of those |
+| Chat Completions | `request`, `response`: a call, as a proxy logs it | each choice |
 
 The sequences of one run share most of their tokens, so they belong in one optimizer step. They come from one row.
 """
@@ -27,7 +28,8 @@ from typing import Any
 
 from radixtrain.collators.token_row import WEIGHT_NAMES
 from radixtrain.data.formats import Row
-from radixtrain.data.rows.token_trees import Fields, Store, check_text, list_at, row_of, rows_of_tree
+from radixtrain.data.rows.columns import OF_CHATS
+from radixtrain.data.rows.token_trees import Fields, Store, check_text, list_at, row_of, rows_of_tree, value_at
 from radixtrain.data.sample import check_unweighted
 from radixtrain.errors import DataError
 
@@ -48,9 +50,11 @@ SEQUENCES = {
     ("tokens", "response_length"): SAMPLE,
     ("prompt_ids", "response_ids"): STEP,
     ("prompt_token_ids", "completion_token_ids"): CALL,
-    ("request", "response", "status_code"): RECORD,
+    ("request.input_ids", "response", "status_code"): RECORD,
 }
 """The columns that tell that a row is one sequence of a store."""
+CUT = ("length", "content_filter")
+"""Why an answer ended before the model had ended it."""
 PLAIN = frozenset({"input_ids", "messages", "prompt", "conversations", "text"})
 """Another row with one of these is no run."""
 
@@ -61,11 +65,11 @@ def plain_rows(row: Row) -> list[Row]:
     Tokens become `input_ids`, `mask` (1 for a token that the model sampled) and, if the store has them, `old_logprobs`
     and `advantages`, one for each token, as a collator takes them. A sequence without a sampled token is left out if
     others have some, or if its store says that it trains nothing. A history of ART becomes `messages`; or `prompt` and
-    `completion`, from its first choice on, because only choices were sampled.
+    `completion`, from its first choice on, because only choices were sampled. So does each choice of a logged call.
 
     Raises DataError that names what cannot be read: lists of different lengths, a parent that is not an earlier item,
     images, a run without tokens or one that stopped with an error, an assistant message after the first choice that is
-    not a choice, exchanges.
+    not a choice, exchanges, an answer that was cut off.
     """
     fields = _present(row.fields)
     reader = _reader_of(fields)
@@ -78,19 +82,18 @@ def _present(fields: Fields) -> Fields:
 
 def _reader_of(fields: Fields) -> Reader | None:
     for columns, store in SEQUENCES.items():
-        if all(name in fields for name in columns) and ("input_ids" not in fields or store.tokens == "input_ids"):
+        is_store = all(value_at(fields, place) is not None for place in columns)
+        if is_store and ("input_ids" not in fields or store.tokens == "input_ids"):
             return partial(_sequence, store)
     if fields.keys() & PLAIN:
         return None
-    return next(
-        (reader for key, (hints, reader) in READERS.items() if key in fields and _has(fields[key], hints)), None
-    )
+    return next((reader for place, (hints, reader) in READERS.items() if _has(value_at(fields, place), hints)), None)
 
 
 def _has(items: Any, hints: tuple[str, ...]) -> bool:
-    """Whether the first item has one of the columns: other data have lists of these names too."""
+    """Whether there are items and the first has one of the columns: other data have lists of these names too."""
     first = items[0] if isinstance(items, list) and items else None
-    return not hints or (isinstance(first, dict) and any(name in first for name in hints))
+    return items is not None if not hints else (isinstance(first, dict) and any(name in first for name in hints))
 
 
 def _sequence(store: Store, fields: Fields, where: str) -> Iterator[Fields]:
@@ -189,6 +192,18 @@ def _trajectory(fields: Fields, where: str) -> Iterator[Fields]:
         yield {**split, **({"tools": history["tools"]} if history.get("tools") else {})}
 
 
+def _call(fields: Fields, where: str) -> Iterator[Fields]:
+    """A request of Chat Completions, and what was sampled for it."""
+    check_unweighted(fields, where)
+    prompt = list_at(fields, "request.messages", where)
+    beside = {name: value for name in OF_CHATS if (value := value_at(fields, f"request.{name}"))}
+    for choice in _objects(fields["response"], "choices", where):
+        if choice.get("finish_reason") in CUT:
+            reason = f"finish_reason: {choice['finish_reason']}: the answer was cut off"
+            raise DataError(where, f"response.choices: {reason}; leave it out, or set on_bad_row: skip")
+        yield {"prompt": prompt, "completion": [choice.get("message")], **beside}
+
+
 def _exchanges(fields: Fields, where: str) -> Iterator[Fields]:
     raise DataError(where, "exchanges: recorded requests are not read; save messages_and_choices")
 
@@ -223,5 +238,6 @@ READERS: dict[str, tuple[tuple[str, ...], Reader]] = {
     "deltas": (("prompt_ids_suffix",), partial(_tree, "deltas", CALL_DELTA)),
     "records": (("request",), partial(_tree, "records", RECORD)),
     "samples": (("response_length",), _samples),
+    "response.choices": (("message",), _call),
 }
-"""A column that tells that a row is a run; those of which its first item has to have one; and how it is read."""
+"""A place that tells that a row is a run; the columns of which its first item has to have one; and how it is read."""

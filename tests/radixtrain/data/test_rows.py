@@ -343,6 +343,38 @@ def test_what_is_refused(tokenizer: Any) -> None:
         assert "\n" not in str(raised.value)
 
 
+LOGS: list[tuple[dict[str, Any], str]] = [
+    # a row, and the log that its refusal names, if any
+    ({"messages": [Q, assistant([{"type": "thinking", "thinking": "r"}])]}, "Anthropic messages"),
+    ({"messages": [user([{"type": "tool_result", "content": "4"}]), A]}, "Anthropic messages"),
+    ({"messages": CHAT, "system": [{"type": "text", "text": "s"}]}, "Anthropic messages"),
+    ({"messages": CHAT, "tools": [{"name": "f", "input_schema": {}}]}, "Anthropic messages"),
+    ({"request": {"messages": [Q]}, "response": {"content": [{"type": "tool_use"}]}}, "Anthropic messages"),
+    ({"input": "q", "output": [{"type": "message", **A}]}, "OpenAI Responses"),
+    ({"messages": [Q, {"type": "function_call", "name": "f", "arguments": "{}"}]}, "OpenAI Responses"),
+    ({"input": [Q], "output": A}, "Langfuse generations"),
+    ({"input": {"messages": [Q]}, "output": "a"}, "Langfuse generations"),
+    ({"request": "{}", "response": "{}"}, "model calls"),
+    ({"request": {"messages": [Q]}, "response": {"error": "timeout"}}, "model calls"),
+    ({"instruction": "q", "input": {"a": 1}, "output": "a"}, ""),
+    ({"input": 1, "output": "a"}, ""),
+    ({"request": "q", "response": "a"}, ""),
+    ({"messages": [Q, assistant([{"type": "reasoning", "text": "r"}])]}, ""),
+    ({"messages": [Q, assistant("", tool_calls=[{"type": "function", "function": {"arguments": "{}"}}])]}, ""),
+]
+
+
+def test_a_log_is_refused_by_its_name(tokenizer: Any) -> None:
+    page = (ROOT / "docs" / "data-formats.md").read_text(encoding="utf-8")
+    for fields, name in LOGS:
+        with pytest.raises(DataError) as raised:
+            ChatEncoder(tokenizer).encode(Row(fields, "a.jsonl:1"))
+        place = f"docs/data-formats.md#logs-of-{name.lower().replace(' ', '-')}"
+        hint = f"; this looks like a log of {name}, for which {place} has a converter"
+        assert str(raised.value).endswith(hint) if name else "log" not in str(raised.value), fields
+        assert f"# Logs of {name}\n" in page or not name
+
+
 @pytest.mark.parametrize("text", ["[{'role': 'user'}]", "{'name': 'f'}"])
 def test_a_list_as_python_prints_it_is_explained(tokenizer: Any, text: str) -> None:
     messages: Any = text if text.startswith("[") else [Q, {"from": "function_call", "value": text}]

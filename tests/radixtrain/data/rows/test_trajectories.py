@@ -58,6 +58,13 @@ def plain(fields: dict[str, Any]) -> list[dict[str, Any]]:
             {"messages_and_choices": [USER, USER, CHOICE], "tools": None}]}]}, [
             {"prompt": [USER], "completion": [PLAIN]}, {"prompt": [USER, USER], "completion": [PLAIN]}]),
         ({"trajectories": []}, []),
+        ({"request": {"messages": [USER], "tools": [{"name": "f"}], "chat_template_kwargs": {"x": 1}, "n": 2}, "id": 1,
+          "response": {"choices": [CHOICE, {**CHOICE, "message": USER}]}, "status_code": 200}, [
+            {"prompt": [USER], "completion": [said], "tools": [{"name": "f"}], "chat_template_kwargs": {"x": 1}}
+            for said in (PLAIN, USER)]),
+        ({"request": {"input_ids": [5, 6]}, "response": {"choices": [{"message": PLAIN, "meta_info": {
+            "output_token_logprobs": [[-0.5, 7, None]]}}]}, "status_code": 200}, [
+            {"input_ids": [5, 6, 7], "mask": [0, 0, 1], "old_logprobs": [0.0, 0.0, -0.5]}]),
         ({"token_ids": [5, 6], "mask": [0, 1], "weights": [1, -2.0], "advantages": 0.5}, [
             {"input_ids": [5, 6], "mask": [0, 1], "weights": [1, -2.0], "advantages": [0.0, 0.5]}]),
     ],
@@ -103,6 +110,11 @@ def test_the_sequences_of_a_run(fields: dict[str, Any], expected: list[dict[str,
             "messages_and_choices: turn 4 is an assistant message that was not sampled, after one that was; leave the "
             "trajectory out, or make it a choice",
         ),
+        (
+            {"request": {"messages": [USER]}, "response": {"choices": [{**CHOICE, "finish_reason": "length"}]}},
+            "response.choices: finish_reason: length: the answer was cut off; leave it out, or set on_bad_row: skip",
+        ),
+        ({"response": {"choices": [CHOICE]}}, "request.messages: expected a list, found nothing"),
         ({"exchanges": {}}, "exchanges: recorded requests are not read; save messages_and_choices"),
     ],
 )  # fmt: skip
@@ -138,6 +150,7 @@ def test_loss_weights(name: str) -> None:
         {"text": "a", "advantages": [1]},
         {"text": "a", "loss_weights": 2.0},
         {"messages_and_choices": [], "loss_weights": [1]},
+        {"response": {"choices": [CHOICE]}, "loss_weights": [1]},
         {"trajectories": [], "advantages": [1]},
         {"branches": [], "weights": [1]},
         {"nodes": [], "loss_weights": [1]},
