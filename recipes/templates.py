@@ -2,9 +2,9 @@
 
     python recipes/templates.py          # writes tests/golden/templates.json and recipes/templates.md
 
-The templates are those that TRL ships, with a small tokenizer, and those of the tokenizers in runs/real, if it is there.
-`Reference` says what is compared. Every part of a chat begins and ends with a word that occurs nowhere else, and these
-words tell which parts a text holds.
+The templates are those that TRL ships, with a small tokenizer; and those of the tokenizers in runs/real, if there are
+any. Every part of a chat begins and ends with a word that occurs nowhere else, and these words tell which parts a text
+holds. The page says what is compared.
 """
 
 import hashlib
@@ -22,6 +22,7 @@ from typing import Any
 from unittest import mock
 
 import tiny
+import transformers
 import trl
 from transformers import AutoTokenizer
 
@@ -332,66 +333,72 @@ def frozen() -> Any:
 INTRO = f"""# Chat templates
 
 The same {NUM_CHATS} generated chats with each template of TRL {trl.__version__} and of five real tokenizers:
-`python recipes/templates.py` wrote this page, and `tests/recipes/test_templates.py` holds the counts and the digests of
+`python recipes/templates.py` wrote this page, and `tests/recipes/test_templates.py` holds the counts, and digests of
 all ids and labels. A chat counts once for each way.
 
-**Each turn** (`split_turns: true`). *Same ids*: each sample begins with exactly the ids of `apply_chat_template` for what
-precedes the turn, `add_generation_prompt=True`; all the rest is trained and holds every word of the turn; and the sample
-is, id by id, the chat rendered up to this turn, but for blanks at its end. *Other*: {SAME_TEXT}; or {APART}, since
-gpt-oss's template drops a thought from the history as soon as there is an answer.
+**Each turn** (`split_turns: true`). *Same ids*: each sample begins with exactly the ids of `apply_chat_template` for
+what precedes the turn, `add_generation_prompt=True`; all the rest is trained and holds every word of the turn; and the
+sample is, id by id, the chat rendered up to this turn, but for blanks at its end. *Other*: {SAME_TEXT}; or
+{APART}, since gpt-oss's template drops a thought from the history once the answer is there.
 
-**Whole** (`split_turns: false`). *Same ids*: those of `apply_chat_template` of the chat, and the loss is on all words of
-the assistant's, at most without the thinking of turns before the last. *Mask*: where TRL has a training variant of the
-template, each character is or is not trained in both. *Differs* says in how many chats it is not; the letters are
-explained below. *Not compared*: the variant writes another text.
+**Whole** (`split_turns: false`). *Same ids*: those of `apply_chat_template` of the chat, and the loss is on all words
+of the assistant's, at most without the thinking of turns before the last. *Mask*, where TRL has a training variant of
+the template that is not the template itself: *same*, if the same characters are trained in both; *differs*, in how many
+chats and how, by the letters below; *not compared*, if the variant writes another text.
 """
 MASKS = {
     "TRL's trains what the prompt holds": (
         "a",
-        "TRL's variant also trains a part of the generation prompt (`<think>\\n` of Nemotron's and Qwen3.5's and later "
-        "ones, `<｜Assistant｜>` of DeepSeek's). At inference the prompt holds it, so the model never writes it.",
+        "TRL's variant also trains a part of the generation prompt: `<think>\\n` (Nemotron, Qwen3.5, 3.6, 3.8), the "
+        "empty block of thinking (Qwen3.5 without thinking), `<｜Assistant｜>` (DeepSeek), `<|start|>assistant` "
+        "(gpt-oss, Muse). At inference the prompt holds it, and the model does not write it.",
     ),
     "TRL's trains blanks after the end of a turn": (
         "b",
-        "TRL's variant also trains the line end that follows the end-of-turn token. Generation has stopped by then.",
+        "TRL's variant also trains the line end that follows the end-of-turn token, where generation has stopped.",
     ),
     "ours trains what the prompt does not hold": (
         "c",
-        "We also train `<|turn>model\\n` after a tool's result and `<|tool_response>` after a call (DiffusionGemma's). After "
-        "a tool's result this template's generation prompt is empty, and yet it writes `<|turn>model\\n` before the answer: "
-        "at inference nobody but the model can write it. `<|tool_response>` is how a turn ends that calls a tool, if it "
-        "is the last one; a model that is not trained to write it does not learn to stop there.",
+        "We also train `<|turn>model\\n` after a tool's result, and `<|tool_response>` after a call (DiffusionGemma). "
+        "This template's generation prompt is empty after a tool's result, and yet it writes `<|turn>model\\n` before "
+        "the answer: at inference only the model can write it. A chat that ends with a call ends with "
+        "`<|tool_response>`, in no prompt: so the model writes it, and without loss there it would not learn where a "
+        "call ends.",
     ),
-    "TRL's trains more": ("d", "TRL's variant trains something else."),
-    "ours trains more": ("e", "We train something else."),
+    "TRL's trains more": ("d", "TRL's variant trains something else, too."),
+    "ours trains more": ("e", "We train something else, too."),
 }
+HEAD = (
+    "| template | each turn: same ids | other | refused | whole: same ids | other | refused "
+    "| mask: same | differs | not compared |"
+)
+THOUGH = """
+## Trained whole, though
+
+These chats are as `apply_chat_template` writes them, but one of their turns follows something else than the prompt at
+inference, or is in pieces: to train each turn after its own prompt, or to have the chat refused if it has none, set
+`split_turns: true`.
+"""
 
 
 def lines(table: dict[str, Any]) -> Iterator[str]:
     yield INTRO
-    yield "| template | each turn: same ids | other | refused | whole: same ids | other | refused | mask: same | differs | not compared |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
+    yield f"{HEAD}\n|---|---|---|---|---|---|---|---|---|---|"
     for name, ways in table.items():
-        cells = [cell for way in ways.values() for cell in counts_of(way["outcomes"])]
-        yield f"| {name} | {' | '.join([*map(str, cells), *cells_of_masks(ways['whole'].get('masks'))])} |"
+        cells = [str(cell) for way in ways.values() for cell in counts_of(way["outcomes"])]
+        yield f"| {name} | {' | '.join([*cells, *cells_of_masks(ways['whole'].get('masks'))])} |"
     yield "\n## Masks that differ\n"
     found = {kind for ways in table.values() for kind in ways["whole"].get("masks", ())}
     yield from (f"- {letter}: {why}" for kind, (letter, why) in MASKS.items() if kind in found)
-    yield "\n## Refused, and why\n"
-    yield "What transformers' own renderings tell; each turn and whole.\n"
+    yield "\n## Not of the same ids, and why\n\nIt is told from what transformers renders, not from our error.\n"
     yield "| template | each turn | whole |\n|---|---|---|"
     for name, ways in table.items():
         shown = [", ".join(reasons(way["outcomes"])) for way in ways.values()]
         if any(shown):
             yield f"| {name} | {' | '.join(shown)} |"
-    yield "\n## Trained, though\n"
-    yield "Whole chats that are trained as TRL trains them, although one of their turns is written in a way that the prompt at"
-    yield "inference does not lead to. `split_turns: true` refuses them.\n"
+    yield THOUGH
     for name, ways in table.items():
-        for way, found_in in ways.items():
-            yield from (
-                f"- {name}, {way}: {number} {why}" for why, number in found_in.get("trained though", {}).items()
-            )
+        yield from (f"- {name}: {number} {why}" for why, number in ways["whole"].get("trained though", {}).items())
 
 
 def counts_of(outcomes: dict[str, int]) -> tuple[int, int, int]:
@@ -402,7 +409,7 @@ def counts_of(outcomes: dict[str, int]) -> tuple[int, int, int]:
 def cells_of_masks(masks: dict[str, int] | None) -> tuple[str, str, str]:
     if masks is None:
         return "", "", ""
-    differ = [f"{number} {MASKS[kind][0]}" for kind, number in masks.items() if kind in MASKS]
+    differ = [f"{masks[kind]} {letter}" for kind, (letter, _) in MASKS.items() if kind in masks]
     unknown = sum(number for kind, number in masks.items() if kind.startswith("not compared"))
     return str(masks.get(AS_MARKED, 0)), ", ".join(differ), str(unknown or "")
 
@@ -420,7 +427,7 @@ def main() -> None:
             print(name, *({**way, "first": "", "all": ""} for way in table[name].values()), flush=True)
     print(f"{len(rows)} rows x {len(table)} templates, {time.process_time() - start:.0f} CPU s")
     if not sys.argv[1:]:
-        made = {"trl": trl.__version__, "templates": table}
+        made = {"trl": trl.__version__, "transformers": transformers.__version__, "templates": table}
         TABLE.write_text(json.dumps(made, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         PAGE.write_text("\n".join(lines(table)) + "\n", encoding="utf-8")
 
