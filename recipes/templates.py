@@ -372,6 +372,11 @@ HEAD = (
     "| template | each turn: same ids | other | refused | whole: same ids | other | refused "
     "| mask: same | differs | not compared |"
 )
+PROMPT = """
+Nemotron's prompt ends with `<think>\\n`, and its turns without thinking begin with `<think></think>`. Set
+`data.chat_template_kwargs: {enable_thinking: false}`, and the prompt ends with `<think></think>`: then the chats in which
+no turn thinks are trained, each turn and whole. Turn by turn, chats with turns of both kinds are refused either way. For
+the chats that think, Qwen3.5's template without thinking needs `{enable_thinking: true}`."""
 THOUGH = """
 ## Trained whole, though
 
@@ -396,6 +401,7 @@ def lines(table: dict[str, Any]) -> Iterator[str]:
         shown = [", ".join(reasons(way["outcomes"])) for way in ways.values()]
         if any(shown):
             yield f"| {name} | {' | '.join(shown)} |"
+    yield PROMPT
     yield THOUGH
     for name, ways in table.items():
         yield from (f"- {name}: {number} {why}" for why, number in ways["whole"].get("trained though", {}).items())
