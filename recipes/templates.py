@@ -373,9 +373,9 @@ HEAD = (
     "| mask: same | differs | not compared |"
 )
 PROMPT = """
-Nemotron's prompt ends with `<think>\\n`, and its turns without thinking begin with `<think></think>`. Set
-`data.chat_template_kwargs: {enable_thinking: false}`, and the prompt ends with `<think></think>`: then the chats in which
-no turn thinks are trained, each turn and whole. Turn by turn, chats with turns of both kinds are refused either way. For
+Nemotron's prompt ends with `<think>\\n`, and its turns without thinking begin with `<think></think>`. With
+`data.chat_template_kwargs: {enable_thinking: false}` the prompt ends with `<think></think>`, and the chats in which no
+turn thinks are trained, each turn and whole. Turn by turn, chats with turns of both kinds are refused either way. For
 the chats that think, Qwen3.5's template without thinking needs `{enable_thinking: true}`."""
 THOUGH = """
 ## Trained whole, though
