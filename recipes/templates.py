@@ -1,11 +1,10 @@
-"""Hold what is trained with each chat template beside transformers: 200 generated chats, whole and turn by turn.
+"""Compare chat templates with transformers: ids and loss of 200 generated chats, whole and turn by turn.
 
     python recipes/templates.py          # writes tests/golden/templates.json and recipes/templates.md
 
-The templates are those that TRL ships, with a small tokenizer; and the tokenizers in runs/real, if they are there. A
-row is equal if its ids are those of `apply_chat_template(..., tokenize=True)` and its loss stands on what the assistant
-says: every part of a chat begins and ends with a word of its own, and these words are searched in the decoded text. Of
-a whole chat the mask also is that of the generation markers in TRL's training variant, where there is one.
+The templates are those that TRL ships, with a small tokenizer; and those of the tokenizers in runs/real, if there are
+any. Every part of a chat begins and ends with a word that occurs nowhere else, and these words tell which parts a text
+holds. The page says what is compared.
 """
 
 import hashlib
@@ -15,13 +14,15 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import tiny
+import transformers
 import trl
 from transformers import AutoTokenizer
 
@@ -36,6 +37,9 @@ FOLDER = Path(trl.__file__).parent / "chat_templates"
 REAL = ROOT / "runs" / "real"
 NUM_CHATS, NUM_FIRST = 200, 10
 DAY = datetime(2026, 11, 27)
+SAME_IDS, SAME_TEXT, APART = "same ids", "same text, other ids", "same prompt and same answer, apart"
+WORST_LAST = (SAME_IDS, SAME_TEXT, APART)
+AS_MARKED = "as TRL's"
 MARKER = re.compile(r"<[|｜][^<>'\"{}\s]+[|｜]>|</?(?:think|tool_call|tool_response|start_of_turn|end_of_turn|s)>")
 WORD = re.compile(r"kw\d+x")
 FILLINGS = [
@@ -152,68 +156,109 @@ class Reference:
     def turns(self) -> list[int]:
         return [n for n, message in enumerate(self.messages) if message["role"] == "assistant"]
 
-    def loses(self, whole: bool) -> bool:
-        """Whether the template itself leaves out a tool, or a word of a trained turn, or changes its prompt."""
-        if any(tool["function"]["name"] not in self.text(self.messages) for tool in self.tools or ()):
-            return True
-        if whole:
-            kept = {*WORD.findall(self.text(self.messages))}
-            last = len(self.messages) - 1
-            return not all({*words_of(m, n == last)} <= kept for n, m in enumerate(self.messages))
-        for turn in self.turns():
-            before = self.text(self.messages[:turn], add_generation_prompt=True)
-            full = self.text(self.messages[: turn + 1])
-            own = words_of(self.messages[turn], True)
-            if not full.startswith(before) or sorted(WORD.findall(full[len(before) :])) != sorted(own):
-                return True
-        return False
+    def cause(self, whole: bool) -> str:
+        """Why the chat cannot be trained, as far as the template's own renderings tell; empty if they do not."""
+        try:
+            text = self.text(self.messages)
+            if any(each["function"]["name"] not in text for each in self.tools or ()):
+                return "a tool is left out"
+            return self.cause_of_chat(text) if whole else next(filter(None, map(self.cause_of_turn, self.turns())), "")
+        except Exception:  # a template is a program and may raise anything
+            return "the template fails"
 
-    def wrong_turn(self, turn: int, sample: Any) -> str:
-        """What differs in one turn; empty if nothing."""
+    def cause_of_turn(self, turn: int) -> str:
+        before = self.text(self.messages[:turn], add_generation_prompt=True)
+        full = self.text(self.messages[: turn + 1])
+        if not {*words_of(self.messages[turn])} <= {*WORD.findall(full)}:
+            return "words are left out"
+        return "" if full.startswith(before) else "the prompt is not how the chat begins"
+
+    def cause_of_chat(self, text: str) -> str:
+        places = {found[0]: found.span() for found in WORD.finditer(text)}
+        last = len(self.messages) - 1
+        speakers = {word: n for n, each in enumerate(self.messages) for word in words_of(each)}
+        if not {word for n, each in enumerate(self.messages) for word in words_of(each, n == last)} <= {*places}:
+            return "words are left out"
+        order = [speakers[word] for word in places]
+        if order != sorted(order):
+            return "a turn is in pieces"
+        for turn in self.turns():
+            prompt = self.text(self.messages[:turn], add_generation_prompt=True)
+            word = [*WORD.finditer(prompt)][-1]
+            if not text.startswith(prompt[word.end() :], places[word[0]][1]):
+                return "a turn does not begin with its prompt"
+        return ""
+
+    def of_turn(self, turn: int, sample: Any) -> str:
+        """How a sample of one turn compares: with the prompt, strictly; and with the chat up to the turn's end."""
         ids, learned = sample.input_ids.tolist(), sample.labels[sample.labels != -100].tolist()
         prompt = self.ids(self.messages[:turn], add_generation_prompt=True)["input_ids"]
         if ids != prompt + learned:
-            return "other prompt"
-        if sorted(WORD.findall(self.tokenizer.decode(learned))) != sorted(words_of(self.messages[turn], True)):
-            return "loss on other words"
-        whole = self.ids(self.messages[: turn + 1])["input_ids"]
-        if whole[: len(ids)] == ids:
-            return ""
-        # Merged across the border, or gpt-oss, whose prompt loses a thought once the answer is there.
-        text, answer = self.text(self.messages[: turn + 1]), self.tokenizer.decode(learned)
-        return "" if text.startswith(self.tokenizer.decode(ids)) or text.rstrip().endswith(answer) else "other text"
+            return "wrong: other prompt"
+        answer = self.tokenizer.decode(learned)
+        if sorted(WORD.findall(answer)) != sorted(words_of(self.messages[turn])):
+            return "wrong: loss on other words"
+        rendered = self.ids(self.messages[: turn + 1])["input_ids"]
+        if rendered[: len(ids)] == ids and not self.tokenizer.decode(rendered[len(ids) :]).strip():
+            return SAME_IDS
+        text = self.text(self.messages[: turn + 1])
+        if text.rstrip() == self.tokenizer.decode(ids).rstrip():
+            return SAME_TEXT
+        # gpt-oss: the prompt has a thought that the template drops once the answer is there.
+        return APART if text.rstrip().endswith(answer.rstrip()) else "wrong: other text"
 
-    def wrong_chat(self, sample: Any, marked: str | None) -> str:
-        learned = sample.labels[sample.labels != -100].tolist()
-        if WORD.findall(self.text(self.messages)) != WORD.findall(self.tokenizer.decode(sample.input_ids)):
-            return "other text"
-        found, last = WORD.findall(self.tokenizer.decode(learned)), len(self.messages) - 1
-        without = [word for turn in self.turns() for word in words_of(self.messages[turn], turn == last)]
-        own = {word for turn in self.turns() for word in words_of(self.messages[turn], True)}
-        if not {*without} <= {*found} <= own:
-            return "loss on other words"
-        if sample.input_ids.tolist() != self.ids(self.messages)["input_ids"] and self.text(
-            self.messages
-        ) != self.tokenizer.decode(sample.input_ids):
-            return "other text"
-        return "" if marked is None else self.wrong_mask(sample, marked)
+    def of_chat(self, sample: Any) -> str:
+        """How a sample of a whole chat compares: with the ids and the text, and its loss with the words."""
+        ids, is_learned = sample.input_ids.tolist(), sample.labels != -100
+        if sample.labels[is_learned].tolist() != sample.input_ids[is_learned].tolist():
+            return "wrong: other labels"
+        found, last = WORD.findall(self.tokenizer.decode(sample.labels[is_learned])), len(self.messages) - 1
+        least = {word for turn in self.turns() for word in words_of(self.messages[turn], turn == last)}
+        most = {word for turn in self.turns() for word in words_of(self.messages[turn])}
+        if not least <= {*found} <= most:
+            return "wrong: loss on other words"
+        if ids == self.ids(self.messages)["input_ids"]:
+            return SAME_IDS
+        return SAME_TEXT if self.tokenizer.decode(ids) == self.text(self.messages) else "wrong: other text"
 
-    def wrong_mask(self, sample: Any, marked: str) -> str:
-        """marked: TRL's training variant. Where it renders another text it says nothing about this one."""
+    def masks(self, sample: Any, marked: str) -> set[str]:
+        """How the loss of a whole chat compares with the generation markers of TRL's variant, by character."""
         try:
-            encoding = self.ids(self.messages, chat_template=marked, return_assistant_tokens_mask=True)
+            theirs = self.ids(self.messages, chat_template=marked, return_assistant_tokens_mask=True)
         except Exception:  # a template is a program and may raise anything
-            return ""
-        if encoding["input_ids"] != sample.input_ids.tolist():
-            return ""
-        pairs = zip(encoding["input_ids"], encoding["assistant_masks"], sample.labels.tolist(), strict=True)
-        differ = [(token, mask) for token, mask, label in pairs if bool(mask) != (label != -100)]
-        # TRL also marks what no model writes: a line end after the end of a turn; the generation prompt (gpt-oss).
-        asked = [{"role": "user", "content": "Hi."}]
-        header = self.text(asked, add_generation_prompt=True).removeprefix(self.text(asked)).strip()
-        theirs = self.tokenizer.decode([token for token, mask in differ if mask])
-        ours = self.tokenizer.decode([token for token, mask in differ if not mask])
-        return "another mask than TRL's" if theirs.replace(header, "").strip() or ours.strip() else ""
+            return {"not compared: the training variant fails"}
+        ours = self.by_character(sample.input_ids.tolist(), (sample.labels != -100).tolist())
+        others = self.by_character(theirs["input_ids"], map(bool, theirs["assistant_masks"]))
+        if ours is None or others is None or ours[0] != others[0]:
+            return {"not compared: the training variant writes another text"}
+        pairs = [*zip(ours[0], ours[1], others[1], strict=True)]
+        runs = [(key, "".join(pair[0] for pair in run)) for key, run in groupby(pairs, key=lambda pair: pair[1:])]
+        return {self.difference(text, mine) for (mine, other), text in runs if mine != other} or {AS_MARKED}
+
+    def by_character(self, ids: list[int], mask: Iterable[bool]) -> tuple[str, list[bool]] | None:
+        """The text, and whether each character is learned; None where a border is none between characters."""
+        runs = [(key, [pair[0] for pair in run]) for key, run in groupby(zip(ids, mask, strict=True), lambda p: p[1])]
+        texts = [(key, self.tokenizer.decode(run)) for key, run in runs]
+        text = "".join(each for _, each in texts)
+        return (text, [key for key, each in texts for _ in each]) if text == self.tokenizer.decode(ids) else None
+
+    def difference(self, text: str, is_ours: bool) -> str:
+        """What kind of text only one of both trains."""
+        prompts = [self.text(self.messages[:turn], add_generation_prompt=True) for turn in self.turns()]
+        if is_ours:
+            fulls = [self.text(self.messages[: turn + 1]) for turn in self.turns()]
+            answers = [
+                full[len(prompt) :] for full, prompt in zip(fulls, prompts, strict=True) if full.startswith(prompt)
+            ]
+            return (
+                "ours trains what the prompt does not hold"
+                if any(text in each for each in answers)
+                else "ours trains more"
+            )
+        if not text.strip():
+            return "TRL's trains blanks after the end of a turn"
+        given = any(text in prompt[[*WORD.finditer(prompt)][-1].end() :] for prompt in prompts)
+        return "TRL's trains what the prompt holds" if given else "TRL's trains more"
 
 
 def forms(messages: list[Message]) -> Iterator[list[Message]]:
@@ -237,47 +282,46 @@ def words_of(message: Message, thinking: bool = True) -> list[str]:
     return WORD.findall(" ".join([thought, message["content"], *calls]))
 
 
-def outcome(encoder: ChatEncoder, row: dict[str, Any], marked: str | None) -> tuple[str, Any]:
-    """Equal, what is wrong, or why the row is refused; and its samples."""
-    tokenizer, whole = encoder.tokenizer, not encoder.split_turns
+def outcome(encoder: ChatEncoder, row: dict[str, Any]) -> tuple[str, list[Any]]:
+    """How the row compares, or why it is refused; and its samples."""
+    whole = not encoder.split_turns
+    reference = Reference(encoder.tokenizer, row)
     try:
         samples = encoder.encode(Row(row, "chats.jsonl:1"))
     except DataError as error:
-        return refusal(tokenizer, row, whole, str(error)), []
-    reference = Reference(tokenizer, row)
+        reason = re.sub(r"'[^']*'|\"[^\"]*\"|\([^)]*\)|\d+", "_", str(error).partition(": ")[2].partition(";")[0])[:80]
+        return f"refused: {reference.cause(whole) or f'none found, {reason}'}", []
     if whole:
-        return reference.wrong_chat(samples[0], marked) or "equal", samples
-    wrong = [reference.wrong_turn(turn, each) for turn, each in zip(reference.turns(), samples, strict=True)]
-    return next(filter(None, wrong), "equal"), samples
-
-
-def refusal(tokenizer: Any, row: dict[str, Any], whole: bool, error: str) -> str:
-    reason = re.sub(r"'[^']*'|\"[^\"]*\"|\([^)]*\)|\d+", "_", error.partition(": ")[2].partition(";")[0])[:80]
-    try:
-        lost = Reference(tokenizer, row).loses(whole)
-    except Exception:
-        return "refused: the template fails by itself"
-    return f"refused: {reason}" if lost else f"refused though nothing is lost: {reason}"
+        return reference.of_chat(samples[0]), samples
+    found = [reference.of_turn(turn, each) for turn, each in zip(reference.turns(), samples, strict=True)]
+    return max(found, key=lambda each: (each not in WORST_LAST, each in WORST_LAST and WORST_LAST.index(each))), samples
 
 
 def measured(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Counts of the outcomes of one template, and digests of all ids and masks, of these rows and of the first ones."""
     tokenizer = templates()[name]()
-    training = FOLDER / f"{name.removeprefix('TRL ')}_training.jinja"
+    training = FOLDER / f"{name.partition(' ')[2].replace('-', '')}_training.jinja"
     marked = training.read_text("utf-8") if training.exists() else None
-    found: dict[str, Any] = {}
-    for mode, whole in (("turns", False), ("whole", True)):
-        counts, digest, first = Counter[str](), hashlib.sha256(), ""
-        encoder = ChatEncoder(tokenizer, split_turns=not whole, template_date=f"{DAY:%Y-%m-%d}")
-        for number, row in enumerate(rows, start=1):
-            what, samples = outcome(encoder, row, marked)
-            counts[what] += 1
-            digest.update(what.partition(":")[0].encode())
-            for sample in samples:
-                digest.update(sample.input_ids.tobytes() + sample.labels.tobytes())
-            first = digest.hexdigest()[:16] if number == NUM_FIRST else first
-        found[mode] = {"outcomes": dict(sorted(counts.items())), "first": first, "all": digest.hexdigest()[:16]}
-    return found
+    return {"turns": measured_way(tokenizer, rows, False, None), "whole": measured_way(tokenizer, rows, True, marked)}
+
+
+def measured_way(tokenizer: Any, rows: list[dict[str, Any]], whole: bool, marked: str | None) -> dict[str, Any]:
+    counts, masks, though, digest, first = Counter[str](), Counter[str](), Counter[str](), hashlib.sha256(), ""
+    encoder = ChatEncoder(tokenizer, split_turns=not whole, template_date=f"{DAY:%Y-%m-%d}")
+    for number, row in enumerate(rows, start=1):
+        what, samples = outcome(encoder, row)
+        counts[what] += 1
+        if marked is not None and samples:
+            masks.update(Reference(tokenizer, row).masks(samples[0], marked))
+        if samples and (cause := Reference(tokenizer, row).cause(whole)):
+            though[cause] += 1
+        digest.update(what.partition(":")[0].encode())
+        for sample in samples:
+            digest.update(sample.input_ids.tobytes() + sample.labels.tobytes())
+        first = digest.hexdigest()[:16] if number == NUM_FIRST else first
+    found = {"outcomes": dict(sorted(counts.items())), "first": first, "all": digest.hexdigest()[:16]}
+    more = {"masks": dict(sorted(masks.items())), "trained though": dict(sorted(though.items()))}
+    return found | {name: counted for name, counted in more.items() if counted}
 
 
 def frozen() -> Any:
@@ -288,24 +332,96 @@ def frozen() -> Any:
 
 INTRO = f"""# Chat templates
 
-{NUM_CHATS} generated chats with each template; `python recipes/templates.py` wrote this. *Equal*: ids and loss are
-those of transformers and hold every part of what it says. The others are refused, and why; or their mask is not
-that of TRL's training variant, for instance where a template writes no generation prompt after a tool's result, so that
-the model has to write the header itself (diffusion_gemma).
+The same {NUM_CHATS} generated chats with each template of TRL {trl.__version__} and of five real tokenizers:
+`python recipes/templates.py` wrote this page, and `tests/recipes/test_templates.py` holds the counts, and digests of
+all ids and labels. A chat counts once for each way.
+
+**Each turn** (`split_turns: true`). *Same ids*: each sample begins with exactly the ids of `apply_chat_template` for
+what precedes the turn, `add_generation_prompt=True`; all the rest is trained and holds every word of the turn; and the
+sample is, id by id, the chat rendered up to this turn, but for blanks at its end. *Other*: {SAME_TEXT}; or
+{APART}, since gpt-oss's template drops a thought from the history once the answer is there.
+
+**Whole** (`split_turns: false`). *Same ids*: those of `apply_chat_template` of the chat, and the loss is on all words
+of the assistant's, at most without the thinking of turns before the last. *Mask*, where TRL has a training variant of
+the template that is not the template itself: *same*, if the same characters are trained in both; *differs*, in how many
+chats and how, by the letters below; *not compared*, if the variant writes another text.
+"""
+MASKS = {
+    "TRL's trains what the prompt holds": (
+        "a",
+        "TRL's variant also trains a part of the generation prompt: `<think>\\n` (Nemotron, Qwen3.5, 3.6, 3.8), the "
+        "empty block of thinking (Qwen3.5 without thinking), `<｜Assistant｜>` (DeepSeek), `<|start|>assistant` "
+        "(gpt-oss, Muse). At inference the prompt holds it, and the model does not write it.",
+    ),
+    "TRL's trains blanks after the end of a turn": (
+        "b",
+        "TRL's variant also trains the line end that follows the end-of-turn token, where generation has stopped.",
+    ),
+    "ours trains what the prompt does not hold": (
+        "c",
+        "We also train `<|turn>model\\n` after a tool's result, and `<|tool_response>` after a call (DiffusionGemma). "
+        "This template's generation prompt is empty after a tool's result, and yet it writes `<|turn>model\\n` before "
+        "the answer: at inference only the model can write it. A chat that ends with a call ends with "
+        "`<|tool_response>`, in no prompt: so the model writes it, and without loss there it would not learn where a "
+        "call ends.",
+    ),
+    "TRL's trains more": ("d", "TRL's variant trains something else, too."),
+    "ours trains more": ("e", "We train something else, too."),
+}
+HEAD = (
+    "| template | each turn: same ids | other | refused | whole: same ids | other | refused "
+    "| mask: same | differs | not compared |"
+)
+PROMPT = """
+Nemotron's prompt ends with `<think>\\n`, and its turns without thinking begin with `<think></think>`. With
+`data.chat_template_kwargs: {enable_thinking: false}` the prompt ends with `<think></think>`, and the chats in which no
+turn thinks are trained, each turn and whole. Turn by turn, chats with turns of both kinds are refused either way. For
+the chats that think, Qwen3.5's template without thinking needs `{enable_thinking: true}`."""
+THOUGH = """
+## Trained whole, though
+
+These chats are as `apply_chat_template` writes them, but one of their turns follows something else than the prompt at
+inference, or is in pieces: to train each turn after its own prompt, or to have the chat refused if it has none, set
+`split_turns: true`.
 """
 
 
 def lines(table: dict[str, Any]) -> Iterator[str]:
     yield INTRO
-    yield "| template | each turn: equal | whole chats: equal | refused, of both |"
-    yield "|---|---|---|---|"
-    for name, modes in table.items():
-        reasons = Counter[str]()
-        for mode in modes.values():
-            reasons.update({what: number for what, number in mode["outcomes"].items() if what != "equal"})
-        shown = "<br>".join(f"{number} {what.removeprefix('refused: ')}" for what, number in reasons.most_common(4))
-        turns, whole = (modes[mode]["outcomes"].get("equal", 0) for mode in ("turns", "whole"))
-        yield f"| {name} | {turns} | {whole} | {shown} |"
+    yield f"{HEAD}\n|---|---|---|---|---|---|---|---|---|---|"
+    for name, ways in table.items():
+        cells = [str(cell) for way in ways.values() for cell in counts_of(way["outcomes"])]
+        yield f"| {name} | {' | '.join([*cells, *cells_of_masks(ways['whole'].get('masks'))])} |"
+    yield "\n## Masks that differ\n"
+    found = {kind for ways in table.values() for kind in ways["whole"].get("masks", ())}
+    yield from (f"- {letter}: {why}" for kind, (letter, why) in MASKS.items() if kind in found)
+    yield "\n## Not of the same ids, and why\n\nIt is told from what transformers renders, not from our error.\n"
+    yield "| template | each turn | whole |\n|---|---|---|"
+    for name, ways in table.items():
+        shown = [", ".join(reasons(way["outcomes"])) for way in ways.values()]
+        if any(shown):
+            yield f"| {name} | {' | '.join(shown)} |"
+    yield PROMPT
+    yield THOUGH
+    for name, ways in table.items():
+        yield from (f"- {name}: {number} {why}" for why, number in ways["whole"].get("trained though", {}).items())
+
+
+def counts_of(outcomes: dict[str, int]) -> tuple[int, int, int]:
+    refused = sum(number for what, number in outcomes.items() if what.startswith("refused"))
+    return outcomes.get(SAME_IDS, 0), sum(outcomes.values()) - refused - outcomes.get(SAME_IDS, 0), refused
+
+
+def cells_of_masks(masks: dict[str, int] | None) -> tuple[str, str, str]:
+    if masks is None:
+        return "", "", ""
+    differ = [f"{masks[kind]} {letter}" for kind, (letter, _) in MASKS.items() if kind in masks]
+    unknown = sum(number for kind, number in masks.items() if kind.startswith("not compared"))
+    return str(masks.get(AS_MARKED, 0)), ", ".join(differ), str(unknown or "")
+
+
+def reasons(outcomes: dict[str, int]) -> list[str]:
+    return [f"{number} {what.removeprefix('refused: ')}" for what, number in outcomes.items() if what != SAME_IDS]
 
 
 def main() -> None:
@@ -314,10 +430,11 @@ def main() -> None:
     with frozen():
         for name in sys.argv[1:] or templates():
             table[name] = measured(name, rows)
-            print(name, *(mode["outcomes"] for mode in table[name].values()), flush=True)
+            print(name, *({**way, "first": "", "all": ""} for way in table[name].values()), flush=True)
     print(f"{len(rows)} rows x {len(table)} templates, {time.process_time() - start:.0f} CPU s")
     if not sys.argv[1:]:
-        TABLE.write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        made = {"trl": trl.__version__, "transformers": transformers.__version__, "templates": table}
+        TABLE.write_text(json.dumps(made, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         PAGE.write_text("\n".join(lines(table)) + "\n", encoding="utf-8")
 
 
