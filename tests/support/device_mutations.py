@@ -68,7 +68,7 @@ def weightless_is_weighted() -> None:
 
     def mutated(*arguments: Any, **options: Any) -> Any:
         found = make(*arguments, **options)
-        return found._replace(loss_weights=found.loss_weights + 1)
+        return replace(found, loss_weights=found.loss_weights + 1)
 
     vars(steps)["dummy_features"] = mutated
 
