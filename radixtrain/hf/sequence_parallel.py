@@ -102,7 +102,7 @@ PLAIN = (int, float, str, np.generic)  # what `repr` says all of, and alike on e
 def _flat(value: Any) -> Iterator[Any]:
     """What is in a tuple or a record, however deep; or the value itself."""
     if isinstance(value, Movable):
-        value = tuple(vars(value).values())
+        value = tuple(value.fields().values())
     if not isinstance(value, tuple):
         yield value
         return

@@ -14,15 +14,19 @@ Function = Callable[[Tensor], Tensor]
 class Movable:
     """A record whose annotated fields are tensors, values of the host, other records of this kind, lists and dicts."""
 
+    def fields(self) -> dict[str, Any]:
+        """Its fields, without what its properties have kept."""
+        return {name: vars(self)[name] for name in type(self).__annotations__}
+
     def changed(self, **fields: Any) -> Self:
         """Copy the record with other values in some fields, and without what its properties have kept."""
         copied = object.__new__(type(self))
-        vars(copied).update({name: fields.get(name, vars(self)[name]) for name in type(self).__annotations__})
+        vars(copied).update(self.fields() | fields)
         return copied
 
     def map(self, function: Function) -> Self:
         """Replace every tensor; return the record itself if nothing changes."""
-        old = {name: vars(self)[name] for name in type(self).__annotations__}
+        old = self.fields()
         new = {name: _mapped(value, function) for name, value in old.items()}
         return self if all(new[name] is old[name] for name in old) else self.changed(**new)
 

@@ -516,6 +516,11 @@ def test_refusals() -> None:
         values[..., : len(changes)] += rank * torch.tensor(changes)
         return prepare_model(tiny(), sp_group=group)(**batch)
 
+    def kept_on_one(rank: int) -> bool:
+        batch = RadixCollator()(rows())
+        assert rank == 0 or batch["radix"].layout.paths
+        return bool(prepare_model(tiny(), sp_group=dist.group.WORLD)(**batch).loss.isfinite())
+
     def counted(group: Any, rank: int, kind: Callable[[int], Any]) -> Any:
         return prepare_model(tiny(), sp_group=group)(**RadixCollator()(rows()), num_items_in_batch=kind(30 + rank))
 
@@ -531,6 +536,7 @@ def test_refusals() -> None:
         model.forward = with_losses
         return prepare_model(model, sp_group=group)(**RadixCollator()(rows()))
 
+    assert all(on_ranks(2, kept_on_one)), "what a layout has kept for its layers is not part of the batch"
     assert "got different batches" in refused(call)
     for name in ("input_ids", "position_ids", "predictor_indices"):
         assert "got different batches" in refused(partial(nearly, name=name, changes=[1, -2, 1]))
