@@ -49,13 +49,16 @@ def on_device_of_rows(radix: RadixInputs, given: Mapping[str, Any]) -> RadixInpu
 
 
 def layout_of(radix: RadixInputs) -> TreeLayout:
-    """The plan of a batch. UserError if it has none."""
+    """The plan of a batch, in a copy of its own: what layers keep in it is of the dtype and the mode of one call.
+
+    UserError if the batch has none.
+    """
     if radix.layout is None:
         raise UserError(
             "a padded batch of StepCollator(dedup=False) has no plan: give an ordinary model its input_ids, "
             "attention_mask and position_ids"
         )
-    return radix.layout
+    return radix.layout.changed()
 
 
 def check_inputs(decoder: Any, given: Mapping[str, Any], num_rows: int) -> None:

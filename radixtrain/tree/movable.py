@@ -21,7 +21,8 @@ class Movable:
     def changed(self, **fields: Any) -> Self:
         """Copy the record with other values in some fields, and without what its properties have kept."""
         copied = object.__new__(type(self))
-        vars(copied).update(self.fields() | fields)
+        own = {name: x.changed() if isinstance(x, Movable) else x for name, x in self.fields().items()}
+        vars(copied).update(own | fields)
         return copied
 
     def map(self, function: Function) -> Self:

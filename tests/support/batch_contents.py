@@ -17,20 +17,19 @@ def as_python(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.dtype, value.tolist()
     if isinstance(value, Movable):
-        return {name: as_python(getattr(value, name)) for name in type(value).__annotations__ if has(value, name)}
+        return {name: as_python(x) for name, x in value.fields().items() if has(x)}
     return {name: as_python(x) for name, x in value.items()} if isinstance(value, dict) else value
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """Of a tensor, a record, or whatever holds some of them."""
     if isinstance(value, Movable):
-        return tensors_of(vars(value))
+        return tensors_of(value.fields())
     leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor | Movable)]
     return [tensor for leaf in leaves for tensor in ([leaf] if isinstance(leaf, torch.Tensor) else tensors_of(leaf))]
 
 
-def has(record: Movable, name: str) -> bool:
-    value = getattr(record, name)
+def has(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or value not in (None, False, ())
 
 

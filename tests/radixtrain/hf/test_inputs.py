@@ -219,3 +219,11 @@ def test_what_a_wrapper_left_on_the_host_goes_where_the_rows_are():
         moved = on_device_of_rows(batch["radix"], {name: batch["input_ids"].to("meta")})
         assert {tensor.device.type for tensor in tensors_of(moved)} == {"meta"}
     assert on_device_of_rows(batch["radix"], batch) is batch["radix"]
+
+
+def test_a_call_leaves_nothing_in_its_batch():
+    """Masks of one dtype, or tensors of inference mode, would reach the next call."""
+    batch = RadixCollator()([{"input_ids": [1, 2, end], "labels": [1, 2, end]} for end in (3, 4)])
+    prepare_model(tiny_qwen3(), attention="cascade")(**batch)
+    for record in (batch["radix"], batch["radix"].layout):
+        assert vars(record).keys() == record.fields().keys()
