@@ -119,7 +119,8 @@ def radix_pass(
     """
     prepare_model(model, attention=attention)
     model.zero_grad(set_to_none=True)
-    batch = RadixCollator()([{"input_ids": ids, "labels": ids} for ids in sequences])
+    collate = RadixCollator(token_loss=True)  # `logits.sum()` is a sum over tokens, as the model's loss is
+    batch = collate([{"input_ids": ids, "labels": ids} for ids in sequences])
     if change:
         change(batch)
     logits = unique_logits(model, batch)[batch["radix"].layout.inverse_indices]
