@@ -104,6 +104,9 @@ TABLE: dict[str, dict[str, str]] = {
         "torch._dynamo.config": "has the compiler look at the hooks of a model, so that two of one class are not one",
         "transformers.PretrainedConfig._attn_implementation": "names the attention of a model",
     },
+    "radixtrain/hf/conditions.py": {
+        "transformers.PretrainedConfig._attn_implementation": "names the attention of a model",
+    },
     "radixtrain/hf/dropout.py": {
         "torch.nn.Module._modules": "finds dropout modules in 0.3 ms",
     },
@@ -171,9 +174,6 @@ TABLE: dict[str, dict[str, str]] = {
         "transformers.PreTrainedModel._gradient_checkpointing_func": (
             "computes a layer again, without the layer's hooks"
         ),
-    },
-    "radixtrain/hf/refusals.py": {
-        "transformers.PretrainedConfig._attn_implementation": "names the attention of a model",
     },
     "radixtrain/hf/token_losses.py": {
         "torch._C.DisableTorchFunctionSubclass": "asks rows of `share_prefixes` for their graph without computing them",

@@ -26,9 +26,9 @@ from transformers import AutoModel
 
 from radixtrain.errors import UserError, first_line
 from radixtrain.hf.backbone import parts_of
+from radixtrain.hf.conditions import EXACT_LAYERS
 from radixtrain.hf.model_dims import ALIKE, LayerKinds, ModelDimensions, kinds_of_mixers
 from radixtrain.hf.recurrent.running import ForkedStates, cache_argument
-from radixtrain.hf.refusals import EXACT_LAYERS
 from radixtrain.tree.plan import PrefixPlan
 
 USES_OF_STATE = 3  # multiply-adds with each number of a state

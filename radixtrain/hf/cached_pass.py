@@ -15,13 +15,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.attention_interface import CachedCall, Write, check_both_ways
 from radixtrain.hf.backbone import Parts
+from radixtrain.hf.conditions import WITHOUT
 from radixtrain.hf.dropout import evaluating
 from radixtrain.hf.head import only_rows
 from radixtrain.hf.recurrent.mixers import num_attention_layers
-from radixtrain.hf.refusals import check_choice, check_generation, in_words_of_generation
+from radixtrain.hf.refusals import check_choice, check_generation
 from radixtrain.hf.tower import types_for
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.tree.cached_layout import CachedLayout
@@ -42,9 +44,20 @@ def on_stored_rows(model: nn.Module, parts: Parts, kernel: str, longest: int) ->
     check_generation(parts, longest)
     check_choice(parts.decoder, "auto", kernel)
     lock = _LOCKS.setdefault(parts.base, RLock())
-    with in_words_of_generation(), lock, evaluating(model), torch.no_grad():
+    with _in_words_of_generation(), lock, evaluating(model), torch.no_grad():
         check_adapters(model.modules(), ())
         yield
+
+
+@contextmanager
+def _in_words_of_generation() -> Iterator[None]:
+    """Inside, an error of a layer that advises to train without sharing advises to generate without it."""
+    try:
+        yield
+    except UserError as error:
+        if TRAIN_WITHOUT_SHARING not in str(error):
+            raise
+        raise UserError(str(error).replace(TRAIN_WITHOUT_SHARING, WITHOUT["generate"])) from None
 
 
 class StoredPasses:

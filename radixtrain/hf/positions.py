@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
+from radixtrain.errors import UserError
 from radixtrain.hf.backbone import Parts, is_text
 from radixtrain.hf.class_code import names_in_method
 from radixtrain.hf.recurrent.mixers import mixers_of, num_attention_layers
@@ -18,26 +18,26 @@ from radixtrain.hf.recurrent.mixers import mixers_of, num_attention_layers
 POSITION = re.compile(r"(^|_)(wpe|pos|position|positions)(_|$)")
 
 
-def check_model_positions(parts: Parts) -> None:
-    """Refuse a model that takes no positions, or does not count them from 0."""
-    name = type(parts.backbone).__name__
-    if "position_ids" not in inspect.signature(parts.backbone.forward).parameters:
-        if mixers_of(parts.decoder) and not num_attention_layers(parts.decoder):
-            raise UserError(
-                f"{name} has state-space layers only, and its class does not pass the entries of a radix batch on to "
-                f"them (it takes no positions either); {TRAIN_WITHOUT_SHARING}"
-            )
-        raise UserError(
-            f"{name} does not take position_ids, so a token after a shared prefix would get the "
-            f"position of its row; {TRAIN_WITHOUT_SHARING}"
+def why_no_positions(parts: Parts) -> str | None:
+    """What is wrong with a model that takes no positions; None if it takes some."""
+    if "position_ids" in inspect.signature(parts.backbone.forward).parameters:
+        return None
+    if mixers_of(parts.decoder) and not num_attention_layers(parts.decoder):
+        return (
+            "has state-space layers only, and its class does not pass the entries of a radix batch on to them (it "
+            "takes no positions either)"
         )
-    padding_idx = padding_idx_of_positions(parts.decoder)
-    if padding_idx is not None:
-        raise UserError(
-            f"{name} counts positions from padding_idx + 1 = {padding_idx + 1} (its table of "
-            f"positions has a padding_idx), and a radix batch counts from 0; train it without sharing (fit: dedup: "
-            f"false)"
-        )
+    return "does not take position_ids, so a token after a shared prefix would get the position of its row"
+
+
+def why_counted_from_padding(parts: Parts) -> str | None:
+    """Why the positions of a model begin elsewhere; None if it counts from 0."""
+    if (padding_idx := padding_idx_of_positions(parts.decoder)) is None:
+        return None
+    return (
+        f"counts positions from padding_idx + 1 = {padding_idx + 1} (its table of positions has a padding_idx), and a "
+        f"radix batch counts from 0"
+    )
 
 
 def padding_idx_of_positions(decoder: nn.Module) -> int | None:

@@ -19,12 +19,14 @@ from radixtrain.collators.misuse_guard import PREPARED, allow_watch, end_watch, 
 from radixtrain.errors import UserError
 from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.backbone import Parts, backbone_of, model_inside, parts_of, pretrained_model_of
+from radixtrain.hf.conditions import check_open, why_closed
+from radixtrain.hf.dropout import check_dropout
 from radixtrain.hf.hooks import BackboneHooks, remove_hooks
 from radixtrain.hf.padded.kept import KeptPrefixes
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.recurrent.layers import Progress, install_mixers, remove_mixers
 from radixtrain.hf.recurrent.mixers import mixers_of, num_attention_layers
-from radixtrain.hf.refusals import check_cacheable, check_choice, check_model, why_no_radix_batch
+from radixtrain.hf.refusals import check_choice
 from radixtrain.hf.sequence_parallel import SplitModel
 from radixtrain.hf.sharing_report import SharingReport, SharingWatch
 from radixtrain.hf.token_losses import TokenLoss
@@ -200,7 +202,8 @@ def restore_model(model: ModelT) -> ModelT:
 def _check(model: nn.Module, parts: Parts, options: dict[str, Any], any_head: bool) -> None:
     """Refuse a model that cannot compute unique tokens exactly, and a choice that cannot run."""
     check_adapters(model.modules(), options["allow_dropout"])
-    check_model(parts, options["allow_dropout"], any_head)
+    check_open(parts, "share_prefixes" if any_head else "prepare_model")
+    check_dropout(parts, options["allow_dropout"])
     check_choice(parts.decoder, options["attention"], options["kernel"])
 
 
@@ -213,7 +216,7 @@ def _options(attention: str, kernel: str, allow_dropout: Iterable[str]) -> dict[
 def _kept_in(cache: Any, parts: Parts) -> KeptPrefixes:
     if not is_instance_by_name(cache, "radixtrain.generation.cache", "RadixCache"):
         raise UserError(f"cache: expected a RadixCache, or None to keep nothing, got {type(cache).__name__}")
-    check_cacheable(parts, "leave out cache")
+    check_open(parts, "cache")
     return KeptPrefixes(cache)
 
 
@@ -241,7 +244,7 @@ def _install(
         num_layers=num_attention_layers(parts.decoder),
         mixers=mixers,
         progress=progress,
-        refused=why_no_radix_batch(parts),
+        refused=why_closed(parts, "prepare_model"),
         padded=sharing,
         sharing=SharingWatch(parts.name),
         split=None if split is None else split.rows,

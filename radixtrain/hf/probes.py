@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError, first_line
+from radixtrain.errors import UserError, first_line
 from radixtrain.hf.attention_interface import take_over
 from radixtrain.hf.windows import no_mask
 from radixtrain.versions import installed
@@ -27,12 +27,12 @@ TINY: dict[str, Any] = {
 }
 
 
-def check_transformers() -> None:
-    """Raise UserError with the sentence that does not hold for the installed transformers."""
+def check_transformers(instead: str) -> None:
+    """Raise UserError with the sentence that does not hold for the installed transformers. instead: another way."""
     if broken := _broken():
         raise UserError(
             f"transformers {installed('transformers')}: it no longer holds that {broken}. Use a version of "
-            f"transformers that radixtrain knows, or {TRAIN_WITHOUT_SHARING}"
+            f"transformers that radixtrain knows, or {instead}"
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from same_step import same
 from tiers import cases
 from torch import Tensor, nn
 
@@ -20,7 +21,6 @@ from radixtrain.verification.oracle import float64_throughout, gradients_of, rad
 Build = Callable[..., Any]
 KINDS = ["Qwen3.5", "Bamba", "LFM2"]
 ONE_KIND = pytest.mark.parametrize("kind", cases(KINDS, ["Qwen3.5"]))  # `make test` runs only that
-BAR = 1e-12
 PROMPT = [7, 8, 9, 1, 2, 3, 11, 4, 6, 5]
 ROWS = [
     [*PROMPT, 4, 5, 6, 10, 21],
@@ -51,18 +51,11 @@ def batch_of(features: Any = FEATURES) -> dict[str, Any]:
     return batch
 
 
-def distance(found: Any, truth: Any) -> float:
-    """The worst relative distance of a parameter's gradient."""
-    assert found.tensors.keys() == truth.tensors.keys()
-    assert all(each.norm() > 0 for each in truth.tensors.values())
-    return max(float((found.tensors[name] - each).norm() / each.norm()) for name, each in truth.tensors.items())
-
-
 def assert_exact(model: Any, truth: Any, arm: Callable[[], Iterator[Tensor]] | None = None) -> None:
     """A prepared model has the true gradient. arm: the terms of its loss, by default of one batch with forks."""
     with float64_throughout(model):
         found = gradients_of(model, arm or (lambda: radix_batch(model, batch_of())))
-    assert distance(found, truth) <= BAR
+    same(truth, found)
 
 
 def padded(rows: list[list[int]], side: str) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""One comparator: loss and every gradient of a step by radix are those of the ordinary model, in float64 throughout.
+"""The one comparator: loss and every gradient are those of the ordinary model, in float64 throughout.
 
 Whatever a step is (a batch, micro-batches, passes, images, layers that fork), it is the terms of its loss.
 """
@@ -8,12 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from radixtrain import prepare_model, restore_model
+from radixtrain import prepare_model, restore_model, share_prefixes, sharing_report
+from radixtrain.hf.sharing_report import SharingReport
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import Features, Gradients, float64_throughout, float64_truth, gradients_of
 from radixtrain.verification.report import Rung
 
-__all__ = ["BAR", "Terms", "same_step", "step_in_float64"]
+__all__ = ["BAR", "Terms", "assert_same_gradient", "same", "same_step", "step_in_float64"]
 
 BAR = 1e-12  # relative L2 of each parameter's gradient, and of the loss
 Terms = Callable[[Any], Iterable[Tensor]]
@@ -36,6 +37,25 @@ def step_in_float64(model: Any, truth: Gradients | Features, ours: Terms, **opti
     return compare_gradients("float64", exact, exact, found)
 
 
+def same(truth: Gradients, found: Gradients, *, what: Any = "", bar: float = BAR) -> Rung:
+    """Assert that loss and every gradient of two arms are equal, and return their errors. what: for the message."""
+    assert found.tensors.keys() == truth.tensors.keys(), what
+    return _within(compare_gradients("float64", truth, truth, found), what, bar)
+
+
+def assert_same_gradient(
+    model: Any, loss_of: Callable[[Any], Tensor], share: Callable[[Any], Any] = share_prefixes
+) -> SharingReport:
+    """Assert that `loss_of(model)` and its gradients are the same before and after `share(model)`.
+
+    The report counts the calls of the second loss, and of the first one if `share` had been called before.
+    """
+    with float64_throughout(model):
+        truth = gradients_of(model, lambda: [loss_of(model)])
+        same(truth, gradients_of(share(model), lambda: [loss_of(model)]))
+    return sharing_report(model)
+
+
 def same_step(
     model: Any, truth: Gradients | Features, ours: Terms, *, bar: float = BAR, what: Any = "", **options: Any
 ) -> Rung:
@@ -43,7 +63,10 @@ def same_step(
 
     what: for the message. The rest as for `step_in_float64`.
     """
-    rung = step_in_float64(model, truth, ours, **options)
+    return _within(step_in_float64(model, truth, ours, **options), what, bar)
+
+
+def _within(rung: Rung, what: Any, bar: float) -> Rung:
     assert not rung.failed, f"{what}: {rung.reason}"
     assert rung.worst.radix <= bar and rung.loss_error <= bar, f"{what}: {rung.worst}, loss {rung.loss_error:.1e}"
     return rung

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from radixtrain.collators.misuse_guard import callers
 from radixtrain.hf.backbone import text_decoder_of
+from radixtrain.hf.conditions import why_other_attention
 from radixtrain.hf.dropout import evaluating
 from radixtrain.hf.padded.rows import PaddedRows
 from radixtrain.hf.positions import frequencies_change_at
-from radixtrain.hf.refusals import why_other_attention
 from radixtrain.hf.sharing_report import is_frozen
 from radixtrain.hf.tower import given_of_images, why_not
 from radixtrain.hf.windows import chunk_of

@@ -74,7 +74,7 @@ REASONS = {
     r"which is no PreTrainedModel": "layers in a class that is no PreTrainedModel",
     r"not a plain decoder, but an encoder and a decoder": "an encoder and a decoder",
     r"not a plain decoder \(one stack": "more than one stack of layers",
-    r"does not predict next tokens: (.*)": "...",
+    r"does not predict next tokens: (.*?);": "...",
     r"has (sparse attention)": "...",
     r"is not a causal language model": "not among the causal language models of transformers",
     r"attends in both directions": "attends in both directions",

@@ -17,7 +17,8 @@ import pytest
 import torch
 from families import CORE, CORE_MULTIMODAL, MULTIMODAL, REST, Family
 from padded_batches import PaddedBatch, draw_batch
-from shared_runs import BAR, Pair, in_float64
+from same_step import BAR
+from shared_runs import Pair, in_float64
 from tiers import TRIES, cases
 from torch import Tensor
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from hybrids import (
-    BAR,
     FEATURES,
     ONE_KIND,
     OTHERS,
@@ -17,9 +16,9 @@ from hybrids import (
     PassesNothingOn,
     assert_exact,
     batch_of,
-    distance,
 )
 from older_transformers import since
+from same_step import same
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
@@ -63,7 +62,7 @@ def test_around_a_layer(tiny_hybrid: Build, kind: str, implementation: Checkpoin
     prepare_model(model)
     for index, layer in enumerate(model.model.layers):
         model.model.layers[index] = checkpoint_wrapper(layer, implementation)
-    assert distance(gradients_by_stock_names(model), truth) <= BAR
+    same(truth, gradients_by_stock_names(model))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -94,7 +93,7 @@ def test_a_layer_that_gets_nothing(tiny_hybrid: Build, use_reentrant: bool) -> N
     truth = float64_truth(model, FEATURES)
     prepare_model(model).gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     model.model.layers[0] = PassesNothingOn(model.model.layers[0])
-    assert distance(gradients_by_stock_names(model), truth) <= BAR
+    same(truth, gradients_by_stock_names(model))
 
 
 @pytest.mark.parametrize("implementation", CheckpointImpl)
@@ -108,4 +107,4 @@ def test_around_a_layer_that_gets_nothing(tiny_hybrid: Build, implementation: Ch
         with pytest.raises(UserError, match=r"Qwen3_5DecoderLayer .* set use_reentrant to False"):
             model(**batch_of())
     else:
-        assert distance(gradients_by_stock_names(model), truth) <= BAR
+        same(truth, gradients_by_stock_names(model))

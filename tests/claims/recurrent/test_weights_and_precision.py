@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from hybrids import BAR, FEATURES, KINDS, ONE_KIND, Build, assert_exact, batch_of, mixers_in
+from hybrids import FEATURES, KINDS, ONE_KIND, Build, assert_exact, batch_of, mixers_in
+from same_step import BAR
 from tiers import FULL
 
 from radixtrain import prepare_model

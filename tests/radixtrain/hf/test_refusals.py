@@ -1,5 +1,7 @@
 """What is refused, when a model is prepared and with a batch: each with the layer, the reason and the fix."""
 
+from collections.abc import Callable
+from itertools import islice, product
 from typing import Any
 
 import pytest
@@ -13,11 +15,12 @@ from torch import nn
 from radixtrain import RadixCollator, prepare_model, share_prefixes, verify_equivalence
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of
+from radixtrain.hf.conditions import CONDITIONS, WITHOUT
 from radixtrain.hf.refusals import why_not_across
 
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [7, 8, 9, 3])]
 OWN_STATE = "whose state from token to token does not go through Hugging Face's cache .* cannot fork"
-NO_NEXT_TOKENS = "is not a causal language model: the labels of a RadixCollator"
+NO_NEXT_TOKENS = r"is not a causal language model, .* or share_prefixes\(model\)"
 FROM_PADDING = r"counts positions from padding_idx \+ 1 = 1 .* a radix batch counts from 0"
 EXPERTS = {"ffn_hidden_size": 16, "moe_num_experts": 2, "moe_top_k": 1, "moe_jitter_eps": 0.1}
 DBRX = {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4}, "ffn_config": EXPERTS}
@@ -36,7 +39,11 @@ MODELS: list[tuple[str, dict[str, Any], str]] = [
     ("MiniMaxForCausalLM", {}, f"layer [01] is 'linear_attention', {OWN_STATE}"),
     ("RecurrentGemmaForCausalLM", {}, f"layer 0 is 'linear_attention', {OWN_STATE}"),
     ("RwkvForCausalLM", {}, rf"has a RwkvBlock \(blocks\.0\), {OWN_STATE}"),
-    ("Mamba2ForCausalLM", {"head_dim": 16}, r"Mamba2Model has state-space layers only, .* radix batch on to them"),
+    (
+        "Mamba2ForCausalLM",
+        {"head_dim": 16},
+        r"Mamba2ForCausalLM has state-space layers only, .* radix batch on to them",
+    ),
     # Attention that the tree does not compute.
     ("DogeForCausalLM", {}, r"DogeForCausalLM has a dynamic mask \(keep_window_size=2048\)"),
     ("DeepseekV32ForCausalLM", {}, "DeepseekV32ForCausalLM layer 0 is 'indexed_attention'"),
@@ -54,7 +61,7 @@ MODELS: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("T5ForConditionalGeneration", {}, "T5ForConditionalGeneration is not a plain decoder"),
     # Positions that a model counts itself.
-    ("BartForCausalLM", DECODER, "BartDecoder does not take position_ids"),
+    ("BartForCausalLM", DECODER, "BartForCausalLM does not take position_ids"),
     *(
         (f"{family}ForCausalLM", {**DECODER, "pad_token_id": 0}, FROM_PADDING)
         for family in ("Roberta", "XLMRoberta", "Camembert", "Data2VecText", "RobertaPreLayerNorm")
@@ -73,6 +80,31 @@ def test_a_model(model_class: str, settings: dict[str, Any], message: str) -> No
     """An older transformers may give another reason."""
     with pytest.raises(UserError, match=None if IS_OLDER else message):
         prepare_model(tiny_model(model_class, **settings))
+
+
+class KeepsToItself(transformers.Qwen3ForCausalLM):
+    """Its backbone would compute the unique tokens of all rows as one row."""
+
+    def forward(self, input_ids, labels=None, **kwargs):
+        return super().forward(input_ids, labels=labels)
+
+
+@pytest.mark.skipif(IS_OLDER, reason="an older transformers meets other conditions")
+def test_every_condition_closes_its_doors(tiny_qwen3: Callable[..., Any]) -> None:
+    """Each is the first to close each of its doors to some model here: none is there for nothing."""
+    names = ("Qwen3Model", "BertModel", "Qwen3ForQuestionAnswering", "BlipForConditionalGeneration")
+    soft_cap, other = tiny_model("Gemma2ForCausalLM"), tiny_qwen3()
+    soft_cap.config._attn_implementation, other.config._attn_implementation = "sdpa", "half"
+    models = [
+        *(tiny_model(model_class, **settings) for model_class, settings, _ in MODELS),
+        *(*map(tiny_model, names), soft_cap, other, KeepsToItself(tiny_qwen3().config), tiny_qwen3().to("meta")),
+    ]
+    seen = [*map(parts_of, models), parts_of(tiny_qwen3())._replace(decoder=nn.Linear(1, 1))]
+    closed = set()
+    for parts, door in product(seen, WITHOUT):
+        closing = (each for each in CONDITIONS if door in each.doors and each.why(parts))
+        closed |= {(condition.why, door) for condition in islice(closing, 1)}
+    assert {(each.why, door) for each in CONDITIONS for door in each.doors} - closed == set()
 
 
 @pytest.mark.parametrize(
@@ -147,15 +179,11 @@ class TestNotRefused:
 
 
 def test_a_model_that_keeps_a_radix_batch_to_itself(tiny_qwen3, monkeypatch):
-    """Its backbone would compute the unique tokens of all rows as one row."""
-
-    class MyQwen3(transformers.Qwen3ForCausalLM):
-        def forward(self, input_ids, labels=None, **kwargs):
-            return super().forward(input_ids, labels=labels)
-
-    model = MyQwen3(tiny_qwen3().config)
+    model = KeepsToItself(tiny_qwen3().config)
     monkeypatch.setattr("radixtrain.versions.installed", lambda name: "5.2.0")
-    message = r"MyQwen3 does not pass .* on to its Qwen3Model \(transformers 5\.2\.0 has no .*pip install -U '.*>=5\.3'"
+    message = (
+        r"KeepsToItself does not pass .* on to its Qwen3Model \(transformers 5\.2\.0 has no .*pip install -U '.*>=5\.3'"
+    )
     with pytest.raises(UserError, match=message):
         prepare_model(model)
     share_prefixes(model)

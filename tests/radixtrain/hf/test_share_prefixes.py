@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from same_step import assert_same_gradient, same
 from tiers import FULL, cases
 from tiny_models import tiny_model
 from torch import Tensor, nn
-from untouched_gradient import assert_same, assert_same_gradient
 
 from radixtrain import RadixCollator, prepare_model, restore_model, share_prefixes, sharing_report
 from radixtrain.errors import UserError
@@ -112,7 +112,7 @@ class TestAdapters:
             with float64_throughout(model):
                 results.append(gradients_of(model, lambda model=model: [own_loss(model)]))
         assert sharing_report(model).num_shared == 1
-        assert_same(results[1], results[0])
+        same(results[0], results[1])
 
     def test_dropout_that_a_trainer_adds_later(self, tiny_qwen3):
         from peft import LoraConfig, get_peft_model
@@ -203,8 +203,8 @@ class TestWithPrepareModel:
             expected = gradients_of(model, lambda: [own_loss(model)])
             for call in calls.split():
                 {"share": share_prefixes, "prepare": prepare_model}[call](model)
-            assert_same(gradients_of(model, lambda: [own_loss(model)]), expected)
-            assert_same(gradients_of(model, lambda: [model(**RadixCollator()(FEATURES)).loss]), expected)
+            same(expected, gradients_of(model, lambda: [own_loss(model)]))
+            same(expected, gradients_of(model, lambda: [model(**RadixCollator()(FEATURES)).loss]))
         assert sharing_report(model).num_shared == 1
         assert len(backbone_of(model)._forward_hooks) == 1
         restore_model(model)

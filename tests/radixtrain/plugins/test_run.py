@@ -28,7 +28,7 @@ prompt = torch.randint(1, 60, (1, 40))
 batches = torch.cat([prompt.expand(4, -1), torch.randint(1, 60, (4, 6))], dim=1), torch.randint(1, 60, (4, 46))
 for path in sys.argv[1:]:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for ids in (*batches, *batches):
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
@@ -71,7 +71,8 @@ def test_a_program_shares_and_trains_the_same(folder):
     shared = started(folder, *RUN, "--", sys.executable, "train.py", "qwen", "llama")
     assert ordinary.returncode == shared.returncode == 7, shared.stderr
     assert len(losses(ordinary.stdout, "qwen")) == 4
-    torch.testing.assert_close(losses(shared.stdout, "qwen"), losses(ordinary.stdout, "qwen"), rtol=1e-12, atol=0)
+    rounding = 8 * torch.finfo(torch.float32).eps  # the dtype of Qwen3's norms and loss, in a float64 model too
+    torch.testing.assert_close(losses(shared.stdout, "qwen"), losses(ordinary.stdout, "qwen"), rtol=rounding, atol=0)
     first, second, third = shared.stderr.splitlines()[-3:]
     tokens = 2 * 4 * 46 / (2 * (40 + 4 * 6))
     assert first == (

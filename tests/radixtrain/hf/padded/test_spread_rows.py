@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from same_step import assert_same_gradient
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from untouched_gradient import assert_same_gradient
 
 from radixtrain import share_prefixes
 from radixtrain.errors import UserError
