@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from radixtrain.errors import UserError
 from radixtrain.hf.padded.images import Images
@@ -34,7 +35,7 @@ def has_images(prompts: Any) -> bool:
     return isinstance(prompts, Mapping) and prompts.get("pixel_values") is not None
 
 
-def text_of(backbone: Any, prompts: Mapping[str, Any]) -> dict[str, Any]:
+def text_of(backbone: PreTrainedModel, prompts: Mapping[str, Any]) -> dict[str, Any]:
     """The prompts without what only their images need."""
     names = given_of_images(backbone, prompts) if hasattr(backbone, "get_image_features") else set()
     return {name: value for name, value in prompts.items() if name not in names}
@@ -57,7 +58,9 @@ class PromptImages:
     shifts: IntArray
 
     @classmethod
-    def read(cls, backbone: Any, prompts: Mapping[str, Any], attention_mask: Any, device: torch.device) -> PromptImages:
+    def read(
+        cls, backbone: PreTrainedModel, prompts: Mapping[str, Any], attention_mask: Any, device: torch.device
+    ) -> PromptImages:
         """Runs the tower. In evaluation mode and without gradients. UserError for what cannot be shared exactly."""
         given = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in prompts.items()}
         if not isinstance(given["input_ids"], Tensor):

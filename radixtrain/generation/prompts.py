@@ -17,7 +17,7 @@ from radixtrain.errors import UserError
 from radixtrain.hf.padded.calls import reads_zeros
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 # What a tokenizer returns about text. Of the rest a model may compute something else.
 OF_TEXT = ("input_ids", "attention_mask", "special_tokens_mask", "offset_mapping", "length")
@@ -101,7 +101,7 @@ def _encoded(encoding: Mapping[str, Any], attention_mask: Any) -> tuple[Any, Non
     return [_array(row)[_array(kept) != 0] for row, kept in zip(ids, mask, strict=True)], None, None
 
 
-def check_types(backbone: Any, prompts: Any) -> None:
+def check_types(backbone: PreTrainedModel, prompts: Any) -> None:
     """UserError if types of zeros, which `token_ids_of` leaves out, mean something to a model, as in PaliGemma."""
     for name in prompts if isinstance(prompts, Mapping) else ():
         if name.endswith("token_type_ids") and reads_zeros(backbone, name):

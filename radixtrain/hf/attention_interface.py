@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -158,7 +158,7 @@ _TAKING = Lock()  # models may be loaded, and called, in several threads
 _ours: dict[Callable[..., Any], Callable[..., Any]] = {}  # a function of transformers -> ours around it
 
 
-def take_over(decoder: Any) -> str | None:
+def take_over(decoder: PreTrainedModel) -> str | None:
     """Put our functions around those that the layers of a decoder call; or say why these are not transformers' own.
 
     They stay there, for all models of the process, and do nothing without a plan. Takes 80 us for 28 layers.
@@ -170,7 +170,7 @@ def take_over(decoder: Any) -> str | None:
         return _take_all(decoder, name)
 
 
-def _take_all(decoder: Any, name: str) -> str | None:
+def _take_all(decoder: PreTrainedModel, name: str) -> str | None:
     if decoder not in _attending:
         text = (module for path, module in decoder.named_modules() if is_text(path))
         _attending[decoder] = WeakSet(module for module in text if attends(type(module)))
@@ -345,7 +345,7 @@ def _check_options(module: nn.Module, options: Mapping[str, Any]) -> None:
         raise UserError(f"{layer} is not causal; a shared prefix has the same states only under causal attention")
 
 
-def check_both_ways(backbone: nn.Module, call: Call) -> None:
+def check_both_ways(backbone: PreTrainedModel, call: Call) -> None:
     """RuntimeError if images of a pass that ran were to attend in both directions, and did so in no layer."""
     if call.layout.blocks is not None and not call.both_ways:
         raise RuntimeError(

@@ -24,8 +24,8 @@ class Parts(NamedTuple):
     """The parts of a model, found once: the model without its wrapper, its backbone, its text decoder."""
 
     base: PreTrainedModel
-    backbone: Any
-    decoder: Any
+    backbone: PreTrainedModel
+    decoder: PreTrainedModel
 
     @property
     def name(self) -> str:
@@ -110,7 +110,7 @@ def _parts_of(model: Any) -> Iterator[Any]:
     yield getattr(model, "model", model)
 
 
-def text_decoder_of(backbone: Any) -> Any:
+def text_decoder_of(backbone: PreTrainedModel) -> Any:
     """The module that holds the decoder layers which text runs through."""
     is_multimodal = backbone.config.get_text_config() is not backbone.config
     return backbone.get_decoder() if is_multimodal else backbone

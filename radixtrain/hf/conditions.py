@@ -91,7 +91,7 @@ def why_closed(parts: Parts, door: Door) -> str | None:
     return None
 
 
-def why_other_attention(decoder: Any) -> str | None:
+def why_other_attention(decoder: PreTrainedModel) -> str | None:
     """Why the attention that a decoder would run now is not what tree attention computes; None if it is.
 
     `share_prefixes` asks it at every call, and leaves a call with other attention as it is.
@@ -289,7 +289,7 @@ def _keeps_a_batch_to_itself(parts: Parts) -> str | None:
     """Whether keyword arguments of the model reach its backbone, before which a call with one is stopped."""
     reached: list[bool] = []
 
-    def stop(backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def stop(backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         reached.append(RADIX in kwargs)
         raise InterruptedError
 

@@ -53,7 +53,7 @@ def check_drawing_modules(decoder: nn.Module, allowed: tuple[str, ...], root: nn
             raise _dropout_refused(root or decoder, module)
 
 
-def check_noise(decoder: Any, allowed: tuple[str, ...]) -> None:
+def check_noise(decoder: PreTrainedModel, allowed: tuple[str, ...]) -> None:
     """Refuse NEFTune, which adds noise to the embeddings."""
     noise = getattr(decoder.get_input_embeddings(), "neftune_noise_alpha", None)
     if noise and decoder.training and "neftune" not in allowed:

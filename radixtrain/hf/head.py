@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from radixtrain.errors import UserError, first_line
@@ -92,7 +93,7 @@ def is_padded(batch: Mapping[str, Any]) -> bool:
     return radix_of(batch).layout is None
 
 
-def _ordinary_inputs(decoder: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+def _ordinary_inputs(decoder: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, Any]:
     """An ordinary batch for a model.
 
     RoBERTa and its relatives count positions from `padding_idx + 1` if none are given. The collator counts from 0, so
@@ -112,24 +113,24 @@ def _selected(hidden: Tensor, indices: Tensor) -> Tensor:
 
 
 @contextmanager
-def only_rows(backbone: nn.Module, indices: Tensor) -> Iterator[None]:
+def only_rows(backbone: PreTrainedModel, indices: Tensor) -> Iterator[None]:
     """Inside, the backbone returns to this thread only these rows of the flattened batch, `[1, P, D]`."""
     with on_output(backbone, lambda output: with_rows(output, _selected(output[0], indices)[None])):
         yield
 
 
 @contextmanager
-def on_output(backbone: nn.Module, change: Callable[[Any], Any]) -> Iterator[None]:
+def on_output(backbone: PreTrainedModel, change: Callable[[Any], Any]) -> Iterator[None]:
     """Inside, what the backbone returns to this thread passes through a function; None from it changes nothing.
 
     Not what it returns to calls that run in such a call, by a hook.
     """
     progress, thread = Progress(), get_ident()
 
-    def begin(backbone: nn.Module, args: tuple[Any, ...]) -> None:
+    def begin(backbone: PreTrainedModel, args: tuple[Any, ...]) -> None:
         progress.begin(None)
 
-    def end(backbone: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def end(backbone: PreTrainedModel, args: tuple[Any, ...], output: Any) -> Any:
         progress.end()
         is_own = get_ident() == thread and not progress.calls and output is not None
         return change(output) if is_own else None
@@ -252,7 +253,7 @@ class _Returned(ModelOutput):
 
 
 @contextmanager
-def _returning(backbone: Any, rows: Tensor) -> Iterator[None]:
+def _returning(backbone: PreTrainedModel, rows: Tensor) -> Iterator[None]:
     """Inside, the backbone returns these rows to this thread, whatever it is given."""
     thread = get_ident()
 

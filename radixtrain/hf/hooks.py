@@ -90,7 +90,7 @@ class BackboneHooks:
         self.__dict__.update(state)
         end_watch()
 
-    def install(self, backbone: nn.Module) -> None:
+    def install(self, backbone: PreTrainedModel) -> None:
         """Register the hooks on the backbone and the model. `remove_hooks` finds them by their owner."""
         backbone.register_forward_pre_hook(self.before, with_kwargs=True)
         options = {"with_kwargs": True, "prepend": True, "always_call": True}  # the user's see [B, L, D]
@@ -113,7 +113,7 @@ class BackboneHooks:
             )
 
     @torch.compiler.disable  # dynamo cannot trace the dataclass, and would warn; it runs once a pass
-    def before(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before(self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give the layers the call that they take part in. `_ordinary` takes a batch without a plan."""
         self.progress.begin(None)  # what is tried until it is known is ordinary
         if kwargs.get("radix_call") is not None:  # a pass of generation
@@ -126,7 +126,7 @@ class BackboneHooks:
         return (), given
 
     def _radix(
-        self, backbone: nn.Module, radix: RadixInputs, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, backbone: PreTrainedModel, radix: RadixInputs, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         """The arguments for a batch of a `RadixCollator`."""
         if self.refused is not None:
@@ -150,7 +150,9 @@ class BackboneHooks:
         types = types_for(backbone, layout.blocks, layout.max_seqlen)
         return {**given, **types, "attention_mask": mask, "use_cache": False, "radix_call": call}
 
-    def _ordinary(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    def _ordinary(
+        self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, Any] | None:
         """The arguments for an ordinary batch on its unique tokens, after `share_prefixes`, if it can be shared."""
         if self.padded is None:
             self.sharing.count(backbone, False, ORDINARY)
@@ -161,7 +163,9 @@ class BackboneHooks:
         self.sharing.count(backbone, bool(self.padded.report.num_shared), self.padded.report)
         return given
 
-    def _allowed(self, backbone: nn.Module, padded: PaddedSharing, given: dict[str, Any]) -> dict[str, Any] | None:
+    def _allowed(
+        self, backbone: PreTrainedModel, padded: PaddedSharing, given: dict[str, Any]
+    ) -> dict[str, Any] | None:
         """Refuse adapters and dropouts that compute something else on unique tokens; or None if these are left.
 
         given: the arguments of the call.
@@ -181,7 +185,9 @@ class BackboneHooks:
         padded.count(call)
         return given
 
-    def _check(self, backbone: nn.Module, layout: TreeLayout, radix: RadixInputs, given: Mapping[str, Any]) -> None:
+    def _check(
+        self, backbone: PreTrainedModel, layout: TreeLayout, radix: RadixInputs, given: Mapping[str, Any]
+    ) -> None:
         """Refuse what would change the gradient of this batch."""
         check_one_device(backbone)
         check_evaluation(backbone)
@@ -200,7 +206,7 @@ class BackboneHooks:
         check_pass(decoder, head, layout, radix.is_left_padded, self.allow_dropout)
         self._check_passes(backbone, layout, radix)
 
-    def _check_passes(self, backbone: nn.Module, layout: TreeLayout, radix: RadixInputs) -> None:
+    def _check_passes(self, backbone: PreTrainedModel, layout: TreeLayout, radix: RadixInputs) -> None:
         """Refuse a micro-batch that depends on others, if they cannot be computed in several passes."""
         if radix.cache is None:
             if layout.context is not None:
@@ -219,7 +225,7 @@ class BackboneHooks:
                 f"dropout would draw twice; leave share_across_micro_batches at false, or set the dropout to 0"
             )
 
-    def after(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def after(self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Check that every layer ran tree attention, keep the rows that predict, expand router logits to all tokens."""
         self.progress.end()
         call = kwargs.get("radix_call")
@@ -253,7 +259,7 @@ class BackboneHooks:
             rows = watched(rows, not is_frozen(self.model))
         return with_rows(output, rows[None])
 
-    def _check_mixers(self, backbone: nn.Module, call: Any) -> None:
+    def _check_mixers(self, backbone: PreTrainedModel, call: Any) -> None:
         missing = [module for module in self.mixers if id(module) not in call.mixed]
         if missing:
             raise RuntimeError(

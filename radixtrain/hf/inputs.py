@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import Cache
+from transformers import Cache, PreTrainedModel
 
 from radixtrain.collators.misuse_guard import callers, is_instance_by_name
 from radixtrain.errors import UserError
@@ -36,7 +36,7 @@ NOT_USABLE = {
 RETURNED_PER_TOKEN = ("output_hidden_states", "output_attentions")
 
 
-def arguments_of(backbone: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def arguments_of(backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name, without those that are None."""
     given = dict(zip(inspect.signature(backbone.forward).parameters, args, strict=False)) if args else {}
     return {name: value for name, value in {**given, **kwargs}.items() if value is not None}
@@ -61,7 +61,7 @@ def layout_of(radix: RadixInputs) -> TreeLayout:
     return radix.layout.changed()
 
 
-def check_inputs(decoder: Any, given: Mapping[str, Any], num_rows: int) -> None:
+def check_inputs(decoder: PreTrainedModel, given: Mapping[str, Any], num_rows: int) -> None:
     """Refuse a batch that lost tokens or positions, and what cannot be used with a batch of unique tokens.
 
     given: the arguments of the call without `radix`. num_rows: unique tokens of this process.
@@ -103,7 +103,7 @@ def _rows_of(given: Mapping[str, Any]) -> Tensor | None:
     return given.get("inputs_embeds") if ids is None else ids
 
 
-def check_one_device(backbone: nn.Module) -> None:
+def check_one_device(backbone: PreTrainedModel) -> None:
     """Refuse a radix batch that a trainer spread over devices. backbone: the module that received the batch."""
     if getattr(backbone, "_is_replica", False):  # torch sets it on the copies of DataParallel
         raise UserError(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from radixtrain.errors import UserError
 from radixtrain.hf.class_code import attends
@@ -147,7 +148,7 @@ class LayerKinds:
     mixers: float = 0.0
 
     @classmethod
-    def of(cls, decoder: Any) -> LayerKinds:
+    def of(cls, decoder: PreTrainedModel) -> LayerKinds:
         """Counted in the layers of a text decoder; a module that several layers share counts for each of them."""
         num_mixers, layers = len(mixers_of(decoder)), text_layers(decoder)
         if not num_mixers or not layers:
@@ -160,7 +161,7 @@ class LayerKinds:
 ALIKE = LayerKinds()  # as in a model without recurrent layers
 
 
-def kinds_of_mixers(decoder: Any) -> list[tuple[nn.Module, int]]:
+def kinds_of_mixers(decoder: PreTrainedModel) -> list[tuple[nn.Module, int]]:
     """One mixer of each kind, and how many there are: same class, same shapes."""
     kinds: dict[tuple[Any, ...], list[nn.Module]] = {}
     for mixer in mixers_of(decoder).values():

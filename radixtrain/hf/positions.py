@@ -6,9 +6,10 @@ import inspect
 import re
 from collections.abc import Iterator
 from itertools import dropwhile, takewhile
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import Parts, is_text
@@ -46,7 +47,7 @@ def padding_idx_of_positions(decoder: nn.Module) -> int | None:
     return next((index for index in indices if index is not None), None)
 
 
-def check_position(decoder: Any, max_position: int) -> None:
+def check_position(decoder: PreTrainedModel, max_position: int) -> None:
     """Refuse the largest position of a batch if it is one at which rotary embeddings change their frequencies.
 
     A prefix would depend on the sequences that are in the batch beside its own.
@@ -73,7 +74,7 @@ class FrequencyChange(NamedTuple):
     limit: int
 
 
-def frequencies_change_at(decoder: Any) -> FrequencyChange | None:
+def frequencies_change_at(decoder: PreTrainedModel) -> FrequencyChange | None:
     """Where rotary embeddings change their frequencies; None if they never do.
 
     Hugging Face looks at the largest position of a batch, that of padding included.
@@ -94,7 +95,7 @@ def frequencies_change_at(decoder: Any) -> FrequencyChange | None:
     return min(changes, key=lambda change: change.limit, default=None)
 
 
-def why_padding_matters(decoder: Any) -> str | None:
+def why_padding_matters(decoder: PreTrainedModel) -> str | None:
     """Why left padding changes the result of a sequence; None if it changes only the rounding.
 
     Hugging Face counts positions from the first padding token. Rotary embeddings depend only on distances, so that

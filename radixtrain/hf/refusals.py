@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from radixtrain.attention import STRATEGIES, choose_attention
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
@@ -63,7 +64,7 @@ def why_not_across(parts: Parts, attention: str, allowed: Sequence[str]) -> str 
     return None
 
 
-def check_choice(decoder: Any, attention: str, kernel: str) -> None:
+def check_choice(decoder: PreTrainedModel, attention: str, kernel: str) -> None:
     """Refuse an unknown name, and a kernel that does not run on the device where the model is now."""
     if attention not in ("auto", *STRATEGIES) or kernel != "auto":
         weight = next(decoder.parameters())
@@ -72,7 +73,9 @@ def check_choice(decoder: Any, attention: str, kernel: str) -> None:
         choose_attention(attention, kernel, weight.device, weight.dtype, head_dim, softcap=softcap)
 
 
-def check_pass(decoder: Any, head: Any, layout: TreeLayout, left_padded: bool, allowed: tuple[str, ...]) -> None:
+def check_pass(
+    decoder: PreTrainedModel, head: Any, layout: TreeLayout, left_padded: bool, allowed: tuple[str, ...]
+) -> None:
     """Refuse what makes this forward pass inexact, although the model could be prepared.
 
     left_padded: whether a feature of the batch was padded on the left and had no positions.
@@ -88,7 +91,7 @@ def check_pass(decoder: Any, head: Any, layout: TreeLayout, left_padded: bool, a
     check_draws(decoder, head, allowed)
 
 
-def check_draws(decoder: Any, head: Any, allowed: tuple[str, ...]) -> None:
+def check_draws(decoder: PreTrainedModel, head: Any, allowed: tuple[str, ...]) -> None:
     """Refuse what draws at random in this forward pass."""
     check_noise(decoder, allowed)
     for part in (decoder, head):
@@ -96,7 +99,7 @@ def check_draws(decoder: Any, head: Any, allowed: tuple[str, ...]) -> None:
             check_drawing_modules(part, allowed)
 
 
-def check_own_attention(name: str, decoder: Any) -> None:
+def check_own_attention(name: str, decoder: PreTrainedModel) -> None:
     """Refuse attention of which a plan does not know what it computes. name: of the model, in the error."""
     if reason := why_other_attention(decoder):
         raise UserError(f"{name}: {reason}, and tree attention would compute something else; {TRAIN_WITHOUT_SHARING}")
@@ -134,7 +137,7 @@ def check_only_cross_entropy(model: nn.Module) -> None:
         )
 
 
-def _check_chunks(decoder: Any, max_seqlen: int) -> None:
+def _check_chunks(decoder: PreTrainedModel, max_seqlen: int) -> None:
     """Refuse chunks that are shorter than a sequence; longer ones change nothing."""
     chunk = chunk_of(decoder.config)
     if chunk and chunk < max_seqlen:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 
 @dataclass
@@ -103,7 +103,7 @@ class SharingWatch:
     num_calls: int = 0
     is_done: bool = False
 
-    def count(self, backbone: nn.Module, shares: bool, why: object) -> None:
+    def count(self, backbone: PreTrainedModel, shares: bool, why: object) -> None:
         """Count a call, unless it is an evaluation, a generation, or that of a preference loss's reference model.
 
         why: what the warning says if this call shares nothing either.
@@ -116,6 +116,6 @@ class SharingWatch:
             logger.warning("the first %d training batches of %s shared nothing: %s", NUM_CALLS, self.name, why)
 
 
-def is_frozen(backbone: nn.Module) -> bool:
+def is_frozen(backbone: PreTrainedModel) -> bool:
     """Whether it is that of another reference or reward model."""
     return not any(parameter.requires_grad for parameter in backbone.parameters())

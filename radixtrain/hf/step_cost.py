@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of
@@ -55,7 +55,7 @@ def step_cost_of(model: nn.Module, attention: str = "auto", device: torch.device
     )
 
 
-def _run_cost(decoder: Any, hidden_size: int, flop: float) -> RunCost | None:
+def _run_cost(decoder: PreTrainedModel, hidden_size: int, flop: float) -> RunCost | None:
     """The defaults of `RunCost` in seconds; None without recurrent layers."""
     mixers = [mixer for mixer, _ in kinds_of_mixers(decoder)]
     if not mixers:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from radixtrain.collators.images import (
     OF_IMAGES,
@@ -61,13 +62,13 @@ def image_inputs_of(model: nn.Module) -> ImageInputs:
     assert token is not None
     if not counts_positions(backbone):
         return ImageInputs(token, names, types=types or TYPES, count_blocks=blocks)
-    shell = object.__new__(type(backbone))  # without weights, so that it goes into workers
+    shell: Any = object.__new__(type(backbone))  # without weights, so that it goes into workers
     nn.Module.__init__(shell)
     shell.config = backbone.config
     return ImageInputs(token, names, shell.get_rope_index, frozenset(_arguments(shell.get_rope_index)))
 
 
-def with_features(backbone: Any, radix: RadixInputs, given: Mapping[str, Any]) -> dict[str, Any]:
+def with_features(backbone: PreTrainedModel, radix: RadixInputs, given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of the call of a `RadixCollator`'s batch, with the features of its unique placeholders.
 
     radix: of the batch. given: its other arguments.
@@ -101,7 +102,7 @@ def without_images(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name not in {*OF_IMAGES, TYPES, TOKEN_TYPES}}
 
 
-def given_of_images(backbone: Any, given: Mapping[str, Any]) -> set[str]:
+def given_of_images(backbone: PreTrainedModel, given: Mapping[str, Any]) -> set[str]:
     """The arguments of a call that only its images need; none if it has no images."""
     if "pixel_values" not in given:
         return set()
@@ -114,7 +115,7 @@ def given_of_images(backbone: Any, given: Mapping[str, Any]) -> set[str]:
     return names & given.keys()
 
 
-def why_not_of_class(backbone: Any) -> str | None:
+def why_not_of_class(backbone: PreTrainedModel) -> str | None:
     """Why the images of no call of a model can be shared; None if some can."""
     name = type(backbone).__name__
     if not {FEATURES, "pixel_values"} <= _arguments(backbone.forward) or image_token_of(backbone) is None:
@@ -125,7 +126,7 @@ def why_not_of_class(backbone: Any) -> str | None:
     return None
 
 
-def why_not(backbone: Any, given: Mapping[str, Any]) -> str | None:
+def why_not(backbone: PreTrainedModel, given: Mapping[str, Any]) -> str | None:
     """Why the images of a call cannot be shared; None if they can."""
     reason = why_not_of_class(backbone)
     if reason is not None:
@@ -168,11 +169,11 @@ def position_ids_of(backbone: Any, given: Mapping[str, Any]) -> Tensor | None:
     return backbone.get_rope_index(**{name: value for name, value in given.items() if name in names})[0]
 
 
-def counts_positions(backbone: Any) -> bool:
+def counts_positions(backbone: PreTrainedModel) -> bool:
     return hasattr(backbone, "get_rope_index")
 
 
-def types_of_mask(backbone: Any) -> str | None:
+def types_of_mask(backbone: PreTrainedModel) -> str | None:
     """The argument by which a model makes images attend in both directions; None if it reads none for its mask."""
     arguments = _arguments(backbone.forward)
     if counts_positions(backbone):  # for positions only
@@ -182,26 +183,26 @@ def types_of_mask(backbone: Any) -> str | None:
     return TOKEN_TYPES if TOKEN_TYPES in arguments else None
 
 
-def block_function_of(backbone: Any) -> Callable[..., Tensor] | None:
+def block_function_of(backbone: PreTrainedModel) -> Callable[..., Tensor] | None:
     """The model's own (B, L) types -> (B, L) blocks, in which tokens attend in both directions, -1 outside of them."""
     found = getattr(sys.modules[type(backbone).__module__], "get_block_sequence_ids_for_mask", None)
     return found if types_of_mask(backbone) else None
 
 
-def types_for(backbone: Any, blocks: BlockLayout | None, longest: int) -> dict[str, Tensor]:
+def types_for(backbone: PreTrainedModel, blocks: BlockLayout | None, longest: int) -> dict[str, Tensor]:
     """The argument that makes these rows attend in both directions. longest: sequence, in tokens."""
     name = None if blocks is None else types_of_mask(backbone)
     return {} if name is None or blocks is None else {name: blocks.types(longest)}
 
 
-def without_empty_types(backbone: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+def without_empty_types(backbone: PreTrainedModel, given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call without types that mark no token, as processors return them for text. May wait."""
     types = types_of_mask(backbone) or ""
     is_empty = types in given and block_function_of(backbone) is not None and not given[types].any()
     return {name: value for name, value in given.items() if name != types or not is_empty}
 
 
-def sees_beyond_windows(backbone: Any) -> bool:
+def sees_beyond_windows(backbone: PreTrainedModel) -> bool:
     """Whether a token sees all of its image in layers with a shorter window too, as in the unified Gemma 4."""
     return "create_masks_for_vision_model" not in names_in_method(type(backbone).forward)
 
@@ -210,7 +211,7 @@ def _arguments(function: Any) -> set[str]:
     return set(inspect.signature(function).parameters)
 
 
-def image_token_of(backbone: Any) -> int | None:
+def image_token_of(backbone: PreTrainedModel) -> int | None:
     return getattr(backbone.config, "image_token_id", getattr(backbone.config, "image_token_index", None))
 
 
@@ -228,7 +229,7 @@ class Tower:
     is_uniform: bool
 
     @classmethod
-    def read(cls, backbone: Any, given: Mapping[str, Any], are_distinct: bool = False) -> Tower | str:
+    def read(cls, backbone: PreTrainedModel, given: Mapping[str, Any], are_distinct: bool = False) -> Tower | str:
         """Of the images of a call. are_distinct: as a `RadixCollator` gives them."""
         tensors = {name: given[name] for name in OF_IMAGES.keys() & given_of_images(backbone, given)}
         if not all(isinstance(each, Tensor) for each in tensors.values()):

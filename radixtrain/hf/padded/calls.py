@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from radixtrain.collators.misuse_guard import callers
 from radixtrain.hf.backbone import text_decoder_of
@@ -37,7 +38,7 @@ UNREAD = {
 }
 
 
-def why_unshared(model: nn.Module, backbone: Any, given: Mapping[str, Any], generates: bool) -> str | None:
+def why_unshared(model: nn.Module, backbone: PreTrainedModel, given: Mapping[str, Any], generates: bool) -> str | None:
     """Why a call cannot be shared, as far as this is known without reading the ids; None if it can.
 
     model: around the backbone.
@@ -56,7 +57,7 @@ def why_unshared(model: nn.Module, backbone: Any, given: Mapping[str, Any], gene
     )
 
 
-def why_rows_are_not_shared(backbone: Any, given: Mapping[str, Any], rows: PaddedRows) -> str | None:
+def why_rows_are_not_shared(backbone: PreTrainedModel, given: Mapping[str, Any], rows: PaddedRows) -> str | None:
     """Why these rows cannot be shared; None if they can."""
     decoder = text_decoder_of(backbone)
     if not rows.kept.any():
@@ -82,7 +83,9 @@ def why_rows_are_not_shared(backbone: Any, given: Mapping[str, Any], rows: Padde
     return None
 
 
-def _why_cache(backbone: nn.Module, decoder: Any, given: Mapping[str, Any], generates: bool) -> str | None:
+def _why_cache(
+    backbone: PreTrainedModel, decoder: PreTrainedModel, given: Mapping[str, Any], generates: bool
+) -> str | None:
     """Generation needs a cache. Training and score heads do not, whatever the configuration says."""
     if "past_key_values" in given:
         return "a cache is given (past_key_values)"
@@ -128,7 +131,7 @@ def _why_outputs(config: Any, given: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _why_other_inputs(backbone: nn.Module, given: Mapping[str, Any]) -> str | None:
+def _why_other_inputs(backbone: PreTrainedModel, given: Mapping[str, Any]) -> str | None:
     """A further tensor that a layer may read. It may have one entry for each token or each row."""
     if "pixel_values" in given:
         reason = why_not(backbone, given)
@@ -144,7 +147,7 @@ def _why_other_inputs(backbone: nn.Module, given: Mapping[str, Any]) -> str | No
     return None
 
 
-def _why_state(model: nn.Module, backbone: nn.Module, decoder: Any) -> str | None:
+def _why_state(model: nn.Module, backbone: PreTrainedModel, decoder: PreTrainedModel) -> str | None:
     if getattr(backbone, "_is_replica", False):  # torch sets it on the copies of DataParallel
         return "torch.nn.DataParallel runs copies of the model"
     if torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0:
@@ -180,13 +183,13 @@ MAX_ERROR = 16  # units of rounding: a mixture of experts groups its tokens in a
 
 
 @torch.no_grad()
-def separates_packed_sequences(backbone: Any) -> bool:
+def separates_packed_sequences(backbone: PreTrainedModel) -> bool:
     """Whether a sequence has the same hidden states after another sequence in its row.
 
     Runs the untouched model on two rows of 4 tokens, in evaluation mode and without gradients. Waits for the device. In
     16 bits the states have to be equal bit for bit, because a unit of rounding may hide the other sequence.
     """
-    device = backbone.get_input_embeddings().weight.device
+    device = backbone.device
     positions = torch.tensor([[0, 1, 0, 1]], device=device)
     with evaluating(backbone):
         rows = (torch.tensor([[*first, *SECOND]], device=device) for first in FIRST)
@@ -197,11 +200,11 @@ def separates_packed_sequences(backbone: Any) -> bool:
 
 
 @torch.no_grad()
-def reads_zeros(backbone: Any, name: str) -> bool:
+def reads_zeros(backbone: PreTrainedModel, name: str) -> bool:
     """Whether an argument of zeros, one for each token, changes what the model computes. As above."""
     if name not in inspect.signature(backbone.forward).parameters:
         return False
-    ids = torch.tensor([SECOND], device=backbone.get_input_embeddings().weight.device)
+    ids = torch.tensor([SECOND], device=backbone.device)
     with evaluating(backbone):
         one, other = (
             backbone.forward(input_ids=ids, use_cache=False, **given)[0]

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from radixtrain.collators.images import codes_of, codes_of_blocks
 from radixtrain.hf.backbone import text_decoder_of
@@ -53,7 +54,9 @@ class Images:
     blocks: IntArray | None
 
     @classmethod
-    def read(cls, backbone: Any, given: Mapping[str, Any], rows: PaddedRows, positions: Tensor | None) -> Images | str:
+    def read(
+        cls, backbone: PreTrainedModel, given: Mapping[str, Any], rows: PaddedRows, positions: Tensor | None
+    ) -> Images | str:
         """The images of a call that can be shared, or why these cannot. Waits for the device."""
         token = image_token_of(backbone)
         if (rows.input_ids[~rows.kept] == token).any():
@@ -100,7 +103,7 @@ class Images:
         return {**left, FEATURES: {"image": self.tower.features_at(on_device(places, arguments["input_ids"].device))}}
 
 
-def _blocks(backbone: Any, given: Mapping[str, Any], rows: PaddedRows) -> IntArray | None:
+def _blocks(backbone: PreTrainedModel, given: Mapping[str, Any], rows: PaddedRows) -> IntArray | None:
     """(T,). The blocks that attend in both directions, of the tokens without padding; None if there are none."""
     types, count_blocks = given.get(types_of_mask(backbone) or ""), block_function_of(backbone)
     if types is None or count_blocks is None:

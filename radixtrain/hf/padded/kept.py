@@ -20,6 +20,7 @@ from weakref import WeakSet
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import CachedCall
@@ -97,7 +98,9 @@ class KeptPrefixes:
         """The copy of a model has an empty cache, and no call runs in it."""
         return type(self), (self.cache,)
 
-    def why_not(self, model: nn.Module, backbone: nn.Module, given: Mapping[str, Any], rows: PaddedRows) -> str | None:
+    def why_not(
+        self, model: nn.Module, backbone: PreTrainedModel, given: Mapping[str, Any], rows: PaddedRows
+    ) -> str | None:
         """Why a call that can be shared cannot use the cache; None if it can: then `start` it. given: its arguments."""
         if "pixel_values" in given:
             return "images are given, and it knows tokens by their ids"
@@ -117,7 +120,9 @@ class KeptPrefixes:
                 return name
         return None
 
-    def start(self, backbone: nn.Module, rows: PaddedRows, min_shared_tokens: int, kernel: str) -> KeptCall | None:
+    def start(
+        self, backbone: PreTrainedModel, rows: PaddedRows, min_shared_tokens: int, kernel: str
+    ) -> KeptCall | None:
         """The call for the tokens of a batch that are not kept; None while another call uses the cache.
 
         One of this thread, which this call runs in, is no hindrance, unless the model has changed since it began.
@@ -141,7 +146,7 @@ class KeptPrefixes:
             raise
 
     def _started(
-        self, held: Held, backbone: nn.Module, rows: PaddedRows, min_shared_tokens: int, kernel: str
+        self, held: Held, backbone: PreTrainedModel, rows: PaddedRows, min_shared_tokens: int, kernel: str
     ) -> KeptCall:
         sequences = [ids for ids in np.split(rows.input_ids[rows.kept], rows.cu_seqlens[1:-1]) if len(ids)]
         matches = [self.cache.match_prefix(ids[:-1]) for ids in sequences]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from radixtrain.collators.images import blocks_of_rows
 from radixtrain.errors import UserError
@@ -77,7 +78,7 @@ class PaddedSharing:
             raise UserError(f"attention={self.attention!r} computes whole batches: leave out attention or cache")
 
     def call_on_unique_tokens(
-        self, model: nn.Module, backbone: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, model: nn.Module, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> dict[str, Any] | None:
         """The arguments of the call that computes unique tokens; None for a call that is not shared.
 
@@ -95,7 +96,7 @@ class PaddedSharing:
         self.report.not_shared[reason] += 1
         return None
 
-    def _planned(self, model: nn.Module, backbone: nn.Module, given: Mapping[str, Any]) -> dict[str, Any] | str:
+    def _planned(self, model: nn.Module, backbone: PreTrainedModel, given: Mapping[str, Any]) -> dict[str, Any] | str:
         """The arguments of the shared call, or why there is none."""
         decoder = text_decoder_of(backbone)
         of_images = given_of_images(backbone, given)
@@ -143,7 +144,7 @@ class PaddedSharing:
         return images.in_place_of(arguments, plan.gather_indices, call.layout)
 
     def _kept_call(
-        self, model: nn.Module, backbone: nn.Module, given: Mapping[str, Any], rows: PaddedRows
+        self, model: nn.Module, backbone: PreTrainedModel, given: Mapping[str, Any], rows: PaddedRows
     ) -> KeptCall | None:
         """The call on what the cache does not hold; None without a cache, or, counted, if it cannot be used."""
         if self.kept is None:
@@ -154,7 +155,7 @@ class PaddedSharing:
             self.report.not_cached[reason or "another call uses the cache"] += 1
         return call
 
-    def _why_left_padding_matters(self, decoder: Any, rows: PaddedRows) -> str | None:
+    def _why_left_padding_matters(self, decoder: PreTrainedModel, rows: PaddedRows) -> str | None:
         """Why padding on the left cannot be shared, found once: with LoRA in 28 layers it takes 9 ms."""
         if self.left_padding is None:
             reason = why_padding_matters(decoder)

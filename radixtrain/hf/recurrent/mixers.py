@@ -11,6 +11,7 @@ import re
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from radixtrain.hf.backbone import is_text
 from radixtrain.hf.class_code import attends, names_in
@@ -36,7 +37,7 @@ def layer_around(decoder: nn.Module, path: str) -> nn.Module | None:
     return None
 
 
-def text_layers(decoder: Any) -> list[nn.Module]:
+def text_layers(decoder: PreTrainedModel) -> list[nn.Module]:
     """The decoder layers of the text in order; empty if they are not one list of num_hidden_layers."""
     num_layers = getattr(decoder.config, "num_hidden_layers", None)  # BLT's has none
     lists = [
@@ -47,7 +48,7 @@ def text_layers(decoder: Any) -> list[nn.Module]:
     return list(lists[0]) if lists else []
 
 
-def why_padding_leaks(decoder: Any) -> str | None:
+def why_padding_leaks(decoder: PreTrainedModel) -> str | None:
     """Why padding on the left changes a state in Hugging Face's own batch; None if it does not.
 
     The input of a mixer is 0 at padding. With a bias its projection is not, and a convolution brings that to the first
@@ -64,7 +65,7 @@ def why_padding_leaks(decoder: Any) -> str | None:
     return None
 
 
-def num_attention_layers(decoder: Any) -> int:
+def num_attention_layers(decoder: PreTrainedModel) -> int:
     """The decoder layers that attend: all, but for those whose tokens meet only in a mixer or not at all.
 
     In Llama 3.2 Vision text skips the layers that attend to images.
