@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers.utils.logging import disable_progress_bar
 
@@ -24,6 +24,9 @@ from radixtrain.training.results.model_folder import card_and_settings, check_mo
 from radixtrain.training.results.run_progress import print_line
 from radixtrain.training.results.summary import RunSummary
 from radixtrain.training.start.run_overview import system_prompt
+
+if TYPE_CHECKING:
+    import lightning as L
 
 
 def export(settings: Export) -> Path:
@@ -83,7 +86,13 @@ def _settings(hparams: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def export_run(
-    trainer: Any, module: Any, data: Any, summary: RunSummary, output_dir: Path, settings: Run, config: dict[str, Any]
+    trainer: L.Trainer,
+    module: Any,
+    data: Any,
+    summary: RunSummary,
+    output_dir: Path,
+    settings: Run,
+    config: dict[str, Any],
 ) -> None:
     """Write `model/` and the end of the summary, say it, and upload it. With several ranks each of them calls it.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -18,6 +18,10 @@ from radixtrain.redaction import check_unmasked
 from radixtrain.settings.commands import Run
 from radixtrain.settings.trainer import TrainerSettings
 from radixtrain.training.optimizer import check_package
+
+if TYPE_CHECKING:
+    import lightning as L
+
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +93,7 @@ def _check_max_time(max_time: Any) -> None:
         ) from None
 
 
-def check_interval(trainer: Any, steps_per_epoch: int) -> None:
+def check_interval(trainer: L.Trainer, steps_per_epoch: int) -> None:
     """UserError if `trainer.val_check_interval` is longer than an epoch that ends its count, or several ranks' time.
 
     Lightning has each rank ask its own clock, and ranks that do not agree wait for each other until one gives up.

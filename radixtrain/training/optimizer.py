@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
@@ -14,6 +14,10 @@ from transformers import get_scheduler
 from radixtrain.checkpoints.sharded import is_sharded
 from radixtrain.errors import UserError, first_line
 from radixtrain.hf.backbone import model_inside
+
+if TYPE_CHECKING:
+    from radixtrain.settings.model import ModelSettings
+
 
 SMALLEST_8BIT = 4096  # bitsandbytes keeps moments of fewer numbers in 32 bits
 # The scale of Moonlight (arXiv 2502.16982, section 2.2): an update as large as AdamW's, so both take one learning rate.
@@ -51,7 +55,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             part.__setstate__({"state": self.state, "param_groups": [group]})
 
 
-def optimizer_of(module: nn.Module, settings: Any) -> torch.optim.Optimizer:
+def optimizer_of(module: nn.Module, settings: ModelSettings) -> torch.optim.Optimizer:
     """What `model.optimizer` names, over what is trained. settings: of a `RadixModule`.
 
     Raises UserError if it does not work with the package, device, dtype or strategy that are there.
@@ -99,7 +103,7 @@ def _try_step(kind: Any, device: torch.device) -> None:
         ) from error
 
 
-def moment_bytes(module: nn.Module, settings: Any) -> int:
+def moment_bytes(module: nn.Module, settings: ModelSettings) -> int:
     """What the optimizer keeps for the weights that are trained. Both as for `optimizer_of`."""
     in_32_bits = _embeddings(module) if settings.optimizer == "adamw_8bit" else set()
 
@@ -112,14 +116,16 @@ def moment_bytes(module: nn.Module, settings: Any) -> int:
     return sum(of(weight, group) for group in _parameter_groups(module, settings) for weight in group["params"])
 
 
-def schedule(optimizer: torch.optim.Optimizer, settings: Any, num_steps: int) -> Any:
+def schedule(optimizer: torch.optim.Optimizer, settings: ModelSettings, num_steps: int) -> Any:
     """Warm-up, and after it what `lr_scheduler_type` says. settings: of a `RadixModule`."""
     warmup = settings.warmup_steps
     num_warmup = round(warmup * num_steps) if warmup < 1 else int(warmup)
     return get_scheduler(settings.lr_scheduler_type, optimizer, num_warmup, num_steps)
 
 
-def set_hyperparameters(optimizer: torch.optim.Optimizer, scheduler: Any, module: nn.Module, settings: Any) -> None:
+def set_hyperparameters(
+    optimizer: torch.optim.Optimizer, scheduler: Any, module: nn.Module, settings: ModelSettings
+) -> None:
     """Give a restored optimizer and its schedule the settings of this run; the moments and the step stay.
 
     scheduler: as `schedule` makes it, with the number of its step restored. settings: of a `RadixModule`.
@@ -156,7 +162,7 @@ def num_steps_of_run(trainer: L.Trainer, steps_per_epoch: int | None) -> int:
     return num_steps if trainer.max_steps == -1 else min(num_steps, trainer.max_steps)
 
 
-def _parameter_groups(module: nn.Module, settings: Any) -> list[dict[str, Any]]:
+def _parameter_groups(module: nn.Module, settings: ModelSettings) -> list[dict[str, Any]]:
     """Weights with their settings, but for the learning rate. Groups with a `momentum` are Muon's."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     hidden = _hidden_matrices(module) if settings.optimizer == "muon" else set()

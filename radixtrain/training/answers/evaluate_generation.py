@@ -113,7 +113,7 @@ class EvaluateGeneration(L.Callback):
         if not is_try:
             ranks().broadcast_from_rank0(lambda: self._write(trainer, judged))
 
-    def _write(self, trainer: Any, judged: Sequence[Judged]) -> None:
+    def _write(self, trainer: L.Trainer, judged: Sequence[Judged]) -> None:
         """Into a file, which replaces one of its name; and the first rows to every `WandbLogger`."""
         name = f"step={trainer.global_step}" if trainer.state.fn == "fit" else "validate"
         path = Path(trainer.default_root_dir) / "answers" / f"{name}.csv"

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
@@ -23,6 +23,10 @@ from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.quantized import four_bit_layers
 from radixtrain.hf.recurrent.mixers import text_layers
 
+if TYPE_CHECKING:
+    import lightning as L
+
+
 logger = logging.getLogger(__name__)
 
 METHODS = ("loss_sum", "predict_step")  # of a `RadixModule`: those that use its weights
@@ -38,7 +42,7 @@ class FSDP2Strategy(DDPStrategy):
     Checkpoints are those of a single process: tensors are gathered one at a time while rank 0 writes.
     """
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: L.Trainer) -> None:
         """Convert and shard the module, and make the optimizers of its parts."""
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from datetime import timedelta
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
@@ -19,6 +19,10 @@ from radixtrain.errors import UserError, did_you_mean
 from radixtrain.settings.section import value_of
 from radixtrain.training.devices.fsdp2 import FSDP2Strategy
 from radixtrain.training.devices.launcher_env import ON_SEVERAL, LauncherEnv, is_launched, launcher_env
+
+if TYPE_CHECKING:
+    import lightning as L
+
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +92,7 @@ def device_settings(settings: Any, command: str) -> dict[str, Any]:
     return {**fixed, **changed}
 
 
-def check_devices(trainer: Any, timeout: timedelta, sp_size: int = 1) -> None:
+def check_devices(trainer: L.Trainer, timeout: timedelta, sp_size: int = 1) -> None:
     """UserError if Lightning has made something else of the settings than can run here; completes the strategy.
 
     timeout: how long a rank waits for the others. sp_size: of these ranks, see `sp_size_of`.

@@ -66,7 +66,7 @@ def check_not_beyond(trainer: L.Trainer, position: Position, epoch_length: int) 
             )
 
 
-def sync_loop_counters(trainer: L.Trainer) -> None:
+def sync_loop_counters(trainer: Any) -> None:
     """Called when training starts, after Lightning has restored its loops: an epoch that begins is no restarted one.
 
     Otherwise a run with `max_steps` spends its first turn of the loop on finding that out, and counts it as a step in

@@ -74,7 +74,7 @@ class SaveCheckpoints(L.Callback):
         """Have a checkpoint written before the next step, or at the end of the run."""
         self._asked = True
 
-    def on_fit_start(self, trainer: Any, module: Any) -> None:
+    def on_fit_start(self, trainer: L.Trainer, module: Any) -> None:
         """Called even if nothing is left to train."""
         if not trainer.ckpt_path:
             return
@@ -83,35 +83,35 @@ class SaveCheckpoints(L.Callback):
         if resumed.parent == self.folder.resolve():
             self.last = self.folder / resumed.name
 
-    def on_train_start(self, trainer: Any, module: Any) -> None:
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         """What the run went on from need not be written again. Lightning has put its own signal handlers in by now."""
         self.requests.install()
         self._has_started, self._saved_when = True, time.monotonic()
         self._saved_at = module.position if module.position.num_batches else None
 
-    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         self._look(trainer, module)
         if self._asked or (self.is_scheduled and self._is_due(module.position)):
             self._save(trainer, module)
 
-    def on_validation_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+    def on_validation_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._look(trainer, module, validation_pending=True)
 
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+    def on_train_epoch_end(self, trainer: L.Trainer, module: Any) -> None:
         self._asked |= self.is_scheduled
 
-    def on_train_end(self, trainer: Any, module: Any) -> None:
+    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
         if self.is_scheduled or self._asked:
             self._save(trainer, module)
 
-    def on_fit_end(self, trainer: Any, module: Any) -> None:
+    def on_fit_end(self, trainer: L.Trainer, module: Any) -> None:
         """A run that was stopped in its last validation has nothing to train when it goes on, but that to do."""
         if module.position.validation_pending:
             run_pending_validation(module)
             self.on_train_end(trainer, module)
 
-    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: L.Trainer, module: Any, exception: BaseException) -> None:
         """The last good step is saved, unless the error came from saving or in the middle of an optimizer step.
 
         A signal while answers are generated comes this way, too. Several ranks save only after an error that all of
@@ -128,7 +128,7 @@ class SaveCheckpoints(L.Callback):
         except Exception as error:  # the one that ends the run is the one to tell
             logger.warning("the last good step could not be saved: %s", error)
 
-    def _look(self, trainer: Any, module: Any, validation_pending: bool = False) -> None:
+    def _look(self, trainer: L.Trainer, module: Any, validation_pending: bool = False) -> None:
         """Do what signals and files ask for. Raises Stopped."""
         stop, save = self.requests.poll()
         if stop is not None:
@@ -159,7 +159,7 @@ class SaveCheckpoints(L.Callback):
         here = ranks()
         return here.any(here.is_first and time.monotonic() - self._saved_when >= self.every_seconds)
 
-    def _save(self, trainer: Any, module: Any, validation_pending: bool = False) -> None:
+    def _save(self, trainer: L.Trainer, module: Any, validation_pending: bool = False) -> None:
         """Unless this position is saved already."""
         position = replace(module.position, validation_pending=validation_pending)
         self._asked = False
@@ -188,7 +188,7 @@ class SaveCheckpoints(L.Callback):
             point(self.folder, "last", path)
 
 
-def _write(trainer: Any, path: Path) -> None:
+def _write(trainer: L.Trainer, path: Path) -> None:
     """Save on all ranks. An error of one ends the others with EndedElsewhere, which leaves it to that one to tell."""
     failed: Exception | None = None
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from lightning.pytorch.callbacks import Callback
@@ -17,6 +17,10 @@ from radixtrain.redaction import masked
 from radixtrain.training.results.model_folder import SETTINGS
 from radixtrain.training.results.run_progress import SUMMARY
 from radixtrain.yaml_text import read_yaml
+
+if TYPE_CHECKING:
+    import lightning as L
+
 
 # How rows are read, and of which type each is: what evaluates a model that was trained here reads them as the run did.
 # The chat template is in the model's folder.
@@ -44,14 +48,14 @@ class SaveMaskedConfig(Callback):
         """config: every key with its value, as a file of settings has them."""
         self.config = config
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         if stage != "fit":
             self._save(trainer)
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._save(trainer)
 
-    def _save(self, trainer: Any) -> None:
+    def _save(self, trainer: L.Trainer) -> None:
         if trainer.is_global_zero:
             folder = log_folder(trainer)
             folder.mkdir(parents=True, exist_ok=True)
@@ -97,14 +101,14 @@ def defaults_of_model(model_name_or_path: str, system_prompt: str | None = None)
     return {name: value for name, value in found.items() if value is not None}
 
 
-def log_folder(trainer: Any) -> Path:
+def log_folder(trainer: L.Trainer) -> Path:
     """Lightning's `trainer.log_dir`, which is a broadcast; this one rank may call without the others."""
     first = trainer.loggers[0] if trainer.loggers else None
     folder = first.log_dir if isinstance(first, CSVLogger | TensorBoardLogger) else getattr(first, "save_dir", None)
     return Path(folder or trainer.default_root_dir)
 
 
-def own_log_folders(trainer: Any) -> list[Path]:
+def own_log_folders(trainer: L.Trainer) -> list[Path]:
     """Those that only a logger of this trainer writes into: of CSV files and of TensorBoard."""
     return [Path(log.log_dir) for log in trainer.loggers if isinstance(log, CSVLogger | TensorBoardLogger)]
 

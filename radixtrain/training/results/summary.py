@@ -61,7 +61,7 @@ class RunSummary(L.Callback):
         self._drawn_at, self._drawing_seconds = math.inf, FIRST_DRAWING
         saver.on_saved.append(self._on_saved)
 
-    def on_fit_start(self, trainer: Any, module: Any) -> None:
+    def on_fit_start(self, trainer: L.Trainer, module: Any) -> None:
         """After a checkpoint was read, whether or not anything is left to train."""
         self._module, self.speed, self._earlier_seconds = module, module.speed, self.progress.seconds
         for name in (PICTURE, SUMMARY) if ranks().is_first else ():  # of a run that was killed while it wrote one
@@ -225,7 +225,7 @@ class RunSummary(L.Callback):
         self._drawn_at = time.monotonic()
         self._drawing_seconds = self._drawn_at - started
 
-    def _log_last_step(self, trainer: L.Trainer) -> None:
+    def _log_last_step(self, trainer: Any) -> None:
         """Log the last step too if the run ends between two steps that are logged."""
         self._read_module()
         step = self._module.position.num_batches

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,8 +13,11 @@ from radixtrain.errors import UserError, did_you_mean, first_line
 from radixtrain.hf.adapters import check_not_shared
 from radixtrain.hf.quantized import four_bit_layers, with_plain_weights
 
+if TYPE_CHECKING:
+    from radixtrain.settings.model import ModelSettings
 
-def quantization(settings: Any) -> Any:
+
+def quantization(settings: ModelSettings) -> Any:
     """transformers' `BitsAndBytesConfig` if the settings of a `RadixModule` ask for 4-bit weights, else None.
 
     Raises UserError if bitsandbytes is missing, or if another setting does not go with it.
@@ -38,7 +41,7 @@ def quantization(settings: Any) -> Any:
     )
 
 
-def check_quantized(model: Any, settings: Any) -> None:
+def check_quantized(model: Any, settings: ModelSettings) -> None:
     """Refuse a checkpoint that was stored quantised, unless it is of 4 bits by bitsandbytes and only adapters train."""
     method = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
     if method is None:
@@ -54,7 +57,7 @@ def check_quantized(model: Any, settings: Any) -> None:
         raise UserError(f"{named}, and weights of 4 bits do not train; set model.use_peft: true")
 
 
-def with_adapters(model: nn.Module, settings: Any) -> Any:
+def with_adapters(model: nn.Module, settings: ModelSettings) -> Any:
     """The model wrapped by PEFT. UserError that names the key if it cannot be."""
     try:
         from peft import LoraConfig, get_peft_model  # optional, and four seconds to import

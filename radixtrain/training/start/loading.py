@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -37,6 +37,10 @@ from radixtrain.hf.refusals import check_only_cross_entropy, check_soft_cap
 from radixtrain.training.fault_tolerance.nonfinite_guard import check_weights_finite
 from radixtrain.training.start.adapters import check_quantized, quantization, with_adapters
 
+if TYPE_CHECKING:
+    from radixtrain.settings.model import ModelSettings
+
+
 logger = logging.getLogger(__name__)
 LOADERS: dict[Any, Any] = {
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -45,7 +49,7 @@ LOADERS: dict[Any, Any] = {
 }
 
 
-def load_trainable(settings: Any) -> Any:
+def load_trainable(settings: ModelSettings) -> Any:
     """The model that the settings of a `RadixModule` describe, in training mode. UserError if it cannot be made."""
     model = load_model(
         settings.model_name_or_path, settings.dtype, settings.attn_implementation, quantization(settings)
@@ -60,7 +64,7 @@ def load_trainable(settings: Any) -> Any:
     return model.train()
 
 
-def with_training_options(model: Any, settings: Any) -> Any:
+def with_training_options(model: Any, settings: ModelSettings) -> Any:
     """The model with checkpointing and adapters as the settings say. UserError for a loss beside the cross-entropy."""
     if model.dtype == torch.float64 and model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # torch's grouped product of experts takes no float64
@@ -174,7 +178,7 @@ def _num_parameters(model: nn.Module) -> tuple[int, int]:
 MAX_PERIOD = 8
 
 
-def random_trainable(settings: Any, num_layers: int, device: torch.device) -> Any:
+def random_trainable(settings: ModelSettings, num_layers: int, device: torch.device) -> Any:
     """The model that the settings of a `RadixModule` describe, with the first layers only and random weights.
 
     It is in training mode, with adapters and activation checkpointing as configured, and not prepared. On the meta

@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import xxhash
 from huggingface_hub import constants, try_to_load_from_cache
@@ -18,6 +18,11 @@ from radixtrain.errors import UserError, bytes_text, first_line
 from radixtrain.redaction import masked
 from radixtrain.settings.section import flat
 from radixtrain.versions import versions
+
+if TYPE_CHECKING:
+    from radixtrain.settings.commands import Run
+    from radixtrain.settings.model import ModelSettings
+
 
 WHOLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
 MODEL_SUFFIXES = (".json", ".safetensors", ".jinja", ".model", ".txt")
@@ -37,7 +42,7 @@ def num_stored_parameters(model_name_or_path: str) -> int | None:
     return None if files is None else sum(_num_parameters(path) for path in files)
 
 
-def check_room(output_dir: Path, num_parameters: int | None, settings: Any, copies: int) -> int:
+def check_room(output_dir: Path, num_parameters: int | None, settings: ModelSettings, copies: int) -> int:
     """Bytes that the run writes into `output_dir`, at least.
 
     settings: of a `RadixModule`. copies: checkpoints that are there at once; those of adapters are left out.
@@ -58,7 +63,7 @@ def check_room(output_dir: Path, num_parameters: int | None, settings: Any, copi
     return needed
 
 
-def described_start(settings: Any) -> dict[str, str]:
+def described_start(settings: Run) -> dict[str, str]:
     """What the ranks of a run must have alike, by name: settings, versions of packages, the files of the model.
 
     settings: of the command, as they were parsed.

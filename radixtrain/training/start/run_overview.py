@@ -38,6 +38,8 @@ from radixtrain.training.optimizer import moment_bytes, num_steps_of_run
 from radixtrain.tree.groups import PrefixGroups
 
 if TYPE_CHECKING:
+    import lightning as L
+
     from radixtrain.data.datamodule import SFTData
 
 MOST_CONVERSATIONS = 20_000
@@ -58,7 +60,9 @@ Entry = tuple[str, str]
 """A name and a line of text."""
 
 
-def print_overview(trainer: Any, module: Any, data: SFTData, config: Any, written: int, evaluates: str = "") -> None:
+def print_overview(
+    trainer: L.Trainer, module: Any, data: SFTData, config: Any, written: int, evaluates: str = ""
+) -> None:
     """Print it, coloured on a terminal.
 
     module, data: a `RadixModule` with its model, and an `SFTData` with its rows. config: of the trainer, as it was set.
@@ -137,7 +141,7 @@ def sharing_entries(data: SFTData) -> list[Entry]:
     return [*entries, ("advice", hint)] if hint else entries
 
 
-def model_entries(module: Any, trainer: Any, steps_per_epoch: int, written: int) -> list[Entry]:
+def model_entries(module: Any, trainer: L.Trainer, steps_per_epoch: int, written: int) -> list[Entry]:
     """Ranks, steps, memory and disk. written: bytes, see `check_room`."""
     sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in module.parameters()]
     held = sum(size * (2 if trained else 1) for size, trained in sizes) + moment_bytes(module, module.hparams)
