@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoModel
+from transformers import AutoModel, PreTrainedConfig
 
 from radixtrain.errors import UserError, first_line
 from radixtrain.hf.backbone import parts_of
@@ -48,7 +48,7 @@ class StepFlops:
         return self.linear + self.attention + self.head
 
 
-def ordinary_flops(config: Any, plan: PrefixPlan, num_labels: int) -> StepFlops:
+def ordinary_flops(config: PreTrainedConfig, plan: PrefixPlan, num_labels: int) -> StepFlops:
     """Each sequence computed in full, without padding.
 
     config: a Hugging Face configuration of a dense decoder, or of a hybrid one. UserError if it does not say its
@@ -59,7 +59,7 @@ def ordinary_flops(config: Any, plan: PrefixPlan, num_labels: int) -> StepFlops:
     return _flops(config, plan.num_tokens, int((lengths * (lengths + 1) // 2).sum()), num_labels)
 
 
-def unique_flops(config: Any, plan: PrefixPlan, num_predictors: int) -> StepFlops:
+def unique_flops(config: PreTrainedConfig, plan: PrefixPlan, num_predictors: int) -> StepFlops:
     """Only unique tokens: each attends to its own path.
 
     num_predictors: distinct rows that predict.
@@ -70,7 +70,7 @@ def unique_flops(config: Any, plan: PrefixPlan, num_predictors: int) -> StepFlop
     return _flops(config, plan.num_unique_tokens, pairs, num_predictors)
 
 
-def _flops(config: Any, num_tokens: int, num_pairs: int, num_predictions: int) -> StepFlops:
+def _flops(config: PreTrainedConfig, num_tokens: int, num_pairs: int, num_predictions: int) -> StepFlops:
     model = ModelDimensions.of(config)
     if model.intermediate_size is None:
         raise UserError(f"{type(config).__name__} does not say the width of its MLP, so its flops cannot be counted")
@@ -86,7 +86,7 @@ def _flops(config: Any, num_tokens: int, num_pairs: int, num_predictions: int) -
     )
 
 
-def _kinds_and_mixing(config: Any) -> tuple[LayerKinds, int]:
+def _kinds_and_mixing(config: PreTrainedConfig) -> tuple[LayerKinds, int]:
     """What the mean layer has, and the multiply-adds of all recurrent mixers for a token. UserError if unknown."""
     config = config.get_text_config()
     if all(kind in EXACT_LAYERS for kind in getattr(config, "layer_types", None) or ()):
@@ -97,7 +97,7 @@ def _kinds_and_mixing(config: Any) -> tuple[LayerKinds, int]:
     return _mixers[key]
 
 
-def _counted_on_meta(config: Any) -> tuple[LayerKinds, int]:
+def _counted_on_meta(config: PreTrainedConfig) -> tuple[LayerKinds, int]:
     """Counted on a model without memory."""
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from radixtrain.bench.cells import Cell, GivenBatch, features_of_cell
 from radixtrain.bench.flops import ordinary_flops, unique_flops
@@ -92,17 +92,17 @@ class Work:
         """U, what a radix arm computes: a prefix that is in two micro-batches counts twice."""
         return self.step(attention).num_computed_tokens
 
-    def ideal_speedup(self, config: Any) -> float:
+    def ideal_speedup(self, config: PreTrainedConfig) -> float:
         """Floating-point operations of the ordinary arm, without its padding, over those of the radix arm."""
         predictors = [len(radix_of(batch).predictor_indices) for batch in self.radix.micro_batches]
         unique = (unique_flops(config, *each).total for each in zip(self.plans, predictors, strict=True))
         return self._ordinary_flops(config) / sum(unique)
 
-    def ordinary_teraflops(self, config: Any) -> float:
+    def ordinary_teraflops(self, config: PreTrainedConfig) -> float:
         """1e12 floating-point operations of the ordinary arm's forward pass, or of its step: three times as many."""
         return self._ordinary_flops(config) * (3 if self.cell.mode == "step" else 1) / 1e12
 
-    def _ordinary_flops(self, config: Any) -> float:
+    def _ordinary_flops(self, config: PreTrainedConfig) -> float:
         """Of a forward pass. A sequence costs the same in any micro-batch, so the radix ones are counted."""
         labels = [int(radix_of(batch).loss_weights.sum()) for batch in self.radix.micro_batches]
         return sum(ordinary_flops(config, *each).total for each in zip(self.plans, labels, strict=True))

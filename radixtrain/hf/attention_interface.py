@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -184,7 +184,7 @@ def _take_all(decoder: PreTrainedModel, name: str) -> str | None:
     return reason or next(filter(None, (*reasons, *others)), None)
 
 
-def _why_configured(module: Any, config: Any) -> str | None:
+def _why_configured(module: Any, config: PreTrainedConfig) -> str | None:
     """Why a layer does not call the attention that its decoder makes masks for: by a configuration of its own."""
     own: Any = getattr(module, "config", config)
     if own is config or getattr(own, "_attn_implementation", None) in (None, config._attn_implementation):

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
@@ -101,7 +101,7 @@ def why_other_attention(decoder: PreTrainedModel) -> str | None:
     return why_no_soft_cap(decoder.config) or take_over(decoder)
 
 
-def why_no_soft_cap(config: Any) -> str | None:
+def why_no_soft_cap(config: PreTrainedConfig) -> str | None:
     """Why a soft-cap is left out: transformers before 5.21 chooses `sdpa` for such a model. None if it is not."""
     softcap = getattr(config, "attn_logit_softcapping", None)
     if softcap is None or config._attn_implementation != "sdpa":

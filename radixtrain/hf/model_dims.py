@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from radixtrain.errors import UserError
 from radixtrain.hf.class_code import attends
@@ -47,7 +47,7 @@ class ModelDimensions:
     qk_rope_head_dim: int = 0
 
     @classmethod
-    def of(cls, config: Any) -> ModelDimensions:
+    def of(cls, config: PreTrainedConfig) -> ModelDimensions:
         """Read a configuration, or the text part of a multimodal one. UserError names what it does not say."""
         config = config.get_text_config()
         sizes = {name: _number(config, name) for name in ("num_hidden_layers", "hidden_size", "vocab_size")}
@@ -85,14 +85,14 @@ class ModelDimensions:
         return self.hidden_size * width if rank is None else rank * (self.hidden_size + width)
 
 
-def _number(config: Any, name: str) -> int:
+def _number(config: PreTrainedConfig, name: str) -> int:
     value = getattr(config, name, None)
     if not isinstance(value, int):
         raise UserError(f"{type(config).__name__} does not say its {name}, which has to be a number: got {value}")
     return value
 
 
-def _mlp_width(config: Any, hidden_size: int) -> int | None:
+def _mlp_width(config: PreTrainedConfig, hidden_size: int) -> int | None:
     """None under a name of GPT-2's time means 4 x hidden_size, as its documentation says."""
     for name in MLP_WIDTHS:
         if hasattr(config, name):
@@ -103,7 +103,7 @@ def _mlp_width(config: Any, hidden_size: int) -> int | None:
     return None
 
 
-def _num_key_value_heads(config: Any, num_attention_heads: int) -> int:
+def _num_key_value_heads(config: PreTrainedConfig, num_attention_heads: int) -> int:
     """Falcon says it in a way of its own. Any other that does not say it has as many as query heads."""
     if hasattr(config, "new_decoder_architecture"):
         several = config.new_decoder_architecture or not config.multi_query
@@ -111,7 +111,7 @@ def _num_key_value_heads(config: Any, num_attention_heads: int) -> int:
     return _largest(config, "num_key_value_heads") or num_attention_heads
 
 
-def _largest(config: Any, name: str) -> int | None:
+def _largest(config: PreTrainedConfig, name: str) -> int | None:
     """Of its layers, if they differ as in Gemma 4: transformers then refuses to give one for all."""
     try:
         return getattr(config, name, None)
@@ -119,11 +119,11 @@ def _largest(config: Any, name: str) -> int | None:
         return max(getattr(layer, name) for layer in config.per_layer_config)
 
 
-def _is_latent(config: Any) -> bool:
+def _is_latent(config: PreTrainedConfig) -> bool:
     return all(getattr(config, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim"))
 
 
-def _latent_attention(config: Any, num_attention_heads: int) -> dict[str, Any]:
+def _latent_attention(config: PreTrainedConfig, num_attention_heads: int) -> dict[str, Any]:
     """Each head has keys and values of its own, made from one latent row, and all share the part with positions."""
     return {
         "num_key_value_heads": num_attention_heads,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from radixtrain.attention import STRATEGIES, choose_attention
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
@@ -105,7 +105,7 @@ def check_own_attention(name: str, decoder: PreTrainedModel) -> None:
         raise UserError(f"{name}: {reason}, and tree attention would compute something else; {TRAIN_WITHOUT_SHARING}")
 
 
-def check_soft_cap(name: str, config: Any) -> None:
+def check_soft_cap(name: str, config: PreTrainedConfig) -> None:
     """Refuse `sdpa` for a model with a soft-cap: transformers before 5.21 chooses it, and leaves the soft-cap out."""
     if reason := why_no_soft_cap(config):
         raise UserError(f"{name} has {reason}; load it with 'eager' (fit: model.attn_implementation: eager)")

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+from transformers import PreTrainedConfig
 
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.tree.blocks import BlockLayout
@@ -43,7 +44,7 @@ class OnMask(NamedTuple):
     both_ways: bool = False
 
 
-def window_may_bind(config: Any, longest: int) -> bool:
+def window_may_bind(config: PreTrainedConfig, longest: int) -> bool:
     """Whether some layer may have a window shorter than the batch's longest sequence, in tokens."""
     window = getattr(config, "sliding_window", None)
     if not window or only_full_attention(config):
@@ -51,16 +52,16 @@ def window_may_bind(config: Any, longest: int) -> bool:
     return not isinstance(window, int) or window < longest
 
 
-def only_full_attention(config: Any) -> bool:
+def only_full_attention(config: PreTrainedConfig) -> bool:
     """Whether a configuration says of every layer that its attention is full."""
     layer_types = getattr(config, "layer_types", None) or ()
     return bool(layer_types) and all(layer_type == "full_attention" for layer_type in layer_types)
 
 
-def chunk_of(config: Any) -> int | None:
+def chunk_of(config: PreTrainedConfig | None) -> int | None:
     """Tokens of the chunks within which some layer attends; None if no layer does."""
     chunk = getattr(config, "attention_chunk_size", None)
-    return chunk if chunk and not only_full_attention(config) else None
+    return chunk if config and chunk and not only_full_attention(config) else None
 
 
 def no_mask(may_bind: bool, device: torch.device, call: Any = None) -> Tensor:

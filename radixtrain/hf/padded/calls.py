@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from radixtrain.collators.misuse_guard import callers
 from radixtrain.hf.backbone import text_decoder_of
@@ -99,7 +99,7 @@ def _why_cache(
     return "generate() runs" if not torch.is_grad_enabled() and _is_generating() else None
 
 
-def option(name: str, config: Any, given: Mapping[str, Any], default: bool = False) -> bool:
+def option(name: str, config: PreTrainedConfig, given: Mapping[str, Any], default: bool = False) -> bool:
     """An option of a call, or what the configuration says about it."""
     return bool(given.get(name, getattr(config, name, default)))
 
@@ -121,7 +121,7 @@ def _why_shapes(given: Mapping[str, Any], of_images: set[str]) -> str | None:
     return None if ids.numel() else "the batch is empty"
 
 
-def _why_outputs(config: Any, given: Mapping[str, Any]) -> str | None:
+def _why_outputs(config: PreTrainedConfig, given: Mapping[str, Any]) -> str | None:
     """Attention weights exist only for the whole batch, and in a tuple it is not known which output is which."""
     if option("output_attentions", config, given):
         return "output_attentions"
