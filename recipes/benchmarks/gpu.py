@@ -5,7 +5,7 @@
     python recipes/benchmarks/gpu.py --device cpu --tiny  # the same code, in a minute
 
 Needs torch (2.10 or newer), transformers and numpy; other kernels are measured if they are installed. Nothing is
-downloaded: weights and tokens are random. docs/benchmarks.md has the commands for a card that is there for 15 minutes.
+downloaded: weights and tokens are random. on-a-gpu.md has the commands for a card that is there for 15 minutes.
 
 Parts, most important first; `gpu_parts/` says what each measures. `seconds` is what an H100 should take.
 
