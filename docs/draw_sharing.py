@@ -1,5 +1,7 @@
 """Draw docs/sharing.svg: a small batch as trainers compute it, row by row, and as one tree of unique tokens.
 
+docs/sharing-narrow.svg has the same for small screens, one below the other.
+
     python docs/draw_sharing.py
 
 A word stands for a token. Which of them are copies, the tree and the counts come from `build_prefix_plan`.
@@ -10,10 +12,11 @@ from collections.abc import Iterator
 from html import escape
 from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 from radixtrain import PrefixPlan, build_prefix_plan
 
-PICTURE = Path(__file__).resolve().parent / "sharing.svg"
+FOLDER = Path(__file__).resolve().parent
 
 PROMPT = "Name the right team . Mail :"
 ROWS = [
@@ -28,10 +31,21 @@ ROWS = [
     "lamp loose D",
 ]
 
-WIDTH, HEIGHT, EDGE = 820, 414, 22
+EDGE = 22
 TOP, PITCH, TALL = 88, 29, 22  # top of the first row; from row to row; height of a token
 LETTER, AROUND, BETWEEN = 7.25, 8, 3  # width of a letter; what surrounds a word; from token to token
-TREE, FORK = 418, 23  # where the tree begins; from a branch point to its branches
+FORK = 23  # from a branch point to its branches
+
+
+class Canvas(NamedTuple):
+    """width, height: of the picture. tree: where its half begins, (x, y)."""
+
+    width: int
+    height: int
+    tree: tuple[int, int]
+
+
+PICTURES = {"sharing.svg": Canvas(820, 414, (418, 0)), "sharing-narrow.svg": Canvas(432, 776, (EDGE, 350))}
 
 # A fill and the colour of the letters on it. A level of the tree has one colour in both halves; answers are trained.
 LIGHT = {
@@ -61,11 +75,13 @@ text { font: 12px ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", type=Path, default=PICTURE)
-    parser.parse_args().output.write_text(draw(), encoding="utf-8")
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    folder = parser.parse_args().folder
+    for name, canvas in PICTURES.items():
+        (folder / name).write_text(draw(canvas), encoding="utf-8")
 
 
-def draw() -> str:
+def draw(canvas: Canvas) -> str:
     """The picture as SVG."""
     rows = [f"{PROMPT} {row}".split() for row in ROWS]
     words = [word for row in rows for word in row]
@@ -73,16 +89,23 @@ def draw() -> str:
     counts = (
         f"T = {plan.num_tokens} tokens become U = {plan.num_unique_tokens}: r = T / U = {plan.compression_ratio:.1f}"
     )
-    size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
+    width, height, (x, y) = canvas
+    summary = [f"{counts}.", "The gradient is the same."]
+    if x > EDGE:  # both halves in one row, and both sentences in one line
+        summary = [" ".join(summary)]
+    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">',
         f"<title>{counts}</title>",
         f"<style>\n{FONTS}\n{style_of(LIGHT)}\n@media (prefers-color-scheme: dark) {{\n{style_of(DARK)}\n}}\n</style>",
-        f'<g class="card"><rect x="1" y="1" width="{WIDTH - 2}" height="{HEIGHT - 2}" rx="12"/></g>',
-        *headings(plan),
+        f'<g class="card"><rect x="1" y="1" width="{width - 2}" height="{height - 2}" rx="12"/></g>',
+        *heading("What trainers compute", f"{plan.num_tokens} tokens: the prompt again in every row"),
         *draw_rows(words, plan),
+        f'<g transform="translate({x - EDGE} {y})">',
+        *heading("What radixtrain computes", f"{plan.num_unique_tokens} tokens: one trunk and its branches"),
         *draw_tree(words, plan),
-        text("sum", WIDTH / 2, HEIGHT - 24, f"{counts}. The gradient is the same."),
+        "</g>",
+        *(text("sum", width / 2, height - 24 * up, line) for up, line in enumerate(reversed(summary), 1)),
         "</svg>",
     ]
     return "\n".join(lines) + "\n"
@@ -97,11 +120,9 @@ def plan_of(rows: list[list[str]]) -> PrefixPlan:
     return plan
 
 
-def headings(plan: PrefixPlan) -> Iterator[str]:
-    yield text("title", EDGE, 40, "What trainers compute")
-    yield text("note", EDGE, 62, f"{plan.num_tokens} tokens: the prompt again in every row")
-    yield text("title", TREE, 40, "What radixtrain computes")
-    yield text("note", TREE, 62, f"{plan.num_unique_tokens} tokens: one trunk and its branches")
+def heading(title: str, note: str) -> Iterator[str]:
+    yield text("title", EDGE, 40, title)
+    yield text("note", EDGE, 62, note)
 
 
 def draw_rows(words: list[str], plan: PrefixPlan) -> Iterator[str]:
@@ -121,7 +142,7 @@ def draw_tree(words: list[str], plan: PrefixPlan) -> Iterator[str]:
     for segment, parent in enumerate(plan.segment_parents):
         first, end = plan.segment_starts[segment : segment + 2]
         holders = [row for row in range(plan.num_sequences) if first in rows_of(row, plan)]
-        x, y = float(TREE), sum(map(middle_of, holders)) / len(holders)
+        x, y = float(EDGE), sum(map(middle_of, holders)) / len(holders)
         if parent >= 0:
             start, height = ends[parent]
             yield fork(start, height, y)

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINK = re.compile(r"(\]\()([^)\s#:]+)(?=[)#])")
+LINK = re.compile(r"""(\]\(|src(?:set)?=")([^)\s#:"]+)(?=[)#"])""")
 FENCE = re.compile(r"^(```\w+) [^\n]*$", re.MULTILINE)  # words after the language are for the tests of the page
 
 

@@ -128,20 +128,21 @@ def test_readme_is_read_in_a_minute() -> None:
 
 
 class TestPicture:
-    PICTURE = "docs/sharing.svg"
+    PICTURES = ("docs/sharing-narrow.svg", "docs/sharing.svg")
 
     def test_comes_first_and_is_small(self) -> None:
-        assert re.findall(r"!\[[^]]*\]\(([^)]+)\)", read("README.md"))[0] == self.PICTURE
-        assert (ROOT / self.PICTURE).stat().st_size < 200_000
+        assert tuple(re.findall(r'src(?:set)?="([^"]+)"', read("README.md"))) == self.PICTURES
+        assert all((ROOT / picture).stat().st_size < 200_000 for picture in self.PICTURES)
 
     def test_the_script_draws_the_same_bytes(self, tmp_path: Path) -> None:
-        command = [sys.executable, "docs/draw_sharing.py", "--output", str(tmp_path / "again.svg")]
-        subprocess.run(command, cwd=ROOT, check=True)
-        assert (tmp_path / "again.svg").read_bytes() == (ROOT / self.PICTURE).read_bytes()
+        subprocess.run([sys.executable, "docs/draw_sharing.py", "--folder", str(tmp_path)], cwd=ROOT, check=True)
+        for picture in self.PICTURES:
+            assert (tmp_path / Path(picture).name).read_bytes() == (ROOT / picture).read_bytes()
 
-    def test_counts_are_those_of_the_drawn_tokens(self) -> None:
+    @pytest.mark.parametrize("picture", PICTURES)
+    def test_counts_are_those_of_the_drawn_tokens(self, picture: str) -> None:
         """By the groups that are drawn: each token of the rows is one box, and each unique token is another."""
-        drawing = ElementTree.parse(ROOT / self.PICTURE)
+        drawing = ElementTree.parse(ROOT / picture)
         classes = [group.get("class") for group in drawing.iter("{http://www.w3.org/2000/svg}g")]
         copies = classes.count("copy")
         unique, rest = divmod(sum(name == "answer" or str(name).startswith("level") for name in classes), 2)
