@@ -307,9 +307,13 @@ def _attend(
 
 
 def _as_autocast(x: Tensor) -> Tensor:
-    """As autocast casts for `scaled_dot_product_attention`: norms leave q and k in float32, v comes in 16 bits."""
+    """As autocast casts for `scaled_dot_product_attention`: norms leave q and k in float32, v comes in 16 bits.
+
+    It leaves float64 as it is (`cached_cast` in torch's autocast_mode.cpp).
+    """
     device_type = x.device.type
-    return x.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else x
+    casts = torch.is_autocast_enabled(device_type) and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(device_type)) if casts else x
 
 
 def _of_one_head_dim(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -246,6 +246,22 @@ def test_a_subclass_of_any_name(tiny_qwen3):
     assert sharing_report(model).num_shared == 1
 
 
+@pytest.mark.parametrize("weights", [torch.float64, torch.float32])
+def test_under_autocast_in_the_dtype_of_the_ordinary_call(tiny_qwen3, weights):
+    """Autocast leaves float64 as it is."""
+    model, asked = tiny_qwen3().to(weights), []
+    for share in (nn.Module.train, share_prefixes):
+        handle = (
+            share(model)
+            .model.layers[0]
+            .self_attn.o_proj.register_forward_pre_hook(lambda module, args: asked.append(args[0].dtype))
+        )
+        with torch.autocast("cpu", torch.bfloat16):
+            model(input_ids=IDS, use_cache=False).logits.sum().backward()
+        handle.remove()
+    assert asked == [torch.float64 if weights == torch.float64 else torch.bfloat16] * 2
+
+
 class TestTransformersOwn:
     def test_flash_attention_runs_what_is_not_shared(self, tiny_qwen3, monkeypatch):
         """Under its own name, by which it chooses a kernel. It is not installed here."""
