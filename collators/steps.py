@@ -80,6 +80,11 @@ class Step(Movable):
         self.passes = self.passes or tuple(Pass(place, trains=True) for place in range(len(self.micro_batches)))
 
     @property
+    def num_ordinary_tokens(self) -> int:
+        """Tokens that others compute, to which r and speeds are compared: those of whole chats, if they were split."""
+        return self.num_whole_tokens or self.num_tokens
+
+    @property
     def num_losses(self) -> int:
         """How many passes train."""
         return sum(each.trains for each in self.passes)

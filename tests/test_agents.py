@@ -106,4 +106,7 @@ def test_a_report_says_why_nothing_is_shared(tiny_qwen3: Callable[..., Any]) -> 
     model(torch.tensor([[1, 2, 3]]), use_cache=False)
     model(torch.tensor([[1, 2, 3], [1, 2, 4]]), use_cache=True)
     said += str(sharing_report(model))
-    assert len(REPORTED) == 3 and all(reason in said for reason in REPORTED)
+    prepared = prepare_model(tiny_qwen3())
+    prepared(torch.tensor([[1, 2, 3]]))
+    said += str(sharing_report(prepared))
+    assert len(REPORTED) == 4 and all(reason in said for reason in REPORTED)

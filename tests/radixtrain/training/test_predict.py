@@ -212,7 +212,7 @@ def test_the_closing_lines(predict: Predict, capsys: pytest.CaptureFixture[str],
     assert first == f"predictions  {tmp_path / 'out' / 'predictions.jsonl'} (7 sequences)"
     name, r, *words = second.split()
     assert name == "r" and float(r) > 4
-    assert "tokens per computed token;" in second and "sequences/s," in words and second.endswith(" s")
+    assert "tokens per computed token, " in second and "sequences/s," in words and second.endswith(" s")
 
 
 def test_what_ends_the_run_before_it_writes(arguments: Any, tmp_path: Path, capsys: Any) -> None:
