@@ -144,7 +144,7 @@ def test_a_run_at_a_tracker(arguments, tmp_path, monkeypatch, name, own):
     assert run.options == {"project": "radixtrain", "name": "my_run", **own}
     assert run.config["optimizer"] == "adamw" and run.config["batch_size"] == 4 and run.is_finished
     losses = [(step, metrics["loss"]) for step, metrics in run.logged if "loss" in metrics]
-    assert [step for step, _ in losses] == [0, 1, 2] and all(loss > 0 for _, loss in losses)
+    assert [step for step, _ in losses] == [1, 2, 3] and all(loss > 0 for _, loss in losses)
 
 
 @pytest.mark.parametrize("name", ["trackio", "swanlab"])

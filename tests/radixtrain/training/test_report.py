@@ -163,7 +163,9 @@ def test_a_run_has_one_baseline(
     assert r == pytest.approx(step.num_whole_tokens / step.num_computed_tokens) and best >= r
     assert record["r"] == pytest.approx(r) and record["tokens_per_second"] == pytest.approx(speed)
     rows = step.num_tokens / step.num_computed_tokens
-    sentence = f"{r:.2f} tokens per computed token against whole chats, {best:.2f} at best (each step one micro-batch), "
+    sentence = (
+        f"{r:.2f} tokens per computed token against whole chats, {best:.2f} at best (each step one micro-batch), "
+    )
     sentence += f"{rows:.2f} against the same rows"
     assert sentence in card and sentence in " ".join(said.out.split())
     assert f"  r {r:.1f}  tokens/s {speed:,.0f}  " in said.err and f"{speed:,.0f} effective" in said.out
