@@ -51,7 +51,7 @@ class Wrapper(nn.Module):
 
 
 def wrapped_by_peft(model: Any) -> Any:
-    peft = pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+    peft = pytest.importorskip("peft", reason="pip install peft")
     return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
 
 
@@ -62,7 +62,7 @@ def wrapped_by_ddp(model: Any) -> Any:
 
 
 def wrapped_by_accelerate(model: Any) -> Any:
-    accelerate = pytest.importorskip("accelerate", reason="pip install 'radixtrain[dev]'")
+    accelerate = pytest.importorskip("accelerate", reason="pip install accelerate")
     return accelerate.Accelerator(cpu=True).prepare(model)
 
 

@@ -99,7 +99,7 @@ def test_workers_change_nothing_and_end_with_the_run(arguments, tmp_path):
 
 
 def test_lora_trains_adapters_and_exports_merged_weights(arguments, shop, tmp_path, capsys):
-    pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+    pytest.importorskip("peft", reason="pip install peft")
     assert main(arguments(model__use_peft="true", model__lora_r=4)) == 0
     before, after = load_file(shop / "model" / "model.safetensors"), weights(tmp_path / "out")
     assert before.keys() == after.keys()
@@ -163,7 +163,7 @@ def evaluated(capsys: Any, line: list[str]) -> float:
 def test_a_trained_model_is_evaluated_as_it_was_trained(arguments, shop, tmp_path, capsys, use_peft):
     """The rows that were held out, from their columns, with the template of the run; the results beside the model."""
     if use_peft:
-        pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+        pytest.importorskip("peft", reason="pip install peft")
     rows = [json.loads(line)["messages"] for line in (shop / "train.jsonl").read_text().splitlines()]
     named = [dict(zip(("rule", "ask", "shelf"), (turn["content"] for turn in row), strict=True)) for row in rows]
     data, out, template = tmp_path / "rows.jsonl", tmp_path / "out", tmp_path / "template.jinja"
