@@ -48,7 +48,15 @@ def test_fit_learns_and_leaves_a_hugging_face_folder(arguments, shop, tmp_path, 
     assert model.config._attn_implementation == "sdpa"
     assert AutoTokenizer.from_pretrained(out / "model").chat_template
     closing = capsys.readouterr().out
-    for word in ("loss", "eval_loss", "tokens per computed token", "effective", out / "model", out / "checkpoints"):
+    for word in (
+        "loss",
+        "eval_loss",
+        "73,984 of 73,984 parameters",
+        "per computed token",
+        "effective",
+        out / "model",
+        out / "checkpoints",
+    ):
         assert str(word) in closing
     assert not list(out.glob(".*partial"))
 
