@@ -1,10 +1,10 @@
 """Two misuses of a radix batch are refused before they end in an error that names neither.
 
 `prepare_model` was forgotten. An unprepared Hugging Face model accepts a radix batch: it takes the entries that it does
-not know as options of its attention, and fails later, on the shapes of its loss. So the first `RadixCollator` of a
-process watches the calls of modules until a model is prepared, or a prepared one gets a radix batch; then the watch
-ends and costs nothing. torch gives its global hooks no keyword arguments. They are read from the frame that calls the
-hook, in which `torch.nn.Module` names them `kwargs`.
+not know as options of its attention, and fails later, on the shapes of its loss. So a new `RadixCollator` watches the
+calls of modules until a prepared model gets a radix batch; then the watch ends and costs nothing. That another model
+of the process is prepared does not end it. torch gives its global hooks no keyword arguments; they are read from the
+frame that calls the hook, in which `torch.nn.Module` names them `kwargs`.
 
 Accelerate dispatches the batch: with an `IterableDataset` and with `dispatch_batches=True` it joins batches on rank 0
 and cuts them along the first axis, which no tensor of a radix batch has for its examples. The loader that dispatches is
@@ -42,33 +42,26 @@ MAX_FRAMES = 64  # TRL with adapters has 17 between hook and trainer; six are be
 class _Watch:
     """The state of this process.
 
-    handle: of the hook while it is installed. is_needed: no model is prepared. passed: modules of the user's own, by
-    id, that got a radix batch while nothing was refused.
+    handle: of the hook while it is installed. passed: modules of the user's own, by id, that got a radix batch while
+    nothing was refused.
     """
 
     handle: RemovableHandle | None = None
-    is_needed: bool = True
     passed: ClassVar[set[int]] = set()
 
 
 def start_watch() -> None:
-    """Watch for a model that is not prepared, unless one was. Workers of a DataLoader have no model."""
-    if _Watch.is_needed and _Watch.handle is None and get_worker_info() is None:
+    """Watch for a model that is not prepared. Workers of a DataLoader have no model."""
+    if _Watch.handle is None and get_worker_info() is None:
         _Watch.handle = register_module_forward_pre_hook(_check_call)
 
 
 def end_watch() -> None:
-    """A model is prepared: later collators do not watch either."""
-    _Watch.is_needed = False
-    _Watch.passed.clear()
+    """A prepared model got a radix batch."""
     if _Watch.handle is not None:
+        _Watch.passed.clear()
         _Watch.handle.remove()
         _Watch.handle = None
-
-
-def allow_watch() -> None:
-    """A model is restored, so the next collator watches again."""
-    _Watch.is_needed = True
 
 
 def _check_call(module: nn.Module, args: tuple[Any, ...]) -> None:

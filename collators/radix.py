@@ -225,6 +225,7 @@ class RadixCollator:
             layout,
             _merged(predictions if len(predictions.labels) else NO_PREDICTIONS, floats),
             sources=sources,
+            num_tokens=sum(span.end for span in spans) if kept_as is None else 0,
             token_loss=True,
             is_left_padded=step.is_left_padded,
             **chosen,

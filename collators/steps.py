@@ -33,7 +33,7 @@ from radixtrain.tree.arrays import lengths_of
 from radixtrain.tree.context import WITH_CONTEXT
 from radixtrain.tree.cost_model import StepCost
 from radixtrain.tree.movable import Movable
-from radixtrain.tree.radix_inputs import RADIX, RadixInputs
+from radixtrain.tree.radix_inputs import RADIX, RadixInputs, with_radix
 
 DUMMY_TOKENS = 2  # one that predicts and one that is predicted
 
@@ -78,6 +78,11 @@ class Step(Movable):
 
     def __post_init__(self) -> None:
         self.passes = self.passes or tuple(Pass(place, trains=True) for place in range(len(self.micro_batches)))
+
+    @property
+    def num_ordinary_tokens(self) -> int:
+        """Tokens that others compute, to which r and speeds are compared: those of whole chats, if they were split."""
+        return self.num_whole_tokens or self.num_tokens
 
     @property
     def num_losses(self) -> int:
@@ -151,7 +156,7 @@ class StepCollator:
             num_missing = max((each.micro_batch + 1 for each in passes), default=0) - len(batches)
         if num_missing:
             empty = dummy_features(arrays, has_weights=self.merge_labels or not self.dedup)
-            batches += [self._collate([empty]) for _ in range(num_missing)]
+            batches += [with_radix(self._collate([empty]), num_tokens=0) for _ in range(num_missing)]
         if self.sp_size > 1:
             batches = [split_batch(batch, self.rank % self.sp_size, self.sp_size) for batch in batches]
         return Step(

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from radixtrain.versions import OLDEST_OPTIONAL, installed, is_older
+from radixtrain.versions import installed, is_older, to_install
 
 
 class Package(NamedTuple):
@@ -33,14 +33,14 @@ class Package(NamedTuple):
 
 PACKAGES = {
     "flash_attn": Package(
-        "flash-attn", "flash_attn.flash_attn_interface", "pip install 'radixtrain[flash]', needs a CUDA toolchain"
+        "flash-attn", "flash_attn.flash_attn_interface", f"{to_install('flash-attn')}, needs a CUDA toolchain"
     ),
     "flash_attn_3": Package(
         "flash-attn-3", "flash_attn_3._C", "built from hopper/ of Dao-AILab/flash-attention", majors=(9,)
     ),
     # On 8.x it has no backward, on 12.x none in a fixed order.
     "flash_attn_4": Package(
-        "flash-attn-4", "flash_attn.cute.interface", "pip install 'radixtrain[flash4]'", majors=(9, 10, 11)
+        "flash-attn-4", "flash_attn.cute.interface", to_install("flash-attn-4"), majors=(9, 10, 11)
     ),
 }
 
@@ -54,8 +54,7 @@ def package_missing(kernel: str, device: torch.device) -> str | None:
     if version is None:
         return f"the package {package.name} is not installed ({package.how})"
     if is_older(package.name, version):
-        wanted = f"{package.name}>={OLDEST_OPTIONAL[package.name]}"
-        return f"the package {package.name} {version} is too old (pip install -U '{wanted}')"
+        return f"the package {package.name} {version} is too old ({to_install(package.name)})"
     if not _is_whole(package):
         again = f"pip install --force-reinstall --no-deps {package.name}=={version}"
         return f"{package.module} is not that of {package.name} {version}, which was overwritten or removed ({again})"

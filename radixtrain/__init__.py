@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # `_HOMES`, as type checkers and editors read it
     from radixtrain.hf.prepare import prepare_model, restore_model, share_prefixes, sharing_report
     from radixtrain.hf.step_losses import step_losses
     from radixtrain.hf.tower import image_inputs_of
+    from radixtrain.plugins.trainer_callback import log_sharing
     from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
     from radixtrain.verification.equivalence import verify_equivalence
 
@@ -33,6 +34,7 @@ __all__ = [
     "build_prefix_plan",
     "generate",
     "image_inputs_of",
+    "log_sharing",
     "prepare_model",
     "restore_model",
     "score_completions",
@@ -52,6 +54,7 @@ _HOMES = {
     "build_prefix_plan": "radixtrain.tree.plan",
     "generate": "radixtrain.generation.generate",
     "image_inputs_of": "radixtrain.hf.tower",
+    "log_sharing": "radixtrain.plugins.trainer_callback",
     "prepare_model": "radixtrain.hf.prepare",
     "restore_model": "radixtrain.hf.prepare",
     "score_completions": "radixtrain.generation.score",

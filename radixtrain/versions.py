@@ -20,7 +20,6 @@ FIT = {
     "lightning": "2.6.6",
     "pydantic": "2.7",
     "rich": "13",
-    "wandb": "0.19",
 }
 # Package -> the same, of those that no command needs to start.
 OLDEST_OPTIONAL = {
@@ -29,6 +28,7 @@ OLDEST_OPTIONAL = {
     "flash-attn-4": "4.0.0b36",
     "matplotlib": "3.9",
     "peft": "0.20",
+    "wandb": "0.19",
 }
 # Package -> what is wrong with older ones, if it is more than that they lack what radixtrain calls.
 WHY = {
@@ -51,10 +51,14 @@ def check_versions(packages: Mapping[str, str] = OLDEST) -> None:
     problems = {name: problem for name, oldest in packages.items() if (problem := _problem(name, oldest))}
     if not problems:
         return
-    if set(problems) <= set(FIT) and all(installed(name) is None for name in problems):
-        raise UserError(f"not installed: {', '.join(problems)}; this command needs pip install 'radixtrain[fit]'")
-    wanted = " ".join(f"'{name}>={packages[name]}'" for name in problems)
-    raise UserError(f"{'; '.join(problems.values())}: pip install -U {wanted}")
+    raise UserError(f"{'; '.join(problems.values())}: {to_install(*problems)}")
+
+
+def to_install(*names: str) -> str:
+    """The command that brings packages, however radixtrain was installed: from a clone, a wheel or an index."""
+    oldest = OLDEST | FIT | OLDEST_OPTIONAL
+    wanted = (f"'{name}>={oldest[name]}'" if name in oldest else name for name in names)
+    return f"pip install -U {' '.join(wanted)}"
 
 
 def _problem(name: str, oldest: str) -> str:

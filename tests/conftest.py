@@ -262,7 +262,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 @pytest.fixture
 def wandb_offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Weights & Biases writes to disk, and its run is over afterwards: another logger would go on with it."""
-    wandb = pytest.importorskip("wandb", reason="pip install radixtrain")
+    wandb = pytest.importorskip("wandb", reason="pip install wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     yield
     wandb.finish()

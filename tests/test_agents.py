@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from radixtrain import RadixCollator, prepare_model, share_prefixes, sharing_report
-from radixtrain.collators.misuse_guard import allow_watch, end_watch
+from radixtrain.collators.misuse_guard import end_watch
 
 PAGE = (Path(__file__).resolve().parents[1] / "AGENTS.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -95,8 +95,7 @@ def test_the_blocks_run_and_check_what_they_trained(
 def test_a_mistake_gets_its_message(
     message: str, mistake: Callable[..., Any], tiny_qwen3: Callable[..., Any], tmp_path: Path
 ) -> None:
-    end_watch()
-    allow_watch()  # as in a new process: other tests have prepared models
+    end_watch()  # as in a new process
     with pytest.raises(ValueError, match=re.escape(message)):
         mistake(tiny_qwen3, tmp_path)
 
@@ -107,4 +106,7 @@ def test_a_report_says_why_nothing_is_shared(tiny_qwen3: Callable[..., Any]) -> 
     model(torch.tensor([[1, 2, 3]]), use_cache=False)
     model(torch.tensor([[1, 2, 3], [1, 2, 4]]), use_cache=True)
     said += str(sharing_report(model))
-    assert len(REPORTED) == 3 and all(reason in said for reason in REPORTED)
+    prepared = prepare_model(tiny_qwen3())
+    prepared(torch.tensor([[1, 2, 3]]))
+    said += str(sharing_report(prepared))
+    assert len(REPORTED) == 4 and all(reason in said for reason in REPORTED)

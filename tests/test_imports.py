@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from radixtrain.versions import FIT
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -19,7 +21,7 @@ def loaded_by(statement: str) -> set[str]:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return set(json.loads(done.stdout))
+    return set(json.loads(done.stdout.splitlines()[-1]))
 
 
 @pytest.mark.parametrize(
@@ -70,6 +72,43 @@ assert not set(FIT) & set(sys.modules)
 
 def test_the_library_needs_nothing_of_the_extra_fit() -> None:
     loaded_by(WITHOUT_FIT)
+
+
+# The commands where packages that they do not need cannot be found, nor their versions.
+BLOCKED = """
+import sys
+from importlib import metadata
+from importlib.machinery import PathFinder
+from radixtrain.__main__ import main
+
+hidden, find_spec, version = {hidden!r}, PathFinder.find_spec, metadata.version
+PathFinder.find_spec = staticmethod(lambda name, *at: None if name.split(".")[0] in hidden else find_spec(name, *at))
+metadata.version = lambda name: version("no-such-package" if name in hidden else name)
+assert main({arguments!r}) == {code}
+assert not hidden & set(sys.modules)
+"""
+OF_FIT = {*FIT, "wandb", "matplotlib", "peft", "trl"}
+
+
+@pytest.mark.parametrize("flags", [[], ["--json", "true"]])
+def test_doctor_needs_nothing_to_say_what_is_missing(flags: list[str]) -> None:
+    loaded_by(BLOCKED.format(hidden=OF_FIT, arguments=["doctor", *flags], code=1))
+
+
+@pytest.mark.parametrize("command", [["report", "--max_seconds=0"], ["fit", "--trainer.max_steps=1"]])
+def test_a_command_needs_no_package_of_another_key(command: list[str], shop: Path, tmp_path: Path) -> None:
+    """Weights & Biases and Matplotlib, for instance."""
+    files = {
+        "model.model_name_or_path": shop / "model",
+        "data.train_file": shop / "train.jsonl",
+        "output_dir": tmp_path,
+    }
+    arguments = [
+        *command,
+        *(f"--{name}={value}" for name, value in files.items()),
+        f"--data.cache_dir={tmp_path}/cache",
+    ]
+    loaded_by(BLOCKED.format(hidden=OF_FIT - set(FIT) | {"requests", "trackio"}, arguments=arguments, code=0))
 
 
 def test_public_names_are_found() -> None:

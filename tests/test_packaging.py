@@ -59,6 +59,15 @@ def test_the_oldest_versions_are_those_of_the_project() -> None:
     assert bounds == {f"{name}>={oldest}" for name, oldest in (OLDEST | FIT | OLDEST_OPTIONAL).items()}
 
 
+def test_no_hint_installs_an_unpublished_name() -> None:
+    """Anybody could take it. In a clone it is `.`; what a message names is a package, whatever radixtrain came from."""
+    tracked = subprocess.run(["git", "ls-files", "*.py", "*.md", "*.yaml", "*.ipynb"], cwd=ROOT, capture_output=True)
+    dated = re.compile(r"recipes/(benchmarks/\d{4}-|LOG)|CHANGELOG|tests/test_packaging")
+    paths = [ROOT / name for name in tracked.stdout.decode().split() if not dated.match(name)]
+    assert len(paths) > 500
+    assert not [path for path in paths if re.search(r"pip install [^`\n]*\bradixtrain\b", path.read_text("utf-8"))]
+
+
 @pytest.mark.full
 def test_wheel_built_through_the_sdist_holds_everything(tmp_path: Path) -> None:
     pytest.importorskip("hatchling", reason="pip install -e '.[dev]'")

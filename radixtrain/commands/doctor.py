@@ -21,24 +21,24 @@ from radixtrain.cores import WAITING, num_cores
 from radixtrain.errors import UserError, bytes_text, first_line
 from radixtrain.screen import printable
 from radixtrain.settings.commands import Doctor
-from radixtrain.versions import FIT, OLDEST, OLDEST_OPTIONAL, WHY, installed, is_older
+from radixtrain.versions import FIT, OLDEST, WHY, installed, is_older, to_install
 
 WIDTH = 24  # of the names
 NEEDED = (*OLDEST, *FIT, "tokenizers")
-# Package -> what it is for; and the extra of radixtrain that brings it, or nothing.
-OPTIONAL = {
-    "accelerate": ("Hugging Face's Trainer and those of TRL, in scripts of your own", ""),
-    "peft": ("LoRA, DoRA", "peft"),
-    "bitsandbytes": ("QLoRA (model.load_in_4bit)", "qlora"),
-    "flash-attn": ("attention on CUDA, with a CUDA toolchain", "flash"),
-    "flash-attn-4": ("attention on Hopper and Blackwell", "flash4"),
-    "flash-linear-attention": ("recurrent layers on CUDA", ""),
-    "causal-conv1d": ("recurrent layers on CUDA", ""),
-    "matplotlib": ("loss.png and the plot of bench", ""),
-    "trackio": ("trainer.logger: trackio", ""),
-    "swanlab": ("trainer.logger: swanlab", ""),
-    "tensorboard": ("trainer.logger: tensorboard", ""),
-    "trl": ("TRL's trainers, in scripts of your own", ""),
+OPTIONAL = {  # package -> what it is for
+    "accelerate": "Hugging Face's Trainer and those of TRL, in scripts of your own",
+    "peft": "LoRA, DoRA",
+    "bitsandbytes": "QLoRA (model.load_in_4bit)",
+    "flash-attn": "attention on CUDA, with a CUDA toolchain",
+    "flash-attn-4": "attention on Hopper and Blackwell",
+    "flash-linear-attention": "recurrent layers on CUDA",
+    "causal-conv1d": "recurrent layers on CUDA",
+    "matplotlib": "loss.png and the plot of bench",
+    "wandb": "trainer.logger: wandb",
+    "trackio": "trainer.logger: trackio",
+    "swanlab": "trainer.logger: swanlab",
+    "tensorboard": "trainer.logger: tensorboard",
+    "trl": "TRL's trainers, in scripts of your own",
 }
 HEAD_DIM = 128  # of most models
 
@@ -100,7 +100,7 @@ def findings() -> list[Finding]:
         try:
             found += look()
         except (ImportError, OSError, RuntimeError) as error:  # a library that is missing, or does not load
-            fix = "pip install --force-reinstall radixtrain"
+            fix = "install torch again, see https://pytorch.org for the command"
             found.append(Finding(section, section, "unknown", first_line(error), fix, blocks=True))
     return found
 
@@ -108,23 +108,14 @@ def findings() -> list[Finding]:
 def _packages() -> Iterator[Finding]:
     yield Finding("packages", "radixtrain", __version__)
     yield Finding("packages", "python", platform.python_version())
-    oldest = OLDEST | FIT | OLDEST_OPTIONAL
     for name in (*NEEDED, *OPTIONAL):
         is_needed, version = name in NEEDED, installed(name)
-        purpose, extra = OPTIONAL.get(name, ("", ""))
         if version is None:
-            problem = "not installed" if is_needed else f"not installed; it is for {purpose}"
-            yield Finding(
-                "packages",
-                name,
-                "",
-                problem,
-                f"pip install 'radixtrain[{extra}]'" if extra else f"pip install {name}",
-                is_needed,
-            )
+            problem = "not installed" if is_needed else f"not installed; it is for {OPTIONAL[name]}"
+            yield Finding("packages", name, "", problem, to_install(name), is_needed)
         elif is_older(name, version):
             problem = WHY.get(name, "older ones lack what radixtrain calls")
-            yield Finding("packages", name, version, problem, f"pip install -U '{name}>={oldest[name]}'", is_needed)
+            yield Finding("packages", name, version, problem, to_install(name), is_needed)
         else:
             yield Finding("packages", name, version)
 

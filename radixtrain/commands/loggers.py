@@ -18,13 +18,15 @@ from urllib.request import getproxies
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from requests.utils import get_netrc_auth
 
 from radixtrain.errors import UserError, first_line
 from radixtrain.settings.trainer import TrainerSettings
+from radixtrain.versions import to_install
 
 PROJECT = "radixtrain"  # unless WANDB_PROJECT, TRACKIO_PROJECT or SWANLAB_PROJECT names another
-PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX"), "trackio": ("trackio",), "swanlab": ("swanlab",)}
+PACKAGES = {name: (name,) for name in ("wandb", "trackio", "swanlab")} | {
+    "tensorboard": ("tensorboard", "tensorboardX")
+}
 TRACKING = ("fit", "validate", "test", "predict")  # commands whose loggers write
 SECONDS = 5.0  # to connect
 OFFLINE = "WANDB_MODE=offline keeps the run on this disk"
@@ -111,7 +113,7 @@ def check_loggers(trainer: TrainerSettings) -> None:
     names = [name for name, _ in loggers]
     for name in names:
         if name in PACKAGES and not any(map(find_spec, PACKAGES[name])):
-            raise UserError(f"trainer.logger: {name} is not installed: pip install {name}")
+            raise UserError(f"trainer.logger: {name} is not installed: {to_install(name)}")
     if any(name == "wandb" and not options.get("offline") for name, options in loggers):
         _check_wandb()
 
@@ -194,4 +196,6 @@ def is_online(settings: Any) -> bool:
 
 
 def is_logged_in(settings: Any) -> bool:
+    from requests.utils import get_netrc_auth  # here, since wandb brings it
+
     return bool(settings.api_key or settings.identity_token_file or get_netrc_auth(settings.base_url))

@@ -9,7 +9,6 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
 
 from radixtrain.commands.keys import Key, is_section, kind_of, known_keys
 from radixtrain.commands.typed import prefixes, shortened
@@ -94,6 +93,12 @@ def fitted(key: Key, value: Any, command: str) -> Any:
     shape = next((part for part in _members(key.type) if is_dataclass(part)), None)
     if shape is not None:
         return _shapes(key, candidates[0], shape, command)
+    if key.type in (bool, int, str):
+        if found := [each for each in candidates if type(each) is key.type]:
+            return found[0]
+        raise UsageError(refusal(key, value, command))
+    from pydantic import TypeAdapter, ValidationError  # here, since doctor says that it is missing
+
     for each in candidates:
         with suppress(ValidationError):
             return TypeAdapter(key.type).validate_python(each, strict=True)

@@ -33,7 +33,7 @@ from radixtrain.hf.inputs import (
     layout_of,
     on_device_of_rows,
 )
-from radixtrain.hf.padded.calls import is_compiled
+from radixtrain.hf.padded.calls import is_compiled, is_generating
 from radixtrain.hf.padded.fused_heads import share_fused_heads
 from radixtrain.hf.padded.kept import KeptCall
 from radixtrain.hf.padded.sharing import PaddedSharing
@@ -41,7 +41,16 @@ from radixtrain.hf.progress import Progress
 from radixtrain.hf.recurrent.layers import LayerHooks
 from radixtrain.hf.refusals import check_draws, check_own_attention, check_pass
 from radixtrain.hf.sequence_parallel import RowSplit, SplitCall
-from radixtrain.hf.sharing_report import NOT_ALIKE, ORDINARY, SharingWatch, is_frozen
+from radixtrain.hf.sharing_report import (
+    GENERATION,
+    HELP_NOT_ALIKE,
+    HELP_ORDINARY,
+    NOT_ALIKE,
+    ORDINARY,
+    SharingReport,
+    SharingWatch,
+    is_frozen,
+)
 from radixtrain.hf.token_losses import TokenLoss, watched
 from radixtrain.hf.tower import types_for, with_features
 from radixtrain.hf.windows import no_mask, window_may_bind
@@ -62,6 +71,7 @@ class BackboneHooks:
     refused: why the model cannot use a batch of a `RadixCollator`; None if it can.
     padded: shares ordinary batches; None unless the model is one of `share_prefixes`.
     sharing: warns if nothing is shared.
+    report: counts what is; that of `padded` too.
     split: the rows of radix batches over the ranks of `sp_group`; None without one.
     """
 
@@ -75,20 +85,16 @@ class BackboneHooks:
     refused: str | None
     padded: PaddedSharing | None
     sharing: SharingWatch
+    report: SharingReport
     split: RowSplit | None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BackboneHooks:
         """A copy of only the backbone does not copy the model around it."""
         memo[id(self)] = copied = copy(self)
         copied.model = memo.get(id(self.model), self.model)
-        for name in ("mixers", "progress", "padded", "sharing"):
+        for name in ("mixers", "progress", "padded", "sharing", "report"):
             setattr(copied, name, deepcopy(getattr(self, name), memo))
         return copied
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A prepared model that is unpickled in a fresh process is one there, too."""
-        self.__dict__.update(state)
-        end_watch()
 
     def install(self, backbone: PreTrainedModel) -> None:
         """Register the hooks on the backbone and the model. `remove_hooks` finds them by their owner."""
@@ -131,16 +137,14 @@ class BackboneHooks:
         """The arguments for a batch of a `RadixCollator`."""
         if self.refused is not None:
             raise UserError(self.refused)
+        end_watch()
         given = {name: value for name, value in arguments_of(backbone, args, kwargs).items() if name != RADIX}
         radix = on_device_of_rows(radix, given)
         layout = layout_of(radix)
         if radix.image_rows is not None and self.split is None:  # a split batch with images is refused
             given = with_features(backbone, radix, given)
         self._check(backbone, layout, radix, given)
-        shares = (
-            bool(layout.levels) or layout.context is not None or layout.num_rows < layout.inverse_indices.shape[0]
-        )  # padding adds rows
-        self.sharing.count(backbone, shares, NOT_ALIKE)
+        self._count(backbone, radix, layout)
         may_bind = layout.blocks is not None or window_may_bind(text_decoder_of(backbone).config, layout.max_seqlen)
         chosen = radix.strategy if self.attention == "auto" else None
         options = layout, radix.predictor_indices, self.attention, self.kernel, may_bind, chosen
@@ -150,12 +154,30 @@ class BackboneHooks:
         types = types_for(backbone, layout.blocks, layout.max_seqlen)
         return {**given, **types, "attention_mask": mask, "use_cache": False, "radix_call": call}
 
+    def _count(self, backbone: PreTrainedModel, radix: RadixInputs, layout: TreeLayout) -> None:
+        """Count a batch of a `RadixCollator`. What a pass keeps for others counts once, with no tokens but theirs."""
+        if radix.cache is not None and radix.cache.is_second:
+            return
+        num_own = layout.inverse_indices.shape[0]
+        shares = bool(layout.levels) or layout.context is not None or layout.num_rows < num_own  # padding adds rows
+        self.sharing.count(backbone, shares, HELP_NOT_ALIKE)
+        self.report.num_shared += shares
+        if not shares:
+            self.report.not_shared[NOT_ALIKE] += 1
+        num_tokens = num_own if radix.num_tokens is None else radix.num_tokens
+        num_places = (layout.cu_seqlens.shape[0] - 1) * layout.max_seqlen if num_tokens else 0  # B x L
+        self.report.count_tokens(num_places, num_tokens, layout.num_rows)
+        if self.model is not backbone:
+            self.report.count_head(num_places, radix.predictor_indices.shape[0])
+
     def _ordinary(
         self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Any] | None:
         """The arguments for an ordinary batch on its unique tokens, after `share_prefixes`, if it can be shared."""
         if self.padded is None:
-            self.sharing.count(backbone, False, ORDINARY)
+            self.sharing.count(backbone, False, HELP_ORDINARY)
+            is_generation = not torch.is_grad_enabled() and is_generating()
+            self.report.count_unshared(GENERATION if is_generation else ORDINARY)
             return None
         given = self.padded.call_on_unique_tokens(self.model, backbone, args, kwargs)
         if given is not None:

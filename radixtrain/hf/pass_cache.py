@@ -87,6 +87,11 @@ class PassCache:
         self.kept, self.context = kept, context
         self.went_backward = False
 
+    @property
+    def is_second(self) -> bool:
+        """Whether this pass has run before, without a graph, to keep its rows."""
+        return self.kept is not None and bool(self.kept.rows)
+
     def check_once(self, gradient: Tensor) -> None:
         """A hook of the loss of the pass. UserError if it goes backward a second time."""
         if self.went_backward:

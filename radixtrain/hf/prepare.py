@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from radixtrain.collators.misuse_guard import PREPARED, allow_watch, end_watch, is_instance_by_name
+from radixtrain.collators.misuse_guard import PREPARED, is_instance_by_name
 from radixtrain.errors import UserError
 from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.backbone import Parts, backbone_of, model_inside, parts_of, pretrained_model_of
@@ -40,11 +40,12 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 class _State:
     """What `restore_model` needs.
 
-    options: attention, kernel and allow_dropout, as they were given. sharing: None for a model of `prepare_model` only.
-    split: None without `sp_group`.
+    options: attention, kernel and allow_dropout, as they were given. report: what was shared, by either door.
+    sharing: None for a model of `prepare_model` only. split: None without `sp_group`.
     """
 
     options: dict[str, Any]
+    report: SharingReport
     sharing: PaddedSharing | None
     split: SplitModel | None
 
@@ -142,20 +143,29 @@ def share_prefixes(
 
 
 def sharing_report(model: Any) -> SharingReport:
-    """How many calls of a model `share_prefixes` shared, how many not and why, and what it saved.
+    """How many calls of a model shared tokens, how many not and why, and what that saved.
 
-    model: or a trainer; then the report also names its reference or teacher model, if that shares nothing.
+    model: of `prepare_model` or `share_prefixes`; or a trainer, and then the report also names its reference or teacher
+        model, if that shares nothing.
 
-    Raises UserError for a model without `share_prefixes`.
+    Raises UserError for any other model.
     """
     trainer, shared = (None, model) if isinstance(model, nn.Module) else (model, getattr(model, "model", model))
-    sharing = _sharing_of(shared)
-    if sharing is None:
-        raise UserError(f"{type(shared).__name__} shares nothing: call share_prefixes(model) first")
+    state = _state_of(shared)
+    if state is None:
+        raise UserError(
+            f"{type(shared).__name__} shares nothing: call share_prefixes(model) first, or prepare_model(model) for a "
+            f"RadixCollator"
+        )
+    others = other_models(trainer)
+    state.report.unshared_models = [name for name, other in others.items() if _state_of(other) is None]
+    return state.report
+
+
+def other_models(trainer: Any) -> dict[str, nn.Module]:
+    """The reference and the teacher of a trainer, by the names of its attributes."""
     others = {name: getattr(trainer, name, None) for name in ("ref_model", "teacher_model")}
-    modules = {name: other for name, other in others.items() if isinstance(other, nn.Module)}
-    sharing.report.unshared_models = [name for name, other in modules.items() if _sharing_of(other) is None]
-    return sharing.report
+    return {name: other for name, other in others.items() if isinstance(other, nn.Module)}
 
 
 def leave_refused_calls(model: nn.Module) -> None:
@@ -163,14 +173,14 @@ def leave_refused_calls(model: nn.Module) -> None:
 
     For programs whose author did not ask for sharing.
     """
-    sharing = _sharing_of(model)
-    assert sharing is not None
-    sharing.leaves_refused = True
+    state = _state_of(model)
+    assert state is not None and state.sharing is not None
+    state.sharing.leaves_refused = True
 
 
-def _sharing_of(model: nn.Module) -> PaddedSharing | None:
+def _state_of(model: nn.Module) -> _State | None:
     state: _State | None = getattr(model_inside(model), STATE, None)
-    return None if state is None else state.sharing
+    return state
 
 
 def prepared_options(model: nn.Module) -> dict[str, Any] | None:
@@ -195,7 +205,6 @@ def restore_model(model: ModelT) -> ModelT:
         TokenLoss.remove(base)
         delattr(base, STATE)
         delattr(backbone_of(base), PREPARED)
-        allow_watch()
     return model
 
 
@@ -237,6 +246,7 @@ def _install(
             f"{type(parts.backbone).__name__} is prepared already, by itself or with another model around it; call "
             f"restore_model with what was prepared first"
         )
+    report = SharingReport() if sharing is None else sharing.report
     progress = Progress()
     mixers = install_mixers(parts.decoder, progress)
     hooks = BackboneHooks(
@@ -247,12 +257,12 @@ def _install(
         refused=why_closed(parts, "prepare_model"),
         padded=sharing,
         sharing=SharingWatch(parts.name),
+        report=report,
         split=None if split is None else split.rows,
         **options,
     )
     hooks.install(parts.backbone)
     if split is not None:
         split.install(len(mixers))
-    setattr(parts.base, STATE, _State(options, sharing, split))
+    setattr(parts.base, STATE, _State(options, report, sharing, split))
     setattr(parts.backbone, PREPARED, True)
-    end_watch()

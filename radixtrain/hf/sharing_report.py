@@ -17,13 +17,16 @@ from transformers import PreTrainedModel
 
 @dataclass
 class SharingReport:
-    """Totals over all calls of a model since `share_prefixes`.
+    """Totals over all calls of a model since `prepare_model` or `share_prefixes`.
 
-    num_shared: calls that ran on unique tokens.
-    not_shared: calls that ran as if nothing had been installed, counted by reason.
-    num_places: sum of B x L over the shared calls, which an ordinary model computes.
-    num_tokens: sum of T over them, without padding.
-    num_unique_tokens: sum of U over them, which were computed.
+    num_shared: calls that shared tokens.
+    not_shared: calls that did not, counted by reason. Those that ran as if nothing had been installed count nowhere
+        else; a batch of a `RadixCollator` counts in T and U too, so that r is that of all its batches.
+    num_generating: calls of `generate`, whose cache does that.
+    num_places: sum of B x L, which an ordinary model computes.
+    num_tokens: sum of T, without padding.
+    num_unique_tokens: sum of U, which were computed; with what a collator pads them to. A prefix that
+        `step_losses` runs forward twice counts once.
     num_images, num_distinct_images: of the shared calls; the tower computed the distinct ones of each call.
     num_cached_tokens: of `num_tokens`, found in the cache of `share_prefixes(model, cache=...)`.
     bytes_per_kept_token: what a token takes in it: keys and values of all layers, and a hidden state.
@@ -35,6 +38,7 @@ class SharingReport:
 
     num_shared: int = 0
     not_shared: Counter[str] = field(default_factory=Counter)
+    num_generating: int = 0
     num_places: int = 0
     num_tokens: int = 0
     num_unique_tokens: int = 0
@@ -52,6 +56,19 @@ class SharingReport:
         """The copy of a model counts its own calls."""
         return SharingReport()
 
+    def count_unshared(self, reason: str) -> None:
+        """Add a call that ran as if nothing had been installed."""
+        if reason == GENERATION:
+            self.num_generating += 1
+        else:
+            self.not_shared[reason] += 1
+
+    def count_tokens(self, num_places: int, num_tokens: int, num_unique_tokens: int) -> None:
+        """Add B x L, T and U of a call that ran on unique tokens."""
+        self.num_places += num_places
+        self.num_tokens += num_tokens
+        self.num_unique_tokens += num_unique_tokens
+
     def count_head(self, num_places: int, num_rows: int) -> None:
         """Add a call of the head that shared: how many rows it was asked for, and how many it computed."""
         self.num_head_places += num_places
@@ -63,10 +80,10 @@ class SharingReport:
         return self.num_tokens / self.num_unique_tokens if self.num_unique_tokens else 1.0
 
     def __str__(self) -> str:
+        took = f"; plans took {self.plan_seconds:.2f} s" if self.plan_seconds else ""  # not in a collator
         lines = [
             f"{self.num_shared} calls shared: {self.num_places:,} places, {self.num_tokens:,} tokens, "
-            f"{self.num_unique_tokens:,} unique, r = {self.compression_ratio:.2f}; "
-            f"plans took {self.plan_seconds:.2f} s"
+            f"{self.num_unique_tokens:,} unique, r = {self.compression_ratio:.2f}{took}"
         ]
         if self.num_images:
             lines.append(f"the tower computed {self.num_distinct_images:,} of {self.num_images:,} images")
@@ -75,24 +92,25 @@ class SharingReport:
             lines.append(f"{self.num_cached_tokens:,} of these tokens were in the cache, {takes}")
         if self.num_head_places:
             lines.append(f"the head computed {self.num_head_rows:,} rows for {self.num_head_places:,} places")
-        if not self.num_shared and not self.not_shared:
+        if not self.num_shared + self.num_generating and not self.not_shared:
             lines.append("the backbone was never called: hooks do not run if something calls its forward method")
         lines += [f"{name} shares nothing: share_prefixes(trainer.{name})" for name in self.unshared_models]
         lines += [f"{count} calls without the cache: {reason}" for reason, count in self.not_cached.most_common()]
         lines += [f"{count} calls not shared: {reason}" for reason, count in self.not_shared.most_common()]
+        lines += [f"{self.num_generating} calls of generation"] if self.num_generating else []
         return "\n".join(lines)
 
 
 logger = logging.getLogger(__name__)
+GENERATION = "generate() runs"
 NUM_CALLS = 10  # training calls before the warning
-ORDINARY = (
+ORDINARY = "the batch is an ordinary one, not of a RadixCollator"
+HELP_ORDINARY = (
     "they were ordinary ones. Give the trainer data_collator=RadixCollator(), or call share_prefixes(model) if it "
     "makes its batches itself, as TRL's for DPO and GRPO"
 )
-NOT_ALIKE = (
-    "no two sequences of a batch began alike, or not for as many tokens as min_shared_tokens asks. Larger batches "
-    "help, and sequences with the same prompt next to each other in the data"
-)
+NOT_ALIKE = "no two sequences of a batch began alike, or not for as many tokens as min_shared_tokens asks"
+HELP_NOT_ALIKE = f"{NOT_ALIKE}. Larger batches help, and sequences with the same prompt next to each other in the data"
 
 
 @dataclass(eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from radixtrain.collators.steps import Step
 from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.datamodule import SFTData
+from radixtrain.data.grouping import whole_chats
 from radixtrain.data.steps import features_of
 from radixtrain.errors import UserError
 from radixtrain.tree.radix_inputs import layout_of, radix_of
@@ -24,12 +26,14 @@ class MicroBatch:
     samples: its sequences, in the order of `cu_seqlens`.
     batch: as `RadixCollator` makes it for radixtrain's own loss.
     num_step_labels: labelled tokens of the whole step, by which its loss is divided.
+    num_whole_tokens: of its chats, each up to the end of its last turn here; T if none is split into its turns.
     """
 
     place: str
     samples: Sequence[TokenRow]
     batch: dict[str, Any]
     num_step_labels: int
+    num_whole_tokens: int
 
     @property
     def num_tokens(self) -> int:
@@ -65,7 +69,9 @@ def micro_batches(data: SFTData, step: int) -> list[MicroBatch]:
     steps = data.train_steps()
     if not 0 <= step < len(steps):
         raise UserError(f"step: an epoch has the steps 0 to {len(steps) - 1}, got {step}")
-    samples = [sample for index in steps[step] for sample in data.conversations["train"][index]]
+    conversations = [data.conversations["train"][index] for index in steps[step]]
+    samples = [sample for conversation in conversations for sample in conversation]
+    chat_of = [chat for chat, conversation in enumerate(conversations) for _ in conversation]
     collated: Step = data.step_collator()(features_of(samples))
     parts = zip(collated.members, collated.micro_batches, strict=True)
     return [
@@ -74,6 +80,11 @@ def micro_batches(data: SFTData, step: int) -> list[MicroBatch]:
             samples=[samples[member] for member in members],
             batch=batch,
             num_step_labels=collated.num_labels,
+            num_whole_tokens=sum(
+                length
+                for _, turns in groupby(sorted(members), chat_of.__getitem__)
+                for length, _ in whole_chats([samples[turn] for turn in turns])
+            ),
         )
         for index, (members, batch) in enumerate(parts)
     ]

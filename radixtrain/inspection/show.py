@@ -77,6 +77,16 @@ def _strays(tree: RunTree) -> Iterator[Text]:
         yield Text(f"and {len(tree.strays) - MOST_STRAYS:,} more of these")
 
 
+def _ratios(part: MicroBatch) -> Iterator[tuple[str, str, str]]:
+    """r, and if chats are split the other one."""
+    of_rows, num_whole = f"{part.num_tokens / part.num_unique_tokens:.2f}", part.num_whole_tokens
+    if num_whole == part.num_tokens:
+        yield "r", of_rows, "T / U"
+    else:
+        yield "r", f"{num_whole / part.num_unique_tokens:.2f}", f"against the {num_whole:,} tokens of whole chats"
+        yield "r, same rows", of_rows, "T / U, each turn with all that precedes it"
+
+
 def numbers(part: MicroBatch, tree: RunTree) -> Table:
     """A line for each number: its name, its value, its meaning."""
     batch, layout, padding = part.batch, layout_of(part.batch), part.num_padding
@@ -86,7 +96,7 @@ def numbers(part: MicroBatch, tree: RunTree) -> Table:
         ("sequences", f"{len(part.samples):,}", f"from {num_rows:,} rows of the file"),
         ("tokens", f"{part.num_tokens:,}", "T, of all sequences"),
         ("computed tokens", f"{part.num_unique_tokens:,}", computed),
-        ("r", f"{part.num_tokens / part.num_unique_tokens:.2f}", "T / U"),
+        *_ratios(part),
         ("labelled tokens", f"{part.num_labels:,}", f"of {part.num_step_labels:,} in the step, which divide its loss"),
         ("distinct predictions", f"{batch['shift_labels'].numel():,}", "P, a token and the one it is asked for"),
         (

@@ -32,7 +32,7 @@ from radixtrain.screen import printable
 
 MODULE = "transformers.modeling_utils"
 SHOWN = 80  # characters of a value in a message
-SUMMED = {"num_shared", "num_tokens", "num_unique_tokens"}  # fields of a SharingReport
+SUMMED = {"num_shared", "num_tokens", "num_unique_tokens", "num_generating"}  # fields of a SharingReport
 
 
 @dataclass
@@ -58,16 +58,18 @@ class LoadedModel:
 
     def _calls(self) -> str:
         num_shared, others = self.report["num_shared"], Counter(self.report["not_shared"])
+        generation = f"{num} calls of generation" if (num := self.report["num_generating"]) else ""
         num_calls = num_shared + others.total()
         if not num_calls:
-            return "its forward pass was not called"
+            return f"only {generation}" if generation else "its forward pass was not called"
         ratio = self.report["num_tokens"] / max(1, self.report["num_unique_tokens"])
         shared = (
             f"r = {ratio:.2f}, {num_shared} of {num_calls} calls shared"
             if num_shared
             else (f"none of {num_calls} calls shared")
         )
-        return "; ".join([shared, *(f"{count} not: {reason}" for reason, count in others.most_common())])
+        reasons = [f"{count} not: {reason}" for reason, count in others.most_common()]
+        return "; ".join(filter(None, (shared, *reasons, generation)))
 
 
 def watch() -> None:

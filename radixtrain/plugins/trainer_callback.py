@@ -1,4 +1,4 @@
-"""A callback of Hugging Face's Trainer, for scripts and programs that take callbacks by name."""
+"""Callbacks of Hugging Face's Trainer and those of TRL: `r` in their logs, and what was shared when training ends."""
 
 from __future__ import annotations
 
@@ -8,21 +8,76 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
-from radixtrain.hf.prepare import share_prefixes, sharing_report
+from radixtrain.hf.prepare import other_models, share_prefixes, sharing_report
 from radixtrain.plugins.from_pretrained import LoadedModel
 from radixtrain.screen import printable
 
 
-class SharePrefixesCallback(TrainerCallback):
-    """Shares the model of a trainer that is made with it, and prints what was shared when training ends.
+def log_sharing(trainer: Any) -> None:
+    """Let a trainer log `r` beside its loss, to every tracker that it has, and print what was shared at the end.
+
+    trainer: a `transformers.Trainer` or one of TRL's, whose model is one of `prepare_model` or `share_prefixes`.
+
+    `r` is tokens per unique token of the model's calls in the training steps since the loss was last logged, without
+    evaluations; with several processes, of each by itself. The last line is that of all calls, `sharing_report`'s.
+
+    Raises UserError for a model that is neither.
+    """
+    unshared = sharing_report(trainer).unshared_models
+    callbacks = trainer.callback_handler.callbacks
+    own = next((each for each in callbacks if isinstance(each, SharingCallback)), None)
+    if own is None:
+        others = {name: model for name, model in other_models(trainer).items() if name not in unshared}
+        own = SharingCallback({"model": trainer.model, **others})
+    else:
+        callbacks.remove(own)
+    callbacks.insert(0, own)  # those that write logs somewhere get what it adds
+
+
+class SharingCallback(TrainerCallback):
+    """Adds `r` to the logs of a trainer, for the callbacks after it, and prints what was shared when training ends.
+
+    models: prepared or shared, by name. `r` is that of the first.
+    """
+
+    def __init__(self, models: dict[str, nn.Module] | None = None) -> None:
+        self.models = models or {}
+        self.before = self.in_steps = (0, 0)  # tokens, and unique ones
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.before = self._counted()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        columns = zip(self.in_steps, self._counted(), self.before, strict=True)
+        num_tokens, num_unique_tokens = (total + now - before for total, now, before in columns)
+        self.in_steps = num_tokens, num_unique_tokens
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        num_tokens, num_unique_tokens = self.in_steps
+        if "loss" in logs and num_unique_tokens:
+            for written in (logs, *state.log_history[-1:]):
+                written["r"] = num_tokens / num_unique_tokens
+            self.in_steps = (0, 0)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            lines = (LoadedModel(name, report=vars(sharing_report(model))) for name, model in self.models.items())
+            sys.stderr.writelines(f"{printable(line)}\n" for line in lines)
+
+    def _counted(self) -> tuple[int, int]:
+        report = sharing_report(next(iter(self.models.values())))
+        return report.num_tokens, report.num_unique_tokens
+
+
+class SharePrefixesCallback(SharingCallback):
+    """Shares the model of a trainer that is made with it. `log_sharing(trainer)` puts it before the trackers.
 
     options: of `share_prefixes`, whose errors it raises.
-    models: those that are shared, by name.
     """
 
     def __init__(self, **options: Any) -> None:
+        super().__init__()
         self.options = options
-        self.models: dict[str, nn.Module] = {}
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Before the trainer wraps it for several devices."""
@@ -32,8 +87,3 @@ class SharePrefixesCallback(TrainerCallback):
         """For a callback that came later, by `add_callback`."""
         if not self.models:
             self.on_init_end(args, state, control, model)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            lines = (LoadedModel(name, report=vars(sharing_report(model))) for name, model in self.models.items())
-            sys.stderr.writelines(f"{printable(line)}\n" for line in lines)

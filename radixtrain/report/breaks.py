@@ -78,12 +78,13 @@ def find_breaks(
     for name in named:
         places = [(trunk, piece) for trunk, pieces in read for piece in pieces if piece.cause == causes[name]]
         changed = [place for place in places if place[1].has_other]
+        values = {tuple(piece.value for piece in pieces if piece.cause == causes[name]) for _, pieces in read}
         starts = {row: _parting(trunk.prompt, piece) for trunk, piece in reversed(changed) for row in trunk.rows}
         breaks.append(
             Break(
                 cause=name,
                 num_sequences=round(scale * sum(prompts[row].num_samples for row in starts)),
-                num_values=len({piece.value for _, piece in places}),
+                num_values=len(values - {()}),
                 at_token=int(np.median([*starts.values()])),
                 tokens_saved=saved(name),
                 tokens_with_others=saved(name, named - {name}),

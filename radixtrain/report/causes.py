@@ -74,6 +74,7 @@ MADE_ALIKE = {
     "white space": "Write the same blanks and line ends in every row.",
 }
 DRAWN, WHITE_SPACE = (Cause(name, MADE_ALIKE[name], False) for name in ("the choice of the examples", "white space"))
+SEVERAL = Cause("several prompts", MOVED["several prompts"], True)
 
 _MONTH = r"(?:jan|feb|mar|apr|may|jun|jul|aug|sep|sept|oct|nov|dec)(?:uary|ruary|ch|il|e|y|ust|tember|ober|ember)?\b\.?"
 _DAY = r"\d{1,2}(?:st|nd|rd|th)?"
@@ -154,7 +155,7 @@ def _wording(ranked: list[Value]) -> str | None:
     rows = sum(value.num_rows for value in ranked)
     if rows < MIN_ROWS * len(ranked) or all(map(_is_name, ranked)):
         return None
-    return "another version of the template" if ranked[0].num_rows > (1 - STRAY) * rows else "several prompts"
+    return "another version of the template" if ranked[0].num_rows > (1 - STRAY) * rows else SEVERAL.name
 
 
 def _is_name(value: Value) -> bool:

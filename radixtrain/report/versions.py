@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from radixtrain.data.tokens.decode import text_of_run
-from radixtrain.report.causes import DRAWN, WHITE_SPACE, Cause, Value, cause_of, whole_words
+from radixtrain.report.causes import DRAWN, MIN_ROWS, SEVERAL, WHITE_SPACE, Cause, Value, cause_of, whole_words
 from radixtrain.report.prompts import MIN_RUN, SHINGLE, Flags, Hashes, Prompt, repeated_symbols, runs_of, shingles
 from radixtrain.tree.arrays import IntArray
 
@@ -88,7 +88,7 @@ Layout = dict[Trunk, list[Piece]]  # of each trunk, one after the other from its
 def find_layouts(prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[Layout]:
     """The prompts that differ early from others of the same text, in pieces."""
     *apart, mixed = _groups(_trunks(prompts))
-    return [_layout(group, group is mixed, tokenizer) for group in (*apart, mixed) if len(group) > 1]
+    return [_one_entry(_layout(group, group is mixed, tokenizer)) for group in (*apart, mixed) if len(group) > 1]
 
 
 def _trunks(prompts: list[Prompt]) -> list[Trunk]:
@@ -131,6 +131,25 @@ def _layout(trunks: list[Trunk], is_mixed: bool, tokenizer: PreTrainedTokenizerB
     for number in range(num_gaps):
         gaps = {trunk: slice(own[number][1], own[number + 1][0]) for trunk, own in texts.items()}
         _read_gap(layout, gaps, number == num_gaps - 1, is_mixed, tokenizer)
+    return layout
+
+
+def _one_entry(layout: Layout) -> Layout:
+    """Several prompts that differ in several places are one cause, also where only some of them differ, or by a name.
+
+    What crosses them, as a date or a stray version in the rows of each, is a cause of its own: its values and the
+    prompts, together, are as many as their product, and not as their sum.
+    """
+    places = list(zip(*layout.values(), strict=True))
+    meant = [[piece.value for piece in place] for place in places if place[0].cause == SEVERAL]
+    prompts, num_rows = list(zip(*meant, strict=True)), _num_rows(layout)
+    for index, place in enumerate(places if prompts else ()):
+        values = [piece.value for piece in place]
+        together = len(set(zip(prompts, values, strict=True)))
+        is_nested = together < len(set(prompts)) + len(set(values)) and num_rows >= MIN_ROWS * together
+        if place[0].cause not in (None, WHITE_SPACE) and is_nested:
+            for pieces in layout.values():
+                pieces[index] = pieces[index]._replace(cause=SEVERAL)
     return layout
 
 

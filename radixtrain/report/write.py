@@ -103,7 +103,7 @@ def make_report(data: SFTData, setup: RunSetup, typed: Sequence[str] = (), max_s
         best = best_setting(current, [*settings, *shares], free_bytes(setup.device))
         shown = [each for each in shares if _draw(each) == _draw(current) or each == best]
         settings = sorted([*settings, *shown], key=lambda each: (*_draw(each), each.activation_checkpointing))
-    divisions = _divisions(epoch, own, num_steps, step_cost, setup, prediction)
+    divisions = _divisions(epoch, sampled[own], step_cost, setup, prediction)
     if not divisions:
         notes.append(
             "Steps were not divided among several devices: their cost is not known, or recurrent layers compute all "
@@ -146,17 +146,20 @@ def _epoch(data: SFTData, step_cost: StepCost | None) -> Epoch:
 
 def _divisions(
     epoch: Epoch,
-    own: Draw,
-    num_steps: int,
+    sampled: SampledSteps,
     step_cost: StepCost | None,
     setup: RunSetup,
     prediction: Prediction | None,
 ) -> tuple[Division, ...]:
-    """The steps of the user's own setting on several devices, in every way; none for a hybrid model."""
+    """The steps of the user's own setting on several devices, in every way; none for a hybrid model.
+
+    Their r is against whole chats, if these are split.
+    """
     if step_cost is None or step_cost.mixer_share:
         return ()
     logger.info("dividing the steps among several devices")
-    batches = epoch.batches(own)[:num_steps]
+    own, share = sampled.draw, sampled.whole_share
+    batches = epoch.batches(own)[: len(sampled.steps)]
     steps = [[sample.input_ids for i in batch for sample in epoch.conversations[i]] for batch in batches]
     found = [
         divide(steps, num_ranks, sp_size, own.max_tokens, step_cost, setup.dtype.itemsize)
@@ -166,7 +169,7 @@ def _divisions(
     if prediction is not None:
         memory = prediction.at(setup.share).bytes_of_rows
         found = [each._replace(memory_bytes=memory(each.most_rows)) for each in found]
-    return tuple(each._replace(sent_bytes=setup.num_layers * each.sent_bytes) for each in found)
+    return tuple(each._replace(r=share * each.r, sent_bytes=setup.num_layers * each.sent_bytes) for each in found)
 
 
 def _setting(sampled: SampledSteps, share: float, prediction: Prediction | None) -> Setting:

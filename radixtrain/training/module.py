@@ -296,9 +296,9 @@ class RadixModule(L.LightningModule):
         """Log the metrics with how much the step shared and how fast it was, of all ranks."""
         step = replace(step, num_computed_tokens=ranks().total(step.num_computed_tokens)[0])
         metrics["tokens_per_second"], metrics["computed_tokens_per_second"] = self.speed.add(step)
-        metrics["r"] = step.num_tokens / step.num_computed_tokens
+        metrics["r"] = step.num_ordinary_tokens / step.num_computed_tokens
         if step.num_unique_tokens:
-            metrics["best_r"] = step.num_tokens / step.num_unique_tokens
+            metrics["best_r"] = step.num_ordinary_tokens / step.num_unique_tokens
         self.last_step = metrics
         self.log_dict(metrics, prog_bar=True, batch_size=1)
 

@@ -14,6 +14,7 @@ from transformers import get_scheduler
 from radixtrain.checkpoints.sharded import is_sharded
 from radixtrain.errors import UserError, first_line
 from radixtrain.hf.backbone import model_inside
+from radixtrain.versions import to_install
 
 if TYPE_CHECKING:
     from radixtrain.settings.model import ModelSettings
@@ -85,7 +86,7 @@ def optimizer_of(module: nn.Module, settings: ModelSettings) -> torch.optim.Opti
 def check_package(name: str) -> None:
     """UserError if the package of an optimizer is missing."""
     if name == "adamw_8bit" and find_spec("bitsandbytes") is None:
-        raise UserError(f"model.optimizer {name} needs the package bitsandbytes: pip install bitsandbytes")
+        raise UserError(f"model.optimizer {name} needs the package bitsandbytes: {to_install('bitsandbytes')}")
 
 
 def _try_step(kind: Any, device: torch.device) -> None:

@@ -8,14 +8,15 @@ from radixtrain.collators.steps import Step
 
 
 class Speed:
-    """Tokens per second of the last step and of the whole run: effective ones (T) and computed ones (rows).
+    """Tokens per second of the last step and of the whole run: effective ones, and computed ones (rows).
 
+    num_tokens: effective ones, which others compute: those of whole chats, if they were split into turns.
+    num_row_tokens: of the same rows, T, which are more then.
     num_unique_tokens: rows if every step had been one micro-batch; None with `dedup: false`.
-    num_whole_tokens: of the conversations as whole chats, which have fewer if they are split into turns.
     """
 
     def __init__(self) -> None:
-        self.num_tokens = self.num_whole_tokens = self.num_computed_tokens = self.num_steps = self.num_micro_batches = 0
+        self.num_tokens = self.num_row_tokens = self.num_computed_tokens = self.num_steps = self.num_micro_batches = 0
         self.num_unique_tokens: int | None = 0
         self.seconds = self.last = 0.0
 
@@ -30,14 +31,14 @@ class Speed:
         self.seconds += elapsed
         self.num_steps += 1
         self.num_micro_batches += len(step.micro_batches)
-        self.num_tokens += step.num_tokens
-        self.num_whole_tokens += step.num_whole_tokens
+        self.num_tokens += step.num_ordinary_tokens
+        self.num_row_tokens += step.num_tokens
         self.num_computed_tokens += step.num_computed_tokens
         if self.num_unique_tokens is None or step.num_unique_tokens is None:
             self.num_unique_tokens = None
         else:
             self.num_unique_tokens += step.num_unique_tokens
-        return step.num_tokens / elapsed, step.num_computed_tokens / elapsed
+        return step.num_ordinary_tokens / elapsed, step.num_computed_tokens / elapsed
 
     @property
     def rates(self) -> tuple[float, float]:
@@ -53,3 +54,12 @@ class Speed:
     def best_r(self) -> float | None:
         """What r would have been if every step had been one micro-batch. None with `dedup: false`."""
         return self.num_tokens / self.num_unique_tokens if self.num_unique_tokens else None
+
+    @property
+    def r_text(self) -> str:
+        """r, by both baselines if chats were split, and the best one."""
+        r = f"{self.r:.2f} tokens per computed token"
+        best = f"{self.best_r:.2f} at best (each step one micro-batch)" if self.best_r else ""
+        is_split = self.num_tokens < self.num_row_tokens
+        rows = f"{self.num_row_tokens / self.num_computed_tokens:.2f} against the same rows" if is_split else ""
+        return ", ".join(filter(None, (f"{r} against whole chats" if is_split else r, best, rows)))

@@ -52,6 +52,7 @@ class Trainer(L.Trainer):
         for log in self.loggers:
             for name in LOGGING:
                 setattr(log, name, partial(_logged, log, getattr(log, name)))
+            log.log_metrics = partial(_from_1, self, log.log_metrics)  # type: ignore[method-assign]
 
     @property
     def received_sigterm(self) -> bool:
@@ -168,6 +169,11 @@ def _logged(log: Any, method: Callable[..., None], *arguments: Any, **keywords: 
         if isinstance(log, CSVLogger) and ranks().is_first and Path(log.save_dir).is_dir():
             Path(log.log_dir).mkdir(parents=True, exist_ok=True)
         method(*arguments, **keywords)
+
+
+def _from_1(trainer: L.Trainer, method: Callable[..., None], metrics: Any, step: int | None = None) -> None:
+    """Count steps as everything else does. Lightning logs with a step the number of those before it."""
+    method(metrics, step=step + 1 if step is not None and trainer.state.fn == "fit" else step)
 
 
 def _across(setup: RunSetup) -> SharingAcross:

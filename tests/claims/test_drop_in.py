@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from trainer_loop import Stream
 
 from radixtrain import RadixCollator, prepare_model
-from radixtrain.collators.misuse_guard import allow_watch, end_watch
+from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.errors import UserError
 from radixtrain.hf.inputs import check_one_device
 from radixtrain.verification.oracle import float64_arithmetic
@@ -316,7 +316,6 @@ def test_wrong_normalisation_is_seen(drop_in, rows):
 def test_model_that_is_not_prepared_is_refused(tiny_qwen3, rows, tmp_path, trainer):
     """In a process that has prepared no model."""
     end_watch()
-    allow_watch()
     with pytest.raises(UserError, match="Qwen3ForCausalLM got a batch of RadixCollator, but it is not prepared: call"):
         TRAINERS[trainer](tiny_qwen3(), RadixCollator(), rows, tmp_path)
 

@@ -23,7 +23,7 @@ FEATURES = [{"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in NESTED]
 def test_cuda_itself_does_not_wait(tiny_qwen3: Callable[..., Any], attention: str) -> None:
     """CUDA raises if the host would wait. The first step compiles and fills caches, and may."""
     model = prepare_model(tiny_qwen3().to("cuda", torch.bfloat16).train(), attention=attention)
-    lightning_module = pytest.importorskip("radixtrain.training.module", reason="pip install 'radixtrain[fit]'")
+    lightning_module = pytest.importorskip("radixtrain.training.module", reason="pip install lightning")
     module = lightning_module.RadixModule("unused")
     module.model = model
     batch = RadixCollator(merge_labels=True, pad_to_multiple_of=8)(FEATURES)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from radixtrain import RadixCollator, prepare_model, restore_model
-from radixtrain.collators.misuse_guard import allow_watch, check_not_dispatched, end_watch
+from radixtrain.collators.misuse_guard import check_not_dispatched, end_watch
 from radixtrain.collators.steps import StepCollator
 from radixtrain.errors import UserError
 from radixtrain.verification.oracle import float64_throughout
@@ -28,7 +28,6 @@ MESSAGE = (
 def no_model_prepared_yet() -> Iterator[None]:
     """As in a new process."""
     end_watch()
-    allow_watch()
     yield
     end_watch()
 
@@ -52,7 +51,7 @@ class Wrapper(nn.Module):
 
 
 def wrapped_by_peft(model: Any) -> Any:
-    peft = pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+    peft = pytest.importorskip("peft", reason="pip install peft")
     return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
 
 
@@ -63,7 +62,7 @@ def wrapped_by_ddp(model: Any) -> Any:
 
 
 def wrapped_by_accelerate(model: Any) -> Any:
-    accelerate = pytest.importorskip("accelerate", reason="pip install 'radixtrain[dev]'")
+    accelerate = pytest.importorskip("accelerate", reason="pip install accelerate")
     return accelerate.Accelerator(cpu=True).prepare(model)
 
 
@@ -103,42 +102,31 @@ def test_refused_before_it_computes_and_prepared(tiny_qwen3: Callable[..., Any],
             wrapped(**batch)
     assert not ran
     prepared = WRAPPERS[name](prepare_model(tiny_qwen3()))
-    assert not is_watching()
     assert prepared(**batch).loss.isfinite()
+    assert not is_watching()
 
 
-def test_the_watch_ends_when_a_model_is_prepared(tiny_qwen3: Callable[..., Any]) -> None:
-    RadixCollator()
-    RadixCollator()
-    assert num_hooks() == 1
-    model = prepare_model(tiny_qwen3())
+def test_another_model_was_prepared(tiny_qwen3: Callable[..., Any]) -> None:
+    """The watch is one hook, until a prepared model gets a batch."""
+    prepare_model(tiny_qwen3())
     RadixCollator()
     StepCollator(max_tokens=8)(FEATURES)
-    assert not is_watching(), "nor does it begin again"
-    with pytest.raises(UserError, match=MESSAGE):  # the next step after a restore may forget to prepare it
-        restore_model(model)(**RadixCollator()(FEATURES))
+    assert num_hooks() == 1
+    for model in (tiny_qwen3(), restore_model(prepare_model(tiny_qwen3()))):
+        with pytest.raises(UserError, match=MESSAGE):
+            model(**RadixCollator()(FEATURES))
 
 
 def test_the_watch_ends_when_a_prepared_model_gets_a_batch(tiny_qwen3: Callable[..., Any]) -> None:
-    """After another was restored. Called by its backbone too."""
-    first, second = prepare_model(tiny_qwen3()), prepare_model(tiny_qwen3())
-    for call in (second, second.model):
-        restore_model(prepare_model(first))
+    """Called by its backbone too, and in a process that has not prepared it."""
+    model = prepare_model(tiny_qwen3())
+    for call in (model, model.model, pickle.loads(pickle.dumps(model))):
         batch = RadixCollator()(FEATURES)
         assert is_watching()
-        if call is second.model:
+        if call is model.model:
             del batch["labels"], batch["shift_labels"]
         call(**batch)
         assert not is_watching()
-
-
-def test_the_watch_ends_when_a_prepared_model_is_unpickled(tiny_qwen3: Callable[..., Any]) -> None:
-    pickled = pickle.dumps(prepare_model(tiny_qwen3()))
-    allow_watch()
-    batch = RadixCollator()(FEATURES)
-    assert is_watching()
-    model = pickle.loads(pickled)
-    assert not is_watching() and model(**batch).loss.isfinite()
 
 
 class Own(nn.Module):
@@ -171,7 +159,6 @@ def test_modules_of_the_user_are_left_alone(tiny_qwen3: Callable[..., Any]) -> N
             return len(batch)
 
     for module in (Own(), Derived(tiny_qwen3().config), Late(tiny_qwen3())):
-        allow_watch()
         batch = RadixCollator()(FEATURES)
         assert is_watching()
         assert module(**batch) == len(batch)
@@ -206,7 +193,6 @@ def test_a_compiled_function_is_left_alone(tiny_qwen3: Callable[..., Any]) -> No
 def test_copies_and_workers_install_no_hook() -> None:
     collator = RadixCollator()
     end_watch()
-    allow_watch()
     for copied in (pickle.loads(pickle.dumps(collator)), copy.deepcopy(collator)):
         assert torch.equal(copied(FEATURES)["input_ids"], collator(FEATURES)["input_ids"])
     assert not is_watching()

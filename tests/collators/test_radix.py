@@ -29,13 +29,6 @@ def targets(batch):
     return list(zip(batch["radix"].predictor_indices.tolist(), batch["shift_labels"][0].tolist(), strict=True))
 
 
-@pytest.fixture
-def qwen3(tiny_qwen3):
-    """A stock model, with nothing but its shapes to refuse a batch by."""
-    end_watch()
-    return tiny_qwen3()
-
-
 def test_a_tokenizer_is_not_taken():
     """As Hugging Face's collators take one."""
     with pytest.raises(UserError, match=r"no tokenizer, got dict: write RadixCollator\(\)"):
@@ -125,13 +118,16 @@ def test_position_ids():
         pytest.param([[7]], {}, 1, [N, N], id="no label and one row"),
     ],
 )
-def test_predictions_never_number_the_rows_so_that_a_stock_model_raises(qwen3, features, options, num_rows, expected):
+def test_predictions_never_number_the_rows_so_that_a_stock_model_raises(
+    tiny_qwen3, features, options, num_rows, expected
+):
     batch = RadixCollator(loss_on_all=True, **options)([{"input_ids": ids} for ids in features])
     assert batch["input_ids"].shape == (1, num_rows)
     assert batch["shift_labels"].tolist() == [expected]
     assert len(expected) != num_rows
+    end_watch()  # nothing but its shapes is left to refuse a batch by
     with pytest.raises(ValueError, match=r"batch_size|did not pass the backbone which prepare_model prepared"):
-        qwen3(**batch)  # the second once a model of this process was prepared
+        tiny_qwen3()(**batch)  # the second once a model of this process was prepared
 
 
 @settings(max_examples=100, deadline=None)

@@ -281,8 +281,8 @@ class TestChoice:
     @pytest.mark.parametrize(
         ("packages", "capability", "dtype", "head_dim", "modifiers", "kernel", "why"),
         [  # packages in the order in which they were installed. why: something that the reason says
-            ([], 9.0, BF16, 128, {}, "torch", "flash-attn-4 is not installed (pip install 'radixtrain[flash4]')"),
-            ([], 8.0, F16, 256, {}, "torch", "flash-attn is not installed (pip install 'radixtrain[flash]', needs a"),
+            ([], 9.0, BF16, 128, {}, "torch", "flash-attn-4 is not installed (pip install -U 'flash-attn-4>="),
+            ([], 8.0, F16, 256, {}, "torch", "flash-attn is not installed (pip install -U 'flash-attn>=2.7', needs"),
             ([], 9.0, BF16, 64, SOFTCAP, "eager", "efficient computes no soft-cap"),
             ([], 9.0, torch.float64, 64, {}, "eager", "efficient takes float32, float16 and bfloat16, got torch.fl"),
             ([], 8.0, BF16, 64, WINDOW, "torch", "on cuda"),

@@ -24,7 +24,7 @@ from radixtrain.hf.conditions import why_other_attention
 from radixtrain.hf.dropout import evaluating
 from radixtrain.hf.padded.rows import PaddedRows
 from radixtrain.hf.positions import frequencies_change_at
-from radixtrain.hf.sharing_report import is_frozen
+from radixtrain.hf.sharing_report import GENERATION, is_frozen
 from radixtrain.hf.tower import given_of_images, why_not
 from radixtrain.hf.windows import chunk_of
 
@@ -87,6 +87,8 @@ def _why_cache(
     backbone: PreTrainedModel, decoder: PreTrainedModel, given: Mapping[str, Any], generates: bool
 ) -> str | None:
     """Generation needs a cache. Training and score heads do not, whatever the configuration says."""
+    if not torch.is_grad_enabled() and is_generating():
+        return GENERATION
     if "past_key_values" in given:
         return "a cache is given (past_key_values)"
     if given.get("use_cache"):
@@ -96,7 +98,7 @@ def _why_cache(
     is_wanted = is_tuple or (generates and not is_training)
     if is_wanted and option("use_cache", decoder.config, given):
         return "a cache is wanted; call model.train(), pass use_cache=False, or set model.config.use_cache = False"
-    return "generate() runs" if not torch.is_grad_enabled() and _is_generating() else None
+    return None
 
 
 def option(name: str, config: PreTrainedConfig, given: Mapping[str, Any], default: bool = False) -> bool:
@@ -164,7 +166,7 @@ def _names_adapters(model: nn.Module) -> bool:
     return any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks)
 
 
-def _is_generating() -> bool:
+def is_generating() -> bool:
     """Whether `generate` of transformers is on the stack. Without a cache its calls look like any other."""
     return any(
         frame.f_code.co_name == "generate" and "transformers" in frame.f_globals.get("__name__", "")

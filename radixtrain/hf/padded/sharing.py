@@ -93,7 +93,7 @@ class PaddedSharing:
             if not isinstance(planned, str):
                 return planned
             reason = planned
-        self.report.not_shared[reason] += 1
+        self.report.count_unshared(reason)
         return None
 
     def _planned(self, model: nn.Module, backbone: PreTrainedModel, given: Mapping[str, Any]) -> dict[str, Any] | str:
@@ -172,9 +172,7 @@ class PaddedSharing:
             self.report.num_images += len(call.images.tower.owners)
             self.report.num_distinct_images += call.images.tower.num_distinct
         self.report.num_shared += 1
-        self.report.num_places += call.places.rows.size
-        self.report.num_tokens += call.places.num_tokens
-        self.report.num_unique_tokens += call.layout.num_rows
+        self.report.count_tokens(call.places.rows.size, call.places.num_tokens, call.layout.num_rows)
 
     def _arguments(
         self, given: Mapping[str, Any], call: RadixCall | KeptCall, ids: IntArray, position_ids: IntArray

@@ -152,7 +152,7 @@ class PredictionWriter(L.Callback):
             effective, computed = self.speed.rates
             per_second = f"{self.num_sequences / self.speed.seconds:,.1f} sequences/s"
             rates = f"{per_second}, {effective:,.0f} tokens/s effective, {computed:,.0f} computed"
-            print_line("r", f"{self.speed.r:.2f} tokens per computed token; {rates}, {self.speed.seconds:.0f} s")
+            print_line("r", f"{self.speed.r_text}; {rates}, {self.speed.seconds:.0f} s")
 
 
 def _as_json(record: dict[str, Any]) -> str:

@@ -42,7 +42,7 @@ WINDOW = 1 / 25  # of the points, that one point of that line averages
 
 
 class LogPart(NamedTuple):
-    """A folder of a CSV logger, and the steps that were taken before its first row. A resumed run has several."""
+    """A folder of a CSV logger, and the steps that were taken before it was begun. A resumed run has several."""
 
     folder: str
     first_step: int
@@ -82,7 +82,7 @@ def read_curves(parts: Sequence[LogPart]) -> dict[str, Curve]:
     for index, part in enumerate(parts):
         end = min((later.first_step for later in parts[index + 1 :]), default=math.inf)
         for row in _rows(Path(part.folder) / "metrics.csv"):
-            step = _number(row.pop("step", None)) + 1  # the logger counts the steps before the one that it logs
+            step = _number(row.pop("step", None))
             numbers = {name: _number(text) for name, text in row.items()} if step <= end else {}
             for name, value in numbers.items():
                 if math.isfinite(value):

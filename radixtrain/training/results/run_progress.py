@@ -90,13 +90,8 @@ class RunProgress:
         if self.seconds > speed.seconds:
             seconds += f" since the run went on, {self.seconds:.0f} s in all"
         on = f" on {ranks().size} ranks" if ranks().size > 1 else ""
-        r = f"{speed.r:.2f} tokens per computed token"
-        if 0 < speed.num_whole_tokens < speed.num_tokens:
-            whole_r = speed.num_whole_tokens / speed.num_computed_tokens
-            r = f"{whole_r:.2f} tokens per computed token against whole chats, {speed.r:.2f} against the same rows"
-        if speed.best_r:
-            r += f", {speed.best_r:.2f} at best (each step one micro-batch)"
-        return {**entries, "r": r, "tokens/s": f"{effective:,.0f} effective, {computed:,.0f} computed{on}, {seconds}"}
+        rates = f"{effective:,.0f} effective, {computed:,.0f} computed{on}, {seconds}"
+        return {**entries, "r": speed.r_text, "tokens/s": rates}
 
 
 def _validation_of(exported: Exported) -> dict[str, str]:

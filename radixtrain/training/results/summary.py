@@ -46,7 +46,7 @@ class RunSummary(L.Callback):
     output_dir, saver: of the run. best: of the run; None if it has none.
 
     `summary.json` and `loss.png` are written when a checkpoint is, and when the run ends, whatever ends it. The metrics
-    of the CSV logger are on the disk before a checkpoint is, and the last step is among them.
+    of the CSV logger are on the disk before a checkpoint is, and the first and the last step are among them.
     """
 
     def __init__(self, output_dir: Path, saver: SaveCheckpoints, best: Best | None):
@@ -75,9 +75,11 @@ class RunSummary(L.Callback):
         folders = [str(Path(log.log_dir).absolute()) for log in _csv_loggers(trainer)]
         self.progress.parts += [LogPart(folder, module.position.num_batches) for folder in folders]
 
-    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         if self.progress.first_loss is None and module.last_step:
             self.progress.first_loss = float(module.last_step["loss"])
+            if trainer.log_every_n_steps > 1:
+                self._log_step(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Lightning keeps the metrics of the previous one, which this one may leave out."""
@@ -94,14 +96,14 @@ class RunSummary(L.Callback):
             log.save()
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self._log_last_step(trainer)
+        self._log_step(trainer)
 
     def on_exception(self, trainer: Any, module: L.LightningModule, exception: BaseException) -> None:
         if self.first_step is None or trainer.fast_dev_run:
             return
         self.status = status_of_error(exception)
         try:
-            self._log_last_step(trainer)
+            self._log_step(trainer)
         except OSError as error:  # a full disk may be what ended the run
             logger.warning("the metrics of the last step were not written: %s", error)
         self._write()
@@ -225,8 +227,8 @@ class RunSummary(L.Callback):
         self._drawn_at = time.monotonic()
         self._drawing_seconds = self._drawn_at - started
 
-    def _log_last_step(self, trainer: Any) -> None:
-        """Log the last step too if the run ends between two steps that are logged."""
+    def _log_step(self, trainer: Any) -> None:
+        """Log the step that was just taken, if it has not been: the first one and the last one."""
         self._read_module()
         step = self._module.position.num_batches
         for log in _csv_loggers(trainer):

@@ -12,6 +12,7 @@ from torch import nn
 from radixtrain.errors import UserError, did_you_mean, first_line
 from radixtrain.hf.adapters import check_not_shared
 from radixtrain.hf.quantized import four_bit_layers, with_plain_weights
+from radixtrain.versions import to_install
 
 if TYPE_CHECKING:
     from radixtrain.settings.model import ModelSettings
@@ -29,7 +30,7 @@ def quantization(settings: ModelSettings) -> Any:
     if settings.dtype == "float64":
         raise UserError("model.load_in_4bit: bitsandbytes has no float64; set model.dtype to float32 or bfloat16")
     if find_spec("bitsandbytes") is None:
-        raise UserError("model.load_in_4bit needs the package bitsandbytes: pip install 'radixtrain[qlora]'")
+        raise UserError(f"model.load_in_4bit needs the package bitsandbytes: {to_install('bitsandbytes')}")
     from transformers import BitsAndBytesConfig
 
     dtype = settings.bnb_4bit_compute_dtype or settings.dtype
@@ -62,7 +63,7 @@ def with_adapters(model: nn.Module, settings: ModelSettings) -> Any:
     try:
         from peft import LoraConfig, get_peft_model  # optional, and four seconds to import
     except ImportError:
-        raise UserError("model.use_peft needs the package peft: pip install 'radixtrain[peft]'") from None
+        raise UserError(f"model.use_peft needs the package peft: {to_install('peft')}") from None
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=settings.lora_r,

@@ -60,7 +60,7 @@ def load_trainable(settings: ModelSettings) -> Any:
     if settings.dedup:
         allowed = settings.allow_dropout or ()
         prepare_model(model, attention=settings.attention, kernel=settings.kernel, allow_dropout=allowed)
-    logger.info("%s, %s parameters, %s trained", type(model).__name__, *map("{:,}".format, _num_parameters(model)))
+    logger.info("%s, %s parameters", type(model).__name__, f"{num_parameters(model)[0]:,}")
     return model.train()
 
 
@@ -168,7 +168,7 @@ def _names(classes: Any) -> set[str]:
     return {model.__name__ for model in (classes if isinstance(classes, tuple) else (classes,))}
 
 
-def _num_parameters(model: nn.Module) -> tuple[int, int]:
+def num_parameters(model: nn.Module) -> tuple[int, int]:
     """All of them, and those that train. Two of 4 bits are one number of the weight."""
     parameters = list(model.parameters())
     packed = sum(layer.weight.numel() for layer in four_bit_layers(model).values())

@@ -35,6 +35,7 @@ from radixtrain.settings.section import changed_keys
 from radixtrain.settings.trainer import TrainerSettings
 from radixtrain.training.devices.fsdp2 import FSDP2Strategy
 from radixtrain.training.optimizer import moment_bytes, num_steps_of_run
+from radixtrain.training.start.loading import num_parameters
 from radixtrain.tree.groups import PrefixGroups
 
 if TYPE_CHECKING:
@@ -143,6 +144,7 @@ def sharing_entries(data: SFTData) -> list[Entry]:
 
 def model_entries(module: Any, trainer: L.Trainer, steps_per_epoch: int, written: int) -> list[Entry]:
     """Ranks, steps, memory and disk. written: bytes, see `check_room`."""
+    num_all, num_trained = num_parameters(module.model)
     sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in module.parameters()]
     held = sum(size * (2 if trained else 1) for size, trained in sizes) + moment_bytes(module, module.hparams)
     num_steps, num_ranks = num_steps_of_run(trainer, steps_per_epoch), ranks().size
@@ -158,6 +160,7 @@ def model_entries(module: Any, trainer: L.Trainer, steps_per_epoch: int, written
     memory = f"{bytes_text(held)} for weights, gradients and optimizer{divided}"
     return [
         *entries,
+        ("trained", f"{num_trained:,} of {num_all:,} parameters"),
         ("steps", f"{number}, {steps_per_epoch:,} in an epoch; the time that is left is shown from the first one on"),
         (
             "memory",

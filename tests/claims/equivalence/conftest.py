@@ -89,7 +89,7 @@ def build(tiny_qwen3: Callable[..., Any]) -> Callable[..., Any]:
         model = tiny_qwen3(seed, **MODELS[kind]).train()
         if kind != "LoRA":
             return model
-        peft = pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+        peft = pytest.importorskip("peft", reason="pip install peft")
         return peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", init_lora_weights=False))
 
     return model_of

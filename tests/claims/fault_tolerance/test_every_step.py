@@ -96,7 +96,7 @@ def ran(
 def test_a_run_goes_on_from_every_step(ran, set_up, print_after):
     flags = SET_UPS[set_up]
     if flags.get("model__use_peft"):
-        pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+        pytest.importorskip("peft", reason="pip install peft")
     if flags.get("model__optimizer") == "adamw_8bit":
         pytest.importorskip("bitsandbytes", reason="pip install bitsandbytes")
     whole = ran("whole", **flags, save_every_steps=1, save_total_limit=STEPS)

@@ -124,7 +124,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("where", cases(ADAPTERS, ["new tokens"]))
 def test_adapters(where: str) -> None:
     """Wrapped by PEFT, its embeddings too."""
-    peft = pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+    peft = pytest.importorskip("peft", reason="pip install peft")
     base = tiny_model("Qwen3ForCausalLM")
     model = peft.get_peft_model(base, peft.LoraConfig(init_lora_weights=False, **ADAPTERS[where])).eval()
     with float64_throughout(model):

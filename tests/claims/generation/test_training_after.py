@@ -31,7 +31,7 @@ def in_float64() -> Iterator[None]:
 
 
 def with_lora(model: Any, **options: Any) -> Any:
-    peft = pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+    peft = pytest.importorskip("peft", reason="pip install peft")
     return peft.get_peft_model(
         model, peft.LoraConfig(target_modules=["q_proj", "k_proj"], init_lora_weights=False, **options)
     )

@@ -220,6 +220,6 @@ def test_a_hook_that_engages_while_generating(monkeypatch: pytest.MonkeyPatch, t
 def test_a_hook_that_does_not_know_generation_without_a_cache(
     monkeypatch: pytest.MonkeyPatch, tiny_qwen3: Callable[..., Any]
 ) -> None:
-    monkeypatch.setattr("radixtrain.hf.padded.calls._is_generating", lambda: False)
+    monkeypatch.setattr("radixtrain.hf.padded.calls.is_generating", lambda: False)
     with pytest.raises(AssertionError, match="calls shared"):
         assert_generates_the_same(tiny_qwen3(), use_cache=False)

@@ -29,7 +29,7 @@ DOCUMENTS = ["Shelf one", "Shelf two is it", "Look on shelf three, please", "Not
 
 @pytest.fixture(scope="module", autouse=True)
 def sentence_transformers() -> Any:
-    reason = "needs sentence-transformers: pip install 'radixtrain[dev]'"
+    reason = "needs sentence-transformers: pip install sentence-transformers"
     return pytest.importorskip("sentence_transformers", reason=reason)
 
 

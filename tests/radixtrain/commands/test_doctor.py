@@ -55,8 +55,10 @@ def test_what_is_not_installed(monkeypatch):
     installed = module.installed
     monkeypatch.setattr(module, "installed", lambda name: None if name in ("peft", "tokenizers") else installed(name))
     found = of("packages")
-    assert found["peft"].fix == "pip install 'radixtrain[peft]'" and not found["peft"].blocks
-    assert found["tokenizers"] == Finding("packages", "tokenizers", "", "not installed", "pip install tokenizers", True)
+    assert found["peft"].fix == "pip install -U 'peft>=0.20'" and not found["peft"].blocks
+    assert found["tokenizers"] == Finding(
+        "packages", "tokenizers", "", "not installed", "pip install -U tokenizers", True
+    )
 
 
 def test_a_library_that_does_not_load(monkeypatch, capsys):

@@ -26,7 +26,7 @@ def nobody(monkeypatch, tmp_path):
         monkeypatch.setenv(name, str(tmp_path / "nobody"))
     monkeypatch.setattr(loggers, "getproxies", dict)
     yield
-    pytest.importorskip("wandb", reason="pip install radixtrain").teardown()  # it remembers the environment
+    pytest.importorskip("wandb", reason="pip install wandb").teardown()  # it remembers the environment
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_what_needs_no_login(arguments, shop, says, nobody, capsys):
 def test_tensorboard_is_not_installed(flags, says, monkeypatch):
     monkeypatch.setattr(loggers, "find_spec", lambda name: None)
     found = says(**{"trainer__logger": "tensorboard", **flags})
-    assert found == "trainer.logger: tensorboard is not installed: pip install tensorboard"
+    assert found == "trainer.logger: tensorboard is not installed: pip install -U tensorboard"
 
 
 def test_what_weights_and_biases_refuses_later():
@@ -144,7 +144,7 @@ def test_a_run_at_a_tracker(arguments, tmp_path, monkeypatch, name, own):
     assert run.options == {"project": "radixtrain", "name": "my_run", **own}
     assert run.config["optimizer"] == "adamw" and run.config["batch_size"] == 4 and run.is_finished
     losses = [(step, metrics["loss"]) for step, metrics in run.logged if "loss" in metrics]
-    assert [step for step, _ in losses] == [0, 1, 2] and all(loss > 0 for _, loss in losses)
+    assert [step for step, _ in losses] == [1, 2, 3] and all(loss > 0 for _, loss in losses)
 
 
 @pytest.mark.parametrize("name", ["trackio", "swanlab"])
@@ -154,7 +154,7 @@ def test_a_tracker_that_is_missing_or_opens_no_run(says, arguments, tmp_path, mo
 
     with monkeypatch.context() as patch:
         patch.setattr(loggers, "find_spec", lambda name: None)
-        assert says(trainer__logger=name) == f"trainer.logger: {name} is not installed: pip install {name}"
+        assert says(trainer__logger=name) == f"trainer.logger: {name} is not installed: pip install -U {name}"
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(init=init, __spec__=object()))
     assert main(arguments(output_dir=tmp_path / "run", trainer__logger=name)) == 1
     assert capsys.readouterr().err.splitlines()[-1] == f"error: trainer.logger: {name}: nobody is logged in"

@@ -208,7 +208,7 @@ def test_commands(said_of: Any) -> None:
 @pytest.mark.parametrize("table", [SETTINGS, pytest.param(TRAINER, marks=FULL)])
 def test_settings_that_cannot_be_met(fit: Any, shop: Path, table: dict[str, str]) -> None:
     if table is SETTINGS:
-        pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+        pytest.importorskip("peft", reason="pip install peft")
     for typed, expected in table.items():
         message = fit(1, typed.replace("{shop}", str(shop)))
         assert message.startswith(expected.replace("{shop}", str(shop))), typed

@@ -98,7 +98,7 @@ def test_gradients_of_families(model_class: str) -> None:
 
 
 def test_adapters_recompute_too() -> None:
-    peft = pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+    peft = pytest.importorskip("peft", reason="pip install peft")
     model = tiny_qwen3(num_hidden_layers=4).train()
     recompute(model, 0.5)
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))

@@ -159,7 +159,7 @@ velora_config vera_dropout very_sparse wavelet_family weight_tying
 
 @pytest.fixture(scope="module")
 def peft() -> Any:
-    return pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+    return pytest.importorskip("peft", reason="pip install peft")
 
 
 def configuration(peft: Any, kind: str, **settings: Any) -> Any:
@@ -226,7 +226,7 @@ class TestKinds:
     def test_exact(self, peft, tiny_qwen3, kind, settings):
         """Adaption prompts are made for few families. AdaMSS clusters its subspaces when it is made."""
         if kind == "ADAMSS":
-            pytest.importorskip("sklearn", reason="AdaMSS needs scikit-learn: pip install 'radixtrain[dev]'")
+            pytest.importorskip("sklearn", reason="AdaMSS needs scikit-learn: pip install scikit-learn")
         base = tiny_model("LlamaForCausalLM") if kind == "ADAPTION_PROMPT" else tiny_qwen3()
         assert_exact(adapted(peft, base, configuration(peft, kind, **settings)))
 

@@ -86,9 +86,11 @@ class TestAroundTheHooks:
         return {name: value for name, value in changed().items() if name not in ("labels", "shift_labels")}
 
     def test_another_model_of_the_same_configuration(self, model):
-        other = type(model)(model.config)
+        """After the watch for models that are not prepared has ended."""
+        inputs = self.inputs()
+        model(**changed())
         with pytest.raises(UserError, match=self.MESSAGE):
-            other.model(**self.inputs())
+            type(model)(model.config).model(**inputs)
 
     def test_a_backbone_that_is_prepared_twice(self, model):
         with pytest.raises(UserError, match="Qwen3Model is prepared already, by itself or with another model around"):

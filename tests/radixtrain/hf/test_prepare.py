@@ -114,9 +114,10 @@ class TestNeverOnAnotherAttention:
 
     def test_never_prepared(self, tiny_qwen3):
         """Not even without the watch for such models, whether another model was prepared or not."""
+        batch = RadixCollator()(FEATURES)
         end_watch()
         with pytest.raises(ValueError, match=r"batch_size \(6\).*batch_size \([78]\)|did not pass the backbone"):
-            tiny_qwen3()(**RadixCollator()(FEATURES))
+            tiny_qwen3()(**batch)
 
     def test_a_layer_without_tree_attention(self, tiny_qwen3):
         model = prepare_model(tiny_qwen3())

@@ -13,8 +13,8 @@ from radixtrain.testing import assert_within_reference_error
 from radixtrain.verification.oracle import float64_throughout
 from radixtrain.verification.report import TENSOR_FACTOR
 
-pytest.importorskip("bitsandbytes", reason="weights of 4 bits need bitsandbytes: pip install 'radixtrain[qlora]'")
-peft = pytest.importorskip("peft", reason="adapters need peft: pip install 'radixtrain[peft]'")
+pytest.importorskip("bitsandbytes", reason="weights of 4 bits need bitsandbytes: pip install bitsandbytes")
+peft = pytest.importorskip("peft", reason="adapters need peft: pip install peft")
 
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([1, 2, 3, 4, n, 5] for n in range(6, 12))]
 IDS = torch.tensor([[1, 2, 3, 4, 5]])

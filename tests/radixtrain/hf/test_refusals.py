@@ -266,7 +266,7 @@ def test_what_keeps_no_prefix_across_micro_batches(model_class, attention, allow
 
 
 def with_lora(model: Any, dropout: float, **settings: Any) -> Any:
-    peft = pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+    peft = pytest.importorskip("peft", reason="pip install peft")
     settings = {"target_modules": "all-linear", **settings}
     return peft.get_peft_model(model, peft.LoraConfig(lora_dropout=dropout, init_lora_weights=False, **settings))
 

@@ -205,7 +205,7 @@ class TestWithPrepareModel:
                 {"share": share_prefixes, "prepare": prepare_model}[call](model)
             same(expected, gradients_of(model, lambda: [own_loss(model)]))
             same(expected, gradients_of(model, lambda: [model(**RadixCollator()(FEATURES)).loss]))
-        assert sharing_report(model).num_shared == 1
+        assert sharing_report(model).num_shared == 2
         assert len(backbone_of(model)._forward_hooks) == 1
         restore_model(model)
         assert model.config._attn_implementation == "sdpa"

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from radixtrain import RadixCollator, prepare_model
+from radixtrain import RadixCollator, StepCollator, prepare_model, share_prefixes, sharing_report, step_losses
+from radixtrain.hf.sharing_report import NOT_ALIKE as NOT_ALIKE_REASON
 from radixtrain.hf.sharing_report import NUM_CALLS, SharingReport
 
 SHARED = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [7, 8, 9, 3])]
 UNSHARED = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [6, 8, 9, 3])]
+LONG = [{"input_ids": [*range(7, 19), n, 3], "labels": [-100] * 12 + [n, 3]} for n in range(20, 24)]
 NOTHING = "the first 10 training batches of Qwen3ForCausalLM shared nothing: "
 ORDINARY = NOTHING + "they were ordinary ones. Give the trainer data_collator"
 NOT_ALIKE = NOTHING + "no two sequences of a batch began alike"
@@ -57,6 +59,50 @@ class TestOrdinaryBatches:
             model.generate(input_ids=torch.tensor([[7, 8]]), max_new_tokens=2 * NUM_CALLS, pad_token_id=0)
         run(model.eval(), ordinary(), 2 * NUM_CALLS)
         assert not caplog.records
+
+
+class TestCounts:
+    """Of the collator's door, by hand."""
+
+    def test_radix_batches(self, model: Any) -> None:
+        run(model, RadixCollator()(SHARED), 2)  # 5 + 4 tokens, 6 unique; 4 + 3 labels have a token before them
+        run(model, RadixCollator()(UNSHARED), 1)  # 9 tokens and unique ones: it counts in r
+        run(model, ordinary(), 3)
+        with torch.no_grad():
+            model.generate(input_ids=torch.tensor([[7, 8]]), max_new_tokens=4, pad_token_id=0)
+        assert str(sharing_report(model)).splitlines() == [
+            "2 calls shared: 30 places, 27 tokens, 21 unique, r = 1.29",
+            "the head computed 24 rows for 30 places",
+            "3 calls not shared: the batch is an ordinary one, not of a RadixCollator",
+            f"1 calls not shared: {NOT_ALIKE_REASON}",
+            "4 calls of generation",
+        ]
+
+    def test_both_doors_are_one_report(self, tiny_qwen3: Callable[..., Any]) -> None:
+        model = share_prefixes(tiny_qwen3()).train()
+        run(model, ordinary(), 1)  # 10 tokens, 7 unique
+        run(model, RadixCollator()(SHARED), 1)
+        report = sharing_report(model)
+        assert (report.num_shared, report.num_tokens, report.num_unique_tokens) == (2, 19, 13)
+        assert sharing_report(copy.deepcopy(model)).num_tokens == 0
+
+    @pytest.mark.parametrize("holds_graph", [False, True])
+    def test_a_step_in_several_passes(self, model: Any, holds_graph: bool) -> None:
+        """Whole rows over computed ones, as `fit` says it, although the prompt may run twice."""
+        step = StepCollator(max_tokens=12, share_across_micro_batches=True, holds_graph=holds_graph)(LONG)
+        assert len(step.passes) > len(step.micro_batches) > 1
+        for loss in step_losses(model, step):
+            loss.backward()
+        report = sharing_report(model)
+        assert (report.num_tokens, report.num_unique_tokens) == (step.num_tokens, step.num_computed_tokens) == (56, 20)
+
+    def test_a_batch_that_only_fills_up(self, model: Any) -> None:
+        """Of a rank that has no sequence left."""
+        collators = [StepCollator(num_ranks=3, rank=rank) for rank in range(3)]
+        steps = [collator(SHARED) for collator in collators]
+        for step in steps:
+            list(step_losses(model, step))
+        assert sharing_report(model).num_tokens == steps[0].num_tokens == 9
 
 
 class TestRadixBatches:
@@ -114,7 +160,7 @@ def test_lines():
 
 
 def test_a_copy_counts_its_own_calls():
-    report = SharingReport(num_shared=3, not_shared=Counter({"generate() runs": 2}))
+    report = SharingReport(num_shared=3, not_shared=Counter({"a hole": 2}))
     for copied in (copy.deepcopy(report), pickle.loads(pickle.dumps(report))):
-        copied.not_shared["generate() runs"] += 1
-        assert report.not_shared["generate() runs"] == 2
+        copied.not_shared["a hole"] += 1
+        assert report.not_shared["a hole"] == 2

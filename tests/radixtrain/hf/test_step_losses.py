@@ -155,12 +155,12 @@ def test_hooks_that_a_fused_head_would_not_run(tiny_qwen3: Callable[..., Any], n
 
 
 def with_adalora(model: Any) -> Any:
-    peft = pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+    peft = pytest.importorskip("peft", reason="pip install peft")
     return peft.get_peft_model(model, peft.AdaLoraConfig(target_modules=["q_proj"], total_step=10))
 
 
 def with_lora_and_a_hook(model: Any) -> Any:
-    peft = pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+    peft = pytest.importorskip("peft", reason="pip install peft")
     model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
     model.register_full_backward_hook(doubled)
     return model

@@ -53,6 +53,7 @@ def part_of() -> Callable[..., MicroBatch]:
             samples=[samples[member] for member in step.members[0]],
             batch=step.micro_batches[0],
             num_step_labels=step.num_labels,
+            num_whole_tokens=step.num_tokens,
         )
 
     return build

@@ -7,9 +7,10 @@ import pytest
 import torch
 from tiny_models import tiny_model
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from radixtrain import sharing_report
+from radixtrain import RadixCollator, log_sharing, prepare_model, share_prefixes, sharing_report
+from radixtrain.errors import UserError
 from radixtrain.plugins import lightning_callback, trainer_callback
 from radixtrain.verification.oracle import float64_throughout
 
@@ -42,6 +43,58 @@ def test_hugging_face(tmp_path, capfd, added):
     assert LINE in capfd.readouterr().err
     torch.testing.assert_close(weights(shared), weights(trained()), rtol=1e-9, atol=1e-12)
     assert sharing_report(shared).num_shared == 2
+
+
+class Tracker(TrainerCallback):
+    """Stands for one that `report_to` names, which a trainer puts before the callbacks that it is given."""
+
+    def __init__(self) -> None:
+        self.logged: list[dict[str, Any]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.logged.append(dict(logs))
+
+
+# Of three steps of two micro-batches of two rows, evaluated on all four after each step, logged after the second: T/U.
+PAIRS = {"sorted": (ROWS, 24 / 16), "crossed": ([ROWS[0], ROWS[2], ROWS[1], ROWS[3]], 24 / 18)}
+DOORS = {"collator": (prepare_model, RadixCollator()), "share_prefixes": (share_prefixes, None)}
+
+
+@pytest.mark.parametrize("order", PAIRS)
+@pytest.mark.parametrize("door", DOORS)
+def test_r_is_beside_the_loss(tmp_path, capfd, door, order):
+    """In every tracker and in the state, of the training steps only; the last line counts evaluations too."""
+    (share, collator), (rows, r), tracker = DOORS[door], PAIRS[order], Tracker()
+    options = {"eval_strategy": "steps", "eval_steps": 1, "logging_steps": 2, "max_steps": 4, "report_to": "none"}
+    arguments = TrainingArguments(
+        tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, use_cpu=True, save_strategy="no",
+        train_sampling_strategy="sequential", **options
+    )  # fmt: skip
+    trainer = Trainer(
+        share(tiny_model("Qwen3ForCausalLM"), **({} if collator else {"min_ratio": 0.0})),
+        arguments,
+        train_dataset=rows,
+        eval_dataset=ROWS,
+        data_collator=collator,
+        callbacks=[tracker],
+    )
+    for _ in range(2):  # it is there once
+        log_sharing(trainer)
+    trainer.train()
+    for entries in (tracker.logged, trainer.state.log_history):
+        assert [entry["r"] for entry in entries if "loss" in entry] == [r, r]
+        assert not any("r" in entry for entry in entries if "loss" not in entry)
+    report, said = sharing_report(trainer), capfd.readouterr().err
+    assert (report.num_tokens, report.num_unique_tokens) == (8 * 24, 4 * round(24 / r) + 4 * 13)
+    assert said.count("radixtrain: model: r = ") == 1 and f"r = {report.compression_ratio:.2f}, 12 of 12" in said
+
+
+def test_r_of_a_model_that_shares_nothing(tmp_path):
+    trainer = Trainer(tiny_model("Qwen3ForCausalLM"), TrainingArguments(tmp_path, report_to="none", use_cpu=True))
+    with pytest.raises(
+        UserError, match=r"shares nothing: call share_prefixes\(model\) first, or prepare_model\(model\)"
+    ):
+        log_sharing(trainer)
 
 
 class Module(L.LightningModule):

@@ -215,9 +215,15 @@ def test_a_signal_reaches_the_command(tmp_path):
 
 
 def test_the_same_model_of_two_processes_adds_up():
-    report = {"num_shared": 2, "num_tokens": 90, "num_unique_tokens": 30, "not_shared": {"a cache": 1}}
+    report = {"num_shared": 2, "num_tokens": 90, "num_unique_tokens": 30, "num_generating": 0}
+    report["not_shared"] = {"a cache": 1}
     model = LoadedModel("Llama of x", report=report)
-    model.add(LoadedModel("Llama of x", report={**report, "not_shared": {"a cache": 2, "a hole": 4}}))
-    assert str(model) == (
-        "radixtrain: Llama of x on 2 processes: r = 3.00, 4 of 11 calls shared; 4 not: a hole; 3 not: a cache"
+    model.add(
+        LoadedModel("Llama of x", report={**report, "not_shared": {"a cache": 2, "a hole": 4}, "num_generating": 5})
     )
+    assert str(model) == (
+        "radixtrain: Llama of x on 2 processes: r = 3.00, 4 of 11 calls shared; 4 not: a hole; 3 not: a cache; "
+        "5 calls of generation"
+    )
+    idle = LoadedModel("Llama of x", report={**report, "num_shared": 0, "not_shared": {}, "num_generating": 7})
+    assert str(idle) == "radixtrain: Llama of x: only 7 calls of generation"

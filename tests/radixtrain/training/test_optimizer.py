@@ -183,5 +183,7 @@ def test_adamw_8bit_is_refused_where_it_does_not_work(monkeypatch: pytest.Monkey
     with pytest.raises(UserError, match=r"bitsandbytes \S+ has no 8-bit AdamW on cpu: no kernel; set adamw$"):
         optimizer_of(tiny_qwen3(), chosen)
     monkeypatch.setattr("radixtrain.training.optimizer.find_spec", lambda package: None)
-    with pytest.raises(UserError, match=r"adamw_8bit needs the package bitsandbytes: pip install bitsandbytes$"):
+    with pytest.raises(
+        UserError, match=r"adamw_8bit needs the package bitsandbytes: pip install -U 'bitsandbytes>=0\.46\.1'$"
+    ):
         check_package("adamw_8bit")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -184,7 +185,7 @@ def test_scores_of_labels_and_of_the_last_token_beside_each_other(predict: Predi
 
 def test_adapters(shop: Path) -> None:
     """LoRA with weights that matter, on unique tokens and on padded rows, against calls of the adapted model."""
-    pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+    pytest.importorskip("peft", reason="pip install peft")
     features = [{"input_ids": [7, 8, 9, 10, last], "labels": [-100] * 4 + [last]} for last in (11, 12, 11)]
     found = []
     for dedup in (True, False):
@@ -206,13 +207,17 @@ def test_adapters(shop: Path) -> None:
             assert_equal([record], [{"completion_logprob": logprob, "embedding": (hidden / hidden.norm()).tolist()}])
 
 
-def test_the_closing_lines(predict: Predict, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_closing_lines(
+    predict: Predict, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level(logging.INFO, logger="radixtrain")
     predict([{"text": text} for text in QUESTIONS], model__scores="embedding", data__batch_size=7)
     first, second = capsys.readouterr().out.strip().splitlines()[-2:]
     assert first == f"predictions  {tmp_path / 'out' / 'predictions.jsonl'} (7 sequences)"
     name, r, *words = second.split()
     assert name == "r" and float(r) > 4
-    assert "tokens per computed token;" in second and "sequences/s," in words and second.endswith(" s")
+    assert "tokens per computed token, " in second and "sequences/s," in words and second.endswith(" s")
+    assert "73,984 parameters" in caplog.text and "trained" not in caplog.text
 
 
 def test_what_ends_the_run_before_it_writes(arguments: Any, tmp_path: Path, capsys: Any) -> None:

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from outcomes import logged, summary
 
 from radixtrain.__main__ import main
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.tokens.tokenization import load_tokenizer
-from radixtrain.training.results.run_progress import Exported, RunProgress
-from radixtrain.training.speed import Speed
 from radixtrain.training.start.run_overview import sharing_entries
 
 Arguments = Callable[..., list[str]]
@@ -139,13 +138,37 @@ def test_chats_are_compared_with_whole_chats_too(
     of_fit.setup("fit")
     assert f"about {of_chats:.1f} tokens" in dict(sharing_entries(of_fit))["r"]
     assert f"whole chats, as TRL trains them, {of_rows:.1f} against" in dict(sharing_entries(of_fit))["r"]
-    speed = Speed()
-    speed.start()
-    speed.add(next(iter(of_fit.train_dataloader())))
-    closing = RunProgress(step=1, first_loss=1.0, last_step={"loss": 1.0}).results(Exported("last", 1, None), speed)
-    assert closing["r"].startswith(
-        f"{of_chats:.2f} tokens per computed token against whole chats, {of_rows:.2f} against the same rows"
+    of_one = re.findall(r"(?<=[ -])(\d) (\d) ([\d.]+) [\d,]+ \S+", text.partition("several devices")[2])
+    assert {(devices, size) for devices, size, _ in of_one} >= {("2", "1"), ("2", "2")}
+    assert all(float(r) <= 1.006 * of_chats for _, _, r in of_one)
+    assert main(arguments("inspect", **flags, data__train_file=file)) == 0
+    shown = dict(re.findall(r"^(r\b.*?)  +([\d.]+) ", capsys.readouterr().out, re.MULTILINE))
+    assert shown == {"r": f"{of_chats:.2f}", "r, same rows": f"{of_rows:.2f}"}
+
+
+def test_a_run_has_one_baseline(
+    arguments: Arguments, shop: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of chats that are split: step lines, metrics, summary, last lines and card say the same r, and its speed."""
+    file, out = tmp_path / "chats.jsonl", tmp_path / "out"
+    file.write_text("".join(f"{json.dumps(thinking_chat(number))}\n" for number in range(4)))
+    short = {"trainer__max_steps": 1, "trainer__enable_progress_bar": True, "data__validation_file": None}
+    assert main(arguments("fit", data__train_file=file, **short, output_dir=out)) == 0
+    said, card, record = capfd.readouterr(), (out / "model" / "README.md").read_text("utf-8"), summary(out)
+    (r,), (best,), (speed,) = (logged(out, name).values() for name in ("r", "best_r", "tokens_per_second"))
+    data = SFTData(str(file), model_name_or_path=str(shop / "model"), batch_size=4, max_length=4096)
+    data.setup("fit")
+    step = next(iter(data.train_dataloader()))
+    assert step.num_whole_tokens < 0.8 * step.num_tokens
+    assert r == pytest.approx(step.num_whole_tokens / step.num_computed_tokens) and best >= r
+    assert record["r"] == pytest.approx(r) and record["tokens_per_second"] == pytest.approx(speed)
+    rows = step.num_tokens / step.num_computed_tokens
+    sentence = (
+        f"{r:.2f} tokens per computed token against whole chats, {best:.2f} at best (each step one micro-batch), "
     )
+    sentence += f"{rows:.2f} against the same rows"
+    assert sentence in card and sentence in " ".join(said.out.split())
+    assert f"  r {r:.1f}  tokens/s {speed:,.0f}  " in said.err and f"{speed:,.0f} effective" in said.out
 
 
 @pytest.mark.parametrize(

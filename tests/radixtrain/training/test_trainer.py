@@ -53,7 +53,7 @@ def test_what_is_verified_is_what_is_trained(arguments: Arguments, monkeypatch: 
 
 
 def test_lora_is_filled_so_that_all_of_it_is_tested(arguments: Arguments, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+    pytest.importorskip("peft", reason="pip install peft")
     assert main(arguments("verify", model__use_peft=True, model__lora_r=4)) == 0
     assert "zero:" not in capsys.readouterr().out
 
@@ -88,7 +88,7 @@ def test_weights_of_a_checkpoint_under_the_settings_that_were_typed(
 
 
 def test_another_model(arguments: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+    pytest.importorskip("peft", reason="pip install peft")
     assert main(arguments("fit", trainer__max_steps=1)) == 0
     flags = {"ckpt_path": tmp_path / "out" / "checkpoints" / "last", "output_dir": tmp_path / "other"}
     assert main(arguments("verify", **flags, model__use_peft=True)) == 1

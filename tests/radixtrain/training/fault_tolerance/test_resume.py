@@ -212,7 +212,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 def test_what_would_be_another_run_is_refused(ran, refused, tmp_path):
     """And leaves its folder as it was, also the logs. What the settings show is said before rows are read."""
-    pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+    pytest.importorskip("peft", reason="pip install peft")
     flags = {"model__use_peft": "true", "model__lora_r": 4}
     run = ran("old", trainer__max_steps=3, **flags)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
@@ -240,7 +240,7 @@ def test_another_configuration_of_the_model_is_refused(ran, refused, shop, tmp_p
 
 
 def test_adapters_go_on_only_beside_their_own_weights(ran, refused, shop, tmp_path):
-    pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+    pytest.importorskip("peft", reason="pip install peft")
     flags = {"model__use_peft": "true", "model__lora_r": 4}
     old = ran("old", trainer__max_steps=3, **flags)
     state = read_checkpoint(at(old, 3))

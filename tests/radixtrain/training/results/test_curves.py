@@ -11,7 +11,7 @@ from tiers import FULL, cases
 
 from radixtrain.training.results.curves import BestStep, Curve, LogPart, read_curves, write_curves
 
-EVAL = "2.5,,,,0,\n"
+EVAL = "2.5,,,,1,\n"
 HEADER = "eval_loss,learning_rate,loss,r,step,tokens_per_second\n"
 
 
@@ -22,15 +22,15 @@ def part(folder: Path, lines: str, first_step: int = 0) -> LogPart:
 
 
 def training(steps: range) -> str:
-    return "".join(f",1e-05,{3 / (step + 1)},2.0,{step},{1000 + step}\n" for step in steps)
+    return "".join(f",1e-05,{3 / (step + 1)},2.0,{step + 1},{1000 + step}\n" for step in steps)
 
 
 def listed(curve: Curve) -> list[tuple[float, float]]:
     return list(zip(curve.steps.tolist(), curve.values.tolist(), strict=True))
 
 
-def test_rows_of_the_log_are_steps_from_1_on(tmp_path: Path) -> None:
-    curves = read_curves([part(tmp_path / "log", ",1e-05,4.0,2.0,0,100\n,2e-05,3.0,2.5,1,200\n2.5,,,,1,\n")])
+def test_rows_of_the_log_are_steps(tmp_path: Path) -> None:
+    curves = read_curves([part(tmp_path / "log", ",1e-05,4.0,2.0,1,100\n,2e-05,3.0,2.5,2,200\n2.5,,,,2,\n")])
     assert listed(curves["loss"]) == [(1, 4.0), (2, 3.0)]
     assert listed(curves["eval_loss"]) == [(2, 2.5)]
     assert listed(curves["learning_rate"]) == [(1, 1e-5), (2, 2e-5)]
@@ -38,8 +38,8 @@ def test_rows_of_the_log_are_steps_from_1_on(tmp_path: Path) -> None:
 
 def test_a_resumed_run_is_one_curve(tmp_path: Path) -> None:
     """Steps after the checkpoint that the second part goes on from are those of the second part."""
-    first = part(tmp_path / "version_0", ",,4.0,,0,\n,,3.0,,1,\n,,9.0,,2,\n,,9.0,,3,\n9.0,,,,3,\n")
-    second = part(tmp_path / "version_1", ",,2.0,,2,\n,,1.0,,3,\n", first_step=2)
+    first = part(tmp_path / "version_0", ",,4.0,,1,\n,,3.0,,2,\n,,9.0,,3,\n,,9.0,,4,\n9.0,,,,4,\n")
+    second = part(tmp_path / "version_1", ",,2.0,,3,\n,,1.0,,4,\n", first_step=2)
     curves = read_curves([first, second])
     assert listed(curves["loss"]) == [(1, 4.0), (2, 3.0), (3, 2.0), (4, 1.0)]
     assert "eval_loss" not in curves
@@ -48,9 +48,9 @@ def test_a_resumed_run_is_one_curve(tmp_path: Path) -> None:
 def test_a_run_that_went_back_twice(tmp_path: Path) -> None:
     """The third part goes on from a step before the one that the second went on from."""
     parts = [
-        part(tmp_path / "0", ",,1.0,,0,\n,,1.0,,1,\n,,1.0,,2,\n"),
-        part(tmp_path / "1", ",,2.0,,2,\n,,2.0,,3,\n", first_step=2),
-        part(tmp_path / "2", ",,3.0,,2,\n", first_step=1),
+        part(tmp_path / "0", ",,1.0,,1,\n,,1.0,,2,\n,,1.0,,3,\n"),
+        part(tmp_path / "1", ",,2.0,,3,\n,,2.0,,4,\n", first_step=2),
+        part(tmp_path / "2", ",,3.0,,3,\n", first_step=1),
     ]
     assert listed(read_curves(parts)["loss"]) == [(1, 1.0), (3, 3.0)]
 
@@ -58,7 +58,7 @@ def test_a_run_that_went_back_twice(tmp_path: Path) -> None:
 def test_what_is_no_point_is_left_out_and_a_folder_that_is_gone(tmp_path: Path) -> None:
     """The last line was not written to its end."""
     for number, lines in enumerate(
-        [",,nan,,0,\n", ",,,,0,\n", ",,inf,,0,\n", ",,oops,,0,\n", ",,1.0,,,\n", ",,1.0,,0,"]
+        [",,nan,,1,\n", ",,,,1,\n", ",,inf,,1,\n", ",,oops,,1,\n", ",,1.0,,,\n", ",,1.0,,1,"]
     ):
         assert "loss" not in read_curves([part(tmp_path / str(number), lines)])
     kept = part(tmp_path / "version_1", training(range(3, 5)), first_step=3)
@@ -86,7 +86,7 @@ def test_the_picture(tmp_path: Path, num_steps: int, validations: str, monkeypat
 
 def test_without_metrics_there_is_none(tmp_path: Path) -> None:
     assert not write_curves([], tmp_path / "loss.png")
-    assert not write_curves([part(tmp_path / "log", "2.5,,,,0,\n")], tmp_path / "loss.png")
+    assert not write_curves([part(tmp_path / "log", "2.5,,,,1,\n")], tmp_path / "loss.png")
     assert not (tmp_path / "loss.png").exists()
 
 

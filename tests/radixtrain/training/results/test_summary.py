@@ -21,11 +21,6 @@ from radixtrain.training.results.summary import RunSummary
 Arguments = Callable[..., list[str]]
 
 
-def logged_steps(folder: Path) -> list[int]:
-    """The steps whose loss is in the metrics, from 1 on."""
-    return [step + 1 for step in logged(folder)]
-
-
 def stop_in_step(monkeypatch: pytest.MonkeyPatch, step: int, error: BaseException) -> None:
     """Raise it when this step, counted from 1, begins."""
     train = RadixModule.training_step
@@ -45,7 +40,7 @@ def test_a_run_that_ends_between_two_logged_steps(
     flags = {"trainer__max_steps": 13, "trainer__max_epochs": 9, "trainer__log_every_n_steps": 5}
     assert main(arguments(data__validation_file=shop / "validation.jsonl", **flags)) == 0
     out, found, printed = tmp_path / "out", summary(tmp_path / "out"), capsys.readouterr().out
-    assert logged_steps(out) == [5, 10, 13]
+    assert [*logged(out)] == [1, 5, 10, 13]
     assert found["ended"] == {
         "reason": "max_steps",
         "text": "step 13 of 13: trainer.max_steps 13 reached",
@@ -81,7 +76,7 @@ def test_a_run_that_is_cut_short_and_goes_on(
         assert main(arguments(**flags)) == code
     out = tmp_path / "out"
     found = summary(out)
-    assert logged_steps(out) == [4, 6]
+    assert [*logged(out)] == [1, 4, 6]
     assert found["ended"] == {"reason": reason, "text": str(error), "complete": False} and found["exported"] is None
     assert found["steps"] == 6 and (out / "loss.png").exists()
     (out / "loss.png").unlink()
@@ -97,7 +92,7 @@ def test_what_a_killed_run_leaves(arguments: Arguments, tmp_path: Path, monkeypa
 
     def look(self: Any, path: Path) -> None:
         self._write(with_picture=False)
-        seen.append((logged_steps(tmp_path / "out"), summary(tmp_path / "out")))
+        seen.append(([*logged(tmp_path / "out")], summary(tmp_path / "out")))
 
     monkeypatch.setattr(RunSummary, "_on_saved", look)
     assert main(arguments(save_every_steps=2, trainer__max_steps=4)) == 0

@@ -19,9 +19,9 @@ from radixtrain.training.start.adapters import check_quantized, merged
 from radixtrain.training.start.loading import load_trainable
 from radixtrain.verification.oracle import float64_arithmetic
 
-pytest.importorskip("peft", reason="adapters need peft: pip install 'radixtrain[peft]'")
+pytest.importorskip("peft", reason="adapters need peft: pip install peft")
 needs_bitsandbytes = pytest.mark.skipif(
-    adapters.find_spec("bitsandbytes") is None, reason="needs bitsandbytes: pip install 'radixtrain[qlora]'"
+    adapters.find_spec("bitsandbytes") is None, reason="needs bitsandbytes: pip install bitsandbytes"
 )
 IDS = torch.tensor([[1, 2, 3, 4, 5]])
 
@@ -105,7 +105,7 @@ def test_what_is_merged_into_four_bits_computes_what_was_trained(folder, tmp_pat
     [
         ({"use_peft": False}, r"model\.load_in_4bit needs model\.use_peft: true: weights of 4 bits do not train"),
         ({"dtype": "float64"}, r"bitsandbytes has no float64; set model\.dtype to float32 or bfloat16"),
-        ({}, r"model\.load_in_4bit needs the package bitsandbytes: pip install 'radixtrain\[qlora\]'"),
+        ({}, r"model\.load_in_4bit needs the package bitsandbytes: pip install -U 'bitsandbytes>=0\.46\.1'$"),
     ],
 )
 def test_what_four_bits_need(tmp_path, monkeypatch, changes, reason):
@@ -117,7 +117,7 @@ def test_what_four_bits_need(tmp_path, monkeypatch, changes, reason):
 
 def test_without_peft(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(UserError, match=r"model\.use_peft needs the package peft: pip install"):
+    with pytest.raises(UserError, match=r"model\.use_peft needs the package peft: pip install -U 'peft>=0\.20'$"):
         load_trainable(settings(folder))
 
 

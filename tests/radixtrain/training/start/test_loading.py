@@ -210,7 +210,7 @@ def test_nothing_is_allocated_on_the_meta_device_and_the_random_state_stays(tmp_
 
 @pytest.mark.parametrize("device", [CPU, META])
 def test_adapters_are_what_is_trained(tmp_path: Path, device: torch.device) -> None:
-    pytest.importorskip("peft", reason="pip install 'radixtrain[peft]'")
+    pytest.importorskip("peft", reason="pip install peft")
     settings = settings_of(tmp_path, tiny_config(Qwen3Config, {"num_hidden_layers": 4}), use_peft=True, lora_r=4)
     trained = [n for n, p in random_trainable(settings, 2, device).named_parameters() if p.requires_grad]
     assert len(trained) == 2 * 7 * 2 and all("lora_" in name for name in trained)
