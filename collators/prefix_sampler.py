@@ -6,9 +6,9 @@ A batch of a plain shuffle holds a few sequences of every prompt, and computes e
     plain shuffle    a c b d | c a d b | b d a c | ...
     together = 2     c c a a | b b d d | a a c c | ...
 
-If an optimizer step has several batches, of several ranks or accumulated, whole steps are drawn so. The sequences of each
-are then dealt to its batches: sequences with a common prompt meet, and the batch that costs most, for which the other
-ranks wait, costs little more than the mean.
+If an optimizer step has several batches, of several ranks or accumulated, whole steps are drawn so. The sequences of
+each are then dealt to its batches: sequences with a common prompt meet, and the batch that costs most, for which other
+ranks wait, costs as little as it can.
 
 Every epoch draws anew which sequences of a prompt meet, and which prompts. Each sequence comes once in an epoch, and
 is as likely in one full batch as in another, so the expected gradient of a step is that of a plain shuffle. Its
