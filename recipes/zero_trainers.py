@@ -48,22 +48,30 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
-def model(seed: int, has_scores: bool, arm: str) -> Any:
+def write_models(folder: str) -> None:
+    """Three: to train, its reference, and one with scores."""
     import torch
     import transformers
 
-    from radixtrain import share_prefixes
-
-    torch.manual_seed(seed)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     heads = {"num_key_value_heads": 2, "head_dim": 8, "num_labels": 1}
     ids = {"vocab_size": len(WORDS), "pad_token_id": 0, "eos_token_id": 1, "initializer_range": 0.2}
     config = transformers.Qwen3Config(**sizes, **heads, **ids)
-    name = "Qwen3ForSequenceClassification" if has_scores else "Qwen3ForCausalLM"
-    made = getattr(transformers, name)(config)
-    if arm == "eager":
-        made.set_attn_implementation("eager")
-    return share_prefixes(made) if arm == "shared" else made
+    for seed, kind in enumerate(("CausalLM", "CausalLM", "SequenceClassification")):
+        torch.manual_seed(seed)
+        getattr(transformers, f"Qwen3For{kind}")(config).save_pretrained(os.path.join(folder, str(seed)))
+
+
+def model(number: int, arm: str) -> Any:
+    """One of those, which ZeRO-3 divides while it is loaded."""
+    import transformers
+
+    from radixtrain import share_prefixes
+
+    auto = transformers.AutoModelForSequenceClassification if number == 2 else transformers.AutoModelForCausalLM
+    attention = "eager" if arm == "eager" else "sdpa"
+    loaded = auto.from_pretrained(os.path.join(os.environ["MODELS"], str(number)), attn_implementation=attention)
+    return share_prefixes(loaded) if arm == "shared" else loaded
 
 
 def data_of(name: str) -> list[dict[str, Any]]:
@@ -116,7 +124,8 @@ def train(name: str, stage: int, arm: str, out: str) -> Entries:
         **off,
         **own,
     )
-    models = [model(seed, name == "Reward", arm) for seed in range(2 if name in ("DPO", "KTO") else 1)]
+    numbers = {"Reward": [2], "DPO": [0, 1], "KTO": [0, 1]}.get(name, [0])
+    models = [model(number, arm) for number in numbers]
     given: dict[str, Any] = {"args": arguments, "train_dataset": Dataset.from_list(data_of(name))}
     given["processing_class"] = tokenizer()
     if name == "GRPO":
@@ -160,8 +169,15 @@ def main(arguments: Sequence[str]) -> None:
             with open(os.path.join(out, "entries.json"), "w") as file:
                 json.dump(entries, file)
         return
+    with tempfile.TemporaryDirectory() as folder:
+        write_models(folder)
+        os.environ["MODELS"] = folder
+        table(arguments or TRAINERS)
+
+
+def table(names: Sequence[str]) -> None:
     print("| trainer | ZeRO | logged: shared | eager | saved weights: shared | eager |\n|---|---|---|---|---|---|")
-    for name in arguments or TRAINERS:
+    for name in names:
         for stage in STAGES:
             (ordinary, weights), *others = (launched(name, stage, arm) for arm in ARMS)
             cells = [f"{worst(ordinary, entries):.1e}" for entries, _ in others]
