@@ -125,6 +125,27 @@ def share_by_unique_tokens(
     candidates = [_in_a_row(by_order, num_ranks, max_tokens, cost)]
     candidates += [_in_units(by_order, starts, num_ranks, cost) for starts in _units(by_order.lcp)]
     found = [_cut_for_ranks(by_order, rank_of, num_ranks, max_tokens, cost, keeping) for rank_of in candidates]
+    return _cheapest(found)
+
+
+def deal_by_unique_tokens(by_order: SortedSequences, batch_size: int) -> list[list[int]]:
+    """Batches of `batch_size` of the sequences, by index; the one with most unique tokens has as few as are found.
+
+    by_order: the sequences of a step, a multiple of `batch_size`.
+
+    For trainers of which every rank gets as many sequences as another one.
+    """
+    num_batches = len(by_order.order) // batch_size
+    candidates = [np.arange(num_batches).repeat(batch_size)]
+    candidates += [
+        _in_units(by_order, starts, num_batches, UNIQUE_TOKENS, batch_size) for starts in _units(by_order.lcp)
+    ]
+    found = [_cut_for_ranks(by_order, each, num_batches, None, UNIQUE_TOKENS, None) for each in candidates]
+    return [batch for (batch,) in _cheapest(found).groups]
+
+
+def _cheapest(found: Sequence[Shares]) -> Shares:
+    """Of those whose most expensive rank costs about the least, the one that computes least."""
     least = min(max(shares.costs) for shares in found)
     close = [shares for shares in found if CLOSE * (max(shares.costs) - least) <= least]
     return min(close, key=lambda shares: sum(shares.costs))
@@ -216,17 +237,33 @@ def _units(lcp: IntArray) -> Iterator[IntArray]:
             yield np.flatnonzero(lcp < depth)
 
 
-def _in_units(by_order: SortedSequences, starts: IntArray, num_ranks: int, cost: SequenceCost) -> IntArray:
-    """(B,). the rank of each sorted place: units one by one to the cheapest rank, the most expensive unit first."""
-    heads = cost(by_order.lcp)
-    costs = np.add.reduceat(cost(by_order.lengths) - heads, starts) + heads[starts]
+def _in_units(
+    by_order: SortedSequences, starts: IntArray, num_ranks: int, cost: SequenceCost, most: int | None = None
+) -> IntArray:
+    """(B,). the rank of each sorted place: units one by one to the cheapest rank, the most expensive unit first.
+
+    most: places of a rank. A unit that no rank has room for is divided.
+    """
+    heads, ends = cost(by_order.lcp), np.append(starts[1:], len(by_order.lcp))
+    sums = cumulative(cost(by_order.lengths) - heads)
     ranks = [(0, rank) for rank in range(num_ranks)]
-    rank_of = np.zeros(len(starts), dtype=np.int64)
-    for unit in np.argsort(-costs, kind="stable").tolist():
-        paid, rank = ranks[0]
-        rank_of[unit] = rank
-        heapq.heapreplace(ranks, (paid + int(costs[unit]), rank))
-    return rank_of.repeat(np.diff(starts, append=len(heads)))
+    room = [len(heads) if most is None else most] * num_ranks
+    rank_of = np.zeros(len(heads), dtype=np.int64)
+    for unit in np.argsort(-(sums[ends] - sums[starts] + heads[starts]), kind="stable").tolist():
+        start, end = int(starts[unit]), int(ends[unit])
+        while start < end:
+            part = min(end - start, max(room))
+            full = []
+            while room[ranks[0][1]] < part:
+                full.append(heapq.heappop(ranks))
+            paid, rank = ranks[0]
+            rank_of[start : start + part] = rank
+            heapq.heapreplace(ranks, (paid + int(sums[start + part] - sums[start] + heads[start]), rank))
+            for each in full:
+                heapq.heappush(ranks, each)
+            room[rank] -= part
+            start += part
+    return rank_of
 
 
 def _cut_for_ranks(

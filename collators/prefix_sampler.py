@@ -6,6 +6,10 @@ A batch of a plain shuffle holds a few sequences of every prompt, and computes e
     plain shuffle    a c b d | c a d b | b d a c | ...
     together = 2     c c a a | b b d d | a a c c | ...
 
+If an optimizer step has several batches, of several ranks or accumulated, whole steps are drawn so. The sequences of
+each are then dealt to its batches: sequences with a common prompt meet, and the batch that costs most, for which other
+ranks wait, costs as little as it can.
+
 Every epoch draws anew which sequences of a prompt meet, and which prompts. Each sequence comes once in an epoch, and
 is as likely in one full batch as in another, so the expected gradient of a step is that of a plain shuffle. Its
 variance is higher, because sequences of one prompt are alike.
@@ -15,12 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from torch.utils.data import Sampler
 
-from radixtrain.collators.batching import share_by_unique_tokens
+from radixtrain.collators.batching import deal_by_unique_tokens, share_by_unique_tokens
 from radixtrain.collators.passes import Keeping
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.groups import PrefixGroups, find_prefix_groups
@@ -45,36 +50,50 @@ class PrefixGroupedSampler(Sampler[int]):
         and most batches then have one prompt. None for the smallest of 1, ..., `batch_size` / 4, `batch_size` / 2 with
         which r is at least 80 % of the largest r.
     seed: of the order; give every process the same.
+    num_batches: batches of an optimizer step, ranks times accumulated batches: those that come one after the other, as
+        Accelerate hands them out. `together` is then of a step, up to `num_batches` times `batch_size`, and the rows of
+        a step are the same as with batches that are `num_batches` times as large. Which batch has a row is chosen.
     column: that holds the tokens. Another than `input_ids` is taken for a part of the row, such as `prompt_ids` of a
         preference pair; what else a row has is not seen, so r is overestimated when `together` is chosen.
 
     Every epoch is another permutation of all rows. The order depends only on the data, the arguments and the epoch,
     which goes up with every pass. `set_epoch` sets it; Accelerate, and so Hugging Face's Trainer, call it.
 
-    Reads all rows once, when it is made. Raises ValueError if the data have no length or no tokens in `column`, and if
-    `together` is not between 1 and `batch_size`.
+    Reads all rows once, when it is made. Raises ValueError if the data have no length or no tokens in `column`, if
+    `batch_size` or `num_batches` is below 1, and if `together` is not between 1 and the rows of a step.
     """
 
-    def __init__(self, data: Any, batch_size: int, together: int | None = None, seed: int = 0, column: str = WHOLE_ROW):
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        if together is not None and not 1 <= together <= batch_size:
-            raise ValueError(f"together must be from 1 to batch_size ({batch_size}), got {together}")
+    def __init__(
+        self,
+        data: Any,
+        batch_size: int,
+        together: int | None = None,
+        seed: int = 0,
+        column: str = WHOLE_ROW,
+        num_batches: int = 1,
+    ):
+        for name, number in (("batch_size", batch_size), ("num_batches", num_batches)):
+            if number < 1:
+                raise ValueError(f"{name} must be at least 1, got {number}")
+        size = batch_size * num_batches
+        if together is not None and not 1 <= together <= size:
+            rows_of_step = "batch_size" if num_batches == 1 else "batch_size x num_batches"
+            raise ValueError(f"together must be from 1 to {rows_of_step} ({size}), got {together}")
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
             raise ValueError(
                 f"PrefixGroupedSampler needs a data set with a length and indices, got {type(data).__name__}; a stream "
                 f"is read in the order that it has"
             )
-        self.num_rows, self.seed, self.epoch = len(data), seed, 0
+        self.num_rows, self.batch_size, self.seed, self.epoch = len(data), batch_size, seed, 0
         groups = find_prefix_groups(_all_tokens(data, column), copies=column != WHOLE_ROW)
         if together is None:
-            self.order = GroupedOrder.choose(groups, batch_size, seed)
+            self.order = GroupedOrder.choose(groups, size, seed)
         else:
-            self.order = GroupedOrder(groups, batch_size, together)
+            self.order = GroupedOrder(groups, size, together)
 
     @property
     def together(self) -> int:
-        """Most rows of a prompt that a batch gets on purpose."""
+        """Most rows of a prompt that a step gets on purpose."""
         return self.order.together
 
     def __len__(self) -> int:
@@ -84,11 +103,21 @@ class PrefixGroupedSampler(Sampler[int]):
         """The order of this epoch. The next pass has that of the next one."""
         order = self.order.draw(np.arange(self.num_rows), np.random.default_rng([self.seed, self.epoch]))
         self.epoch += 1
-        return iter(order.tolist())
+        return chain.from_iterable(self._dealt(step).tolist() for step in _in_steps(order, self.order.batch_size))
+
+    def _dealt(self, step: IntArray) -> IntArray:
+        """The rows of a step, batch after batch. What is left at the end of an epoch makes no whole step, and stays."""
+        if len(step) < self.order.batch_size or len(step) == self.batch_size:
+            return step
+        return step[np.concatenate(deal_by_unique_tokens(self.order.groups.sorted(step), self.batch_size))]
 
     def set_epoch(self, epoch: int) -> None:
         """The epoch of the next pass."""
         self.epoch = epoch
+
+
+def _in_steps(order: IntArray, size: int) -> Iterator[IntArray]:
+    return (order[start : start + size] for start in range(0, len(order), size))
 
 
 def _all_tokens(data: Any, column: str) -> Iterator[IntArray]:

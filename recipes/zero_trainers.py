@@ -1,10 +1,12 @@
-"""TRL's SFT, DPO and reward trainers on two processes that DeepSpeed's ZeRO divides, with `share_prefixes` and without.
+"""Trainers on two processes that DeepSpeed's ZeRO divides, with `share_prefixes` and without.
 
     pip install deepspeed
     DS_ACCELERATOR=cpu python recipes/zero_trainers.py
+    DS_ACCELERATOR=cpu python recipes/zero_trainers.py GRPO KTO          # only these
 
-ZeRO takes no float64, so a third run, with Hugging Face's `eager` attention, says what another order of summation
-changes. Prints the largest difference of what is logged in three steps, relative if above 1.
+Three steps of two accumulated batches. ZeRO takes no float64, so a third run, with Hugging Face's `eager` attention,
+says what another order of summation changes. Prints the largest difference of what is logged, and of the weights that
+the trainer saves, which ZeRO-3 gathers (`stage3_gather_16bit_weights_on_model_save`); relative if above 1.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-TRAINERS, STAGES, ARMS = ("SFT", "DPO", "Reward"), (1, 2, 3), ("ordinary", "shared", "eager")
+TRAINERS, STAGES = ("Trainer", "SFT", "DPO", "KTO", "Reward", "GRPO"), (1, 2, 3)
+ARMS = ("ordinary", "shared", "eager")
 WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{n}" for n in range(250))]
 Entries = list[dict[str, float]]
 
@@ -45,61 +48,107 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
-def model(seed: int, has_scores: bool, arm: str) -> Any:
+def write_models(folder: str) -> None:
+    """Three: to train, its reference, and one with scores."""
     import torch
     import transformers
 
-    from radixtrain import share_prefixes
-
-    torch.manual_seed(seed)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     heads = {"num_key_value_heads": 2, "head_dim": 8, "num_labels": 1}
     ids = {"vocab_size": len(WORDS), "pad_token_id": 0, "eos_token_id": 1, "initializer_range": 0.2}
     config = transformers.Qwen3Config(**sizes, **heads, **ids)
-    name = "Qwen3ForSequenceClassification" if has_scores else "Qwen3ForCausalLM"
-    made = getattr(transformers, name)(config)
-    if arm == "eager":
-        made.set_attn_implementation("eager")
-    return share_prefixes(made) if arm == "shared" else made
+    for seed, kind in enumerate(("CausalLM", "CausalLM", "SequenceClassification")):
+        torch.manual_seed(seed)
+        getattr(transformers, f"Qwen3For{kind}")(config).save_pretrained(os.path.join(folder, str(seed)))
 
 
-def train(name: str, stage: int, arm: str) -> Entries:
-    """On each of the processes."""
+def model(number: int, arm: str) -> Any:
+    """One of those, which ZeRO-3 divides while it is loaded."""
+    import transformers
+
+    from radixtrain import share_prefixes
+
+    auto = transformers.AutoModelForSequenceClassification if number == 2 else transformers.AutoModelForCausalLM
+    attention = "eager" if arm == "eager" else "sdpa"
+    loaded = auto.from_pretrained(os.path.join(os.environ["MODELS"], str(number)), attn_implementation=attention)
+    return share_prefixes(loaded) if arm == "shared" else loaded
+
+
+def data_of(name: str) -> list[dict[str, Any]]:
+    """What the trainer reads."""
+    if name == "KTO":
+        return [
+            {"prompt": row["prompt"], "completion": row[key], "label": key == "chosen"}
+            for row in rows()
+            for key in ("chosen", "rejected")
+        ]
+    if name == "GRPO":
+        return [{"prompt": row["prompt"]} for row in rows()]
+    if name == "Trainer":
+        read = tokenizer()
+        prompts, answers = ([read(row[key]).input_ids for row in rows()] for key in ("prompt", "chosen"))
+        return [
+            {"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer}
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+    if name == "SFT":
+        return [{"prompt": row["prompt"], "completion": row["chosen"]} for row in rows()]
+    return list(rows())
+
+
+def even_words(completions: list[str], **_: Any) -> list[float]:
+    """A reward for GRPO."""
+    return [sum(1.0 for word in text.split() if word[-1] in "02468") for text in completions]
+
+
+def train(name: str, stage: int, arm: str, out: str) -> Entries:
+    """On each of the processes. Saves the weights in `out`."""
+    import transformers
     import trl
     from datasets import Dataset
 
-    zero = {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True}
+    zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
     names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    config = {"zero_optimization": zero, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     settings = {"max_steps": 3, "per_device_train_batch_size": 4, "logging_steps": 1, "learning_rate": 1e-3, "seed": 0}
     off = {"bf16": False, "gradient_checkpointing": False, "disable_tqdm": True, "report_to": "none"}
-    arguments = getattr(trl, f"{name}Config")(
-        output_dir=tempfile.mkdtemp(),
+    own = {"num_generations": 4, "max_completion_length": 8} if name == "GRPO" else {}
+    has_trl = name != "Trainer"
+    arguments = (getattr(trl, f"{name}Config") if has_trl else transformers.TrainingArguments)(
+        output_dir=out,
         save_strategy="no",
+        gradient_accumulation_steps=2,
         use_cpu=os.environ.get("DS_ACCELERATOR") == "cpu",
-        deepspeed={**zero, **dict.fromkeys(names, "auto"), "zero_force_ds_cpu_optimizer": False},
+        deepspeed={**config, **dict.fromkeys(names, "auto")},
         **settings,
         **off,
+        **own,
     )
-    data = Dataset.from_list(rows())
-    if name == "SFT":
-        data = data.rename_column("chosen", "completion").remove_columns("rejected")
-    models = [model(seed, name == "Reward", arm) for seed in range(2 if name == "DPO" else 1)]
-    trainer = getattr(trl, f"{name}Trainer")(*models, args=arguments, train_dataset=data, processing_class=tokenizer())
+    numbers = {"Reward": [2], "DPO": [0, 1], "KTO": [0, 1]}.get(name, [0])
+    models = [model(number, arm) for number in numbers]
+    given: dict[str, Any] = {"args": arguments, "train_dataset": Dataset.from_list(data_of(name))}
+    given["processing_class"] = tokenizer()
+    if name == "GRPO":
+        given["reward_funcs"] = even_words
+    if not has_trl:
+        given["data_collator"] = transformers.DataCollatorForSeq2Seq(tokenizer())
+    trainer = (getattr(trl, f"{name}Trainer") if has_trl else transformers.Trainer)(*models, **given)
     trainer.train()
-    timed = ("epoch", "step")
+    trainer.save_model(out)
+    timed = ("epoch", "step", "step_time")
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     return [{key: float(value) for key, value in entry.items() if key not in timed} for entry in logged]
 
 
-def launched(name: str, stage: int, arm: str) -> Entries:
-    """What the first of two processes logged."""
+def launched(name: str, stage: int, arm: str) -> tuple[Entries, dict[str, Any]]:
+    """What the first of two processes logged, and the weights that were saved."""
+    from safetensors.torch import load_file
+
     with tempfile.TemporaryDirectory() as folder:
-        out = os.path.join(folder, "entries.json")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__]
-        subprocess.run([*command, name, str(stage), arm, out], check=True, stdout=subprocess.DEVNULL)
-        with open(out) as file:
-            entries: Entries = json.load(file)
-    return entries
+        subprocess.run([*command, name, str(stage), arm, folder], check=True, stdout=subprocess.DEVNULL)
+        with open(os.path.join(folder, "entries.json")) as file:
+            return json.load(file), load_file(os.path.join(folder, "model.safetensors"))
 
 
 def worst(one: Entries, other: Entries) -> float:
@@ -107,19 +156,33 @@ def worst(one: Entries, other: Entries) -> float:
     return max(abs(x - y) / max(1.0, abs(x)) for x, y in pairs)
 
 
+def worst_weight(one: dict[str, Any], other: dict[str, Any]) -> float:
+    assert one.keys() == other.keys() and all(one[name].shape == other[name].shape for name in one)
+    return max(((one[name] - other[name]).abs() / one[name].abs().clamp(min=1)).max().item() for name in one)
+
+
 def main(arguments: Sequence[str]) -> None:
-    if arguments:
+    if "RANK" in os.environ:
         name, stage, arm, out = arguments
-        entries = train(name, int(stage), arm)
+        entries = train(name, int(stage), arm, out)
         if os.environ["RANK"] == "0":
-            with open(out, "w") as file:
+            with open(os.path.join(out, "entries.json"), "w") as file:
                 json.dump(entries, file)
         return
-    print("| trainer | ZeRO | shared | eager |\n|---|---|---|---|")
-    for name in TRAINERS:
+    with tempfile.TemporaryDirectory() as folder:
+        write_models(folder)
+        os.environ["MODELS"] = folder
+        table(arguments or TRAINERS)
+
+
+def table(names: Sequence[str]) -> None:
+    print("| trainer | ZeRO | logged: shared | eager | saved weights: shared | eager |\n|---|---|---|---|---|---|")
+    for name in names:
         for stage in STAGES:
-            ordinary, shared, eager = (launched(name, stage, arm) for arm in ARMS)
-            print(f"| {name} | {stage} | {worst(ordinary, shared):.1e} | {worst(ordinary, eager):.1e} |", flush=True)
+            (ordinary, weights), *others = (launched(name, stage, arm) for arm in ARMS)
+            cells = [f"{worst(ordinary, entries):.1e}" for entries, _ in others]
+            cells += [f"{worst_weight(weights, saved):.1e}" for _, saved in others]
+            print(f"| {name} | {stage} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

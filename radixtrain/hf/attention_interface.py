@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import cached_property, partial
 from threading import Lock
+from types import BuiltinFunctionType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -166,8 +167,15 @@ def take_over(decoder: PreTrainedModel) -> str | None:
     name = decoder.config._attn_implementation
     if name not in STOCK:
         return f"attn_implementation {name!r} is none of transformers' own ({', '.join(STOCK)})"
+    sdpa = torch.nn.functional.scaled_dot_product_attention  # context parallelism replaces it during a step
+    if name == "sdpa" and not isinstance(sdpa, BuiltinFunctionType):
+        return f"{_made(sdpa)} takes the place of torch's own scaled_dot_product_attention"
     with _TAKING:
         return _take_all(decoder, name)
+
+
+def _made(function: Any) -> str:
+    return f"{getattr(function, '__module__', None)}.{getattr(function, '__qualname__', function)}"
 
 
 def _take_all(decoder: PreTrainedModel, name: str) -> str | None:
@@ -208,8 +216,7 @@ def _take(place: Place, stock: Any, around: Callable[[Any], Any]) -> str | None:
         return None
     written_in = getattr(found, "__globals__", {}).get("__name__", "")  # `functools.wraps` does not change it
     if found is not stock if stock else not written_in.startswith("transformers."):
-        made = f"{getattr(found, '__module__', None)}.{getattr(found, '__qualname__', found)}"
-        return f"{made} takes the place of transformers' own {key!r}"
+        return f"{_made(found)} takes the place of transformers' own {key!r}"
     ours = _ours.setdefault(found, around(found))
     register(key, ours)
     if mapping.get(key) is not ours:  # somebody has put it into this mapping itself

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +52,33 @@ class PrefixGroups:
     def __len__(self) -> int:
         """Groups besides group 0."""
         return len(self.parent) - 1
+
+    def sorted(self, indices: IntArray) -> SortedSequences:
+        """Some of the sequences, side by side with those of their group; what they share is what their groups share.
+
+        indices: (m,), int64. `order` of what is returned are places in it.
+        """
+        group = self.group_of[indices]
+        order = np.argsort(self._places[group], kind="stable")
+        low, high = group[order[:-1]], group[order[1:]]
+        while len(inside := np.flatnonzero(low != high)):  # up to the group that holds both; parents have lower numbers
+            low[inside], high[inside] = np.sort([low[inside], high[inside]], axis=0)
+            high[inside] = self.parent[high[inside]]
+        lcp = np.append(np.zeros(min(1, len(order)), dtype=np.int64), self.depth[low])
+        return SortedSequences(order, self.lengths[indices][order], lcp)
+
+    @cached_property
+    def _places(self) -> IntArray:
+        """(G,), int64. groups in an order in which what is inside a group follows it."""
+        sizes, parent = [1] * len(self.parent), self.parent.tolist()
+        for group in range(len(parent) - 1, 0, -1):
+            sizes[parent[group]] += sizes[group]
+        places, free = [0] * len(parent), [1] * len(parent)
+        for group in range(1, len(parent)):
+            around = parent[group]
+            places[group], free[group] = free[around], free[around] + 1
+            free[around] += sizes[group]
+        return np.array(places, dtype=np.int64)
 
     def num_unique_tokens(self, order: IntArray, batch_size: int) -> int:
         """Unique tokens of all batches of an epoch together, as far as the groups tell: an upper bound.

@@ -11,11 +11,14 @@ from hypothesis import strategies as st
 from radixtrain.collators.batching import (
     SequenceCost,
     cut_by_padded_tokens,
+    deal_by_unique_tokens,
     share_by_padded_tokens,
     share_by_unique_tokens,
 )
 from radixtrain.testing import ragged_batches
+from radixtrain.tree.arrays import cumulative
 from radixtrain.tree.cost_model import Rates, StepCost
+from radixtrain.tree.sorting import sort_sequences
 
 BUDGETS = st.sampled_from([1, 3, 6, 10, 20, 1000, None])
 
@@ -114,6 +117,40 @@ def test_share_by_unique_tokens(sequences, num_ranks, max_tokens, groups, costs)
     assert shares.groups == groups
     assert shares.costs == costs
     assert shares.num_unique_tokens == len(prefixes(sequences))
+
+
+@pytest.mark.parametrize(
+    ("sequences", "batches"),
+    [
+        pytest.param([[7, 1], [8, 1], [7, 2], [8, 2]], [[0, 2], [1, 3]], id="a prompt for each batch"),
+        pytest.param([[1] * 9, [2], [3], [4] * 9], [[0, 1], [3, 2]], id="a long one and a short one"),
+        pytest.param(
+            [[7] * 9 + [1], [7] * 9 + [2], [7] * 9 + [3], [5]], [[3, 0], [1, 2]], id="of three, the third has no room"
+        ),
+        pytest.param([[7, 1], [7, 2]], [[0, 1]], id="one batch"),
+    ],
+)
+def test_deal_by_unique_tokens(sequences, batches):
+    assert sorted(map(sorted, dealt(sequences, len(batches[0])))) == sorted(map(sorted, batches))
+
+
+def dealt(sequences, batch_size):
+    lengths = np.array([len(ids) for ids in sequences])
+    return deal_by_unique_tokens(sort_sequences(np.concatenate(sequences), cumulative(lengths)), batch_size)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=12, max_size=12))
+def test_dealt_batches_have_one_length(sequences):
+    """And the dearest costs no more than that of the sorted order's runs."""
+    for size in (2, 3, 4, 6):
+        found = dealt(sequences, size)
+        assert [len(batch) for batch in found] == [size] * (12 // size)
+        assert sorted(index for batch in found for index in batch) == list(range(12))
+        ordered = sorted(sequences)
+        runs = [ordered[start : start + size] for start in range(0, 12, size)]
+        most = max(len(prefixes(sequences[index] for index in batch)) for batch in found)
+        assert most <= 1.02 * max(len(prefixes(run)) for run in runs)
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,26 @@ def test_the_table_of_the_page():
     assert PrefixGroupedSampler(rows, 32).together == 16
 
 
+def unique_tokens(batch, rows):
+    return len({tuple(rows[index][: n + 1]) for index in batch for n in range(len(rows[index]))})
+
+
+@pytest.mark.parametrize(("together", "part"), [(1, 0.7), (3, 0.95)])
+def test_batches_of_a_step(rows, together, part):
+    """A step has the rows of a batch as large as it; its dearest batch has fewer tokens than as they are drawn."""
+    rows = [row[: len(row) - index % 5] for index, row in enumerate(rows[:-1])]  # the last step is not whole
+    dealt, drawn = PrefixGroupedSampler(rows, 4, together, num_batches=6), PrefixGroupedSampler(rows, 24, together)
+    assert dealt.together == drawn.together
+    for _ in range(2):
+        steps, as_drawn = (in_batches(list(sampler), 24) for sampler in (dealt, drawn))
+        assert list(map(sorted, steps)) == list(map(sorted, as_drawn)) and steps[-1] == as_drawn[-1]
+        dearest, before = (
+            sum(max(unique_tokens(batch, rows) for batch in in_batches(step, 4)) for step in found[:-1])
+            for found in (steps, as_drawn)
+        )
+        assert dearest < part * before
+
+
 def test_plain_loaders_of_one_process_and_of_two(rows):
     """Accelerate gives each of two every other batch, whole."""
     from accelerate.data_loader import BatchSamplerShard
@@ -111,6 +131,8 @@ def test_plain_loaders_of_one_process_and_of_two(rows):
     ("make", "message"),
     [
         (lambda: PrefixGroupedSampler([[1]], 0), "batch_size must be at least 1, got 0"),
+        (lambda: PrefixGroupedSampler([[1]], 4, num_batches=0), "num_batches must be at least 1, got 0"),
+        (lambda: PrefixGroupedSampler([[1]], 4, 9, num_batches=2), r"from 1 to batch_size x num_batches \(8\), got 9"),
         (lambda: PrefixGroupedSampler([[1]], 4, together=5), r"together must be from 1 to batch_size \(4\), got 5"),
         (lambda: PrefixGroupedSampler(iter([[1]]), 4), "a data set with a length and indices, got list_iterator"),
         (lambda: PrefixGroupedSampler([{"ids": [1]}], 4), "row 0 of the data set has no 'input_ids'; .*one of: ids"),

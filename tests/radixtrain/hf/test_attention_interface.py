@@ -78,6 +78,8 @@ ATTENTION, MASKS, FILE = (
     vars(modeling_qwen3),
 )
 EAGER = FILE["eager_attention_forward"]
+FUNCTIONAL = vars(torch.nn.functional)
+SDPA = FUNCTIONAL["scaled_dot_product_attention"]
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11], [5, 6, 7, 8, 9, 12, 13]])
 
 
@@ -89,6 +91,11 @@ def half(*args, scaling, **kwargs):
 @functools.wraps(EAGER)
 def half_eager(*args, scaling, **kwargs):
     return EAGER(*args, scaling=0.5 * scaling, **kwargs)
+
+
+def half_of_torch(query, *args, **kwargs):
+    """As context parallelism puts a function of all its ranks there."""
+    return SDPA(0.5 * query, *args, **kwargs)
 
 
 def one_token(**kwargs):
@@ -103,6 +110,7 @@ BROUGHT = {  # the name of the attention, what somebody puts where, and why it i
     "in the place of sdpa": ("sdpa", [(ATTENTION, "sdpa", half)], r"\.half takes the place of transformers' own"),
     "in one mapping": ("sdpa", [(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", half)], r"\.half takes the place"),
     "a mask": ("sdpa", [(MASKS, "sdpa", one_token)], r"\.one_token takes the place of transformers' own 'sdpa'"),
+    "in torch": ("sdpa", [(FUNCTIONAL, SDPA.__name__, half_of_torch)], r"half_of_torch takes the place of torch's own"),
     "eager": ("eager", [(FILE, "eager_attention_forward", half_eager)], r"eager_attention_forward takes the place"),
 }
 

@@ -133,11 +133,73 @@ def test_options_that_are_wrong_break_no_import(folder, options):
     assert "radixtrain: Qwen3ForCausalLM of qwen: not shared: " in done.stderr
 
 
+LAUNCHED = """\
+import json, sys, torch
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from radixtrain.verification.oracle import float64_arithmetic
+
+own = PartialState.__init__
+def init(state, *args, **others):
+    own(state, *args, **others)
+    if state.distributed_type == DistributedType.MULTI_CPU:  # Accelerate shards only where it finds accelerators
+        state.distributed_type, state.device = DistributedType.MULTI_GPU, torch.device("cpu")
+if "sharded" in sys.argv:
+    PartialState.__init__ = init
+
+torch.manual_seed(0)
+ids = torch.cat([torch.randint(1, 60, (1, 40)).expand(24, -1), torch.randint(1, 60, (24, 6))], dim=1)
+settings = TrainingArguments("out", max_steps=3, per_device_train_batch_size=4, logging_steps=1, learning_rate=1e-2,
+                             save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True)
+model = AutoModelForCausalLM.from_pretrained("qwen", dtype=torch.float64)
+trainer = Trainer(model, settings, train_dataset=[{"input_ids": row, "labels": row} for row in ids])
+with float64_arithmetic():
+    trainer.train()
+if settings.process_index == 0:
+    steps = [[entry["loss"], entry["grad_norm"]] for entry in trainer.state.log_history if "loss" in entry]
+    print("logged", str(trainer.accelerator.distributed_type), json.dumps(steps))
+"""
+FSDP2 = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+num_machines: 1
+num_processes: 2
+mixed_precision: 'no'
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_transformer_layer_cls_to_wrap: Qwen3DecoderLayer
+  fsdp_cpu_ram_efficient_loading: true
+"""
+TORCHRUN = "torch.distributed.run --nproc_per_node 2 launched.py"
+ACCELERATE = "accelerate.commands.launch"
+LAUNCHERS = {
+    TORCHRUN: "MULTI_CPU",
+    f"{ACCELERATE} --multi_gpu --num_processes 2 launched.py": "MULTI_CPU",
+    f"{ACCELERATE} --config_file fsdp2.yaml launched.py sharded": "FSDP",
+}
+
+
 @FULL
-def test_two_ranks_are_one_line(folder):
-    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "train.py", "qwen")
-    done = started(folder, *RUN, "--min-ratio", "1.5", "--", sys.executable, *torchrun)
-    assert "radixtrain: Qwen3ForCausalLM of qwen on 2 processes: r = 2.88, 4 of 8 calls shared" in done.stderr
+def test_what_launchers_start_shares(folder):
+    """Two ranks are one line, and they train as without: with DistributedDataParallel, and with FSDP2 by a file."""
+    (folder / "launched.py").write_text(LAUNCHED)
+    (folder / "fsdp2.yaml").write_text(FSDP2)
+
+    def logged(*words: str) -> tuple[str, torch.Tensor, str]:
+        done = started(folder, *words, ACCELERATE_USE_CPU="true")
+        assert done.returncode == 0, done.stderr
+        (line,) = (line for line in done.stdout.splitlines() if line.startswith("logged"))
+        _, kind, steps = line.split(maxsplit=2)
+        return kind, torch.tensor(json.loads(steps), dtype=torch.float64), done.stderr
+
+    _, ordinary, _ = logged("-m", *TORCHRUN.split())
+    for launcher, expected in LAUNCHERS.items():
+        kind, shared, printed = logged(*RUN, "--min-ratio", "1.5", "--", sys.executable, "-m", *launcher.split())
+        assert kind == f"DistributedType.{expected}"
+        assert "radixtrain: Qwen3ForCausalLM of qwen on 2 processes: r = 2.88, 6 of 6 calls shared" in printed
+        torch.testing.assert_close(shared, ordinary, rtol=1e-10, atol=0)
 
 
 LORA = """\

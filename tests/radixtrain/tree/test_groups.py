@@ -105,3 +105,6 @@ def test_against_the_tokens(blocks):
     for size in (1, 2, 3, 100):
         order = np.random.default_rng(2).permutation(len(sequences))
         assert groups.num_unique_tokens(order, size) == num_unique([sequences[index] for index in order], size)
+        whole = groups.sorted(order[:size])
+        assert sorted(whole.order.tolist()) == list(range(len(order[:size])))
+        assert whole.num_unique_tokens == num_unique([sequences[index] for index in order[:size]], size)
