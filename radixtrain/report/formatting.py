@@ -56,6 +56,12 @@ def headline(report: DataReport) -> str:
     )
 
 
+def speedup(setting: Setting) -> str:
+    """What a step is predicted to be, in few words: `5.2x as fast`; without a prediction, r."""
+    fold = setting.least_speedup
+    return f"r = {ratio(setting.least_r)}" if fold is None else f"{ratio(fold)}x as fast"
+
+
 def both_r(setting: Setting) -> str:
     """r, against both baselines if chats are split."""
     if setting.whole_r is None:

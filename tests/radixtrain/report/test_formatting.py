@@ -38,6 +38,15 @@ def test_setting_name() -> None:
     assert formatting.setting_name(half) == "batch_size 64, max_tokens 8,192, activation_checkpointing 0.5"
 
 
+def test_the_heading_is_the_speedup_against_the_baseline_that_computes_less() -> None:
+    found = [
+        formatting.speedup(replace(SETTING, **each))
+        for each in ({"speedup": 5.24}, {"speedup": 5.24, "whole_speedup": 1.9})
+    ]
+    assert found == ["5.24x as fast", "1.9x as fast"]
+    assert formatting.speedup(replace(SETTING, speedup=None, r=12.0, whole_r=None)) == "r = 12"
+
+
 def test_what_a_fix_adds_to_the_others_is_said_if_it_is_another_figure() -> None:
     each = Break(
         cause="a date", num_sequences=1, num_values=2, at_token=3, tokens_saved=1000, tokens_with_others=1100,
