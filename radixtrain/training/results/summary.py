@@ -75,7 +75,7 @@ class RunSummary(L.Callback):
         folders = [str(Path(log.log_dir).absolute()) for log in _csv_loggers(trainer)]
         self.progress.parts += [LogPart(folder, module.position.num_batches) for folder in folders]
 
-    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         if self.progress.first_loss is None and module.last_step:
             self.progress.first_loss = float(module.last_step["loss"])
             if trainer.log_every_n_steps > 1:
