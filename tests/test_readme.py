@@ -198,6 +198,11 @@ class TestOwnData:
         assert config["model"]["learning_rate"] == 2e-5 and "The learning rate is 2e-5" in read("README.md")
         assert f"`{config['output_dir']}`" in read("README.md")
 
+    def others(self, **values: str) -> list[list[str]]:
+        """`predict` and `export`, with other words in place of some."""
+        found = re.findall(r"^python -m radixtrain ((?:predict|export) .*)$", read("README.md"), re.MULTILINE)
+        return [[values.get(word, word) for word in shlex.split(line)] for line in found]
+
     @FULL
     def test_as_run(self, shop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         values = {"Qwen/Qwen3-0.6B": str(shop / "model"), "chats.jsonl": str(shop / "train.jsonl")}
@@ -211,3 +216,10 @@ class TestOwnData:
         text = written.read_text(encoding="utf-8")
         assert yaml.safe_load(text)["model"]["learning_rate"] == 2e-5 and "runs/" not in text
         assert (out / "model" / "model.safetensors").is_file()
+        rows = shop / "validation.jsonl"
+        places = {"runs/my_run/model": f"{out}/model", "runs/my_run": f"{out}", "new.jsonl": f"{rows}"}
+        predict, export = self.others(**places, exported=f"{tmp_path}/exported")
+        assert main([*predict, f"--output_dir={tmp_path}", "--evaluate_generation.max_new_tokens=4"]) == 0
+        answers = (tmp_path / "predictions.jsonl").read_text("utf-8").splitlines()
+        assert len(answers) == len(rows.read_text("utf-8").splitlines())
+        assert main(export) == 0 and (tmp_path / "exported" / "model.safetensors").is_file()

@@ -13,6 +13,7 @@ from outcomes import logged, summary
 from radixtrain.__main__ import main
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.tokens.tokenization import load_tokenizer
+from radixtrain.report.formatting import ratio
 from radixtrain.training.start.run_overview import sharing_entries
 
 Arguments = Callable[..., list[str]]
@@ -141,6 +142,9 @@ def test_chats_are_compared_with_whole_chats_too(
     of_one = re.findall(r"(?<=[ -])(\d) (\d) ([\d.]+) [\d,]+ \S+", text.partition("several devices")[2])
     assert {(devices, size) for devices, size, _ in of_one} >= {("2", "1"), ("2", "2")}
     assert all(float(r) <= 1.006 * of_chats for _, _, r in of_one)
+    page = (tmp_path / "out" / "report.html").read_text("utf-8")
+    in_page = re.findall(r"<td>(\d)</td>\s*<td>(\d)</td>\s*<td>([\d.]+)</td>", page.partition('id="h-devices"')[2])
+    assert in_page == of_one and f"r = {ratio(of_chats)} against whole chats" in page
     assert main(arguments("inspect", **flags, data__train_file=file)) == 0
     shown = dict(re.findall(r"^(r\b.*?)  +([\d.]+) ", capsys.readouterr().out, re.MULTILINE))
     assert shown == {"r": f"{of_chats:.2f}", "r, same rows": f"{of_rows:.2f}"}
