@@ -247,7 +247,8 @@ def _check_decoder(parts: Parts) -> None:
     if not isinstance(parts.decoder, PreTrainedModel):
         raise UserError(
             f"{parts.name} has its layers in a {type(parts.decoder).__name__}, which is no PreTrainedModel, so they "
-            f"cannot be reached; {TRAIN_WITHOUT_SHARING}"
+            f"cannot be reached; if that wraps one, prepare the model before it is wrapped; otherwise "
+            f"{TRAIN_WITHOUT_SHARING}"
         )
     if parts.decoder is not parts.base and parts.decoder.get_output_embeddings() is not None:
         path = next(path for path, module in parts.base.named_modules() if module is parts.decoder)
