@@ -492,6 +492,8 @@ def test_a_rank_without_a_label(trainer, model, rows, door, version):
 
     def work(rank: int) -> dict[str, float]:
         how = {"train_sampling_strategy": "sequential", **sharding(version)}
+        if door == "share_prefixes":
+            return compare(lambda share: trainer(share(model()), data, **how)).worst
         stock = run(lambda share: trainer(share(model()), data, **how), lambda model: model)
         return differences_of(stock, run(lambda share: trainer(share(model()), data, collator(), **how), share))
 
@@ -516,7 +518,7 @@ def test_mixed_precision_of_fsdp(built, print_after, name, door, version, reduce
     policy = (MixedPrecision, MixedPrecisionPolicy)[version - 1]
 
     def trained(share: Share, collator: Any = None, dtype: torch.dtype = torch.float32) -> Run:
-        is_mixed = dtype == torch.float32
+        is_mixed, kept = dtype == torch.float32, list[Any]()
         how = own | sharding(version) | {"bf16": is_mixed and reduced == "in bfloat16"}
 
         def build(share: Share) -> Any:
@@ -527,9 +529,12 @@ def test_mixed_precision_of_fsdp(built, print_after, name, door, version, reduce
             if is_mixed and reduced == "in float32":
                 plugin = trainer.accelerator.state.fsdp_plugin
                 plugin.mixed_precision_policy = policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            kept.append(trainer)
             return trainer
 
-        return run(build, share, dtype=dtype)
+        found = run(build, share, dtype=dtype)
+        assert share is not share_prefixes or sharing_report(kept[0]).num_shared
+        return found
 
     def work(rank: int) -> float:
         truth = trained(lambda model: model, dtype=torch.float64)
@@ -568,7 +573,9 @@ def test_ten_steps(built, tmp_path, print_after, name, door, version, kept):
     """As one process takes them, untouched: what is logged, and the weights at the end.
 
     kept: a second trainer, with other weights, takes the last five from a checkpoint of the first; None for no
-    checkpoint. FSDP1 has an optimizer without a state, of which it loses some on a CPU.
+    checkpoint. With FSDP1 the optimizer has no state: of AdamW's accelerate 1.15.0 reads none from a
+    SHARDED_STATE_DICT, and torch 2.13.0 writes a wrong one of weights on a CPU into a FULL_STATE_DICT. Adapters under
+    FSDP1 are not continued, since accelerate writes none.
     """
     share, collator = DOORS[door]
     own = {"optim": "sgd", "learning_rate": 0.05} if version == 1 else {}
@@ -578,6 +585,7 @@ def test_ten_steps(built, tmp_path, print_after, name, door, version, kept):
         with float64_arithmetic():
             trainer = built(name, lambda model: share(model.double()), collator, times=2, max_steps=LONG, **own, **how)
             trainer.train(resume_from_checkpoint=checkpoint)
+        assert share is not share_prefixes or sharing_report(trainer).num_shared
         *entries, _ = trainer.state.log_history  # the last one is a mean over the steps of this process
         return Run([numbers(entry) for entry in entries], [gathered_weights(trainer.model)])
 
