@@ -312,7 +312,9 @@ def _is_attention(module: nn.Module) -> bool:
 
 CONDITIONS = (
     Condition(_encodes),
-    Condition(_has_no_model_inside),
+    Condition(
+        _has_no_model_inside, fix="if that wraps one, prepare the model before it is wrapped; otherwise {without}"
+    ),
     Condition(_contains_a_head, fix="or {without}"),
     Condition(
         _predicts_no_next_tokens,

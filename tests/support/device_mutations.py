@@ -1,4 +1,4 @@
-"""Mistakes that were made in data-parallel trainers, each as a function that a rank calls before the command."""
+"""Mistakes that were made in data-parallel trainers, each as a function that a rank calls before it trains."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import linear
+
 from radixtrain.tree.radix_inputs import with_radix
 
-__all__ = ["MUTATIONS", "SPLIT_MUTATIONS"]
+__all__ = ["MUTATIONS", "SHARDED_MUTATIONS", "SPLIT_MUTATIONS"]
 
 
 def mean_not_scaled() -> None:
@@ -172,6 +176,46 @@ SPLIT_MUTATIONS: list[Callable[[], None]] = [
     gradients_averaged_over_groups,
 ]
 """Of runs with `sp_size`."""
+
+
+def weight_read_unsharded() -> None:
+    """The head multiplies by the weight that the model had before it was sharded."""
+
+    def captured(hooks: Any) -> None:
+        head = hooks.model.get_output_embeddings()
+        weight = head.weight
+        head.forward = lambda rows: linear(rows, weight)
+
+    _change_install(lambda hooks, backbone: captured(hooks) or backbone)
+
+
+def hook_lost_by_wrapping() -> None:
+    """The hooks are on a module around the backbone, and the model calls the backbone."""
+    _change_install(lambda hooks, backbone: nn.Sequential(backbone))
+
+
+def gradient_reduced_twice() -> None:
+    """What the ranks' gradients add up to is accumulated twice."""
+    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"  # torch 2.12
+    reduce = getattr(dist, name)
+
+    def mutated(output: Any, *arguments: Any, **options: Any) -> Any:
+        work = reduce(output, *arguments, **options)
+        output.mul_(2)
+        return work
+
+    setattr(dist, name, mutated)
+
+
+SHARDED_MUTATIONS: list[Callable[[], None]] = [weight_read_unsharded, hook_lost_by_wrapping, gradient_reduced_twice]
+"""Of models that FSDP shards."""
+
+
+def _change_install(change: Callable[[Any, nn.Module], nn.Module]) -> None:
+    from radixtrain.hf.hooks import BackboneHooks
+
+    install = BackboneHooks.install
+    _set(BackboneHooks, "install", lambda hooks, backbone: install(hooks, change(hooks, backbone)))
 
 
 def _change_split(change: Callable[[dict[str, Any], int, int], dict[str, Any]]) -> None:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from radixtrain import restore_model, share_prefixes, sharing_report
@@ -177,6 +178,14 @@ def keep_gradients(trainer: "Trainer", gradients: list[Tensor]) -> None:
             gradients.append(torch.cat([grad.flatten() for grad in own]))
 
     trainer.add_callback(Keeper())
+
+
+def gathered_weights(model: Any) -> Tensor:
+    """The weights that are trained as one vector, whole on every rank that has a part of them."""
+    is_flat = isinstance(model, FullyShardedDataParallel)
+    with FullyShardedDataParallel.summon_full_params(model) if is_flat else nullcontext():
+        found = (p.detach() for p in model.parameters() if p.requires_grad)
+        return torch.cat([(p.full_tensor() if isinstance(p, DTensor) else p).flatten() for p in found])
 
 
 def mean_log_probability(seen: Any) -> dict[str, float]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from device_mutations import SHARDED_MUTATIONS
 from forked_ranks import on_ranks
 from tiers import FULL
 from tiny_models import tiny_qwen3
@@ -53,7 +54,12 @@ SHARDED: dict[str, Callable[[Any], Any]] = {
     "FSDP1, the backbone": partial(fsdp1, of=lambda model: model.model),
 }
 DOORS: dict[str, Callable[[Any], Any]] = {"share_prefixes": share_prefixes, "RadixCollator": prepare_model}
-LATE = ("FSDP1", "share_prefixes")  # the model is prepared after it was sharded
+REFUSED = {  # if the model is prepared after it was sharded
+    **{(name, "RadixCollator"): "prepare the model before the trainer wraps it" for name in SHARDED if "1" in name},
+    ("FSDP1, the backbone", "share_prefixes"): "prepare the model before it is wrapped",
+}
+
+SEEN = "the steps differ by|size mismatch|num_shared=0|did not pass the backbone"  # by numbers, or by refusals
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -116,11 +122,10 @@ def ordinary(name: str) -> Values:
     return values + [each.detach() for each in model.parameters()]
 
 
-def run(rank: int, name: str, door: str) -> Values:
+def run(rank: int, name: str, door: str, is_late: bool = False) -> Values:
     inner = model = model_of(name)
     batches = batches_of(rank)
     with float64_throughout(model):
-        is_late = (name, door) == LATE
         model = SHARDED[name](model if is_late else DOORS[door](model))
         model = DOORS[door](model) if is_late else model
         values = trained(model, batches if door == "share_prefixes" else list(map(radix, batches)))
@@ -128,8 +133,31 @@ def run(rank: int, name: str, door: str) -> Values:
     return values
 
 
+def assert_steps_of_one_process(found: Values, name: str) -> None:
+    worst = max(relative_error(*each) for each in zip(found, ordinary(name), strict=True))
+    assert worst < BAR, f"the steps differ by {worst:.2g}"
+
+
+@pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("name", SHARDED)
-def test_steps(name: str, door: str) -> None:
-    found = on_ranks(NUM_RANKS, partial(run, name=name, door=door))[0]
-    assert max(relative_error(*each) for each in zip(found, ordinary(name), strict=True)) < BAR
+def test_steps(name: str, door: str, is_late: bool) -> None:
+    """is_late: the model is prepared after it was sharded."""
+    work = partial(run, name=name, door=door, is_late=is_late)
+    if is_late and (name, door) in REFUSED:
+        with pytest.raises(AssertionError, match=REFUSED[name, door]):
+            on_ranks(NUM_RANKS, work)
+    else:
+        assert_steps_of_one_process(on_ranks(NUM_RANKS, work)[0], name)
+
+
+@pytest.mark.parametrize("mutation", SHARDED_MUTATIONS, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("name", ["FSDP2", "FSDP1, use_orig_params"])
+def test_a_mistake_is_seen(name: str, door: str, mutation: Callable[[], None]) -> None:
+    def mutated(rank: int) -> Values:
+        mutation()
+        return run(rank, name, door)
+
+    with pytest.raises(AssertionError, match=SEEN):
+        assert_steps_of_one_process(on_ranks(NUM_RANKS, mutated)[0], name)

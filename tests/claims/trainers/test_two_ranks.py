@@ -16,20 +16,35 @@ from forked_ranks import on_ranks
 from rollouts import arguments, compare_rollouts
 from tiers import FULL
 from torch import Tensor, distributed
+from torch.distributed.fsdp import _state_dict_utils
 from torch.nn.parallel import DistributedDataParallel
-from trainer_harness import Comparison, Share, compare, differences_of, mean_log_probability, run, settings
+from trainer_harness import (
+    Comparison,
+    Run,
+    Share,
+    compare,
+    differences_of,
+    gathered_weights,
+    mean_log_probability,
+    numbers,
+    run,
+    settings,
+)
 from trainer_loop import Loop, Stream, own_loss, padded_batches
 
 from radixtrain import RadixCollator, prepare_model, share_prefixes, sharing_report
 from radixtrain.hf.backbone import backbone_of, model_inside
-from radixtrain.testing import relative_error
-from radixtrain.verification.oracle import float64_throughout
+from radixtrain.testing import assert_within_reference_error, relative_error
+from radixtrain.verification.equivalence import compare_gradients
+from radixtrain.verification.oracle import Gradients, float64_arithmetic, float64_throughout
 
 pytestmark = FULL
 
 NUM_RANKS = 2
+LONG = 10  # optimizer steps
 NUM_ROWS = 22  # three micro-batches of 4 on each rank: the second accumulation over two is not full
 PROMPT = list(range(30, 42))
+STATE_DICTS = ["FULL_STATE_DICT", "SHARDED_STATE_DICT"]
 
 Row = dict[str, list[int]]
 
@@ -143,16 +158,25 @@ def shard_on_cpus() -> None:
             state.device = torch.device("cpu")  # without a number, as its weights
 
     PartialState.__init__ = init  # type: ignore[method-assign]
+    gather = _state_dict_utils._common_unshard_pre_state_dict_hook
+
+    def without_a_move(*args: Any, offload_to_cpu: bool, **others: Any) -> None:
+        gather(*args, offload_to_cpu=False, **others)  # from the CPU to the CPU FSDP1 frees what it hands out
+
+    _state_dict_utils._common_unshard_pre_state_dict_hook = without_a_move
 
 
-def sharding(version: int | None) -> dict[str, Any]:
-    """The settings of a Trainer whose models FSDP shards by layers; none for DistributedDataParallel."""
+def sharding(version: int | None, **config: Any) -> dict[str, Any]:
+    """The settings of a Trainer whose models FSDP shards by layers; none for DistributedDataParallel.
+
+    config: others of its `fsdp_config`.
+    """
     if version is None:
         return {}
     shard_on_cpus()
     layers = {"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"], "use_orig_params": True}
     loading = {"cpu_ram_efficient_loading": False, "sync_module_states": False}
-    return {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": version, **layers, **loading}}
+    return {"fsdp": True, "fsdp_config": {"fsdp_version": version, **layers, **loading, **config}}
 
 
 @pytest.mark.parametrize("across_devices", [True, False])
@@ -375,43 +399,207 @@ def test_sft_with_the_collator(model, trl_trainer, rows, version):
 
 
 @pytest.fixture
-def sharded(
-    model, scorer, trainer, trl_trainer, rows, prompts, preferences, lora, reference, tmp_path
-) -> Callable[..., Any]:
-    """`sharded(version, name)`: what compares a trainer whose models FSDP shards by layers, on one rank."""
-    import trl
+def built(model, scorer, trainer, trl_trainer, rows, prompts, preferences, lora) -> Callable[..., Any]:
+    """`built(name, share, collator=None, times=0, seed=0, **settings)`: a trainer by its name.
+
+    times: so often it has 16 of its rows, which leave no micro-batch smaller than others; 0 for all of them, once.
+    seed: of the weights that are trained.
+    """
+    from datasets import concatenate_datasets
 
     answers = prompts.add_column("label", [True, False] * (len(prompts) // 2))
-    two = partial(model, 0), partial(model, 1)
-    trained = {"SFT": (two[:1], prompts), "DPO": (two, preferences), "KTO": (two, answers)}
-    trained |= {"Reward": ((scorer,), preferences), "SFT, LoRA": (two[:1], prompts)}
+    data = {"DPO": preferences, "Reward": preferences, "KTO": answers}
 
-    def work(rank: int, version: int, name: str) -> Comparison:
+    def build(name: str, share: Share, collator: Any = None, times: int = 0, seed: int = 0, **how: Any) -> Any:
+        if name == "Trainer":
+            return trainer(share(model(seed)), rows[:16] * times or rows, collator, **how)
+        kind, _, is_lora = name.partition(",")
+        makers = [scorer] if kind == "Reward" else [model]
+        models = [share(make(0 if is_lora else seed)) for make in makers]
+        models += [share(model(1))] if kind in ("DPO", "KTO") else []
+        torch.manual_seed(seed)  # for adapters
+        given = {"peft_config": lora()} if is_lora else {}
+        own = concatenate_datasets([data.get(kind, prompts)] * max(1, times))
+        return trl_trainer(kind, *models, rows=own, given=given, **how)
+
+    return build
+
+
+@pytest.fixture
+def sharded(built, reference, tmp_path) -> Callable[..., Any]:
+    """`sharded(name, version, config)`: what both ranks found of a trainer whose models FSDP shards by layers.
+
+    version, config: as for `sharding`.
+    """
+    import trl
+
+    def work(rank: int, name: str, version: int, config: dict[str, Any]) -> Comparison:
         from accelerate.state import AcceleratorState
 
-        how = sharding(version)
+        how = sharding(version, **config)
         if name in ("GRPO", "RLOO"):
-            config, trainer_class = getattr(trl, f"{name}Config"), getattr(trl, f"{name}Trainer")
-            found = compare_rollouts(trainer_class, arguments(config, tmp_path / str(rank), **how), reference)
-        elif name == "Trainer":
-            found = compare(lambda share: trainer(share(model()), rows, **how))
+            given, trainer_class = getattr(trl, f"{name}Config"), getattr(trl, f"{name}Trainer")
+            found = compare_rollouts(trainer_class, arguments(given, tmp_path / str(rank), **how), reference)
         else:
-            makers, data = trained[name]
-            given = {"peft_config": lora()} if "LoRA" in name else {}
-            kind = name.partition(",")[0]
-            found = compare(
-                lambda share: trl_trainer(kind, *(share(make()) for make in makers), rows=data, given=given, **how)
-            )
+            found = compare(lambda share: built(name, share, **how))
         assert str(AcceleratorState().distributed_type) == "DistributedType.FSDP"
+        plugin = AcceleratorState().fsdp_plugin
+        assert all(str(value).upper() in str(getattr(plugin, key)).upper() for key, value in config.items())
         return found
 
-    return lambda version, name: on_two_ranks(partial(work, version=version, name=name))
+    return lambda name, version, config: on_two_ranks(partial(work, name=name, version=version, config=config))
 
 
-@pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("name", ["Trainer", "SFT", "SFT, LoRA", "DPO", "KTO", "Reward", "GRPO", "RLOO"])
-def test_trainers_that_shard(sharded, table, name, version):
+SHARDED = ["Trainer", "SFT", "SFT, LoRA", "DPO", "KTO", "Reward", "GRPO", "RLOO"]
+FSDP: dict[str, tuple[int, dict[str, Any]]] = {  # version, others of `fsdp_config`
+    "FSDP1": (1, {}),
+    "FSDP2": (2, {}),
+    "FSDP1, recomputed": (1, {"activation_checkpointing": True}),  # each layer is in a wrapper of Accelerate's
+    "FSDP2, recomputed": (2, {"activation_checkpointing": True}),
+    "FSDP1, whole until backward": (1, {"reshard_after_forward": "shard_grad_op"}),
+    "FSDP2, whole until backward": (2, {"reshard_after_forward": False}),
+    "FSDP1, flat": (1, {"use_orig_params": False}),
+    "FSDP2, from rank 0": (2, {"cpu_ram_efficient_loading": True}),
+}
+CELLS = [
+    *((name, how) for name in SHARDED for how in ("FSDP1", "FSDP2")),
+    *((name, how) for name in ("Trainer", "SFT, LoRA") for how, (_, config) in FSDP.items() if config),
+    ("DPO", "FSDP2, recomputed"),
+]
+
+
+@pytest.mark.parametrize(("name", "how"), CELLS)
+def test_trainers_that_shard(sharded, table, name, how):
     """By Accelerate and its FSDP: each rank compares all that is logged, and its part of the gradients."""
-    first, second = sharded(version, name)
+    first, second = sharded(name, *FSDP[how])
     assert first.shared.entries == second.shared.entries
-    table(f"2 ranks, FSDP{version}: {name}", first)
+    table(f"2 ranks, {how}: {name}", first)
+
+
+DOORS: dict[str, tuple[Share, Callable[[], Any]]] = {
+    "share_prefixes": (share_prefixes, lambda: None),
+    "RadixCollator": (prepare_model, RadixCollator),
+}
+
+
+@pytest.mark.parametrize("version", [None, 1, 2])
+@pytest.mark.parametrize("door", DOORS)
+def test_a_rank_without_a_label(trainer, model, rows, door, version):
+    """It has rows in every micro-batch, and a label only in the last ones; nobody waits for it."""
+    (share, collator), mute = DOORS[door], [{**row, "labels": [-100] * len(row["labels"])} for row in rows]
+    batches = [part for n in (0, 4, 8) for part in (rows[n : n + 4], mute[n : n + 4])]  # by rank, in turns
+    data = [row for batch in (*batches, rows[:4], rows[4:8]) for row in batch]
+
+    def work(rank: int) -> dict[str, float]:
+        how = {"train_sampling_strategy": "sequential", **sharding(version)}
+        if door == "share_prefixes":
+            return compare(lambda share: trainer(share(model()), data, **how)).worst
+        stock = run(lambda share: trainer(share(model()), data, **how), lambda model: model)
+        return differences_of(stock, run(lambda share: trainer(share(model()), data, collator(), **how), share))
+
+    for worst in on_two_ranks(work):
+        assert {"loss", "grad_norm"} <= worst.keys()
+
+
+@pytest.mark.parametrize("reduced", ["in bfloat16", "in float32"])
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "door"), [("Trainer", "share_prefixes"), ("Trainer", "RadixCollator"), ("SFT", "share_prefixes")]
+)
+def test_mixed_precision_of_fsdp(built, print_after, name, door, version, reduced):
+    """Layers compute with weights in bfloat16: gradients and losses are as near to float64 as untouched ones are.
+
+    Reduced in bfloat16 is what `bf16=True` asks of Accelerate, together with autocast.
+    """
+    from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+
+    share, collator = DOORS[door]
+    own = {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant"}
+    policy = (MixedPrecision, MixedPrecisionPolicy)[version - 1]
+
+    def trained(share: Share, collator: Any = None, dtype: torch.dtype = torch.float32) -> Run:
+        is_mixed, kept = dtype == torch.float32, list[Any]()
+        how = own | sharding(version) | {"bf16": is_mixed and reduced == "in bfloat16"}
+
+        def build(share: Share) -> Any:
+            trainer, draw = built(name, share, collator, **how), np.random.default_rng(0)
+            for weight in trainer.model.parameters():  # the same in float64 as in float32
+                drawn = draw.normal(loc=weight.ndim == 1, scale=0.2, size=weight.shape)
+                weight.data.copy_(torch.from_numpy(drawn.astype(np.float32)))
+            if is_mixed and reduced == "in float32":
+                plugin = trainer.accelerator.state.fsdp_plugin
+                plugin.mixed_precision_policy = policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            kept.append(trainer)
+            return trainer
+
+        found = run(build, share, dtype=dtype)
+        assert share is not share_prefixes or sharing_report(kept[0]).num_shared
+        return found
+
+    def work(rank: int) -> float:
+        truth = trained(lambda model: model, dtype=torch.float64)
+        ordinary, shared = trained(lambda model: model), trained(share, collator())
+        arms = [gradients_of(each) for each in (truth, ordinary, shared)]
+        rung = compare_gradients("bfloat16", *arms)
+        assert not rung.failed, rung.reason
+        exact, one, other = (torch.cat(each.gradients) for each in (truth, ordinary, shared))
+        assert_within_reference_error(other, one, exact)
+        assert 1e-3 < relative_error(one, exact) < 0.1
+        return relative_error(other, exact) / relative_error(one, exact)
+
+    print_after(
+        "error against float64, shared / ordinary",
+        f"FSDP{version}, reduced {reduced}: {name}, {door} " + "{:.2f} {:.2f}".format(*on_two_ranks(work)),
+    )
+
+
+def gradients_of(found: Run) -> Gradients:
+    """Those of each step, and the mean of the losses."""
+    losses = [entry["loss"] for entry in found.entries if "loss" in entry]
+    return Gradients(sum(losses) / len(losses), {f"step {n}": each for n, each in enumerate(found.gradients)})
+
+
+@pytest.mark.parametrize(
+    ("name", "door", "version", "kept"),
+    [
+        *(("Trainer", door, version, kept) for door in DOORS for version in (1, 2) for kept in STATE_DICTS),
+        *(("SFT, LoRA", "share_prefixes", 2, kept) for kept in STATE_DICTS),
+        *((name, "share_prefixes", version, None) for name in ("SFT", "DPO", "Reward") for version in (1, 2)),
+        ("SFT, LoRA", "share_prefixes", 1, None),
+        *((name, "share_prefixes", None, None) for name in ("Trainer", "SFT, LoRA")),
+    ],
+)
+def test_ten_steps(built, tmp_path, print_after, name, door, version, kept):
+    """As one process takes them, untouched: what is logged, and the weights at the end.
+
+    kept: a second trainer, with other weights, takes the last five from a checkpoint of the first; None for no
+    checkpoint. With FSDP1 the optimizer has no state: of AdamW's accelerate 1.15.0 reads none from a
+    SHARDED_STATE_DICT, and torch 2.13.0 writes a wrong one of weights on a CPU into a FULL_STATE_DICT. Adapters under
+    FSDP1 are not continued, since accelerate writes none.
+    """
+    share, collator = DOORS[door]
+    own = {"optim": "sgd", "learning_rate": 0.05} if version == 1 else {}
+    half = LONG // 2
+
+    def trained(share: Share, collator: Any = None, checkpoint: str | None = None, **how: Any) -> Run:
+        with float64_arithmetic():
+            trainer = built(name, lambda model: share(model.double()), collator, times=2, max_steps=LONG, **own, **how)
+            trainer.train(resume_from_checkpoint=checkpoint)
+        assert share is not share_prefixes or sharing_report(trainer).num_shared
+        *entries, _ = trainer.state.log_history  # the last one is a mean over the steps of this process
+        return Run([numbers(entry) for entry in entries], [gathered_weights(trainer.model)])
+
+    def work(rank: int) -> list[Run]:
+        how = sharding(version, state_dict_type=kept or "FULL_STATE_DICT")
+        if kept is None:
+            return [trained(share, collator(), **how)]
+        whole = trained(share, collator(), save_strategy="steps", save_steps=half, **how)
+        return [whole, trained(share, collator(), str(tmp_path / f"checkpoint-{half}"), seed=1, **how)]
+
+    one = trained(lambda model: model, gradient_accumulation_steps=2 * NUM_RANKS)
+    of_a_process = one.entries[0].keys() - {"loss", "grad_norm"}  # or a mean over its micro-batches
+    for found in on_two_ranks(work)[0]:
+        worst = differences_of(one, found, skipped=of_a_process)
+        assert len(found.entries) == LONG and {"loss", "grad_norm"} <= worst.keys()
+        what = f"FSDP{version or ': none'}: {name}, {door}, {kept}: {max(worst.values()):.1e}"
+        print_after("ten steps of two ranks, against one process", what)
