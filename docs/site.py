@@ -10,7 +10,9 @@ import json
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"""(\]\(|src(?:set)?=")([^)\s#:"]+)(?=[)#"])""")
@@ -48,8 +50,16 @@ def page_of_markdown(file: Path) -> str:
 
 def page_of_notebook(file: Path) -> str:
     cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
-    fences = {"code": ("```python\n", "\n```"), "markdown": ("", "")}
-    return "\n\n".join("".join(cell["source"]).join(fences[cell["cell_type"]]) for cell in cells)
+    return "\n\n".join(part for cell in cells for part in parts_of(cell))
+
+
+def parts_of(cell: dict[str, Any]) -> Iterator[str]:
+    """The text of a cell, or its code and what this printed."""
+    source = "".join(cell["source"])
+    yield source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```"
+    printed = "".join(line for output in cell.get("outputs", ()) for line in output["text"])
+    if printed:
+        yield f"```text\n{printed.rstrip()}\n```"
 
 
 def page_of_code(file: Path) -> str:
