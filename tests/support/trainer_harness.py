@@ -180,12 +180,12 @@ def keep_gradients(trainer: "Trainer", gradients: list[Tensor]) -> None:
     trainer.add_callback(Keeper())
 
 
-def gathered_weights(model: Any) -> Tensor:
-    """The weights that are trained as one vector, whole on every rank that has a part of them."""
+def gathered_weights(model: Any) -> list[Tensor]:
+    """The weights that are trained, whole on every rank that has a part of them."""
     is_flat = isinstance(model, FullyShardedDataParallel)
     with FullyShardedDataParallel.summon_full_params(model) if is_flat else nullcontext():
         found = (p.detach() for p in model.parameters() if p.requires_grad)
-        return torch.cat([(p.full_tensor() if isinstance(p, DTensor) else p).flatten() for p in found])
+        return [p.full_tensor() if isinstance(p, DTensor) else p.clone() for p in found]
 
 
 def mean_log_probability(seen: Any) -> dict[str, float]:

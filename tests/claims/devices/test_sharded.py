@@ -17,6 +17,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from trainer_harness import gathered_weights
 from trainer_loop import padded_batches
 
 from radixtrain import RadixCollator, prepare_model, share_prefixes, sharing_report
@@ -86,7 +87,7 @@ def trained(model: Any, batches: list[Any]) -> Values:
         values += [mean / NUM_RANKS, norm_of(model)]
         optimizer.step()
         optimizer.zero_grad()
-    return values + weights_of(model)
+    return values + gathered_weights(model)
 
 
 def norm_of(model: Any) -> Any:
@@ -94,13 +95,6 @@ def norm_of(model: Any) -> Any:
         return model.clip_grad_norm_(1e9)
     norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
     return norm.full_tensor()
-
-
-def weights_of(model: Any) -> list[Tensor]:
-    if isinstance(model, FullyShardedDataParallel):
-        with FullyShardedDataParallel.summon_full_params(model):
-            return [each.detach().clone() for each in model.parameters()]
-    return [each.full_tensor() for each in model.parameters()]
 
 
 def model_of(name: str) -> Any:

@@ -586,8 +586,9 @@ def test_ten_steps(built, tmp_path, print_after, name, door, version, kept):
             trainer = built(name, lambda model: share(model.double()), collator, times=2, max_steps=LONG, **own, **how)
             trainer.train(resume_from_checkpoint=checkpoint)
         assert share is not share_prefixes or sharing_report(trainer).num_shared
+        weights = torch.cat([each.flatten() for each in gathered_weights(trainer.model)])
         *entries, _ = trainer.state.log_history  # the last one is a mean over the steps of this process
-        return Run([numbers(entry) for entry in entries], [gathered_weights(trainer.model)])
+        return Run([numbers(entry) for entry in entries], [weights])
 
     def work(rank: int) -> list[Run]:
         how = sharding(version, state_dict_type=kept or "FULL_STATE_DICT")
