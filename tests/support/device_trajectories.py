@@ -22,10 +22,10 @@ COMPARED = ("loss", "eval_loss", "grad_norm")
 def assert_same_trajectory(folder: Path, whole: Path, since: int = 0) -> str:
     """The steps of a run are those of another, to rounding. Returns the largest differences, as a line to print.
 
-    since: the step from which on the run has logged.
+    since: the step after which the run has logged.
     """
     here = metrics(folder, *COMPARED)
-    there = {place: value for place, value in metrics(whole, *COMPARED).items() if place[1] >= since}
+    there = {place: value for place, value in metrics(whole, *COMPARED).items() if place[1] > since}
     assert here.keys() == there.keys() and here, f"{sorted(here.keys() ^ there.keys())} in only one of them"
     found = {
         "weights": distances(trained(folder), trained(whole)),

@@ -56,9 +56,9 @@ def values(folder: Path) -> dict[tuple[str, int], str]:
 def assert_same_run(folder: Path, whole: Path, since: int = 0) -> None:
     """The metrics, the model and the last checkpoint of a run are those of the uninterrupted one.
 
-    since: the step from which on the run has logged.
+    since: the step after which the run has logged.
     """
-    here, there = values(folder), {place: text for place, text in values(whole).items() if place[1] >= since}
+    here, there = values(folder), {place: text for place, text in values(whole).items() if place[1] > since}
     differing = {place: (here.get(place), text) for place, text in there.items() if here.get(place) != text}
     assert not differing, f"of {len(there)} values: {dict(list(differing.items())[:5])}"
     assert here.keys() == there.keys()

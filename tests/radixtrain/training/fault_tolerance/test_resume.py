@@ -132,8 +132,8 @@ def test_max_time_adds_no_validation(ran, monkeypatch, due):
     every = {"data__batch_size": 2, "trainer__val_check_interval": 4} if due else {"trainer__val_check_interval": 3}
     run = ran("run", trainer__max_time="00:01:00:00", **{**flags, **every})
     losses, validations = column(run), column(run, "eval_loss")
-    assert max(losses) == 3  # the fourth step was the last one
-    assert set(validations) == ({3} if due else {2})
+    assert max(losses) == 4
+    assert set(validations) == ({4} if due else {3})
 
 
 def test_a_start_without_a_step_names_the_checkpoint_that_it_went_on_from(ran, capsys):
@@ -149,7 +149,7 @@ def test_a_start_without_a_step_names_the_checkpoint_that_it_went_on_from(ran, c
 def test_overfitting_repeats_the_same_steps(ran):
     """The first epoch and the second have the same rows: with a learning rate of 0, the same losses."""
     losses = column(ran("out", trainer__overfit_batches=2, trainer__max_epochs=2, model__learning_rate=0, **EXACT))
-    assert losses[0] == losses[2] != losses[1] == losses[3]
+    assert losses[1] == losses[3] != losses[2] == losses[4]
 
 
 def test_new_hyperparameters_are_applied_and_said(ran, caplog):
@@ -167,7 +167,7 @@ def test_new_hyperparameters_are_applied_and_said(ran, caplog):
     group = state["optimizer_states"][0]["param_groups"][0]
     assert (group["lr"], tuple(group["betas"]), group["weight_decay"]) == (1e-3, (0.5, 0.999), 0.1)
     assert state["hyper_parameters"]["learning_rate"] == 1e-3
-    assert column(resumed)[4] == column(old)[4] and column(resumed)[6] != column(old)[6]
+    assert column(resumed)[5] == column(old)[5] and column(resumed)[7] != column(old)[7]
 
 
 def test_what_the_run_does_besides_its_steps_is_said(ran, caplog):
@@ -190,7 +190,7 @@ def test_a_run_that_is_extended_takes_no_step_at_learning_rate_zero(ran, caplog)
     ran("out", trainer__max_epochs=2, model__lr_scheduler_type="linear", ckpt_path="last")
     rates = column(run, "learning_rate")
     assert len(rates) == 10 and min(rates.values()) > 0
-    assert rates[5] == pytest.approx(1e-2 * 5 / 10)
+    assert rates[6] == pytest.approx(1e-2 * 5 / 10)
     assert "the run had 5 steps and has 10" in caplog.text
 
 
