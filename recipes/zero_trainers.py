@@ -21,8 +21,9 @@ from typing import Any
 
 import numpy as np
 
-TRAINERS, STAGES = ("Trainer", "SFT", "DPO", "KTO", "Reward", "GRPO"), (1, 2, 3)
+TRAINERS, STAGES = ("Trainer", "SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO"), (1, 2, 3)
 ARMS = ("ordinary", "shared", "eager")
+GENERATE = ("GRPO", "RLOO")
 WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{n}" for n in range(250))]
 Entries = list[dict[str, float]]
 
@@ -82,7 +83,7 @@ def data_of(name: str) -> list[dict[str, Any]]:
             for row in rows()
             for key in ("chosen", "rejected")
         ]
-    if name == "GRPO":
+    if name in GENERATE:
         return [{"prompt": row["prompt"]} for row in rows()]
     if name == "Trainer":
         read = tokenizer()
@@ -107,12 +108,14 @@ def train(name: str, stage: int, arm: str, out: str) -> Entries:
     import trl
     from datasets import Dataset
 
+    from radixtrain import share_prefixes
+
     zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
     names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     config = {"zero_optimization": zero, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     settings = {"max_steps": 3, "per_device_train_batch_size": 4, "logging_steps": 1, "learning_rate": 1e-3, "seed": 0}
     off = {"bf16": False, "gradient_checkpointing": False, "disable_tqdm": True, "report_to": "none"}
-    own = {"num_generations": 4, "max_completion_length": 8} if name == "GRPO" else {}
+    own = {"num_generations": 4, "max_completion_length": 8} if name in GENERATE else {}
     has_trl = name != "Trainer"
     arguments = (getattr(trl, f"{name}Config") if has_trl else transformers.TrainingArguments)(
         output_dir=out,
@@ -128,11 +131,13 @@ def train(name: str, stage: int, arm: str, out: str) -> Entries:
     models = [model(number, arm) for number in numbers]
     given: dict[str, Any] = {"args": arguments, "train_dataset": Dataset.from_list(data_of(name))}
     given["processing_class"] = tokenizer()
-    if name == "GRPO":
+    if name in GENERATE:
         given["reward_funcs"] = even_words
     if not has_trl:
         given["data_collator"] = transformers.DataCollatorForSeq2Seq(tokenizer())
     trainer = (getattr(trl, f"{name}Trainer") if has_trl else transformers.Trainer)(*models, **given)
+    if name == "RLOO" and arm == "shared":  # it loads its reference itself
+        share_prefixes(trainer.accelerator.unwrap_model(trainer.ref_model))
     trainer.train()
     trainer.save_model(out)
     timed = ("epoch", "step", "step_time")
