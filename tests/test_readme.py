@@ -187,9 +187,12 @@ class TestOwnData:
     """The README's command, with the config that it names, has nothing of the demo in it."""
 
     def command(self) -> list[str]:
-        found = re.search(r"^python -m radixtrain (fit(?:.*\\\n)*.*)$", read("README.md"), re.MULTILINE)
-        assert found
-        return shlex.split(found[1].replace("\\\n", " "))
+        (found,) = self.commands("fit")
+        return found
+
+    def commands(self, names: str) -> list[list[str]]:
+        found = re.findall(rf"^python -m radixtrain ((?:{names}) (?:.*\\\n)*.*)$", read("README.md"), re.MULTILINE)
+        return [shlex.split(line.replace("\\\n", " ")) for line in found]
 
     def test_as_printed(self, printed_by: Callable[..., str]) -> None:
         printed = printed_by(*self.command(), "--print_config")
@@ -200,8 +203,7 @@ class TestOwnData:
 
     def others(self, **values: str) -> list[list[str]]:
         """`predict` and `export`, with other words in place of some."""
-        found = re.findall(r"^python -m radixtrain ((?:predict|export) .*)$", read("README.md"), re.MULTILINE)
-        return [[values.get(word, word) for word in shlex.split(line)] for line in found]
+        return [[values.get(word, word) for word in words] for words in self.commands("predict|export")]
 
     @FULL
     def test_as_run(self, shop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
