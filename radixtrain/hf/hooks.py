@@ -36,16 +36,20 @@ from radixtrain.hf.inputs import (
 from radixtrain.hf.padded.calls import is_compiled
 from radixtrain.hf.padded.fused_heads import share_fused_heads
 from radixtrain.hf.padded.kept import KeptCall
+from radixtrain.hf.padded.row_functions import MIN_SAVING
 from radixtrain.hf.padded.sharing import PaddedSharing
+from radixtrain.hf.padded.spread import NO_ROW
+from radixtrain.hf.padded.spread_rows import SpreadRows
 from radixtrain.hf.progress import Progress
 from radixtrain.hf.recurrent.layers import LayerHooks
 from radixtrain.hf.refusals import check_draws, check_own_attention, check_pass
 from radixtrain.hf.sequence_parallel import RowSplit, SplitCall
-from radixtrain.hf.sharing_report import NOT_ALIKE, ORDINARY, SharingWatch, is_frozen
+from radixtrain.hf.sharing_report import NOT_ALIKE, ORDINARY, SharingReport, SharingWatch, is_frozen
 from radixtrain.hf.token_losses import TokenLoss, watched
 from radixtrain.hf.tower import types_for, with_features
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.kernels.rows import gather_rows
+from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.radix_inputs import RADIX, RadixInputs
 
@@ -143,9 +147,10 @@ class BackboneHooks:
         self.sharing.count(backbone, shares, NOT_ALIKE)
         may_bind = layout.blocks is not None or window_may_bind(text_decoder_of(backbone).config, layout.max_seqlen)
         chosen = radix.strategy if self.attention == "auto" else None
-        options = layout, radix.predictor_indices, self.attention, self.kernel, may_bind, chosen
+        predictors, place_rows = _asked(radix)
+        options = layout, predictors, self.attention, self.kernel, may_bind, chosen
         call = RadixCall(*options) if self.split is None else SplitCall(self.split, *options)
-        call.cache, call.token_loss = radix.cache, radix.token_loss
+        call.cache, call.token_loss, call.place_rows = radix.cache, radix.token_loss, place_rows
         mask = no_mask(may_bind, layout.device, call)
         types = types_for(backbone, layout.blocks, layout.max_seqlen)
         return {**given, **types, "attention_mask": mask, "use_cache": False, "radix_call": call}
@@ -251,7 +256,10 @@ class BackboneHooks:
         if not (call.token_loss or is_compiled()):
             share_fused_heads()
             rows = watched(rows, not is_frozen(self.model))
-        return with_rows(output, rows[None])
+        if call.place_rows is None:
+            return with_rows(output, rows[None])
+        report = SharingReport() if self.padded is None else self.padded.report
+        return with_rows(output, SpreadRows.of(rows, call.place_rows[None], NO_ROW, report))
 
     def _check_mixers(self, backbone: nn.Module, call: Any) -> None:
         missing = [module for module in self.mixers if id(module) not in call.mixed]
@@ -290,6 +298,16 @@ class BackboneHooks:
                 assert self.padded is not None
                 expanded.append(self.padded.at_places(rows, call.places).whole().flatten(0, 1))
         output.router_logits = tuple(expanded)
+
+
+def _asked(radix: RadixInputs) -> tuple[Tensor, IntArray | None]:
+    """The rows that the head gets, int64, and which stands at each place; None if each stands once, in order."""
+    rows, place_rows = radix.predictor_indices, radix.place_rows
+    if place_rows is None:
+        return rows, None
+    if is_compiled() or len(place_rows) < MIN_SAVING * len(rows):
+        return rows[radix.prediction_rows], None
+    return rows, place_rows
 
 
 def remove_hooks(model: nn.Module) -> None:

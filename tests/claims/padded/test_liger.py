@@ -146,6 +146,22 @@ def test_a_batch_of_the_collator(monkeypatch):
     torch.testing.assert_close(found, expected)
 
 
+def test_a_batch_of_the_collator_with_every_label():
+    """Rows that predict several labels are computed once, by radixtrain's own function."""
+    collated = RadixCollator(loss_on_all=True)(
+        [{"input_ids": ids[:length].tolist()} for ids, length in zip(IDS, LENGTHS, strict=True)]
+    )
+    every = IDS.masked_fill(MASK == 0, -100)
+    found, expected = (
+        gradient_of(share(liger()), loss_of)
+        for share, loss_of in (
+            (prepare_model, lambda model: model(**collated).loss),
+            (share_prefixes, of_the_model(every)),
+        )
+    )
+    torch.testing.assert_close(found, expected)
+
+
 def spy(forward: Callable[..., Any], rows: list[int]) -> Callable[..., Any]:
     def spied(_input: Tensor, *others: Any, **options: Any) -> Any:
         rows.append(len(_input))
