@@ -112,8 +112,10 @@ class RadixCollator:
     >>> batch = RadixCollator()([first, second])
     >>> batch["input_ids"], batch["position_ids"]
     (tensor([[7, 8, 5, 9]]), tensor([[0, 1, 2, 2]]))
-    >>> batch["labels"], batch["shift_labels"], batch["radix"].predictor_indices
-    (tensor([[-100,    9,    5]]), tensor([[   9,    5, -100]]), tensor([1, 1, 0]))
+    >>> batch["labels"], batch["shift_labels"]
+    (tensor([[-100,    9,    5]]), tensor([[   9,    5, -100]]))
+    >>> batch["radix"].predictor_indices, batch["radix"].prediction_rows
+    (tensor([1]), tensor([0, 0, 0]))
 
     Raises ValueError that names the feature and its entry for: no labels and no loss mask; an entry that it would have
     to drop; entries that are not lists of integers or differ in length; an empty sequence, and one that another packer
@@ -283,14 +285,16 @@ def _plain(predictions: Predictions, plan: PrefixPlan) -> _Targets:
     num_labels = len(predictions.labels)
     rest = np.zeros(2 if num_labels + 1 == plan.num_rows else 1, dtype=np.int64)
     shift_labels = np.concatenate([predictions.labels, rest + IGNORE_INDEX])
+    predictors, rows = np.unique(predictions.predictor_indices, return_inverse=True)
+    place_rows = np.concatenate([rows, rest])
     fields = {
-        "predictor_indices": np.concatenate([predictions.predictor_indices, rest]),
-        "prediction_rows": np.arange(len(shift_labels)),
+        "predictor_indices": predictors if num_labels else rest[:1],
+        "prediction_rows": place_rows,
         "loss_weights": np.concatenate([np.ones(num_labels, dtype=np.int64), rest]),
         "label_indices": np.concatenate([predictions.label_indices, rest]),
     }
     labels = {"labels": np.roll(shift_labels, 1)[None], "shift_labels": shift_labels[None]}
-    return _Targets(_tensors(labels), _tensors(fields))
+    return _Targets(_tensors(labels), {**_tensors(fields), "place_rows": place_rows})
 
 
 def _merged(predictions: Predictions, floats: Mapping[str, FloatArray]) -> _Targets:

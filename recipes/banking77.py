@@ -104,9 +104,8 @@ def exact_match(model: Any, tokenizer: PreTrainedTokenizerBase, test: Path, most
     step = step.to(model.device)
     for batch, members in zip(step.micro_batches, step.members, strict=True):
         labels, tokens = batch["shift_labels"][0], batch["radix"].label_indices
-        rows, of_prediction = batch["radix"].predictor_indices.unique(return_inverse=True)
-        hidden = backbone_of(model)(**inputs_of(batch, predictor_indices=rows)).last_hidden_state[0]
-        best = model.lm_head(hidden).argmax(-1)[of_prediction]
+        hidden = backbone_of(model)(**inputs_of(batch)).last_hidden_state[0]
+        best = model.lm_head(hidden).argmax(-1)[batch["radix"].prediction_rows]
         sequences = sequences_of(tokens, batch["radix"].cu_seqlens)
         missed = torch.zeros(len(members), dtype=torch.bool, device=model.device)
         missed[sequences[(best != labels) & (labels >= 0)]] = True

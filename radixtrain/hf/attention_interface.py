@@ -44,6 +44,7 @@ from radixtrain.hf.padded.rows import Places
 from radixtrain.hf.pass_cache import PassCache
 from radixtrain.hf.recurrent.running import TreeRuns
 from radixtrain.hf.windows import mask_function, on_mask, window_of
+from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.cached_layout import CachedLayout
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.radix_inputs import RADIX
@@ -62,6 +63,7 @@ class RadixCall:
     misses_cache: whether the ordinary call would have returned a cache.
     images: those of the padded batch; None without any.
     token_loss: whether any loss of this batch is known to be a sum over tokens.
+    place_rows: which of these rows stands at each place of what the head gets; None if each stands once, in order.
     cache: keys and values that this pass keeps, and those that it attends to; None if it is a step of one pass.
     calls: the id of every attention module that ran. both_ways: of those in which rows see later ones of their block.
     mixed: the id of every recurrent mixer that ran.
@@ -84,6 +86,7 @@ class RadixCall:
         self.places, self.misses_cache = places, misses_cache
         self.images: Any = None
         self.token_loss = False
+        self.place_rows: IntArray | None = None
         self.cache: PassCache | None = None
         self.calls: list[int] = []
         self.both_ways: list[int] = []

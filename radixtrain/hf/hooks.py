@@ -36,7 +36,10 @@ from radixtrain.hf.inputs import (
 from radixtrain.hf.padded.calls import is_compiled, is_generating
 from radixtrain.hf.padded.fused_heads import share_fused_heads
 from radixtrain.hf.padded.kept import KeptCall
+from radixtrain.hf.padded.row_functions import MIN_SAVING
 from radixtrain.hf.padded.sharing import PaddedSharing
+from radixtrain.hf.padded.spread import NO_ROW
+from radixtrain.hf.padded.spread_rows import SpreadRows
 from radixtrain.hf.progress import Progress
 from radixtrain.hf.recurrent.layers import LayerHooks
 from radixtrain.hf.refusals import check_draws, check_own_attention, check_pass
@@ -55,6 +58,7 @@ from radixtrain.hf.token_losses import TokenLoss, watched
 from radixtrain.hf.tower import types_for, with_features
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.kernels.rows import gather_rows
+from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.radix_inputs import RADIX, RadixInputs
 
@@ -144,17 +148,18 @@ class BackboneHooks:
         if radix.image_rows is not None and self.split is None:  # a split batch with images is refused
             given = with_features(backbone, radix, given)
         self._check(backbone, layout, radix, given)
-        self._count(backbone, radix, layout)
+        predictors, place_rows = _asked(radix)
+        self._count(backbone, radix, layout, predictors.shape[0])
         may_bind = layout.blocks is not None or window_may_bind(text_decoder_of(backbone).config, layout.max_seqlen)
         chosen = radix.strategy if self.attention == "auto" else None
-        options = layout, radix.predictor_indices, self.attention, self.kernel, may_bind, chosen
+        options = layout, predictors, self.attention, self.kernel, may_bind, chosen
         call = RadixCall(*options) if self.split is None else SplitCall(self.split, *options)
-        call.cache, call.token_loss = radix.cache, radix.token_loss
+        call.cache, call.token_loss, call.place_rows = radix.cache, radix.token_loss, place_rows
         mask = no_mask(may_bind, layout.device, call)
         types = types_for(backbone, layout.blocks, layout.max_seqlen)
         return {**given, **types, "attention_mask": mask, "use_cache": False, "radix_call": call}
 
-    def _count(self, backbone: PreTrainedModel, radix: RadixInputs, layout: TreeLayout) -> None:
+    def _count(self, backbone: PreTrainedModel, radix: RadixInputs, layout: TreeLayout, num_head_rows: int) -> None:
         """Count a batch of a `RadixCollator`. What a pass keeps for others counts once, with no tokens but theirs."""
         if radix.cache is not None and radix.cache.is_second:
             return
@@ -168,7 +173,7 @@ class BackboneHooks:
         num_places = (layout.cu_seqlens.shape[0] - 1) * layout.max_seqlen if num_tokens else 0  # B x L
         self.report.count_tokens(num_places, num_tokens, layout.num_rows)
         if self.model is not backbone:
-            self.report.count_head(num_places, radix.predictor_indices.shape[0])
+            self.report.count_head(num_places, num_head_rows)
 
     def _ordinary(
         self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -279,7 +284,10 @@ class BackboneHooks:
         if not (call.token_loss or is_compiled()):
             share_fused_heads()
             rows = watched(rows, not is_frozen(self.model))
-        return with_rows(output, rows[None])
+        if call.place_rows is None:
+            return with_rows(output, rows[None])
+        counted = SharingReport()  # with the batch
+        return with_rows(output, SpreadRows.of(rows, call.place_rows[None], NO_ROW, counted))
 
     def _check_mixers(self, backbone: PreTrainedModel, call: Any) -> None:
         missing = [module for module in self.mixers if id(module) not in call.mixed]
@@ -318,6 +326,16 @@ class BackboneHooks:
                 assert self.padded is not None
                 expanded.append(self.padded.at_places(rows, call.places).whole().flatten(0, 1))
         output.router_logits = tuple(expanded)
+
+
+def _asked(radix: RadixInputs) -> tuple[Tensor, IntArray | None]:
+    """The rows that the head gets, int64, and which stands at each place; None if each stands once, in order."""
+    rows, place_rows = radix.predictor_indices, radix.place_rows
+    if place_rows is None:
+        return rows, None
+    if is_compiled() or len(place_rows) < MIN_SAVING * len(rows):
+        return rows[radix.prediction_rows], None
+    return rows, place_rows
 
 
 def remove_hooks(model: nn.Module) -> None:

@@ -245,7 +245,8 @@ class SplitModel:
         self.rows.check_same(kwargs)
         num_rows = layout_of(kwargs).num_rows
         rank, size, targets = self.rows.rank, self.rows.size, kwargs["shift_labels"]
-        rows, is_own = own_predictors(radix_of(kwargs).predictor_indices, num_rows, rank, size)
+        predictors = radix_of(kwargs).predictor_indices[radix_of(kwargs).prediction_rows]
+        rows, is_own = own_predictors(predictors, num_rows, rank, size)
         own = (is_own & (targets[0] != IGNORE_INDEX)).nonzero()[:, 0]
         # No rank without any, nor with as many as rows: layers receive the labels, and a mixer would exchange them.
         ignored = 2 if len(own) + 1 == self.rows.rows_per_rank(num_rows) else 1
@@ -254,9 +255,10 @@ class SplitModel:
         split = SplitLoss(own_labels, (targets != IGNORE_INDEX).sum() if given is None else given)
         self.progress.become(split)
         cut = own_inputs(kwargs, rank, size)
-        predictors = nn.functional.pad(rows[own], (0, ignored))
+        asked, places = nn.functional.pad(rows[own], (0, ignored)).unique(return_inverse=True)
+        known = {"predictor_indices": asked, "prediction_rows": places, "place_rows": places.cpu().numpy()}
         labels = {"shift_labels": own_labels, "labels": own_labels.roll(1)}
-        return args, with_radix({**kwargs, **cut, **labels}, predictor_indices=predictors, split=split)
+        return args, with_radix({**kwargs, **cut, **labels}, **known, split=split)
 
     def loss(self, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Any:
         """In place of the model's `loss_function`: that of the whole batch."""

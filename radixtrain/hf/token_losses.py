@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from radixtrain.errors import UserError
@@ -80,12 +81,14 @@ class _Watched(torch.autograd.Function):
 @torch.compiler.disable  # reads the graph
 def for_token_loss(source: Tensor) -> Tensor:
     """The same tensor for a loss, whose gradient the rows accept that it was computed from, if they get no other."""
+    if has_torch_function_unary(source):  # a lazy one: its table is what the loss reads
+        found: Tensor = handle_torch_function(for_token_loss, (source,), source)
+        return found
     watch = _watch_above(source)
     if watch is None:
         return source
     source.register_hook(watch.compare)
-    found: Tensor = _ForTokenLoss.apply(source, watch)
-    return found
+    return _ForTokenLoss.apply(source, watch)
 
 
 class _ForTokenLoss(torch.autograd.Function):
@@ -102,8 +105,7 @@ class _ForTokenLoss(torch.autograd.Function):
 
 def _watch_above(source: Tensor) -> LossWatch | None:
     """The watch of the nearest rows that a tensor was computed from; None if there are none."""
-    with torch._C.DisableTorchFunctionSubclass():  # or rows of `share_prefixes` would be computed at every place
-        waiting, seen = deque([source.grad_fn]), set[Any]()
+    waiting, seen = deque([source.grad_fn]), set[Any]()
     while waiting and len(seen) < MAX_NODES:
         node = waiting.popleft()
         if node is None or node in seen:

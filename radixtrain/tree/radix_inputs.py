@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.movable import Movable
 
@@ -28,8 +29,10 @@ class RadixInputs(Movable):
 
     layout: the plan of the unique tokens; None in a padded batch, whose B x L flattened tokens are the rows.
     cu_seqlens: (B+1,), int32. bounds of the sequences, back to back.
-    predictor_indices: (R,), int64. the row of each predictor; ascending if predictions were merged.
+    predictor_indices: (R,), int64. the row of each predictor, ascending.
     prediction_rows: (P,), int64. which of the R predictors each entry of `shift_labels` belongs to.
+    place_rows: (P,), int64, on the host. `prediction_rows`, for a model that computes its own loss: its head gets a row
+        for each of them. None if it gets the R predictors.
     loss_weights: (P,). how many original tokens each entry stands for, int64; or the weight it was given, float32.
     label_indices: (P,), int64. the original token that each entry is, counted over all features back to back; None if
         an entry may stand for several.
@@ -52,6 +55,7 @@ class RadixInputs(Movable):
     predictor_indices: Tensor
     prediction_rows: Tensor
     loss_weights: Tensor
+    place_rows: IntArray | None = None
     label_indices: Tensor | None = None
     old_logprobs: Tensor | None = None
     advantages: Tensor | None = None

@@ -2,6 +2,7 @@
 
     python recipes/benchmarks/any_trainer.py
     python recipes/benchmarks/any_trainer.py --trainers dpo grpo --repeats 5 --hidden 512
+    python recipes/benchmarks/any_trainer.py --ranges               # speed-up / r of each way in, in CPU time
     python recipes/benchmarks/any_trainer.py --nothing_shared       # what a call costs that cannot be shared
     python recipes/benchmarks/any_trainer.py --kept --hidden 512    # a reference whose prompts stay in a cache
 
@@ -21,8 +22,9 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    DataCollatorForSeq2Seq,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -54,7 +57,7 @@ from trl import (
 )
 from trl.experimental.kto import KTOConfig, KTOTrainer
 
-from radixtrain import RadixCache, build_prefix_plan, share_prefixes, sharing_report
+from radixtrain import RadixCache, RadixCollator, build_prefix_plan, prepare_model, share_prefixes, sharing_report
 from radixtrain.bench.flops import ordinary_flops, unique_flops
 from radixtrain.hf.backbone import backbone_of, model_inside
 from radixtrain.tree.plan import PrefixPlan
@@ -103,11 +106,12 @@ class Calls:
 
 @dataclass
 class Bench:
-    """Where the model is, and its rows. rows: of a micro-batch."""
+    """Where the model is, and its rows. rows: of a micro-batch. shared: words that all of them begin with."""
 
     folder: Path
     rows: int
     tokenizer: PreTrainedTokenizerFast
+    shared: int = SHARED
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -130,9 +134,9 @@ class Bench:
         return AutoModelForSequenceClassification.from_pretrained(self.folder, num_labels=1)
 
     def texts(self) -> list[dict[str, str]]:
-        """`prompt`, `chosen`, `rejected`, one for each row: 512 words that all share, a question, two answers."""
+        """`prompt`, `chosen`, `rejected`, one for each row: words that all share, a question, two answers."""
         rng = np.random.default_rng(0)
-        shared = words(rng, SHARED)
+        shared = words(rng, self.shared)
         rows = [(words(rng, QUESTION), words(rng, ANSWER - 1), words(rng, ANSWER - 1)) for _ in range(self.rows)]
         return [{"prompt": f"{shared} {q}", "chosen": f" {a}", "rejected": f" {b}"} for q, a, b in rows]
 
@@ -141,12 +145,18 @@ def words(rng: np.random.Generator, count: int) -> str:
     return " ".join(f"w{number}" for number in rng.integers(3, VOCAB_SIZE, count))
 
 
-def step_of(trainer: Trainer) -> tuple[Step, nn.Module]:
-    """The loss of the trainer's first micro-batch, computed anew at every call."""
+def step_of(trainer: Trainer, generates: bool = False) -> tuple[Step, nn.Module]:
+    """The loss of the trainer's first micro-batch, computed anew at every call.
+
+    generates: a call generates new completions, and scores them as the trainer does, too.
+    """
     trainer.model.train()
-    inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    batch = next(iter(trainer.get_train_dataloader()))
+    inputs = trainer._prepare_inputs(batch)
     if isinstance(trainer, GRPOTrainer | RLOOTrainer):
         trainer.current_gradient_accumulation_steps = 1
+    if generates:
+        return lambda: trainer.compute_loss(trainer.model, dict(trainer._prepare_inputs(batch))), trainer.model
     return lambda: trainer.compute_loss(trainer.model, dict(inputs)), trainer.model
 
 
@@ -160,6 +170,18 @@ def dpo(bench: Bench, share: Share) -> tuple[Step, nn.Module]:
     config = DPOConfig(**{**bench.settings, "per_device_train_batch_size": bench.rows // 2}, max_length=None)
     policy, reference = share(bench.language_model()), share(bench.language_model())
     return step_of(DPOTrainer(policy, reference, config, train_dataset=Dataset.from_list(bench.texts())))
+
+
+def collator(bench: Bench, share: Share) -> tuple[Step, nn.Module]:
+    """Hugging Face's Trainer, by `RadixCollator` and `prepare_model` in place of `share_prefixes`."""
+    tokenized = bench.tokenizer([row["prompt"] + row["chosen"] for row in bench.texts()])["input_ids"]
+    asked = bench.shared + QUESTION
+    rows = [{"input_ids": ids, "labels": [-100] * asked + ids[asked:]} for ids in tokenized]
+    is_ours = share is share_prefixes
+    model = (prepare_model if is_ours else share)(bench.language_model())
+    collate = RadixCollator() if is_ours else DataCollatorForSeq2Seq(bench.tokenizer)
+    arguments = TrainingArguments(**bench.settings)
+    return step_of(Trainer(model, arguments, train_dataset=Dataset.from_list(rows), data_collator=collate))
 
 
 def kto(bench: Bench, share: Share) -> tuple[Step, nn.Module]:
@@ -181,21 +203,23 @@ def reward(bench: Bench, share: Share) -> tuple[Step, nn.Module]:
     return step_of(RewardTrainer(share(bench.score_model()), config, train_dataset=Dataset.from_list(bench.texts())))
 
 
-def grpo(bench: Bench, share: Share, trainer: Any = GRPOTrainer, config: Any = GRPOConfig) -> tuple[Step, nn.Module]:
+def grpo(
+    bench: Bench, share: Share, trainer: Any = GRPOTrainer, config: Any = GRPOConfig, generates: bool = False
+) -> tuple[Step, nn.Module]:
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
-    prompts = Dataset.from_list([{"prompt": words(rng, SHARED)} for _ in range(4)])
+    prompts = Dataset.from_list([{"prompt": words(rng, bench.shared)} for _ in range(4)])
     sizes = {"per_device_train_batch_size": GENERATIONS, "num_generations": GENERATIONS}
     args = config(**{**bench.settings, **sizes}, max_completion_length=QUESTION + ANSWER)
 
     def likes_small(completion_ids: list[list[int]], **columns: Any) -> list[float]:
         return [float(np.mean(ids)) for ids in completion_ids]
 
-    return step_of(trainer(share(bench.language_model()), likes_small, args, prompts))
+    return step_of(trainer(share(bench.language_model()), likes_small, args, prompts), generates)
 
 
-def rloo(bench: Bench, share: Share) -> tuple[Step, nn.Module]:
-    return grpo(bench, share, RLOOTrainer, RLOOConfig)
+def rloo(bench: Bench, share: Share, generates: bool = False) -> tuple[Step, nn.Module]:
+    return grpo(bench, share, RLOOTrainer, RLOOConfig, generates)
 
 
 def classification(bench: Bench, share: Share) -> tuple[Step, nn.Module]:
@@ -212,7 +236,7 @@ def plain_loop(bench: Bench, share: Share) -> tuple[Step, nn.Module]:
     """`model(**batch, labels=...)`."""
     batch = bench.tokenizer([row["prompt"] + row["chosen"] for row in bench.texts()], return_tensors="pt", padding=True)
     labels = batch["input_ids"].clone()
-    labels[:, : SHARED + QUESTION] = -100
+    labels[:, : bench.shared + QUESTION] = -100
     model = share(bench.language_model()).train()
     return (
         lambda: model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels).loss,
@@ -231,6 +255,55 @@ TRAINERS: dict[str, tuple[Build, bool]] = {
     "classification": (classification, False),
     "plain_loop": (plain_loop, True),
 }
+
+
+# Every way in; GRPO and RLOO also with the generation of their completions.
+WAYS: dict[str, Build] = {
+    "`RadixCollator` and `prepare_model`": collator,
+    "`share_prefixes`, SFT": sft,
+    "`share_prefixes`, DPO": dpo,
+    "`share_prefixes`, reward model": reward,
+    "`share_prefixes`, GRPO, loss and backward": grpo,
+    "`share_prefixes`, GRPO with generation": partial(grpo, generates=True),
+    "`share_prefixes`, RLOO, loss and backward": rloo,
+    "`share_prefixes`, RLOO with generation": partial(rloo, generates=True),
+}
+
+
+def ranges(layers: int, hidden: int, rows: int, repeats: int, num_shared: Sequence[int] = (512, 128)) -> Iterator[str]:
+    """Lines of a table: the speed-up of each way in as a part of r, for rows that share many words and few.
+
+    On one thread, whose CPU time counts: that is the same beside other programs. The fastest of the repeats.
+    """
+    torch.set_num_threads(1)
+    yield "| way in | " + " | ".join(f"r, {shared} shared | speed-up | of r" for shared in num_shared) + " |"
+    yield "|---" * (3 * len(num_shared) + 1) + "|"
+    with tempfile.TemporaryDirectory() as folder:
+        _, tokenizer = made_model(Path(folder), layers, hidden)
+        for name, build in WAYS.items():
+            found = [part_of_r(build, Bench(Path(folder), rows, tokenizer, shared), repeats) for shared in num_shared]
+            yield f"| {name} | " + " | ".join(f"{r:.2f} | {by:.2f}x | {by / r:.2f} r" for r, by in found) + " |"
+
+
+def part_of_r(build: Build, bench: Bench, repeats: int) -> tuple[float, float]:
+    """r of the calls with gradients, and how many times as fast a step is."""
+    calls = Calls()
+    arms = build(bench, calls.watch), build(bench, share_prefixes)
+    calls.plans.clear()  # of the first generation
+    for arm in arms:
+        cpu_seconds(*arm)
+    plans = [plan for plan, _, has_gradients in calls.plans if has_gradients]
+    r = sum(plan.num_tokens for plan in plans) / sum(plan.num_rows for plan in plans)
+    times = [[cpu_seconds(*arm) for arm in arms] for _ in range(repeats)]
+    before, after = (min(arm) for arm in zip(*times, strict=True))
+    return r, before / after
+
+
+def cpu_seconds(step: Step, model: nn.Module) -> float:
+    model.zero_grad(set_to_none=True)
+    began = time.process_time()
+    step().backward()
+    return time.process_time() - began
 
 
 def seconds_and_gradient(step: Step, model: nn.Module) -> tuple[float, float, Tensor]:
@@ -351,6 +424,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256, help="a multiple of 64")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--ranges", action="store_true", help="measure only the speed-up / r of each way in")
     parser.add_argument("--nothing_shared", action="store_true", help="measure only that")
     parser.add_argument("--kept", action="store_true", help="measure only a reference with a cache")
     options = parser.parse_args()
@@ -359,6 +433,10 @@ def main() -> None:
         return
     if options.nothing_shared:
         print(nothing_shared())
+        return
+    if options.ranges:
+        for line in ranges(options.layers, options.hidden, options.rows, options.repeats):
+            print(line, flush=True)
         return
     print("| trainer | r | loss off by | gradient off by | ms | ms shared | speed-up | ideal | efficiency |")
     print("|---|---|---|---|---|---|---|---|---|")

@@ -26,7 +26,8 @@ DOCSTRING = [
 
 def targets(batch):
     """(predictor row, label) of every prediction."""
-    return list(zip(batch["radix"].predictor_indices.tolist(), batch["shift_labels"][0].tolist(), strict=True))
+    predictors = batch["radix"].predictor_indices[batch["radix"].prediction_rows]
+    return list(zip(predictors.tolist(), batch["shift_labels"][0].tolist(), strict=True))
 
 
 def test_a_tokenizer_is_not_taken():
@@ -44,8 +45,9 @@ def test_two_sequences():
         "shift_labels": (long, [[9, 5, N]]),
         "radix": {
             "cu_seqlens": (short, [0, 3, 6]),
-            "predictor_indices": (long, [1, 1, 0]),
-            "prediction_rows": (long, [0, 1, 2]),
+            "predictor_indices": (long, [1]),
+            "prediction_rows": (long, [0, 0, 0]),
+            "place_rows": [0, 0, 0],
             "loss_weights": (long, [1, 1, 0]),
             "label_indices": (long, [2, 5, 0]),
             "layout": {

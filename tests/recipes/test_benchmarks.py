@@ -133,6 +133,17 @@ def test_a_reference_whose_prompts_are_kept(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @FULL
+@pytest.mark.parametrize("way", ["`RadixCollator` and `prepare_model`", "`share_prefixes`, GRPO with generation"])
+def test_a_part_of_r(tmp_path: Path, way: str) -> None:
+    """any_trainer.py --ranges: both arms run, and r is that of the rows."""
+    import any_trainer
+
+    _, tokenizer = any_trainer.made_model(tmp_path, layers=1, hidden=64)
+    r, speed_up = any_trainer.part_of_r(any_trainer.WAYS[way], any_trainer.Bench(tmp_path, 4, tokenizer, 128), 1)
+    assert r > 1.9 and speed_up > 0
+
+
+@FULL
 def test_steps_behind_an_image() -> None:
     """images.py: the gradients agree, and the tower has the image of a group once."""
     import images  # imports TRL

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
@@ -16,6 +17,8 @@ def as_python(value: Any) -> Any:
     """Tensors as dtype and numbers, records as what they have: to compare."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.tolist()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
     if isinstance(value, Movable):
         return {name: as_python(x) for name, x in value.fields().items() if has(x)}
     return {name: as_python(x) for name, x in value.items()} if isinstance(value, dict) else value
@@ -30,7 +33,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def has(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) or value not in (None, False, ())
+    return isinstance(value, torch.Tensor | np.ndarray) or value not in (None, False, ())
 
 
 def histories_of_rows(batch: dict[str, Any], sequences: Sequence[list[int]]) -> list[tuple[int, ...]]:

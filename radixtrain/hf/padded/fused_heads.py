@@ -37,8 +37,9 @@ class FusedHead:
         return getattr(self.ordinary, name)
 
     def apply(self, hidden: Tensor, *others: Any) -> Any:
+        hidden = for_token_loss(hidden)
         if type(hidden) is not SpreadRows:
-            return self.ordinary.apply(for_token_loss(hidden), *others)
+            return self.ordinary.apply(hidden, *others)
         spread = hidden.spread
         found = self.on_rows(self.ordinary, spread, *others) if hidden.is_lazy else NotImplemented
         if found is NotImplemented:

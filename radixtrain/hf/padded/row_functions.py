@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from radixtrain.hf.padded.rows import check_unread
 from radixtrain.hf.padded.spread import Modes, Spread, is_checkpointed
+from radixtrain.hf.token_losses import for_token_loss
 from radixtrain.loss import logits_cross_entropy, logits_logprobs
 
 PLAIN = int | float | torch.dtype | None
@@ -89,7 +90,7 @@ def _shaped(x: Spread, func: Any, others: Others, named: Named) -> Any:
 def _view(x: Spread, func: Any, others: Others, named: Named) -> Any:
     """A view whose last axis is that of x, or several; or a copy of all of x in the same order."""
     if any(isinstance(each, Tensor | torch.dtype) for each in tree_leaves((others, named))):
-        return NotImplemented
+        return _masked(x, func, *others) if func is Tensor.__getitem__ else NotImplemented
     shaped = _shaped(x, func, others, named)
     if not isinstance(shaped, tuple):
         return x if shaped is x.shaped else _part(x, func, shaped, lambda whole: func(whole, *others, **named))
@@ -101,13 +102,26 @@ def _view(x: Spread, func: Any, others: Others, named: Named) -> Any:
     return NotImplemented if any(each is NotImplemented for each in parts) else tuple(parts)
 
 
+def _masked(x: Spread, func: Any, mask: Any) -> Any:
+    """A copy of the places of a mask, as TRL takes them on a GPU. torch itself waits for the device here, too."""
+    if not _is_plain(mask) or mask.dtype != torch.bool or mask.shape != x.place_rows.shape or _copies_otherwise(x):
+        return NotImplemented
+    index, mask = x.place_rows[mask.cpu().numpy()], mask.clone()
+    again = lambda whole: func(whole, mask)  # noqa: E731
+    return Spread(x.table, index, x.padding_row, x.report, func=again) if len(index) else NotImplemented
+
+
+def _copies_otherwise(x: Spread) -> bool:
+    """Whether a copy is an inference tensor, and x is not."""
+    return torch.is_inference_mode_enabled() and not x.table.is_inference()
+
+
 def _part(x: Spread, func: Any, shaped: Any, again: Callable[[Tensor], Tensor]) -> Any:
     """What has the strides of `shaped` in the memory of x, each step of which has to be one of whole rows."""
     width = x.shape[-1]
     if shaped is NotImplemented or not shaped.numel() or shaped.shape[-1:] != (width,):
         return NotImplemented
-    is_inference = torch.is_inference_mode_enabled() and not x.table.is_inference()  # there a copy is another kind
-    if not shaped._is_view() and func in COPIES and not is_inference:
+    if not shaped._is_view() and func in COPIES and not _copies_otherwise(x):
         index = x.place_rows.reshape(shaped.shape[:-1])
         return Spread(x.table, index, x.padding_row, x.report, func=again, logsumexps=x.logsumexps)
     strides = [0 if size == 1 else step for size, step in zip(shaped.shape, shaped.stride(), strict=True)]
@@ -134,6 +148,16 @@ def _logsumexp(x: Spread, func: Any, others: Others, named: Named) -> Any:
     if modes not in known:
         known[modes] = func(x.table, -1)
     return x.needed_by(x.at_places(known[modes]))
+
+
+def _sum(x: Spread, func: Any, others: Others, named: Named) -> Any:
+    """One number for each row, as label smoothing reads it."""
+    given = {**dict(zip(("dim", "keepdim"), others, strict=False)), **named}
+    if given.get("dim") not in (-1, len(x.shape) - 1) or not given.keys() <= {"dim", "keepdim", "dtype"}:
+        return NotImplemented
+    x.mark_read()
+    rows = x.with_asked_rows() if x.asks_few else x
+    return rows.at_places(func(rows.table, **{**given, "dim": -1}))
 
 
 def _is_plain(x: Any) -> TypeGuard[Tensor]:
@@ -184,6 +208,12 @@ def _cross_entropy(x: Spread, func: Any, others: Others, named: Named) -> Any:
     return (loss / counted.sum() if reduction == "mean" else loss).to(table.dtype)
 
 
+def _for_token_loss(x: Spread, func: Any, others: Others, named: Named) -> Any:
+    """The same for a loss over tokens. What else it reads comes from this table, too, so that its gradient is known."""
+    table = func(x.table)
+    return x if table is x.table else Spread(table, x.place_rows, x.padding_row, x.report)
+
+
 def _named(*names: str) -> list[Any]:
     """The functions of these names, of Tensor, torch and torch.nn.functional."""
     return [getattr(room, name) for name in names for room in (Tensor, torch, functional) if hasattr(room, name)]
@@ -199,7 +229,9 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys(SOFTMAX, _softmax),
     **dict.fromkeys([*COPIES, *VIEWS], _view),
     **dict.fromkeys(_named("logsumexp"), _logsumexp),
+    **dict.fromkeys(_named("sum"), _sum),
     **dict.fromkeys(_named("gather"), _gather),
+    for_token_loss: _for_token_loss,
     Tensor.__iter__: _iter,
     functional.linear: _linear,
     functional.cross_entropy: _cross_entropy,

@@ -91,7 +91,7 @@ class SpreadRows(Tensor):
         is_changed = spread.dense is not None and spread.dense.grad_fn is not spread.dense_node
         if is_changed and spread.held is None and not torch.is_grad_enabled():
             raise UserError(
-                "an autograd.Function or a reentrant checkpoint gets hidden states or logits of share_prefixes that "
+                "an autograd.Function or a reentrant checkpoint gets shared hidden states or logits that "
                 "were changed in place while another function held them: clone them before the change"
             )
         spread.mark_read(inside=True)
@@ -230,8 +230,8 @@ def _check_not_read(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 def _refuse_gradient(*wanted: Any) -> NoReturn:
     raise UserError(
-        "share_prefixes computes the head and the loss once for equal rows, so their gradient at each place "
-        "of the batch does not exist: register hooks, or call retain_grad, before they run; "
+        "the head and the loss are computed once for equal rows, so their gradient at each place of the batch does not "
+        "exist: register hooks, or call retain_grad, before they run; "
         "in place of torch.autograd.grad for hidden states, call restore_model(model)"
     )
 

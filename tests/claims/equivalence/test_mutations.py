@@ -52,7 +52,7 @@ def test_without_a_mutation(tiny_qwen3: Callable[..., Any], attention: str) -> N
 
 def drop_a_branch_label(batch: dict[str, Any]) -> dict[str, Any]:
     """The first token of one completion bears no loss: so it is if each shared row has one label."""
-    first_of_branch = int(np.flatnonzero(np.diff(batch["radix"].predictor_indices.numpy()) == 0)[0])
+    first_of_branch = int(np.flatnonzero(np.diff(batch["radix"].place_rows) == 0)[0])
     for name in ("labels", "shift_labels"):
         batch[name][0, first_of_branch] = -100
     return batch
@@ -60,11 +60,11 @@ def drop_a_branch_label(batch: dict[str, Any]) -> dict[str, Any]:
 
 def count_a_shared_label_once(batch: dict[str, Any]) -> dict[str, Any]:
     """A mean over unique tokens: a label that two sequences share weighs as much as one that is not shared."""
-    pairs = torch.stack([batch["radix"].predictor_indices, batch["shift_labels"][0]])
-    distinct = pairs.unique(dim=1)
+    pairs = torch.stack([batch["radix"].prediction_rows, batch["shift_labels"][0]])
+    distinct = pairs.unique(dim=1).contiguous()
     assert distinct.shape[1] < pairs.shape[1]
     labels = {"labels": distinct[1:], "shift_labels": distinct[1:]}
-    return with_radix({**batch, **labels}, predictor_indices=distinct[0])
+    return with_radix({**batch, **labels}, prediction_rows=distinct[0], place_rows=distinct[0].numpy())
 
 
 def move_a_position_by_one(batch: dict[str, Any]) -> dict[str, Any]:
@@ -78,8 +78,9 @@ def count_rows_as_positions(batch: dict[str, Any]) -> dict[str, Any]:
 
 def predict_from_the_row_before(batch: dict[str, Any]) -> dict[str, Any]:
     """The packed neighbour in place of the parent: right inside a segment, wrong at every branch."""
-    rows = batch["radix"].predictor_indices
-    return with_radix(batch, predictor_indices=torch.where(rows.diff(append=rows[-1:]) == 0, rows + 1, rows))
+    rows = batch["radix"].predictor_indices[batch["radix"].prediction_rows]
+    moved = torch.where(rows.diff(append=rows[-1:]) == 0, rows + 1, rows)
+    return with_radix(batch, predictor_indices=moved, place_rows=None)
 
 
 def take_a_sibling_for_the_same(batch: dict[str, Any]) -> dict[str, Any]:
@@ -140,7 +141,8 @@ def test_stock_sdpa_on_a_radix_batch(tiny_qwen3: Callable[..., Any]) -> None:
 
     def stock() -> Iterator[Tensor]:
         hidden = restore_model(model).model(batch["input_ids"], position_ids=batch["position_ids"]).last_hidden_state
-        logits = model.lm_head(hidden[0, batch["radix"].predictor_indices])
+        rows = batch["radix"].predictor_indices[batch["radix"].prediction_rows]
+        logits = model.lm_head(hidden[0, rows])
         yield torch.nn.functional.cross_entropy(logits, batch["shift_labels"][0])
 
     report = verify_arms(model, FEATURES, lambda: ordinary_padded(model, FEATURES), stock)

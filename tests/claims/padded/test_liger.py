@@ -130,19 +130,19 @@ def test_a_label_that_is_no_token_is_refused():
         of_the_model(LABELS.where(LABELS != 6, -1))(share_prefixes(liger()))
 
 
-def test_a_batch_of_the_collator(monkeypatch):
-    """It has the rows that predict already, one for each label, and ignored ones; Liger's own function runs."""
+@pytest.mark.parametrize(("ids", "by_liger"), [(IDS, []), (IDS[:1].repeat(1, 2), [33])], ids=["alike", "one row"])
+def test_a_batch_of_the_collator(monkeypatch, ids, by_liger):
+    """Rows that predict several labels are computed once, by radixtrain's function; if no row does, Liger's runs."""
     from liger_kernel.ops import fused_linear_cross_entropy as module
 
+    mask = ids != 0
+    expected = gradient_of(liger(), of_the_model(ids.masked_fill(~mask, -100), {"input_ids": ids}))
     forward, rows = module.fused_linear_cross_entropy_forward, []
     monkeypatch.setattr(module, "fused_linear_cross_entropy_forward", spy(forward, rows))
-    features = [
-        {"input_ids": i[:n].tolist(), "labels": x[:n].tolist()} for i, x, n in zip(IDS, LABELS, LENGTHS, strict=True)
-    ]
-    collated = RadixCollator()(features)
-    expected = gradient_of(liger(), of_the_model())
+    features = [{"input_ids": row[:length].tolist()} for row, length in zip(ids, mask.sum(1), strict=True)]
+    collated = RadixCollator(loss_on_all=True)(features)
     found = gradient_of(prepare_model(liger()), lambda model: model(**collated).loss)
-    assert rows == [64, collated["labels"].numel()]
+    assert rows == by_liger
     torch.testing.assert_close(found, expected)
 
 

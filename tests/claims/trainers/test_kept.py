@@ -39,6 +39,7 @@ def test_dpo(model: Any, trl_trainer: Any, preferences: Any, budget: int | None)
 
     report = compare(build, budget)
     assert report.num_cached_tokens > 0.6 * report.num_tokens and not report.not_cached
+    assert report.num_head_places > 2 * report.num_head_rows, "distinct rows, those from the cache too"
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

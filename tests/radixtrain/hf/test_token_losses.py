@@ -16,7 +16,9 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from radixtrain import RadixCollator, prepare_model, restore_model
 from radixtrain.errors import UserError
+from radixtrain.hf.sharing_report import SharingReport
 from radixtrain.testing import relative_error
+from radixtrain.tree.radix_inputs import RADIX
 from radixtrain.verification.oracle import float64_throughout, float64_truth, gradients_of
 
 BATCH = RadixCollator()(FEATURES)
@@ -73,6 +75,14 @@ def test_refused(case: str) -> None:
         loss.backward()
 
 
+@pytest.fixture
+def head_rows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """What the head was asked for, and what it computed."""
+    counts: list[tuple[int, int]] = []
+    monkeypatch.setattr(SharingReport, "count_head", lambda self, *rows: counts.append(rows))
+    return counts
+
+
 def summed(logits: Tensor, batch: dict[str, Any]) -> Tensor:
     count = (batch["shift_labels"] >= 0).sum()
     return cross_entropy(logits[0], batch["shift_labels"][0], reduction="sum") / count
@@ -93,7 +103,8 @@ def sum_of_labels() -> int:
 
 @pytest.mark.parametrize("case", EXACT)
 @pytest.mark.parametrize("copied", [False, True])
-def test_exact(case: str, copied: bool) -> None:
+def test_exact(case: str, copied: bool, head_rows: list[tuple[int, int]]) -> None:
+    """The head computes each row that predicts once, and the loss has one for each of the 56 labels."""
     model = tiny_qwen3()
     truth = float64_truth(model, FEATURES)
     prepare_model(model)
@@ -102,6 +113,25 @@ def test_exact(case: str, copied: bool) -> None:
         found = gradients_of(model, lambda: [EXACT[case](model)])
     flat = [torch.cat([each.flatten() for each in arm.tensors.values()]) for arm in (found, truth)]
     assert relative_error(*flat) <= 1e-12
+    assert head_rows == [(57, 21)]
+
+
+def test_smoothed(head_rows: list[tuple[int, int]]) -> None:
+    """Trainer's function on lazy logits, and on ordinary ones."""
+    arms = []
+    for token_loss in (False, True):
+        model = prepare_model(tiny_qwen3())
+        batch = {**UNLABELLED, RADIX: RadixCollator(token_loss=token_loss)(FEATURES)[RADIX]}
+
+        def loss_of(model: Any = model, batch: Any = batch, whole: bool = token_loss) -> list[Tensor]:
+            logits = model(**batch).logits
+            logits = logits.clone() if whole else logits
+            return [LabelSmoother(0.1)({"logits": logits}, BATCH["labels"], shift_labels=True)]
+
+        with float64_throughout(model):
+            arms.append(gradients_of(model, loss_of))
+    flat = [torch.cat([each.flatten() for each in arm.tensors.values()]) for arm in arms]
+    assert relative_error(*flat) <= 1e-12 and head_rows == [(57, 21)] * 2
 
 
 def test_adapters_around_the_model() -> None:

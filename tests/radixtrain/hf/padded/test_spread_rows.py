@@ -60,6 +60,7 @@ class TestShares:
             (lambda model: some(model.lm_head(hidden_of(model)[:, :4].reshape(2, 2, 4, -1))), (5, 16)),
             (lambda model: some(model.lm_head(hidden_of(model)[:1, :2].expand(5, 2, -1))), (2, 10)),
             (lambda model: some(model.lm_head(input=hidden_of(model)[FIRST_THREE])), (3, 12)),
+            (lambda model: some(model.lm_head(hidden_of(model)[MASK == 1])), (9, 20)),
             (lambda model: cross_entropy(model.lm_head(hidden_of(model) * 2)), (10, 24)),
             (lambda model: cross_entropy(model.lm_head(hidden_of(model).to(torch.device("cpu")))), (10, 24)),
         ],
@@ -72,6 +73,7 @@ class TestShares:
             "4 axes",
             "expanded",
             "by name",
+            "masked",
             "scaled",
             "to its device",
         ],
@@ -130,6 +132,12 @@ def selected(logits: Tensor) -> Tensor:
     return ((torch.gather(logits, dim=-1, index=IDS[..., None])[..., 0] - sums) * MASK).sin().sum()
 
 
+def smoothed(logits: Tensor) -> Tensor:
+    """As Trainer's label smoothing has it."""
+    sums = (-logits.log_softmax(-1)).sum(dim=-1, keepdim=True, dtype=torch.float64)
+    return (sums * MASK[..., None]).square().sum()
+
+
 class Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -148,6 +156,7 @@ LOSSES: dict[str, Callable[[Any], Tensor]] = {
     "each token": lambda model: cross_entropy(model(**BATCH).logits, reduction="none").sin().sum(),
     "log-probabilities": lambda model: logprobs(model(**BATCH).logits / 0.7),
     "selected": lambda model: selected(model(**BATCH).logits),
+    "smoothed": lambda model: smoothed(model(**BATCH).logits),
     "log-sum-exp": lambda model: (model(**BATCH).logits.logsumexp(-1).square() * MASK).sum(),
 }
 
