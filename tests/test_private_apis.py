@@ -175,9 +175,6 @@ TABLE: dict[str, dict[str, str]] = {
             "computes a layer again, without the layer's hooks"
         ),
     },
-    "radixtrain/hf/token_losses.py": {
-        "torch._C.DisableTorchFunctionSubclass": "asks rows of `share_prefixes` for their graph without computing them",
-    },
     "radixtrain/hf/windows.py": {
         "torch.utils._python_dispatch._disable_current_modes": "no mode counts or fakes what is asked of a mask",
     },

@@ -478,7 +478,7 @@ def may_refuse(program: Program, error: BaseException | None, is_padded: bool) -
     """Whether a refusal is one of the two that the pages name: a gradient that is wanted late, and padding."""
     lines = [each.kind for each in program[1]]
     if "gradient at each place" in str(error):
-        reads = [n for n, each in enumerate(program[1]) if each.kind in ("function", "loss")]
+        reads = [n for n, each in enumerate(program[1]) if each.kind in ("function", "loss") or each.name == "sum"]
         wants = [n for n, each in enumerate(program[1]) if each.kind == "gradient" or each.name == "version"]
         return bool(reads and wants) and min(reads) < max(wants)
     return is_padded and "attention_mask hides" in str(error) and "loss" in lines

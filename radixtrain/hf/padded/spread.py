@@ -206,13 +206,14 @@ class _AtPlaces(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, spread: Spread) -> Tensor:
+        ctx.set_materialize_grads(False)  # or rows that nothing read got zeros (DistributedDataParallel asks for them)
         ctx.way_back = gradient_of_rows(spread)
         rows = spread.rows.view(spread.place_rows.shape)
         return functional.embedding(rows, values) if values.ndim == 2 else values[rows]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.way_back(grad), None
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        return None if grad is None else ctx.way_back(grad), None
 
 
 def gradient_of_rows(spread: Spread) -> Callable[[Tensor], Tensor]:

@@ -72,7 +72,7 @@ class TestCounts:
             model.generate(input_ids=torch.tensor([[7, 8]]), max_new_tokens=4, pad_token_id=0)
         assert str(sharing_report(model)).splitlines() == [
             "2 calls shared: 30 places, 27 tokens, 21 unique, r = 1.29",
-            "the head computed 24 rows for 30 places",
+            "the head computed 15 rows for 30 places",
             "3 calls not shared: the batch is an ordinary one, not of a RadixCollator",
             f"1 calls not shared: {NOT_ALIKE_REASON}",
             "4 calls of generation",

@@ -16,6 +16,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from radixtrain import RadixCollator, prepare_model, restore_model
 from radixtrain.errors import UserError
+from radixtrain.hf.hooks import BackboneHooks
 from radixtrain.hf.sharing_report import SharingReport
 from radixtrain.testing import relative_error
 from radixtrain.tree.radix_inputs import RADIX
@@ -77,8 +78,9 @@ def test_refused(case: str) -> None:
 
 @pytest.fixture
 def head_rows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """What the head was asked for, and what it computed."""
+    """What the head was asked for, and what it computed, by the lazy rows themselves."""
     counts: list[tuple[int, int]] = []
+    monkeypatch.setattr(BackboneHooks, "_count", lambda *batch: None)
     monkeypatch.setattr(SharingReport, "count_head", lambda self, *rows: counts.append(rows))
     return counts
 
