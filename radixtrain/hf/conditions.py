@@ -1,7 +1,7 @@
-"""Which models can be shared: a table of what would change the gradient, the reason, the fix, and the doors it closes.
+"""Which models can be shared: a table of what would change the gradient, reason, fix, and entry points.
 
-A door is a way into the library: `prepare_model` for the batches of a `RadixCollator`, `share_prefixes` for ordinary
-batches, `generate`, and the `cache` of `share_prefixes`. `CONDITIONS` is read once, when a model comes to a door, by
+The entry points are `prepare_model` for the batches of a `RadixCollator`, `share_prefixes` for ordinary batches,
+`generate`, and the `cache` of `share_prefixes`. `CONDITIONS` is checked once, when a model is given to one of them, by
 its class, its configuration and its modules. What depends on a batch, or is added later, is in `refusals.py`.
 """
 
@@ -28,16 +28,16 @@ from radixtrain.hf.recurrent.mixers import forks_or_keeps_apart, mixers_of, text
 from radixtrain.tree.radix_inputs import RADIX
 from radixtrain.versions import before
 
-Door = Literal["prepare_model", "share_prefixes", "generate", "cache"]
-WITHOUT: dict[Door, str] = {
+EntryPoint = Literal["prepare_model", "share_prefixes", "generate", "cache"]
+WITHOUT: dict[EntryPoint, str] = {
     "prepare_model": TRAIN_WITHOUT_SHARING,
     "share_prefixes": TRAIN_WITHOUT_SHARING,
     "generate": "use model.generate",
     "cache": "leave out cache",
 }
-TRAINING: tuple[Door, ...] = ("prepare_model", "share_prefixes")
-STORED: tuple[Door, ...] = ("generate", "cache")  # keys and values
-ALL: tuple[Door, ...] = ("prepare_model", "share_prefixes", "generate")
+TRAINING: tuple[EntryPoint, ...] = ("prepare_model", "share_prefixes")
+STORED: tuple[EntryPoint, ...] = ("generate", "cache")  # keys and values
+ALL: tuple[EntryPoint, ...] = ("prepare_model", "share_prefixes", "generate")
 
 CAUSAL_CLASSES = {
     name
@@ -68,26 +68,26 @@ class Condition(NamedTuple):
     """Something that a model must not be or have.
 
     why: what is in the way, to be read after the name of the model; None if nothing is.
-    doors: that it closes. fix: what to do; `{without}` stands for the way to go on without this door.
+    entry_points: that refuse it. fix: what to do; `{without}` stands for how to go on without this entry point.
     """
 
     why: Callable[[Parts], str | None]
-    doors: tuple[Door, ...] = ALL
+    entry_points: tuple[EntryPoint, ...] = ALL
     fix: str = "{without}"
 
 
-def check_open(parts: Parts, door: Door) -> None:
-    """Raise UserError for a model that cannot be exact behind this door: its name, the reason, the fix."""
-    check_transformers(WITHOUT[door])
-    if reason := why_closed(parts, door):
+def check_supported(parts: Parts, entry_point: EntryPoint) -> None:
+    """Raise UserError for a model that cannot be exact at this entry point: its name, the reason, the fix."""
+    check_transformers(WITHOUT[entry_point])
+    if reason := why_unsupported(parts, entry_point):
         raise UserError(reason)
 
 
-def why_closed(parts: Parts, door: Door) -> str | None:
-    """Why a model cannot be exact behind this door, and the fix; None if it can."""
+def why_unsupported(parts: Parts, entry_point: EntryPoint) -> str | None:
+    """Why a model cannot be exact at this entry point, and the fix; None if it can."""
     for condition in CONDITIONS:
-        if door in condition.doors and (reason := condition.why(parts)):
-            return f"{parts.name} {reason}; {condition.fix.format(without=WITHOUT[door])}"
+        if entry_point in condition.entry_points and (reason := condition.why(parts)):
+            return f"{parts.name} {reason}; {condition.fix.format(without=WITHOUT[entry_point])}"
     return None
 
 

@@ -19,7 +19,7 @@ from radixtrain.collators.misuse_guard import PREPARED, is_instance_by_name
 from radixtrain.errors import UserError
 from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.backbone import Parts, backbone_of, model_inside, parts_of, pretrained_model_of
-from radixtrain.hf.conditions import check_open, why_closed
+from radixtrain.hf.conditions import check_supported, why_unsupported
 from radixtrain.hf.dropout import check_dropout
 from radixtrain.hf.hooks import BackboneHooks, remove_hooks
 from radixtrain.hf.padded.kept import KeptPrefixes
@@ -40,7 +40,7 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 class _State:
     """What `restore_model` needs.
 
-    options: attention, kernel and allow_dropout, as they were given. report: what was shared, by either door.
+    options: attention, kernel and allow_dropout, as they were given. report: what was shared, at either entry point.
     sharing: None for a model of `prepare_model` only. split: None without `sp_group`.
     """
 
@@ -211,7 +211,7 @@ def restore_model(model: ModelT) -> ModelT:
 def _check(model: nn.Module, parts: Parts, options: dict[str, Any], any_head: bool) -> None:
     """Refuse a model that cannot compute unique tokens exactly, and a choice that cannot run."""
     check_adapters(model.modules(), options["allow_dropout"])
-    check_open(parts, "share_prefixes" if any_head else "prepare_model")
+    check_supported(parts, "share_prefixes" if any_head else "prepare_model")
     check_dropout(parts, options["allow_dropout"])
     check_choice(parts.decoder, options["attention"], options["kernel"])
 
@@ -225,7 +225,7 @@ def _options(attention: str, kernel: str, allow_dropout: Iterable[str]) -> dict[
 def _kept_in(cache: Any, parts: Parts) -> KeptPrefixes:
     if not is_instance_by_name(cache, "radixtrain.generation.cache", "RadixCache"):
         raise UserError(f"cache: expected a RadixCache, or None to keep nothing, got {type(cache).__name__}")
-    check_open(parts, "cache")
+    check_supported(parts, "cache")
     return KeptPrefixes(cache)
 
 
@@ -254,7 +254,7 @@ def _install(
         num_layers=num_attention_layers(parts.decoder),
         mixers=mixers,
         progress=progress,
-        refused=why_closed(parts, "prepare_model"),
+        refused=why_unsupported(parts, "prepare_model"),
         padded=sharing,
         sharing=SharingWatch(parts.name),
         report=report,

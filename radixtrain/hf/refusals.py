@@ -18,7 +18,7 @@ from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.backbone import Parts, pretrained_model_of
 from radixtrain.hf.conditions import (
     attends_several_times,
-    check_open,
+    check_supported,
     text_attention,
     why_no_soft_cap,
     why_other_attention,
@@ -37,7 +37,7 @@ def check_generation(parts: Parts, longest: int) -> None:
 
     longest: tokens of the longest prompt and its answer, without the last one, which is never computed.
     """
-    check_open(parts, "generate")
+    check_supported(parts, "generate")
     _check_chunks(parts.decoder, longest)
     check_position(parts.decoder, longest - 1)
     table = positions_in_table(parts.decoder)

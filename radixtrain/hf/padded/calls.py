@@ -191,7 +191,7 @@ def separates_packed_sequences(backbone: PreTrainedModel) -> bool:
     Runs the untouched model on two rows of 4 tokens, in evaluation mode and without gradients. Waits for the device. In
     16 bits the states have to be equal bit for bit, because a unit of rounding may hide the other sequence.
     """
-    device = backbone.device
+    device = _device_of_ids(backbone)
     positions = torch.tensor([[0, 1, 0, 1]], device=device)
     with evaluating(backbone):
         rows = (torch.tensor([[*first, *SECOND]], device=device) for first in FIRST)
@@ -206,13 +206,19 @@ def reads_zeros(backbone: PreTrainedModel, name: str) -> bool:
     """Whether an argument of zeros, one for each token, changes what the model computes. As above."""
     if name not in inspect.signature(backbone.forward).parameters:
         return False
-    ids = torch.tensor([SECOND], device=backbone.device)
+    ids = torch.tensor([SECOND], device=_device_of_ids(backbone))
     with evaluating(backbone):
         one, other = (
             backbone.forward(input_ids=ids, use_cache=False, **given)[0]
             for given in ({}, {name: torch.zeros_like(ids)})
         )
     return not _are_equal(one, other)
+
+
+def _device_of_ids(backbone: Any) -> torch.device:
+    """Return the device of the embeddings. That of the first parameter may be a vision tower's, by a device_map."""
+    device: torch.device = backbone.get_input_embeddings().weight.device
+    return device
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:

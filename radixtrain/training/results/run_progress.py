@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from lightning.pytorch.callbacks import EarlyStopping
 
@@ -21,10 +21,6 @@ from radixtrain.training.optimizer import epoch_length, num_steps_of_run
 from radixtrain.training.results.best import StopEarly, Validation
 from radixtrain.training.results.curves import LogPart
 from radixtrain.training.speed import Speed
-
-if TYPE_CHECKING:
-    pass
-
 
 SUMMARY = "summary.json"
 WIDTH = 12  # of the names of printed lines

@@ -90,8 +90,8 @@ class KeepsToItself(transformers.Qwen3ForCausalLM):
 
 
 @pytest.mark.skipif(IS_OLDER, reason="an older transformers meets other conditions")
-def test_every_condition_closes_its_doors(tiny_qwen3: Callable[..., Any]) -> None:
-    """Each is the first to close each of its doors to some model here: none is there for nothing."""
+def test_every_condition_is_met(tiny_qwen3: Callable[..., Any]) -> None:
+    """Each is the first to be met by some model here, at each of its entry points: none is there for nothing."""
     names = ("Qwen3Model", "BertModel", "Qwen3ForQuestionAnswering", "BlipForConditionalGeneration")
     soft_cap, other = tiny_model("Gemma2ForCausalLM"), tiny_qwen3()
     soft_cap.config._attn_implementation, other.config._attn_implementation = "sdpa", "half"
@@ -100,11 +100,11 @@ def test_every_condition_closes_its_doors(tiny_qwen3: Callable[..., Any]) -> Non
         *(*map(tiny_model, names), soft_cap, other, KeepsToItself(tiny_qwen3().config), tiny_qwen3().to("meta")),
     ]
     seen = [*map(parts_of, models), parts_of(tiny_qwen3())._replace(decoder=nn.Linear(1, 1))]
-    closed = set()
-    for parts, door in product(seen, WITHOUT):
-        closing = (each for each in CONDITIONS if door in each.doors and each.why(parts))
-        closed |= {(condition.why, door) for condition in islice(closing, 1)}
-    assert {(each.why, door) for each in CONDITIONS for door in each.doors} - closed == set()
+    found = set()
+    for parts, entry_point in product(seen, WITHOUT):
+        met = (each for each in CONDITIONS if entry_point in each.entry_points and each.why(parts))
+        found |= {(condition.why, entry_point) for condition in islice(met, 1)}
+    assert {(each.why, entry_point) for each in CONDITIONS for entry_point in each.entry_points} - found == set()
 
 
 @pytest.mark.parametrize(

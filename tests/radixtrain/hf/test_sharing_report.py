@@ -62,7 +62,7 @@ class TestOrdinaryBatches:
 
 
 class TestCounts:
-    """Of the collator's door, by hand."""
+    """Of `RadixCollator`, counted by hand."""
 
     def test_radix_batches(self, model: Any) -> None:
         run(model, RadixCollator()(SHARED), 2)  # 5 + 4 tokens, 6 unique; 4 + 3 labels have a token before them
