@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixtrain.collators.batching import (
+    DEPTHS,
     SequenceCost,
     cut_by_padded_tokens,
     deal_by_unique_tokens,
@@ -132,6 +133,16 @@ def test_share_by_unique_tokens(sequences, num_ranks, max_tokens, groups, costs)
 )
 def test_deal_by_unique_tokens(sequences, batches):
     assert sorted(map(sorted, dealt(sequences, len(batches[0])))) == sorted(map(sorted, batches))
+
+
+def test_a_batch_without_room_is_passed_over():
+    """The third unit's batch is the cheapest, and has room for one of the fourth, which is divided."""
+    depth = DEPTHS[0]
+    own = [[10], [3, 3, 3], [4, 4], [0, 0, 0]]
+    sequences = [
+        [unit] * depth + [10 + place] * (n * depth) for unit, all_n in enumerate(own) for place, n in enumerate(all_n)
+    ]
+    assert [len(batch) for batch in dealt(sequences, 3)] == [3, 3, 3]
 
 
 def dealt(sequences, batch_size):
