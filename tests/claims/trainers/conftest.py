@@ -4,6 +4,7 @@ trainer of TRL by its name. Prints one table of what the comparisons found.
 
 import gc
 import importlib
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -147,7 +148,8 @@ def trl_classes(name: str) -> tuple[Any, Any]:
     module = importlib.import_module("trl")
     if not hasattr(module, f"{name}Trainer"):
         try:
-            module = importlib.import_module(f"trl.experimental.{name.lower()}")
+            room = re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()
+            module = importlib.import_module(f"trl.experimental.{room}")
         except ModuleNotFoundError:
-            pytest.skip(f"this TRL has no trl.experimental.{name.lower()}; `pip install trl==1.16.0` has it")
+            pytest.skip(f"this TRL has no trl.experimental.{room}; `pip install trl==1.16.0` has it")
     return getattr(module, f"{name}Config"), getattr(module, f"{name}Trainer")
