@@ -47,6 +47,7 @@ def parts_of(model: nn.Module) -> Parts:
 
 def pretrained_model_of(model: nn.Module) -> PreTrainedModel:
     """The Hugging Face model itself, out of its PEFT wrapper. TypeError for anything else."""
+    _check_loaded(model)
     base: Any = model
     if callable(getattr(model, "get_base_model", None)):
         base = model.get_base_model()  # type: ignore[operator]
@@ -62,13 +63,9 @@ def pretrained_model_of(model: nn.Module) -> PreTrainedModel:
 
 def model_inside(model: nn.Module) -> PreTrainedModel:
     """The one Hugging Face model in a module of any kind: a value head, a cross-encoder, DDP. TypeError for several."""
+    _check_loaded(model)
     if isinstance(model, PreTrainedModel) or callable(getattr(model, "get_base_model", None)):
         return pretrained_model_of(model)
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"expected a model, got {type(model).__name__}: load it first, for instance with "
-            f"AutoModelForCausalLM.from_pretrained"
-        )
     found = list(_outermost_models(model))
     if len(found) != 1:
         names = ", ".join(type(each).__name__ for each in found) or "none"
@@ -77,6 +74,15 @@ def model_inside(model: nn.Module) -> PreTrainedModel:
             f"{len(found)}: {names}; give each by itself"
         )
     return found[0]
+
+
+def _check_loaded(model: object) -> None:
+    """Raise TypeError for a name, a class or nothing in place of a model."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"expected a model, got {type(model).__name__}: load it first, for instance with "
+            f"AutoModelForCausalLM.from_pretrained"
+        )
 
 
 def _outermost_models(module: nn.Module) -> Iterator[PreTrainedModel]:

@@ -163,9 +163,10 @@ def test_options_that_cannot_be_meant(tiny_qwen3, options, message):
     assert model.config._attn_implementation == "sdpa" and not model.model._forward_hooks
 
 
-def test_a_name_in_place_of_a_model():
+@pytest.mark.parametrize("share", [share_prefixes, prepare_model])
+def test_a_name_in_place_of_a_model(share):
     with pytest.raises(TypeError, match="expected a model, got str: load it first"):
-        share_prefixes("Qwen/Qwen3-0.6B")  # type: ignore[type-var]
+        share("Qwen/Qwen3-0.6B")
 
 
 class Wrapper(nn.Module):
