@@ -159,9 +159,9 @@ def test_a_bad_row_is_skipped_if_the_page_says_so(
 
 
 CONVERTERS = {
-    heading: (program, log, chat)
+    heading: ((ROOT / program).read_text(encoding="utf-8"), log, chat)
     for heading, log, program, chat in re.findall(
-        r"^### Logs of (\w+).*?^```json\n(.*?)^```.*?^```python\n(.*?)^```\n\n```json\n(.*?)^```",
+        r"^### Logs of (\w+).*?^```json\n(.*?)^```.*?^\[`([\w/.]+)`\].*?\n\n```json\n(.*?)^```",
         read(FORMATS),
         re.M | re.S,
     )
