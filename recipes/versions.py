@@ -12,9 +12,10 @@ import sys
 import sysconfig
 import xml.etree.ElementTree as ElementTree
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "versions.md"
@@ -28,32 +29,52 @@ RUNS = [
 INTRO = """# Versions of transformers
 
 `share_prefixes`, `radixtrain run`, `prepare_model`, the collators, `generate` and `verify_equivalence` work beside
-transformers 5.2.0 and newer. What an older one cannot do exactly is refused by name, before training. Each list names
-that, and what the tests need and the version lacks. The commands of `'.[fit]'` are tested beside the newest only.
-`make test-versions` wrote this"""
+transformers 5.2.0 and newer. What an older one cannot do exactly is refused by name, before training. The commands of
+`'.[fit]'` are tested beside the newest only. `make test-versions` wrote this"""
+HAS_NO = "has no"
 PATTERNS = [  # of the reason of a skip
     r"(?P<name>.+?): (?P<what>refused: .+)",
     r"(?P<name>.+?): transformers \S+ (?P<what>fails by itself): .+",
-    r"transformers \S+ (?P<what>has no) (?P<name>\w+)",
+    rf"transformers \S+ (?P<what>{HAS_NO}) (?P<name>\w+)",
 ]
 
 
 def main() -> None:
-    rows, lists = [], []
+    rows, found = [], defaultdict(list)
     for wanted in VERSIONS:
         python = environment(wanted)
         show = "import torch, transformers; print(transformers.__version__, torch.__version__)"
         version, torch = subprocess.run([python, "-c", show], capture_output=True, text=True, check=True).stdout.split()
         cases = [case for number, args in enumerate(RUNS) for case in run(python, args, f"{version}-{number}.xml")]
         counts = Counter(kind for kind, _ in cases)
-        rows.append(f"| {version} | {counts['passed']:,} | {counts['skipped']} | {counts['failed']} |")
-        reasons = sorted(lines_of(why for kind, why in cases if kind == "skipped"))
-        print(rows[-1], flush=True)
-        lists.append("\n".join([f"## {version}", "", *(reasons or ["Nothing."])]))
-    head = "| transformers | passed | skipped or refused | failed |\n|---|---|---|---|"
+        lacking = {split(why) for kind, why in cases if kind == "skipped"}
+        num_classes = sum(what == HAS_NO for what, _ in lacking)
+        cells = (version, f"{counts['passed']:,}", counts["skipped"], counts["failed"], num_classes)
+        rows.append(cells)
+        print(*cells, sep=" | ", flush=True)
+        for each in lacking:
+            found[each].append(version)
     intro = f"{INTRO} on {date.today()}, torch {torch.partition('+')[0]}, CPU."
-    PAGE.write_text("\n\n".join([intro, "\n".join([head, *rows]), *lists]) + "\n", encoding="utf-8")
-    sys.exit(any(not row.endswith("| 0 |") for row in rows))
+    PAGE.write_text(page(intro, rows, found), encoding="utf-8")
+    sys.exit(any(failed for _, _, _, failed, _ in rows))
+
+
+def page(intro: str, rows: list[tuple[Any, ...]], found: Mapping[tuple[str, str], list[str]]) -> str:
+    """The whole page. rows: of the first table. found: what is lacking, of which family, and in which versions."""
+    by_versions: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for (what, name), versions in found.items():
+        if what != HAS_NO:  # names are no use: these classes cannot be loaded there
+            by_versions[what, ", ".join(versions)].append(name)
+    lacking = [
+        (f"{what}: {', '.join(sorted(names, key=str.lower))}".removesuffix(": "), versions)
+        for (what, versions), names in sorted(by_versions.items())
+    ]
+    first = table(["transformers", "passed", "skipped or refused", "failed", "classes that it has not"], rows)
+    return "\n\n".join([intro, first, table(["refused or missing", "beside transformers"], lacking)]) + "\n"
+
+
+def table(head: list[str], rows: list[tuple[Any, ...]]) -> str:
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in [head, ["---"] * len(head), *rows])
 
 
 def environment(wanted: str) -> Path:
@@ -87,20 +108,10 @@ def outcome(case: ElementTree.Element) -> tuple[str, str]:
     return "passed", ""
 
 
-def lines_of(reasons: Iterable[str]) -> Iterator[str]:
-    """Lines of a list: each reason once, with what it is about or how many tests it skips."""
-    named: dict[str, set[str]] = defaultdict(set)
-    counted: Counter[str] = Counter()
-    for reason in reasons:
-        match = next(filter(None, (re.fullmatch(pattern, reason, re.DOTALL) for pattern in PATTERNS)), None)
-        if match:
-            named[match["what"]].add(match["name"])
-        else:
-            counted[reason] += 1
-    for what, names in named.items():
-        missing = f"{len(names)} of the classes that are tested"  # names are no use: they cannot be loaded there
-        yield f"- {what}: {missing if what == 'has no' else ', '.join(sorted(names, key=str.lower))}"
-    yield from (f"- {reason} ({number} test{'s' * (number > 1)})" for reason, number in counted.items())
+def split(reason: str) -> tuple[str, str]:
+    """What a skipped test lacks, and the family or class that it is about; empty if it is about none."""
+    match = next(filter(None, (re.fullmatch(pattern, reason, re.DOTALL) for pattern in PATTERNS)), None)
+    return (match["what"], match["name"]) if match else (reason, "")
 
 
 if __name__ == "__main__":

@@ -254,9 +254,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     families = [value for name, value in recorded if name == "family"]
     if os.environ.get("RADIXTRAIN_WRITE_TABLE"):
         for group in sorted({each for _, each, *_ in families}):
-            found = [row for _, each, *row in families if each == group]
-            num_tried = sum(each != "recurrent" for _, each, *_ in families)  # those have a second row
-            write_families_table(group, found, whole=num_tried == families[0][0])
+            found = [(name, said) for _, each, name, said in families if each == group]
+            write_families_table(group, found, whole=len(families) == families[0][0])
 
 
 @pytest.fixture

@@ -68,8 +68,20 @@ def options_of(info: str) -> dict[str, Any]:
     return options
 
 
+def converted(log: str, row: dict[str, Any]) -> str:
+    """What a program of recipes/logs prints of a row."""
+    program = (ROOT / f"recipes/logs/{log.lower()}_log.py").read_text(encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "stdin", io.StringIO(json.dumps(row)))
+        patched.setattr(sys, "stdout", io.StringIO())
+        exec(compile(program, log, "exec"), {})
+        return sys.stdout.getvalue()
+
+
 def encode(row: str, folder: Path, options: dict[str, Any]) -> tuple[PreTrainedTokenizerFast, list[TokenRow]]:
-    """The samples of a row that stands on a line of its own in chats.jsonl."""
+    """The samples of a row that stands on a line of its own in chats.jsonl, converted if it is one of a log."""
+    if log := options.pop("log", None):
+        row = converted(log, json.loads(row))
     (folder / "chats.jsonl").write_text(" ".join(row.split("\n")), encoding="utf-8")
     tokenizer = stock_tokenizer()
     source = Source("chats.jsonl", columns=options.pop("columns", None))
@@ -158,15 +170,36 @@ def test_a_bad_row_is_skipped_if_the_page_says_so(
         SFTData("chats.jsonl", model_name_or_path=str(shop / "model")).setup("fit")
 
 
-CONVERTERS = {
-    heading: (program, log, chat)
-    for heading, log, program, chat in re.findall(
-        r"^### Logs of (\w+).*?^```json\n(.*?)^```.*?^```python\n(.*?)^```\n\n```json\n(.*?)^```",
-        read(FORMATS),
-        re.M | re.S,
-    )
+CHATS = {  # what the programs make of the logs of the page
+    "Langfuse": r"""{"prompt": [{"role": "user", "content": "Where are the nails?"}],
+ "completion": [{"role": "assistant", "content": null, "tool_calls": [
+    {"id": "1", "type": "function", "function": {"name": "find_shelf", "arguments": "{\"thing\": \"nails\"}"}},
+    {"id": "2", "type": "function", "function": {"name": "find_shelf", "arguments": "{\"thing\": \"paint\"}"}}]}],
+ "tools": [{"type": "function", "function": {"name": "find_shelf", "parameters": {"type": "object"}}}]}""",
+    "Anthropic": r"""{"tools": [{"type": "function", "function": {
+    "name": "find_shelf", "description": "The shelf.", "parameters": {"type": "object"}}}],
+ "messages": [
+  {"role": "system", "content": "You name the shelf of a thing."},
+  {"role": "user", "content": [{"type": "text", "text": "Where are the nails?"}]},
+  {"role": "assistant", "reasoning_content": "Nails are tools.",
+   "content": [{"type": "text", "text": "One moment."}],
+   "tool_calls": [
+    {"id": "1", "type": "function", "function": {"name": "find_shelf", "arguments": {"thing": "nails"}}}]},
+  {"role": "tool", "tool_call_id": "1", "content": "4"},
+  {"role": "user", "content": [{"type": "text", "text": "Well?"}]},
+  {"role": "assistant", "content": [{"type": "text", "text": "Shelf four."}]}]}""",
+    "OpenAI": r"""{"tools": [{"type": "function", "function": {
+    "name": "find_shelf", "description": "The shelf.", "parameters": {"type": "object"}}}],
+ "prompt": [
+  {"role": "system", "content": [{"type": "text", "text": "You name the shelf of a thing."}]},
+  {"role": "user", "content": [{"type": "text", "text": "Where are the nails?"}]},
+  {"role": "assistant", "reasoning_content": "Nails are tools.", "tool_calls": [
+    {"id": "1", "type": "function", "function": {"name": "find_shelf", "arguments": "{\"thing\": \"nails\"}"}}]},
+  {"role": "tool", "tool_call_id": "1", "content": "4"}],
+ "completion": [
+  {"role": "assistant", "reasoning_content": "It said 4.",
+   "content": [{"type": "output_text", "text": "Shelf four."}]}]}""",
 }
-"""Of each log: the program, a row, and what the program makes of it, whose samples `EXAMPLES` has."""
 IMAGE = {"type": "input_image", "image_url": "a.png"}
 SAID = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]}
 CALLED = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
@@ -202,18 +235,15 @@ LOGS: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-def converted(name: str, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> str:
-    with monkeypatch.context() as patched:
-        patched.setattr(sys, "stdin", io.StringIO(json.dumps(row)))
-        patched.setattr(sys, "stdout", io.StringIO())
-        exec(compile(CONVERTERS[name][0], FORMATS, "exec"), {})
-        return sys.stdout.getvalue()
+def log_of_page(name: str) -> dict[str, Any]:
+    [log] = [row for info, row, _ in EXAMPLE.findall(read(FORMATS)) if info == f" log={name}"]
+    found: dict[str, Any] = json.loads(log)
+    return found
 
 
-@pytest.mark.parametrize("name", ["Langfuse", "Anthropic", "OpenAI"])
-def test_a_log_becomes_the_chat_of_the_page(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, log, chat = CONVERTERS[name]
-    assert json.loads(converted(name, json.loads(log), monkeypatch)) == json.loads(chat)
+@pytest.mark.parametrize("name", CHATS)
+def test_a_log_becomes_a_chat(name: str) -> None:
+    assert json.loads(converted(name, log_of_page(name))) == json.loads(CHATS[name])
 
 
 @pytest.mark.parametrize(("name", "changed", "said"), LOGS)
@@ -222,7 +252,7 @@ def test_a_log_is_converted_whole_or_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     try:
-        chat = converted(name, json.loads(CONVERTERS[name][1]) | changed, monkeypatch)
+        chat = converted(name, log_of_page(name) | changed)
         tokenizer, samples = encode(chat, tmp_path, {})
     except (UserError, SystemExit, KeyError) as error:
         assert said in str(error)

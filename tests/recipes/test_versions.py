@@ -1,4 +1,4 @@
-"""The page of versions: the outcome of each test, and each reason once."""
+"""The page of versions: the outcome of each test, and what each version lacks."""
 
 from xml.etree import ElementTree
 
@@ -14,16 +14,28 @@ def test_outcomes():
     assert outcomes == [("passed", ""), ("skipped", "why"), ("failed", "at import"), ("failed", "")]
 
 
+def test_what_a_skipped_test_lacks():
+    assert [versions.split(reason) for reason in (
+        "Qwen3.5: refused: conv layers",
+        "DBRX: transformers 5.2.0 fails by itself: mat1 (9x32)\nand more",
+        "transformers 5.2.0 has no LaguConfig",
+        "before transformers 5.6: no forks",
+    )] == [
+        ("refused: conv layers", "Qwen3.5"),
+        ("fails by itself", "DBRX"),
+        (versions.HAS_NO, "LaguConfig"),
+        ("before transformers 5.6: no forks", ""),
+    ]  # fmt: skip
+
+
 def test_each_reason_once():
-    reasons = [
-        *("Qwen3.5: refused: conv layers", "LFM2: refused: conv layers", "Qwen3.5: refused: conv layers"),
-        *("DBRX: transformers 5.2.0 fails by itself: mat1 (9x32)\nand more", "transformers 5.2.0 has no LaguConfig"),
-        *("before transformers 5.6: no forks", "before transformers 5.6: no forks", "needs CUDA"),
-    ]
-    assert list(versions.lines_of(reasons)) == [
-        "- refused: conv layers: LFM2, Qwen3.5",
-        "- fails by itself: DBRX",
-        "- has no: 1 of the classes that are tested",
-        "- before transformers 5.6: no forks (2 tests)",
-        "- needs CUDA (1 test)",
+    found = {
+        ("refused: conv layers", "Qwen3.5"): ["5.2.0", "5.6.2"],
+        ("refused: conv layers", "LFM2"): ["5.2.0", "5.6.2"],
+        (versions.HAS_NO, "LaguConfig"): ["5.2.0"],
+        ("before transformers 5.6: no forks", ""): ["5.2.0"],
+    }
+    assert versions.page("Intro.", [("5.2.0", 9, 4, 0, 1)], found).splitlines()[-2:] == [
+        "| before transformers 5.6: no forks | 5.2.0 |",
+        "| refused: conv layers: LFM2, Qwen3.5 | 5.2.0, 5.6.2 |",
     ]

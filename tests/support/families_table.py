@@ -1,46 +1,46 @@
 """The tables of docs/families.md, written from a run of the tests of model families."""
 
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["FAMILIES_PAGE", "rows_of_page", "write_families_table"]
+__all__ = ["FAMILIES_PAGE", "REFUSED", "said_of_families", "write_families_table"]
 
 FAMILIES_PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
 REFUSED = "refused: "
-FAMILIES_HEADS = {
-    "all": ["family", "attention and layers", "float64"],
-    "refused": ["refused", "families"],
-    "recurrent": [
-        *("family", "mixer", "float64", "float32, worst tensor", "float32, median tensor"),
-        *("bfloat16, worst tensor", "bfloat16, median tensor"),
-    ],
-}
+HEADS = ("attention and layers", "refused")
 
 
-def rows_of_page(group: str) -> dict[str, list[str]]:
-    """The rows of a group, by family; the second and last cell of a refused one is `refused: ` and the reason."""
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in _split(group)[1].splitlines() if line]
-    rows = [row for row in cells if row not in FAMILIES_HEADS.values() and set(row[0]) != {"-"}]
-    equal = {row[0]: row for row in rows if len(row) > 2}
-    return equal | {name: [name, REFUSED + row[0]] for row in rows if len(row) == 2 for name in row[1].split("; ")}
+def said_of_families(group: str) -> dict[str, str]:
+    """What the page says of each family of a group: its attention and layers, or `refused: ` and the reason."""
+    said: dict[str, str] = {}
+    refused = ""
+    for line in _split(group)[1].splitlines():
+        what, names = (cell.strip() for cell in line.strip("|").split("|")) if line else ("", "")
+        if what in HEADS:
+            refused = REFUSED if what == "refused" else ""
+        elif set(what) - {"-"}:
+            said |= dict.fromkeys(names.split("; "), refused + what)
+    return said
 
 
-def write_families_table(group: str, found: list[list[str]], whole: bool) -> None:
-    """The rows of docs/families.md between two markers: the equal families, then the refused ones by their reasons.
+def write_families_table(group: str, found: Iterable[tuple[str, str]], whole: bool) -> None:
+    """The tables of docs/families.md between two markers: equal families by their layers, refused ones by reasons.
 
-    found: rows of this run, which replace those of the page. whole: of every family, so that no other row stays.
+    found: families of this run and what is said of each, in place of what the page says. whole: there are no others.
     """
-    rows = {**({} if whole else rows_of_page(group)), **{row[0]: row for row in found}}
-    by_name = sorted(rows.values(), key=lambda row: row[0].lower())
-    refused: dict[str, list[str]] = defaultdict(list)
-    for name, reason in (row for row in by_name if len(row) == 2):
-        refused[reason.removeprefix(REFUSED)].append(name)
-    tables = _table(FAMILIES_HEADS.get(group, FAMILIES_HEADS["all"]), [row for row in by_name if len(row) > 2])
-    if refused:
-        by_reason = [[reason, "; ".join(names)] for reason, names in sorted(refused.items())]
-        tables += "\n\n" + _table(FAMILIES_HEADS["refused"], by_reason)
+    families: dict[str, list[str]] = defaultdict(list)
+    for name, what in sorted({**({} if whole else said_of_families(group)), **dict(found)}.items(), key=_by_name):
+        families[what].append(name)
+    equal = {what: names for what, names in families.items() if not what.startswith(REFUSED)}
+    refused = {what.removeprefix(REFUSED): names for what, names in families.items() if what not in equal}
+    tables = "\n\n".join(_table(head, part) for head, part in zip(HEADS, (equal, refused), strict=True) if part)
     before, _, after = _split(group)
     FAMILIES_PAGE.write_text(f"{before}\n{tables}\n{after}", encoding="utf-8")
+
+
+def _by_name(said: tuple[str, str]) -> str:
+    return said[0].lower()
 
 
 def _split(group: str) -> tuple[str, str, str]:
@@ -51,5 +51,6 @@ def _split(group: str) -> tuple[str, str, str]:
     return before + begin, tables, end + after
 
 
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
+def _table(head: str, families: dict[str, list[str]]) -> str:
+    rows = [(head, "families"), ("---", "---"), *((what, "; ".join(families[what])) for what in sorted(families))]
+    return "\n".join(f"| {what} | {names} |" for what, names in rows)

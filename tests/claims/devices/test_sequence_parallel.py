@@ -356,8 +356,8 @@ def flat(gradients: dict[str, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize(("ranks", "num_key_heads"), [(2, 2), (4, 4)])
 def test_bytes_that_travel(ranks: int, num_key_heads: int) -> None:
-    """(n - 1) / n x U / n x (2N + 2K) x H numbers in a layer and pass, as docs/devices.md says; 2 key heads are copied
-    for 4 ranks.
+    """(n - 1) / n x U / n x (2N + 2K) x H numbers in a layer and pass, as recipes/benchmarks/2026-11-24-split.md
+    says; 2 key heads are copied for 4 ranks.
     """
     batch, num_layers, head_dim = RadixCollator()(rows()), 2, 8
     num_rows = -(-batch["input_ids"].shape[1] // ranks)

@@ -1,0 +1,53 @@
+"""Convert a log of OpenAI Responses into chats, a row for each line.
+
+python recipes/logs/openai_log.py < log.jsonl > chats.jsonl
+"""
+
+import json
+import sys
+
+ORDER = ["role", "reasoning_content", "content", "tool_calls"]
+
+
+def turn(item):
+    kind = item.get("type", "message")
+    if kind == "reasoning":
+        thinking = [part["text"] for part in item.get("content") or item["summary"]]
+        return {"role": "assistant", "reasoning_content": "".join(thinking)}
+    if kind == "function_call":
+        function = {"name": item["name"], "arguments": item["arguments"]}
+        return {"role": "assistant", "tool_calls": [{"id": item["call_id"], "type": "function", "function": function}]}
+    if kind == "function_call_output":
+        return {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
+    if kind != "message":
+        raise SystemExit(f"a chat has no place for an item of the type {kind}")
+    said = item["content"]
+    return {"role": item["role"], "content": [{"type": "text", "text": said}] if isinstance(said, str) else said}
+
+
+def joined(turns):
+    """One turn for all that the model said before somebody else did. Another order than ORDER would be lost."""
+    chat = []
+    for new in turns:
+        if chat and chat[-1]["role"] == new["role"] != "tool":
+            last, key = chat[-1], [*new][-1]
+            if ORDER.index(key) < ORDER.index([*last][-1]):
+                raise SystemExit(f"{key} after {[*last][-1]} in one turn: {new}")
+            last[key] = last[key] + new[key] if key in last else new[key]
+        else:
+            chat.append(new)
+    return chat
+
+
+def function(tool):
+    return {"name": tool["name"], "description": tool.get("description", ""), "parameters": tool["parameters"]}
+
+
+for row in map(json.loads, sys.stdin):
+    if row.get("previous_response_id") or row.get("conversation"):
+        raise SystemExit("the history is in another row: put its items before those of input")
+    items = [{"role": "user", "content": row["input"]}] if isinstance(row["input"], str) else row["input"]
+    system = [{"role": "system", "content": row["instructions"]}] if row.get("instructions") else []
+    tools = [{"type": "function", "function": function(tool)} for tool in row.get("tools") or []]
+    prompt, completion = joined(map(turn, system + items)), joined(map(turn, row["output"]))
+    print(json.dumps({"tools": tools, "prompt": prompt, "completion": completion}))
