@@ -35,41 +35,28 @@ def byte_ids(text: str) -> list[int]:
     return list(text.encode())
 
 
-def test_a_character_is_in_the_run_in_which_it_is_complete() -> None:
-    ids = byte_ids("a€b")  # a, three bytes, b
-    assert decode_runs(BYTES, ids, [0, 1, 2, 4, 5]) == ["a", "", "€", "b"]
-    assert decode_runs(BYTES, np.array(ids), np.array([0, 3, 5])) == ["a", "€b"]
-
-
-def test_a_shared_run_has_the_same_text_whatever_follows() -> None:
-    shared = [*byte_ids("5 "), 0xE2, 0x82]
-    euro, lira = (decode_runs(BYTES, [*shared, last], [0, 4, 5]) for last in (0xAC, 0xBA))
-    assert (euro, lira) == (["5 ", "€"], ["5 ", "₺"])
-
-
-def test_bytes_that_are_no_character_are_shown_at_the_end_and_before_the_next_one() -> None:
-    assert decode_runs(BYTES, [97, 0xE2], [0, 1, 2]) == ["a", "�"]
-    assert decode_runs(BYTES, [97, 0xE2, 98], [0, 2, 3]) == ["a", "�b"]
-
-
-def test_blanks_between_runs_stay() -> None:
-    assert decode_runs(WORDS, [4, 2, 3, 1, 5], [0, 1, 2, 3, 4, 5]) == ["now", " no", "w", " ", "here"]
-
-
-def test_fallback_bytes_complete_a_character() -> None:
-    euro = [FIRST_BYTE + byte for byte in "€".encode()]
-    assert decode_runs(WORDS, [4, *euro, 5], [0, 2, 4, 5]) == ["now", "€", "here"]
+EURO = [FIRST_BYTE + byte for byte in "€".encode()]
+RUNS = {
+    "a character is in the run in which it is complete": (BYTES, byte_ids("a€b"), [0, 1, 2, 4, 5], ["a", "", "€", "b"]),
+    "or with what is before it": (BYTES, np.array(byte_ids("a€b")), np.array([0, 3, 5]), ["a", "€b"]),
+    "a shared run has the same text whatever follows": (BYTES, byte_ids("5 €"), [0, 4, 5], ["5 ", "€"]),
+    "also before this": (BYTES, byte_ids("5 ₺"), [0, 4, 5], ["5 ", "₺"]),
+    "bytes that are no character are shown at the end": (BYTES, [97, 0xE2], [0, 1, 2], ["a", "�"]),
+    "and before the next one": (BYTES, [97, 0xE2, 98], [0, 2, 3], ["a", "�b"]),
+    "blanks between runs stay": (WORDS, [4, 2, 3, 1, 5], range(6), ["now", " no", "w", " ", "here"]),
+    "fallback bytes complete a character": (WORDS, [4, *EURO, 5], [0, 2, 4, 5], ["now", "€", "here"]),
     # This decoder reads neighbouring bytes as a whole: the first euro is not whole as long as the second one is not.
-    assert decode_runs(WORDS, [4, *euro, *euro, 5], [0, 2, 5, 8]) == ["now", "", "€€here"]
+    "also several": (WORDS, [4, *EURO, *EURO, 5], [0, 2, 5, 8], ["now", "", "€€here"]),
+    "special tokens are shown": (BYTES, [97, END, 98], [0, 1, 3], ["a", "<|im_end|>b"]),
+    "nothing": (BYTES, [], [0], []),
+    "runs of nothing": (BYTES, [97], [0, 0, 1, 1], ["", "a", ""]),
+}
 
 
-def test_special_tokens_are_shown() -> None:
-    assert decode_runs(BYTES, [97, END, 98], [0, 1, 3]) == ["a", "<|im_end|>b"]
-
-
-def test_nothing() -> None:
-    assert decode_runs(BYTES, [], [0]) == []
-    assert decode_runs(BYTES, [97], [0, 0, 1, 1]) == ["", "a", ""]
+@pytest.mark.parametrize("promise", RUNS)
+def test_the_texts_of_runs(promise: str) -> None:
+    tokenizer, ids, bounds, texts = RUNS[promise]
+    assert decode_runs(tokenizer, ids, bounds) == texts
 
 
 @pytest.mark.parametrize("bounds", [[], [1, 2], [0, 1], [0, 3], [0, 2, 1, 2]])
