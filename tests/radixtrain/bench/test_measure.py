@@ -1,15 +1,13 @@
 """What is measured of a cell, that its numbers can be true, and that arms that differ are not timed."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from tiers import FULL, cases
-from torch import Tensor
+from wrong_keys import with_wrong_keys
 
-import radixtrain.hf.attention_interface
 from radixtrain.bench.cells import Cell, GivenBatch, ModelShape, build_model
 from radixtrain.bench.measure import Settings, measure
 from radixtrain.bench.work import make_work, work_of
@@ -79,21 +77,6 @@ def test_recurrent_layers_are_checked_against_float64(shape: ModelShape, flat: C
     assert result.error > 0 and 1 < result.ideal_speedup < result.r
 
 
-@pytest.fixture
-def scaled_attention(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, bool], None]:
-    """`scaled_attention(by, backward)`: keys, or only the gradients of the keys, off by this factor."""
-    attend = radixtrain.hf.attention_interface.tree_attention
-
-    def install(by: float, backward: bool) -> None:
-        def broken(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
-            wrong = key + by * (key - key.detach()) if backward else key * (1 + by)
-            return attend(query, wrong, value, *args, **options)
-
-        monkeypatch.setattr(radixtrain.hf.attention_interface, "tree_attention", broken)
-
-    return install
-
-
 class TestRefusal:
     """Of arms that do not compute the same."""
 
@@ -106,28 +89,30 @@ class TestRefusal:
         ],
     )
     def test_a_wrong_backward_pass(
-        self, scaled_attention: Any, by: float, float64_truth: bool, named: str, model: Any, flat: Cell
+        self, monkeypatch: pytest.MonkeyPatch, by: float, float64_truth: bool, named: str, model: Any, flat: Cell
     ) -> None:
-        scaled_attention(by, True)
+        with_wrong_keys(monkeypatch, by)
         with pytest.raises(UserError, match=f"cascade: float32: NOT EQUAL: {named}"):
             measure(model, make_work(flat), Settings(("cascade",), repeats=1, float64_truth=float64_truth))
 
     def test_several_micro_batches(
-        self, scaled_attention: Any, shape: ModelShape, model: Any, ragged_features: Any
+        self, monkeypatch: pytest.MonkeyPatch, shape: ModelShape, model: Any, ragged_features: Any
     ) -> None:
-        scaled_attention(1e-3, True)
+        with_wrong_keys(monkeypatch)
         work = work_of(GivenBatch(shape, "8 of train.jsonl", 8), ragged_features, 3, 40)
         with pytest.raises(UserError, match=r"8 of train\.jsonl, step, cascade: float32: NOT EQUAL: model\.layers"):
             measure(model, work, CASCADE)
 
-    def test_a_wrong_forward_pass_and_the_model_comes_back(self, scaled_attention: Any, model: Any, flat: Cell) -> None:
-        scaled_attention(1e-2, False)
+    def test_a_wrong_forward_pass_and_the_model_comes_back(
+        self, monkeypatch: pytest.MonkeyPatch, model: Any, flat: Cell
+    ) -> None:
+        with_wrong_keys(monkeypatch, 1e-2, forward=True)
         with pytest.raises(UserError, match=r"path: float32: NOT EQUAL: model\.layers"):
             measure(model, make_work(replace(flat, mode="forward")), Settings(("path",), repeats=1))
         assert model.config._attn_implementation == "sdpa"
 
     @FULL
-    def test_in_16_bits(self, scaled_attention: Any, shape: ModelShape, flat: Cell) -> None:
-        scaled_attention(1.0, True)
+    def test_in_16_bits(self, monkeypatch: pytest.MonkeyPatch, shape: ModelShape, flat: Cell) -> None:
+        with_wrong_keys(monkeypatch, 1.0)
         with pytest.raises(UserError, match="bfloat16: NOT EQUAL"):
             measure(build_model(shape, torch.device("cpu"), torch.bfloat16, "sdpa"), make_work(flat), CASCADE)

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 from tiers import FULL
-from torch import Tensor
+from wrong_keys import with_wrong_keys
 
 import radixtrain.bench.environment
-import radixtrain.hf.attention_interface
 from radixtrain.__main__ import main
 from radixtrain.bench.cells import Cell, ModelShape
 from radixtrain.bench.work import make_work
@@ -105,14 +104,7 @@ def test_cells_that_are_too_large_are_left_out_and_named(tmp_path: Path, capsys:
 def test_times_of_a_wrong_gradient_are_not_reported_and_the_others_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Keys get a thousandth more gradient than they should, if there is something to share."""
-
-    def broken(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
-        wrong = key + 1e-3 * (key - key.detach()) if len(key) > 65 else key
-        return attend(query, wrong, value, *args, **options)
-
-    attend = radixtrain.hf.attention_interface.tree_attention
-    monkeypatch.setattr(radixtrain.hf.attention_interface, "tree_attention", broken)
+    with_wrong_keys(monkeypatch, above=65)  # if there is something to share
     assert main(command(num_sequences="[1, 8]", csv=tmp_path / "a.csv")) == 1
     captured = capsys.readouterr()
     (error,) = (line for line in captured.err.splitlines() if line.startswith("error: "))

@@ -95,6 +95,7 @@ FILES: list[tuple[str, bytes, list[str] | str]] = [
     ("a.csv", b'text\na\n"b', ["learns a", "@:3: cannot be read as a table: unexpected end of data"]),
     ("a.csv", b'text\n"a"b\nb\n', ["@:2: cannot be read as a table: ',' expected after '\"'", "learns b"]),
     ("a.csv", b"text\n\xe9\nb\n", ["@:2: not valid UTF-8: byte 0xe9", "learns b"]),
+    ("a.csv", b"text,id\n,\nb,2\n", ["@:2: no token bears loss", "learns b"]),
     ("a.csv", b"text,text\na,b\n", "@:1: the header names the column 'text' more than once"),
     ("a.csv", b"text\n", "no rows in @; expected at least one"),
     ("a.csv", b"", "no rows in @; expected at least one"),

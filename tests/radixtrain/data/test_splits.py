@@ -186,14 +186,6 @@ def test_weights_are_of_training_only(data: Callable[..., SFTData], tmp_path: Pa
     assert sum(len(step.where) for step in module.val_dataloader()) == 2
 
 
-def test_columns_for_all_sources_and_for_one(data: Callable[..., SFTData], tmp_path: Path) -> None:
-    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    first.write_text('{"q": "a", "a": "yes"}', encoding="utf-8")
-    second.write_text('{"frage": "b", "antwort": "ja"}', encoding="utf-8")
-    own = {"path": str(second), "columns": {"prompt": "frage", "completion": "antwort"}}
-    assert letters_of(data([str(first), own], columns={"prompt": "q", "completion": "a"})) == "ab"
-
-
 def test_a_wrong_source_is_named_by_its_key(data: Callable[..., SFTData], tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", "ab")
     with pytest.raises(UserError, match=r"data\.validation_file: a source has no key 'wieght', did you mean weight\?"):

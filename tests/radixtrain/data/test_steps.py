@@ -94,12 +94,6 @@ def times_in(weights: np.ndarray, epochs: int) -> np.ndarray:
     return np.mean([np.bincount(indices, minlength=len(weights)) for indices in drawn], axis=0)
 
 
-def test_whole_weights_repeat() -> None:
-    weights = np.array([1.0, 3.0, 0.0, 2.0])
-    assert draw_epoch(weights, np.random.default_rng(0)).tolist() == [0, 1, 1, 1, 3, 3]
-    assert epoch_size(weights) == 6
-
-
 def test_a_broken_weight_draws_another_share_in_every_epoch() -> None:
     weights = np.repeat([0.25, 1.5], [40, 10])
     times = times_in(weights, epochs=400)

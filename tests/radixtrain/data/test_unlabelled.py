@@ -14,6 +14,7 @@ from radixtrain.data.sample import EncodeReport
 from radixtrain.data.unlabelled import UnlabelledEncoder
 from radixtrain.errors import DataError
 
+SYSTEM = {"role": "system", "content": "Saw?"}
 USER = {"role": "user", "content": "Where is the saw?"}
 ANSWER = {"role": "assistant", "content": "Shelf two."}
 
@@ -37,15 +38,23 @@ def rendered(tokenizer: Any, messages: list[dict[str, str]], **options: Any) -> 
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-@pytest.mark.parametrize("messages", [[USER], [USER, ANSWER, USER], [{"role": "system", "content": "Saw?"}]])
-def test_a_chat_ends_with_the_generation_prompt(tokenizer: Any, messages: list[dict[str, str]]) -> None:
-    expected = rendered(tokenizer, messages, add_generation_prompt=True)
-    assert encoded(tokenizer, {"messages": messages}) == expected
-    assert encoded(tokenizer, {"prompt": messages}) == expected
-    assert encoded(tokenizer, {"messages": messages, "answer": "unread"}) == expected
-    assert encoded(tokenizer, {"prompt": [USER, ANSWER], "completion": messages}) == rendered(
-        tokenizer, [USER, ANSWER, *messages], add_generation_prompt=True
-    )
+@pytest.mark.parametrize(
+    ("fields", "messages"),
+    [
+        ({"messages": [USER]}, [USER]),
+        ({"messages": [SYSTEM]}, [SYSTEM]),
+        ({"messages": [USER, ANSWER, USER], "answer": "unread"}, [USER, ANSWER, USER]),
+        ({"prompt": [USER]}, [USER]),
+        ({"prompt": [USER, ANSWER], "completion": [USER]}, [USER, ANSWER, USER]),
+        ({"question": "Where is the saw?"}, [USER]),
+        ({"user": "Where is the saw?"}, [USER]),
+        ({"instruction": "Where is", "input": "the saw?"}, [{"role": "user", "content": "Where is\nthe saw?"}]),
+    ],
+)
+def test_what_asks_ends_with_the_generation_prompt(
+    tokenizer: Any, fields: dict[str, Any], messages: list[dict[str, str]]
+) -> None:
+    assert encoded(tokenizer, fields) == rendered(tokenizer, messages, add_generation_prompt=True)
 
 
 def test_variables_of_the_template_reach_the_generation_prompt(tokenizer: Any) -> None:
@@ -81,13 +90,6 @@ def test_text_is_what_the_tokenizer_makes_of_it(tokenizer: Any) -> None:
         *completion,
         tokenizer.eos_token_id,
     ]
-
-
-def test_a_question_needs_no_answer(tokenizer: Any) -> None:
-    question = "Where is\nthe saw?"
-    expected = rendered(tokenizer, [{"role": "user", "content": question}], add_generation_prompt=True)
-    for fields in ({"question": question}, {"user": question}, {"instruction": "Where is", "input": "the saw?"}):
-        assert encoded(tokenizer, fields) == expected
 
 
 def test_tokens_are_taken_as_they_are(tokenizer: Any) -> None:

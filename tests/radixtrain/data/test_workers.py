@@ -5,9 +5,9 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from ended import is_alive, wait_for_end
 from tiers import FULL
 from torch.utils.data import DataLoader, Dataset
 
@@ -35,22 +35,6 @@ def loader(dataset: Dataset[int], **options: object) -> DataLoader[int]:
 
 def worker_of(iterator: Iterator[int]) -> int:
     return iterator._workers[0].pid  # type: ignore[attr-defined]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
-
-
-def wait_for_end(pid: int) -> bool:
-    """False after a minute, which no machine needs."""
-    until = time.monotonic() + 60
-    while is_alive(pid) and time.monotonic() < until:
-        time.sleep(0.01)
-    return not is_alive(pid)
 
 
 @pytest.fixture

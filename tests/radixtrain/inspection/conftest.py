@@ -5,10 +5,9 @@ from io import StringIO
 
 import numpy as np
 import pytest
+from byte_tokenizer import byte_tokenizer
 from rich.console import Console, RenderableType
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers import PreTrainedTokenizerBase
 
 from radixtrain.collators.steps import StepCollator
 from radixtrain.collators.token_row import TokenRow
@@ -18,13 +17,7 @@ from radixtrain.inspection.micro_batch import MicroBatch
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerBase:
-    """A token for each byte, and 256 for the end of a turn."""
-    names = bytes_to_unicode()
-    backend = Tokenizer(models.BPE({names[byte]: byte for byte in range(256)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken("<|im_end|>")])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    return byte_tokenizer()
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from byte_tokenizer import END
 from transformers import PreTrainedTokenizerBase
 
 from radixtrain.collators.token_row import TokenRow
@@ -30,7 +31,7 @@ def test_loss_weights_follow_the_run(tokenizer: PreTrainedTokenizerBase, sample_
 
 
 def test_special_tokens_are_text(tokenizer: PreTrainedTokenizerBase) -> None:
-    ids = np.array([97, 256, 98])
+    ids = np.array([97, END, 98])
     text = marked_text(TokenRow(ids, np.full(3, -100), "x:1"), tokenizer)
     assert text.plain == "a<|im_end|>b"
     assert [token.is_special for token in sample_tokens(TokenRow(ids, ids, "x:1"), tokenizer)] == [False, True, False]

@@ -24,6 +24,7 @@ from radixtrain.timing import peak_bytes
 CPU = torch.device("cpu")
 SIZES = [Counts(100, 10, 5), Counts(200, 40, 9), Counts(400, 90, 40), Counts(800, 500, 60), Counts(900, 100, 7)]
 CASES = [Case(arm, counts, {}, 1) for counts in SIZES for arm in ("radix", "ordinary")]
+WITH_RECOMPUTING = [*CASES, *(Case("recomputing", counts, {}, 1) for counts in SIZES)]
 BASE, LAYER = {"radix": (1e-5, 0.0, 2e-4, 1e-3), "ordinary": (3e-5, 0.0, 2e-4, 0.0)}, (1e-4, 1e-5, 0.0, 2e-4)
 BASE["recomputing"] = BASE["radix"]
 FORWARD = 1.25  # of a layer, by the law: what its seconds grow by if it recomputes
@@ -134,9 +135,8 @@ class TestShares:
 
     def test_the_recomputed_forward_is_added(self, by_law: list[int], tiny_qwen3: Callable[..., Any]) -> None:
         """By the law, in every setting; and the peak of the layers that keep, and of one."""
-        cases = [*CASES, *(Case("recomputing", counts, {}, 1) for counts in SIZES)]
         setup = setup_of(lambda num_layers, device: tiny_qwen3(num_hidden_layers=num_layers), 8)
-        found = predict_seconds(setup, cases, num_workers=1, max_seconds=50)
+        found = predict_seconds(setup, WITH_RECOMPUTING, num_workers=1, max_seconds=50)
         assert found.shares == (0.0, 0.25, 0.5, 0.75, 1.0)
         radix, again = (sum(seconds_of(Case(arm, x, {}, 1), 8) for x in SIZES) for arm in ("radix", "recomputing"))
         step = step_of(SIZES[2], SIZES[2])
@@ -157,20 +157,18 @@ class TestShares:
     def test_shares_that_differ(
         self, by_law: list[int], tiny_qwen3: Callable[..., Any], num_layers: int, shares: tuple[float, ...], own: float
     ) -> None:
-        cases = [*CASES, *(Case("recomputing", counts, {}, 1) for counts in SIZES)]
         setup = setup_of(lambda num, device: tiny_qwen3(num_hidden_layers=num), num_layers, share=own)
-        found = predict_seconds(setup, cases, num_workers=1, max_seconds=50).shares
+        found = predict_seconds(setup, WITH_RECOMPUTING, num_workers=1, max_seconds=50).shares
         counts = [num_recomputed(share, num_layers) for share in found]
         assert own in found and counts == [num_recomputed(share, num_layers) for share in shares]
 
     def test_a_model_without_checkpointing(self, by_law: list[int], tiny_qwen3: Callable[..., Any]) -> None:
         model = tiny_qwen3(num_hidden_layers=1)
         model.supports_gradient_checkpointing = False
-        cases = [*CASES, *(Case("recomputing", counts, {}, 1) for counts in SIZES)]
-        found = predict_seconds(setup_of(lambda *_: model, 1), cases, num_workers=1, max_seconds=50)
+        found = predict_seconds(setup_of(lambda *_: model, 1), WITH_RECOMPUTING, num_workers=1, max_seconds=50)
         assert found.shares == (0.0,) and found.recomputing == 1
         with pytest.raises(UserError, match=r"activation_checkpointing: .* has none; set it to false"):
-            predict_seconds(setup_of(lambda *_: model, 1, share=0.5), cases, num_workers=1, max_seconds=50)
+            predict_seconds(setup_of(lambda *_: model, 1, share=0.5), WITH_RECOMPUTING, num_workers=1, max_seconds=50)
 
     def test_bytes_are_those_that_are_counted(
         self, tiny_qwen3: Callable[..., Any], features: list[dict[str, Any]]

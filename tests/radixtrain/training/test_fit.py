@@ -141,6 +141,13 @@ def test_a_loss_that_is_not_finite_stops_before_the_step(arguments, shop, tmp_pa
     assert not (tmp_path / "out" / "model").exists()
 
 
+def evaluated(capsys: Any, line: list[str]) -> float:
+    """The loss that the command prints."""
+    capsys.readouterr()
+    assert main(line) == 0
+    return next(float(word) for word in capsys.readouterr().out.split() if re.fullmatch(r"\d+\.\d+", word))
+
+
 @float64_arithmetic()
 @pytest.mark.parametrize(
     ("command", "split"), cases([("validate", "validation"), ("test", "test")], [("test", "test")])
@@ -154,16 +161,8 @@ def test_validation_is_the_mean_over_tokens(arguments, shop, tmp_path, capsys, c
     logprobs = [logprob for record in records for logprob in record["logprobs"]]
     for batch_size in (1, 5):
         flags = {f"data__{split}_file": file, "data__train_file": None, "data__batch_size": batch_size, **FLOAT64}
-        capsys.readouterr()
-        assert main(arguments(command, **flags)) == 0
-        printed = next(float(word) for word in capsys.readouterr().out.split() if re.fullmatch(r"\d+\.\d+", word))
-        assert printed == pytest.approx(-sum(logprobs) / len(logprobs), rel=1e-12)
-
-
-def evaluated(capsys: Any, line: list[str]) -> float:
-    capsys.readouterr()
-    assert main(line) == 0
-    return next(float(word) for word in capsys.readouterr().out.split() if re.fullmatch(r"\d+\.\d+", word))
+        mean = -sum(logprobs) / len(logprobs)
+        assert evaluated(capsys, arguments(command, **flags)) == pytest.approx(mean, rel=1e-12)
 
 
 @float64_arithmetic()

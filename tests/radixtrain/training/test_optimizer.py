@@ -75,22 +75,26 @@ def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def trained(model: Any, optimizer: Any, num_steps: int, seed: int) -> None:
+def trained(model: Any, optimizers: list[Any], num_steps: int, seed: int) -> None:
     """Steps on drawn gradients, each with the schedule."""
-    scheduler = schedule(optimizer, settings(lr_scheduler_type="constant"), num_steps)
+    schedulers = [schedule(each, settings(lr_scheduler_type="constant"), num_steps) for each in optimizers]
     for step in range(num_steps):
         torch.manual_seed(seed + step)
         for weight in model.parameters():
             weight.grad = torch.randn_like(weight)
-        optimizer.step()
-        scheduler.step()
+        for each in (*optimizers, *schedulers):
+            each.step()
+
+
+def assert_equal_weights(one: Any, other: Any) -> None:
+    assert all(map(torch.equal, one.parameters(), other.parameters()))
 
 
 def test_muon_takes_the_matrices_of_hidden_layers(tiny_qwen3: Any) -> None:
     """Each step is that of torch's two optimizers side by side, bit for bit; a bias and the embeddings are AdamW's."""
     models = [tiny_qwen3(attention_bias=True, tie_word_embeddings=False) for _ in range(2)]
     chosen = settings(optimizer="muon", learning_rate=1e-2)
-    trained(models[0], optimizer_of(models[0], chosen), 3, 0)
+    trained(models[0], [optimizer_of(models[0], chosen)], 3, 0)
 
     hidden, decaying, others = [], [], []
     for key, weight in models[1].named_parameters():
@@ -102,14 +106,8 @@ def test_muon_takes_the_matrices_of_hidden_layers(tiny_qwen3: Any) -> None:
         torch.optim.Muon(hidden, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW([{"params": decaying, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], **adam),
     ]
-    for step in range(3):
-        torch.manual_seed(step)
-        for weight in models[1].parameters():
-            weight.grad = torch.randn_like(weight)
-        for each in pair:
-            each.step()
-    for mine, torchs in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(mine, torchs)
+    trained(models[1], pair, 3, 0)
+    assert_equal_weights(*models)
 
 
 def test_a_step_of_adamw_8bit_is_that_of_bitsandbytes(tiny_qwen3: Any) -> None:
@@ -117,19 +115,13 @@ def test_a_step_of_adamw_8bit_is_that_of_bitsandbytes(tiny_qwen3: Any) -> None:
     optim = pytest.importorskip("bitsandbytes.optim", reason="pip install bitsandbytes")
     models = [tiny_qwen3(hidden_size=64, intermediate_size=128) for _ in range(2)]
     optimizer = optimizer_of(models[0], settings(optimizer="adamw_8bit", learning_rate=1e-2, weight_decay=0.0))
-    trained(models[0], optimizer, 3, 0)
+    trained(models[0], [optimizer], 3, 0)
     embedding = models[1].get_input_embeddings().weight
     own = [weight for weight in models[1].parameters() if weight is not embedding]
     adam = {"lr": 1e-2, "betas": (0.5, 0.6), "eps": 1e-3, "weight_decay": 0.0}
     pair = [optim.AdamW8bit(own, **adam), optim.AdamW32bit([embedding], **adam)]
-    for step in range(3):
-        torch.manual_seed(step)
-        for weight in models[1].parameters():
-            weight.grad = torch.randn_like(weight)
-        for each in pair:
-            each.step()
-    for mine, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(mine, theirs)
+    trained(models[1], pair, 3, 0)
+    assert_equal_weights(*models)
     assert {state["state1"].dtype for state in optimizer.state.values()} == {torch.uint8, torch.float32}
     assert optimizer.state[models[0].get_input_embeddings().weight]["state1"].dtype == torch.float32
 
@@ -138,7 +130,7 @@ def test_what_the_optimizer_keeps(tiny_qwen3: Any, name: str) -> None:
     model = tiny_qwen3(hidden_size=64, intermediate_size=128)
     chosen = settings(optimizer=name)
     optimizer = optimizer_of(model, chosen)
-    trained(model, optimizer, 1, 0)
+    trained(model, [optimizer], 1, 0)
     kept = {"exp_avg", "exp_avg_sq", "momentum_buffer", "state1", "state2"}
     held = sum(state[key].nbytes for state in optimizer.state.values() for key in kept & state.keys())
     assert held == moment_bytes(model, chosen)
@@ -151,7 +143,7 @@ def test_what_the_optimizer_keeps(tiny_qwen3: Any, name: str) -> None:
 def test_a_restored_optimizer_goes_on_bit_for_bit_and_takes_new_settings(tiny_qwen3: Any, name: str) -> None:
     whole, stopped = (tiny_qwen3(hidden_size=64, intermediate_size=128) for _ in range(2))
     chosen = settings(optimizer=name, learning_rate=1e-2)
-    trained(whole, optimizer := optimizer_of(whole, chosen), 2, 0)
+    trained(whole, [optimizer := optimizer_of(whole, chosen)], 2, 0)
     stopped.load_state_dict(whole.state_dict())
     restored = optimizer_of(stopped, chosen)
     restored.load_state_dict(deepcopy(optimizer.state_dict()))
@@ -162,9 +154,8 @@ def test_a_restored_optimizer_goes_on_bit_for_bit_and_takes_new_settings(tiny_qw
         assert {group["lr"] for group in each.param_groups} == {1e-3}
         assert {group["betas"] for group in each.param_groups if "betas" in group} == {(0.7, 0.6)}
         assert {group["weight_decay"] for group in each.param_groups} == {0.2, 0.0}
-        trained(model, each, 2, 7)
-    for one, other in zip(whole.parameters(), stopped.parameters(), strict=True):
-        assert torch.equal(one, other)
+        trained(model, [each], 2, 7)
+    assert_equal_weights(whole, stopped)
 
 
 def test_adamw_8bit_is_refused_where_it_does_not_work(monkeypatch: pytest.MonkeyPatch, tiny_qwen3: Any) -> None:

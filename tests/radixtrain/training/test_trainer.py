@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 from tiers import FULL, cases
-from torch import Tensor
+from wrong_keys import with_wrong_keys
 
-import radixtrain.hf.attention_interface
 from radixtrain.__main__ import main
 from radixtrain.tree.cost_model import StepCost
 
@@ -17,13 +16,7 @@ Arguments = Callable[..., list[str]]
 
 @pytest.fixture
 def broken_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test hook: attention whose keys get a thousandth more gradient than they should."""
-
-    def broken(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
-        return attend(query, key + 1e-3 * (key - key.detach()), value, *args, **options)
-
-    attend = radixtrain.hf.attention_interface.tree_attention
-    monkeypatch.setattr(radixtrain.hf.attention_interface, "tree_attention", broken)
+    with_wrong_keys(monkeypatch)
 
 
 def test_a_broken_attention_is_found_and_the_parameter_named(

@@ -6,6 +6,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from branches import FEATURES
 from tiny_models import tiny_model
 
 from radixtrain import RadixCollator, prepare_model, verify_equivalence
@@ -13,12 +14,6 @@ from radixtrain.errors import UserError
 from radixtrain.hf.prepare import prepared_options
 from radixtrain.verification.equivalence import verify_arms
 from radixtrain.verification.oracle import gradients_of, ordinary_one_by_one
-
-FEATURES = [
-    {"input_ids": [7, 8, 9, 1, 2], "labels": [-100, 8, 9, 1, 2]},
-    {"input_ids": [7, 8, 9, 3], "labels": [-100, -100, 9, 3]},
-    {"input_ids": [7, 8, 5, 6, 4, 4], "labels": [-100, -100, 5, -100, 4, 4]},
-]
 
 
 class TestTheRungs:

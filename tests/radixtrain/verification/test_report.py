@@ -5,17 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from branches import FEATURES
 
 from radixtrain.verification.equivalence import compare_gradients, verify_equivalence
 from radixtrain.verification.oracle import Gradients
 from radixtrain.verification.report import EquivalenceReport, Rung, TensorError
-
-FEATURES = [
-    {"input_ids": [7, 8, 9, 1, 2], "labels": [-100, 8, 9, 1, 2]},
-    {"input_ids": [7, 8, 9, 3], "labels": [-100, -100, 9, 3]},
-    {"input_ids": [7, 8, 5, 6, 4, 4], "labels": [-100, -100, 5, -100, 4, 4]},
-]
-
 
 HONEST = {"w": (1.0, 1e-6, 1e-6), "v": (1.0, 1e-6, 1e-6), "x": (1.0, 1e-6, 1e-6)}
 

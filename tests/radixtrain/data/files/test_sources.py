@@ -48,6 +48,7 @@ def test_as_sources() -> None:
         ([], None, "data.train_file: expected at least one source, found an empty list"),
         (7, None, "data.train_file: expected a path or a mapping with the key path, found 7"),
         ({"name": "x"}, None, "data.train_file: expected a source with the key path, found {'name': 'x'}"),
+        ({"path": ""}, None, "data.train_file: expected a source with the key path, found {'path': ''}"),
         ({"path": "x", "wieght": 1}, None, "data.train_file: a source has no key 'wieght', did you mean weight?"),
         ({"path": "x", "weight": 0}, None, "data.train_file: weight: expected a number above 0, found 0"),
         ({"path": "x", "weight": True}, None, "data.train_file: weight: expected a number above 0, found True"),
@@ -115,14 +116,15 @@ def test_a_split_of_a_folder(tmp_path: Path) -> None:
     write(tmp_path, **names)
     for split, expected in {"train": ["a", "b"], "validation": ["c"], "test": ["d"]}.items():
         assert texts(Source(str(tmp_path), split=split)) == expected
-    with pytest.raises(
-        UserError, match=r"holds the splits test, train, validation; name one, as in \{.*split: train\}"
+    write(tmp_path / "plain", a__jsonl="a")
+    for path, split, error in (
+        ("", None, r"holds the splits test, train, validation; name one, as in \{.*split: train\}"),
+        ("", "full", "no file is named after the split 'full'; found test, train, validation"),
+        ("plain", "train", "no file is named after the split 'train'; found none"),
+        ("dev.jsonl", "train", "a file has no split; remove the key split"),
     ):
-        read_rows(tmp_path)
-    with pytest.raises(UserError, match="no file is named after the split 'full'; found test, train, validation"):
-        read_rows(Source(str(tmp_path), split="full"))
-    with pytest.raises(UserError, match="a file has no split; remove the key split"):
-        read_rows(Source(str(tmp_path / "dev.jsonl"), split="train"))
+        with pytest.raises(UserError, match=error):
+            read_rows(Source(str(tmp_path / path), split=split))
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "a.csv.gz", "a.tsv"])
@@ -164,10 +166,13 @@ def test_saved_data_sets(tmp_path: Path) -> None:
         "dataset_info.json",
         "state.json",
     ]
-    with pytest.raises(UserError, match="has no split 'dev'; it has train, test"):
-        read_rows(Source(str(tmp_path / "both"), split="dev"))
-    with pytest.raises(UserError, match="holds one data set without splits; remove split: train"):
-        read_rows(Source(str(tmp_path / "one"), split="train"))
+    for name, split, error in (
+        ("both", None, "holds several splits; name one of them: .*/both/train, .*/both/test"),
+        ("both", "dev", "has no split 'dev'; it has train, test"),
+        ("one", "train", "holds one data set without splits; remove split: train"),
+    ):
+        with pytest.raises(UserError, match=error):
+            read_rows(Source(str(tmp_path / name), split=split))
 
 
 def test_hub_names(monkeypatch: pytest.MonkeyPatch) -> None:

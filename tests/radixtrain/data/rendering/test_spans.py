@@ -303,17 +303,6 @@ def test_found_is_what_is_marked_or_refused(
         assert (chat.text(), turns) == (text, expected)
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_ordinary_chats_are_not_refused(name: str) -> None:
-    rng = random.Random(0)
-    words = ["nails", " paint", "\nshelf", "\n\nfour.", " 7", '"', "<b>", "  "]
-    for _ in range(25):
-        texts = ["x" + "".join(rng.choices(words, k=rng.randrange(9))) + "x" for _ in range(8)]
-        roles = ["system", *["user", "assistant"] * 3][rng.randrange(2) :]
-        chat = chat_of(name, [message(role, text) for role, text in zip(roles, texts, strict=False)])
-        assert (chat.text(), found(chat)) == marked(name, chat)
-
-
 # What is refused
 
 WAY_OUT = "; set split_turns: true, or set chat_template_path to a template with generation markers"
@@ -408,11 +397,12 @@ def test_borders_of_turns_are_borders_of_tokens() -> None:
 
 def long_chat(rng: random.Random, num_turns: int) -> list[dict[str, Any]]:
     roles = ["system", *["user", "assistant"] * num_turns]
-    return [message(role, "x" + "".join(rng.choices("abcdefg \n", k=rng.randrange(1, 20)))) for role in roles]
+    words = ["nails", " paint", "\nshelf", "\n\nfour.", " 7", '"', "<b>", " ", "\n", "ab"]
+    return [message(role, "x" + "".join(rng.choices(words, k=rng.randrange(1, 20)))) for role in roles]
 
 
 @pytest.mark.parametrize("name", [*TEMPLATES, "tools"])
-def test_a_long_chat_is_rendered_a_few_times(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_chat_is_not_refused_and_rendered_a_few_times(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     num_rendered = 0
     render = PreTrainedTokenizerFast.apply_chat_template
 

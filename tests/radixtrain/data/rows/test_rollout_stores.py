@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from padded_policy import BAR, Features, clipped_ratio, log_likelihood, worst_error
-from rollout_stores import CALLS, LEAVES, STORES, VERIFIERS, Fields, leaf, verifiers_rows
+from rollout_stores import CALLS, LEAVES, STORES, VERIFIERS, Call, Fields, leaf, verifiers_rows
 
 from radixtrain import RadixCollator
 from radixtrain.data.datamodule import SFTData
@@ -22,10 +22,15 @@ NAMES = ["verifiers", *STORES]
 @pytest.fixture(params=NAMES)
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, list[list[Fields]]]:
     """A file of a store, and the rows of each of its lines."""
-    if request.param == "verifiers":
-        return VERIFIERS, verifiers_rows()
-    lines, rows = STORES[request.param]
-    return written(tmp_path, *lines), rows
+    rows = verifiers_rows() if request.param == "verifiers" else STORES[request.param][1]
+    return written(tmp_path, *lines_of(request.param)), rows
+
+
+def lines_of(name: str) -> list[Fields]:
+    """Of a file of a store: to be changed."""
+    if name == "verifiers":
+        return [json.loads(line) for line in VERIFIERS.read_text(encoding="utf-8").splitlines()]
+    return copy.deepcopy(STORES[name][0])
 
 
 def written(folder: Path, *lines: Fields) -> Path:
@@ -109,14 +114,13 @@ def test_fit_reads_them(name: str, shop: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["rLLM episode", "verifiers"])
 def test_fit_refuses_advantages(name: str, shop: Path, tmp_path: Path) -> None:
-    path = VERIFIERS if name == "verifiers" else written(tmp_path, *STORES[name][0])
     with pytest.raises(UserError, match=r"jsonl:1: advantages: the loss here is a cross-entropy, which has none"):
-        data_of(path, shop)
+        data_of(written(tmp_path, *lines_of(name)), shop)
 
 
 def test_a_row_that_its_store_does_not_train(tmp_path: Path) -> None:
     """All of its completions are in other token samples, or the sample was removed."""
-    sample, masked = (copy.deepcopy(STORES[name][0][0]) for name in ("miles samples", "SkyRL-capture token-samples"))
+    sample, masked = (lines_of(name)[0] for name in ("miles samples", "SkyRL-capture token-samples"))
     sample["remove_sample"] = True
     masked["loss_mask"] = [0] * len(masked["loss_mask"])
     rollout = {"samples": [sample, STORES["miles samples"][0][1]]}
@@ -124,7 +128,7 @@ def test_a_row_that_its_store_does_not_train(tmp_path: Path) -> None:
 
 
 def test_a_turn_that_may_not_have_arrived(tmp_path: Path) -> None:
-    graph = copy.deepcopy(STORES["SkyRL-capture graph"][0][0])
+    [graph] = lines_of("SkyRL-capture graph")
     graph["nodes"][5]["delivery_uncertain"] = True
     [found] = read(written(tmp_path, graph))
     _, first_and_next, first_and_retry, _ = LEAVES
@@ -132,33 +136,24 @@ def test_a_turn_that_may_not_have_arrived(tmp_path: Path) -> None:
     assert found[2:] == trained
 
 
-def test_a_sample_whose_whole_response_was_sampled(tmp_path: Path) -> None:
-    sample = {"tokens": [5, 6, 7], "response_length": 2, "loss_mask": None, "rollout_log_probs": None}
-    assert read(written(tmp_path, sample)) == [[{"input_ids": [5, 6, 7], "mask": [0, 1, 1]}]]
-
-
 def test_a_call_continues_the_longest_call_that_it_repeats(tmp_path: Path) -> None:
     """The third call leaves out the last token of the second one, so it continues the first one."""
+    first, second, third, fourth, empty = (
+        Call(prompt, completion, logprobs, [], "")
+        for prompt, completion, logprobs in (
+            ([5, 6], [7], [-1.0]),
+            ([5, 6, 7, 8], [9, 10], [-2.0, -3.0]),
+            ([5, 6, 7, 8, 9, 11], [12], [-4.0]),
+            ([5, 6, 7, 8, 9, 11, 12, 13], [14], [-5.0]),
+            ([5, 6], [], []),
+        )
+    )
     steps = [
-        {"prompt_ids": [5, 6], "response_ids": [7], "logprobs": [-1.0]},
-        {"prompt_ids": [5, 6, 7, 8], "response_ids": [9, 10], "logprobs": [-2.0, -3.0]},
-        {"prompt_ids": [5, 6, 7, 8, 9, 11], "response_ids": [12], "logprobs": [-4.0]},
-        {"prompt_ids": [5, 6, 7, 8, 9, 11, 12, 13], "response_ids": [14], "logprobs": [-5.0]},
-        {"prompt_ids": [5, 6], "response_ids": [], "logprobs": []},
+        {"prompt_ids": call.prompt, "response_ids": call.completion, "logprobs": call.logprobs}
+        for call in (first, second, third, fourth, empty)
     ]
     [found] = read(written(tmp_path, {"steps": steps}))
-    assert found == [
-        {
-            "input_ids": [5, 6, 7, 8, 9, 10],
-            "mask": [0, 0, 1, 0, 1, 1],
-            "old_logprobs": [0.0, 0.0, -1.0, 0.0, -2.0, -3.0],
-        },
-        {
-            "input_ids": [5, 6, 7, 8, 9, 11, 12, 13, 14],
-            "mask": [0, 0, 1, 0, 0, 0, 1, 0, 1],
-            "old_logprobs": [0.0, 0.0, -1.0, 0.0, 0.0, 0.0, -4.0, 0.0, -5.0],
-        },
-    ]
+    assert found == [leaf(calls, advantages=False) for calls in ([first, second], [first, third, fourth])]
 
 
 def test_the_steps_of_a_newer_rllm_name_their_parents(tmp_path: Path) -> None:
@@ -167,15 +162,6 @@ def test_the_steps_of_a_newer_rllm_name_their_parents(tmp_path: Path) -> None:
     [graph], rows = STORES["rLLM trace graph"]
     steps = [{names.get(name, name): value for name, value in delta.items()} for delta in graph["deltas"]]
     assert read(written(tmp_path, {"trajectories": [{"steps": steps}]})) == rows
-
-
-def test_a_summary_that_was_not_taken() -> None:
-    """It is in verifiers' file and in no row."""
-    nodes = json.loads(VERIFIERS.read_text(encoding="utf-8").splitlines()[0])["traces"][0]["nodes"]
-    lost = next(node["token_ids"] for node in nodes if node["message"]["content"] == "summary one 0.5")
-    taken = next(node["token_ids"] for node in nodes if node["message"]["content"] == "summary two 0.5")
-    ends = [row["input_ids"][-len(lost) :] for row in read(VERIFIERS)[0]]
-    assert taken in ends and lost not in ends
 
 
 ERRORS: list[tuple[str, Any, str]] = [
@@ -229,6 +215,16 @@ ERRORS: list[tuple[str, Any, str]] = [
      "messages"),
     ("rLLM traces", {"prompt_token_ids": [], "prompt_delta_token_ids": [4]},
      "prompt_token_ids: expected tokens, found none: the run was not recorded for training; use its messages"),
+    ("verifiers", {"ok": False}, "traces: this run stopped with an error; leave it out, or set on_bad_row: skip"),
+    ("verifiers", {"traces.0.ok": False},
+     "nodes: this run stopped with an error; leave it out, or set on_bad_row: skip"),
+    ("verifiers", {"traces.0.agent.trainable": False}, "traces: none of them is trainable"),
+    ("verifiers", {"traces.0.nodes.2.advantages": [1.0]},
+     "nodes: node 2: advantages: expected 2 values, as many as sampled tokens, or 4, as many as token_ids; found 1"),
+    ("verifiers", {"traces.0.nodes.2.loss_weights": {"ce": [1.0, 1.0]}},
+     "loss_weights: only rows with input_ids or token_ids have them, one for each token"),
+    ("verifiers", {"traces.0.nodes.7.logprobs": []},
+     "nodes: node 7: logprobs: expected some, as others of its sequence have them"),
 ]  # fmt: skip
 
 
@@ -241,65 +237,13 @@ def changed(record: Any, place: str, value: Any) -> None:
 
 @pytest.mark.parametrize(("name", "changes", "message"), ERRORS)
 def test_files_that_are_refused(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    good, bad = STORES[name][0][0], copy.deepcopy(STORES[name][0][0])
+    good, bad = lines_of(name)[0], lines_of(name)[0]
     for place, value in changes.items():
         changed(bad, place, value)
     path = written(tmp_path, good, bad)
     with pytest.raises(DataError) as raised:
         read(path)
     assert str(raised.value) == f"{path}:2: {message}"
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"ok": False}, "traces: this run stopped with an error; leave it out, or set on_bad_row: skip"),
-        ({"traces.0.ok": False}, "nodes: this run stopped with an error; leave it out, or set on_bad_row: skip"),
-        ({"traces.0.agent.trainable": False}, "traces: none of them is trainable"),
-        ({"traces.0.nodes.2.advantages": [1.0]},
-         "nodes: node 2: advantages: expected 2 values, as many as sampled tokens, or 4, as many as token_ids; "
-         "found 1"),
-        ({"traces.0.nodes.2.loss_weights": {"ce": [1.0, 1.0]}},
-         "loss_weights: only rows with input_ids or token_ids have them, one for each token"),
-        ({"traces.0.nodes.7.logprobs": []},
-         "nodes: node 7: logprobs: expected some, as others of its sequence have them"),
-    ],
-)  # fmt: skip
-def test_episodes_that_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    episode = json.loads(VERIFIERS.read_text(encoding="utf-8").splitlines()[0])
-    for place, value in changes.items():
-        changed(episode, place, value)
-    path = written(tmp_path, episode)
-    with pytest.raises(DataError) as raised:
-        read(path)
-    assert str(raised.value) == f"{path}:1: {message}"
-
-
-def test_a_trace_of_another_agent_and_a_node_are_refused(tmp_path: Path) -> None:
-    trace = json.loads(VERIFIERS.read_text(encoding="utf-8").splitlines()[0])["traces"][1]
-    for fields, message in (
-        (trace, "nodes: this trace is not trainable; leave it out"),
-        (
-            {"token_ids": [5, 6], "mask": [0, 1], "parent": 0},
-            "parent: this is a node of a trace; the row has to be the whole trace",
-        ),
-    ):
-        with pytest.raises(DataError, match=rf"runs\.jsonl:1: {message}$"):
-            read(written(tmp_path, fields))
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"question": "1 + 1?", "answer": "2", "steps": ["one", "two"]},
-        {"question": "1 + 1?", "answer": "2", "steps": [{"text": "one"}]},
-        {"question": "1 + 1?", "answer": "2", "samples": ["2", "3"], "records": [1]},
-        {"input_ids": [5, 6], "labels": [N, 6], "prompt_ids": [5], "response_ids": [6]},
-        {"request": "a", "response": "b"},
-    ],
-)
-def test_rows_that_are_no_runs(fields: Fields, tmp_path: Path) -> None:
-    assert read(written(tmp_path, fields)) == [[fields]]
 
 
 @pytest.mark.parametrize("name", ["SkyRL-capture graph", "miles session", "rLLM trace graph"])

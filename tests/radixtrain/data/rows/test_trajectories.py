@@ -5,11 +5,9 @@ from typing import Any
 
 import pytest
 
-from radixtrain.collators.radix import RadixCollator
-from radixtrain.data.formats import Row, read_rows
+from radixtrain.data.formats import Row
 from radixtrain.data.rows.columns import standard_row
 from radixtrain.data.rows.trajectories import plain_rows
-from radixtrain.data.sample import sample_from_tokens
 from radixtrain.errors import DataError
 
 WHERE = "runs.jsonl:3"
@@ -28,6 +26,14 @@ SEQUENCES = [
     {"input_ids": [5, 6, 11], "mask": [0, 0, 1], "old_logprobs": [0.0, 0.0, -2.5]},
     {"input_ids": [5, 6, 7, 8, 12, 13], "mask": [0, 0, 0, 1, 0, 0], "old_logprobs": [0.0, 0.0, 0.0, -0.5, 0.0, 0.0]},
 ]
+NO_RUNS = [
+    {"unknown": 1},
+    {"question": "1 + 1?", "answer": "2", "steps": ["one", "two"]},
+    {"question": "1 + 1?", "answer": "2", "steps": [{"text": "one"}]},
+    {"question": "1 + 1?", "answer": "2", "samples": ["2", "3"], "records": [1]},
+    {"input_ids": [5, 6], "labels": [-100, 6], "prompt_ids": [5], "response_ids": [6]},
+    {"request": "a", "response": "b"},
+]
 USER, PLAIN = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 CHOICE = {"finish_reason": "stop", "index": 0, "logprobs": None, "message": PLAIN}
 
@@ -42,7 +48,7 @@ def plain(fields: dict[str, Any]) -> list[dict[str, Any]]:
     ("fields", "expected"),
     [
         ({"text": "a", "nodes": NODES}, [{"text": "a", "nodes": NODES}]),
-        ({"unknown": 1}, [{"unknown": 1}]),
+        *((fields, [fields]) for fields in NO_RUNS),
         (BRANCH, [{"input_ids": [5, 6, 7], "mask": [0, 1, 1], "old_logprobs": [0.0, -0.5, -1.5]}]),
         ({**BRANCH, "logprobs": [-0.5, -1.5]}, plain(BRANCH)),
         ({"token_ids": [5, 6], "sampled_mask": [0, 1]}, [{"input_ids": [5, 6], "mask": [0, 1]}]),
@@ -67,6 +73,8 @@ def plain(fields: dict[str, Any]) -> list[dict[str, Any]]:
             {"input_ids": [5, 6, 7], "mask": [0, 0, 1], "old_logprobs": [0.0, 0.0, -0.5]}]),
         ({"token_ids": [5, 6], "mask": [0, 1], "weights": [1, -2.0], "advantages": 0.5}, [
             {"input_ids": [5, 6], "mask": [0, 1], "weights": [1, -2.0], "advantages": [0.0, 0.5]}]),
+        ({"tokens": [5, 6, 7], "response_length": 2, "loss_mask": None, "rollout_log_probs": None}, [
+            {"input_ids": [5, 6, 7], "mask": [0, 1, 1]}]),
     ],
 )  # fmt: skip
 def test_the_sequences_of_a_run(fields: dict[str, Any], expected: list[dict[str, Any]]) -> None:
@@ -104,7 +112,13 @@ def test_the_sequences_of_a_run(fields: dict[str, Any], expected: list[dict[str,
             {"nodes": NODES, "stop_condition": "error"},
             "nodes: this run stopped with an error; leave it out, or set on_bad_row: skip",
         ),
+        (
+            {"nodes": [{"token_ids": [1, 2], "mask": [0, 0, 1]}, {"parent": 0, "token_ids": [3, 4], "mask": [1]}]},
+            "nodes: node 0: mask: expected 2 values, as many as token_ids, found 3",  # their sums agree
+        ),
         ({"traces": [{"nodes": NODES, "trainable": False}]}, "traces: none of them is trainable"),
+        ({"nodes": NODES, "trainable": False}, "nodes: this trace is not trainable; leave it out"),
+        ({**BRANCH, "parent": 0}, "parent: this is a node of a trace; the row has to be the whole trace"),
         (
             {"messages_and_choices": [USER, CHOICE, USER, PLAIN]},
             "messages_and_choices: turn 4 is an assistant message that was not sampled, after one that was; leave the "
@@ -122,24 +136,6 @@ def test_runs_that_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError) as raised:
         plain_rows(Row(fields, WHERE))
     assert str(raised.value) == f"{WHERE}: {message}"
-
-
-def test_from_a_file_to_a_batch(tmp_path: Any) -> None:
-    """The rows of a loop of your own: what the branches share is computed once, and each token keeps its number."""
-    path = tmp_path / "traces.jsonl"
-    path.write_text(json.dumps({"traces": [{"nodes": NODES}]}), encoding="utf-8")
-    features = [{**row.fields, "advantages": 1.0} for each in read_rows(path) for row in plain_rows(each)]
-    batch = RadixCollator(merge_labels=True, shared_targets="once")(features)
-    assert sorted(batch["input_ids"][0].tolist()) == [5, 6, 7, 8, 9, 10, 11, 12, 13]
-    found = zip(batch["shift_labels"][0].tolist(), batch["radix"].old_logprobs.tolist(), strict=True)
-    assert sorted(found) == [(8, -0.5), (10, -1.5), (11, -2.5)]
-
-
-@pytest.mark.parametrize("name", ["loss_weights", "weights"])
-def test_loss_weights(name: str) -> None:
-    sample = sample_from_tokens({"input_ids": [5, 6], name: [0, -0.5]}, WHERE)
-    assert sample.loss_weights is not None and sample.loss_weights.tolist() == [0.0, -0.5]
-    assert sample_from_tokens({"input_ids": [5, 6]}, WHERE).loss_weights is None
 
 
 @pytest.mark.parametrize(
@@ -163,10 +159,3 @@ def test_weights_of_a_row_without_tokens_are_refused(fields: dict[str, Any]) -> 
     with pytest.raises(DataError, match="only rows with input_ids or token_ids have them, one for each token"):
         for row in plain_rows(Row(fields, WHERE)):
             standard_row(row)
-
-
-def test_a_mask_of_another_length_than_its_node() -> None:
-    """Their sums agree, so only the node itself tells."""
-    nodes = [{"token_ids": [1, 2], "mask": [0, 0, 1]}, {"parent": 0, "token_ids": [3, 4], "mask": [1]}]
-    with pytest.raises(DataError, match="nodes: node 0: mask: expected 2 values, as many as token_ids, found 3"):
-        plain_rows(Row({"nodes": nodes}, "a.jsonl:1"))

@@ -3,12 +3,11 @@
 import multiprocessing
 import os
 import signal
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
+from ended import wait_for_end
 
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.formats import UnreadRow
@@ -74,14 +73,4 @@ def test_processes_of_a_killed_run_end(encoder: Callable[..., ChatEncoder]) -> N
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(parent, 0)
     for pid in map(int, os.read(read, 100).split()):
-        until = time.monotonic() + 60
-        while time.monotonic() < until and _is_alive(pid):
-            time.sleep(0.05)
-        assert not _is_alive(pid)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+        assert wait_for_end(pid)

@@ -195,21 +195,3 @@ KINDS = {
 def test_in_the_precision_of_the_run_and_with_adapters(run, tmp_path, kind):
     assert run(trainer__max_steps=5, **KINDS[kind], **GREEDY) == 0
     assert len(table(tmp_path / "out" / "answers" / "step=5.csv")) == 5
-
-
-@FULL
-def test_a_model_without_a_chat_template(run, shop, tmp_path, capsys):
-    """Chats cannot be rendered; prompts with completions need no template."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(shop / "model")
-    tokenizer.chat_template = None
-    AutoModelForCausalLM.from_pretrained(shop / "model").save_pretrained(tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
-    assert run(model__model_name_or_path=tmp_path / "base", **GREEDY) == 1
-    assert "the tokenizer has no chat template" in capsys.readouterr().err
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "shelf", "completion": " one"}\n' * 4, encoding="utf-8")
-    flags = {"data__train_file": path, "data__validation_file": path, "trainer__max_steps": 1}
-    assert run(model__model_name_or_path=tmp_path / "base", **flags, **GREEDY) == 0
-    assert len(table(tmp_path / "out" / "answers" / "step=1.csv")) == 4

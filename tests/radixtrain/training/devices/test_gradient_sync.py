@@ -11,6 +11,7 @@ import pytest
 import torch
 from forked_ranks import on_ranks
 from lightning.pytorch.strategies import DDPStrategy
+from quiet_trainer import trainer_on
 from tiers import FULL
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -43,18 +44,14 @@ class Experts(L.LightningModule):
         optimizer.step()
 
 
-def trainer_on(count: int, **options: bool) -> L.Trainer:
-    """options: of `DistributedDataParallel`; by default as `check_devices` sets them."""
-    strategy = DDPStrategy(**{"gradient_as_bucket_view": True, **options})
-    several: dict[str, Any] = {"strategy": strategy, "devices": count} if count > 1 else {"devices": 1}
-    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler")
-    return L.Trainer(accelerator="cpu", max_epochs=1, **several, **dict.fromkeys(off, False))
-
-
 def trained(steps: list[list[list[int]]], size: int, **options: bool) -> tuple[Any, list[list[float]]]:
-    """The gradients of each step, and the weights after the last. options: of `trainer_on`."""
+    """The gradients of each step, and the weights after the last.
+
+    options: of `DistributedDataParallel`; by default as `check_devices` sets them.
+    """
     module = Experts()
-    trainer_on(size, **options).fit(module, DataLoader(steps, batch_size=None))
+    strategy = DDPStrategy(**{"gradient_as_bucket_view": True, **options}) if size > 1 else None
+    trainer_on(size, strategy).fit(module, DataLoader(steps, batch_size=None))
     return module.found, [each.tolist() for each in module.weights]
 
 

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import lightning as L
 import pytest
 import torch
 from forked_ranks import on_ranks
 from lightning.pytorch.strategies import DDPStrategy, Strategy
+from quiet_trainer import trainer_on
 from tiers import FULL
 from tiny_models import tiny_hybrid, tiny_model, tiny_qwen3
 from torch import Tensor
@@ -58,12 +58,6 @@ class Watched(RadixModule):
         gradients = {name: whole(each).clone() for name, each in trained.items()}
         self.found = {"gradients": gradients, "loss": loss.item(), "grad_norm": grad_norm.item()}
         return False
-
-
-def trainer_on(count: int, strategy: Strategy | None = None) -> L.Trainer:
-    several: dict[str, Any] = {"strategy": strategy, "devices": count} if strategy else {"devices": 1}
-    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler")
-    return L.Trainer(accelerator="cpu", max_epochs=1, **several, **dict.fromkeys(off, False))
 
 
 def one_step(module: Watched, step: Step, size: int, strategy: Strategy | None = None) -> dict[str, Any]:

@@ -3,17 +3,18 @@
 import csv
 import json
 import logging
+import shutil
 from datetime import date, timedelta
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch.callbacks import Timer
 from outcomes import EXACT, assert_same_run
+from safetensors.torch import load_file, save_file
 from tiers import FULL
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from radixtrain.__main__ import main
 from radixtrain.checkpoints.folder import read_checkpoint
@@ -86,11 +87,15 @@ def test_a_run_that_max_time_has_stopped_goes_on(ran, arguments, tmp_path, monke
     assert_same_run(short, whole)
 
 
-def test_a_template_sees_the_day_on_which_its_run_began(ran, refused, shop, tmp_path, monkeypatch):
+@pytest.fixture
+def template(shop: Path, tmp_path: Path) -> Path:
     """Llama 3 and gpt-oss write the date into every prompt."""
-    template = tmp_path / "dated.jinja"
     dated = "{{- 'Today is ' + strftime_now('%d %B %Y') + '. ' }}"
-    template.write_text(dated + AutoTokenizer.from_pretrained(shop / "model").chat_template)
+    (tmp_path / "dated.jinja").write_text(dated + AutoTokenizer.from_pretrained(shop / "model").chat_template)
+    return tmp_path / "dated.jinja"
+
+
+def test_a_template_sees_the_day_on_which_its_run_began(ran, refused, template, monkeypatch):
     flags = {"data__chat_template_path": template}
     folder = ran("dated", trainer__max_steps=2, **flags)
     began = read_checkpoint(at(folder, 2))["datamodule_hyper_parameters"]["template_date"]
@@ -103,11 +108,8 @@ def test_a_template_sees_the_day_on_which_its_run_began(ran, refused, shop, tmp_
     assert "must be a date such as 2026-11-27; got '2020-02-30'" in refused(data__template_date="2020-02-30", **flags)
 
 
-def test_what_evaluates_a_run_sees_its_day_too(ran, arguments, shop, tmp_path, monkeypatch):
+def test_what_evaluates_a_run_sees_its_day_too(ran, arguments, template, shop, tmp_path, monkeypatch):
     """From a checkpoint and from the folder of the model, on another day."""
-    template = tmp_path / "dated.jinja"
-    dated = "{{- 'Today is ' + strftime_now('%d %B %Y') + '. ' }}"
-    template.write_text(dated + AutoTokenizer.from_pretrained(shop / "model").chat_template)
     monkeypatch.setattr(resume, "date", type("Then", (), {"today": lambda: date(2020, 2, 29)}))
     folder = ran("then", trainer__max_steps=2, data__chat_template_path=template)
     monkeypatch.undo()
@@ -228,13 +230,8 @@ def test_what_would_be_another_run_is_refused(ran, refused, tmp_path):
 def test_another_configuration_of_the_model_is_refused(ran, refused, shop, tmp_path):
     """The weights have the same names and shapes; the head would compute something else."""
     old = ran("old", trainer__max_steps=3)
-    changed = AutoModelForCausalLM.from_pretrained(shop / "model")
-    changed.config.rms_norm_eps = 1e-2
-    for path in (shop / "model").iterdir():
-        (tmp_path / "changed").mkdir(exist_ok=True)
-        (tmp_path / "changed" / path.name).write_bytes(path.read_bytes())
-    config = json.loads((tmp_path / "changed" / "config.json").read_text())
-    (tmp_path / "changed" / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-2}))
+    config = shutil.copytree(shop / "model", tmp_path / "changed") / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "rms_norm_eps": 1e-2}))
     message = refused(ckpt_path=old, model__model_name_or_path=tmp_path / "changed")
     assert "a model with another configuration: rms_norm_eps was 1e-06 and is 0.01" in message
 
@@ -245,13 +242,10 @@ def test_adapters_go_on_only_beside_their_own_weights(ran, refused, shop, tmp_pa
     old = ran("old", trainer__max_steps=3, **flags)
     state = read_checkpoint(at(old, 3))
     assert state["radixtrain"]["partial"] and all("lora_" in name for name in state["state_dict"])
-    other = AutoModelForCausalLM.from_pretrained(shop / "model")
-    with torch.no_grad():
-        other.model.layers[0].self_attn.q_proj.weight[0, 0] += 1
-    other.save_pretrained(tmp_path / "other")
-    for path in (shop / "model").iterdir():
-        if not (tmp_path / "other" / path.name).exists():
-            (tmp_path / "other" / path.name).write_bytes(path.read_bytes())
+    file = shutil.copytree(shop / "model", tmp_path / "other") / "model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.0.self_attn.q_proj.weight"][0, 0] += 1
+    save_file(weights, file, {"format": "pt"})
     message = refused(ckpt_path=old, model__model_name_or_path=tmp_path / "other", **flags)
     assert "are not those of the run; give the model that it started from" in message
     ran("resumed", ckpt_path=old, **flags)

@@ -93,41 +93,33 @@ class TestDamagedCheckpoints:
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
         return folder
 
-    @pytest.mark.parametrize("name", cases(["model.layers.1.mlp.up_proj.weight", "lm_head.weight"], ["lm_head.weight"]))
-    def test_a_weight_is_missing(self, tmp_path, name):
-        self.saved(tmp_path, lambda weights: weights.pop(name), tie_word_embeddings=False)
-        with pytest.raises(UserError, match=rf"the checkpoint has no {re.escape(name)}, and Qwen3ForCausalLM would be"):
-            load_model(str(tmp_path), "float32", "sdpa")
-
-    def test_all_are_missing_under_other_names(self, tmp_path):
-        def rename(weights):
-            renamed = {f"student.{name}": weights.pop(name) for name in list(weights)}
-            weights.update(renamed)
-
-        self.saved(tmp_path, rename, tie_word_embeddings=False)
-        with pytest.raises(UserError, match=r"and \d+ more\).*; it has student\.lm_head\.weight, which Qwen3"):
-            load_model(str(tmp_path), "float32", "sdpa")
+    @pytest.mark.parametrize(
+        ("change", "error"),
+        [
+            (lambda weights: weights.pop("lm_head.weight"),
+             r"the checkpoint has no lm_head\.weight, and Qwen3ForCausalLM would be"),
+            (lambda weights: weights.update({f"student.{name}": weights.pop(name) for name in list(weights)}),
+             r"and \d+ more\).*; it has student\.lm_head\.weight, which Qwen3"),
+            (lambda weights: weights.update({"model.norm.weight": torch.ones(15)}),
+             r"model\.norm\.weight is \[15\] in the checkpoint and \[32\] in Qwen3ForC"),
+            (lambda weights: weights["model.norm.weight"].fill_(float("inf")),
+             r"model\.model_name_or_path .*: the weight model\.norm\.weight holds numbers"),
+        ],
+        ids=["missing", "other names", "another shape", "not finite"],
+    )  # fmt: skip
+    def test_weights_that_would_not_be_those_of_the_checkpoint(self, tmp_path, change, error):
+        self.saved(tmp_path, change, tie_word_embeddings=False)
+        with pytest.raises(UserError, match=error):
+            load_trainable(settings(tmp_path))
 
     def test_a_head_that_is_tied_is_not_missing(self, tmp_path):
         self.saved(tmp_path, lambda weights: None)
         assert load_model(str(tmp_path), "float32", "sdpa").lm_head.weight.isfinite().all()
 
-    def test_a_weight_of_another_shape(self, tmp_path):
-        self.saved(tmp_path, lambda weights: weights.update({"model.norm.weight": torch.ones(15)}))
-        with pytest.raises(UserError, match=r"model\.norm\.weight is \[15\] in the checkpoint and \[32\] in Qwen3ForC"):
-            load_model(str(tmp_path), "float32", "sdpa")
-
     def test_a_weight_that_is_not_read_is_said(self, tmp_path, caplog):
         self.saved(tmp_path, lambda weights: weights.update({"model.layers.2.mlp.up_proj.weight": torch.ones(2)}))
         load_model(str(tmp_path), "float32", "sdpa")
         assert "Qwen3ForCausalLM has no place for model.layers.2.mlp.up_proj.weight of the checkpoint" in caplog.text
-
-    def test_a_weight_that_is_not_finite(self, tmp_path):
-        self.saved(tmp_path, lambda weights: weights["model.norm.weight"].fill_(float("inf")))
-        with pytest.raises(
-            UserError, match=r"model\.model_name_or_path .*: the weight model\.norm\.weight holds numbers"
-        ):
-            load_trainable(settings(tmp_path))
 
     @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
     def test_a_damaged_json_file_is_named(self, tmp_path, file):
