@@ -7,9 +7,8 @@ import torch
 from image_batches import IMAGE, Kind, Row, batch_of
 from same_step import same_step
 
-from radixtrain import RadixCollator
-from radixtrain.collators.images import TOKEN_TYPES, TYPES
-from radixtrain.hf.tower import image_inputs_of
+from radixtrain import RadixCollator, image_inputs_of
+from radixtrain.images.tokens import TOKEN_TYPES, TYPES
 from radixtrain.verification.oracle import radix_batch
 
 __all__ = ["check_rows", "features_of"]

@@ -25,8 +25,8 @@ from radixtrain import RadixCollator, image_inputs_of, prepare_model, restore_mo
 from radixtrain.collators import images
 from radixtrain.collators.images import BatchImages
 from radixtrain.errors import UserError
-from radixtrain.hf import tower
-from radixtrain.hf.tower import Tower
+from radixtrain.images import tower
+from radixtrain.images.tower import Tower
 from radixtrain.tree.radix_inputs import with_radix
 
 pytestmark = pytest.mark.skipif(
@@ -257,27 +257,27 @@ def test_a_batch_that_ranks_would_split() -> None:
 def without_images_in_codes(real: Any, *args: Any) -> Any:
     """Tokens are compared without the images behind them."""
     found = real(*args)
-    found.codes[found.is_image] = 10_000
+    found.tokens.codes[found.tokens.is_image] = 10_000
     return found
 
 
 def next_feature(real: Any, *args: Any) -> Any:
     found = real(*args)
-    found.rows = np.roll(found.rows, 1)
+    found.tokens.rows = np.roll(found.tokens.rows, 1)
     return found
 
 
 def without_axes(real: Any, *args: Any) -> Any:
     """Positions are counted along each row."""
     found = real(*args)
-    found.axes = None
+    found.tokens.positions = None
     return found
 
 
 def one_axis(real: Any, *args: Any) -> Any:
     found = real(*args)
-    assert found.axes is not None
-    found.axes = found.axes[:1].repeat(3, 0)
+    assert found.tokens.positions is not None
+    found.tokens.positions = found.tokens.positions[:1].repeat(3, 0)
     return found
 
 

@@ -22,7 +22,7 @@ from transformers.models.llava.modeling_llava import LlavaModel
 from radixtrain import RadixCache, generate, score_completions
 from radixtrain.errors import UserError
 from radixtrain.generation.images import PromptImages
-from radixtrain.hf.tower import FEATURES, Tower
+from radixtrain.images.tower import FEATURES, Tower
 from radixtrain.verification.oracle import float64_throughout
 
 pytestmark = pytest.mark.skipif(
@@ -157,8 +157,9 @@ def test_types_of_zeros(model_class: str, settings: dict[str, Any], is_read: boo
 def keys_are_ids(real: Any, *args: Any) -> Any:
     """Prompts are compared without their images."""
     found = real(*args)
-    places = [np.searchsorted(np.unique(found.ids), found.ids[key]) for key in found.keys]
-    first = np.array([np.flatnonzero(found.ids == each)[0] for each in np.unique(found.ids)])
+    ids = found.tokens.ids
+    places = [np.searchsorted(np.unique(ids), ids[key]) for key in found.keys]
+    first = np.array([np.flatnonzero(ids == each)[0] for each in np.unique(ids)])
     found.keys = [first[place] for place in places]
     return found
 
@@ -172,7 +173,7 @@ def answers_at_their_places(real: Any, *args: Any) -> Any:
 
 def without_axes(real: Any, *args: Any) -> Any:
     found = real(*args)
-    found.axes, found.shifts = None, np.zeros(len(found.keys), dtype=np.int64)
+    found.tokens.positions, found.shifts = None, np.zeros(len(found.keys), dtype=np.int64)
     return found
 
 

@@ -22,12 +22,13 @@ from torch import Tensor
 from transformers.models.llava.modeling_llava import LlavaModel
 
 from radixtrain import share_prefixes, sharing_report
-from radixtrain.collators.images import codes_of, distinct_images
 from radixtrain.errors import UserError
-from radixtrain.hf import tower, windows
-from radixtrain.hf.padded import images
+from radixtrain.hf import image_models, windows
 from radixtrain.hf.padded.images import Images
-from radixtrain.hf.tower import Tower
+from radixtrain.images import tokens, tower
+from radixtrain.images.tensors import distinct_images
+from radixtrain.images.tokens import ImageTokens
+from radixtrain.images.tower import Tower
 from radixtrain.tree.blocks import BlockLayout
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import gradients_of
@@ -237,7 +238,7 @@ def test_images_that_attend_in_both_directions_before_transformers_says_which(
     kind = KINDS[name]
     inputs, _ = batch_of(kind, ROWS)
     inputs["pixel_values"] = inputs["pixel_values"].float()
-    monkeypatch.setattr(tower, "block_function_of", lambda backbone: None)
+    monkeypatch.setattr(image_models, "block_function_of", lambda backbone: None)
     assert reason_of(kind.build(), inputs) == f"{kind.types} is given"
 
 
@@ -341,8 +342,8 @@ def test_placeholders_that_were_cut_off(letters: str) -> None:
 
 
 def test_positions_below_zero_and_images_that_are_nan() -> None:
-    codes = codes_of(np.array([7, 7, 8]), np.zeros(3, bool), np.zeros(0, int), [np.array([5, -1, -1])])
-    assert len(set(codes.tolist())) == 3, "7 at 5 is another token than 8 at -1"
+    tokens = ImageTokens(np.array([7, 7, 8]), np.zeros(3, bool), np.zeros(0, int), np.array([5, -1, -1]), None)
+    assert len(set(tokens.codes.tolist())) == 3, "7 at 5 is another token than 8 at -1"
     parts = [{"pixel_values": torch.tensor(row)} for row in ([1.0, float("nan")], [float("nan"), 1.0], [0.0], [-0.0])]
     assert distinct_images([*parts, *parts])[0].tolist() == [0, 1, 2, 3] * 2, "by their bits"
 
@@ -407,14 +408,14 @@ def detached(real: Any, tower: Tower, rows: Any) -> Any:
 def ids_only(real: Any, *args: Any) -> Any:
     """Tokens are compared without the images behind them."""
     found = real(*args)
-    found.codes[found.is_image] = 10_000
+    found.tokens.codes[found.tokens.is_image] = 10_000
     return found
 
 
 def without_positions(real: Any, *args: Any) -> Any:
     """Positions are counted along each row."""
     found = real(*args)
-    found.positions = None
+    found.tokens.positions = None
     return found
 
 
@@ -433,7 +434,7 @@ def one_axis(real: Any, *args: Any) -> Any:
 
 def without_blocks(real: Any, codes: Any, blocks: Any) -> Any:
     """Tokens of an image are shared although another image follows it."""
-    return codes
+    return np.minimum(blocks, 0)
 
 
 def one_block(real: Any, blocks: Any) -> Any:
@@ -465,7 +466,7 @@ OF_TOWERS: list[tuple[Any, str, Any]] = [
     (Images, "read", without_positions),
 ]
 OF_BOTH_WAYS: list[tuple[Any, str, Any]] = [
-    (images, "codes_of_blocks", without_blocks),
+    (tokens, "whole_blocks", without_blocks),
     (BlockLayout, "of", one_block),
     (BlockLayout, "of", without_the_last_rows),
     (windows, "_seen", in_every_layer),

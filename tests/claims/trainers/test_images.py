@@ -20,7 +20,7 @@ from transformers.models.llava.modeling_llava import LlavaModel
 
 from radixtrain import RadixCollator, image_inputs_of, prepare_model
 from radixtrain.hf.backbone import backbone_of, model_inside
-from radixtrain.hf.tower import FEATURES
+from radixtrain.images.tower import FEATURES
 
 pytestmark = pytest.mark.skipif(
     FEATURES not in inspect.signature(LlavaModel.forward).parameters,
