@@ -52,7 +52,10 @@ class BatchImages:
     def read(
         cls, inputs: ImageInputs, features: Sequence[Mapping[str, Any]], arrays: Sequence[TokenRow]
     ) -> BatchImages | None:
-        """None if no feature has images. arrays: of the features. ValueError that names the feature and the entry."""
+        """Read the images of features; None if these have none. ValueError that names the feature and the entry.
+
+        arrays: the same features, read.
+        """
         both = zip(features, arrays, strict=True)
         of_features = [_images_of(inputs, *each, index) for index, each in enumerate(both)]
         if not any(of_features):
@@ -76,7 +79,7 @@ class BatchImages:
         return cls(tokens, pieces, joined([images[index] for index in first], is_nested))
 
     def added_to(self, batch: dict[str, Any], plan: PrefixPlan) -> dict[str, Any]:
-        """The batch of the plan with these images."""
+        """Add these images to the batch of the plan."""
         axes = self.tokens.axes_at(plan.gather_indices)
         positions = {} if axes is None else {"position_ids": torch.from_numpy(axes)[:, None]}
         rows = torch.from_numpy(self.tokens.rows_at(plan.gather_indices))
@@ -84,7 +87,7 @@ class BatchImages:
 
 
 def without_images(inputs: ImageInputs, features: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """The features without the entries that `BatchImages` reads."""
+    """Remove from features the entries that `BatchImages` reads."""
     read = inputs.names | {inputs.types}
     return [
         {name: value for name, value in each.items() if name not in read} if isinstance(each, Mapping) else each
@@ -93,7 +96,7 @@ def without_images(inputs: ImageInputs, features: Sequence[Mapping[str, Any]]) -
 
 
 def _images_of(inputs: ImageInputs, feature: Mapping[str, Any], arrays: TokenRow, index: int) -> SplitImages | None:
-    """The images of a feature, None if it has none. ValueError if these are not what its placeholders show."""
+    """Read the images of a feature; None if it has none. ValueError if these are not what its placeholders show."""
     placeholders = arrays.input_ids == inputs.token
     number = int(np.count_nonzero(placeholders))
     if number != np.count_nonzero(np.asarray(feature["input_ids"]) == inputs.token):
@@ -128,7 +131,7 @@ def _is_given(inputs: ImageInputs, feature: Mapping[str, Any], name: str) -> boo
 
 
 def _tensor(feature: Mapping[str, Any], name: str, index: int) -> Tensor:
-    """An entry of a feature; lists of numbers, as a data set stores them, as `torch.tensor` reads them."""
+    """Read an entry of a feature; lists of numbers, as a data set stores them, as `torch.tensor` reads them."""
     value = feature[name]
     try:
         if isinstance(value, list | tuple):
@@ -165,7 +168,7 @@ def _have_types(
 
 
 def _padded(arrays: Sequence[TokenRow]) -> tuple[IntArray, BoolArray]:
-    """The ids of the features, (B, L), with 0 on the right of shorter ones, and which are kept, (B, L)."""
+    """Pad the ids of the features with 0 on the right, (B, L), and say which are kept, (B, L)."""
     lengths = np.array([len(each.input_ids) for each in arrays])
     kept = np.arange(lengths.max()) < lengths[:, None]
     ids = np.zeros(kept.shape, dtype=np.int64)
@@ -176,21 +179,21 @@ def _padded(arrays: Sequence[TokenRow]) -> tuple[IntArray, BoolArray]:
 def _arguments(
     inputs: ImageInputs, ids: IntArray, kept: BoolArray, types: Tensor, images: Sequence[Image]
 ) -> dict[str, Tensor]:
-    """The call of these rows, as far as positions are counted from it."""
+    """Make the call of these rows, as far as positions are counted from it."""
     tensors = {name: torch.cat([image[name] for image in images]) for name in images[0].keys() & inputs.arguments}
     mask = torch.from_numpy(kept).long()
     return {**tensors, "input_ids": torch.from_numpy(ids), TYPES: types.int(), "attention_mask": mask}
 
 
 def _pieces(is_image: BoolArray, counts: Sequence[int], owners: IntArray, images: Sequence[Image]) -> Iterator[Piece]:
-    """The pieces of all rows. is_image: (B, L). counts: images of each row."""
+    """Yield the pieces of all rows. is_image: (B, L). counts: images of each row."""
     for row, (start, end) in zip(is_image, pairwise(accumulate(counts, initial=0)), strict=True):
         if start < end:
             yield from _pieces_of_row(row, owners[start:end].tolist(), images[start:end])
 
 
 def _pieces_of_row(is_image: BoolArray, owners: list[int], images: Sequence[Image]) -> list[Piece]:
-    """A run of placeholders for each image, equal parts, or one of them all."""
+    """Cut the placeholders of a row: by runs, one for each image, or into equal parts, or not at all."""
     bounds = np.flatnonzero(np.diff(is_image, prepend=False, append=False)).reshape(-1, 2)
     lengths = np.diff(bounds)[:, 0].tolist()
     if len(lengths) != len(owners):
@@ -202,7 +205,7 @@ def _pieces_of_row(is_image: BoolArray, owners: list[int], images: Sequence[Imag
 
 
 def _numbered(pieces: Iterable[Piece]) -> tuple[IntArray, tuple[Piece, ...]]:
-    """The row at each placeholder, counted over the distinct pieces, back to back; and these pieces."""
+    """Number the row at each placeholder over the distinct pieces, back to back, and list these pieces."""
     starts: dict[Piece, int] = {}
     ranges, total = [np.zeros(0, dtype=np.int64)], 0
     for piece in pieces:

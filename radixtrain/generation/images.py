@@ -34,12 +34,12 @@ INSTEAD = "use model.generate"
 
 
 def has_images(prompts: Any) -> bool:
-    """Whether prompts are what a model's processor returns for texts with images."""
+    """Say whether prompts are what a model's processor returns for texts with images."""
     return isinstance(prompts, Mapping) and prompts.get("pixel_values") is not None
 
 
 def text_of(backbone: PreTrainedModel, prompts: Mapping[str, Any]) -> dict[str, Any]:
-    """The prompts without what only their images need."""
+    """Remove from prompts what only their images need."""
     names = given_of_images(backbone, prompts) if hasattr(backbone, "get_image_features") else set()
     return {name: value for name, value in prompts.items() if name not in names}
 
@@ -62,7 +62,7 @@ class PromptImages:
     def read(
         cls, backbone: PreTrainedModel, prompts: Mapping[str, Any], attention_mask: Any, device: torch.device
     ) -> PromptImages:
-        """Runs the tower. In evaluation mode and without gradients. UserError for what cannot be shared exactly."""
+        """Run the tower, in evaluation mode and without gradients. UserError for what cannot be shared exactly."""
         given = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in prompts.items()}
         if not isinstance(given["input_ids"], Tensor):
             raise UserError("prompts with images: expected tensors, as processor(..., return_tensors='pt') makes them")
@@ -86,7 +86,7 @@ class PromptImages:
         return cls(images.tower, images.tokens, keys, shifts)
 
     def inputs_of(self, keys: IntArray, device: torch.device) -> dict[str, Any]:
-        """What a pass computes in place of these keys, (U,): ids, positions of several axes, and features."""
+        """Return what a pass computes in place of these keys, (U,): ids, positions of several axes, and features."""
         inputs: dict[str, Any] = {"input_ids": on_device(self.tokens.ids[keys], device)}
         axes, rows = self.tokens.axes_at(keys), self.tokens.rows_at(keys)
         if axes is not None:
@@ -96,6 +96,6 @@ class PromptImages:
         return inputs
 
     def blocks_of(self, ends: Continuations, device: torch.device) -> BlockLayout | None:
-        """The rows of these ends that attend in both directions."""
+        """Find the rows of these ends that attend in both directions."""
         layout = self.tokens.blocks_of(ends.plan, ends.ids)
         return None if layout is None else layout.to(device)

@@ -30,7 +30,7 @@ USED = {"pooler_output", "deepstack_features"}  # of what the tower returns, wit
 
 
 def image_inputs_of(model: nn.Module) -> ImageInputs:
-    """What `RadixCollator(images=...)` has to know of a model, so that its rows may have images.
+    """Find what `RadixCollator(images=...)` has to know of a model, so that its rows may have images.
 
     model: that `prepare_model` takes, before or after. It is not kept.
 
@@ -60,7 +60,7 @@ def inputs_of(backbone: PreTrainedModel) -> ImageInputs:
 
 
 def with_features(backbone: PreTrainedModel, radix: RadixInputs, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of the call of a `RadixCollator`'s batch, with the features of its unique placeholders.
+    """Return the arguments of the call of a `RadixCollator`'s batch, with the features of its unique placeholders.
 
     radix: of the batch. given: its other arguments.
 
@@ -95,7 +95,7 @@ def without_images(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def given_of_images(backbone: PreTrainedModel, given: Mapping[str, Any]) -> set[str]:
-    """The arguments of a call that only its images need; none if it has no images."""
+    """List the arguments of a call that only its images need; none if it has no images."""
     if "pixel_values" not in given:
         return set()
     names = OF_IMAGES.keys() & _arguments(backbone.get_image_features)
@@ -108,7 +108,7 @@ def given_of_images(backbone: PreTrainedModel, given: Mapping[str, Any]) -> set[
 
 
 def why_not_of_class(backbone: PreTrainedModel) -> str | None:
-    """Why the images of no call of a model can be shared; None if some can."""
+    """Say why the images of no call of a model can be shared; None if some can."""
     name = type(backbone).__name__
     if not {FEATURES, "pixel_values"} <= _arguments(backbone.forward) or image_token_of(backbone) is None:
         return f"images, and {name} does not take their features ready made ({FEATURES})"
@@ -119,7 +119,7 @@ def why_not_of_class(backbone: PreTrainedModel) -> str | None:
 
 
 def why_not(backbone: PreTrainedModel, given: Mapping[str, Any]) -> str | None:
-    """Why the images of a call cannot be shared; None if they can."""
+    """Say why the images of a call cannot be shared; None if they can."""
     reason = why_not_of_class(backbone)
     if reason is not None:
         return reason
@@ -146,7 +146,7 @@ def why_not(backbone: PreTrainedModel, given: Mapping[str, Any]) -> str | None:
 
 
 def _draws(values: Mapping[str, Any]) -> Iterator[str]:
-    """Settings or attributes that are rates of something random."""
+    """Yield settings or attributes that are rates of something random."""
     for name, value in values.items():
         if isinstance(value, float) and value > 0 and (DRAWS.search(name) or DROPS_PATHS.search(name)):
             yield name
@@ -165,7 +165,7 @@ def counts_positions(backbone: PreTrainedModel) -> bool:
 
 
 def types_of_mask(backbone: PreTrainedModel) -> str | None:
-    """The argument by which a model makes images attend in both directions; None if it reads none for its mask."""
+    """Name the argument that makes images attend in both directions; None if a model reads none for its mask."""
     arguments = _arguments(backbone.forward)
     if counts_positions(backbone):  # for positions only
         return None
@@ -175,26 +175,26 @@ def types_of_mask(backbone: PreTrainedModel) -> str | None:
 
 
 def block_function_of(backbone: PreTrainedModel) -> Callable[..., Tensor] | None:
-    """The model's own (B, L) types -> (B, L) blocks, in which tokens attend in both directions, -1 outside of them."""
+    """Find the model's own (B, L) types -> (B, L) blocks, whose tokens attend in both directions, -1 outside."""
     found = getattr(sys.modules[type(backbone).__module__], "get_block_sequence_ids_for_mask", None)
     return found if types_of_mask(backbone) else None
 
 
 def types_for(backbone: PreTrainedModel, blocks: BlockLayout | None, longest: int) -> dict[str, Tensor]:
-    """The argument that makes these rows attend in both directions. longest: sequence, in tokens."""
+    """Make the argument that lets these rows attend in both directions. longest: sequence, in tokens."""
     name = None if blocks is None else types_of_mask(backbone)
     return {} if name is None or blocks is None else {name: blocks.types(longest)}
 
 
 def without_empty_types(backbone: PreTrainedModel, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call without types that mark no token, as processors return them for text. May wait."""
+    """Leave out types that mark no token, as processors return them for text. May wait for the device."""
     types = types_of_mask(backbone) or ""
     is_empty = types in given and block_function_of(backbone) is not None and not given[types].any()
     return {name: value for name, value in given.items() if name != types or not is_empty}
 
 
 def sees_beyond_windows(backbone: PreTrainedModel) -> bool:
-    """Whether a token sees all of its image in layers with a shorter window too, as in the unified Gemma 4."""
+    """Say whether a token sees all of its image in layers with a shorter window too, as in the unified Gemma 4."""
     return "create_masks_for_vision_model" not in names_in_method(type(backbone).forward)
 
 

@@ -98,7 +98,7 @@ class TreeLayout(Movable):
         )
 
     def after(self, context: ContextLayout, plan: PrefixPlan, paths: Sequence[IntArray]) -> TreeLayout:
-        """The same rows with a context. plan: of the rows. paths: of each sequence, (n,), int64, its context rows."""
+        """Add a context to these rows. plan: of the rows. paths: of each sequence, (n,), int64, its context rows."""
         bounds = plan.cu_seqlens.tolist()
         whole = [
             np.append(self.num_rows + path, plan.inverse_indices[start:end])

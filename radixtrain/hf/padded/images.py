@@ -69,7 +69,7 @@ class Images:
 
 
 def _types(inputs: ImageInputs, given: Mapping[str, Any]) -> Tensor | None:
-    """The entry that makes images attend in both directions; None for a model or a call without it."""
+    """Return the entry that makes images attend in both directions; None for a model or a call without it."""
     types: Tensor | None = None if inputs.count_blocks is None else given.get(inputs.types)
     if types is not None and types.shape != given["input_ids"].shape:
         raise NotShared(f"{inputs.types} is not [B, L]")
