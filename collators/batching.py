@@ -145,7 +145,7 @@ def deal_by_unique_tokens(by_order: SortedSequences, batch_size: int) -> list[li
 
 
 def _cheapest(found: Sequence[Shares]) -> Shares:
-    """Of those whose most expensive rank costs about the least, the one that computes least."""
+    """Find what computes least among those whose most expensive rank costs about the least."""
     least = min(max(shares.costs) for shares in found)
     close = [shares for shares in found if CLOSE * (max(shares.costs) - least) <= least]
     return min(close, key=lambda shares: sum(shares.costs))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from radixtrain.collators.features import check_no_floats, packed, token_rows
-from radixtrain.collators.images import BatchImages, ImageInputs, without_images
+from radixtrain.collators.images import BatchImages, without_images
 from radixtrain.collators.misuse_guard import check_not_dispatched, start_watch
 from radixtrain.collators.passes import Span
 from radixtrain.collators.step_rows import StepRows
@@ -28,6 +28,7 @@ from radixtrain.collators.targets import (
 )
 from radixtrain.collators.token_row import IGNORE_INDEX, FloatArray, TokenRow
 from radixtrain.errors import UserError
+from radixtrain.images.tokens import ImageInputs
 from radixtrain.tree.arrays import IntArray, cumulative
 from radixtrain.tree.blocks import WITH_BLOCKS
 from radixtrain.tree.context import WITH_CONTEXT, ContextLayout
@@ -161,7 +162,7 @@ class RadixCollator:
         arrays = token_rows(read, self.loss_on_all)
         images = None if inputs is None else BatchImages.read(inputs, features, arrays)
         if self.shared_targets == "once":
-            arrays = keep_once(arrays, None if images is None else images.codes)
+            arrays = keep_once(arrays, None if images is None else images.tokens.codes)
         return self.collate(arrays, images=images)
 
     def collate(
@@ -174,14 +175,14 @@ class RadixCollator:
         if not self.merge_labels:
             check_no_floats(arrays)
         ids, labels, cu_seqlens, positions, floats = packed(arrays)
-        strategies = CHOICES if images is None or images.blocks is None else WITH_BLOCKS
-        compared_ids = ids if images is None else images.codes
+        strategies = CHOICES if images is None or images.tokens.blocks is None else WITH_BLOCKS
+        compared_ids = ids if images is None else images.tokens.codes
         plan, chosen = self._plan(compared_ids, cu_seqlens, positions, max_tokens, strategies)
         predictions = list_predictions(plan, labels, floats.get("loss_weights"))
         batch = _batch(
             ids[plan.gather_indices],
             plan,
-            TreeLayout.from_plan(plan, self._run_cost),
+            TreeLayout.from_plan(plan, self._run_cost, None if images is None else images.tokens.blocks_of(plan)),
             _merged(predictions, floats) if self.merge_labels else _plain(predictions, plan),
             token_loss=self.token_loss or self.merge_labels,
             is_left_padded=any(feature.is_counted_from_padding for feature in arrays),

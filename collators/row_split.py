@@ -25,7 +25,7 @@ def rows_per_rank(num_rows: int, size: int) -> int:
 
 
 def own_rows(rows: Tensor, dim: int, rank: int, size: int) -> Tensor:
-    """Those of one of `size` ranks, filled up with copies of the first: U of `dim` -> ceil(U / size)."""
+    """Return the rows of one of `size` ranks, filled up with copies of the first: U of `dim` -> ceil(U / size)."""
     count = rows_per_rank(rows.shape[dim], size)
     start = min(rank * count, rows.shape[dim])
     return filled(rows.narrow(dim, start, min(count, rows.shape[dim] - start)), rows.narrow(dim, 0, 1), dim, count)

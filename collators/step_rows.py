@@ -51,7 +51,7 @@ class StepRows:
         self.pass_of[rows], self.row_in_pass[rows] = place, np.arange(len(rows))
 
     def kept_predictions(self, place: int) -> Predictions:
-        """Those that the rows of a kept pass make, for all sequences that continue them."""
+        """Return what the rows of a kept pass predict, for all sequences that continue them."""
         rows = self.listed.predictor_indices
         mine = np.flatnonzero(self.is_kept & (self.pass_of[rows] == place))
         mine = mine[np.argsort(self.row_in_pass[rows[mine]], kind="stable")]

@@ -198,7 +198,7 @@ class StepCollator:
         return batches, passes
 
     def _collate_pass(self, rows: StepRows, spans: Sequence[Span], kept_as: int | None) -> dict[str, Any]:
-        """As `_fitting`, of one pass."""
+        """Collate one pass, and share more if its rows do not fit, as `_fitting` does."""
         batch = self._collator.collate_pass(rows, spans, kept_as, self._budget)
         if self.min_shared_tokens == 1 or self._budget is None or batch["input_ids"].numel() <= self._budget:
             return batch

@@ -75,7 +75,7 @@ class EfficientKernel:
     def _backward_of_a_window(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ragged: Ragged, scoring: Scoring
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As many queries as keys: each beside its own key, rows of zeros with a log-sum-exp of +inf at the others."""
+        """Run with as many queries as keys: where a key has none, a row of zeros with a log-sum-exp of +inf."""
         entry, _ = _places(ragged, len(q))
         before = (ragged.cu_seqlens_k - ragged.cu_seqlens_q)[1:]  # keys without a query, up to the end of each entry
         beside = before[entry] + torch.arange(len(q), device=q.device)

@@ -180,7 +180,7 @@ class FlashAttn4Kernel:
 
 
 def widest_head_dim(kernel: str, device: torch.device) -> int:
-    """Of a flash kernel on a CUDA device; every multiple of 8 up to it is taken."""
+    """Return the widest head that a flash kernel takes on a CUDA device, with every multiple of 8 below it."""
     if kernel == "flash_attn_3":
         return FLASH_3_WIDEST_HEAD_DIM
     if kernel == "flash_attn_4" and torch.cuda.get_device_capability(device)[0] > 9:
@@ -196,7 +196,7 @@ def takes_window() -> bool:
 
 
 def _window_and_softcap(ragged: Ragged, scoring: Scoring) -> dict[str, Any]:
-    """As the packages take them: the keys on either side of a query's own, -1 for all; 0 for no soft-cap."""
+    """Return the packages' arguments: the keys on either side of a query's own, -1 for all; 0 for no soft-cap."""
     assert ragged.causal or scoring.window is None, "a window counts from the last key"
     left, right = (-1, -1) if scoring.window is None else (scoring.window - 1, 0)
     return {"window_size_left": left, "window_size_right": right, "softcap": scoring.softcap or 0.0}

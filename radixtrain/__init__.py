@@ -17,9 +17,9 @@ if TYPE_CHECKING:  # `_HOMES`, as type checkers and editors read it
     from radixtrain.generation.cache import RadixCache
     from radixtrain.generation.generate import generate
     from radixtrain.generation.score import score_completions
+    from radixtrain.hf.image_models import image_inputs_of
     from radixtrain.hf.prepare import prepare_model, restore_model, share_prefixes, sharing_report
     from radixtrain.hf.step_losses import step_losses
-    from radixtrain.hf.tower import image_inputs_of
     from radixtrain.plugins.trainer_callback import log_sharing
     from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
     from radixtrain.verification.equivalence import verify_equivalence
@@ -53,7 +53,7 @@ _HOMES = {
     "StepCollator": "radixtrain.collators.steps",
     "build_prefix_plan": "radixtrain.tree.plan",
     "generate": "radixtrain.generation.generate",
-    "image_inputs_of": "radixtrain.hf.tower",
+    "image_inputs_of": "radixtrain.hf.image_models",
     "log_sharing": "radixtrain.plugins.trainer_callback",
     "prepare_model": "radixtrain.hf.prepare",
     "restore_model": "radixtrain.hf.prepare",

@@ -200,7 +200,7 @@ def _refuse_unsupported(config: GenerationConfig, set_by_caller: set[str], missi
 
 
 def _settle_lengths(config: GenerationConfig, base: PreTrainedModel, has_length: bool) -> None:
-    """As `model.generate`: `max_new_tokens` wins, then `max_length`, then 20 tokens within the model's positions."""
+    """Choose as `model.generate`: `max_new_tokens`, else `max_length`, else 20 tokens within the model's positions."""
     if config.max_new_tokens is not None:
         config.max_length = None
     elif not has_length or config.max_length is None:

@@ -131,7 +131,7 @@ class _Scoring:
         return requests
 
     def _scored(self, requests: Sequence[Request], lanes: LaneRange, longest: int) -> dict[int, CompletionScore]:
-        """Of one pass, by the index of the pair. longest: tokens of the longest completion, as long as a lane."""
+        """Score the pairs of one pass, by their index. longest: tokens of the longest completion, as long as a lane."""
         prompts = [len(self.pairs[request.index][0]) for request in requests]
         places = [np.arange(length - 1, len(request.prompt)) for length, request in zip(prompts, requests, strict=True)]
         try:

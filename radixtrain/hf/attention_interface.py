@@ -317,9 +317,9 @@ def _attend(
 
 
 def _as_autocast(x: Tensor) -> Tensor:
-    """As autocast casts for `scaled_dot_product_attention`: norms leave q and k in float32, v comes in 16 bits.
+    """Cast as autocast does for `scaled_dot_product_attention`: norms leave q and k in float32, v comes in 16 bits.
 
-    It leaves float64 as it is (`cached_cast` in torch's autocast_mode.cpp).
+    Autocast leaves float64 as it is (`cached_cast` in torch's autocast_mode.cpp).
     """
     device_type = x.device.type
     casts = torch.is_autocast_enabled(device_type) and x.dtype != torch.float64

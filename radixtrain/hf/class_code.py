@@ -25,7 +25,7 @@ def names_in(module_class: Any) -> frozenset[str]:
 
 
 def names_in_method(method: Any) -> tuple[str, ...]:
-    """The same for one method, in the order in which its code first names them."""
+    """List the attributes and globals that a method names, in the order in which its code first does."""
     function = inspect.unwrap(method)
     return tuple(_names(function.__code__)) if isinstance(function, FunctionType) else ()
 

@@ -25,6 +25,7 @@ from radixtrain.errors import UserError
 from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.attention_interface import RadixCall, check_both_ways
 from radixtrain.hf.backbone import text_decoder_of, with_rows
+from radixtrain.hf.image_models import types_for, with_features
 from radixtrain.hf.inputs import (
     arguments_of,
     check_evaluation,
@@ -55,7 +56,6 @@ from radixtrain.hf.sharing_report import (
     is_frozen,
 )
 from radixtrain.hf.token_losses import TokenLoss, watched
-from radixtrain.hf.tower import types_for, with_features
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.kernels.rows import gather_rows
 from radixtrain.tree.arrays import IntArray

@@ -112,7 +112,7 @@ def _num_key_value_heads(config: PreTrainedConfig, num_attention_heads: int) -> 
 
 
 def _largest(config: PreTrainedConfig, name: str) -> int | None:
-    """Of its layers, if they differ as in Gemma 4: transformers then refuses to give one for all."""
+    """Read a number of a model; the largest of its layers, if they differ as in Gemma 4 and transformers gives none."""
     try:
         return getattr(config, name, None)
     except RuntimeError:

@@ -57,7 +57,7 @@ class RowSplit:
         return rows_per_rank(num_rows, self.size)
 
     def own(self, rows: Tensor) -> Tensor:
-        """Those of this rank, filled up: (U, ...) -> (u, ...)."""
+        """Return the rows of this rank, filled up: (U, ...) -> (u, ...)."""
         return own_rows(rows, 0, self.rank, self.size)
 
     def all_rows(self, rows: Tensor, num_rows: int) -> Tensor:

@@ -59,7 +59,7 @@ def _check_model(model: nn.Module) -> None:
 
 
 def loss_sums(step: Step, loss_sum: Callable[[dict[str, Any]], Tensor]) -> Iterator[Tensor]:
-    """As `step_losses`, not divided yet. loss_sum: runs the model on a micro-batch."""
+    """Yield the losses of `step_losses`, not divided yet. loss_sum: runs the model on a micro-batch."""
     kept: dict[int, LayerRows] = {}
     held: dict[int, Tensor] = {}
 

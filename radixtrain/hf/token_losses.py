@@ -54,7 +54,7 @@ class LossWatch:
 
 @torch.compiler.disable  # the watch is new in every call
 def watched(rows: Tensor, is_trained: bool) -> Tensor:
-    """The same rows, whose backward pass raises UserError for a gradient of a loss that is not known.
+    """Return the rows, whose backward pass now raises UserError for a gradient of a loss that is not known.
 
     rows: (P, D). is_trained: whether something is that these rows go through.
     """
@@ -80,7 +80,7 @@ class _Watched(torch.autograd.Function):
 
 @torch.compiler.disable  # reads the graph
 def for_token_loss(source: Tensor) -> Tensor:
-    """The same tensor for a loss, whose gradient the rows accept that it was computed from, if they get no other."""
+    """Return the tensor for a loss whose gradient the rows that it was computed from accept, if they get no other."""
     if has_torch_function_unary(source):  # a lazy one: its table is what the loss reads
         found: Tensor = handle_torch_function(for_token_loss, (source,), source)
         return found

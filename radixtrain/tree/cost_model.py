@@ -163,11 +163,11 @@ class StepCost:
         return self.attention_seconds(plan, strategy) + self.run_seconds(plan) + self._matrix_seconds(plan)
 
     def attention_seconds(self, plan: PrefixPlan, strategy: str) -> float:
-        """Of attention."""
+        """Seconds of attention, forward and backward."""
         return self._work_seconds(attention_work(plan, strategy, self.on_host))
 
     def context_seconds(self, bounds: Sequence[tuple[int, int, int, int]]) -> float:
-        """Of calls onto the rows of earlier passes. bounds: of a `ContextLayout`."""
+        """Seconds of calls onto the rows of earlier passes. bounds: of a `ContextLayout`."""
         queries, keys = [q1 - q0 for q0, q1, _, _ in bounds], [k1 - k0 for _, _, k0, k1 in bounds]
         work = AttentionWork(
             calls=len(bounds),
@@ -184,7 +184,7 @@ class StepCost:
         return self.attention_share * attention
 
     def run_seconds(self, plan: PrefixPlan) -> float:
-        """Of the mixers of recurrent layers, with the forks that cost least; 0 without any."""
+        """Seconds of the mixers of recurrent layers, with the forks that cost least; 0 without any."""
         if self.run_cost is None:
             return 0.0
         return self.mixer_share * cost_of_runs(plan.segment_starts, plan.segment_parents, self.run_cost)
@@ -288,7 +288,7 @@ def _causal_on_host(q_lengths: IntArray, k_lengths: IntArray) -> AttentionWork:
 
 
 def _strips(q_lengths: IntArray, k_lengths: IntArray, q_ends: IntArray) -> AttentionWork:
-    """As `kernels/cpu_loops.py` cuts causal entries: equal strips equally far apart are one call."""
+    """Count causal entries as `kernels/cpu_loops.py` cuts them: equal strips equally far apart are one call."""
     filled = q_lengths > 0
     q_ends, q_lengths, k_lengths = q_ends[filled], q_lengths[filled], k_lengths[filled]
     number = -(-q_lengths // STRIP)

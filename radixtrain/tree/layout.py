@@ -69,10 +69,13 @@ class TreeLayout(Movable):
     blocks: BlockLayout | None = None
 
     @classmethod
-    def from_plan(cls, plan: PrefixPlan, run_cost: RunCost | None = None) -> TreeLayout:
+    def from_plan(
+        cls, plan: PrefixPlan, run_cost: RunCost | None = None, blocks: BlockLayout | None = None
+    ) -> TreeLayout:
         """Copies to CPU tensors. Runs in the DataLoader worker.
 
         run_cost: None, or what the recurrent layers of the model cost, by which their runs are chosen.
+        blocks: of its rows, if any attend in both directions.
         """
         segments = plan.segment_starts, plan.segment_parents
         return cls(
@@ -90,11 +93,12 @@ class TreeLayout(Movable):
             max_path=_longest(plan.path_cu_seqlens_k),
             max_position=int(plan.position_ids[: plan.num_unique_tokens].max(initial=0)),
             runs=None if run_cost is None else cheapest_runs(*segments, run_cost),
+            blocks=blocks,
             **_levels(plan),
         )
 
     def after(self, context: ContextLayout, plan: PrefixPlan, paths: Sequence[IntArray]) -> TreeLayout:
-        """The same rows with a context. plan: of the rows. paths: of each sequence, (n,), int64, its context rows."""
+        """Add a context to these rows. plan: of the rows. paths: of each sequence, (n,), int64, its context rows."""
         bounds = plan.cu_seqlens.tolist()
         whole = [
             np.append(self.num_rows + path, plan.inverse_indices[start:end])

@@ -23,10 +23,10 @@ from radixtrain.collators.targets import features_once
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import pretrained_model_of
 from radixtrain.hf.dropout import without_dropout
+from radixtrain.hf.image_models import image_inputs_of
 from radixtrain.hf.prepare import prepare_model, prepared_options, restore_model
 from radixtrain.hf.refusals import added_losses
 from radixtrain.hf.step_losses import loss_sums
-from radixtrain.hf.tower import image_inputs_of
 from radixtrain.verification.oracle import (
     Arm,
     Features,

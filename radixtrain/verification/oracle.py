@@ -24,10 +24,11 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from radixtrain.collators.features import token_rows
-from radixtrain.collators.images import OF_IMAGES, TOKEN_TYPES, TYPES
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.hf.backbone import model_inside
 from radixtrain.hf.quantized import plain_weights
+from radixtrain.images.tensors import OF_IMAGES
+from radixtrain.images.tokens import TOKEN_TYPES, TYPES
 
 Features = Sequence[Mapping[str, Any]]
 Arm = Callable[[], Iterable[Tensor]]

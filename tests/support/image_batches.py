@@ -9,7 +9,19 @@ from families import CORE_MULTIMODAL, MULTIMODAL
 from tiny_models import tiny_model
 from torch import Tensor
 
-__all__ = ["IMAGE", "KINDS", "OF_SIZES", "ROWS", "TOKEN", "Kind", "Row", "batch_of", "of_family", "squares"]
+__all__ = [
+    "IMAGE",
+    "KINDS",
+    "OF_SIZES",
+    "ROWS",
+    "TOKEN",
+    "Kind",
+    "Row",
+    "batch_of",
+    "letters_of",
+    "of_family",
+    "squares",
+]
 
 IMAGE = 5  # id of a placeholder
 START = 4  # of what stands before an image
@@ -28,6 +40,11 @@ ROWS: list[Row] = [
     [7, "A"],
 ]
 OF_SIZES: list[Row] = [[7, "A", 8, 9], [7, "a", 8, 9], [7, "a", "A", 8], [7, "a", "A", 10, 11], [8, "B", "a", 7]]
+
+
+def letters_of(rows: Sequence[Row]) -> list[str]:
+    """The images of all rows."""
+    return [part for row in rows for part in row if isinstance(part, str)]
 
 
 @dataclass(frozen=True)
@@ -58,7 +75,7 @@ def squares(size: int, num_tokens: int) -> Callable[..., Any]:
     """Images of one size, one after the other: LLaVA, InternVL."""
 
     def inputs(rows: list[list[str]]) -> Any:
-        letters = [letter for row in rows for letter in row]
+        letters = letters_of(rows)
         return {"pixel_values": torch.stack([pixels(each, 3, size, size) for each in letters])}, dict.fromkeys(
             letters, num_tokens
         )
@@ -75,7 +92,7 @@ def of_rows(size: int, num_tokens: int) -> Callable[..., Any]:
         for row, letters in enumerate(rows):
             for place, letter in enumerate(letters):
                 values[row, place] = pixels(letter, 3, size, size)
-        return {"pixel_values": values}, {letter: num_tokens for row in rows for letter in row}
+        return {"pixel_values": values}, dict.fromkeys(letters_of(rows), num_tokens)
 
     return inputs
 
@@ -84,7 +101,7 @@ def with_sizes(size: int, patch: int) -> Callable[..., Any]:
     """Images of several sizes on squares of one: Mistral 3 around Pixtral. A small letter is half as high."""
 
     def inputs(rows: list[list[str]]) -> Any:
-        letters = [letter for row in rows for letter in row]
+        letters = letters_of(rows)
         sizes = torch.tensor([[size // (1 + letter.islower()), size] for letter in letters])
         values = torch.stack([pixels(each, 3, size, size) for each in letters])
         counts = {letter: int((pair // patch).prod()) for letter, pair in zip(letters, sizes, strict=True)}
@@ -97,7 +114,7 @@ def patches(dim: int, merge: int = 2) -> Callable[..., Any]:
     """The patches of all images in one list, and their grids: Qwen. A small letter has half as many."""
 
     def inputs(rows: list[list[str]]) -> Any:
-        letters = [letter for row in rows for letter in row]
+        letters = letters_of(rows)
         grids = {letter: (1, 2 * merge, merge * (1 if letter.islower() else 2)) for letter in letters}
         grids |= {"V": (1, 1 * merge, 4 * merge), "W": (1, 4 * merge, 1 * merge)}
         numbers = {letter: t * h * w for letter, (t, h, w) in grids.items()}
@@ -148,7 +165,7 @@ def on_pooled_patches(size: int, kernel: int) -> Callable[..., Any]:
     """Patches of each image and where they stand, filled up with -1: Gemma 4. A small letter is half as high."""
 
     def inputs(rows: list[list[str]]) -> Any:
-        letters = [letter for row in rows for letter in row]
+        letters = letters_of(rows)
         values = torch.zeros(len(letters), size * size, 3 * 14 * 14, dtype=torch.float64)
         places = torch.full((len(letters), size * size, 2), -1)
         counts = {}
@@ -166,7 +183,7 @@ def in_tiles(size: int, num_tokens: int) -> Callable[..., Any]:
     """Three tiles of each image, the first of the whole: LLaVA-NeXT."""
 
     def inputs(rows: list[list[str]]) -> Any:
-        letters = [letter for row in rows for letter in row]
+        letters = letters_of(rows)
         values = torch.stack([pixels(each, 3, 3, size, size) for each in letters])
         sizes = torch.tensor([[2 * size, size]] * len(letters))
         return {"pixel_values": values, "image_sizes": sizes}, dict.fromkeys(letters, num_tokens)
@@ -252,7 +269,7 @@ KINDS |= {
 
 def batch_of(kind: Kind, rows: Sequence[Row], left: bool = False) -> tuple[dict[str, Tensor], Tensor]:
     """What a call of the model gets, and which places are kept, (B, L), bool."""
-    entries, counts = kind.inputs_of([[part for part in row if isinstance(part, str)] for row in rows])
+    entries, counts = kind.inputs_of([letters_of([row]) for row in rows])
     before = [START] if "image_grid_thw" in entries else []  # else Qwen takes two images for one
     ids = [
         [token for part in row for token in ([*before, *[IMAGE] * counts[part]] if isinstance(part, str) else [part])]

@@ -22,10 +22,10 @@ from radixtrain.collators.misuse_guard import callers
 from radixtrain.hf.backbone import text_decoder_of
 from radixtrain.hf.conditions import why_other_attention
 from radixtrain.hf.dropout import evaluating
+from radixtrain.hf.image_models import given_of_images, why_not
 from radixtrain.hf.padded.rows import PaddedRows
 from radixtrain.hf.positions import frequencies_change_at
 from radixtrain.hf.sharing_report import GENERATION, is_frozen
-from radixtrain.hf.tower import given_of_images, why_not
 from radixtrain.hf.windows import chunk_of
 
 READ = {"input_ids", "attention_mask", "position_ids"}

@@ -1,10 +1,4 @@
-"""Images of a padded call: every placeholder is one row of the features that the tower computes of distinct images.
-
-    input_ids  7 <img> <img> 8    images  A    features  A0 A1    tokens compared  7 A0 A1 8
-               7 <img> <img> 9            A                                        7 A0 A1 9
-
-What makes two images one is said in `collators/images.py`, what computes them in `radixtrain/hf/tower.py`.
-"""
+"""Images of a padded call: every placeholder is one row of the features that the tower computes of distinct images."""
 
 from __future__ import annotations
 
@@ -16,20 +10,13 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from radixtrain.collators.images import codes_of, codes_of_blocks
 from radixtrain.hf.backbone import text_decoder_of
-from radixtrain.hf.padded.rows import BoolArray, PaddedRows
-from radixtrain.hf.tower import (
-    FEATURES,
-    Tower,
-    block_function_of,
-    image_token_of,
-    sees_beyond_windows,
-    types_for,
-    types_of_mask,
-    without_images,
-)
+from radixtrain.hf.image_models import inputs_of, sees_beyond_windows, types_for, without_images
+from radixtrain.hf.padded.rows import PaddedRows
 from radixtrain.hf.windows import window_may_bind
+from radixtrain.images.tensors import NotShared
+from radixtrain.images.tokens import ImageInputs, ImageTokens
+from radixtrain.images.tower import Tower
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.cached_layout import on_device
 from radixtrain.tree.layout import TreeLayout
@@ -37,77 +24,62 @@ from radixtrain.tree.layout import TreeLayout
 
 @dataclass(eq=False)
 class Images:
-    """The N images of a padded call, K of them distinct, and its T tokens, of which P are placeholders of images.
-
-    codes: (T,), int64. Equal where two tokens have the same id, row of the features and positions.
-    is_image: (T,), bool. rows: (P,), int64. The row of the features at each placeholder.
-    blocks: (T,), int64. As in `codes_of_blocks`; None if all tokens attend only backwards.
-    positions: (A, B, L), and kept: (T,), int64, where in it the tokens stand; None if positions count along each row.
-    """
+    """The images of a padded call, and its tokens without padding."""
 
     tower: Tower
-    codes: IntArray
-    is_image: BoolArray
-    rows: IntArray
-    positions: Tensor | None
-    kept: IntArray
-    blocks: IntArray | None
+    tokens: ImageTokens
 
     @classmethod
-    def read(
-        cls, backbone: PreTrainedModel, given: Mapping[str, Any], rows: PaddedRows, positions: Tensor | None
-    ) -> Images | str:
-        """The images of a call that can be shared, or why these cannot. Waits for the device."""
-        token = image_token_of(backbone)
-        if (rows.input_ids[~rows.kept] == token).any():
-            return "attention_mask hides placeholders of images"
-        is_packed = positions is not None and len(positions) == 4 and given.get("attention_mask") is None
-        if is_packed and bool((positions[0].diff(dim=-1) != 1).any()):  # type: ignore[index]
-            return "position_ids jump within a row"
-        tower = Tower.read(backbone, given)
-        if isinstance(tower, str):
-            return tower
-        ids, kept = rows.input_ids[rows.kept], np.flatnonzero(rows.kept)
-        is_image = ids == token
-        features = tower.rows_at(int(is_image.sum()))
-        if isinstance(features, str):
-            return features
-        axes = rows.kept_positions if positions is None else positions.flatten(1).cpu().numpy()[:, kept]
-        types = given.get(types_of_mask(backbone) or "")
-        if types is not None and types.shape != given["input_ids"].shape:
-            return f"{types_of_mask(backbone)} is not [B, L]"
-        blocks = _blocks(backbone, given, rows)
-        if blocks is not None and rows.is_packed:  # transformers reads the types at other places
-            return "a row has several sequences, and its images attend in both directions"
-        longest = 0 if blocks is None else int(np.unique(blocks[blocks >= 0], return_counts=True)[1].max(initial=0))
-        if window_may_bind(text_decoder_of(backbone).config, longest) and sees_beyond_windows(backbone):
-            return "an image is longer than a window, beyond which its tokens see each other"
-        codes = codes_of(ids, is_image, features, () if axes is None else np.atleast_2d(axes))
-        codes = codes if blocks is None else codes_of_blocks(codes, blocks)
-        return cls(tower, codes, is_image, features, positions, kept, blocks)
+    def read(cls, backbone: PreTrainedModel, given: Mapping[str, Any], rows: PaddedRows, axes: Tensor | None) -> Images:
+        """Read the images of a call, and wait for the device. NotShared if they cannot be shared.
 
-    def in_place_of(self, arguments: Mapping[str, Any], tokens: IntArray, layout: TreeLayout) -> dict[str, Any] | str:
-        """The arguments of a call with the features of its unique tokens; or why they do not fit its placeholders.
+        axes: (A, B, L), positions on several axes; None if they count along each row.
+        """
+        inputs = inputs_of(backbone)
+        if (rows.input_ids[~rows.kept] == inputs.token).any():
+            raise NotShared("attention_mask hides placeholders of images")
+        is_packed = axes is not None and len(axes) == 4 and given.get("attention_mask") is None
+        if is_packed and bool((axes[0].diff(dim=-1) != 1).any()):  # type: ignore[index]
+            raise NotShared("position_ids jump within a row")
+        tower = Tower.read(backbone, given)
+        is_image = rows.input_ids[rows.kept] == inputs.token
+        tokens = ImageTokens(
+            ids=rows.input_ids[rows.kept],
+            is_image=is_image,
+            rows=tower.rows_at(int(is_image.sum())),
+            positions=rows.kept_positions if axes is None else axes.cpu().numpy()[:, rows.kept],
+            blocks=inputs.blocks_of(_types(inputs, given), rows.kept),
+        )
+        _check_blocks(backbone, rows, tokens.blocks)
+        return cls(tower, tokens)
+
+    def in_place_of(
+        self, backbone: PreTrainedModel, arguments: Mapping[str, Any], tokens: IntArray, layout: TreeLayout
+    ) -> dict[str, Any]:
+        """Return the arguments of a call with the features of its unique tokens. NotShared if they do not fit.
 
         tokens: (U,), which of the T each one is. layout: of these.
         """
-        reason = self.tower.why_not_complete(len(self.rows))
-        if reason is not None:
-            return reason
-        number_of = self.is_image.cumsum() - 1
-        places = self.rows[number_of[tokens[self.is_image[tokens]]]]
-        left = without_images(arguments) | types_for(self.tower.backbone, layout.blocks, layout.max_seqlen)
-        if self.positions is not None:
-            index = on_device(self.kept[tokens], self.positions.device)
-            left["position_ids"] = self.positions.flatten(1).index_select(1, index)[:, None]
-        return {**left, FEATURES: {"image": self.tower.features_at(on_device(places, arguments["input_ids"].device))}}
+        self.tower.check_complete(len(self.tokens.rows))
+        device, axes = arguments["input_ids"].device, self.tokens.axes_at(tokens)
+        left = without_images(arguments) | types_for(backbone, layout.blocks, layout.max_seqlen)
+        if axes is not None:
+            left["position_ids"] = on_device(axes, device)[:, None]
+        return left | self.tower.argument_at(on_device(self.tokens.rows_at(tokens), device))
 
 
-def _blocks(backbone: PreTrainedModel, given: Mapping[str, Any], rows: PaddedRows) -> IntArray | None:
-    """(T,). The blocks that attend in both directions, of the tokens without padding; None if there are none."""
-    types, count_blocks = given.get(types_of_mask(backbone) or ""), block_function_of(backbone)
-    if types is None or count_blocks is None:
-        return None
-    of_rows = count_blocks(types, device=types.device).cpu().numpy()
-    first = np.arange(len(of_rows))[:, None] * (of_rows.max() + 1)
-    return np.where(of_rows < 0, -1, of_rows + first)[rows.kept]
+def _types(inputs: ImageInputs, given: Mapping[str, Any]) -> Tensor | None:
+    """Return the entry that makes images attend in both directions; None for a model or a call without it."""
+    types: Tensor | None = None if inputs.count_blocks is None else given.get(inputs.types)
+    if types is not None and types.shape != given["input_ids"].shape:
+        raise NotShared(f"{inputs.types} is not [B, L]")
+    return types
+
+
+def _check_blocks(backbone: PreTrainedModel, rows: PaddedRows, blocks: IntArray | None) -> None:
+    """NotShared if tokens of an image would see others of it than in the call. blocks: as in `ImageTokens`."""
+    if blocks is not None and rows.is_packed:  # transformers reads the types at other places
+        raise NotShared("a row has several sequences, and its images attend in both directions")
+    longest = 0 if blocks is None else int(np.unique(blocks[blocks >= 0], return_counts=True)[1].max(initial=0))
+    if window_may_bind(text_decoder_of(backbone).config, longest) and sees_beyond_windows(backbone):
+        raise NotShared("an image is longer than a window, beyond which its tokens see each other")

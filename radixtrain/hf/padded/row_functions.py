@@ -209,7 +209,7 @@ def _cross_entropy(x: Spread, func: Any, others: Others, named: Named) -> Any:
 
 
 def _for_token_loss(x: Spread, func: Any, others: Others, named: Named) -> Any:
-    """The same for a loss over tokens. What else it reads comes from this table, too, so that its gradient is known."""
+    """Call it on the table for a loss over tokens, which may read more of it: its gradient is known there."""
     table = func(x.table)
     return x if table is x.table else Spread(table, x.place_rows, x.padding_row, x.report)
 

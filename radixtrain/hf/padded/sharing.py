@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from radixtrain.collators.images import blocks_of_rows
 from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.backbone import text_decoder_of, with_rows
+from radixtrain.hf.image_models import axes_of, given_of_images, without_empty_types
 from radixtrain.hf.inputs import arguments_of
 from radixtrain.hf.padded.calls import (
     is_compiled,
@@ -32,8 +32,8 @@ from radixtrain.hf.padded.spread_rows import SpreadRows
 from radixtrain.hf.positions import why_padding_matters
 from radixtrain.hf.recurrent.mixers import why_padding_leaks
 from radixtrain.hf.sharing_report import SharingReport
-from radixtrain.hf.tower import given_of_images, position_ids_of, without_empty_types
 from radixtrain.hf.windows import no_mask, window_may_bind
+from radixtrain.images.tensors import NotShared
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.cached_layout import on_device
 from radixtrain.tree.layout import TreeLayout
@@ -88,7 +88,10 @@ class PaddedSharing:
         reason = why_unshared(model, backbone, given, self.generates)
         if reason is None:
             began = time.perf_counter()
-            planned = self._planned(model, backbone, given)
+            try:
+                planned = self._planned(model, backbone, given)
+            except NotShared as error:
+                planned = str(error)
             self.report.plan_seconds += time.perf_counter() - began
             if not isinstance(planned, str):
                 return planned
@@ -100,7 +103,7 @@ class PaddedSharing:
         """The arguments of the shared call, or why there is none."""
         decoder = text_decoder_of(backbone)
         of_images = given_of_images(backbone, given)
-        axes = position_ids_of(backbone, given) if of_images else None
+        axes = axes_of(backbone, given) if of_images else None
         position_ids = given.get("position_ids") if axes is None else None
         rows = PaddedRows.read(given["input_ids"], given.get("attention_mask"), position_ids)
         reason = why_rows_are_not_shared(backbone, given, rows)
@@ -116,22 +119,18 @@ class PaddedSharing:
         ids = rows.input_ids[rows.kept]
         call: RadixCall | KeptCall
         images = Images.read(backbone, given, rows, axes) if of_images else None
-        if isinstance(images, str):
-            return images
         kept = self._kept_call(model, backbone, given, rows)
         if kept is not None:
             call, plan, ids = kept, kept.ends.plan, kept.ends.ids
         else:
-            compared_ids = ids if images is None else images.codes
+            compared_ids = ids if images is None else images.tokens.codes
             plan = build_prefix_plan(
                 compared_ids, rows.cu_seqlens, rows.kept_positions, min_shared_tokens=self.min_shared_tokens
             )
             if rows.kept.size < self.min_ratio * plan.num_rows and not (images and images.tower.has_copies):
                 return f"less than min_ratio = {self.min_ratio} to save"
-            layout = TreeLayout.from_plan(plan, run_cost=self.run_cost).to(given["input_ids"].device, non_blocking=True)
-            if images is not None and images.blocks is not None:
-                blocks = blocks_of_rows(images.blocks, plan)
-                layout = replace(layout, blocks=None if blocks is None else blocks.to(layout.device))
+            blocks = None if images is None else images.tokens.blocks_of(plan)
+            layout = TreeLayout.from_plan(plan, self.run_cost, blocks).to(given["input_ids"].device, non_blocking=True)
             may_bind = layout.blocks is not None or window_may_bind(decoder.config, layout.max_seqlen)
             places = rows.places(plan.inverse_indices, plan.num_rows)
             call = RadixCall(layout, None, self.attention, self.kernel, may_bind, places=places)
@@ -141,7 +140,7 @@ class PaddedSharing:
         if images is None or isinstance(call, KeptCall):  # a cache takes no images
             return arguments
         call.images = images
-        return images.in_place_of(arguments, plan.gather_indices, call.layout)
+        return images.in_place_of(backbone, arguments, plan.gather_indices, call.layout)
 
     def _kept_call(
         self, model: nn.Module, backbone: PreTrainedModel, given: Mapping[str, Any], rows: PaddedRows
@@ -220,7 +219,7 @@ class PaddedSharing:
         """
         if not isinstance(returned, Tensor):
             return None
-        features, rows = images.tower.features_at_each(images.rows)
+        features, rows = images.tower.features_at_each(images.tokens.rows)
         rows = rows.reshape(-1) if returned.ndim == 2 else rows
         return SpreadRows.of(features.to(returned.dtype), rows, NO_ROW, self.report)
 

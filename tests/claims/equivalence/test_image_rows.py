@@ -1,12 +1,15 @@
-"""Rows with images through `RadixCollator` and `prepare_model` have the ordinary gradient, tower and projector too.
+"""Rows with images have the ordinary gradient by `share_prefixes` and by `RadixCollator`, tower and projector too.
 
-In float64; the oracle is the model as it came from Hugging Face, one row at a time. The mutations at the end are
-mistakes of the batch, each of which the same check must see.
+In float64; the oracle is the model as it came from Hugging Face. The mutations at the end are mistakes of the plan and
+of the tower, each of which the same check must see.
 """
 
 import inspect
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,19 +17,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from batch_contents import as_python
-from image_batches import IMAGE, KINDS, OF_SIZES, ROWS, of_family, squares
-from image_rows import check_rows, features_of
+from image_batches import IMAGE, KINDS, OF_SIZES, ROWS, Row, batch_of, of_family, squares
+from image_rows import DOORS, check_rows, features_of
 from peft import LoraConfig, get_peft_model
 from tiers import cases
 from tiny_models import tiny_model
 from transformers.models.llava.modeling_llava import LlavaModel
 
-from radixtrain import RadixCollator, image_inputs_of, prepare_model, restore_model, verify_equivalence
+from radixtrain import RadixCollator, image_inputs_of, prepare_model, verify_equivalence
 from radixtrain.collators import images
 from radixtrain.collators.images import BatchImages
 from radixtrain.errors import UserError
-from radixtrain.hf import tower
-from radixtrain.hf.tower import Tower
+from radixtrain.hf import windows
+from radixtrain.images import tokens, tower
+from radixtrain.images.tokens import ImageTokens
+from radixtrain.images.tower import Tower
+from radixtrain.tree.blocks import BlockLayout
 from radixtrain.tree.radix_inputs import with_radix
 
 pytestmark = pytest.mark.skipif(
@@ -34,36 +40,59 @@ pytestmark = pytest.mark.skipif(
     reason="this transformers does not take the features of images ready made, so a radix batch refuses images",
 )
 SIZED = [name for name, kind in KINDS.items() if kind.has_sizes]
+EITHER = pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
 
 
+@EITHER
 @pytest.mark.parametrize("name", cases(KINDS, ["LLaVA", "Qwen3-VL", "Idefics3", "Gemma 3"]))
-def test_the_gradient_is_the_ordinary_one(name: str) -> None:
-    batch = check_rows(KINDS[name], ROWS)
-    assert batch["input_ids"].shape[1] < sum(len(feature["input_ids"]) for feature in features_of(KINDS[name], ROWS))
-    assert sorted({image for _, shown in batch["radix"].image_pieces for image in shown}) == [0, 1], (
-        "each distinct one once"
-    )
+def test_the_gradient_is_the_ordinary_one(name: str, door: Callable[..., int]) -> None:
+    assert door(KINDS[name]) < batch_of(KINDS[name], ROWS)[1].sum()
 
 
-@pytest.mark.parametrize("name", cases(SIZED, ["Mistral 3"]))
-def test_images_of_different_sizes(name: str) -> None:
-    """Of two beside each other in Mistral 3 it is not known where one ends: they are one piece."""
-    check_rows(KINDS[name], OF_SIZES)
+@EITHER
+@pytest.mark.parametrize("name", cases(SIZED, ["Qwen3-VL", "Mistral 3"]))
+def test_images_of_different_sizes(name: str, door: Callable[..., int]) -> None:
+    """Of two beside each other in Mistral 3 a collator does not know where one ends: they are one piece."""
+    door(KINDS[name], OF_SIZES)
 
 
-def test_equal_pixels_on_different_grids_are_different_images() -> None:
-    batch = check_rows(KINDS["Qwen3-VL"], [[7, 8, "V", 9, 10], [7, 8, "W", 9, 10]])
-    assert batch["input_ids"].shape[1] == 3 + 2 * (4 + 2)
+BOTH_WAYS = {"Gemma 3": 16, "Gemma 4, in both directions": 4}  # placeholders of an image, longer than the window
+NEIGHBOURS: list[Row] = [["A"], ["A", 8], [7, "B"], [7, "A"], [7, "A", "B"], [7, "A", "B", 9], [7, "A", 8]]
+GRIDS = ["Qwen3-VL", "Qwen2.5-VL", "GLM-4V"]
+SHARED = {  # tokens behind images are shared if these are equal: by their bytes, grids included, and as a whole
+    "other images": ("LLaVA", [[7, 8, "A", 9, 10], [7, 8, "B", 9, 10]], 2 + 2 * (4 + 2)),
+    "one image": ("LLaVA", [[7, 8, "A", 9, 10], [7, 8, "A", 9, 11]], 2 + 4 + 1 + 2),
+    **{f"grids, {name}": (name, [[7, 8, "V", 9, 10], [7, 8, "W", 9, 10]], 3 + 2 * (4 + 2)) for name in GRIDS},
+    **{name: (name, NEIGHBOURS, (n + 1) + 1 + n + (n + 1) + (2 * n + 1)) for name, n in BOTH_WAYS.items()},
+}
+
+
+@EITHER
+@pytest.mark.parametrize(("name", "rows", "num_unique"), SHARED.values(), ids=SHARED)
+def test_what_is_shared(name: str, rows: list[Row], num_unique: int, door: Callable[..., int]) -> None:
+    assert door(KINDS[name], rows) == num_unique
+
+
+@EITHER
+@pytest.mark.parametrize("name", BOTH_WAYS)
+def test_images_in_both_directions_by_other_strategies_and_without_types(name: str, door: Callable[..., int]) -> None:
+    for attention in ("path", "reference"):
+        door(KINDS[name], NEIGHBOURS, attention=attention)
+    image = BOTH_WAYS[name]
+    assert door(replace(KINDS[name], types=None), NEIGHBOURS) == (image + 1) + 1 + image + 2 * (image + 1)
 
 
 @pytest.mark.parametrize("name", cases(["LLaVA", "Qwen3-VL", "Idefics3", "Gemma 3"], ["Qwen3-VL"]))
 def test_verify_equivalence(name: str) -> None:
     """Its truth is computed from rows as they were given."""
-    features = features_of(KINDS[name], ROWS)
-    for feature in features:
-        feature |= {"pixel_values": feature["pixel_values"].float()} if "pixel_values" in feature else {}
+    features = [in_float32(feature) for feature in features_of(KINDS[name], ROWS)]
     report = verify_equivalence(KINDS[name].build().train(), features)
     assert report.passed and report["float64"].worst.radix <= 1e-12, str(report)
+
+
+def in_float32(feature: dict[str, Any]) -> dict[str, Any]:
+    """As a processor returns it."""
+    return {name: x.float() if name == "pixel_values" else x for name, x in feature.items()}
 
 
 def with_lora(model: Any) -> Any:
@@ -77,27 +106,38 @@ def checkpointing(model: Any) -> Any:
 
 
 def frozen_tower(model: Any) -> Any:
+    """Trained is its last layer only, so that a gradient still has to reach it."""
     model.model.visual.requires_grad_(False)
+    model.model.visual.merger.requires_grad_(True)
     return model
 
 
-@pytest.mark.parametrize("change", cases([with_lora, checkpointing, frozen_tower], [with_lora]))
-def test_other_models(change: Callable[[Any], Any]) -> None:
-    check_rows(KINDS["Qwen3-VL"], ROWS, change)
+OTHERS = [("Qwen3-VL", with_lora), ("Qwen3-VL", checkpointing), ("Qwen3-VL", frozen_tower)]
+MORE = [(name, change) for name in ("LLaVA", "Gemma 3") for change in (with_lora, checkpointing)]
+
+
+@EITHER
+@pytest.mark.parametrize(("name", "change"), cases([*OTHERS, *MORE], OTHERS))
+def test_lora_recomputed_activations_and_a_frozen_tower(
+    name: str, change: Callable[[Any], Any], door: Callable[..., int]
+) -> None:
+    door(KINDS[name], change=change)
+
+
+# The batch of a collator.
 
 
 @pytest.mark.parametrize("options", [{"pad_to_multiple_of": 16}, {"min_shared_tokens": 6}])
-def test_options_of_the_collator(options: dict[str, int]) -> None:
+@pytest.mark.parametrize("name", ["LLaVA", "Gemma 3"])
+def test_options_of_the_collator(name: str, options: dict[str, int]) -> None:
     """With an image first, so that rows of padding are placeholders."""
-    check_rows(KINDS["LLaVA"], [["A", 8, 9], ["A", 8, 7], ["B", 8, 9]], **options)
+    check_rows(KINDS[name], [["A", 8, 9], ["A", 8, 7], ["B", 8, 9]], collated=options)
 
 
 def test_rows_as_data_sets_store_them_and_padded_ones() -> None:
     """Lists, padding on the left, and a pickled collator give the same batch."""
     kind = KINDS["Qwen3-VL"]
-    features = features_of(kind, ROWS)
-    for feature in features:
-        feature |= {"pixel_values": feature["pixel_values"].float()} if "pixel_values" in feature else {}
+    features = [in_float32(feature) for feature in features_of(kind, ROWS)]
     collator = RadixCollator(images=image_inputs_of(kind.build()))
     stored = [{name: value.tolist() for name, value in feature.items()} for feature in features]
     for row in stored:
@@ -197,45 +237,37 @@ def test_a_text_model_is_refused() -> None:
 
 
 def batch_and_model(name: str = "LLaVA") -> tuple[Any, dict[str, Any]]:
-    features = changed(name, ROW)
-    for feature in features:
-        feature["pixel_values"] = feature["pixel_values"].float()
-    model = KINDS[name].build().train()
+    model, features = KINDS[name].build().train(), [in_float32(each) for each in features_of(KINDS[name], ROW)]
     return prepare_model(model), RadixCollator(images=image_inputs_of(model))(features)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda model, batch: batch.pop("pixel_values"), "the batch lost its pixel_values"),
-        (
-            lambda model, batch: batch.update(with_radix(batch, image_pieces=((3, (0,)),))),
-            "a row has 3 placeholders for images of 4",
-        ),
-        (lambda model, batch: batch["pixel_values"].requires_grad_(), "images that require a gradient"),
-        (lambda model, batch: model.model.vision_tower.append_dropout(), "whose tower draws at random"),
-    ],
-    ids=["lost", "other lengths", "gradient", "dropout"],
-)
-def test_batches_that_are_refused(
-    change: Callable[[Any, Any], Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+BATCHES = {
+    "lost": (lambda model, batch: batch.pop("pixel_values"), "the batch lost its pixel_values"),
+    "other lengths": (
+        lambda model, batch: batch.update(with_radix(batch, image_pieces=((3, (0,)),))),
+        "a row has 3 placeholders for images of 4",
+    ),
+    "gradient": (lambda model, batch: batch["pixel_values"].requires_grad_(), "images that require a gradient"),
+    "dropout": (
+        lambda model, batch: model.model.vision_tower.add_module("added", torch.nn.Dropout(0.1)),
+        "whose tower draws at random",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BATCHES.values(), ids=BATCHES)
+def test_batches_that_are_refused(change: Callable[[Any, Any], Any], message: str) -> None:
     model, batch = batch_and_model()
-    tower_class = type(model.model.vision_tower)
-    add = lambda self: setattr(self, "added", torch.nn.Dropout(0.1))  # noqa: E731
-    monkeypatch.setattr(tower_class, "append_dropout", add, raising=False)
     change(model, batch)
     with pytest.raises(UserError, match=message):
         model(**batch)
-    restore_model(model)
 
 
 def test_images_that_see_each_other_beyond_a_window() -> None:
     kind = KINDS["Gemma 4 unified"]
     features = features_of(kind, [["A", "A", "A", 8]])  # one of 48 tokens to the model
-    features[0]["pixel_values"] = features[0]["pixel_values"].float()
     model = kind.build().train()
-    batch = RadixCollator(images=image_inputs_of(model))(features)
+    batch = RadixCollator(images=image_inputs_of(model))([in_float32(features[0])])
     with pytest.raises(UserError, match="an image is longer than a window, beyond which its tokens see each other"):
         prepare_model(model)(**batch)
 
@@ -251,34 +283,35 @@ def test_a_batch_that_ranks_would_split() -> None:
         dist.destroy_process_group()
 
 
-# Mistakes.
+# Mistakes. Each changes what the real function returns.
 
 
-def without_images_in_codes(real: Any, *args: Any) -> Any:
-    """Tokens are compared without the images behind them."""
-    found = real(*args)
-    found.codes[found.is_image] = 10_000
-    return found
+def in_pooled(change: Callable[..., Any]) -> Callable[..., Any]:
+    def mistake(real: Any, self: Tower, index: Any) -> Any:
+        output = real(self, index)
+        output.pooler_output = tuple(change(each, index) for each in output.pooler_output)
+        return output
+
+    return mistake
 
 
-def next_feature(real: Any, *args: Any) -> Any:
-    found = real(*args)
-    found.rows = np.roll(found.rows, 1)
-    return found
+def in_deepstack(change: Callable[..., Any]) -> Callable[..., Any]:
+    def mistake(real: Any, self: Tower, index: Any) -> Any:
+        output = real(self, index)
+        output.deepstack_features = change(output.deepstack_features)
+        return output
+
+    return mistake
 
 
-def without_axes(real: Any, *args: Any) -> Any:
-    """Positions are counted along each row."""
-    found = real(*args)
-    found.axes = None
-    return found
+def of_one_copy(features: Any, index: Any) -> Any:
+    is_first = torch.zeros(len(index), 1, dtype=torch.bool)
+    is_first[np.unique(index.numpy(), return_index=True)[1]] = True
+    return torch.where(is_first, features, features.detach())
 
 
-def one_axis(real: Any, *args: Any) -> Any:
-    found = real(*args)
-    assert found.axes is not None
-    found.axes = found.axes[:1].repeat(3, 0)
-    return found
+def without_pixels(real: Any, parts: Any) -> Any:
+    return real([{name: torch.zeros_like(part) for name, part in image.items()} for image in parts])
 
 
 def other_image(real: Any, *args: Any) -> Any:
@@ -287,42 +320,47 @@ def other_image(real: Any, *args: Any) -> Any:
     return found
 
 
-def all_one(real: Any, parts: Any) -> Any:
-    return np.zeros(len(parts), dtype=np.int64), [0]
+PIECES, NEXT, LAYERS = "images of other pieces", "images of neighbouring rows are one", "in every layer"
+AXES = ImageTokens, "axes_at"
+OF_IMAGES: dict[str, tuple[Any, ...]] = {
+    "every image is the first": (tower, "distinct_images", lambda real, parts: (np.zeros(len(parts), int), [0])),
+    "images without pixels": (tower, "distinct_images", without_pixels),
+    "no gradient": (Tower, "features_at", in_pooled(lambda features, index: features.detach())),
+    "the gradient of one copy": (Tower, "features_at", in_pooled(of_one_copy)),
+    "deep features elsewhere": (Tower, "features_at", in_deepstack(lambda deep: [(each[0].flip(0),) for each in deep])),
+    "deep features in another order": (Tower, "features_at", in_deepstack(lambda deep: deep[::-1])),
+    "the next row of the features": (ImageTokens, "rows_at", lambda real, *args: np.roll(real(*args), 1)),
+    "ids only": (ImageTokens, "codes", lambda real, self: np.where(self.is_image, 10_000, real(self))),
+    "positions along each row": (*AXES, lambda real, *args: None),
+    "one axis": (*AXES, lambda real, *args: real(*args)[:1].repeat(3, 0)),
+    "positions of the next token": (*AXES, lambda real, *args: np.roll(real(*args), 1, axis=-1)),
+    PIECES: (BatchImages, "read", other_image),
+}
+OF_BLOCKS: dict[str, tuple[Any, ...]] = {
+    "blocks in parts": (tokens, "whole_blocks", lambda real, codes, blocks: np.minimum(blocks, 0)),
+    NEXT: (BlockLayout, "of", lambda real, blocks: real(np.minimum(blocks, 0))),
+    "without the last row": (
+        *(BlockLayout, "of"),
+        lambda real, blocks: real(np.where(blocks == np.roll(blocks, -1), blocks, -1)),
+    ),
+    LAYERS: (windows, "_seen", lambda real, *args: (True, real(*args)[1])),
+    "without a window": (windows, "_seen", lambda real, *args: (real(*args)[0], 0)),
+}
+MISTAKES = OF_IMAGES | OF_BLOCKS
+# A padded call has no pieces; in a collator's rows images bear no labels, so that what only changes their own is none.
+UNSEEN = {("share_prefixes", PIECES), ("RadixCollator", NEXT), ("RadixCollator", LAYERS)}
 
 
-def detached(real: Any, self: Tower, index: Any) -> Any:
-    output = real(self, index)
-    output.pooler_output = tuple(each.detach() for each in output.pooler_output)
-    return output
-
-
-def deepstack_of_another_place(real: Any, self: Tower, index: Any) -> Any:
-    output = real(self, index)
-    output.deepstack_features = [(each[0].flip(0),) for each in output.deepstack_features]
-    return output
-
-
-def of_one_copy(real: Any, self: Tower, index: Any) -> Any:
-    """The gradient of the tower is that of the first placeholder of each row of the features only."""
-    output = real(self, index)
-    is_first = torch.zeros(len(index), 1, dtype=torch.bool)
-    is_first[np.unique(index.numpy(), return_index=True)[1]] = True
-    output.pooler_output = tuple(torch.where(is_first, each, each.detach()) for each in output.pooler_output)
-    return output
-
-
-MISTAKES: list[tuple[Any, str, Any]] = [
-    *((BatchImages, "read", change) for change in (without_images_in_codes, next_feature, without_axes, one_axis)),
-    (BatchImages, "read", other_image),
-    (images, "distinct_images", all_one),
-    *((Tower, "features_at", change) for change in (detached, deepstack_of_another_place, of_one_copy)),
-]
-
-
-@pytest.mark.parametrize(("owner", "name", "mistake"), MISTAKES, ids=[each.__name__ for *_, each in MISTAKES])
-def test_a_mistake_is_seen(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, mistake: Any) -> None:
+@pytest.mark.parametrize(
+    ("door", "what"),
+    [x for x in product(["share_prefixes", "RadixCollator"], MISTAKES) if x not in UNSEEN],
+)
+def test_a_mistake_is_seen(monkeypatch: pytest.MonkeyPatch, door: str, what: str) -> None:
+    owner, name, mistake = MISTAKES[what]
     real = getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda *args: mistake(real, *args))
+    changed: Any = lambda *args: mistake(getattr(real, "func", real), *args)  # noqa: E731
+    for each in (owner, images) if owner is tower else (owner,):
+        monkeypatch.setattr(each, name, property(changed) if isinstance(real, cached_property) else changed)
+    kind, rows = ("Qwen3-VL", ROWS) if what in OF_IMAGES else ("Gemma 4, in both directions", NEIGHBOURS)
     with pytest.raises((AssertionError, RuntimeError, ValueError)):
-        check_rows(KINDS["Qwen3-VL"], ROWS)
+        DOORS[door](KINDS[kind], rows)

@@ -4,25 +4,24 @@ In float64; the oracle generates one prompt at a time, without padding. The muta
 same check must see.
 """
 
-import functools
 import inspect
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from image_batches import IMAGE, KINDS, OF_SIZES, ROWS, Kind, Row, batch_of
+from image_batches import IMAGE, KINDS, OF_SIZES, ROWS, Kind, Row, batch_of, letters_of
+from image_rows import count_images
 from tiers import cases
 from tiny_models import tiny_model
-from trainer_harness import image_keys
 from transformers.models.llava.modeling_llava import LlavaModel
 
 from radixtrain import RadixCache, generate, score_completions
 from radixtrain.errors import UserError
 from radixtrain.generation.images import PromptImages
-from radixtrain.hf.tower import FEATURES, Tower
+from radixtrain.images.tokens import ImageTokens
+from radixtrain.images.tower import FEATURES
 from radixtrain.verification.oracle import float64_throughout
 
 pytestmark = pytest.mark.skipif(
@@ -35,8 +34,7 @@ GREEDY = {"max_new_tokens": 5, "do_sample": False}
 
 def expected_of(model: Any, kind: Kind, row: Row) -> tuple[list[int], torch.Tensor]:
     """The answer to one prompt, and the log-probabilities of its tokens."""
-    has_images = any(isinstance(part, str) for part in row)
-    inputs = batch_of(kind, [row])[0] if has_images else {"input_ids": torch.tensor([row])}
+    inputs = batch_of(kind, [row])[0] if letters_of([row]) else {"input_ids": torch.tensor([row])}
     if "mm_token_type_ids" not in inspect.signature(model.forward).parameters:
         inputs.pop("mm_token_type_ids", None)
     found = model.generate(**inputs, **GREEDY, return_dict_in_generate=True, output_logits=True)
@@ -44,28 +42,14 @@ def expected_of(model: Any, kind: Kind, row: Row) -> tuple[list[int], torch.Tens
     return answer.tolist(), torch.cat(found.logits).log_softmax(-1).gather(-1, answer[:, None])[:, 0]
 
 
-def count_towers(model: Any) -> list[int]:
-    """How many images the tower got in each of its calls from now on."""
-    calls: list[int] = []
-    read = model.model.get_image_features
-
-    @functools.wraps(read)
-    def counted(*args: Any, **given: Any) -> Any:
-        calls.append(len(image_keys(given)))
-        return read(*args, **given)
-
-    model.model.get_image_features = counted
-    return calls
-
-
 def check(kind: Kind, rows: list[Row] = ROWS, left: bool = True, **options: Any) -> Any:
     model = kind.build().eval()
     model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
     inputs, _ = batch_of(kind, rows, left)
-    towers = count_towers(model)
+    images = count_images(model, has_gradients=False)
     with float64_throughout(model):
         found = generate(model, inputs, **GREEDY, **options)
-        assert towers == [len({part for row in rows for part in row if isinstance(part, str)})], "each image once"
+        assert images == [(len({*letters_of(rows)}),) * 2], "each image once"
         for row, tokens, logprobs in zip(rows, found.token_ids, found.logprobs, strict=True):
             answer, expected = expected_of(model, kind, row)
             assert tokens == answer
@@ -89,9 +73,9 @@ def test_samples_of_a_prompt_fork_from_one_prefill() -> None:
     inputs, _ = batch_of(KINDS["Qwen3-VL"], [[7, "A", 8], [7, "B", 8]])
     inputs["pixel_values"] = inputs["pixel_values"].float()
     options = {"max_new_tokens": 5, "do_sample": True, "seed": 0, "num_return_sequences": 8}
-    towers = count_towers(model)
+    images = count_images(model, has_gradients=False)
     found = generate(model, inputs, **options)
-    assert len(found) == 16 and len({tuple(ids) for ids in found.token_ids}) > 8 and towers == [2]
+    assert len(found) == 16 and len({tuple(ids) for ids in found.token_ids}) > 8 and images == [(2, 2)]
     assert found.stats.num_computed_tokens == 2 + 2 * (4 + 1)
 
 
@@ -153,45 +137,26 @@ def test_types_of_zeros(model_class: str, settings: dict[str, Any], is_read: boo
 
 # Mistakes.
 
-
-def keys_are_ids(real: Any, *args: Any) -> Any:
-    """Prompts are compared without their images."""
-    found = real(*args)
-    places = [np.searchsorted(np.unique(found.ids), found.ids[key]) for key in found.keys]
-    first = np.array([np.flatnonzero(found.ids == each)[0] for each in np.unique(found.ids)])
-    found.keys = [first[place] for place in places]
-    return found
+read, rows_at = PromptImages.read, ImageTokens.rows_at
 
 
-def answers_at_their_places(real: Any, *args: Any) -> Any:
+def answers_at_their_places(*args: Any) -> PromptImages:
     """Positions after a prompt count its tokens."""
-    found = real(*args)
+    found = read(*args)
     found.shifts = np.zeros_like(found.shifts)
     return found
 
 
-def without_axes(real: Any, *args: Any) -> Any:
-    found = real(*args)
-    found.axes, found.shifts = None, np.zeros(len(found.keys), dtype=np.int64)
-    return found
+MISTAKES = {
+    "keys are ids": (ImageTokens, "codes", property(lambda self: self.ids)),
+    "shifts": (PromptImages, "read", answers_at_their_places),
+    "positions along each row": (ImageTokens, "axes_at", lambda self, tokens: None),
+    "the next row of the features": (ImageTokens, "rows_at", lambda self, tokens: np.roll(rows_at(self, tokens), 1)),
+}
 
 
-def next_feature(real: Any, self: Tower, index: Any) -> Any:
-    return real(self, index.roll(1))
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "mistake"),
-    [
-        (PromptImages, "read", keys_are_ids),
-        (PromptImages, "read", answers_at_their_places),
-        (PromptImages, "read", without_axes),
-        (Tower, "features_at", next_feature),
-    ],
-    ids=["keys", "shifts", "axes", "features"],
-)
-def test_a_mistake_is_seen(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, mistake: Callable[..., Any]) -> None:
-    real = getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda *args: mistake(real, *args))
+@pytest.mark.parametrize(("owner", "name", "mistake"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_seen(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, mistake: Any) -> None:
+    monkeypatch.setattr(owner, name, mistake)
     with pytest.raises((AssertionError, IndexError)):
         check(KINDS["Qwen3-VL"])

@@ -3,7 +3,6 @@
 Models and processors are made here. The picture of a row is in its column `image`; several rows have the same one.
 """
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -13,14 +12,14 @@ import pytest
 import torch
 from image_batches import IMAGE, KINDS, ROWS, Kind, batch_of
 from image_processors import PROCESSORS, SIZE, picture
-from tiers import FULL, cases
-from trainer_harness import Comparison, Share, compare, differences_of, image_keys, run, settings
+from image_rows import count_images
+from tiers import cases
+from trainer_harness import Comparison, Share, compare, differences_of, run, settings
 from trainer_loop import Loop, own_loss
 from transformers.models.llava.modeling_llava import LlavaModel
 
 from radixtrain import RadixCollator, image_inputs_of, prepare_model
-from radixtrain.hf.backbone import backbone_of, model_inside
-from radixtrain.hf.tower import FEATURES
+from radixtrain.images.tower import FEATURES
 
 pytestmark = pytest.mark.skipif(
     FEATURES not in inspect.signature(LlavaModel.forward).parameters,
@@ -80,21 +79,8 @@ class Passes:
         self.runs: list[list[tuple[int, int]]] = []
 
     def watch(self, model: Any) -> Any:
-        """Count from now on. Generation runs without gradients."""
-        backbone = backbone_of(model_inside(model))
-        real, seen = backbone.get_image_features, []
-        self.runs.append(seen)
-
-        @functools.wraps(real)
-        def counted(*args: Any, **given: Any) -> Any:
-            given = {**inspect.signature(real).bind(*args, **given).arguments}
-            given |= given.pop("kwargs", {})
-            if torch.is_grad_enabled():
-                keys = image_keys(given)
-                seen.append((len(keys), len(set(keys))))
-            return real(**given)
-
-        backbone.get_image_features = counted
+        """Count from now on."""
+        self.runs.append(count_images(model))
         return model
 
     def check(self) -> None:
@@ -169,67 +155,51 @@ def rollouts(
     return found
 
 
-@pytest.mark.parametrize(("name", "adapters"), cases(CASES, [("Qwen3-VL", None)]))
-def test_grpo(name: str, adapters: str | None, tmp_path: Any, table: Callable[..., None]) -> None:
-    found = rollouts(name, adapters, "GRPO", tmp_path)
-    assert found.r > 2
-    table(f"GRPO with images, {name}, adapters: {adapters}", found)
+SEVERAL = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}  # a micro-batch is a generation batch
+ROLLOUTS = {
+    **{f"GRPO, {name}, adapters: {part}": (name, "GRPO", part, (), {}) for name, part in CASES},
+    # One or two images in a row, in two groups. TRL 1.16 cannot mix rows without an image in.
+    **{
+        f"GRPO, several images, {name}": (name, "GRPO", None, (2, 1, 2, 2, 1, 1), SEVERAL)
+        for name in ("LLaVA", "Qwen2.5-VL", "Qwen3-VL", "Gemma 3")
+    },
+    **{
+        f"GRPO, {others}": ("Qwen3-VL", "GRPO", None, (), others)
+        for others in ({"num_iterations": 2}, {"steps_per_generation": 4}, {"gradient_checkpointing": True})
+    },
+    "RLOO": ("Qwen3-VL", "RLOO", None, (), {}),
+}
 
 
-@FULL
-@pytest.mark.parametrize("name", ["LLaVA", "Qwen2.5-VL", "Qwen3-VL", "Gemma 3"])
-def test_grpo_with_one_or_two_images_in_a_row(name: str, tmp_path: Any, table: Callable[..., None]) -> None:
-    """One micro-batch is a whole generation batch, of two groups. TRL 1.16 cannot mix rows without an image in."""
-    own = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
-    found = rollouts(name, None, "GRPO", tmp_path, counts=(2, 1, 2, 2, 1, 1), **own)
-    assert found.r > 3
-    table(f"GRPO with several images, {name}", found)
+@pytest.mark.parametrize("case", cases(ROLLOUTS, ["GRPO, Qwen3-VL, adapters: None"]))
+def test_rollouts(case: str, tmp_path: Any, table: Callable[..., None]) -> None:
+    name, trainer, adapters, counts, others = ROLLOUTS[case]
+    found = rollouts(name, adapters, trainer, tmp_path, counts, **others)
+    assert found.r > (3 if counts else 2)
+    table(f"with images: {case}", found)
 
 
-@FULL
+SEVERAL_PAIRS = [(name, None, (2, 1, 2, 2, 0, 1)) for name in ("LLaVA", "Qwen3-VL", "Gemma 3")]
+
+
 @pytest.mark.parametrize(
-    "others", [{"num_iterations": 2}, {"steps_per_generation": 4}, {"gradient_checkpointing": True}]
+    ("name", "adapters", "counts"), cases([*((*case, ()) for case in CASES), *SEVERAL_PAIRS], [("LLaVA", None, ())])
 )
-def test_settings_of_grpo(others: dict[str, Any], tmp_path: Any, table: Callable[..., None]) -> None:
-    found = rollouts("Qwen3-VL", None, "GRPO", tmp_path, **others)
-    assert found.r > 2
-    table(f"GRPO with images, Qwen3-VL, {others}", found)
-
-
-@FULL
-def test_rloo(tmp_path: Any, table: Callable[..., None]) -> None:
-    found = rollouts("Qwen3-VL", None, "RLOO", tmp_path)
-    assert found.r > 2
-    table("RLOO with images, Qwen3-VL", found)
-
-
-@pytest.mark.parametrize(("name", "adapters"), cases(CASES, [("LLaVA", None)]))
-def test_dpo(name: str, adapters: str | None, tmp_path: Any, table: Callable[..., None]) -> None:
-    """The reference is another model, or the same one without its adapters."""
+def test_dpo(
+    name: str, adapters: str | None, counts: tuple[int, ...], tmp_path: Any, table: Callable[..., None]
+) -> None:
+    """The reference is another model, or the same one without its adapters. counts: images of each row, if not one."""
     from trl import DPOConfig, DPOTrainer
 
     def build(share: Share, passes: Passes) -> Any:
         model = passes.watch(share(with_adapters(model_of(name), adapters)))
         reference = share(model_of(name, seed=1)) if adapters is None else None
-        args, rows = DPOConfig(**settings(tmp_path, max_length=None)), rows_of(name)
+        args, rows = DPOConfig(**settings(tmp_path, max_length=None)), rows_of(name, counts=counts)
         return DPOTrainer(model, reference, args, train_dataset=rows, processing_class=PROCESSORS[name]())
 
     found = checked(build)
-    assert found.r > 1.9
-    table(f"DPO with images, {name}, adapters: {adapters}", found)
-
-
-@FULL
-@pytest.mark.parametrize("name", ["LLaVA", "Qwen3-VL", "Gemma 3"])
-def test_dpo_with_none_one_or_two_images_in_a_row(name: str, tmp_path: Any, table: Callable[..., None]) -> None:
-    from trl import DPOConfig, DPOTrainer
-
-    def build(share: Share, passes: Passes) -> Any:
-        model, reference = passes.watch(share(model_of(name))), share(model_of(name, seed=1))
-        args, rows = DPOConfig(**settings(tmp_path, max_length=None)), rows_of(name, counts=(2, 1, 2, 2, 0, 1))
-        return DPOTrainer(model, reference, args, train_dataset=rows, processing_class=PROCESSORS[name]())
-
-    table(f"DPO with several images, {name}", checked(build))
+    assert counts or found.r > 1.9
+    table(f"DPO with images, {name}, adapters: {adapters}, images: {counts or 1}", found)
 
 
 @pytest.mark.parametrize(("name", "adapters"), cases(CASES, [("Qwen3-VL", "decoder and tower")]))
@@ -245,32 +215,6 @@ def test_sft(name: str, adapters: str | None, tmp_path: Any, table: Callable[...
     found = checked(build)
     assert found.r > 1.5
     table(f"SFT with images, {name}, adapters: {adapters}", found)
-
-
-@FULL
-def test_trainer_of_hugging_face(tmp_path: Any, table: Callable[..., None]) -> None:
-    from transformers import Trainer, TrainingArguments
-
-    processor = PROCESSORS["Qwen3-VL"]()
-
-    def collate(rows: list[dict[str, Any]]) -> Any:
-        texts = [processor.apply_chat_template(row["messages"], tokenize=False) for row in rows]
-        options = {"padding": True, "padding_side": "right", "return_tensors": "pt"}
-        batch = processor(images=[[row["image"]] for row in rows], text=texts, **options)
-        hidden = (batch["attention_mask"] == 0) | (batch["input_ids"] == IMAGE)
-        return {**batch, "labels": batch["input_ids"].masked_fill(hidden, -100)}
-
-    rows = []
-    for row in rows_of("Qwen3-VL"):
-        parts = [{"type": "image"}, {"type": "text", "text": row["prompt"][0]["content"]}]
-        rows.append({"image": row["image"], "messages": [{"role": "user", "content": parts}, *row["chosen"]]})
-
-    def build(share: Share, passes: Passes) -> Any:
-        args = TrainingArguments(**settings(tmp_path, remove_unused_columns=False, per_device_train_batch_size=6))
-        model = passes.watch(share(model_of("Qwen3-VL")))
-        return Trainer(model, args, train_dataset=rows, data_collator=collate)
-
-    table("Trainer with images, Qwen3-VL", checked(build))
 
 
 def processed(name: str) -> list[dict[str, Any]]:
@@ -297,9 +241,10 @@ def padded(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {**{name: torch.cat([row[name] for row in rows]) for name in rows[0].keys() - FILLS.keys()}, **of_tokens}
 
 
+@pytest.mark.parametrize("door", ["share_prefixes", "RadixCollator"])
 @pytest.mark.parametrize(("name", "adapters"), cases(CASES, [("Qwen3-VL", None)]))
-def test_collator_in_the_trainer_of_hugging_face(name: str, adapters: str | None, tmp_path: Any) -> None:
-    """`RadixCollator` and `prepare_model` in place of the ordinary collator and model: the same numbers."""
+def test_trainer_of_hugging_face(name: str, adapters: str | None, door: str, tmp_path: Any) -> None:
+    """`RadixCollator` and `prepare_model` in place of the ordinary collator and model, or only `share_prefixes`."""
     from transformers import Trainer, TrainingArguments
 
     passes = Passes()
@@ -309,11 +254,13 @@ def test_collator_in_the_trainer_of_hugging_face(name: str, adapters: str | None
         model = passes.watch(prepare(with_adapters(model_of(name), adapters)))
         return Trainer(model, args, train_dataset=processed(name), data_collator=collate)
 
-    radix = RadixCollator(images=image_inputs_of(model_of(name)))
-    plain = run(lambda share: build(padded, share), lambda model: model)
-    found = run(lambda share: build(radix, share), prepare_model)
-    worst = differences_of(plain, found)
-    assert worst.keys() >= {"loss", "grad_norm", "gradient"}
+    if door == "share_prefixes":
+        compare(lambda share: build(padded, share))
+    else:
+        radix = RadixCollator(images=image_inputs_of(model_of(name)))
+        plain = run(lambda share: build(padded, share), lambda model: model)
+        worst = differences_of(plain, run(lambda share: build(radix, share), prepare_model))
+        assert worst.keys() >= {"loss", "grad_norm", "gradient"}
     passes.check()
 
 

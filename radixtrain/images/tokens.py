@@ -1,0 +1,137 @@
+"""Tokens of rows with images: which are placeholders, what stands at each of them, and which tokens are the same.
+
+    input_ids  7 <img> <img> 8    images  A    features  A0 A1    tokens compared  7 A0 A1 8
+               7 <img> <img> 9            A                                        7 A0 A1 9
+
+A placeholder is compared by the row of the features that replaces it, so tokens behind different images are never
+shared. A collator, a padded call and prompts find these rows in ways of their own, and use them alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from radixtrain.tree.arrays import IntArray, lengths_of
+from radixtrain.tree.blocks import BlockLayout
+from radixtrain.tree.plan import PrefixPlan
+
+BoolArray = npt.NDArray[np.bool_]
+TYPES, TOKEN_TYPES = "mm_token_type_ids", "token_type_ids"  # 1 at placeholders of images
+
+
+@dataclass(frozen=True, eq=False)
+class ImageInputs:
+    """What has to be known of a model that sees images. `radixtrain.image_inputs_of(model)` finds it for a collator.
+
+    token: id of a placeholder.
+    names: the entries of a row that the tower reads, of `OF_IMAGES`.
+    count_positions: `get_rope_index` of a model that counts positions of several axes; None if it counts along the row.
+    arguments: what that takes.
+    types: the entry of a row that marks its placeholders.
+    count_blocks: (B, L) types -> (B, L), the block of tokens that attend to each other in both directions, -1 outside;
+        None for a model that is causal.
+    """
+
+    token: int
+    names: frozenset[str]
+    count_positions: Callable[..., Any] | None = None
+    arguments: frozenset[str] = frozenset()
+    types: str = TYPES
+    count_blocks: Callable[..., Tensor] | None = None
+
+    def positions_of(self, given: Mapping[str, Any]) -> Tensor | None:
+        """Count the positions of a call on A axes, (A, B, L); None if they count along each row. given: its inputs."""
+        if self.count_positions is None:
+            return None
+        positions: Tensor = self.count_positions(**{name: given[name] for name in self.arguments & given.keys()})[0]
+        return positions
+
+    def blocks_of(self, types: Tensor | None, kept: BoolArray) -> IntArray | None:
+        """Number the blocks of a call, (T,), -1 outside; None if it has none.
+
+        types: (B, L), 1 at placeholders; None if they are not given. kept: (B, L). which places are tokens.
+        """
+        if types is None or self.count_blocks is None:
+            return None
+        blocks = self.count_blocks(types, device=types.device).cpu().numpy()
+        return numbered_apart(blocks, np.arange(len(blocks))[:, None])[kept]
+
+
+@dataclass(eq=False)
+class ImageTokens:
+    """T tokens of some sequences, back to back, of which P are placeholders of images.
+
+    ids: (T,), int64. is_image: (T,), bool.
+    rows: (P,), int64. which row of the features stands at each placeholder.
+    positions: (T,), or (A, T) on several axes, int64; None if they count from 0 in each sequence.
+    blocks: (T,), int64. a number for each block of each sequence, whose tokens attend to each other, -1 outside; None
+        if all tokens attend only backwards.
+    """
+
+    ids: IntArray
+    is_image: BoolArray
+    rows: IntArray
+    positions: IntArray | None
+    blocks: IntArray | None
+
+    @cached_property
+    def codes(self) -> IntArray:
+        """(T,), int64. Equal where tokens have the same id, or row of the features, positions, and block as a whole."""
+        codes = self.ids.copy()
+        codes[self.is_image] = self.ids.max(initial=0) + 1 + self.rows
+        for axis in () if self.positions is None else np.atleast_2d(self.positions):
+            codes = _of_pairs(codes, axis)
+        return codes if self.blocks is None else _of_pairs(codes, whole_blocks(codes, self.blocks))
+
+    def rows_at(self, tokens: IntArray) -> IntArray:
+        """Return the rows of the features that stand at those of these tokens that are placeholders."""
+        rows: IntArray = self.rows[self.is_image.cumsum()[tokens[self.is_image[tokens]]] - 1]
+        return rows
+
+    def axes_at(self, tokens: IntArray) -> IntArray | None:
+        """Return the positions of these tokens on several axes, (A, U); None if they count along each sequence."""
+        return None if self.positions is None or self.positions.ndim == 1 else self.positions[:, tokens]
+
+    def blocks_of(self, plan: PrefixPlan, tokens: IntArray | None = None) -> BlockLayout | None:
+        """Find the blocks of unique rows; None if none has two.
+
+        tokens: (U,). which of the T each row is the same as, if the plan is not of these. Equal images of two sequences
+            may then be neighbours.
+        """
+        if self.blocks is None:
+            return None
+        owners = np.arange(len(plan.cu_seqlens) - 1).repeat(lengths_of(plan.cu_seqlens))[plan.gather_indices]
+        blocks = numbered_apart(self.blocks[plan.gather_indices if tokens is None else tokens], owners)
+        blocks[plan.num_unique_tokens :] = -1
+        return BlockLayout.of(blocks)
+
+
+def numbered_apart(blocks: IntArray, owners: IntArray) -> IntArray:
+    """Number blocks so that those of two owners are not the same, -1 outside. owners: of each, broadcast."""
+    return np.where(blocks < 0, -1, blocks + owners * (blocks.max(initial=-1) + 1))
+
+
+def whole_blocks(codes: IntArray, blocks: IntArray) -> IntArray:
+    """Number the blocks of all tokens, (T,), so that two are the same if all their codes are; -1 outside."""
+    numbers: dict[bytes, int] = {}
+    found = np.full_like(blocks, -1)
+    starts = np.flatnonzero(np.diff(blocks, prepend=-1)).tolist()
+    for start, end in pairwise([*starts, len(blocks)]):
+        if blocks[start] >= 0:
+            found[start:end] = numbers.setdefault(codes[start:end].tobytes(), len(numbers))
+    return found
+
+
+def _of_pairs(codes: IntArray, others: IntArray) -> IntArray:
+    """Number the distinct pairs, (T,). codes: not negative."""
+    places = others - others.min(initial=0)
+    pairs: IntArray = np.unique(codes * (places.max(initial=0) + 1) + places, return_inverse=True)[1]
+    return pairs
