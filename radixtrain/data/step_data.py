@@ -105,15 +105,15 @@ class StepData:
         merge_labels: False for `predict`, which lists every label once.
         """
         settings = self.settings
-        is_auto = settings.min_shared_tokens == "auto"
+        least = settings.min_shared_tokens
         return StepCollator(
             dedup=settings.dedup,
             max_tokens=settings.max_tokens,
             merge_labels=merge_labels,
-            min_shared_tokens=1 if is_auto else settings.min_shared_tokens,
+            min_shared_tokens=1 if least == "auto" else least,
             pad_to_multiple_of=settings.pad_to_multiple_of,
             shared_targets=settings.shared_targets if merge_labels else "every",
-            step_cost=self.step_cost() if is_auto and settings.dedup and self.step_cost else None,
+            step_cost=self.step_cost() if least == "auto" and settings.dedup and self.step_cost else None,
             **(self._sharing_across() if settings.dedup and merge_labels and self.across else {}),
         )
 

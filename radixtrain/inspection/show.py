@@ -9,7 +9,6 @@ from rich.table import Table
 from rich.text import Text
 
 from radixtrain.data.step_data import StepData
-from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.errors import UserError
 from radixtrain.inspection.micro_batch import MicroBatch, micro_batches
 from radixtrain.inspection.picture import asked_for, draw
@@ -54,7 +53,7 @@ def _micro_batch(data: StepData, step: int, index: int, full: bool) -> Iterator[
     if index >= len(parts):
         raise UserError(f"micro_batch: step {step} has the micro-batches 0 to {len(parts) - 1}, got {index}")
     part = parts[index]
-    tree = run_tree(part, load_tokenizer(data.settings.model_name_or_path))
+    tree = run_tree(part, data.tokenizer())
     yield Text.assemble((part.place, "bold"), (", counted from 0", "dim"))
     yield numbers(part, tree)
     if data.settings.min_shared_tokens == "auto":

@@ -15,11 +15,11 @@ from radixtrain.bench.environment import environment
 from radixtrain.data.division import Division, divide, sp_sizes
 from radixtrain.data.step_data import StepData
 from radixtrain.data.tokenized.corpus import Corpus
-from radixtrain.errors import UserError
+from radixtrain.errors import UserError, bytes_text
 from radixtrain.report.breaks import find_breaks
 from radixtrain.report.contents import DataReport, Setting, Splitting
 from radixtrain.report.formatting import duration, ratio
-from radixtrain.report.prediction import Prediction, free_bytes, predict_seconds, step_cost_of_run
+from radixtrain.report.prediction import Prediction, free_bytes, predict_seconds, process_bytes, step_cost_of_run
 from radixtrain.report.profiling import RunSetup, cases_of
 from radixtrain.report.sharing import (
     Draw,
@@ -43,6 +43,10 @@ USABLE = 0.9  # part of the free memory that a setting may take
 CLEARLY = 1.05  # a setting is better than the user's own if its r is so many times as large
 ALONE = 0.9  # part of the time that a process has its core for if no other program wants it
 WORTH_A_HINT = 1.1
+MEMORY = {
+    "cpu": "the peak of the whole process of fit, Python and its libraries included",
+    "cuda": "what torch allocates on the GPU at most; the CUDA context and what the allocator keeps come on top",
+}
 NO_GAIN = 1.05  # speed-up below which sharing does not pay
 
 
@@ -54,7 +58,7 @@ def make_report(data: StepData, setup: RunSetup, typed: Sequence[str] = (), max_
     max_seconds: for timing micro-batches; 0 predicts nothing, and proposes no setting.
     """
     notes: list[str] = []
-    of_data = data.settings
+    of_data, beside = data.settings, process_bytes(setup.device)
     step_cost, why_not = None, "" if max_seconds else "max_seconds is 0"
     try:
         step_cost = step_cost_of_run(setup)
@@ -79,7 +83,7 @@ def make_report(data: StepData, setup: RunSetup, typed: Sequence[str] = (), max_
             steps = [epoch.features(batch) for batch in epoch.batches(own)[:TIMED_STEPS]]
             cases = cases_of(steps, epoch.collator, step_cost)
             logger.info("timing micro-batches of both arms, for about %.0f s", max_seconds)
-            prediction = predict_seconds(setup, cases, of_data.dataloader_num_workers, max_seconds)
+            prediction = predict_seconds(setup, cases, of_data.dataloader_num_workers, max_seconds, beside)
         except UserError as error:
             why_not = str(error)
     if prediction is None:
@@ -88,7 +92,7 @@ def make_report(data: StepData, setup: RunSetup, typed: Sequence[str] = (), max_
         layers = " and ".join(map(str, prediction.timed_layers))
         notes.append(
             f"Speed and memory are predicted from micro-batches of these data on {layers} of {setup.num_layers} layers "
-            f"with random weights, timed here."
+            f"with random weights, timed here. Memory is {MEMORY[setup.device.type]}."
         )
         if prediction.cpu_share < ALONE:
             notes.append(
@@ -315,9 +319,10 @@ def _gain(own: Setting, other: Setting) -> str:
     text = f"r = {ratio(other.least_r)} in place of {ratio(own.least_r)}"
     if own.seconds_per_epoch is None or other.seconds_per_epoch is None:
         return text
-    return (
-        f"{text}, an epoch in about {duration(other.seconds_per_epoch)} in place of {duration(own.seconds_per_epoch)}"
-    )
+    text += f", an epoch in about {duration(other.seconds_per_epoch)} in place of {duration(own.seconds_per_epoch)}"
+    if (other.memory_bytes or 0) <= WORTH_A_HINT * (own.memory_bytes or 0):
+        return text
+    return f"{text}, {bytes_text(other.memory_bytes or 0)} of memory in place of {bytes_text(own.memory_bytes or 0)}"
 
 
 def _computed(setting: Setting) -> float:

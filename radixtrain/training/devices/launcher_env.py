@@ -78,7 +78,7 @@ def one_device(config: TrainerSettings, command: str) -> dict[str, Any]:
     if isinstance(devices, str) and "," in devices:
         devices = [int(number) for number in devices.split(",") if number.strip().isdecimal()]
     named = devices if isinstance(devices, list) else []
-    number = len(named) if named else int(devices) if str(devices).isdecimal() else 1
+    number = len(named) if named else int(str(devices)) if str(devices).isdecimal() else 1
     if number > 1 or config.num_nodes > 1:
         logger.info("%s runs on one device: trainer.devices and trainer.strategy are for fit", command)
     return {"devices": named[:1] or min(number, 1), "num_nodes": 1, "strategy": "auto"}
