@@ -11,7 +11,7 @@ settings. A step adds clipping, the optimizer, and what surrounds a step of `fit
 Peak memory is that of the deeper model, and for every layer beyond what lives after its forward pass. The peaks do not
 give the slope: in a model of few layers, the gradient of the embeddings may be above what all activations hold. It is
 fitted in the same way, a and b only, and added to weights, gradients, the optimizer's moments and, on a CPU, what the
-process of `fit` holds before it has a model.
+process of `fit` holds before it has a model, and what its allocator keeps.
 
 A third arm is the first with all layers recomputing their activations; what a share of them would take lies between.
 """
@@ -27,6 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -43,9 +44,19 @@ from radixtrain.tree.cost_model import CHOICES, StepCost
 STEP_SECONDS = 8e-3
 # What `fit` has imported and started before its first step beyond what `report` has: Lightning, the DataLoader.
 TRAINER_BYTES = 110 << 20
+# Resident bytes for each that a step holds beside its state, since glibc reuses what was freed with holes: 1.1 to 1.8 in
+# six runs of fit of 28M and 135M weights on x86-64, from the second step on; by this one all six are within 15 %.
+MALLOC = 1.4
 DEEPER = 3  # times the layers of the shorter model
 SPARE = 0.5  # part of the free memory that the timed model may take
 SHARES = (0.25, 0.75, 0.0, 0.5, 1.0)  # of layers that recompute; of two that are the same layers, the later one
+
+
+class Process(NamedTuple):
+    """base_bytes: what it holds beside the model and its steps. malloc: resident bytes for each that a step holds."""
+
+    base_bytes: int
+    malloc: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +64,7 @@ class Prediction:
     """Seconds and bytes of steps on this machine.
 
     radix, ordinary: a, b, c and d of the formula above, of the whole model. peak: of a radix micro-batch, the same.
-    optimizer_seconds: of a step. state_bytes: weights, gradients and moments. process_bytes: see that function.
+    optimizer_seconds: of a step. state_bytes: weights, gradients and moments. process: that of `fit`.
     waits_for_collator: whether collating takes cores from the step.
     timed_layers: of the models that were timed. cpu_share: see `Timings`.
     recomputing: seconds of a micro-batch if all layers recompute, over those if none does; recomputing_peak: as peak.
@@ -65,7 +76,7 @@ class Prediction:
     peak: np.ndarray
     optimizer_seconds: float
     state_bytes: int
-    process_bytes: int
+    process: Process
     waits_for_collator: bool
     timed_layers: tuple[int, ...]
     cpu_share: float
@@ -111,7 +122,8 @@ class Prediction:
 
     def bytes_of_rows(self, num_rows: int) -> int:
         """Most bytes of a process whose largest micro-batch has so many rows."""
-        return round(self.process_bytes + self.state_bytes + self.peak[0] * num_rows + self.peak[1])
+        activations = self.peak[0] * num_rows + self.peak[1]
+        return round(self.process.base_bytes + self.state_bytes + self.process.malloc * activations)
 
 
 def step_cost_of_run(setup: RunSetup) -> StepCost | None:
@@ -126,11 +138,11 @@ def step_cost_of_run(setup: RunSetup) -> StepCost | None:
 
 
 def predict_seconds(
-    setup: RunSetup, cases: Sequence[Case], num_workers: int, max_seconds: float, process_bytes: int = 0
+    setup: RunSetup, cases: Sequence[Case], num_workers: int, max_seconds: float, process: Process
 ) -> Prediction:
     """Time these micro-batches and fit. What is found is of a model none of whose layers recompute; see `at`.
 
-    num_workers: processes that collate while a step runs. process_bytes: what is added to the memory of a step.
+    num_workers: processes that collate while a step runs. process: that of `fit`.
 
     Takes about `max_seconds`, more if the smallest micro-batch of each arm takes that long. UserError if the memory
     that is free here does not hold the cut model, or its layers cannot recompute as the setup says.
@@ -151,7 +163,7 @@ def predict_seconds(
         peak=_fitted(peaks, "radix", 2),
         optimizer_seconds=whole(first.optimizer_seconds, last.optimizer_seconds),
         state_bytes=_state_bytes(setup, setup.num_layers),
-        process_bytes=process_bytes,
+        process=process,
         waits_for_collator=_shares_cores(setup.device, num_workers),
         timed_layers=depths,
         cpu_share=min(first.cpu_share, last.cpu_share),
@@ -205,18 +217,18 @@ def _container_bytes() -> float:
     return float(int(limit.read_text()) - int(used.read_text()))
 
 
-def process_bytes(device: torch.device) -> int:
-    """What a process of `fit` holds on the device beside the model and its steps, by what this one holds now.
+def process_of_fit(device: torch.device) -> Process:
+    """What `fit` would hold on the device, by what this process holds now. Call it before a model is built.
 
-    Call it before a model is built. 0 on CUDA: what is predicted there is what torch allocates.
+    On CUDA nothing: what is predicted there is what torch allocates.
     """
     if device.type == "cuda":
-        return 0
+        return Process(0, 1.0)
     statm = Path("/proc/self/statm")
     if statm.exists():
-        return TRAINER_BYTES + int(statm.read_text().split()[1]) * resource.getpagesize()
+        return Process(TRAINER_BYTES + int(statm.read_text().split()[1]) * resource.getpagesize(), MALLOC)
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return TRAINER_BYTES + most * (1 if sys.platform == "darwin" else 1024)
+    return Process(TRAINER_BYTES + most * (1 if sys.platform == "darwin" else 1024), MALLOC)
 
 
 def _free_beside(setup: RunSetup, num_layers: int) -> float:

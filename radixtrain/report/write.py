@@ -19,7 +19,7 @@ from radixtrain.errors import UserError, bytes_text
 from radixtrain.report.breaks import find_breaks
 from radixtrain.report.contents import DataReport, Setting, Splitting
 from radixtrain.report.formatting import duration, ratio
-from radixtrain.report.prediction import Prediction, free_bytes, predict_seconds, process_bytes, step_cost_of_run
+from radixtrain.report.prediction import Prediction, free_bytes, predict_seconds, process_of_fit, step_cost_of_run
 from radixtrain.report.profiling import RunSetup, cases_of
 from radixtrain.report.sharing import (
     Draw,
@@ -58,7 +58,7 @@ def make_report(data: StepData, setup: RunSetup, typed: Sequence[str] = (), max_
     max_seconds: for timing micro-batches; 0 predicts nothing, and proposes no setting.
     """
     notes: list[str] = []
-    of_data, beside = data.settings, process_bytes(setup.device)
+    of_data, process = data.settings, process_of_fit(setup.device)
     step_cost, why_not = None, "" if max_seconds else "max_seconds is 0"
     try:
         step_cost = step_cost_of_run(setup)
@@ -83,7 +83,7 @@ def make_report(data: StepData, setup: RunSetup, typed: Sequence[str] = (), max_
             steps = [epoch.features(batch) for batch in epoch.batches(own)[:TIMED_STEPS]]
             cases = cases_of(steps, epoch.collator, step_cost)
             logger.info("timing micro-batches of both arms, for about %.0f s", max_seconds)
-            prediction = predict_seconds(setup, cases, of_data.dataloader_num_workers, max_seconds, beside)
+            prediction = predict_seconds(setup, cases, of_data.dataloader_num_workers, max_seconds, process)
         except UserError as error:
             why_not = str(error)
     if prediction is None:

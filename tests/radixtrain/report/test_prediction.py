@@ -16,12 +16,13 @@ from radixtrain.errors import UserError
 from radixtrain.hf.activation_checkpointing import num_recomputed, recompute
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.report import prediction as module
-from radixtrain.report.prediction import Prediction, free_bytes, predict_seconds, step_cost_of_run
+from radixtrain.report.prediction import Prediction, Process, free_bytes, predict_seconds, step_cost_of_run
 from radixtrain.report.profiling import Case, RunSetup, Timings, cases_of
 from radixtrain.report.sharing import CountedStep, Counts, Draw, SampledSteps
 from radixtrain.timing import peak_bytes
 
 CPU = torch.device("cpu")
+BARE = Process(0, 1.0)
 SIZES = [Counts(100, 10, 5), Counts(200, 40, 9), Counts(400, 90, 40), Counts(800, 500, 60), Counts(900, 100, 7)]
 CASES = [Case(arm, counts, {}, 1) for counts in SIZES for arm in ("radix", "ordinary")]
 BASE, LAYER = {"radix": (1e-5, 0.0, 2e-4, 1e-3), "ordinary": (3e-5, 0.0, 2e-4, 0.0)}, (1e-4, 1e-5, 0.0, 2e-4)
@@ -103,7 +104,7 @@ class TestByLaw:
     @pytest.mark.parametrize(("num_layers", "depths"), [(28, [3, 1]), (3, [3]), (1, [1])])
     def test_a_law_of_this_kind_is_found(self, by_law: list[int], num_layers: int, depths: list[int]) -> None:
         setup = setup_of(linear, num_layers)
-        found = predict_seconds(setup, CASES, num_workers=1, max_seconds=50)
+        found = predict_seconds(setup, CASES, num_workers=1, max_seconds=50, process=BARE)
         assert by_law == depths and found.timed_layers == tuple(sorted(depths))
         other = Counts(3000, 700, 300)
         step = step_of(other, other)
@@ -112,27 +113,29 @@ class TestByLaw:
             assert seconds == pytest.approx(seconds_of(Case(arm, other, {}, 1), num_layers) + overhead)
 
     def test_layers_of_several_kinds_are_timed_together(self, by_law: list[int]) -> None:
-        predict_seconds(setup_of(linear, 34, period=6), CASES, num_workers=1, max_seconds=50)
+        predict_seconds(setup_of(linear, 34, period=6), CASES, num_workers=1, max_seconds=50, process=BARE)
         assert by_law == [18, 6]
 
     def test_memory_is_state_and_the_largest_micro_batch(self, by_law: list[int]) -> None:
         """And the process; in the model of one layer, the peak is the gradient of the embeddings."""
-        found = predict_seconds(setup_of(linear, 28), CASES, num_workers=1, max_seconds=50, process_bytes=12_345)
+        found = predict_seconds(
+            setup_of(linear, 28), CASES, num_workers=1, max_seconds=50, process=Process(12_345, 1.5)
+        )
         step = replace(step_of(SIZES[0], SIZES[0]), radix=(SIZES[0], Counts(2000, 0, 0)))
         state = 28 * 100 * 4 * (1 + 1 + 2) + 12_345
         sampled = SampledSteps(draw=Draw(8, 100), steps=(step,), scale=1.0)
-        assert found.memory_bytes(sampled) == pytest.approx(state + 2000 * (50 + 9 * 28), rel=1e-6)
+        assert found.memory_bytes(sampled) == pytest.approx(state + 1.5 * 2000 * (50 + 9 * 28), rel=1e-6)
 
     def test_a_model_that_memory_does_not_hold(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "free_bytes", lambda device: 2.0 * 3 * 1600 - 1)
         with pytest.raises(
             UserError, match=r"^3 of its 28 layers with gradients and optimizer need 0\.0 GiB, and 0\.0"
         ):
-            predict_seconds(setup_of(linear, 28), CASES, num_workers=1, max_seconds=50)
+            predict_seconds(setup_of(linear, 28), CASES, num_workers=1, max_seconds=50, process=BARE)
 
     def test_few_cases_are_fitted_by_few_rates(self, by_law: list[int]) -> None:
         few = [CASES[0], CASES[1]]
-        found = predict_seconds(setup_of(linear, 2), few, num_workers=1, max_seconds=50)
+        found = predict_seconds(setup_of(linear, 2), few, num_workers=1, max_seconds=50, process=BARE)
         assert found.radix[0] > 0 and not found.radix[1:].any()
 
 
@@ -143,7 +146,7 @@ class TestShares:
         """By the law, in every setting; and the peak of the layers that keep, and of one."""
         cases = [*CASES, *(Case("recomputing", counts, {}, 1) for counts in SIZES)]
         setup = setup_of(lambda num_layers, device: tiny_qwen3(num_hidden_layers=num_layers), 8)
-        found = predict_seconds(setup, cases, num_workers=1, max_seconds=50)
+        found = predict_seconds(setup, cases, num_workers=1, max_seconds=50, process=BARE)
         assert found.shares == (0.0, 0.25, 0.5, 0.75, 1.0)
         radix, again = (sum(seconds_of(Case(arm, x, {}, 1), 8) for x in SIZES) for arm in ("radix", "recomputing"))
         step = step_of(SIZES[2], SIZES[2])
@@ -166,7 +169,7 @@ class TestShares:
     ) -> None:
         cases = [*CASES, *(Case("recomputing", counts, {}, 1) for counts in SIZES)]
         setup = setup_of(lambda num, device: tiny_qwen3(num_hidden_layers=num), num_layers, share=own)
-        found = predict_seconds(setup, cases, num_workers=1, max_seconds=50).shares
+        found = predict_seconds(setup, cases, num_workers=1, max_seconds=50, process=BARE).shares
         counts = [num_recomputed(share, num_layers) for share in found]
         assert own in found and counts == [num_recomputed(share, num_layers) for share in shares]
 
@@ -174,10 +177,12 @@ class TestShares:
         model = tiny_qwen3(num_hidden_layers=1)
         model.supports_gradient_checkpointing = False
         cases = [*CASES, *(Case("recomputing", counts, {}, 1) for counts in SIZES)]
-        found = predict_seconds(setup_of(lambda *_: model, 1), cases, num_workers=1, max_seconds=50)
+        found = predict_seconds(setup_of(lambda *_: model, 1), cases, num_workers=1, max_seconds=50, process=BARE)
         assert found.shares == (0.0,) and found.recomputing == 1
         with pytest.raises(UserError, match=r"activation_checkpointing: .* has none; set it to false"):
-            predict_seconds(setup_of(lambda *_: model, 1, share=0.5), cases, num_workers=1, max_seconds=50)
+            predict_seconds(
+                setup_of(lambda *_: model, 1, share=0.5), cases, num_workers=1, max_seconds=50, process=BARE
+            )
 
     def test_bytes_are_those_that_are_counted(
         self, tiny_qwen3: Callable[..., Any], features: list[dict[str, Any]]
@@ -190,7 +195,9 @@ class TestShares:
 
         cases = cases_of([features], StepCollator(max_tokens=1000), None)
         setup = setup_of(build, 9)
-        found = predict_seconds(setup, cases, num_workers=1, max_seconds=1e6)  # a busy machine leaves out no case
+        found = predict_seconds(
+            setup, cases, num_workers=1, max_seconds=1e6, process=BARE
+        )  # a busy machine leaves out no case
         largest = [case for case in cases if case.arm == "radix"][-1]
         step = SampledSteps(draw=Draw(8, 100), steps=(step_of(largest.counts, largest.counts),), scale=1.0)
         model, counted, predicted = build(9, CPU), [], []
@@ -215,7 +222,7 @@ class TestPrediction:
         peak=RATES,
         optimizer_seconds=10.0,
         state_bytes=3,
-        process_bytes=2,
+        process=Process(2, 1.0),
         waits_for_collator=False,
         timed_layers=(1, 3),
         cpu_share=1.0,
