@@ -46,7 +46,7 @@ STEP_SECONDS = 8e-3
 TRAINER_BYTES = 110 << 20
 # Resident bytes for each that a step holds beside its state, since glibc leaves holes in what was freed: 1.1 to 2.2 in
 # six runs of fit with 28M and 135M weights on x86-64, from the second step on. With this one all are within 15 %.
-MALLOC = 1.4
+MALLOC = 1.35
 DEEPER = 3  # times the layers of the shorter model
 SPARE = 0.5  # part of the free memory that the timed model may take
 SHARES = (0.25, 0.75, 0.0, 0.5, 1.0)  # of layers that recompute; of two that are the same layers, the later one
