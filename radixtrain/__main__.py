@@ -121,7 +121,7 @@ def _run(words: list[str]) -> int:
     given: list[tuple[str, Any]] = []
     try:
         if words[0] != "doctor":  # which needs none of them, and says what is wrong
-            check_versions(OLDEST | FIT)
+            check_versions(OLDEST | {name: FIT[name] for name in COMMANDS[words[0]].needs})
         from radixtrain.commands.typed import check_typed  # here, since --help needs no imports that take time
 
         typed = check_typed(words)

@@ -56,7 +56,9 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
     down. Buffers inside operators and what autograd saves are counted; rounding to pages, Python's objects and scratch
     memory of the math libraries are not. The resident set would not do: it is the high-water mark of everything before.
     """
-    return _peak_cuda_bytes(run, device) if device.type == "cuda" else _peak_cpu_bytes(run)
+    if device.type == "cuda":
+        return _peak_cuda_bytes(run, device)
+    return max(accumulate(_cpu_changes(run), initial=0))
 
 
 def _peak_cuda_bytes(run: Callable[[], object], device: torch.device) -> int:
@@ -68,14 +70,31 @@ def _peak_cuda_bytes(run: Callable[[], object], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def _peak_cpu_bytes(run: Callable[[], object]) -> int:
+def held_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """How many bytes torch's allocations on `device` have risen by after `run`, while its result lives.
+
+    A loss holds what its backward pass needs. Counted as by `peak_bytes`.
+    """
+    if device.type != "cuda":
+        return sum(_cpu_changes(run))
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    result = run()
+    torch.cuda.synchronize(device)
+    held = torch.cuda.memory_allocated(device) - before
+    del result
+    return held
+
+
+def _cpu_changes(run: Callable[[], object]) -> list[int]:
+    """Bytes of each allocation, and of each that is freed below 0, in their order. The result lives until the end."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler says on stderr that it starts and stops
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        run()
+        result = run()
+    del result
     assert recorded.profiler is not None and recorded.profiler.kineto_results is not None
     events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
-    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    return max(accumulate(changes, initial=0))
+    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
 
 
 def _wait_for(device: torch.device) -> None:

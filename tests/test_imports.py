@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from radixtrain.commands import COMMANDS
 from radixtrain.versions import FIT
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,6 +44,7 @@ def test_import_leaves_out(statement: str, heavy: set[str]) -> None:
 WITHOUT_FIT = """
 import sys
 from importlib.machinery import PathFinder
+from radixtrain.commands import COMMANDS
 from radixtrain.versions import FIT
 
 hidden, find_spec = {*FIT, "matplotlib", "pyarrow", "pandas", "peft", "trl"}, PathFinder.find_spec
@@ -95,9 +97,12 @@ def test_doctor_needs_nothing_to_say_what_is_missing(flags: list[str]) -> None:
     loaded_by(BLOCKED.format(hidden=OF_FIT, arguments=["doctor", *flags], code=1))
 
 
-@pytest.mark.parametrize("command", [["report", "--max_seconds=0"], ["fit", "--trainer.max_steps=1"]])
-def test_a_command_needs_no_package_of_another_key(command: list[str], shop: Path, tmp_path: Path) -> None:
-    """Weights & Biases and Matplotlib, for instance."""
+@pytest.mark.parametrize(
+    "command",
+    [["report", "--max_seconds=0.1", "--config=configs/sft.yaml"], ["inspect"], ["fit", "--trainer.max_steps=1"]],
+)
+def test_a_command_needs_no_package_of_another(command: list[str], shop: Path, tmp_path: Path) -> None:
+    """Nor of a key that is not set: Weights & Biases and Matplotlib, and where nothing is trained Lightning."""
     files = {
         "model.model_name_or_path": shop / "model",
         "data.train_file": shop / "train.jsonl",
@@ -108,7 +113,8 @@ def test_a_command_needs_no_package_of_another_key(command: list[str], shop: Pat
         *(f"--{name}={value}" for name, value in files.items()),
         f"--data.cache_dir={tmp_path}/cache",
     ]
-    loaded_by(BLOCKED.format(hidden=OF_FIT - set(FIT) | {"requests", "trackio"}, arguments=arguments, code=0))
+    hidden = OF_FIT - set(COMMANDS[command[0]].needs) | {"requests", "trackio"}
+    loaded_by(BLOCKED.format(hidden=hidden, arguments=arguments, code=0))
 
 
 def test_public_names_are_found() -> None:

@@ -6,16 +6,23 @@
 
 from typing import NamedTuple
 
+from radixtrain.versions import FIT
+
 
 class Command(NamedTuple):
-    """name: as it is typed. module: the file in this folder that runs it. example: shown in the usage."""
+    """name: as it is typed. module: the file in this folder that runs it. example: shown in the usage.
+
+    needs: packages of `versions.FIT`, without which it cannot start.
+    """
 
     name: str
     module: str
     help: str
     example: str = ""
+    needs: tuple[str, ...] = tuple(FIT)
 
 
+FOR_ROWS = ("datasets", "pydantic", "rich")
 TABLE = (
     Command("fit", "lightning", "fine-tune", example="fit --config configs/sft.yaml"),
     Command("validate", "lightning", "loss on data.validation_file, and what the answers to it are worth"),
@@ -25,17 +32,27 @@ TABLE = (
         "lightning",
         "scores of the rows of data.predict_file: log-probabilities, yes or no, embeddings; or answers to them",
     ),
-    Command("report", "lightning", "what the data share, and what that brings here, before training"),
+    Command(
+        "report", "without_training", "what the data share, and what that brings here, before training", "", FOR_ROWS
+    ),
     Command("verify", "lightning", "is the gradient that of ordinary Hugging Face, on this model and data?"),
-    Command("inspect", "lightning", "a micro-batch, or one row of a file, as text with its loss marked"),
+    Command(
+        "inspect", "without_training", "a micro-batch, or one row of a file, as text with its loss marked", "", FOR_ROWS
+    ),
     Command("export", "export", "a checkpoint as a Hugging Face folder"),
-    Command("bench", "bench", "time and memory of a step on this machine, with and without deduplication"),
+    Command(
+        "bench",
+        "bench",
+        "time and memory of a step on this machine, with and without deduplication",
+        needs=("pydantic", "rich"),
+    ),
     Command(
         "run",
         "run",
         "any training program, with its models sharing prefixes",
         example="run -- trl sft --config sft.yaml",
     ),
-    Command("doctor", "doctor", "can training run here? versions, devices, kernels, and what is missing"),
+    Command("doctor", "doctor", "can training run here? versions, devices, kernels, and what is missing", needs=()),
 )
 COMMANDS = {command.name: command for command in TABLE}
+WITHOUT_TRAINING = tuple(command.name for command in TABLE if command.module == "without_training")

@@ -18,7 +18,6 @@ from radixtrain.training.start.preflight import check_room, earlier_run, num_sto
 
 logger = logging.getLogger(__name__)
 
-WITHOUT_WEIGHTS = ("inspect", "report")  # which read the model's config and tokenizer only, and set up the data
 EVALUATING = ("validate", "test", "predict")
 
 
@@ -60,7 +59,7 @@ def check_weights_and_room(
     Raises UserError if there are no weights, or if what `fit` writes has no room or would replace what it reads.
     """
     name, model_folder, written = model.model_name_or_path, output_dir / "model", 0
-    num_parameters = None if command in WITHOUT_WEIGHTS else num_stored_parameters(name)
+    num_parameters = num_stored_parameters(name)
     if command == "fit":
         check_model_folder(model_folder, [name])
         written = check_room(output_dir, num_parameters, model, num_checkpoints)

@@ -1,4 +1,4 @@
-"""The commands that read a model and rows, `fit` to `report`, run by Lightning's trainer."""
+"""The commands that read weights and rows, `fit` to `verify`, run by Lightning's trainer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from radixtrain.commands.before_reading import (
     EVALUATING,
-    WITHOUT_WEIGHTS,
     check_weights_and_room,
     checkpoint_of_fit,
     checkpoint_to_evaluate,
@@ -30,7 +29,6 @@ from radixtrain.commands.quiet import quiet, warn_of_variables
 from radixtrain.commands.reading import print_settings, printed, read
 from radixtrain.commands.run_callbacks import RunCallbacks
 from radixtrain.commands.trainer_settings import (
-    REFUSED_BY_LIGHTNING,
     check_interval,
     check_settings,
     check_trainer_settings,
@@ -66,7 +64,10 @@ from radixtrain.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
-WRITING = ("fit", "validate", "test", "predict", "report")  # into output_dir
+# What Lightning raises for settings that it refuses: in turn for `devices: 0`, `strategy: nonsense`, `devices: -1` on a
+# CPU, and `strategy: xla` without torch_xla. Nothing of ours runs while it makes the trainer.
+REFUSED_BY_LIGHTNING = (MisconfigurationException, ValueError, TypeError, ModuleNotFoundError, OverflowError)
+WRITING = ("fit", "validate", "test", "predict")  # into output_dir
 DEFAULT_EPOCHS = 3  # Hugging Face's num_train_epochs; if only trainer.max_steps is set, the run has that many steps
 
 
@@ -202,16 +203,14 @@ class Command:
         if (self.name == "fit" or self.ckpt_path) and self.datamodule.hparams.template_date is None:
             began = ranks().broadcast_from_rank0(partial(template_date, self.ckpt_path))
             self.datamodule.hparams.template_date = began
-        if self.name not in WITHOUT_WEIGHTS:
-            self.datamodule.setup(self.name)
-            self.model.configure_model()
-            form_groups(self.sp_size, self.timeout)
-            self.model.split_rows()
+        self.datamodule.setup(self.name)
+        self.model.configure_model()
+        form_groups(self.sp_size, self.timeout)
+        self.model.split_rows()
         if self.name in ("fit", "validate"):
             evaluation.prepare(self.model, self.datamodule)
         self.model.answers.options = replace(evaluation.options, seed=self.datamodule.hparams.seed)
         trainer: Any = self.trainer
-        trainer.typed = masked_arguments(self.typed[1:])
         if self.name == "fit":
             check_interval(trainer, self.datamodule.steps_per_epoch)
             trainer.log_every_n_steps = steps_between_logs(trainer, self.datamodule)

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 
+from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from radixtrain.commands import COMMANDS
 from radixtrain.errors import did_you_mean
-from radixtrain.training.progress_bar import NoticeHandler
 
 logger = logging.getLogger(__name__)
 
 PREFIX = "RADIXTRAIN_"
 VARIABLES = ("CACHE", "OPTIONS")  # docs/configuration.md explains them
 KEYS = re.compile(rf"({'|'.join(COMMANDS).upper()}|TRAINER|MODEL|DATA)__")  # as other tools write keys
+
+
+class NoticeHandler(logging.StreamHandler):
+    """Log lines on stderr that stand above a progress bar, not in its line."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with tqdm.external_write_mode(file=sys.stderr):
+            super().emit(record)
 
 
 def quiet(speaks: bool) -> None:

@@ -6,11 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.callbacks import Timer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
-from radixtrain.commands.hub import check_hub
-from radixtrain.commands.loggers import TRACKING, check_loggers
+from radixtrain.commands import WITHOUT_TRAINING
 from radixtrain.commands.reading import printed
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError, first_line
@@ -25,9 +21,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What Lightning raises for settings that it refuses: in turn for `devices: 0`, `strategy: nonsense`, `devices: -1` on a
-# CPU, and `strategy: xla` without torch_xla. Nothing of ours runs while it makes the trainer.
-REFUSED_BY_LIGHTNING = (MisconfigurationException, ValueError, TypeError, ModuleNotFoundError, OverflowError)
 FOR_ALL_WEIGHTS = 2e-5  # the default learning rate, and that of configs/sft.yaml
 MOST_DEVICES = 1_000
 
@@ -51,6 +44,11 @@ def check_settings(settings: Run, command: str) -> None:
     for key, value in _parts("", printed(settings)):
         check_unmasked(key, value)
     _check_devices(settings.trainer.devices)
+    if command in WITHOUT_TRAINING:
+        return
+    from radixtrain.commands.hub import check_hub  # here, since they bring Lightning
+    from radixtrain.commands.loggers import TRACKING, check_loggers
+
     _check_max_time(settings.trainer.max_time)
     if getattr(settings, "weights_only", None) is False:  # of Lightning
         raise UserError("weights_only: false would run code from a checkpoint; radixtrain always reads it as data")
@@ -84,6 +82,9 @@ def _check_devices(devices: Any) -> None:
 
 
 def _check_max_time(max_time: Any) -> None:
+    from lightning.pytorch.callbacks import Timer
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
     try:
         Timer(max_time)
     except (MisconfigurationException, ValueError, TypeError, OverflowError) as error:

@@ -11,8 +11,8 @@ import torch
 
 from radixtrain.collators.steps import Step
 from radixtrain.collators.token_row import TokenRow
-from radixtrain.data.datamodule import SFTData
 from radixtrain.data.grouping import whole_chats
+from radixtrain.data.step_data import StepData
 from radixtrain.data.steps import features_of
 from radixtrain.errors import UserError
 from radixtrain.tree.radix_inputs import layout_of, radix_of
@@ -56,7 +56,7 @@ class MicroBatch:
         return int(radix.loss_weights.sum()) if radix.label_indices is None else len(radix.loss_weights)
 
 
-def micro_batches(data: SFTData, step: int) -> list[MicroBatch]:
+def micro_batches(data: StepData, step: int) -> list[MicroBatch]:
     """All micro-batches of an optimizer step of the first epoch, as training collates them.
 
     data: after its `setup("inspect")`.
@@ -64,7 +64,7 @@ def micro_batches(data: SFTData, step: int) -> list[MicroBatch]:
 
     Raises UserError if there is no such step, and with `dedup: false`, whose batches share nothing.
     """
-    if not data.hparams.dedup:
+    if not data.settings.dedup:
         raise UserError("inspect shows what a batch shares, and with dedup: false nothing is; leave it out")
     steps = data.train_steps()
     if not 0 <= step < len(steps):

@@ -16,25 +16,26 @@ from rich.text import Text
 
 from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.chat import ChatEncoder
-from radixtrain.data.datamodule import SFTData
 from radixtrain.data.files.sources import Source, as_sources
 from radixtrain.data.formats import Row, UnreadRow, open_rows
 from radixtrain.data.rows.columns import standard_row
 from radixtrain.data.rows.trajectories import plain_rows
 from radixtrain.data.splits import encoder_for
+from radixtrain.data.step_data import StepData
 from radixtrain.data.tokens.tokenization import Draft
 from radixtrain.errors import DataError, UserError
 from radixtrain.inspection.micro_batch import MicroBatch, micro_batches
 from radixtrain.inspection.picture import named_rows
 from radixtrain.inspection.runs import paths_of
 from radixtrain.inspection.tokens import marked, sample_tokens, token_cells, visible
+from radixtrain.settings.section import value_of
 
 MOST_CHARS = 800  # of a field, and of a rendered text
 REFUSED = "bold red"
 SPLITS = ("train", "validation", "test", "predict")
 
 
-def row_stages(data: SFTData, row: int | str, full: bool = False) -> Iterator[RenderableType]:
+def row_stages(data: StepData, row: int | str, full: bool = False) -> Iterator[RenderableType]:
     """What happens to a row, a stage after the other, so that a row that is refused is shown as far as it got.
 
     row: see `find_row`. full: nothing is shortened.
@@ -49,7 +50,7 @@ def row_stages(data: SFTData, row: int | str, full: bool = False) -> Iterator[Re
         yield from _unread(found, error, full)
         return
     yield _fields(content, full)
-    encoder = encoder_for(found.source, data.encoder(found.split == "predict" and data.hparams.predict_unlabelled))
+    encoder = encoder_for(found.source, data.encoder(found.split == "predict" and data.settings.predict_unlabelled))
     yield from _taken_as(content, encoder, full)
     items = encoder.drafts(content)
     for number, item in enumerate(items, start=1):
@@ -146,7 +147,7 @@ def _cut(kept: list[TokenRow], num_samples: int, encoder: ChatEncoder) -> Iterat
         yield Text(f"cut to max_length, {encoder.max_length} tokens: {cut} of {num_samples} samples", style=REFUSED)
 
 
-def _computed(data: SFTData, where: str) -> Iterator[RenderableType]:
+def _computed(data: StepData, where: str) -> Iterator[RenderableType]:
     """Its rows of the first epoch. The other rows of the file are read for this, and may be refused."""
     yield _title("computed, in the first epoch")
     try:
@@ -204,7 +205,7 @@ class FoundRow(NamedTuple):
         return self.content.where
 
 
-def find_row(data: SFTData, row: int | str) -> FoundRow:
+def find_row(data: StepData, row: int | str) -> FoundRow:
     """The row, whether or not it can be used. The files are read up to it.
 
     row: N for the N-th row of `train_file`; or `file:line` or `file:row N` as errors name it, with or without the
@@ -212,7 +213,7 @@ def find_row(data: SFTData, row: int | str) -> FoundRow:
 
     Raises UserError if there is no such row, and as `open_rows`.
     """
-    if not data.hparams.train_file:
+    if not data.settings.train_file:
         raise UserError("data.train_file is missing: name the file that the row is in")
     if isinstance(row, str) and not row.isdigit():
         return _find_named(data, row)
@@ -224,7 +225,7 @@ def find_row(data: SFTData, row: int | str) -> FoundRow:
     return FoundRow("train", number, *found)
 
 
-def _find_named(data: SFTData, row: str) -> FoundRow:
+def _find_named(data: StepData, row: str) -> FoundRow:
     for split in SPLITS:
         for number, (source, content) in enumerate(_rows_of(data, split), start=1):
             if content.where == row or content.where.endswith(f"{os.sep}{row}"):
@@ -232,13 +233,13 @@ def _find_named(data: SFTData, row: str) -> FoundRow:
     raise UserError(f"row: no row {row!r} in the files of the configuration; expected a number or file:line")
 
 
-def _rows_of(data: SFTData, split: str) -> Iterator[tuple[Source, UnreadRow]]:
-    files = data.hparams[f"{split}_file"]
-    for source in as_sources(files, data.hparams.columns) if files else ():
+def _rows_of(data: StepData, split: str) -> Iterator[tuple[Source, UnreadRow]]:
+    files = value_of(data.settings, f"{split}_file")
+    for source in as_sources(files, data.settings.columns) if files else ():
         yield from ((source, row) for row in open_rows(source))
 
 
-def sample_locations(data: SFTData, where: str) -> list[tuple[MicroBatch, int]]:
+def sample_locations(data: StepData, where: str) -> list[tuple[MicroBatch, int]]:
     """The samples of a row in the first epoch, each by its micro-batch and its index there; none if it is not trained.
 
     data: after `setup("inspect")`. where: `file:line` of the row.

@@ -8,8 +8,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from radixtrain.data.datamodule import SFTData
-from radixtrain.data.tokens.tokenization import load_tokenizer
+from radixtrain.data.step_data import StepData
 from radixtrain.errors import UserError
 from radixtrain.inspection.micro_batch import MicroBatch, micro_batches
 from radixtrain.inspection.picture import asked_for, draw
@@ -27,7 +26,7 @@ LEGEND = Text.assemble(
 
 
 def show(
-    data: SFTData,
+    data: StepData,
     console: Console,
     step: int = 0,
     micro_batch: int = 0,
@@ -36,9 +35,9 @@ def show(
 ) -> None:
     """Print a micro-batch of the first epoch; or one row, if it is given. Reads the tokenizer, not the weights.
 
-    data: needs no `setup`. The other arguments: see `Trainer.inspect`.
+    data: needs no `setup`. The other arguments: see `Inspect`.
 
-    Raises UserError if there is no such step, micro-batch or row, and as `SFTData.setup`.
+    Raises UserError if there is no such step, micro-batch or row, and as `StepData.setup`.
     """
     for name, index in (("step", step), ("micro_batch", micro_batch)):
         if index < 0:
@@ -48,19 +47,19 @@ def show(
         console.print(part, highlight=False)
 
 
-def _micro_batch(data: SFTData, step: int, index: int, full: bool) -> Iterator[RenderableType]:
+def _micro_batch(data: StepData, step: int, index: int, full: bool) -> Iterator[RenderableType]:
     data.setup("inspect")
     parts = micro_batches(data, step)
     if index >= len(parts):
         raise UserError(f"micro_batch: step {step} has the micro-batches 0 to {len(parts) - 1}, got {index}")
     part = parts[index]
-    tree = run_tree(part, load_tokenizer(data.hparams.model_name_or_path))
+    tree = run_tree(part, data.tokenizer())
     yield Text.assemble((part.place, "bold"), (", counted from 0", "dim"))
     yield numbers(part, tree)
-    if data.hparams.min_shared_tokens == "auto":
+    if data.settings.min_shared_tokens == "auto":
         yield Text("data.min_shared_tokens is auto: fit may leave out small branches", style="dim")
-    is_one = len(parts) == 1 and part.batch["input_ids"].numel() <= data.hparams.max_tokens
-    if data.hparams.share_across_micro_batches and not is_one:
+    is_one = len(parts) == 1 and part.batch["input_ids"].numel() <= data.settings.max_tokens
+    if data.settings.share_across_micro_batches and not is_one:
         yield Text("data.share_across_micro_batches: fit may compute shared prefixes once, in other parts", style="dim")
     yield LEGEND
     yield draw(tree, [sample.where for sample in part.samples], full)

@@ -6,8 +6,12 @@ half of the difference. To the seconds of the timed micro-batches, for each arm,
     seconds = rows a + b + attention c + predictions d
 
 is fitted (least squares of the relative errors, no rate below 0), which gives micro-batches of other sizes: other
-settings. A step adds clipping, the optimizer, and what surrounds a step of `fit`. Peak memory is fitted in the same way
-to the peaks, a and b only, and added to weights, gradients and the optimizer's moments.
+settings. A step adds clipping, the optimizer, and what surrounds a step of `fit`.
+
+Peak memory is that of the deeper model, and for every layer beyond what lives after its forward pass. The peaks do not
+give the slope: in a model of few layers, the gradient of the embeddings may be above what all activations hold. It is
+fitted in the same way, a and b only, and added to weights, gradients, the optimizer's moments and, on a CPU, what the
+process of `fit` holds before it has a model, and what its allocator keeps.
 
 A third arm is the first with all layers recomputing their activations; what a share of them would take lies between.
 """
@@ -16,11 +20,14 @@ from __future__ import annotations
 
 import math
 import os
+import resource
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,16 +35,28 @@ import torch
 from radixtrain.errors import UserError
 from radixtrain.hf.activation_checkpointing import num_recomputed, recompute
 from radixtrain.hf.step_cost import step_cost_of
-from radixtrain.report.profiling import ArmName, Case, RunSetup, Timings, time_cases
+from radixtrain.report.profiling import ArmName, Case, RunSetup, Timings, time_cases, without_messages
 from radixtrain.report.sharing import CountedStep, Counts, SampledSteps
 from radixtrain.timing import non_negative_fit
 from radixtrain.tree.cost_model import CHOICES, StepCost
 
 # Of a step of `fit`, between its optimizer steps: Lightning's loop and the log, on an x86-64 core.
 STEP_SECONDS = 8e-3
+# What `fit` has imported and started before its first step beyond what `report` has: Lightning, the DataLoader.
+TRAINER_BYTES = 110 << 20
+# Resident bytes for each that a step holds beside its state, since glibc leaves holes in what was freed: 1.1 to 2.2 in
+# six runs of fit with 28M and 135M weights on x86-64, from the second step on. With this one all are within 15 %.
+MALLOC = 1.35
 DEEPER = 3  # times the layers of the shorter model
 SPARE = 0.5  # part of the free memory that the timed model may take
 SHARES = (0.25, 0.75, 0.0, 0.5, 1.0)  # of layers that recompute; of two that are the same layers, the later one
+
+
+class Process(NamedTuple):
+    """base_bytes: what it holds beside the model and its steps. malloc: resident bytes for each that a step holds."""
+
+    base_bytes: int
+    malloc: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +64,7 @@ class Prediction:
     """Seconds and bytes of steps on this machine.
 
     radix, ordinary: a, b, c and d of the formula above, of the whole model. peak: of a radix micro-batch, the same.
-    optimizer_seconds: of a step. state_bytes: weights, gradients and moments.
+    optimizer_seconds: of a step. state_bytes: weights, gradients and moments. process: that of `fit`.
     waits_for_collator: whether collating takes cores from the step.
     timed_layers: of the models that were timed. cpu_share: see `Timings`.
     recomputing: seconds of a micro-batch if all layers recompute, over those if none does; recomputing_peak: as peak.
@@ -57,6 +76,7 @@ class Prediction:
     peak: np.ndarray
     optimizer_seconds: float
     state_bytes: int
+    process: Process
     waits_for_collator: bool
     timed_layers: tuple[int, ...]
     cpu_share: float
@@ -102,7 +122,8 @@ class Prediction:
 
     def bytes_of_rows(self, num_rows: int) -> int:
         """Most bytes of a process whose largest micro-batch has so many rows."""
-        return round(self.state_bytes + self.peak[0] * num_rows + self.peak[1])
+        activations = self.peak[0] * num_rows + self.peak[1]
+        return round(self.process.base_bytes + self.state_bytes + self.process.malloc * activations)
 
 
 def step_cost_of_run(setup: RunSetup) -> StepCost | None:
@@ -116,10 +137,12 @@ def step_cost_of_run(setup: RunSetup) -> StepCost | None:
     return step_cost_of(setup.build(setup.period, setup.device), setup.attention)
 
 
-def predict_seconds(setup: RunSetup, cases: Sequence[Case], num_workers: int, max_seconds: float) -> Prediction:
+def predict_seconds(
+    setup: RunSetup, cases: Sequence[Case], num_workers: int, max_seconds: float, process: Process
+) -> Prediction:
     """Time these micro-batches and fit. What is found is of a model none of whose layers recompute; see `at`.
 
-    num_workers: processes that collate while a step runs.
+    num_workers: processes that collate while a step runs. process: that of `fit`.
 
     Takes about `max_seconds`, more if the smallest micro-batch of each arm takes that long. UserError if the memory
     that is free here does not hold the cut model, or its layers cannot recompute as the setup says.
@@ -133,13 +156,14 @@ def predict_seconds(setup: RunSetup, cases: Sequence[Case], num_workers: int, ma
     first = last if len(depths) == 1 else time_cases(setup, depths[0], list(last.seconds))
     whole = partial(_whole, setup.num_layers, first, last)
     seconds = {case: whole(first.seconds[case], last.seconds[case]) for case in last.seconds}
-    peaks = {case: whole(first.peaks[case], last.peaks[case]) for case in last.peaks}
+    peaks = {case: last.peaks[case] + _beyond(setup.num_layers, first, last, case) for case in last.peaks}
     return Prediction(
         radix=_fitted(seconds, "radix"),
         ordinary=_fitted(seconds, "ordinary"),
         peak=_fitted(peaks, "radix", 2),
         optimizer_seconds=whole(first.optimizer_seconds, last.optimizer_seconds),
         state_bytes=_state_bytes(setup, setup.num_layers),
+        process=process,
         waits_for_collator=_shares_cores(setup.device, num_workers),
         timed_layers=depths,
         cpu_share=min(first.cpu_share, last.cpu_share),
@@ -153,10 +177,11 @@ def predict_seconds(setup: RunSetup, cases: Sequence[Case], num_workers: int, ma
 def _shares(setup: RunSetup) -> tuple[float, ...]:
     """That the model can be given, the one of the setup among them. UserError if it cannot."""
     model = setup.build(setup.num_layers, torch.device("meta"))
-    recompute(model, setup.share)
+    with without_messages():
+        recompute(model, setup.share)
     possible = {}
     for share in (*SHARES, setup.share):
-        with suppress(UserError):
+        with suppress(UserError), without_messages():
             recompute(model, share)
             possible[num_recomputed(share, setup.num_layers)] = share
     return tuple(sorted(possible.values()))
@@ -192,6 +217,20 @@ def _container_bytes() -> float:
     return float(int(limit.read_text()) - int(used.read_text()))
 
 
+def process_of_fit(device: torch.device) -> Process:
+    """What `fit` would hold on the device, by what this process holds now. Call it before a model is built.
+
+    On CUDA nothing: what is predicted there is what torch allocates.
+    """
+    if device.type == "cuda":
+        return Process(0, 1.0)
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return Process(TRAINER_BYTES + int(statm.read_text().split()[1]) * resource.getpagesize(), MALLOC)
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return Process(TRAINER_BYTES + most * (1 if sys.platform == "darwin" else 1024), MALLOC)
+
+
 def _free_beside(setup: RunSetup, num_layers: int) -> float:
     """Bytes that are left to micro-batches beside so many layers. UserError if those layers take too many."""
     free, needed = free_bytes(setup.device), _state_bytes(setup, num_layers)
@@ -219,6 +258,12 @@ def _whole(num_layers: int, first: Timings, last: Timings, low: float, high: flo
     """What the whole model takes if the two depths take this: every layer as much as those between them."""
     between = last.num_layers - first.num_layers
     return high if not between else low + (num_layers - first.num_layers) * max(high - low, 0) / between
+
+
+def _beyond(num_layers: int, first: Timings, last: Timings, case: Case) -> float:
+    """Bytes of the layers that the deeper model lacks: each holds as much as those between the two depths."""
+    between = last.num_layers - first.num_layers
+    return (num_layers - last.num_layers) * (last.held[case] - first.held[case]) / between if between else 0.0
 
 
 def _fitted(measured: Mapping[Case, float], arm: ArmName, num_rates: int = 4) -> np.ndarray:

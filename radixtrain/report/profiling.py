@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from radixtrain.bench.work import Arm, added_bytes
 from radixtrain.collators.steps import StepCollator
@@ -25,7 +25,7 @@ from radixtrain.hf.activation_checkpointing import recompute
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.prepare import restore_model
 from radixtrain.report.sharing import Counts, Features, ordinary_counts, radix_counts
-from radixtrain.timing import seconds_in_turns, seconds_of
+from radixtrain.timing import held_bytes, seconds_in_turns, seconds_of
 from radixtrain.tree.cost_model import StepCost
 
 ArmName = Literal["radix", "ordinary", "recomputing"]  # the last: radix, and all layers recompute their activations
@@ -96,6 +96,7 @@ class Timings:
     """What was measured on a model of so many layers.
 
     seconds: of each case. peaks: bytes that the smallest and the largest case of each arm add to weights and gradients.
+    held: bytes of these that live from the forward pass to the backward pass.
     optimizer_seconds: of clipping and the optimizer's step.
     cpu_share: part of the time for which this thread had a core; 1 on a GPU, where it waits.
     """
@@ -104,6 +105,7 @@ class Timings:
     cpu_share: float
     seconds: dict[Case, float]
     peaks: dict[Case, int]
+    held: dict[Case, int]
     optimizer_seconds: float
 
 
@@ -122,18 +124,20 @@ def time_cases(
     model = setup.build(num_layers, setup.device)
     runner = _Runner(setup, model, any(case.arm == "recomputing" for case in cases))
     try:
-        with _without_messages():
+        with without_messages():
             chosen, peaks = runner.affordable(cases, max_seconds, max_bytes)
             wall, cpu = time.perf_counter(), time.thread_time()
             seconds = runner.seconds(chosen)
             wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
             optimizer_seconds = runner.optimizer_seconds()
             peaks |= {case: runner.peak(case) for case in _one_of_each_arm(reversed(chosen)) if case not in peaks}
+            held = {case: runner.held(case) for case in peaks}
         return Timings(
             num_layers=num_layers,
             cpu_share=cpu / wall if setup.device.type == "cpu" else 1.0,
             seconds=seconds,
             peaks=peaks,
+            held=held,
             optimizer_seconds=optimizer_seconds,
         )
     finally:
@@ -145,7 +149,7 @@ def time_cases(
 
 
 @contextmanager
-def _without_messages() -> Iterator[None]:
+def without_messages() -> Iterator[None]:
     """Inside, the log does not say what a prepared model would say of its first batches."""
     logger = logging.getLogger("radixtrain.hf")
     level = logger.level
@@ -182,16 +186,23 @@ class _Runner:
 
     def run(self, case: Case) -> None:
         """Forward and backward. Gradients are added to those that are there."""
-        device = self.setup.device
-        batch = {name: x.to(device) for name, x in case.batch.items()}
+        self.loss(case).backward()
+
+    def loss(self, case: Case) -> Tensor:
+        """The forward pass."""
+        batch = {name: x.to(self.setup.device) for name, x in case.batch.items()}
         with self.setup.forward():
-            loss = self.radix.loss_sum(self.model, batch) / case.num_labels
-        loss.backward()
+            return self.radix.loss_sum(self.model, batch) / case.num_labels
 
     def peak(self, case: Case) -> int:
         """Bytes that the case adds to weights, gradients and its batch."""
         self.enter(case.arm)
         return added_bytes(self.model, partial(self.run, case))
+
+    def held(self, case: Case) -> int:
+        """Bytes of these that live after the forward pass."""
+        self.enter(case.arm)
+        return held_bytes(partial(self.loss, case), self.setup.device)
 
     def affordable(
         self, cases: Sequence[Case], max_seconds: float, max_bytes: float

@@ -20,7 +20,7 @@ MAX_RUNS = 14  # of the tree
 WORTH_A_LINE = 0.01  # of the tokens that the run with most of them saves
 MAX_TEXT = 60  # characters of a run
 NOTHING = "-"
-NUMBERS = ("best r", "speed-\nup", "epoch", "memory")
+NUMBERS = ("best r", "speed-\nup", "epoch", "peak\nmemory")
 
 
 def print_report(report: DataReport, console: Console | None = None) -> None:

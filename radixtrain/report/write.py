@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from radixtrain.bench.environment import environment
-from radixtrain.data.datamodule import SFTData
 from radixtrain.data.division import Division, divide, sp_sizes
+from radixtrain.data.step_data import StepData
 from radixtrain.data.tokenized.corpus import Corpus
-from radixtrain.errors import UserError
+from radixtrain.errors import UserError, bytes_text
 from radixtrain.report.breaks import find_breaks
 from radixtrain.report.contents import DataReport, Setting, Splitting
 from radixtrain.report.formatting import duration, ratio
-from radixtrain.report.prediction import Prediction, free_bytes, predict_seconds, step_cost_of_run
+from radixtrain.report.prediction import Prediction, free_bytes, predict_seconds, process_of_fit, step_cost_of_run
 from radixtrain.report.profiling import RunSetup, cases_of
 from radixtrain.report.sharing import (
     Draw,
@@ -43,10 +43,14 @@ USABLE = 0.9  # part of the free memory that a setting may take
 CLEARLY = 1.05  # a setting is better than the user's own if its r is so many times as large
 ALONE = 0.9  # part of the time that a process has its core for if no other program wants it
 WORTH_A_HINT = 1.1
+MEMORY = {
+    "cpu": "the peak of the whole process of fit, Python and its libraries included",
+    "cuda": "what torch allocates on the GPU at most; the CUDA context and what the allocator keeps come on top",
+}
 NO_GAIN = 1.05  # speed-up below which sharing does not pay
 
 
-def make_report(data: SFTData, setup: RunSetup, typed: Sequence[str] = (), max_seconds: float = 45.0) -> DataReport:
+def make_report(data: StepData, setup: RunSetup, typed: Sequence[str] = (), max_seconds: float = 45.0) -> DataReport:
     """What an epoch of training on these data holds, shares and takes.
 
     data: after its `setup`. setup: how the model would train.
@@ -54,17 +58,17 @@ def make_report(data: SFTData, setup: RunSetup, typed: Sequence[str] = (), max_s
     max_seconds: for timing micro-batches; 0 predicts nothing, and proposes no setting.
     """
     notes: list[str] = []
-    hparams = data.hparams
+    of_data, process = data.settings, process_of_fit(setup.device)
     step_cost, why_not = None, "" if max_seconds else "max_seconds is 0"
     try:
         step_cost = step_cost_of_run(setup)
     except UserError as error:
         why_not = str(error)
     epoch = _epoch(data, step_cost)
-    together = hparams.group_by_prefix
-    own = Draw(hparams.batch_size, hparams.max_tokens, together if together is True or together > 1 else False)
+    together = of_data.group_by_prefix
+    own = Draw(of_data.batch_size, of_data.max_tokens, together if together is True or together > 1 else False)
     logger.info("looking for prompts that %d conversations share", len(epoch.conversations))
-    longest = hparams.max_length or int(epoch.lengths.max())
+    longest = of_data.max_length or int(epoch.lengths.max())
     grid = epoch.settings_grid(own, 1 if epoch.collator.share_across_micro_batches else longest)
     logger.info("counting what the steps of %d settings share", len(grid))
     sampled = {draw: epoch.sampled(draw) for draw in grid}
@@ -79,7 +83,7 @@ def make_report(data: SFTData, setup: RunSetup, typed: Sequence[str] = (), max_s
             steps = [epoch.features(batch) for batch in epoch.batches(own)[:TIMED_STEPS]]
             cases = cases_of(steps, epoch.collator, step_cost)
             logger.info("timing micro-batches of both arms, for about %.0f s", max_seconds)
-            prediction = predict_seconds(setup, cases, hparams.dataloader_num_workers, max_seconds)
+            prediction = predict_seconds(setup, cases, of_data.dataloader_num_workers, max_seconds, process)
         except UserError as error:
             why_not = str(error)
     if prediction is None:
@@ -88,7 +92,7 @@ def make_report(data: SFTData, setup: RunSetup, typed: Sequence[str] = (), max_s
         layers = " and ".join(map(str, prediction.timed_layers))
         notes.append(
             f"Speed and memory are predicted from micro-batches of these data on {layers} of {setup.num_layers} layers "
-            f"with random weights, timed here."
+            f"with random weights, timed here. Memory is {MEMORY[setup.device.type]}."
         )
         if prediction.cpu_share < ALONE:
             notes.append(
@@ -112,8 +116,8 @@ def make_report(data: SFTData, setup: RunSetup, typed: Sequence[str] = (), max_s
     about = _about_data(data, epoch, notes)
     return DataReport(
         **about,
-        title=_name_of(hparams.train_file),
-        model=str(hparams.model_name_or_path),
+        title=_name_of(of_data.train_file),
+        model=str(of_data.model_name_or_path),
         current=current,
         settings=tuple(settings),
         best=best,
@@ -129,15 +133,15 @@ def make_report(data: SFTData, setup: RunSetup, typed: Sequence[str] = (), max_s
     )
 
 
-def _epoch(data: SFTData, step_cost: StepCost | None) -> Epoch:
+def _epoch(data: StepData, step_cost: StepCost | None) -> Epoch:
     """As `fit` draws and collates it, with deduplication."""
-    hparams, corpus = data.hparams, data.conversations["train"]
-    chosen_by = step_cost if hparams.min_shared_tokens == "auto" else None
+    settings, corpus = data.settings, data.conversations["train"]
+    chosen_by = step_cost if settings.min_shared_tokens == "auto" else None
     return Epoch(
         conversations=corpus,
         lengths=corpus.lengths,
-        seed=hparams.seed,
-        shuffle=hparams.shuffle_dataset,
+        seed=settings.seed,
+        shuffle=settings.shuffle_dataset,
         collator=replace(data.step_collator(), dedup=True, step_cost=chosen_by),
         step_cost=step_cost,
         weights=corpus.weights,
@@ -191,7 +195,7 @@ def _setting(sampled: SampledSteps, share: float, prediction: Prediction | None)
     )
 
 
-def _about_data(data: SFTData, epoch: Epoch, notes: list[str]) -> dict[str, Any]:
+def _about_data(data: StepData, epoch: Epoch, notes: list[str]) -> dict[str, Any]:
     """The fields of a `DataReport` that no setting changes."""
     rows, corpus, tokenizer = data.reports["train"], data.conversations["train"], data.encoder().tokenizer
     num_tokens = int(corpus.lengths.sum())
@@ -214,12 +218,12 @@ def _about_data(data: SFTData, epoch: Epoch, notes: list[str]) -> dict[str, Any]
         "num_labels": sum(sample.num_labels for chat in corpus for sample in chat),
         "num_prompts": num_shared_prompts(epoch.groups),
         "length_quantiles": length_quantiles(corpus.lengths),
-        "max_length": data.hparams.max_length,
+        "max_length": data.settings.max_length,
         "num_over_length": rows.num_long_samples,
         "longest": max(rows.longest, int(corpus.lengths.max())),
         "sources": dict(sources),
         "tree": prefix_tree(_some_sequences(epoch), tokenizer, TREE_NODES),
-        "breaks": find_breaks(corpus, tokenizer, data.hparams.batch_size),
+        "breaks": find_breaks(corpus, tokenizer, data.settings.batch_size),
     }
 
 
@@ -315,9 +319,10 @@ def _gain(own: Setting, other: Setting) -> str:
     text = f"r = {ratio(other.least_r)} in place of {ratio(own.least_r)}"
     if own.seconds_per_epoch is None or other.seconds_per_epoch is None:
         return text
-    return (
-        f"{text}, an epoch in about {duration(other.seconds_per_epoch)} in place of {duration(own.seconds_per_epoch)}"
-    )
+    text += f", an epoch in about {duration(other.seconds_per_epoch)} in place of {duration(own.seconds_per_epoch)}"
+    if (other.memory_bytes or 0) <= WORTH_A_HINT * (own.memory_bytes or 0):
+        return text
+    return f"{text}, {bytes_text(other.memory_bytes or 0)} of memory in place of {bytes_text(own.memory_bytes or 0)}"
 
 
 def _computed(setting: Setting) -> float:

@@ -3,7 +3,7 @@
 | what | does |
 |---|---|
 | `module.py` | a step: loss, gradient, optimizer; `optimizer.py` makes the optimizer and its schedule |
-| `trainer.py` | Lightning's trainer with `verify`, `inspect` and `report` |
+| `trainer.py` | Lightning's trainer with `verify` |
 | `start/` | loads the model and refuses what cannot work |
 | `devices/` | several processes: which are accepted, how they start, exchange gradients and end |
 | `answers/` | generates answers to rows and scores them; what `predict` writes of a row |

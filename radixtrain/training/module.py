@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from radixtrain.checkpoints.sharded import whole
 from radixtrain.collators.steps import Step, StepCollator
-from radixtrain.data.datamodule import SFTData, SharingAcross
+from radixtrain.data.datamodule import SFTData
 from radixtrain.data.prompts import Prompt
+from radixtrain.data.step_data import SharingAcross
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-import lightning as L
 import torch
 from torch import nn
 from transformers import get_scheduler
@@ -17,6 +16,8 @@ from radixtrain.hf.backbone import model_inside
 from radixtrain.versions import to_install
 
 if TYPE_CHECKING:
+    import lightning as L
+
     from radixtrain.settings.model import ModelSettings
 
 

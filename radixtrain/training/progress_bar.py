@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import time
@@ -84,14 +83,6 @@ def screen_failure() -> str | None:
             if stream.failure:
                 return f"{name}: {stream.failure}"
     return None
-
-
-class NoticeHandler(logging.StreamHandler):
-    """Log lines on stderr that stand above a progress bar, not in its line."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        with tqdm.external_write_mode(file=sys.stderr):
-            super().emit(record)
 
 
 class ProgressLine(TQDMProgressBar):

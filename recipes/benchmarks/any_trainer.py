@@ -5,6 +5,7 @@
     python recipes/benchmarks/any_trainer.py --ranges               # speed-up / r of each way in, in CPU time
     python recipes/benchmarks/any_trainer.py --nothing_shared       # what a call costs that cannot be shared
     python recipes/benchmarks/any_trainer.py --kept --hidden 512    # a reference whose prompts stay in a cache
+    python recipes/benchmarks/any_trainer.py --every_token          # loss on every token, a vocabulary of 151,936
 
 pip install 'trl>=1.10'. Nothing is downloaded: a Qwen3 with random weights, and random words of one token each. Every
 row begins with the same 512 tokens; 64 are its own, of a question and an answer. A group of GRPO or RLOO is 8
@@ -19,12 +20,15 @@ the head, which scores every place of the batch, and each unique token once if t
 """
 
 import argparse
+import resource
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +68,7 @@ from radixtrain.tree.plan import PrefixPlan
 
 SHARED, QUESTION, ANSWER, GENERATIONS = 512, 16, 48, 8
 LONG_PROMPT = 2048
-VOCAB_SIZE = 4096
+VOCAB_SIZE, LARGE_VOCABULARY = 4096, 151_936
 Share = Callable[[Any], Any]
 Step = Callable[[], Tensor]  # the loss of one micro-batch
 Build = Callable[["Bench", Share], tuple[Step, nn.Module]]
@@ -273,7 +277,8 @@ WAYS: dict[str, Build] = {
 def ranges(layers: int, hidden: int, rows: int, repeats: int, num_shared: Sequence[int] = (512, 128)) -> Iterator[str]:
     """Lines of a table: the speed-up of each way in as a part of r, for rows that share many words and few.
 
-    On one thread, whose CPU time counts: that is the same beside other programs. The fastest of the repeats.
+    On one thread, whose CPU time counts: that is the same beside other programs. The arms take turns, and each turn
+    gives a ratio: the median of them, and from which to which they are.
     """
     torch.set_num_threads(1)
     yield "| way in | " + " | ".join(f"r, {shared} shared | speed-up | of r" for shared in num_shared) + " |"
@@ -282,11 +287,16 @@ def ranges(layers: int, hidden: int, rows: int, repeats: int, num_shared: Sequen
         _, tokenizer = made_model(Path(folder), layers, hidden)
         for name, build in WAYS.items():
             found = [part_of_r(build, Bench(Path(folder), rows, tokenizer, shared), repeats) for shared in num_shared]
-            yield f"| {name} | " + " | ".join(f"{r:.2f} | {by:.2f}x | {by / r:.2f} r" for r, by in found) + " |"
+            yield f"| {name} | " + " | ".join(_cells(r, folds) for r, folds in found) + " |"
 
 
-def part_of_r(build: Build, bench: Bench, repeats: int) -> tuple[float, float]:
-    """r of the calls with gradients, and how many times as fast a step is."""
+def _cells(r: float, folds: list[float]) -> str:
+    middle, low, high = (each(folds) for each in (statistics.median, min, max))
+    return f"{r:.2f} | {middle:.2f}x | {middle / r:.2f} r ({low / r:.2f} to {high / r:.2f})"
+
+
+def part_of_r(build: Build, bench: Bench, repeats: int) -> tuple[float, list[float]]:
+    """r of the calls with gradients, and how many times as fast a step is, by each turn of the two arms."""
     calls = Calls()
     arms = build(bench, calls.watch), build(bench, share_prefixes)
     calls.plans.clear()  # of the first generation
@@ -295,8 +305,7 @@ def part_of_r(build: Build, bench: Bench, repeats: int) -> tuple[float, float]:
     plans = [plan for plan, _, has_gradients in calls.plans if has_gradients]
     r = sum(plan.num_tokens for plan in plans) / sum(plan.num_rows for plan in plans)
     times = [[cpu_seconds(*arm) for arm in arms] for _ in range(repeats)]
-    before, after = (min(arm) for arm in zip(*times, strict=True))
-    return r, before / after
+    return r, [before / after for before, after in times]
 
 
 def cpu_seconds(step: Step, model: nn.Module) -> float:
@@ -304,6 +313,40 @@ def cpu_seconds(step: Step, model: nn.Module) -> float:
     began = time.process_time()
     step().backward()
     return time.process_time() - began
+
+
+# How Hugging Face's Trainer trains on every token: what is done to the model, and its collator.
+EVERY_TOKEN: dict[str, tuple[Share, Any]] = {
+    "untouched": (lambda model: model, DataCollatorForSeq2Seq),
+    "`RadixCollator`": (prepare_model, lambda tokenizer: RadixCollator()),
+    "`share_prefixes`": (share_prefixes, DataCollatorForSeq2Seq),
+}
+
+
+def every_token() -> Iterator[str]:
+    """Lines of a table: 32 rows of 160 shared and 16 own tokens, all labelled; 2 layers of 128, 151,936 tokens."""
+    yield "| arm | CPU s of a step | peak of the process, MiB |\n|---|---|---|"
+    fresh = {"max_workers": 1, "max_tasks_per_child": 1, "mp_context": get_context("spawn")}
+    with ProcessPoolExecutor(**fresh) as processes:
+        for name, (seconds, peak) in zip(EVERY_TOKEN, processes.map(one_of_every_token, EVERY_TOKEN), strict=True):
+            yield f"| {name} | {seconds:.2f} | {peak:,.0f} |"
+
+
+def one_of_every_token(name: str) -> tuple[float, float]:
+    """CPU seconds, on one thread, of the second step of this process, and its peak memory in MiB."""
+    torch.set_num_threads(1)
+    share, collator_of = EVERY_TOKEN[name]
+    rng = np.random.default_rng(0)
+    shared = rng.integers(3, LARGE_VOCABULARY, 160).tolist()
+    rows = [shared + rng.integers(3, LARGE_VOCABULARY, 16).tolist() for _ in range(32)]
+    data = Dataset.from_list([{"input_ids": ids, "labels": ids} for ids in rows])
+    with tempfile.TemporaryDirectory() as folder:
+        _, tokenizer = made_model(Path(folder), 2, 128, LARGE_VOCABULARY)
+        bench = Bench(Path(folder), len(rows), tokenizer)
+        arguments, model = TrainingArguments(**bench.settings), share(bench.language_model())
+        step = step_of(Trainer(model, arguments, train_dataset=data, data_collator=collator_of(tokenizer)))
+    seconds = [cpu_seconds(*step) for _ in range(2)][-1]
+    return seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def seconds_and_gradient(step: Step, model: nn.Module) -> tuple[float, float, Tensor]:
@@ -392,7 +435,9 @@ def seconds_and_logits(model: nn.Module, given: dict[str, Any]) -> tuple[float, 
     return time.thread_time() - began, logits[:]
 
 
-def made_model(folder: Path, layers: int, hidden: int) -> tuple[Any, PreTrainedTokenizerFast]:
+def made_model(
+    folder: Path, layers: int, hidden: int, vocab_size: int = VOCAB_SIZE
+) -> tuple[Any, PreTrainedTokenizerFast]:
     """Saves a model and its tokenizer. Returns the configuration, and the tokenizer."""
     vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{n}": n for n in range(3, VOCAB_SIZE)}}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -400,7 +445,7 @@ def made_model(folder: Path, layers: int, hidden: int) -> tuple[Any, PreTrainedT
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
     config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         hidden_size=hidden,
         intermediate_size=3 * hidden,
         num_hidden_layers=layers,
@@ -427,7 +472,14 @@ def main() -> None:
     parser.add_argument("--ranges", action="store_true", help="measure only the speed-up / r of each way in")
     parser.add_argument("--nothing_shared", action="store_true", help="measure only that")
     parser.add_argument("--kept", action="store_true", help="measure only a reference with a cache")
+    parser.add_argument(
+        "--every_token", action="store_true", help="measure only loss on every token, each arm by itself"
+    )
     options = parser.parse_args()
+    if options.every_token:
+        for line in every_token():
+            print(line, flush=True)
+        return
     if options.kept:
         print(kept(options.layers, options.hidden, options.repeats))
         return

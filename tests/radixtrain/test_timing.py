@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from radixtrain.timing import non_negative_fit, peak_bytes, seconds_in_turns
+from radixtrain.timing import held_bytes, non_negative_fit, peak_bytes, seconds_in_turns
 
 CPU = torch.device("cpu")
 KIBIBYTE = 256  # float32 numbers
@@ -18,14 +18,16 @@ def test_runs_take_turns() -> None:
 
 
 def test_the_peak_is_the_highest_point_and_not_the_sum() -> None:
-    def run() -> None:
+    def run() -> torch.Tensor:
         first = torch.empty(100 * KIBIBYTE)
         second = torch.empty(50 * KIBIBYTE)
         del first
         third = torch.empty(20 * KIBIBYTE)  # 70 KiB now, 150 before
-        del second, third
+        del second
+        return third
 
     assert peak_bytes(run, CPU) == 150 * 1024
+    assert held_bytes(run, CPU) == 20 * 1024
 
 
 def test_what_was_allocated_before_does_not_count() -> None:

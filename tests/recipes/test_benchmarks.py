@@ -139,8 +139,17 @@ def test_a_part_of_r(tmp_path: Path, way: str) -> None:
     import any_trainer
 
     _, tokenizer = any_trainer.made_model(tmp_path, layers=1, hidden=64)
-    r, speed_up = any_trainer.part_of_r(any_trainer.WAYS[way], any_trainer.Bench(tmp_path, 4, tokenizer, 128), 1)
-    assert r > 1.9 and speed_up > 0
+    r, folds = any_trainer.part_of_r(any_trainer.WAYS[way], any_trainer.Bench(tmp_path, 4, tokenizer, 128), 2)
+    assert r > 1.9 and len(folds) == 2 and min(folds) > 0
+
+
+@FULL
+def test_loss_on_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """any_trainer.py --every_token: each arm trains in the process that measures it."""
+    import any_trainer
+
+    monkeypatch.setattr(any_trainer, "LARGE_VOCABULARY", 64)
+    assert all(min(any_trainer.one_of_every_token(name)) > 0 for name in any_trainer.EVERY_TOKEN)
 
 
 @FULL

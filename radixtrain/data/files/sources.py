@@ -157,7 +157,8 @@ def _data_files(source: Source) -> list[str] | None:
             raise UserError(f"no file matches {source.path}")
         return _known(found, source)
     if not HUB_NAME.fullmatch(source.path) or kind_of_file(source.path):
-        raise UserError(f"no such file: {source.path}")
+        remote = "; only files of this machine are read: download it first" if "://" in source.path else ""
+        raise UserError(f"no such file: {source.path}{remote}")
     return None
 
 

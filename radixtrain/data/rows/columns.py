@@ -249,7 +249,8 @@ def _is_part(value: Any, messages: list[Fields]) -> bool:
 
 def _unknown(fields: Fields) -> str:
     named = (f"{name} (null)" if value is None else str(name) for name, value in fields.items())
-    found = f"no format has the columns {', '.join(named) or '(none)'}; expected {ROW_KINDS}"
+    read = f"no format has the columns {', '.join(named) or '(none)'}"
+    found = f"{read}; expected {ROW_KINDS}"
     if {"chosen", "rejected"} <= fields.keys():
         columns = "{messages: chosen}" if isinstance(fields["chosen"], list) else "{prompt: prompt, completion: chosen}"
         return (
@@ -257,6 +258,8 @@ def _unknown(fields: Fields) -> str:
             f"share_prefixes (docs/any-trainer.md) shares their prompts; to imitate the chosen ones, write "
             f"data.columns: {columns}"
         )
+    if len(fields) == 1 and (mark := next((each for each in ";|" if each in str(*fields)), "")):
+        return f"{read}; the file separates its columns by {mark!r}: write it with commas, or with tabs as .tsv"
     if hint := log_hint(fields):
         return f"{found}{hint}"
     if chats := [name for name, value in fields.items() if _holds_messages(value)]:

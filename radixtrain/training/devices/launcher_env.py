@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from radixtrain.errors import EndedElsewhere, UserError
+
+if TYPE_CHECKING:
+    from radixtrain.settings.trainer import TrainerSettings
+
+logger = logging.getLogger(__name__)
 
 PARENT = "RADIXTRAIN_PARENT"  # in the environment of a process that `fit` has started itself: the process that did
 ON_SEVERAL = ("fit", "validate", "test", "predict")  # commands that run on several devices
@@ -63,6 +70,18 @@ def default_devices() -> dict[str, int]:
     """Keys of `trainer` with their defaults: one device, or as many as torchrun or srun have started processes."""
     launcher = launcher_env()
     return {"trainer.devices": launcher.local_size, "trainer.num_nodes": launcher.num_nodes} if is_launched() else {}
+
+
+def one_device(config: TrainerSettings, command: str) -> dict[str, Any]:
+    """The keys of `trainer` for a command that runs on one device, whatever is set for `fit`: the first of those."""
+    devices = config.devices
+    if isinstance(devices, str) and "," in devices:
+        devices = [int(number) for number in devices.split(",") if number.strip().isdecimal()]
+    named = devices if isinstance(devices, list) else []
+    number = len(named) if named else int(str(devices)) if str(devices).isdecimal() else 1
+    if number > 1 or config.num_nodes > 1:
+        logger.info("%s runs on one device: trainer.devices and trainer.strategy are for fit", command)
+    return {"devices": named[:1] or min(number, 1), "num_nodes": 1, "strategy": "auto"}
 
 
 def check_started(command: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from datetime import timedelta
@@ -18,13 +17,11 @@ from radixtrain.distributed import NCCL_LATER, check_sp_size
 from radixtrain.errors import UserError, did_you_mean
 from radixtrain.settings.section import value_of
 from radixtrain.training.devices.fsdp2 import FSDP2Strategy
-from radixtrain.training.devices.launcher_env import ON_SEVERAL, LauncherEnv, is_launched, launcher_env
+from radixtrain.training.devices.launcher_env import ON_SEVERAL, LauncherEnv, is_launched, launcher_env, one_device
 
 if TYPE_CHECKING:
     import lightning as L
 
-
-logger = logging.getLogger(__name__)
 
 FIRST_PORT = 15_000  # of those that jobs of SLURM meet at
 DDP = ("ddp", "ddp_find_unused_parameters_false", "ddp_find_unused_parameters_true")
@@ -72,7 +69,7 @@ def device_settings(settings: Any, command: str) -> dict[str, Any]:
     """
     config, fixed = settings.trainer, {"use_distributed_sampler": False}
     if command not in ON_SEVERAL:
-        return {**fixed, **_one_device(config, command)}
+        return {**fixed, **one_device(config, command)}
     _check_strategy(config.strategy)
     if config.strategy == "fsdp2" or _class_of(config.strategy) == FSDP2Strategy.__name__:
         _check_sharded(settings, command)
@@ -112,18 +109,6 @@ def check_devices(trainer: L.Trainer, timeout: timedelta, sp_size: int = 1) -> N
             f"{launcher.local_size} processes on each of {launcher.num_nodes} machines; leave both keys out"
         )
     check_sp_size(sp_size, devices[0] * devices[1])
-
-
-def _one_device(config: Any, command: str) -> dict[str, Any]:
-    """For a command that runs on one device, whatever is set for `fit`: the first of those."""
-    devices = config.devices
-    if isinstance(devices, str) and "," in devices:
-        devices = [int(number) for number in devices.split(",") if number.strip().isdecimal()]
-    named = devices if isinstance(devices, list) else []
-    number = len(named) if named else int(devices) if str(devices).isdecimal() else 1
-    if number > 1 or config.num_nodes > 1:
-        logger.info("%s runs on one device: trainer.devices and trainer.strategy are for fit", command)
-    return {"devices": named[:1] or min(number, 1), "num_nodes": 1, "strategy": "auto"}
 
 
 def _check_strategy(strategy: Any) -> None:

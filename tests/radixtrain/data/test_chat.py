@@ -495,7 +495,9 @@ def test_load_tokenizer_says_what_is_missing(tmp_path: Path, tokenizer: Any) -> 
         UserError, match=r"^no tokenizer in .*: expected a model folder with tokenizer\.json or"
     ) as raised:
         load_tokenizer(str(tmp_path / "missing"))
-    assert "\n" not in str(raised.value)
+    assert str(raised.value).endswith("; there is no such folder")
+    with pytest.raises(UserError, match=r"; the folder has none$"):
+        load_tokenizer(str(tmp_path))
     tokenizer.save_pretrained(tmp_path)
     path = tmp_path / "x.jinja"
     with pytest.raises(UserError, match=r"^chat_template_path: cannot read .*x\.jinja: No such file or directory; exp"):

@@ -100,7 +100,7 @@ FILES: list[tuple[str, bytes, list[str] | str]] = [
     ("a.csv", b"text\n", "no rows in @; expected at least one"),
     ("a.csv", b"", "no rows in @; expected at least one"),
     ("a.csv", b",question,answer\n0,q,a\n", ["learns a"]),
-    ("a.csv", b"prompt;completion\nq;a\n", ["@:2: no format has the columns prompt;completion"]),
+    ("a.csv", b"prompt;completion\nq;a\n", ["@:2: no format has the columns prompt;completion; the file separates its columns by ';': write it with commas"]),
     ("a.csv", b"q,a\nq,b\n", ["@:2: no format has the columns q, a; expected messages"]),
     ("a.csv", b"text\n" + b"x" * 200_000 + b"\n", ["learns " + "x" * 200_000]),
     ("a.csv", "text\na\n".encode("utf-16"), "@: expected text, but the file begins as UTF-16 text"),

@@ -16,12 +16,13 @@ from radixtrain.errors import UserError
 from radixtrain.hf.activation_checkpointing import num_recomputed, recompute
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.report import prediction as module
-from radixtrain.report.prediction import Prediction, free_bytes, predict_seconds, step_cost_of_run
+from radixtrain.report.prediction import Prediction, Process, free_bytes, predict_seconds, step_cost_of_run
 from radixtrain.report.profiling import Case, RunSetup, Timings, cases_of
 from radixtrain.report.sharing import CountedStep, Counts, Draw, SampledSteps
 from radixtrain.timing import peak_bytes
 
 CPU = torch.device("cpu")
+BARE = Process(0, 1.0)
 SIZES = [Counts(100, 10, 5), Counts(200, 40, 9), Counts(400, 90, 40), Counts(800, 500, 60), Counts(900, 100, 7)]
 CASES = [Case(arm, counts, {}, 1) for counts in SIZES for arm in ("radix", "ordinary")]
 WITH_RECOMPUTING = [*CASES, *(Case("recomputing", counts, {}, 1) for counts in SIZES)]
@@ -37,10 +38,15 @@ def seconds_of(case: Case, num_layers: int) -> float:
     return float(terms @ np.array(BASE[case.arm]) + layers * terms @ np.array(LAYER))
 
 
+def held_of(case: Case, num_layers: int) -> int:
+    """Bytes after the forward pass: 9 for each row and layer that keeps its activations, 2 for one that recomputes."""
+    return int(case.counts.rows) * (40 + (2 if case.arm == "recomputing" else 9) * num_layers)
+
+
 def peak_of(case: Case, num_layers: int) -> int:
-    """Bytes: 7 for each row and layer that keeps its activations; 2 for one that recomputes, and 7 while one does."""
-    kept = 7 if case.arm == "recomputing" else 7 * num_layers
-    return int(case.counts.rows) * (50 + kept + 2 * num_layers)
+    """Bytes: 10 for each row more than these, and 7 while a layer recomputes; or 60 for the gradient of embeddings."""
+    rows = int(case.counts.rows)
+    return max(60 * rows, held_of(case, num_layers) + (17 if case.arm == "recomputing" else 10) * rows)
 
 
 def setup_of(build: Callable[[int, torch.device], Any], num_layers: int = 2, **changes: Any) -> RunSetup:
@@ -72,6 +78,7 @@ def by_law(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             num_layers=num_layers,
             seconds={case: seconds_of(case, num_layers) for case in cases},
             peaks={case: peak_of(case, num_layers) for case in cases},
+            held={case: held_of(case, num_layers) for case in cases},
             optimizer_seconds=0.01 + 0.002 * num_layers,
             cpu_share=1.0,
         )
@@ -98,7 +105,7 @@ class TestByLaw:
     @pytest.mark.parametrize(("num_layers", "depths"), [(28, [3, 1]), (3, [3]), (1, [1])])
     def test_a_law_of_this_kind_is_found(self, by_law: list[int], num_layers: int, depths: list[int]) -> None:
         setup = setup_of(linear, num_layers)
-        found = predict_seconds(setup, CASES, num_workers=1, max_seconds=50)
+        found = predict_seconds(setup, CASES, num_workers=1, max_seconds=50, process=BARE)
         assert by_law == depths and found.timed_layers == tuple(sorted(depths))
         other = Counts(3000, 700, 300)
         step = step_of(other, other)
@@ -107,26 +114,29 @@ class TestByLaw:
             assert seconds == pytest.approx(seconds_of(Case(arm, other, {}, 1), num_layers) + overhead)
 
     def test_layers_of_several_kinds_are_timed_together(self, by_law: list[int]) -> None:
-        predict_seconds(setup_of(linear, 34, period=6), CASES, num_workers=1, max_seconds=50)
+        predict_seconds(setup_of(linear, 34, period=6), CASES, num_workers=1, max_seconds=50, process=BARE)
         assert by_law == [18, 6]
 
     def test_memory_is_state_and_the_largest_micro_batch(self, by_law: list[int]) -> None:
-        found = predict_seconds(setup_of(linear, 28), CASES, num_workers=1, max_seconds=50)
+        """And the process; in the model of one layer, the peak is the gradient of the embeddings."""
+        found = predict_seconds(
+            setup_of(linear, 28), CASES, num_workers=1, max_seconds=50, process=Process(12_345, 1.5)
+        )
         step = replace(step_of(SIZES[0], SIZES[0]), radix=(SIZES[0], Counts(2000, 0, 0)))
-        state = 28 * 100 * 4 * (1 + 1 + 2)
+        state = 28 * 100 * 4 * (1 + 1 + 2) + 12_345
         sampled = SampledSteps(draw=Draw(8, 100), steps=(step,), scale=1.0)
-        assert found.memory_bytes(sampled) == pytest.approx(state + 2000 * (50 + 9 * 28), rel=1e-6)
+        assert found.memory_bytes(sampled) == pytest.approx(state + 1.5 * 2000 * (50 + 9 * 28), rel=1e-6)
 
     def test_a_model_that_memory_does_not_hold(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "free_bytes", lambda device: 2.0 * 3 * 1600 - 1)
         with pytest.raises(
             UserError, match=r"^3 of its 28 layers with gradients and optimizer need 0\.0 GiB, and 0\.0"
         ):
-            predict_seconds(setup_of(linear, 28), CASES, num_workers=1, max_seconds=50)
+            predict_seconds(setup_of(linear, 28), CASES, num_workers=1, max_seconds=50, process=BARE)
 
     def test_few_cases_are_fitted_by_few_rates(self, by_law: list[int]) -> None:
         few = [CASES[0], CASES[1]]
-        found = predict_seconds(setup_of(linear, 2), few, num_workers=1, max_seconds=50)
+        found = predict_seconds(setup_of(linear, 2), few, num_workers=1, max_seconds=50, process=BARE)
         assert found.radix[0] > 0 and not found.radix[1:].any()
 
 
@@ -136,7 +146,7 @@ class TestShares:
     def test_the_recomputed_forward_is_added(self, by_law: list[int], tiny_qwen3: Callable[..., Any]) -> None:
         """By the law, in every setting; and the peak of the layers that keep, and of one."""
         setup = setup_of(lambda num_layers, device: tiny_qwen3(num_hidden_layers=num_layers), 8)
-        found = predict_seconds(setup, WITH_RECOMPUTING, num_workers=1, max_seconds=50)
+        found = predict_seconds(setup, WITH_RECOMPUTING, num_workers=1, max_seconds=50, process=BARE)
         assert found.shares == (0.0, 0.25, 0.5, 0.75, 1.0)
         radix, again = (sum(seconds_of(Case(arm, x, {}, 1), 8) for x in SIZES) for arm in ("radix", "recomputing"))
         step = step_of(SIZES[2], SIZES[2])
@@ -158,17 +168,21 @@ class TestShares:
         self, by_law: list[int], tiny_qwen3: Callable[..., Any], num_layers: int, shares: tuple[float, ...], own: float
     ) -> None:
         setup = setup_of(lambda num, device: tiny_qwen3(num_hidden_layers=num), num_layers, share=own)
-        found = predict_seconds(setup, WITH_RECOMPUTING, num_workers=1, max_seconds=50).shares
+        found = predict_seconds(setup, WITH_RECOMPUTING, num_workers=1, max_seconds=50, process=BARE).shares
         counts = [num_recomputed(share, num_layers) for share in found]
         assert own in found and counts == [num_recomputed(share, num_layers) for share in shares]
 
     def test_a_model_without_checkpointing(self, by_law: list[int], tiny_qwen3: Callable[..., Any]) -> None:
         model = tiny_qwen3(num_hidden_layers=1)
         model.supports_gradient_checkpointing = False
-        found = predict_seconds(setup_of(lambda *_: model, 1), WITH_RECOMPUTING, num_workers=1, max_seconds=50)
+        found = predict_seconds(
+            setup_of(lambda *_: model, 1), WITH_RECOMPUTING, num_workers=1, max_seconds=50, process=BARE
+        )
         assert found.shares == (0.0,) and found.recomputing == 1
         with pytest.raises(UserError, match=r"activation_checkpointing: .* has none; set it to false"):
-            predict_seconds(setup_of(lambda *_: model, 1, share=0.5), WITH_RECOMPUTING, num_workers=1, max_seconds=50)
+            predict_seconds(
+                setup_of(lambda *_: model, 1, share=0.5), WITH_RECOMPUTING, num_workers=1, max_seconds=50, process=BARE
+            )
 
     def test_bytes_are_those_that_are_counted(
         self, tiny_qwen3: Callable[..., Any], features: list[dict[str, Any]]
@@ -181,7 +195,9 @@ class TestShares:
 
         cases = cases_of([features], StepCollator(max_tokens=1000), None)
         setup = setup_of(build, 9)
-        found = predict_seconds(setup, cases, num_workers=1, max_seconds=1e6)  # a busy machine leaves out no case
+        found = predict_seconds(
+            setup, cases, num_workers=1, max_seconds=1e6, process=BARE
+        )  # a busy machine leaves out no case
         largest = [case for case in cases if case.arm == "radix"][-1]
         step = SampledSteps(draw=Draw(8, 100), steps=(step_of(largest.counts, largest.counts),), scale=1.0)
         model, counted, predicted = build(9, CPU), [], []
@@ -205,7 +221,8 @@ class TestPrediction:
         ordinary=RATES,
         peak=RATES,
         optimizer_seconds=10.0,
-        state_bytes=5,
+        state_bytes=3,
+        process=Process(2, 1.0),
         waits_for_collator=False,
         timed_layers=(1, 3),
         cpu_share=1.0,

@@ -14,7 +14,8 @@ from tiers import FULL
 from tqdm import tqdm
 
 from radixtrain.__main__ import main
-from radixtrain.training.progress_bar import NoticeHandler, ProgressLine, ProgressLines, progress_bar
+from radixtrain.commands.quiet import NoticeHandler
+from radixtrain.training.progress_bar import ProgressLine, ProgressLines, progress_bar
 
 METRICS = {
     **{"grad_norm": 1.321, "learning_rate": 2e-5, "loss": 1.23456, "eval_loss": 1.5, "r": 7.93, "best_r": 9.0},

@@ -215,6 +215,11 @@ def test_what_is_no_hub_name(path: str) -> None:
     assert str(raised.value) == f"no such file: {path}"
 
 
+def test_a_file_of_the_web() -> None:
+    with pytest.raises(UserError, match=r"^no such file: https://a\.org/b\.jsonl; only files of this machine are read"):
+        read_rows("https://a.org/b.jsonl")
+
+
 def test_a_file_without_a_suffix_is_named(tmp_path: Path) -> None:
     write(tmp_path / "data", a__jsonl="a", README="about", LICENSE="free")
     assert texts(str(tmp_path / "data")) == ["a"]

@@ -1,0 +1,173 @@
+"""`StepData`: rows of files -> tokens -> optimizer steps, without a trainer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from radixtrain.collators.prefix_sampler import GroupedOrder
+from radixtrain.collators.steps import StepCollator
+from radixtrain.data.chat import ChatEncoder
+from radixtrain.data.grouping import grouped_order
+from radixtrain.data.sample import EncodeReport
+from radixtrain.data.splits import encoder_of, load_split, read_together, take_validation
+from radixtrain.data.steps import StepSampler, features_of
+from radixtrain.data.tokenized.corpus import Corpus
+from radixtrain.data.tokens.tokenization import load_tokenizer
+from radixtrain.distributed import ranks
+from radixtrain.errors import UserError
+from radixtrain.settings.data import DataSettings, Files
+from radixtrain.settings.section import value_of
+from radixtrain.tree.arrays import IntArray
+from radixtrain.tree.cost_model import StepCost
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+class SharingAcross(NamedTuple):
+    """What a model and its strategy say of prefixes that are kept from one micro-batch to the next.
+
+    refused: why they cannot be; None if they can. holds_graph: of `StepCollator`, in training and in evaluations, which
+        have no graph.
+    """
+
+    refused: str | None
+    holds_graph: bool | Literal["auto"]
+    holds_graph_evaluating: bool
+
+
+class StepData:
+    """Chats, prompt/completion pairs, plain text or tokens from files, folders or data sets of many kinds.
+
+    Rows are tokenised in parallel, once: the tokens are kept on disk, where later runs find them. `report` and
+    `inspect` need no more than this; `SFTData` hands the steps to Lightning.
+    """
+
+    def __init__(self, settings: DataSettings):
+        self.settings = settings
+        self.conversations: dict[str, Corpus] = {}
+        self.reports: dict[str, EncodeReport] = {}
+        """What became of the rows of each split; of `val_size`, before it was taken out."""
+        self.step_cost: Callable[[], StepCost | None] | None = None
+        """What `min_shared_tokens: auto` chooses by; a `RadixModule` sets it. None: every branch is taken."""
+        self.across: Callable[[], SharingAcross] | None = None
+        """What `share_across_micro_batches` depends on; a `RadixModule` sets it. None: nothing is shared across."""
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether every epoch has the order of the first one."""
+        return False
+
+    def setup(self, stage: str) -> None:
+        """Read, render and tokenise what this stage needs, unless that has been done."""
+        needed = {"validate": "validation", "test": "test", "predict": "predict"}.get(stage)
+        is_taken_out = stage == "validate" and self.settings.val_size and not self._file("validation")
+        wanted = [needed] if needed and not is_taken_out else ["train", "validation"]
+        for split in wanted:
+            if split not in self.conversations and self._file(split):
+                unlabelled = split == "predict" and (self.settings.predict_unlabelled or self.settings.predict_prompts)
+                key = f"data.{split}_file"
+                read = partial(load_split, self._file(split), self.settings, key, unlabelled)
+                self.conversations[split], self.reports[split] = read_together(read, key)
+        if "train" in wanted and "train" not in self.conversations:
+            raise UserError("data.train_file is missing: name the file to train on")
+        if "validation" in wanted and "validation" not in self.conversations and self.settings.val_size:
+            self.conversations["train"], self.conversations["validation"] = take_validation(
+                self.conversations["train"], self.settings.val_size, self.settings.seed
+            )
+        if needed and needed not in self.conversations:
+            raise UserError(f"data.{needed}_file is missing: name the file to {stage} on")
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """With the chat template of the configuration."""
+        assert self.settings.model_name_or_path is not None
+        return load_tokenizer(self.settings.model_name_or_path, self.settings.chat_template_path)
+
+    def encoder(self, unlabelled: bool = False) -> ChatEncoder:
+        """What renders and tokenises the rows; unlabelled: of `predict`, for rows without answers."""
+        return encoder_of(self.settings, unlabelled)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps in an epoch of training."""
+        return len(self._sampler("train"))
+
+    def step_collator(self, merge_labels: bool = True) -> StepCollator:
+        """What makes a whole optimizer step of sequences. Calls `step_cost`.
+
+        With several ranks, each calls it. In training each rank collates only its share, see `_share_collator`.
+
+        merge_labels: False for `predict`, which lists every label once.
+        """
+        settings = self.settings
+        least = settings.min_shared_tokens
+        return StepCollator(
+            dedup=settings.dedup,
+            max_tokens=settings.max_tokens,
+            merge_labels=merge_labels,
+            min_shared_tokens=1 if least == "auto" else least,
+            pad_to_multiple_of=settings.pad_to_multiple_of,
+            shared_targets=settings.shared_targets if merge_labels else "every",
+            step_cost=self.step_cost() if least == "auto" and settings.dedup and self.step_cost else None,
+            **(self._sharing_across() if settings.dedup and merge_labels and self.across else {}),
+        )
+
+    def _sharing_across(self) -> dict[str, Any]:
+        """Arguments of a `StepCollator`. UserError if sharing across micro-batches is needed and refused."""
+        assert self.across is not None
+        refused, holds_graph, _ = self.across()
+        wanted, max_tokens = self.settings.share_across_micro_batches, self.settings.max_tokens * ranks().sp_size
+        if refused is None:
+            return {"share_across_micro_batches": wanted, "holds_graph": holds_graph}
+        if wanted is True:
+            raise UserError(f"data.share_across_micro_batches: {refused}; set it to false")
+        if self.settings.max_length is not None and self.settings.max_length > max_tokens:
+            raise UserError(f"data.max_length exceeds data.max_tokens, and {refused}; raise max_tokens")
+        return {}
+
+    def features_of_step(self, index: int) -> list[dict[str, Any]]:
+        """The sequences of an optimizer step of the first epoch of training, before they are cut and collated."""
+        indices = self.train_steps()[index]
+        return features_of(sample for each in indices for sample in self.conversations["train"][each])
+
+    def train_steps(self) -> list[list[int]]:
+        """The conversations of each optimizer step of the first epoch, by index."""
+        return list(self._sampler("train"))
+
+    def train_order(self) -> IntArray:
+        """The conversations of the first epoch, by index, in the order in which they are cut into steps."""
+        return self._sampler("train").order()
+
+    @cached_property
+    def _grouping(self) -> GroupedOrder | None:
+        """What draws the training steps; None for a plain shuffle. Reads every conversation once."""
+        settings = self.settings
+        order = grouped_order(self.conversations["train"], settings.batch_size, settings.group_by_prefix, settings.seed)
+        if order is not None and settings.group_by_prefix is True:
+            logger.info("data.group_by_prefix: %d conversations of a prompt stay together in a step", order.together)
+        return order
+
+    def _sampler(self, split: str) -> StepSampler:
+        """Only training steps are shuffled, grouped and weighted."""
+        corpus, settings = self.conversations[split], self.settings
+        if split != "train":
+            return StepSampler(len(corpus), settings.batch_size, shuffle=False, seed=settings.seed)
+        return StepSampler(
+            len(corpus),
+            settings.batch_size,
+            settings.shuffle_dataset,
+            settings.seed,
+            self._grouping,
+            corpus.weights,
+            self.is_fixed,
+        )
+
+    def _file(self, split: str) -> Files:
+        if split == "predict":
+            return self.settings.predict_file or self.settings.test_file or ""
+        return value_of(self.settings, f"{split}_file") or ""
