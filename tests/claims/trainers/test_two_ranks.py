@@ -494,6 +494,44 @@ def test_trainers_that_shard(sharded, table, name, how):
     table(f"2 ranks, {how}: {name}", first)
 
 
+AS_SET: dict[str, Any] = {  # what people set beside a run on several ranks
+    "eval_on_start": True,
+    **{"eval_strategy": "steps", "eval_steps": 1, "eval_accumulation_steps": 1},
+    **{"save_strategy": "steps", "save_steps": 1, "max_steps": 6},
+    **{"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True},
+    **{"max_grad_norm": 0.1, "label_smoothing_factor": 0.1, "optim": "adamw_torch_fused"},
+    **{"train_sampling_strategy": "group_by_length", "dataloader_drop_last": True},
+}
+
+
+@pytest.mark.parametrize("version", [None, 2])
+def test_many_settings_at_once(trainer, model, rows, tmp_path, version):
+    """Evaluated before and between steps, saved after each, clipped; predicts with the best checkpoint, and trains on.
+
+    The last checkpoint has the least loss, so "best" is the first, and the weights go back to it.
+    """
+
+    def trained(share: Share, folder: str) -> Run:
+        set_seed(0)
+        with float64_arithmetic():
+            built = trainer(share(model().double()), rows, **AS_SET, **sharding(version))
+            built.args.output_dir = str(tmp_path / folder)
+            built.train()
+            logits, labels, _ = built.predict(rows)
+            weights = torch.cat([each.flatten() for each in gathered_weights(built.model)])
+            if version is None:  # accelerate 1.15.0 shards the model of a trainer only once
+                built.train()
+        assert built.state.best_model_checkpoint.endswith("checkpoint-1")
+        predicted = torch.from_numpy(logits[:, :-1][labels[:, 1:] != -100])
+        return Run([numbers(entry) for entry in built.state.log_history], [weights, predicted.flatten()])
+
+    def work(rank: int) -> dict[str, float]:
+        return differences_of(trained(lambda model: model, "plain"), trained(every_call_shared, "shared"))
+
+    for worst in on_two_ranks(work):
+        assert {"loss", "grad_norm", "eval_loss"} <= worst.keys()
+
+
 DOORS: dict[str, tuple[Share, Callable[[], Any]]] = {
     "share_prefixes": (share_prefixes, lambda: None),
     "RadixCollator": (prepare_model, RadixCollator),
