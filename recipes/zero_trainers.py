@@ -5,10 +5,10 @@
     DS_ACCELERATOR=cpu python recipes/zero_trainers.py GRPO KTO 3 "2, float16"          # only these
 
 Three steps of two accumulated batches. ZeRO takes no float64, so a third run, with Hugging Face's `eager` attention,
-says what another order of summation changes; in trainers that compare passes with gradients and without, only in those
+says what another order of summation changes; in RLOO, which compares passes with gradients and without, only in those
 with. Prints the largest difference of what is logged, and of the weights that the trainer saves, which ZeRO-3 gathers
-(`stage3_gather_16bit_weights_on_model_save`); relative if above 1. With AdamW, and with SGD in float16, where half of
-the signs that AdamW takes from small gradients would be noise.
+(`stage3_gather_16bit_weights_on_model_save`); relative if above 1. With AdamW; in float16 with SGD, since AdamW steps
+by the sign of a gradient, which is noise if it is small.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def train(name: str, how: str, arm: str, out: str) -> Entries:
     trainer = (getattr(trl, f"{name}Trainer") if has_trl else transformers.Trainer)(*models, **given)
     if name == "RLOO" and arm == "shared":  # it loads its reference itself
         share_prefixes(trainer.accelerator.unwrap_model(trainer.ref_model))
-    if name in GENERATE and arm == "eager":
+    if name == "RLOO" and arm == "eager":
         eager_with_gradients(models[0])
     trainer.train()
     trainer.save_model(out)

@@ -522,6 +522,7 @@ def test_many_settings_at_once(trainer, model, rows, tmp_path, version):
             if version is None:  # accelerate 1.15.0 shards the model of a trainer only once
                 built.train()
         assert built.state.best_model_checkpoint.endswith("checkpoint-1")
+        assert share is not every_call_shared or sharing_report(built).num_shared
         predicted = torch.from_numpy(logits[:, :-1][labels[:, 1:] != -100])
         return Run([numbers(entry) for entry in built.state.log_history], [weights, predicted.flatten()])
 
