@@ -2,11 +2,13 @@
 
     pip install deepspeed
     DS_ACCELERATOR=cpu python recipes/zero_trainers.py
-    DS_ACCELERATOR=cpu python recipes/zero_trainers.py GRPO KTO          # only these
+    DS_ACCELERATOR=cpu python recipes/zero_trainers.py GRPO KTO 3 "2, float16"          # only these
 
 Three steps of two accumulated batches. ZeRO takes no float64, so a third run, with Hugging Face's `eager` attention,
-says what another order of summation changes. Prints the largest difference of what is logged, and of the weights that
-the trainer saves, which ZeRO-3 gathers (`stage3_gather_16bit_weights_on_model_save`); relative if above 1.
+says what another order of summation changes; in RLOO, which compares passes with gradients and without, only in those
+with. Prints the largest difference of what is logged, and of the weights that the trainer saves, which ZeRO-3 gathers
+(`stage3_gather_16bit_weights_on_model_save`); relative if above 1. With AdamW; in float16 with SGD, since AdamW steps
+by the sign of a gradient, which is noise if it is small.
 """
 
 from __future__ import annotations
@@ -16,12 +18,20 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-TRAINERS, STAGES = ("Trainer", "SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO"), (1, 2, 3)
+TRAINERS = ("Trainer", "SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO")
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+ZERO: dict[str, dict[str, Any]] = {
+    **{str(stage): {"stage": stage} for stage in (1, 2, 3)},
+    "2, offloaded": {"stage": 2, **OFFLOADED},
+    "2, float16": {"stage": 2},
+    "3, float16, offloaded": {"stage": 3, **OFFLOADED},
+}
+SCALE = {"initial_scale_power": 10}  # of a loss scale that follows; no step of these overflows and is skipped
 ARMS = ("ordinary", "shared", "eager")
 GENERATE = ("GRPO", "RLOO")
 WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{n}" for n in range(250))]
@@ -75,6 +85,16 @@ def model(number: int, arm: str) -> Any:
     return share_prefixes(loaded) if arm == "shared" else loaded
 
 
+def eager_with_gradients(policy: Any) -> None:
+    """Passes without them use `sdpa`: a row has another rounding in each of two passes that RLOO compares."""
+    import torch
+
+    def choose(*_: Any) -> None:
+        policy.set_attn_implementation("eager" if torch.is_grad_enabled() else "sdpa")
+
+    policy.register_forward_pre_hook(choose)
+
+
 def data_of(name: str) -> list[dict[str, Any]]:
     """What the trainer reads."""
     if name == "KTO":
@@ -102,7 +122,7 @@ def even_words(completions: list[str], **_: Any) -> list[float]:
     return [sum(1.0 for word in text.split() if word[-1] in "02468") for text in completions]
 
 
-def train(name: str, stage: int, arm: str, out: str) -> Entries:
+def train(name: str, how: str, arm: str, out: str) -> Entries:
     """On each of the processes. Saves the weights in `out`."""
     import transformers
     import trl
@@ -110,10 +130,17 @@ def train(name: str, stage: int, arm: str, out: str) -> Entries:
 
     from radixtrain import share_prefixes
 
-    zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+    zero, is_half = {**ZERO[how], "stage3_gather_16bit_weights_on_model_save": True}, "float16" in how
     names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     config = {"zero_optimization": zero, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-    settings = {"max_steps": 3, "per_device_train_batch_size": 4, "logging_steps": 1, "learning_rate": 1e-3, "seed": 0}
+    settings = {
+        "max_steps": 3,
+        "per_device_train_batch_size": 4,
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+        "seed": 0,
+    }
+    settings |= {"optim": "sgd", "learning_rate": 0.1} if is_half else {}
     off = {"bf16": False, "gradient_checkpointing": False, "disable_tqdm": True, "report_to": "none"}
     own = {"num_generations": 4, "max_completion_length": 8} if name in GENERATE else {}
     has_trl = name != "Trainer"
@@ -122,7 +149,8 @@ def train(name: str, stage: int, arm: str, out: str) -> Entries:
         save_strategy="no",
         gradient_accumulation_steps=2,
         use_cpu=os.environ.get("DS_ACCELERATOR") == "cpu",
-        deepspeed={**config, **dict.fromkeys(names, "auto")},
+        fp16=is_half,
+        deepspeed={**config, "fp16": {"enabled": is_half, **SCALE}, **dict.fromkeys(names, "auto")},
         **settings,
         **off,
         **own,
@@ -138,6 +166,8 @@ def train(name: str, stage: int, arm: str, out: str) -> Entries:
     trainer = (getattr(trl, f"{name}Trainer") if has_trl else transformers.Trainer)(*models, **given)
     if name == "RLOO" and arm == "shared":  # it loads its reference itself
         share_prefixes(trainer.accelerator.unwrap_model(trainer.ref_model))
+    if name == "RLOO" and arm == "eager":
+        eager_with_gradients(models[0])
     trainer.train()
     trainer.save_model(out)
     timed = ("epoch", "step", "step_time")
@@ -145,13 +175,13 @@ def train(name: str, stage: int, arm: str, out: str) -> Entries:
     return [{key: float(value) for key, value in entry.items() if key not in timed} for entry in logged]
 
 
-def launched(name: str, stage: int, arm: str) -> tuple[Entries, dict[str, Any]]:
+def launched(name: str, how: str, arm: str) -> tuple[Entries, dict[str, Any]]:
     """What the first of two processes logged, and the weights that were saved."""
     from safetensors.torch import load_file
 
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__]
-        subprocess.run([*command, name, str(stage), arm, folder], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([*command, name, how, arm, folder], check=True, stdout=subprocess.DEVNULL)
         with open(os.path.join(folder, "entries.json")) as file:
             return json.load(file), load_file(os.path.join(folder, "model.safetensors"))
 
@@ -168,8 +198,8 @@ def worst_weight(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 def main(arguments: Sequence[str]) -> None:
     if "RANK" in os.environ:
-        name, stage, arm, out = arguments
-        entries = train(name, int(stage), arm, out)
+        name, how, arm, out = arguments
+        entries = train(name, how, arm, out)
         if os.environ["RANK"] == "0":
             with open(os.path.join(out, "entries.json"), "w") as file:
                 json.dump(entries, file)
@@ -177,17 +207,17 @@ def main(arguments: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_models(folder)
         os.environ["MODELS"] = folder
-        table(arguments or TRAINERS)
+        table(*([each for each in known if each in arguments] or known for known in (TRAINERS, ZERO)))
 
 
-def table(names: Sequence[str]) -> None:
+def table(names: Iterable[str], hows: Iterable[str]) -> None:
     print("| trainer | ZeRO | logged: shared | eager | saved weights: shared | eager |\n|---|---|---|---|---|---|")
     for name in names:
-        for stage in STAGES:
-            (ordinary, weights), *others = (launched(name, stage, arm) for arm in ARMS)
+        for how in hows:
+            (ordinary, weights), *others = (launched(name, how, arm) for arm in ARMS)
             cells = [f"{worst(ordinary, entries):.1e}" for entries, _ in others]
             cells += [f"{worst_weight(weights, saved):.1e}" for _, saved in others]
-            print(f"| {name} | {stage} | {' | '.join(cells)} |", flush=True)
+            print(f"| {name} | {how} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

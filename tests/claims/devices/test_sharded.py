@@ -15,7 +15,7 @@ from tiers import FULL
 from tiny_models import tiny_qwen3
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from trainer_harness import gathered_weights
 from trainer_loop import padded_batches
@@ -33,9 +33,10 @@ CPU = torch.device("cpu")
 Values = list[Tensor]  # of each step its loss and the norm of its gradient, and then the weights
 
 
-def fsdp2(model: Any) -> Any:
+def fsdp2(model: Any, mesh: tuple[int, ...] = (NUM_RANKS,), **others: Any) -> Any:
+    names = ("replicas", "shards")[-len(mesh) :]
     for each in (*model.model.layers, model):
-        fully_shard(each, mesh=init_device_mesh("cpu", (NUM_RANKS,)))
+        fully_shard(each, mesh=init_device_mesh("cpu", mesh, mesh_dim_names=names), **others)
     return model
 
 
@@ -50,13 +51,15 @@ def layer_of(model: Any) -> nn.Module:
 
 SHARDED: dict[str, Callable[[Any], Any]] = {
     "FSDP2": fsdp2,
+    "FSDP2, offloaded": partial(fsdp2, offload_policy=CPUOffloadPolicy(pin_memory=False)),
+    "FSDP2, replicated": partial(fsdp2, mesh=(NUM_RANKS, 1)),
     "FSDP1": partial(fsdp1, of=layer_of),
     "FSDP1, use_orig_params": partial(fsdp1, of=layer_of, use_orig_params=True),
     "FSDP1, the backbone": partial(fsdp1, of=lambda model: model.model),
 }
 DOORS: dict[str, Callable[[Any], Any]] = {"share_prefixes": share_prefixes, "RadixCollator": prepare_model}
 REFUSED = {  # if the model is prepared after it was sharded
-    **{(name, "RadixCollator"): "prepare the model before the trainer wraps it" for name in SHARDED if "1" in name},
+    **{(name, "RadixCollator"): "prepare the model before the trainer wraps it" for name in SHARDED if "FSDP1" in name},
     ("FSDP1, the backbone", "share_prefixes"): "prepare the model before it is wrapped",
 }
 
