@@ -247,12 +247,12 @@ def _check_unread(entries: Mapping[str, Any], index: int) -> None:
             raise ValueError(f"feature {index}: {name} ({_kind_of(value)}) {reason}")
 
 
-def _holds_nothing(value: Any) -> bool:
+def _holds_nothing(value: object) -> bool:
     leaf = _first_leaf(value)
     return leaf is None or (hasattr(leaf, "__len__") and len(leaf) == 0)
 
 
-def _is_metadata(value: Any) -> bool:
+def _is_metadata(value: object) -> bool:
     """Text, None, a dict, a date or a list of those, judged by its first entry: no model takes one as input."""
     leaf = _first_leaf(value)
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind == "O":
@@ -262,14 +262,14 @@ def _is_metadata(value: Any) -> bool:
     return isinstance(leaf, _METADATA)
 
 
-def _first_leaf(value: Any) -> Any:
+def _first_leaf(value: object) -> Any:
     """The first entry of nested lists that is not None; None if there is no other."""
     if not isinstance(value, list | tuple):
         return value
     return next((leaf for leaf in map(_first_leaf, value) if leaf is not None), None)
 
 
-def _kind_of(value: Any) -> str:
+def _kind_of(value: object) -> str:
     shape = getattr(value, "shape", None)
     size = f" of {len(value)}" if isinstance(value, list | tuple) else f" of shape {tuple(shape)}" if shape else ""
     return f"{type(value).__name__}{size}"

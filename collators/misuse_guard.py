@@ -123,6 +123,6 @@ def callers() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def is_instance_by_name(candidate: Any, module: str, name: str) -> bool:
+def is_instance_by_name(candidate: object, module: str, name: str) -> bool:
     """`isinstance` of a class that is not imported: its package takes seconds to import, or is not installed."""
     return any((kind.__module__, kind.__name__) == (module, name) for kind in type(candidate).__mro__)

@@ -65,7 +65,7 @@ class PrefixGroupedSampler(Sampler[int]):
 
     def __init__(
         self,
-        data: Any,
+        data: object,
         batch_size: int,
         together: int | None = None,
         seed: int = 0,
@@ -141,7 +141,7 @@ def _tokens(data: Any, column: str, index: int) -> IntArray:
     return _as_tokens(row[column], column, index)
 
 
-def _as_tokens(values: Any, column: str, index: int) -> IntArray:
+def _as_tokens(values: object, column: str, index: int) -> IntArray:
     tokens = np.asarray(values)
     if tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
         raise ValueError(f"row {index} of the data set: expected token ids in {column!r}, got {str(values)[:40]!r}")

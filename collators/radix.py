@@ -135,7 +135,7 @@ class RadixCollator:
     images: ImageInputs | None = None
     token_loss: bool = False
 
-    def __new__(cls, *args: Any, **options: Any) -> RadixCollator:
+    def __new__(cls, *args: object, **options: object) -> RadixCollator:
         if args:
             raise UserError(
                 f"RadixCollator takes options by name, and no tokenizer, got {type(args[0]).__name__}: write "

@@ -119,14 +119,14 @@ class Ranks:
         if self.size > 1:
             dist.barrier(group=self.patient_group)
 
-    def _reduced(self, numbers: tuple[int, ...], operation: Any) -> tuple[int, ...]:
+    def _reduced(self, numbers: tuple[int, ...], operation: object) -> tuple[int, ...]:
         if self.size == 1:
             return numbers
         found = torch.tensor(numbers, dtype=torch.int64)
         dist.all_reduce(found, operation, group=self.step_group)
         return tuple(found.tolist())
 
-    def _broadcast(self, value: Any, long_timeout: bool) -> Any:
+    def _broadcast(self, value: object, long_timeout: bool) -> Any:
         found = [value]
         dist.broadcast_object_list(found, src=0, group=self._group(long_timeout))
         return found[0]

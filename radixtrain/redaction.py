@@ -68,7 +68,7 @@ VALUES = {
 }
 
 
-def masked(value: Any, name: str = "") -> Any:
+def masked(value: object, name: str = "") -> Any:
     """The same settings with `***` for what looks like a password or an access token, by its key or its text.
 
     value: mappings and lists of texts and numbers; what is none of these becomes text.
@@ -104,7 +104,7 @@ def masked_arguments(arguments: Sequence[str]) -> list[str]:
     return shown
 
 
-def check_unmasked(key: str, value: Any) -> None:
+def check_unmasked(key: str, value: object) -> None:
     """UserError if a value is `***`, as in the settings that a run has saved: the secret is not there."""
     if isinstance(value, str) and (value == MASK or f"://{MASK}@" in value):
         raise UserError(
@@ -113,7 +113,7 @@ def check_unmasked(key: str, value: Any) -> None:
         )
 
 
-def _masked(value: Any, is_secret: bool, name: str) -> Any:
+def _masked(value: object, is_secret: bool, name: str) -> Any:
     if isinstance(value, Mapping):
         return {key: _masked(entry, is_secret or _is_secret(f"{name}.{key}"), str(key)) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -176,7 +176,7 @@ def _masked_text(text: str, key: str) -> str:
     return text if clean == value else clean if isinstance(clean, str) else _as_one_line(clean)
 
 
-def _parsed(value: Any) -> Any:
+def _parsed(value: object) -> Any:
     """A text that writes a mapping or a list in YAML as what it writes, and everything else as it is."""
     try:
         found = load_yaml(value) if isinstance(value, str) else value
@@ -197,7 +197,7 @@ def _secrets(value: Any, clean: Any) -> Iterator[str]:
         yield str(value)
 
 
-def _as_one_line(value: Any) -> str:
+def _as_one_line(value: object) -> str:
     return str(yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=float("inf"))).strip()
 
 

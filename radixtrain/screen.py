@@ -39,7 +39,7 @@ class _Record(logging.LogRecord):
     def getMessage(self) -> str:  # its name in logging
         return printable(super().getMessage())
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         """Formatters keep the text of a traceback here, which ends with the message of its error."""
         super().__setattr__(name, printable(value) if value and name in ("exc_text", "stack_info") else value)
 

@@ -80,7 +80,7 @@ class _Packer:
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=lambda: {MODEL: {}, OPTIMIZER: {}, STATE: {}})
     references: dict[Any, list[str]] = field(default_factory=dict)  # of tensors, by their place in memory
 
-    def skeleton_of(self, value: Any, path: Path) -> Any:
+    def skeleton_of(self, value: object, path: Path) -> Any:
         if isinstance(value, Tensor):
             return {"$tensor": self._reference(_dense(value, path), path)}
         if isinstance(value, dict):
@@ -157,7 +157,7 @@ def _unused(name: str, used: Mapping[str, Any]) -> str:
     return unique
 
 
-def _state_of(skeleton: Any, tensors: Tensors) -> Any:
+def _state_of(skeleton: object, tensors: Tensors) -> Any:
     if isinstance(skeleton, list):
         return [_state_of(item, tensors) for item in skeleton]
     if not isinstance(skeleton, dict):

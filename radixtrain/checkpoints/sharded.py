@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 
-def is_sharded(tensor: Any) -> bool:
+def is_sharded(tensor: object) -> bool:
     """Whether each rank holds a part of it. Its shape is that of the whole."""
     return isinstance(tensor, DTensor)
 
@@ -28,7 +28,7 @@ def part_of(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def part_like(tensor: Tensor, like: Any) -> Tensor:
+def part_like(tensor: Tensor, like: object) -> Tensor:
     """A whole tensor, sharded as another one of its shape and on its device, in memory of its own.
 
     Nothing is sent: every rank has the whole. The tensor itself if the other one is not sharded.

@@ -22,7 +22,7 @@ EVALUATING = ("validate", "test", "predict")
 
 
 def checkpoint_of_fit(
-    output_dir: Path, ckpt_path: str | None, overwrite: bool, model: Any, data: Any
+    output_dir: Path, ckpt_path: str | None, overwrite: bool, model: object, data: object
 ) -> tuple[str | None, bool]:
     """The checkpoint that `fit` goes on from, None if it starts anew; and whether it then replaces what is there.
 

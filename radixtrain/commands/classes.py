@@ -44,7 +44,7 @@ UNKNOWN = "unexpected_keyword_argument"
 LACKING = ("missing_argument", "missing_keyword_only_argument")
 
 
-def describe_classes(trainer: Any, command: str) -> None:
+def describe_classes(trainer: object, command: str) -> None:
     """Write each class of the section `trainer` as `class_path` and `init_args`.
 
     UsageError for what is no class of the key, or none that a configuration may name.
@@ -78,7 +78,7 @@ def made(key: str, value: Any, command: str) -> Any:
         raise UsageError(f"trainer: {kind.__name__}: {first_line(error)}") from None
 
 
-def is_class(value: Any) -> bool:
+def is_class(value: object) -> bool:
     return isinstance(value, Mapping) and "class_path" in value
 
 
@@ -121,7 +121,7 @@ def _described(key: str, value: Any, kinds: tuple[type, ...], command: str) -> A
     return {"class_path": path, "init_args": {name: _inside(key, each, command) for name, each in options.items()}}
 
 
-def _inside(key: str, value: Any, command: str) -> Any:
+def _inside(key: str, value: object, command: str) -> Any:
     """An argument of a class, which may describe one itself."""
     if isinstance(value, list):
         return [_inside(key, each, command) for each in value]

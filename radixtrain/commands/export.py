@@ -87,7 +87,7 @@ def _settings(hparams: Mapping[str, Any]) -> dict[str, Any]:
 
 def export_run(
     trainer: L.Trainer,
-    module: Any,
+    module: L.LightningModule,
     data: Any,
     summary: RunSummary,
     output_dir: Path,

@@ -44,7 +44,7 @@ def kind_of(part: Any) -> str:
     return WORDS.get(part) or str(getattr(part, "__name__", part))
 
 
-def as_yaml(default: Any) -> str:
+def as_yaml(default: object) -> str:
     """A default as YAML writes it."""
     if default is None or isinstance(default, bool):
         return {None: "null", True: "true", False: "false"}[default]

@@ -64,7 +64,7 @@ class TrackerLogger(Logger):
         return self.run
 
     @rank_zero_only
-    def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:
+    def log_hyperparams(self, params: object, *_: object, **__: object) -> None:
         given = params if isinstance(params, Mapping) else vars(params)
         self.experiment.config.update(json.loads(json.dumps(dict(given), default=str)))
 
@@ -79,7 +79,7 @@ class TrackerLogger(Logger):
             self.run = None
 
 
-def loggers_of(asked: Any, output_dir: Path) -> Any:
+def loggers_of(asked: object, output_dir: Path) -> Any:
     """What Lightning's trainer takes as `logger`.
 
     asked: the value of `trainer.logger`: a logger, a short name (`wandb`, `trackio`, `swanlab`, `tensorboard`,
@@ -140,7 +140,7 @@ def _made(name: str, output_dir: Path) -> Logger:
     return CSVLogger(output_dir, name="logs")
 
 
-def _described(logger: Any) -> tuple[str, dict[str, Any]]:
+def _described(logger: object) -> tuple[str, dict[str, Any]]:
     """`wandb`, `tensorboard` or another name, and the options of a logger that is written out as a class."""
     if not isinstance(logger, Mapping):
         return str(logger), {}

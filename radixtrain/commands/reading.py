@@ -44,7 +44,7 @@ def read(command: str, given: Sequence[tuple[str, Any]], defaults: Mapping[str, 
     return _built(OF_COMMAND[command], found)
 
 
-def _put(values: dict[str, Any], name: str, value: Any, keys: Mapping[str, Key], command: str) -> None:
+def _put(values: dict[str, Any], name: str, value: object, keys: Mapping[str, Key], command: str) -> None:
     """Set a key; `key+` adds to its list, and `key.option` sets an option inside of its value."""
     path = name.removesuffix("+")
     key, inside = next((key, rest) for key, rest in reversed(prefixes(path).items()) if key in keys)
@@ -58,7 +58,7 @@ def _put(values: dict[str, Any], name: str, value: Any, keys: Mapping[str, Key],
     values[key] = value
 
 
-def _with_option(whole: Any, path: str, value: Any) -> Any:
+def _with_option(whole: object, path: str, value: object) -> Any:
     """A mapping, or the last one of a list, with one more option, or argument of a class; None if it takes none."""
     if isinstance(whole, list) and whole:
         last = _with_option(whole[-1], path, value)
@@ -74,11 +74,11 @@ def _with_option(whole: Any, path: str, value: Any) -> Any:
     return {**(whole or {}), name: _with_option(before, rest, value) if rest else _loaded(value)}
 
 
-def _as_list(value: Any) -> list[Any]:
+def _as_list(value: object) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def _loaded(value: Any) -> Any:
+def _loaded(value: object) -> Any:
     """What a text says as YAML; itself if it says nothing, is none, or is more than settings ever are."""
     if isinstance(value, str) and value.strip():
         with suppress(yaml.YAMLError, UsageError):
@@ -87,7 +87,7 @@ def _loaded(value: Any) -> Any:
     return value
 
 
-def fitted(key: Key, value: Any, command: str) -> Any:
+def fitted(key: Key, value: object, command: str) -> Any:
     """The value as the key takes it. A text counts as YAML first, and then as it is."""
     candidates = [_loaded(value), value] if isinstance(value, str) else [value]
     shape = next((part for part in _members(key.type) if is_dataclass(part)), None)
@@ -118,11 +118,11 @@ def _shapes(key: Key, value: Any, shape: Any, command: str) -> Any:
     return shape(**{name: fitted(inside[name], each, command) for name, each in value.items()})
 
 
-def _members(kind: Any) -> list[Any]:
+def _members(kind: object) -> list[Any]:
     return [each for part in parts_of(kind) for each in (get_args(part) if get_origin(part) is list else [part])]
 
 
-def refusal(key: Key, value: Any, command: str = "") -> str:
+def refusal(key: Key, value: object, command: str = "") -> str:
     """The message for a value that does not fit: what the key takes, what came, and the nearest word."""
     if key.name == "model.next_tokens" and isinstance(_loaded(value), list):
         return QUOTES
@@ -141,7 +141,7 @@ def refusal(key: Key, value: Any, command: str = "") -> str:
     return f"{key.name} must be {expected}; got {got}{meant}{unset}{more}"
 
 
-def _is_list_of_words(part: Any) -> bool:
+def _is_list_of_words(part: object) -> bool:
     return get_origin(part) is list and get_origin(get_args(part)[0]) is Literal
 
 
@@ -164,7 +164,7 @@ def _linked(name: str, found: Mapping[str, Any]) -> Any:
     return MISSING if name == "data.seed" and isinstance(value, bool) else value
 
 
-def printed(settings: Any, section: str = "") -> dict[str, Any]:
+def printed(settings: object, section: str = "") -> dict[str, Any]:
     """Every key with its value, as a file of settings has them; not those that another key fills in."""
     return {
         name: _printed(value, f"{section}{name}.")
@@ -173,12 +173,12 @@ def printed(settings: Any, section: str = "") -> dict[str, Any]:
     }
 
 
-def _printed(value: Any, section: str) -> Any:
+def _printed(value: object, section: str) -> Any:
     if isinstance(value, list):
         return [_printed(each, section) for each in value]
     return printed(value, section) if is_dataclass(value) else value
 
 
-def print_settings(settings: Any) -> None:
+def print_settings(settings: object) -> None:
     """Print every key with its value, as a file of settings has them."""
     print(yaml.safe_dump(printed(settings), sort_keys=False, allow_unicode=True), end="")  # noqa: T201

@@ -63,7 +63,7 @@ def check_settings(settings: Run, command: str) -> None:
         )
 
 
-def _parts(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _parts(key: str, value: object) -> Iterator[tuple[str, Any]]:
     """A value and all that it holds, with dotted keys; a class is named in the key of what it takes."""
     yield key, value
     if isinstance(value, Mapping):
@@ -74,7 +74,7 @@ def _parts(key: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _parts(key, part)
 
 
-def _check_devices(devices: Any) -> None:
+def _check_devices(devices: object) -> None:
     """Before Lightning makes a list of them, for which a large number takes all memory."""
     number = int(devices) if isinstance(devices, str) and devices.isdecimal() else devices
     if isinstance(number, int) and number > MOST_DEVICES:

@@ -131,7 +131,7 @@ def _is_key(word: str) -> bool:
     return word.startswith("--") or word == "-c"
 
 
-def shortened(value: Any) -> str:
+def shortened(value: object) -> str:
     """A value in a message."""
     text = "null" if value is None else str(value)
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]} ..."

@@ -61,7 +61,7 @@ class TooLongError(DataError):
     """A sample is longer than `max_length`, and is neither to be dropped nor cut."""
 
 
-def _plain(values: Any, name: str, where: str) -> list[Any] | tuple[Any, ...]:
+def _plain(values: object, name: str, where: str) -> list[Any] | tuple[Any, ...]:
     """A column of Python numbers; NumPy would read text, and take a truth value for a number."""
     kinds: tuple[type, ...]
     limit: float

@@ -63,7 +63,7 @@ class UnlabelledEncoder(ChatEncoder):
             f"are read from, so it cannot be truncated: raise max_length or set excess_length_strategy: drop",
         )
 
-    def _ids(self, text: str, **options: Any) -> list[int]:
+    def _ids(self, text: str, **options: object) -> list[int]:
         ids: list[int] = self.tokenizer(text, verbose=False, **options)["input_ids"]
         return ids
 

@@ -63,7 +63,7 @@ def end_with_parent(worker: int = 0) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _report(error: Any, report: Callable[[], object]) -> None:
+def _report(error: object, report: Callable[[], object]) -> None:
     if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or "Too many open files" in str(error):  # of torch
         os._exit(OUT_OF_FILES)
     report()

@@ -22,9 +22,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count as counted_up
 from threading import RLock
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 from torch import nn
 
 from radixtrain.errors import UserError
@@ -211,7 +212,7 @@ class RadixCache:
         with self._rlock:
             yield self
 
-    def match_prefix(self, token_ids: Any, count: bool = True) -> Match:
+    def match_prefix(self, token_ids: ArrayLike, count: bool = True) -> Match:
         """The longest cached prefix of `token_ids`, marked as used just now.
 
         token_ids: (n,), integers.
@@ -256,7 +257,7 @@ class RadixCache:
             self._num_reserved -= len(slots)
             self._release(slots)
 
-    def insert(self, token_ids: Any, slots: Any) -> Node:
+    def insert(self, token_ids: ArrayLike, slots: ArrayLike) -> Node:
         """The node where `token_ids` end, after their rows have become part of the tree.
 
         token_ids, slots: (n,), integers. Where the row of each token is.

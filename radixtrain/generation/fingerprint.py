@@ -126,7 +126,7 @@ def _autocast(device_type: str) -> Hashable:
     return device_type, enabled, torch.get_autocast_dtype(device_type) if enabled else None
 
 
-def _plain(value: Any) -> Hashable:
+def _plain(value: object) -> Hashable:
     """A hashable copy of plain values and collections of them; None for what is something else."""
     if isinstance(value, np.generic):
         value = value.item()

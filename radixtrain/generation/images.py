@@ -33,7 +33,7 @@ from radixtrain.tree.cached_layout import Continuations, on_device
 INSTEAD = "use model.generate"
 
 
-def has_images(prompts: Any) -> bool:
+def has_images(prompts: object) -> bool:
     """Say whether prompts are what a model's processor returns for texts with images."""
     return isinstance(prompts, Mapping) and prompts.get("pixel_values") is not None
 
@@ -60,7 +60,7 @@ class PromptImages:
 
     @classmethod
     def read(
-        cls, backbone: PreTrainedModel, prompts: Mapping[str, Any], attention_mask: Any, device: torch.device
+        cls, backbone: PreTrainedModel, prompts: Mapping[str, Any], attention_mask: object, device: torch.device
     ) -> PromptImages:
         """Run the tower, in evaluation mode and without gradients. UserError for what cannot be shared exactly."""
         given = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in prompts.items()}

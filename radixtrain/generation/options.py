@@ -103,7 +103,7 @@ INSTEAD = {
 }
 
 
-def resolve_config(model: nn.Module, generation_config: GenerationConfig | None, **kwargs: Any) -> GenerationConfig:
+def resolve_config(model: nn.Module, generation_config: GenerationConfig | None, **kwargs: object) -> GenerationConfig:
     """The options of one call: `kwargs`, then `generation_config`, then the model's own, then transformers' defaults.
 
     model: a `PreTrainedModel` or a PEFT model around one.

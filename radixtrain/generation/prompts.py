@@ -25,10 +25,10 @@ EXPECTED = "expected a text, a list of token ids, or a list of messages {role, c
 
 
 def token_ids_of(
-    prompts: Any,
+    prompts: object,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    attention_mask: Any = None,
-    **chat_template_kwargs: Any,
+    attention_mask: object = None,
+    **chat_template_kwargs: object,
 ) -> list[np.ndarray]:
     """The token ids of each prompt, (L,), int64, in their order.
 
@@ -72,7 +72,7 @@ def check_ids(ids: np.ndarray, name: str, vocabulary: int) -> None:
         )
 
 
-def padding_mask(prompts: Any, config: GenerationConfig) -> Any:
+def padding_mask(prompts: object, config: GenerationConfig) -> Any:
     """The attention_mask of a (B, L) array of prompts that came without one, as `model.generate` infers it.
 
     config: whose pad_token_id is padding wherever it stands, unless it is an end token too.
@@ -101,7 +101,7 @@ def _encoded(encoding: Mapping[str, Any], attention_mask: Any) -> tuple[Any, Non
     return [_array(row)[_array(kept) != 0] for row, kept in zip(ids, mask, strict=True)], None, None
 
 
-def check_types(backbone: PreTrainedModel, prompts: Any) -> None:
+def check_types(backbone: PreTrainedModel, prompts: object) -> None:
     """UserError if types of zeros, which `token_ids_of` leaves out, mean something to a model, as in PaliGemma."""
     for name in prompts if isinstance(prompts, Mapping) else ():
         if name.endswith("token_type_ids") and reads_zeros(backbone, name):
@@ -178,7 +178,7 @@ def _rendered(
     return texts
 
 
-def _listed(prompts: Any, attention_mask: Any) -> list[Any]:
+def _listed(prompts: object, attention_mask: object) -> list[Any]:
     """The prompts as a list of prompts: one text or one conversation becomes a list of one."""
     if attention_mask is not None:
         raise UserError(
@@ -195,7 +195,7 @@ def _listed(prompts: Any, attention_mask: Any) -> list[Any]:
     return [list(prompts)] if is_conversation else list(prompts)
 
 
-def _ids(prompt: Any, place: int) -> np.ndarray:
+def _ids(prompt: object, place: int) -> np.ndarray:
     """The token ids of a prompt that is neither text nor conversation."""
     if not isinstance(prompt, list | tuple | Tensor | np.ndarray):
         raise UserError(f"prompt {place}: {EXPECTED}, got {type(prompt).__name__}")
@@ -224,5 +224,5 @@ def _rows_of(ids: np.ndarray, mask: np.ndarray | None) -> list[np.ndarray]:
     return [row[kept] for row, kept in zip(ids.astype(np.int64), mask != 0, strict=True)]
 
 
-def _array(values: Any) -> np.ndarray:
+def _array(values: object) -> np.ndarray:
     return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)

@@ -205,7 +205,7 @@ def _stages(processors: LogitsProcessorList) -> Iterator[Stage]:
         begin = end
 
 
-def _processor_list(logits_processor: Any) -> LogitsProcessorList:
+def _processor_list(logits_processor: object) -> LogitsProcessorList:
     if logits_processor is None:
         return LogitsProcessorList()
     if not isinstance(logits_processor, list) or not all(callable(each) for each in logits_processor):
@@ -216,7 +216,7 @@ def _processor_list(logits_processor: Any) -> LogitsProcessorList:
     return LogitsProcessorList(logits_processor)
 
 
-def _seed(seed: Any) -> int:
+def _seed(seed: int | None) -> int:
     """Non-negative, as NumPy wants it; one drawn from torch's generator if there is none."""
     if seed is None:
         return int(torch.randint(2**63 - 1, ()))

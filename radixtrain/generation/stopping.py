@@ -121,7 +121,7 @@ def _criteria(model: nn.Module, config: GenerationConfig, tokenizer: Any, own: A
         raise UserError(f"stop_strings or stopping_criteria: {first_line(error)}") from error
 
 
-def _check_own(own: Any) -> None:
+def _check_own(own: object) -> None:
     if own is not None and (not isinstance(own, list) or not all(callable(each) for each in own)):
         raise UserError(
             f"stopping_criteria: expected a StoppingCriteriaList or a list of functions of token ids and scores, "
@@ -131,7 +131,7 @@ def _check_own(own: Any) -> None:
         raise UserError("stopping_criteria: MaxLengthCriteria is not supported; set max_new_tokens or max_length")
 
 
-def _stop_strings(stop_strings: Any, tokenizer: Any) -> list[str] | None:
+def _stop_strings(stop_strings: Any, tokenizer: PreTrainedTokenizerBase) -> list[str] | None:
     strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings or [])
     if not all(isinstance(each, str) and each for each in strings):
         raise UserError(f"stop_strings: expected texts that are not empty, got {stop_strings!r}")

@@ -126,7 +126,7 @@ def draws_in_adapters(model: nn.Module, setting: str) -> bool:
     return any(getattr(config, setting, None) and setting not in EXACT.get(_kind(config), ()) for config in configs)
 
 
-def _check_kind(name: str, config: Any) -> None:
+def _check_kind(name: str, config: object) -> None:
     kind = _kind(config)
     if kind not in EXACT:
         reason = NOT_EXACT.get(kind, "is not known to compute each token from that token only")
@@ -137,7 +137,7 @@ def _check_kind(name: str, config: Any) -> None:
         )
 
 
-def _check_settings(name: str, config: Any) -> None:
+def _check_settings(name: str, config: object) -> None:
     for setting, reason in BREAKING.items():
         value = getattr(config, setting, None)
         if value:
@@ -151,7 +151,7 @@ def _check_settings(name: str, config: Any) -> None:
         )
 
 
-def _check_draws(name: str, config: Any, holder: nn.Module, allowed: tuple[str, ...]) -> None:
+def _check_draws(name: str, config: object, holder: nn.Module, allowed: tuple[str, ...]) -> None:
     """Refuse settings by which layers draw without an `nn.Dropout`, unless all of them are in evaluation mode."""
     in_modules = EXACT[_kind(config)]
     for setting, value in vars(config).items():

@@ -177,7 +177,7 @@ def take_over(decoder: PreTrainedModel) -> str | None:
         return _take_all(decoder, name)
 
 
-def _made(function: Any) -> str:
+def _made(function: object) -> str:
     return f"{getattr(function, '__module__', None)}.{getattr(function, '__qualname__', function)}"
 
 
@@ -195,7 +195,7 @@ def _take_all(decoder: PreTrainedModel, name: str) -> str | None:
     return reason or next(filter(None, (*reasons, *others)), None)
 
 
-def _why_configured(module: Any, config: PreTrainedConfig) -> str | None:
+def _why_configured(module: object, config: PreTrainedConfig) -> str | None:
     """Why a layer does not call the attention that its decoder makes masks for: by a configuration of its own."""
     own: Any = getattr(module, "config", config)
     if own is config or getattr(own, "_attn_implementation", None) in (None, config._attn_implementation):
@@ -211,7 +211,7 @@ def _places(classes: set[Any], name: str) -> Iterator[Place]:
             yield from ((interface, name, AttentionInterface.register) for interface in interfaces_of(module_class))
 
 
-def _take(place: Place, stock: Any, around: Callable[[Any], Any]) -> str | None:
+def _take(place: Place, stock: object, around: Callable[[Any], Any]) -> str | None:
     """Put a function around the one in this place; or say why not. stock: transformers', None for one of its files."""
     mapping, key, register = place
     found: Any = mapping.get(key)
@@ -238,10 +238,10 @@ def radix_attention(ordinary: Attention, obeys_argument: bool = False) -> Attent
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Any = None,
-        *further: Any,
+        attention_mask: object = None,
+        *further: object,
         radix_call: Call | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:
         """query: (batch, N, length, H). key: (batch, K, length, H). value: (batch, K, length, V), mostly V = H.
 
@@ -259,7 +259,7 @@ def radix_attention(ordinary: Attention, obeys_argument: bool = False) -> Attent
     return attention
 
 
-def _call_of(module: nn.Module, attention_mask: Any, kwargs: Mapping[str, Any]) -> Call | None:
+def _call_of(module: nn.Module, attention_mask: object, kwargs: Mapping[str, Any]) -> Call | None:
     """The call of a layer that received no keyword arguments; None in an ordinary batch.
 
     Raises UserError for a radix batch whose plan did not reach the layer. It is known by its mask, which only our hook
@@ -287,7 +287,7 @@ def _attend(
     call: Call,
     layer: nn.Module,
     heads: Heads,
-    attention_mask: Any,
+    attention_mask: object,
     options: Mapping[str, Any],
     obeys_argument: bool,
 ) -> tuple[Tensor, None]:

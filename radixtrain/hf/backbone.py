@@ -109,7 +109,7 @@ def backbone_of(model: nn.Module) -> Any:
     return decoder if isinstance(decoder, PreTrainedModel) and not backbone.config.is_encoder_decoder else backbone
 
 
-def _parts_of(model: Any) -> Iterator[Any]:
+def _parts_of(model: PreTrainedModel) -> Iterator[Any]:
     """The places where a model may keep its backbone, Hugging Face's own rules first."""
     yield model.base_model
     yield model.get_decoder()

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from threading import RLock
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -82,7 +81,7 @@ class StoredPasses:
         position_ids: Tensor,
         predictor_indices: Tensor | None,
         layout: CachedLayout,
-        **features: Any,
+        **features: object,
     ) -> Tensor:
         """(R, V). Run the model on the new rows of a pass, by its own head, and store their keys and values.
 

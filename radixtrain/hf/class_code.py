@@ -19,7 +19,7 @@ EAGER = "eager_attention_forward"  # ends the name of the eager attention of a m
 
 
 @cache
-def names_in(module_class: Any) -> frozenset[str]:
+def names_in(module_class: object) -> frozenset[str]:
     """The attributes and globals that its methods name, also the inherited ones but torch's and `PreTrainedModel`'s."""
     return frozenset(name for _, name in _globals(module_class))
 
@@ -30,20 +30,20 @@ def names_in_method(method: Any) -> tuple[str, ...]:
     return tuple(_names(function.__code__)) if isinstance(function, FunctionType) else ()
 
 
-def attends(module_class: Any) -> bool:
+def attends(module_class: object) -> bool:
     """Whether a module takes its attention from Hugging Face's AttentionInterface."""
     return bool(interfaces_of(module_class))
 
 
 @cache
-def interfaces_of(module_class: Any) -> tuple[AttentionInterface, ...]:
+def interfaces_of(module_class: object) -> tuple[AttentionInterface, ...]:
     """The AttentionInterfaces from which its methods may take a function; nearly always transformers' only one."""
     found = (space.get(name) for space, name in _globals(module_class))
     return tuple({id(each): each for each in found if isinstance(each, AttentionInterface)}.values())
 
 
 @cache
-def eager_places(module_class: Any) -> list[tuple[dict[str, Any], str]]:
+def eager_places(module_class: object) -> list[tuple[dict[str, Any], str]]:
     """The files, as namespaces, and the names in them where its methods find their own eager attention."""
     return [(space, name) for space, name in _globals(module_class) if name.endswith(EAGER) and name in space]
 
@@ -70,7 +70,7 @@ def _written(method: Any) -> Any:
     return method
 
 
-def _inside(method: Any) -> Any:
+def _inside(method: object) -> Any:
     return method.func if isinstance(method, partial) else getattr(method, "__func__", method)
 
 

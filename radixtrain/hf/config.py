@@ -80,7 +80,7 @@ def _leads_out(value: str, folder: str) -> bool:
         return False
 
 
-def _entries(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+def _entries(value: object, key: str = "") -> Iterator[tuple[str, Any]]:
     """Every value that is no list or mapping, with its key and the sections that it is in."""
     if isinstance(value, dict):
         for name, entry in value.items():

@@ -71,7 +71,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """
     training, thread = [module for module in model.modules() if module.training], get_ident()
 
-    def check(*_: Any) -> None:
+    def check(*_: object) -> None:
         if get_ident() != thread:
             raise UserError(
                 f"another thread has {type(model).__name__} in evaluation mode for a while (generate does so), in "
@@ -143,7 +143,7 @@ def _dropouts(root: nn.Module, allowed: tuple[str, ...]) -> Iterator[Any]:
         level = [child for named in inner for name, child in named.items() if name not in allowed and child is not None]
 
 
-def _dropout_refused(root: nn.Module, module: Any) -> UserError:
+def _dropout_refused(root: nn.Module, module: nn.Module) -> UserError:
     path = next(path for path, other in root.named_modules() if other is module)
     parts = path.split(".")  # ...q_proj.lora_dropout.default -> lora_dropout
     name = next((part for part in reversed(parts) if "drop" in part), parts[-1])

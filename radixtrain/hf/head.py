@@ -130,7 +130,7 @@ def on_output(backbone: PreTrainedModel, change: Callable[[Any], Any]) -> Iterat
     def begin(backbone: PreTrainedModel, args: tuple[Any, ...]) -> None:
         progress.begin(None)
 
-    def end(backbone: PreTrainedModel, args: tuple[Any, ...], output: Any) -> Any:
+    def end(backbone: PreTrainedModel, args: tuple[Any, ...], output: object) -> Any:
         progress.end()
         is_own = get_ident() == thread and not progress.calls and output is not None
         return change(output) if is_own else None
@@ -257,7 +257,7 @@ def _returning(backbone: PreTrainedModel, rows: Tensor) -> Iterator[None]:
     """Inside, the backbone returns these rows to this thread, whatever it is given."""
     thread = get_ident()
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> Any:
         return _Returned(last_hidden_state=rows[None]) if get_ident() == thread else ordinary(*args, **kwargs)
 
     with _REPLACING:

@@ -82,7 +82,7 @@ def forward_rows(model: nn.Module, batch: Mapping[str, Any], plain_head: bool) -
     return PredictingRows(logits_rows(parts, inputs), None, Targets.of(batch))
 
 
-def inputs_of(batch: Mapping[str, Any], **known: Any) -> dict[str, Any]:
+def inputs_of(batch: Mapping[str, Any], **known: object) -> dict[str, Any]:
     """What a model receives of a batch, for a loss that is computed outside of it. known: fields of `RadixInputs`."""
     labels = ("shift_labels", "labels")
     return with_radix({name: value for name, value in batch.items() if name not in labels}, place_rows=None, **known)

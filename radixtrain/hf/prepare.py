@@ -56,7 +56,7 @@ def prepare_model(
     attention: str = "auto",
     kernel: str = "auto",
     allow_dropout: Iterable[str] = (),
-    sp_group: Any = None,
+    sp_group: object = None,
 ) -> ModelT:
     """Make a model accept the batches of a `RadixCollator`, and still the ordinary ones. Returns the same model.
 
@@ -103,7 +103,7 @@ def share_prefixes(
     min_shared_tokens: int = 1,
     min_ratio: float = 1.1,
     allow_dropout: Iterable[str] = (),
-    cache: Any = None,
+    cache: object = None,
 ) -> ModelT:
     """Make a model compute the tokens that the rows of a padded batch share only once. Returns the same model.
 
@@ -162,7 +162,7 @@ def sharing_report(model: Any) -> SharingReport:
     return state.report
 
 
-def other_models(trainer: Any) -> dict[str, nn.Module]:
+def other_models(trainer: object) -> dict[str, nn.Module]:
     """The reference and the teacher of a trainer, by the names of its attributes."""
     others = {name: getattr(trainer, name, None) for name in ("ref_model", "teacher_model")}
     return {name: other for name, other in others.items() if isinstance(other, nn.Module)}
@@ -222,7 +222,7 @@ def _options(attention: str, kernel: str, allow_dropout: Iterable[str]) -> dict[
     return {"attention": attention, "kernel": kernel, "allow_dropout": tuple(allow_dropout)}
 
 
-def _kept_in(cache: Any, parts: Parts) -> KeptPrefixes:
+def _kept_in(cache: object, parts: Parts) -> KeptPrefixes:
     if not is_instance_by_name(cache, "radixtrain.generation.cache", "RadixCache"):
         raise UserError(f"cache: expected a RadixCache, or None to keep nothing, got {type(cache).__name__}")
     check_supported(parts, "cache")

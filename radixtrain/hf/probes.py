@@ -59,7 +59,7 @@ def _asked_by_gemma() -> list[tuple[float, int | None]]:
         raise UserError(reason)
     asked: list[tuple[float, int | None]] = []
 
-    def attend(layer: int, heads: tuple[Tensor, ...], window: int | None, scale: float, **_: Any) -> Tensor:
+    def attend(layer: int, heads: tuple[Tensor, ...], window: int | None, scale: float, **_: object) -> Tensor:
         asked.append((scale, window))
         return heads[0]
 

@@ -39,11 +39,11 @@ class Progress(threading.local):
         """The innermost call, unless it waits for a backward pass, in which layers of other calls are recomputed."""
         return self.call if self.calls and self.calls[-1][1] == _backward_pass() else None
 
-    def begin(self, call: Any) -> None:
+    def begin(self, call: object) -> None:
         """Make this the innermost call."""
         self.calls.append((_no_call if call is None else ref(call), _backward_pass()))
 
-    def become(self, call: Any) -> None:
+    def become(self, call: object) -> None:
         """Say what the innermost call is, once that is known."""
         self.calls[-1] = ref(call), self.calls[-1][1]
 
@@ -53,7 +53,7 @@ class Progress(threading.local):
         return self.calls.pop()[0]() if self.calls else None
 
     @contextmanager
-    def during(self, call: Any) -> Iterator[None]:
+    def during(self, call: object) -> Iterator[None]:
         """Inside, this is the innermost call."""
         self.begin(call)
         try:

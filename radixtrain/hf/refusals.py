@@ -74,7 +74,7 @@ def check_choice(decoder: PreTrainedModel, attention: str, kernel: str) -> None:
 
 
 def check_pass(
-    decoder: PreTrainedModel, head: Any, layout: TreeLayout, left_padded: bool, allowed: tuple[str, ...]
+    decoder: PreTrainedModel, head: object, layout: TreeLayout, left_padded: bool, allowed: tuple[str, ...]
 ) -> None:
     """Refuse what makes this forward pass inexact, although the model could be prepared.
 

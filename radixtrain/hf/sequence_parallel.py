@@ -99,7 +99,7 @@ class RowSplit:
 PLAIN = (int, float, str, np.generic)  # what `repr` says all of, and alike on every rank
 
 
-def _flat(value: Any) -> Iterator[Any]:
+def _flat(value: object) -> Iterator[Any]:
     """What is in a tuple or a record, however deep; or the value itself."""
     if isinstance(value, Movable):
         value = tuple(value.fields().values())
@@ -123,7 +123,7 @@ class _AllToAll(torch.autograd.Function):
         return _AllToAll.apply(gradients[0], ctx.group), None
 
 
-def _exchanged(parts: Tensor, group: Any) -> Tensor:
+def _exchanged(parts: Tensor, group: object) -> Tensor:
     sent = parts.contiguous()
     received = torch.empty(sent.shape, dtype=sent.dtype, device=sent.device)  # empty_like of a gradient has its strides
     dist.all_to_all_single(received, sent, group=group)
@@ -192,7 +192,7 @@ class SplitLoss:
     is_computed: whether the model has called its loss function.
     """
 
-    def __init__(self, labels: Tensor, num_items: Any) -> None:
+    def __init__(self, labels: Tensor, num_items: object) -> None:
         self.labels, self.num_items, self.is_computed = labels, num_items, False
 
 
@@ -202,7 +202,7 @@ class SplitModel:
     parts: of the model. outer: what the user calls: the model, or PEFT's wrapper around it.
     """
 
-    def __init__(self, outer: nn.Module, parts: Parts, group: Any) -> None:
+    def __init__(self, outer: nn.Module, parts: Parts, group: object) -> None:
         self.outer, self.base, self.rows = outer, parts.base, RowSplit(group)
         self.progress = Progress()
         _check_loss(parts)
@@ -260,7 +260,7 @@ class SplitModel:
         labels = {"shift_labels": own_labels, "labels": own_labels.roll(1)}
         return args, with_radix({**kwargs, **cut, **labels}, **known, split=split)
 
-    def loss(self, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def loss(self, logits: Tensor, labels: Tensor, *args: object, **kwargs: object) -> Any:
         """In place of the model's `loss_function`: that of the whole batch."""
         split = self.progress.call
         if split is None:
@@ -271,7 +271,7 @@ class SplitModel:
         given = {**kwargs, "shift_labels": split.labels, "num_items_in_batch": split.num_items}
         return self.rows.sum(self.loss_function(logits, labels, *args, **given))
 
-    def end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def end(self, model: nn.Module, args: tuple[Any, ...], output: object) -> None:
         split = self.progress.end()
         if split is not None and not split.is_computed and output is not None:
             raise self._refusal("computes its loss by itself, not by its loss_function, so it would be that of a part")

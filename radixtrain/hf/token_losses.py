@@ -124,7 +124,7 @@ class TokenLoss:
         update_wrapper(self, ordinary)
         self.ordinary = ordinary
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: object, **kwargs: object) -> Tensor:
         if torch.compiler.is_compiling():  # where no rows are watched, and a look at the graph would break it
             return self.ordinary(*args, **kwargs)
         if "logits" in kwargs:

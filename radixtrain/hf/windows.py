@@ -64,12 +64,12 @@ def chunk_of(config: PreTrainedConfig | None) -> int | None:
     return chunk if config and chunk and not only_full_attention(config) else None
 
 
-def no_mask(may_bind: bool, device: torch.device, call: Any = None) -> Tensor:
+def no_mask(may_bind: bool, device: torch.device, call: object = None) -> Tensor:
     """What a backbone gets as `attention_mask`: empty. With two dimensions it asks for every layer's window."""
     return _empty((1, 0) if may_bind else (1, 1, 0, 0), device, OnMask(call, None if may_bind else 0))
 
 
-def on_mask(mask: Any) -> OnMask | None:
+def on_mask(mask: object) -> OnMask | None:
     """What `no_mask` or `mask_function` wrote on a mask; None for any other."""
     return getattr(mask, ON_MASK, None)
 
@@ -83,7 +83,7 @@ def _empty(shape: tuple[int, ...], device: torch.device, written: OnMask) -> Ten
 def mask_function(ordinary: Callable[..., Any]) -> Callable[..., Any]:
     """A mask function as Hugging Face calls it, by keyword only: `ordinary`, except for a radix batch."""
 
-    def mask(*, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+    def mask(*, attention_mask: Tensor | None = None, **kwargs: object) -> Any:
         written = on_mask(attention_mask)
         if attention_mask is None or written is None:
             return ordinary(attention_mask=attention_mask, **kwargs)
@@ -163,7 +163,7 @@ def _seen(sees: Callable[..., Tensor], blocks: BlockLayout, longest: int) -> tup
 
 
 def window_of(
-    layer: str, attention_mask: Any, argument: int | None, longest: int, may_bind: bool, obeys_argument: bool
+    layer: str, attention_mask: object, argument: int | None, longest: int, may_bind: bool, obeys_argument: bool
 ) -> int | None:
     """The sliding window of a layer if it binds, else None.
 

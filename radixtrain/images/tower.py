@@ -134,7 +134,7 @@ def _flat(features: Any) -> Tensor:
     return torch.cat([part.flatten(0, -2) for part in parts])
 
 
-def _taken(features: Any, index: Tensor) -> Any:
+def _taken(features: object, index: Tensor) -> Any:
     """These rows, as a tensor of as many dimensions or as a tuple of one, like the features."""
     rows = _flat(features).index_select(0, index)
     return rows.view(*[1] * (features.ndim - 2), *rows.shape) if isinstance(features, Tensor) else (rows,)

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from itertools import islice, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from rich.console import RenderableType
@@ -108,7 +108,7 @@ def _named(texts: Mapping[str, str], full: bool) -> RenderableType:
     return _indented(table)
 
 
-def _as_text(value: Any) -> str:
+def _as_text(value: object) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, list) and value and all(isinstance(turn, Mapping) for turn in value):
@@ -116,7 +116,7 @@ def _as_text(value: Any) -> str:
     return _json(value)
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 

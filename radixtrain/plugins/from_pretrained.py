@@ -133,7 +133,7 @@ def _wrap_from_pretrained() -> None:
     loading, lock = threading.local(), threading.Lock()
 
     @functools.wraps(original)
-    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(cls: Any, *args: object, **kwargs: object) -> Any:
         is_part = getattr(loading, "is_on", False)  # a model may load its parts by from_pretrained
         loading.is_on = True
         try:

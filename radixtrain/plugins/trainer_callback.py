@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from radixtrain.hf.prepare import other_models, share_prefixes, sharing_report
 from radixtrain.plugins.from_pretrained import LoadedModel
 from radixtrain.screen import printable
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 
 def log_sharing(trainer: Any) -> None:
@@ -44,22 +47,30 @@ class SharingCallback(TrainerCallback):
         self.models = models or {}
         self.before = self.in_steps = (0, 0)  # tokens, and unique ones
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self.before = self._counted()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         columns = zip(self.in_steps, self._counted(), self.before, strict=True)
         num_tokens, num_unique_tokens = (total + now - before for total, now, before in columns)
         self.in_steps = num_tokens, num_unique_tokens
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
         num_tokens, num_unique_tokens = self.in_steps
         if "loss" in logs and num_unique_tokens:
             for written in (logs, *state.log_history[-1:]):
                 written["r"] = num_tokens / num_unique_tokens
             self.in_steps = (0, 0)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if state.is_world_process_zero:
             lines = (LoadedModel(name, report=vars(sharing_report(model))) for name, model in self.models.items())
             sys.stderr.writelines(f"{printable(line)}\n" for line in lines)
@@ -79,11 +90,20 @@ class SharePrefixesCallback(SharingCallback):
         super().__init__()
         self.options = options
 
-    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
         """Before the trainer wraps it for several devices."""
         self.models["model"] = share_prefixes(model, **self.options)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: object = None,
+        **kwargs: object,
+    ) -> None:
         """For a callback that came later, by `add_callback`."""
         if not self.models:
             self.on_init_end(args, state, control, model)

@@ -240,7 +240,7 @@ def _some_sequences(epoch: Epoch) -> list[IntArray]:
     return [sample.input_ids for place in places.tolist() for sample in epoch.conversations[place]][:TREE_SAMPLES]
 
 
-def _name_of(train_file: Any) -> str:
+def _name_of(train_file: object) -> str:
     """What the configuration says, for the title."""
     listed = train_file if isinstance(train_file, list) else [train_file]
     return ", ".join(str(each["path"] if isinstance(each, dict) else each) for each in listed)

@@ -44,7 +44,7 @@ class Section:
             check_limits(f"{self.SECTION}.{field.name}".lstrip("."), field.type, getattr(self, field.name))
 
 
-def check_limits(key: str, kind: Any, value: Any) -> None:
+def check_limits(key: str, kind: object, value: object) -> None:
     """UserError for a number that is beyond a limit. kind: the annotation of the key."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
@@ -54,7 +54,7 @@ def check_limits(key: str, kind: Any, value: Any) -> None:
             raise UserError(f"{key} must be {', or '.join([words, *also])}; got {value}")
 
 
-def parts_of(kind: Any) -> tuple[Any, ...]:
+def parts_of(kind: object) -> tuple[Any, ...]:
     """The members of a union, or the kind itself; nothing of them is annotated."""
     if get_origin(kind) is Annotated:
         return parts_of(get_args(kind)[0])
@@ -72,7 +72,7 @@ def meanings(settings: Any) -> dict[str, str]:
     return found
 
 
-def _annotations(kind: Any) -> Iterator[Any]:
+def _annotations(kind: object) -> Iterator[Any]:
     if get_origin(kind) is Annotated:
         inner, *own = get_args(kind)
         yield from own
@@ -93,12 +93,12 @@ def changed_keys(settings: Any, values: Mapping[str, Any]) -> set[str]:
     return {name for name, value in values.items() if name in defaults and value != defaults[name]}
 
 
-def value_of(settings: Any, key: str) -> Any:
+def value_of(settings: object, key: str) -> Any:
     """The value of a dotted key."""
     return reduce(getattr, key.split("."), settings)
 
 
-def flat(settings: Any, section: str = "") -> dict[str, Any]:
+def flat(settings: object, section: str = "") -> dict[str, Any]:
     """Every setting by its dotted key, also of the sections inside."""
     found: dict[str, Any] = {}
     for name, value in vars(settings).items():

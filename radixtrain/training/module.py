@@ -153,7 +153,7 @@ class RadixModule(L.LightningModule):
         scheduler = schedule(optimizer, self.hparams, num_steps_of_run(self.trainer, self.steps_per_epoch))
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
-    def on_train_batch_start(self, batch: Any, index: int) -> None:
+    def on_train_batch_start(self, batch: object, index: int) -> None:
         """The random generators of a resumed run are set here: nothing draws between this and the step."""
         if self.resumed and "generators" in self.resumed.get("radixtrain", {}):
             set_states_of_ranks(self.resumed["radixtrain"]["generators"])
@@ -180,7 +180,7 @@ class RadixModule(L.LightningModule):
         self.position = Position(self.position.num_batches + 1, self.global_step)
         self.is_stepping, self.generators_before_step = False, None
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_: object) -> None:
         leave_out_added_validation(self.trainer)
 
     def validation_step(self, step: Step, index: int) -> None:

@@ -90,7 +90,7 @@ def check_package(name: str) -> None:
         raise UserError(f"model.optimizer {name} needs the package bitsandbytes: {to_install('bitsandbytes')}")
 
 
-def _try_step(kind: Any, device: torch.device) -> None:
+def _try_step(kind: type, device: torch.device) -> None:
     """UserError if this release of bitsandbytes has no 8-bit step on the device."""
     weight = nn.Parameter(torch.ones(SMALLEST_8BIT, device=device))
     weight.grad = torch.ones_like(weight)

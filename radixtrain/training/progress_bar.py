@@ -135,7 +135,7 @@ class ProgressLines(ProgressBar):
     def enable(self) -> None:
         self.is_on = True
 
-    def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
+    def print(self, *args: object, sep: str = " ", **kwargs: object) -> None:
         self._say(sep.join(map(str, args)))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -158,13 +158,13 @@ class ProgressLines(ProgressBar):
         if trainer.state.fn == "fit" and not trainer.sanity_checking and metrics:
             self._say(f"step {trainer.global_step}", *(f"{name} {value:.4f}" for name, value in metrics.items()))
 
-    def on_validation_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
+    def on_validation_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: object) -> None:
         self._count(trainer, "validate", args, trainer.num_val_batches)
 
-    def on_test_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
+    def on_test_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: object) -> None:
         self._count(trainer, "test", args, trainer.num_test_batches)
 
-    def on_predict_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
+    def on_predict_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: object) -> None:
         self._count(trainer, "predict", args, trainer.num_predict_batches)
 
     def _count(self, trainer: L.Trainer, stage: str, args: tuple[Any, ...], num_batches: list[int | float]) -> None:

@@ -82,12 +82,12 @@ class Trainer(L.Trainer):
         model.to(self.strategy.root_device)
 
 
-def _restored(trainer: L.Trainer, method: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
+def _restored(trainer: L.Trainer, method: Callable[..., None], *arguments: object, **keywords: object) -> None:
     with restoring(trainer.ckpt_path):
         method(*arguments, **keywords)
 
 
-def _logged(log: Any, method: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
+def _logged(log: object, method: Callable[..., None], *arguments: object, **keywords: object) -> None:
     """Log something. What does not work is a warning; a folder of metrics that somebody has deleted is made again."""
     with only_warns(f"{type(log).__name__} does not get all metrics", Exception):
         if isinstance(log, CSVLogger) and ranks().is_first and Path(log.save_dir).is_dir():
@@ -95,7 +95,7 @@ def _logged(log: Any, method: Callable[..., None], *arguments: Any, **keywords: 
         method(*arguments, **keywords)
 
 
-def _from_1(trainer: L.Trainer, method: Callable[..., None], metrics: Any, step: int | None = None) -> None:
+def _from_1(trainer: L.Trainer, method: Callable[..., None], metrics: object, step: int | None = None) -> None:
     """Count steps as everything else does. Lightning logs with a step the number of those before it."""
     method(metrics, step=step + 1 if step is not None and trainer.state.fn == "fit" else step)
 

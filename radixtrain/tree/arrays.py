@@ -5,8 +5,6 @@ NumPy only, as for the plan.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
@@ -40,7 +38,9 @@ def concatenate_ranges(starts: IntArray, lengths: IntArray) -> IntArray:
     return np.add.accumulate(steps, out=steps)
 
 
-def validated_batch(input_ids: Any, cu_seqlens: Any, position_ids: Any) -> tuple[IntArray, IntArray, IntArray | None]:
+def validated_batch(
+    input_ids: object, cu_seqlens: object, position_ids: object
+) -> tuple[IntArray, IntArray, IntArray | None]:
     """The arrays of a batch as int64, or a ValueError that names the wrong one, its value and its place.
 
     Negative tokens and positions are not looked for: `sort_sequences` finds them on the way.
@@ -72,7 +72,7 @@ def check_not_negative(name: str, values: IntArray) -> None:
         raise ValueError(f"{name} must not be negative: {name}[{place}] = {values[place]}")
 
 
-def _integers(name: str, values: Any) -> IntArray:
+def _integers(name: str, values: object) -> IntArray:
     array = np.asarray(values)
     if array.ndim != 1:
         raise ValueError(f"{name} must have one dimension, got shape {array.shape}")

@@ -18,7 +18,7 @@ class Movable:
         """Its fields, without what its properties have kept."""
         return {name: vars(self)[name] for name in type(self).__annotations__}
 
-    def changed(self, **fields: Any) -> Self:
+    def changed(self, **fields: object) -> Self:
         """Copy the record with other values in some fields, and without what its properties have kept."""
         copied = object.__new__(type(self))
         own = {name: x.changed() if isinstance(x, Movable) else x for name, x in self.fields().items()}
@@ -46,7 +46,7 @@ class Movable:
         return self.map(Tensor.pin_memory)
 
 
-def _mapped(value: Any, function: Function) -> Any:
+def _mapped(value: object, function: Function) -> Any:
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Movable):

@@ -80,7 +80,7 @@ def radix_of(batch: Mapping[str, Any]) -> RadixInputs:
     return found
 
 
-def with_radix(batch: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+def with_radix(batch: Mapping[str, Any], **fields: object) -> dict[str, Any]:
     """The batch with other values in some fields of its `RadixInputs`."""
     return {**batch, RADIX: radix_of(batch).changed(**fields)}
 

@@ -200,7 +200,7 @@ def _plain_experts(base: PreTrainedModel) -> Iterator[None]:
 class _LiftCasts(TorchFunctionMode):
     """Every torch function that receives float32 gets float64."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.backward:
             func, kwargs = torch.autograd.backward, dict(kwargs or {})
             kwargs["grad_tensors"] = kwargs.pop("gradient", None)

@@ -86,7 +86,7 @@ def explain(error: ValueError | RecursionError) -> str:
     return f"not valid JSON: {error.msg.removesuffix(' at')} at {position}"
 
 
-def check_text(text: str, value: Any, where: str) -> None:
+def check_text(text: str, value: object, where: str) -> None:
     r"""Raises DataError if the value holds half of a surrogate pair: Python's parser accepts it, and no tokenizer does.
 
     text: the JSON that the value was parsed from. Only an escape `\ud8..` can write such a half.
@@ -108,7 +108,7 @@ def check_encodable(text: str, where: str) -> None:
         raise DataError(where, f"{reason}; write both halves or \\ufffd") from None
 
 
-def kind_of(value: Any) -> str:
+def kind_of(value: object) -> str:
     """What JSON calls a value: an array, an object, a string ..."""
     names = {list: "an array", dict: "an object", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
@@ -143,7 +143,7 @@ RIDERS = ("system", "tools", "chat_template_kwargs")  # read with a mapped chat,
 MAY_BE_ABSENT = ("input", "history", *RIDERS)
 
 
-def check_columns(columns: Any, where: str) -> dict[str, str | None] | None:
+def check_columns(columns: object, where: str) -> dict[str, str | None] | None:
     """The mapping, checked. `{prompt: question, completion: answer}` reads the file's `question` as our `prompt`.
 
     columns: ours to theirs, or a column of the file to null, which leaves it out. None or empty: no mapping.
@@ -191,7 +191,7 @@ def map_columns(
     return mapped | {name: fields[name] for name in riding}, tuple(name for name in fields if name not in read)
 
 
-def _unknown(ours: Any, theirs: Any) -> str:
+def _unknown(ours: object, theirs: object) -> str:
     if theirs in OURS:
         return f"write {theirs}: {ours} (our name first, then the file's)"
     meant = did_you_mean(str(ours), OURS, f"; ours are {', '.join(OURS)}")

@@ -53,7 +53,7 @@ class Source:
         return str(masked(self.name or "/".join(part for part in (self.path, self.subset, self.split) if part)))
 
 
-def as_sources(value: Any, columns: Any = None, key: str = KEY) -> list[Source]:
+def as_sources(value: object, columns: object = None, key: str = KEY) -> list[Source]:
     """The sources that a config key names.
 
     value: a path; or a mapping with the fields of `Source`; or a list of these.
@@ -99,7 +99,7 @@ def found_in(source: Source) -> Iterable[UnreadRow]:
     return read_dataset(source.label, hub_dataset(source.path, source.subset, source.split))
 
 
-def _source(item: Any, columns: dict[str, str | None] | None, key: str) -> Source:
+def _source(item: object, columns: dict[str, str | None] | None, key: str) -> Source:
     if isinstance(item, Source):
         return item
     if isinstance(item, str | os.PathLike):

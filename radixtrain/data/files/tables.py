@@ -29,7 +29,7 @@ def read_arrow(path: str) -> Iterator[UnreadRow]:
     return _read(path, "Arrow", _arrow_batches(path))
 
 
-def read_dataset(name: str, dataset: Any) -> Iterator[UnreadRow]:
+def read_dataset(name: str, dataset: object) -> Iterator[UnreadRow]:
     """The rows of a `datasets.Dataset`. Media columns as in `read_parquet`.
 
     name: what the rows are named after, for errors: `name:row 17`.
@@ -160,7 +160,7 @@ def _undecoded(feature: Any) -> Any:
     return replace(feature, decode=False) if _media(feature) else feature
 
 
-def _media(feature: Any) -> str:
+def _media(feature: object) -> str:
     """What an image, an audio and the like is, or a list of these; empty for what is text, numbers or JSON."""
     if hasattr(feature, "feature"):
         return _media(feature.feature)

@@ -60,7 +60,7 @@ def _lost_call(calls: Any, text: str) -> str:
     return ""
 
 
-def _leaves(value: Any) -> Iterator[str]:
+def _leaves(value: object) -> Iterator[str]:
     """Names, texts and numbers of the arguments. True, false and null have other spellings in every template."""
     if isinstance(value, dict):
         for name, each in value.items():

@@ -112,7 +112,7 @@ def _check_beside_tokens(fields: Fields, where: str) -> None:
         raise DataError(where, f"{name}: {MISNAMED[name]}")
 
 
-def _is_chat(name: str, value: Any) -> bool:
+def _is_chat(name: str, value: object) -> bool:
     """Whether a column holds a conversation: by its name, or by another common name and what it holds."""
     if name in ("messages", "conversations"):
         return True
@@ -238,7 +238,7 @@ def _check_media(fields: Fields, where: str) -> None:
             raise DataError(where, f"{name}: only text is read; {leave}; {instead}")
 
 
-def _is_part(value: Any, messages: list[Fields]) -> bool:
+def _is_part(value: object, messages: list[Fields]) -> bool:
     """Whether the conversation holds this text, or these messages, too."""
     contents = [str(message.get("content", "")).strip() for message in messages]
     if isinstance(value, str):
@@ -269,7 +269,7 @@ def _unknown(fields: Fields) -> str:
     return f"{found}, or data.columns: {{user: {question}, assistant: {answer}}}"
 
 
-def _holds_messages(value: Any) -> bool:
+def _holds_messages(value: object) -> bool:
     turns = value if isinstance(value, list) and value else [None]
     return all(
         isinstance(turn, dict) and ({"role", "content"} <= {*turn} or {"from", "value"} <= {*turn}) for turn in turns
@@ -360,7 +360,7 @@ def _cell_text(fields: Fields, name: str, where: str) -> str:
     return value
 
 
-def _holds_text(value: Any) -> bool:
+def _holds_text(value: object) -> bool:
     return bool(value.strip() if isinstance(value, str) else value)
 
 

@@ -30,7 +30,7 @@ def converter_of(calls: str) -> str:
     return f"; this looks like a log of {calls}, for which {place} has a converter"
 
 
-def _types(value: Any) -> Iterator[str]:
+def _types(value: object) -> Iterator[str]:
     """The `type` of every object in a value."""
     remaining = [value]
     while remaining:

@@ -31,7 +31,7 @@ EMPTY = "is empty: nothing is learned from it but to stop; leave the row out (da
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
-def check_messages(messages: Any, where: str, field: str = "messages") -> list[Message]:
+def check_messages(messages: object, where: str, field: str = "messages") -> list[Message]:
     """The messages as `{"role", "content", ...}`, ready for a chat template.
 
     messages: a list of `{role, content}`, or of ShareGPT's `{from, value}`, or the JSON of such a list. Further keys
@@ -76,7 +76,7 @@ def _parse(text: str, name: str, expected: str, where: str) -> Any:
         raise DataError(where, f"{name}: {explain(error)}{hint}") from None
 
 
-def _check_message(message: Any, name: str, where: str) -> Message:
+def _check_message(message: object, name: str, where: str) -> Message:
     if not isinstance(message, dict):
         raise DataError(where, f"{name}: expected {{role, content}}, found {_describe(message)}")
     # Columnar files fill the keys that a turn does not have with nulls, and templates print some of them as "None".
@@ -118,7 +118,7 @@ def _checked(message: Message, name: str, where: str) -> Message:
     return message
 
 
-def _called(content: Any, name: str, where: str) -> list[Any]:
+def _called(content: object, name: str, where: str) -> list[Any]:
     """The calls of a turn of ShareGPT's function_call: its text is their JSON."""
     calls = _parse(content, name, "expected the JSON of a call", where) if isinstance(content, str) else content
     return calls if isinstance(calls, list) else [calls]
@@ -146,7 +146,7 @@ def _is_empty(message: Message) -> bool:
     return not has_text and "tool_calls" not in message and message.get("weight") != 0
 
 
-def _text(content: Any, name: str, where: str) -> str:
+def _text(content: object, name: str, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -166,7 +166,7 @@ def _part_text(part: Any, name: str, where: str) -> str:
     return text
 
 
-def _describe(value: Any) -> str:
+def _describe(value: object) -> str:
     if isinstance(value, dict):
         return f"an object with the keys {', '.join(map(str, value)) or '(none)'}"
     if isinstance(value, list):
@@ -174,7 +174,7 @@ def _describe(value: Any) -> str:
     return "null" if value is None else repr(value)[:60]
 
 
-def read_calls(calls: Any, name: str, where: str) -> list[Message]:
+def read_calls(calls: object, name: str, where: str) -> list[Message]:
     """The calls as templates expect them, with their arguments as objects: text would be rendered as it stands.
 
     calls: a list of `{"type": "function", "function": {"name", "arguments"}}`, or of `{"name", "arguments"}`; arguments
@@ -188,7 +188,7 @@ def read_calls(calls: Any, name: str, where: str) -> list[Message]:
     return [_read_call(call, f"{name}: tool_calls: call {number}", where) for number, call in enumerate(calls, start=1)]
 
 
-def read_tools(tools: Any, where: str) -> list[Message]:
+def read_tools(tools: object, where: str) -> list[Message]:
     """The function descriptions of a row: a list, or its JSON as text. Raises DataError for anything else.
 
     Anthropic's are refused too: every template writes them as they stand, and no model is served with that.
@@ -215,7 +215,7 @@ def _read_call(call: Message, name: str, where: str) -> Message:
     return given | {"function": read} if "function" in given else read
 
 
-def _arguments(arguments: Any, name: str, where: str) -> Message:
+def _arguments(arguments: object, name: str, where: str) -> Message:
     if arguments is None or arguments == "":
         return {}
     if isinstance(arguments, str):

@@ -81,7 +81,7 @@ def rows_of_tree(items: list[Fields], store: Store, name: str, where: str) -> li
     return [_joined(path, where) for path in sampled or paths]
 
 
-def value_at(item: Any, place: str) -> Any:
+def value_at(item: object, place: str) -> Any:
     """What is at a place of an item, see `Store`; None if nothing is."""
     key, _, rest = place.partition(".")
     if key == "*":

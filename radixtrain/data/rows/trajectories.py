@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 from radixtrain.collators.token_row import WEIGHT_NAMES
 from radixtrain.data.formats import Row
@@ -90,7 +89,7 @@ def _reader_of(fields: Fields) -> Reader | None:
     return next((reader for place, (hints, reader) in READERS.items() if _has(value_at(fields, place), hints)), None)
 
 
-def _has(items: Any, hints: tuple[str, ...]) -> bool:
+def _has(items: object, hints: tuple[str, ...]) -> bool:
     """Whether there are items and the first has one of the columns: other data have lists of these names too."""
     first = items[0] if isinstance(items, list) and items else None
     return items is not None if not hints else (isinstance(first, dict) and any(name in first for name in hints))

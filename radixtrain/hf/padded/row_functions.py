@@ -59,11 +59,11 @@ def _is_last(x: Spread, others: Others, named: Named) -> bool:
     return given.get("dim") in (-1, len(x.shape) - 1) and not changing
 
 
-def _softmax(x: Spread, func: Any, others: Others, named: Named) -> Any:
+def _softmax(x: Spread, func: object, others: Others, named: Named) -> Any:
     return _by_row(x, func, (), {**named, "dim": -1}) if _is_last(x, others, named) else NotImplemented
 
 
-def _linear(x: Spread, func: Any, others: Others, named: Named) -> Any:
+def _linear(x: Spread, func: Callable[..., Any], others: Others, named: Named) -> Any:
     """The rows that are asked for, once each."""
     num_places, num_rows = x.place_rows.size, len(x.asked_rows)
     weight = others[0] if others else named.get("weight")
@@ -78,7 +78,7 @@ def _linear(x: Spread, func: Any, others: Others, named: Named) -> Any:
     return Spread(table, asked.place_rows, asked.padding_row, x.report)
 
 
-def _shaped(x: Spread, func: Any, others: Others, named: Named) -> Any:
+def _shaped(x: Spread, func: Callable[..., Any], others: Others, named: Named) -> Any:
     """What the ordinary tensor gives, without its numbers; NotImplemented for an error."""
     with x.modes._replace(grad=False, inference=False).entered(x.shaped):
         try:
@@ -87,7 +87,7 @@ def _shaped(x: Spread, func: Any, others: Others, named: Named) -> Any:
             return NotImplemented
 
 
-def _view(x: Spread, func: Any, others: Others, named: Named) -> Any:
+def _view(x: Spread, func: Callable[..., Any], others: Others, named: Named) -> Any:
     """A view whose last axis is that of x, or several; or a copy of all of x in the same order."""
     if any(isinstance(each, Tensor | torch.dtype) for each in tree_leaves((others, named))):
         return _masked(x, func, *others) if func is Tensor.__getitem__ else NotImplemented
@@ -102,7 +102,7 @@ def _view(x: Spread, func: Any, others: Others, named: Named) -> Any:
     return NotImplemented if any(each is NotImplemented for each in parts) else tuple(parts)
 
 
-def _masked(x: Spread, func: Any, mask: Any) -> Any:
+def _masked(x: Spread, func: Callable[..., Any], mask: object) -> Any:
     """A copy of the places of a mask, as TRL takes them on a GPU. torch itself waits for the device here, too."""
     if not _is_plain(mask) or mask.dtype != torch.bool or mask.shape != x.place_rows.shape or _copies_otherwise(x):
         return NotImplemented
@@ -116,7 +116,7 @@ def _copies_otherwise(x: Spread) -> bool:
     return torch.is_inference_mode_enabled() and not x.table.is_inference()
 
 
-def _part(x: Spread, func: Any, shaped: Any, again: Callable[[Tensor], Tensor]) -> Any:
+def _part(x: Spread, func: Callable[..., Any], shaped: Any, again: Callable[[Tensor], Tensor]) -> Any:
     """What has the strides of `shaped` in the memory of x, each step of which has to be one of whole rows."""
     width = x.shape[-1]
     if shaped is NotImplemented or not shaped.numel() or shaped.shape[-1:] != (width,):
@@ -134,11 +134,11 @@ def _part(x: Spread, func: Any, shaped: Any, again: Callable[[Tensor], Tensor]) 
     return Spread(x.table, index, x.padding_row, x.report, shaped, x.memory, again, x.logsumexps, x.became)
 
 
-def _iter(x: Spread, func: Any, others: Others, named: Named) -> Any:
+def _iter(x: Spread, func: object, others: Others, named: Named) -> Any:
     return _view(x, Tensor.unbind, (), {})
 
 
-def _logsumexp(x: Spread, func: Any, others: Others, named: Named) -> Any:
+def _logsumexp(x: Spread, func: Callable[..., Any], others: Others, named: Named) -> Any:
     """Computed once for the table, as TRL asks for one row of the batch after the other."""
     if not _is_last(x, others, named):
         return NotImplemented
@@ -150,7 +150,7 @@ def _logsumexp(x: Spread, func: Any, others: Others, named: Named) -> Any:
     return x.needed_by(x.at_places(known[modes]))
 
 
-def _sum(x: Spread, func: Any, others: Others, named: Named) -> Any:
+def _sum(x: Spread, func: Callable[..., Any], others: Others, named: Named) -> Any:
     """One number for each row, as label smoothing reads it."""
     given = {**dict(zip(("dim", "keepdim"), others, strict=False)), **named}
     if given.get("dim") not in (-1, len(x.shape) - 1) or not given.keys() <= {"dim", "keepdim", "dtype"}:
@@ -160,12 +160,12 @@ def _sum(x: Spread, func: Any, others: Others, named: Named) -> Any:
     return rows.at_places(func(rows.table, **{**given, "dim": -1}))
 
 
-def _is_plain(x: Any) -> TypeGuard[Tensor]:
+def _is_plain(x: object) -> TypeGuard[Tensor]:
     """Whether x is a tensor that is no other kind than itself: torch's own, or a fake of it."""
     return type(x) is Tensor or hasattr(x, "fake_mode")
 
 
-def _gather(x: Spread, func: Any, others: Others, named: Named) -> Any:
+def _gather(x: Spread, func: object, others: Others, named: Named) -> Any:
     """Some numbers of each row, such as the log-probabilities of labels."""
     given = {**dict(zip(("dim", "index"), others, strict=False)), **named}
     index, width = given.get("index"), x.shape[-1]
@@ -184,7 +184,7 @@ def _gather(x: Spread, func: Any, others: Others, named: Named) -> Any:
     return found
 
 
-def _cross_entropy(x: Spread, func: Any, others: Others, named: Named) -> Any:
+def _cross_entropy(x: Spread, func: object, others: Others, named: Named) -> Any:
     given = {**dict(zip(("target", "weight"), others, strict=False)), **named}
     target, reduction, ignored = given.get("target"), given.get("reduction", "mean"), given.get("ignore_index", -100)
     if not _is_plain(target) or target.dtype != torch.int64 or target.shape != x.place_rows.shape:
@@ -208,7 +208,7 @@ def _cross_entropy(x: Spread, func: Any, others: Others, named: Named) -> Any:
     return (loss / counted.sum() if reduction == "mean" else loss).to(table.dtype)
 
 
-def _for_token_loss(x: Spread, func: Any, others: Others, named: Named) -> Any:
+def _for_token_loss(x: Spread, func: Callable[..., Any], others: Others, named: Named) -> Any:
     """Call it on the table for a loss over tokens, which may read more of it: its gradient is known there."""
     table = func(x.table)
     return x if table is x.table else Spread(table, x.place_rows, x.padding_row, x.report)

@@ -212,7 +212,7 @@ class PaddedSharing:
             output.past_key_values = MissingCache()
         return with_rows(output, hidden)
 
-    def _of_images(self, images: Images, returned: Any) -> SpreadRows | None:
+    def _of_images(self, images: Images, returned: object) -> SpreadRows | None:
         """The features of every image of the batch; None in place of all that a tower returns, as SmolVLM has it.
 
         returned: those of the unique tokens, which the model has cast, under autocast to float32, and perhaps joined.
@@ -261,7 +261,7 @@ class MissingCache:
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Any:
         return self.layers[index]
 
 

@@ -109,7 +109,7 @@ class SpreadRows(Tensor):
             self._settle(spread.made_dense() if spread.dense is None else spread.dense)
         return self if type(self) is not SpreadRows else spread.dense  # type: ignore[return-value]
 
-    def _leave(self, source: Any) -> None:
+    def _leave(self, source: object) -> None:
         """Come from a function of the user's, and no more from the lazy tensor that it got."""
         self.made_by, self.spread.source = self.node, None
         if type(source) is SpreadRows:
@@ -149,7 +149,7 @@ class SpreadRows(Tensor):
 
     @classmethod
     @torch.compiler.disable  # so that the compiler gets ordinary tensors
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in READ and args[0].is_read:
             return READ[func](*args)
@@ -166,11 +166,11 @@ class SpreadRows(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Below autograd, of what calls an `autograd.Function` with us. `_Lazy` is the way back of its gradient."""
 
-        def values(x: Any) -> Any:
+        def values(x: object) -> Any:
             if type(x) is not SpreadRows:
                 return x
             spread = x.spread
@@ -195,7 +195,7 @@ class _Lazy(torch.autograd.Function):
         return ctx.way_back(grad.whole() if type(grad) is SpreadRows else grad), None
 
 
-def _of_table(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _of_table(func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What a function makes of the table of its first argument; NotImplemented if it needs the whole tensor."""
     x = args[0] if args else None
     if type(x) is not SpreadRows or not x.is_lazy:
@@ -209,7 +209,7 @@ def _of_table(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
     return found
 
 
-def _of_whole(func: Any, args: Any, kwargs: Any, ours: list[SpreadRows]) -> Any:
+def _of_whole(func: Callable[..., Any], args: Any, kwargs: Any, ours: list[SpreadRows]) -> Any:
     """What a function makes of ordinary tensors. ours: the lazy ones among its arguments."""
     if func in WANTS_GRADIENT:
         _check_not_read(func, args, kwargs)
@@ -221,14 +221,14 @@ def _of_whole(func: Any, args: Any, kwargs: Any, ours: list[SpreadRows]) -> Any:
     return found
 
 
-def _check_not_read(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _check_not_read(func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Refuse what wants a gradient that no longer comes."""
     wanted = tree_leaves(kwargs.get("inputs", args[1:2]) if func is torch.autograd.grad else (args, kwargs))
     if any(type(each) is SpreadRows and each.is_read for each in wanted):
         _refuse_gradient()
 
 
-def _refuse_gradient(*wanted: Any) -> NoReturn:
+def _refuse_gradient(*wanted: object) -> NoReturn:
     raise UserError(
         "the head and the loss are computed once for equal rows, so their gradient at each place of the batch does not "
         "exist: register hooks, or call retain_grad, before they run; "
@@ -240,7 +240,7 @@ class _NoGradient(Tensor):
     """What a hook gets that waits for a gradient which does not exist: it may see the shape, and pass it on."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in METADATA:
             _refuse_gradient()
         with torch._C.DisableTorchFunctionSubclass():

@@ -134,7 +134,7 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _random_like(value: Any, num_rows: int, generator: torch.Generator) -> Any:
+def _random_like(value: object, num_rows: int, generator: torch.Generator) -> Any:
     """Random rows in place of an argument's: tensors (1, U, ...) -> (1, 22, ...), anything else as it is."""
     if isinstance(value, tuple):
         return tuple(_random_like(each, num_rows, generator) for each in value)

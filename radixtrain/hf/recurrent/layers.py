@@ -42,12 +42,12 @@ class Mixer:
         self.module, self.trials, self.progress = module, trials, progress
         self.replaced = module.__dict__.get("forward")
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         if self.progress.call is None:
             return self.original(*args, **kwargs)
         return self._on_tree(args, kwargs)
 
-    def original(self, *args: Any, **kwargs: Any) -> Any:
+    def original(self, *args: object, **kwargs: object) -> Any:
         """The mixer as it was."""
         if self.replaced is not None:
             return self.replaced(*args, **kwargs)
@@ -104,7 +104,7 @@ class LayerHooks:
                 setattr(module, CHECKPOINT, Checkpoint(compute, self.progress))
 
     @torch.compiler.disable
-    def leave(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def leave(self, layer: nn.Module, args: tuple[Any, ...], output: object) -> None:
         self.progress.end()
 
     def _call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -127,10 +127,10 @@ class Checkpoint:
         self.original, self.progress = original, progress
 
     @torch.compiler.disable
-    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         call = self.progress.call
 
-        def with_call(*args: Any, **kwargs: Any) -> Any:
+        def with_call(*args: object, **kwargs: object) -> Any:
             with self.progress.during(call):
                 return function(*args, **kwargs)
 
@@ -157,7 +157,7 @@ def _check_mark_stays(layer: nn.Module, hidden: Tensor) -> None:
         )
 
 
-def _marked_call(value: Any) -> Any:
+def _marked_call(value: object) -> Any:
     written = on_mask(value)
     return written.call if written is not None else getattr(value, MARK, None) if isinstance(value, Tensor) else None
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -90,5 +89,5 @@ def _mixes_tokens(module: nn.Module) -> bool:
     return isinstance(module, MIXES_TOKENS) or any(map(CACHE.search, takes))
 
 
-def _is_mixer(module_class: Any) -> bool:
+def _is_mixer(module_class: object) -> bool:
     return not PROTOCOL.isdisjoint(names_in(module_class))

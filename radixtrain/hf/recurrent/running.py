@@ -77,7 +77,7 @@ def _past(kept: Sequence[States], call: RunCall, parents: Tensor) -> States:
     return {kind: torch.cat(states) if len(states) > 1 else states[0] for kind, states in past.items()}
 
 
-def _rows_of(value: Any, rows: Tensor, call: RunCall, num_rows: int) -> Any:
+def _rows_of(value: object, rows: Tensor, call: RunCall, num_rows: int) -> Any:
     """An argument of the mixer for the runs of a call: tensors (1, U, ...) -> (R, L, ...), anything else as it is."""
     if isinstance(value, Tensor) and value.shape[:2] == (1, num_rows):
         return gather_rows(value[0], rows).unflatten(0, (call.num_runs, call.length))
@@ -176,7 +176,7 @@ class ForkedStates:
         layer_idx: int,
         state_idx: int = 0,
         conv_kernel_size: int | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Tensor:
         """Keep the last `conv_kernel_size` columns, with zeros before a sequence that has fewer.
 
@@ -190,7 +190,7 @@ class ForkedStates:
         return columns
 
     def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object
     ) -> Tensor:
         """Keep a final state, (runs, ...), and return it."""
         self.final["recurrent", state_idx] = recurrent_states

@@ -66,7 +66,7 @@ class AnswerOptions:
         if self.generation_kwargs.get("num_return_sequences", 1) != 1:
             raise UserError(f"{KEY}.generation_kwargs: num_return_sequences must be 1, since a row gets one answer")
 
-    def fields(self, tokenizer: PreTrainedTokenizerBase, model: Any, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    def fields(self, tokenizer: PreTrainedTokenizerBase, model: object, prompts: Sequence[Prompt]) -> dict[str, Any]:
         """Fields of `GenerationConfig`, with the tokens that end an answer."""
         fields = {"eos_token_id": _end_tokens(tokenizer, model, prompts), "max_new_tokens": self.max_new_tokens}
         fields |= {"do_sample": self.do_sample, "temperature": self.temperature, **self.generation_kwargs}
@@ -77,7 +77,7 @@ class AnswerOptions:
         return fields
 
 
-def _end_tokens(tokenizer: PreTrainedTokenizerBase, model: Any, prompts: Sequence[Prompt]) -> list[int]:
+def _end_tokens(tokenizer: PreTrainedTokenizerBase, model: object, prompts: Sequence[Prompt]) -> list[int]:
     """The model's end tokens, the tokenizer's, and what ends a turn in training, which a base model's config lacks."""
     known = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     own = {*(known if isinstance(known, list) else [known]), tokenizer.eos_token_id}
@@ -188,7 +188,12 @@ def _shares(prompts: Sequence[Prompt], num_ranks: int) -> list[list[int]]:
 
 
 def answers_of_padded_rows(
-    model: Any, prompts: Sequence[Prompt], tokenizer: Any, fields: Mapping[str, Any], batch_size: int, logprobs: bool
+    model: Any,
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    fields: Mapping[str, Any],
+    batch_size: int,
+    logprobs: bool,
 ) -> tuple[list[Row], int]:
     """An answer to each prompt, and the rows that were computed for the prompts, padding among them.
 
@@ -212,7 +217,7 @@ def answers_of_padded_rows(
 
 
 def _generated(
-    model: Any, batch: dict[str, Tensor], tokenizer: Any, fields: Mapping[str, Any], logprobs: bool
+    model: Any, batch: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, fields: Mapping[str, Any], logprobs: bool
 ) -> list[Row]:
     length = batch["input_ids"].shape[1]
     pad = next(iter(fields["eos_token_id"] or ()), 0)  # what follows an end token is cut off
@@ -238,7 +243,9 @@ def _left_padded(rows: Sequence[np.ndarray], device: torch.device) -> dict[str, 
     return dict(zip(("input_ids", "attention_mask"), torch.from_numpy(padded).to(device), strict=True))
 
 
-def _until_end(tokens: list[int], fields: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], str]:
+def _until_end(
+    tokens: list[int], fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[int], str]:
     """An answer without the end tokens that pad it, and why it ended."""
     length = next((index for index, token in enumerate(tokens) if token in (fields["eos_token_id"] or ())), len(tokens))
     stop_strings = fields.get("stop_strings") or ()

@@ -45,7 +45,7 @@ class PredictedAnswers:
         self.seconds = 0.0
 
     def records(
-        self, model: Any, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, dedup: bool
+        self, model: object, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, dedup: bool
     ) -> list[dict[str, Any]]:
         """For each prompt its file row and its answer. Arguments, and errors, as of `answer_prompts`."""
         longest = max(len(prompt.token_ids) for prompt in prompts)

@@ -59,7 +59,7 @@ class FSDP2Strategy(DDPStrategy):
         module: Any = self.lightning_module
         shard(module, module.model, self.root_device, self.world_size, METHODS)
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
         """Rank 0 writes, and raises if it cannot; the others return once it has received their parts."""
         if self.is_global_zero:
             self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
@@ -99,7 +99,7 @@ class FSDP2Strategy(DDPStrategy):
 StrategyRegistry.register("fsdp2", FSDP2Strategy, description="weights, gradients and moments divided among the ranks")
 
 
-def shard(module: nn.Module, model: Any, device: torch.device, num_ranks: int, methods: Iterable[str]) -> None:
+def shard(module: nn.Module, model: object, device: torch.device, num_ranks: int, methods: Iterable[str]) -> None:
     """Divide the weights of a module among all ranks, by rows. Each holds its part on `device`, and all buffers.
 
     module: around the model; all its weights are those of the model. It is changed in place, and keeps their names.

@@ -146,7 +146,7 @@ def _class_of(strategy: Any) -> str:
     return "" if isinstance(strategy, str) else strategy["class_path"].rpartition(".")[2]
 
 
-def _check_sharded(settings: Any, command: str) -> None:
+def _check_sharded(settings: object, command: str) -> None:
     for key, commands in WHOLE.items():
         if command in commands and value_of(settings, key):
             raise UserError(f"{key}: not with trainer.strategy fsdp2, which divides the weights; set it to ddp")
@@ -162,7 +162,7 @@ def _check_split(settings: Any, command: str) -> None:
         )
 
 
-def as_list(value: Any) -> list[Any]:
+def as_list(value: object) -> list[Any]:
     return value if isinstance(value, list) else [value] if value is not None else []
 
 

@@ -66,7 +66,7 @@ def check_not_beyond(trainer: L.Trainer, position: Position, epoch_length: int) 
             )
 
 
-def sync_loop_counters(trainer: Any) -> None:
+def sync_loop_counters(trainer: L.Trainer) -> None:
     """Called when training starts, after Lightning has restored its loops: an epoch that begins is no restarted one.
 
     Otherwise a run with `max_steps` spends its first turn of the loop on finding that out, and counts it as a step in
@@ -109,7 +109,7 @@ def leave_out_added_validation(trainer: Any) -> None:
     loop.epoch_loop._skip_next_val = not is_due
 
 
-def is_out_of_time(callback: Any) -> bool:
+def is_out_of_time(callback: object) -> bool:
     """Whether it is a timer, such as that of `trainer.max_time`, and its time has passed."""
     left = callback.time_remaining() if isinstance(callback, Timer) else None
     return left is not None and left <= 0

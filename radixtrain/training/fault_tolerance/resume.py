@@ -54,7 +54,7 @@ def settings_of_run(settings: Any) -> dict[str, Any]:
     return {name: _plain(masked(value, name)) for name, value in own.items()}
 
 
-def changed_settings(checkpoint: Path, module: Any, data: Any) -> list[str]:
+def changed_settings(checkpoint: Path, module: object, data: object) -> list[str]:
     """`model.lora_r was 8 and is 16` for each setting of a run that is another one now, whatever it does.
 
     checkpoint: of the run. module, data: a `RadixModule` and an `SFTData` with the settings of now.
@@ -191,12 +191,12 @@ def _changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[t
             yield name, f"{name} was {_in_yaml(saved[name])} and is {_in_yaml(now)}"
 
 
-def _in_yaml(value: Any) -> Any:
+def _in_yaml(value: object) -> Any:
     """As a configuration has it: true, false and null for Python's words, anything else as it is."""
     return json.dumps(value) if value is None or isinstance(value, bool) else value
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """The value with lists for tuples, as JSON would give it back."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}

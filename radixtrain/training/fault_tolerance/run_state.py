@@ -98,7 +98,7 @@ def _config_of(model: nn.Module) -> dict[str, Any]:
     return {name: _json(value) for name, value in config.items() if name not in left_out and not name.startswith("_")}
 
 
-def _json(value: Any) -> Any:
+def _json(value: object) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _json(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -74,7 +74,7 @@ class SaveCheckpoints(L.Callback):
         """Have a checkpoint written before the next step, or at the end of the run."""
         self._asked = True
 
-    def on_fit_start(self, trainer: L.Trainer, module: Any) -> None:
+    def on_fit_start(self, trainer: L.Trainer, module: object) -> None:
         """Called even if nothing is left to train."""
         if not trainer.ckpt_path:
             return
@@ -94,14 +94,14 @@ class SaveCheckpoints(L.Callback):
         if self._asked or (self.is_scheduled and self._is_due(module.position)):
             self._save(trainer, module)
 
-    def on_validation_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+    def on_validation_batch_end(self, trainer: L.Trainer, module: object, *_: object) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._look(trainer, module, validation_pending=True)
 
-    def on_train_epoch_end(self, trainer: L.Trainer, module: Any) -> None:
+    def on_train_epoch_end(self, trainer: L.Trainer, module: object) -> None:
         self._asked |= self.is_scheduled
 
-    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
+    def on_train_end(self, trainer: L.Trainer, module: object) -> None:
         if self.is_scheduled or self._asked:
             self._save(trainer, module)
 
@@ -111,7 +111,7 @@ class SaveCheckpoints(L.Callback):
             run_pending_validation(module)
             self.on_train_end(trainer, module)
 
-    def on_exception(self, trainer: L.Trainer, module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
         """The last good step is saved, unless the error came from saving or in the middle of an optimizer step.
 
         A signal while answers are generated comes this way, too. Several ranks save only after an error that all of
@@ -210,7 +210,7 @@ class FolderCheckpointIO(CheckpointIO):
     """Writes a folder whatever its name is, such as `x.ckpt`; reads one, or a `.ckpt` file of an earlier version."""
 
     def save_checkpoint(
-        self, checkpoint: Mapping[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+        self, checkpoint: Mapping[str, Any], path: str | os.PathLike[str], storage_options: object = None
     ) -> None:
         """UserError if it cannot be written; the one that was there is whole then."""
         if storage_options is not None:
@@ -218,7 +218,7 @@ class FolderCheckpointIO(CheckpointIO):
         write_checkpoint(_local(path), checkpoint)
 
     def load_checkpoint(
-        self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
+        self, path: str | os.PathLike[str], map_location: object = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """The state, on the CPU. No code in it is run, whatever `weights_only` says.
 

@@ -119,7 +119,7 @@ def save_hf_folder(
     return Path(output_dir)
 
 
-def _write(model: Any, tokenizer: Any, target: Path, documents: Mapping[str, str]) -> None:
+def _write(model: Any, tokenizer: PreTrainedTokenizerBase, target: Path, documents: Mapping[str, str]) -> None:
     with writing(target) as staging:
         restore_model(model)
         if hasattr(model, "merge_and_unload"):
@@ -208,13 +208,13 @@ def _is_of_hub(name: str) -> bool:
     return HUB_NAME.fullmatch(name) is not None and not Path(name).exists() and not DATA_FILE.search(name)
 
 
-def _sources(files: Any) -> list[str]:
+def _sources(files: object) -> list[str]:
     """What `data.train_file` names: a path, or a list of paths and of mappings with a `path`."""
     listed = files if isinstance(files, list | tuple) else [files] if files else []
     return [str(source["path"]) if isinstance(source, Mapping) else str(source) for source in listed]
 
 
-def _as_yaml(value: Any) -> str:
+def _as_yaml(value: object) -> str:
     return str(yaml.safe_dump(value, default_flow_style=True)).removesuffix("...\n").strip()
 
 

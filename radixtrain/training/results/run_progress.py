@@ -143,7 +143,7 @@ def inside(path: Path, folder: Path) -> str:
     return path.relative_to(folder).as_posix() if path.is_relative_to(folder) else str(path)
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> Any:
     if isinstance(value, dict):
         return {name: _finite(entry) for name, entry in value.items()}
     if isinstance(value, list):
@@ -207,7 +207,7 @@ def _limit_reached(trainer: Any, module: Any) -> str:
     return "" if is_endless or module.position.num_batches < length * trainer.max_epochs else "max_epochs"
 
 
-def _why_early(callback: Any) -> str:
+def _why_early(callback: object) -> str:
     """Why a callback has stopped the run early; nothing if it has not."""
     if isinstance(callback, StopEarly):
         return callback.why

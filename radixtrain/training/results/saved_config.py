@@ -48,11 +48,11 @@ class SaveMaskedConfig(Callback):
         """config: every key with its value, as a file of settings has them."""
         self.config = config
 
-    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: object, stage: str) -> None:
         if stage != "fit":
             self._save(trainer)
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: object) -> None:
         self._save(trainer)
 
     def _save(self, trainer: L.Trainer) -> None:
@@ -113,7 +113,7 @@ def own_log_folders(trainer: L.Trainer) -> list[Path]:
     return [Path(log.log_dir) for log in trainer.loggers if isinstance(log, CSVLogger | TensorBoardLogger)]
 
 
-def mask_what_is_logged(loggers: Any) -> None:
+def mask_what_is_logged(loggers: object) -> None:
     """Mask, in the settings of loggers, what they write into their files or send away: names, notes, their own config.
 
     loggers: `trainer.logger`, its classes written out: none, true, a name, a mapping, or a list of these.

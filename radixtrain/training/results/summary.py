@@ -115,7 +115,7 @@ class RunSummary(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.progress = RunProgress.from_dict(state_dict)
 
-    def choose_weights(self, trainer: L.Trainer, module: Any) -> dict[str, str]:
+    def choose_weights(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, str]:
         """Put the weights to export into the module: the best ones with `save_best`, else it has the last ones.
 
         Returns what the run reached, by name. Empty if no step was taken.
@@ -157,7 +157,7 @@ class RunSummary(L.Callback):
             }
         )
 
-    def _logs(self, trainer: Any) -> str:
+    def _logs(self, trainer: L.Trainer) -> str:
         """Of this process if it has trained, else of the previous one; nothing if there are none."""
         if self.first_step is not None:
             return str(log_folder(trainer))
@@ -227,7 +227,7 @@ class RunSummary(L.Callback):
         self._drawn_at = time.monotonic()
         self._drawing_seconds = self._drawn_at - started
 
-    def _log_step(self, trainer: Any) -> None:
+    def _log_step(self, trainer: L.Trainer) -> None:
         """Log the step that was just taken, if it has not been: the first one and the last one."""
         self._read_module()
         step = self._module.position.num_batches

@@ -42,7 +42,7 @@ def quantization(settings: ModelSettings) -> Any:
     )
 
 
-def check_quantized(model: Any, settings: ModelSettings) -> None:
+def check_quantized(model: nn.Module, settings: ModelSettings) -> None:
     """Refuse a checkpoint that was stored quantised, unless it is of 4 bits by bitsandbytes and only adapters train."""
     method = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
     if method is None:
@@ -99,7 +99,7 @@ def merged(model: Any) -> Any:
     return plain.merge_and_unload()
 
 
-def _check_all_targeted(targets: Any, targeted: list[str], linear: list[str]) -> None:
+def _check_all_targeted(targets: object, targeted: list[str], linear: list[str]) -> None:
     """Refuse a name without a layer: PEFT passes over it in silence if another one has some."""
     names = targets if isinstance(targets, list) else []
     missing = [name for name in names if not any(f".{path}".endswith(f".{name}") for path in targeted)]
@@ -116,7 +116,7 @@ def _names_of_linear(model: Any) -> list[str]:
     return sorted({path.rpartition(".")[2] for path, x in modules if isinstance(x, nn.Linear) and x is not head})
 
 
-def _why_not_adapted(error: ValueError, targets: Any, linear: list[str]) -> str:
+def _why_not_adapted(error: ValueError, targets: object, linear: list[str]) -> str:
     """PEFT's reason. If it finds no layer, or refuses one that `all-linear` has chosen, those that can be named are."""
     if "not found in the base model" in str(error):
         return f"model.lora_target_modules: no layer has a name of {targets}; linear layers are {', '.join(linear)}"

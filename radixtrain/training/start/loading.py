@@ -76,7 +76,9 @@ def with_training_options(model: Any, settings: ModelSettings) -> Any:
     return model
 
 
-def load_model(model_name_or_path: str, dtype: str, attn_implementation: str, quantization_config: Any = None) -> Any:
+def load_model(
+    model_name_or_path: str, dtype: str, attn_implementation: str, quantization_config: object = None
+) -> Any:
     """A causal language model, or a multimodal one to train on text. UserError, in one line, if it cannot be loaded.
 
     quantization_config: transformers', for the weights; None leaves them as they are.
@@ -125,7 +127,7 @@ def _without_table() -> Iterator[None]:
         library.setLevel(level)
 
 
-def _check_loaded(model: Any, loaded: Mapping[str, Any], model_name_or_path: str) -> None:
+def _check_loaded(model: object, loaded: Mapping[str, Any], model_name_or_path: str) -> None:
     """Refuse weights that transformers filled with random numbers: the checkpoint has none, or of another shape.
 
     loaded: transformers' loading info. A head tied to the embedding is not missing, nor what a class computes itself.
@@ -164,7 +166,7 @@ def auto_class(model_name_or_path: str) -> Any:
     return next((loader for loader, names in made.items() if wrote & names), next(iter(made), AutoModelForCausalLM))
 
 
-def _names(classes: Any) -> set[str]:
+def _names(classes: object) -> set[str]:
     return {model.__name__ for model in (classes if isinstance(classes, tuple) else (classes,))}
 
 

@@ -62,7 +62,7 @@ Entry = tuple[str, str]
 
 
 def print_overview(
-    trainer: L.Trainer, module: Any, data: SFTData, config: Any, written: int, evaluates: str = ""
+    trainer: L.Trainer, module: object, data: SFTData, config: object, written: int, evaluates: str = ""
 ) -> None:
     """Print it, coloured on a terminal.
 
@@ -233,7 +233,7 @@ def system_prompt(data: SFTData) -> str:
     return texts[0] if texts and isinstance(texts[0], str) and texts.count(texts[0]) == len(texts) else ""
 
 
-def _begins_with_a_chat(source: Any) -> bool:
+def _begins_with_a_chat(source: object) -> bool:
     """Whether the first row of a source is rendered by the chat template; True if it cannot be read."""
     return next(_chats(source), []) is not None
 
