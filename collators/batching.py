@@ -60,7 +60,7 @@ class SequenceCost(NamedTuple):
 
     @classmethod
     def of(cls, step_cost: StepCost | None) -> SequenceCost:
-        """By the model's costs; without them, each unique token costs 1."""
+        """Return the cost by the model's rates; without them, each unique token costs 1."""
         if step_cost is None:
             return cls()
         heads = step_cost.num_heads * step_cost.head_dim
@@ -92,7 +92,7 @@ class Shares(NamedTuple):
 
     @property
     def num_micro_batches(self) -> int:
-        """Of the rank that has most. All ranks run as many."""
+        """Count those of the rank that has most. All ranks run as many."""
         return max(map(len, self.groups))
 
 

@@ -145,7 +145,7 @@ def _token_row(feature: Mapping[str, Any], index: int, loss_on_all: bool) -> Tok
 
 
 def _without_padding(row: TokenRow, feature: Mapping[str, Any]) -> TokenRow:
-    """Without the tokens on the left and on the right that the attention mask hides."""
+    """Cut off the tokens on the left and on the right that the attention mask hides."""
     start, end = attended_span(feature, row)
     if (start, end) == (0, len(row.input_ids)):
         return row

@@ -163,7 +163,7 @@ class GroupedOrder:
 
     @classmethod
     def choose(cls, groups: PrefixGroups, batch_size: int, seed: int) -> GroupedOrder:
-        """With the smallest of 1, ..., batch_size / 4, batch_size / 2 with which r is at least `ENOUGH` of the largest.
+        """Take the smallest of 1, ..., batch_size / 4, batch_size / 2 with which r is at least `ENOUGH` of the largest.
 
         No more than half of a batch, so that it holds two prompts or more.
         """

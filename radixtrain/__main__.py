@@ -73,7 +73,7 @@ def _handle_early_signals() -> dict[int, Any]:
 
 
 def _leave() -> None:
-    """At the end of the process: at once, and without a traceback if Ctrl-C comes too late."""
+    """End the process: at once, and without a traceback if Ctrl-C comes too late."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not _counts_leaks(sys.modules.get("triton._C.libtriton")):
         gc.freeze()  # or Python looks for cycles in all libraries: 7 s, not 1, on two busy CPUs

@@ -46,7 +46,7 @@ def _of_cpuset() -> int:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """In cores, of the cgroup of this process and of those above it: version 2, and version 1 with two files."""
+    """Yield those, in cores, of this process's cgroup and those above it: version 2, and version 1 with two files."""
     groups = root / "proc/self/cgroup"
     for line in groups.read_text().splitlines() if groups.is_file() else ():
         _, controllers, path = line.split(":", 2)

@@ -139,7 +139,7 @@ _joined: Ranks | None = None
 
 
 def ranks() -> Ranks:
-    """Those of the run once `join` has found them; until then, and in a single process, one."""
+    """Return the ranks of the run once `join` has found them; until then, and in a single process, one."""
     return _joined or Ranks()
 
 

@@ -69,7 +69,7 @@ VALUES = {
 
 
 def masked(value: object, name: str = "") -> Any:
-    """The same settings with `***` for what looks like a password or an access token, by its key or its text.
+    """Return the settings with `***` for what looks like a password or an access token, by its key or its text.
 
     value: mappings and lists of texts and numbers; what is none of these becomes text.
     name: the key that it is the value of.
@@ -127,7 +127,7 @@ def _masked(value: object, is_secret: bool, name: str) -> Any:
 
 
 def _without_users(text: str) -> str:
-    """Without `user:password@` of an address, also as a path; a password may have `/` and `@` in it."""
+    """Mask `user:password@` of an address, also as a path; a password may have `/` and `@` in it."""
     return re.sub(r"\S++", lambda word: _without_user(word[0]) if "@" in word[0] else word[0], text)
 
 
@@ -142,7 +142,7 @@ def _without_user(word: str) -> str:
 
 
 def _without_assigned(text: str, is_message: bool = False) -> str:
-    """Without what follows the name of a secret and `=` or `:`. is_message: it may hold YAML that is not whole."""
+    """Mask what follows the name of a secret and `=` or `:`. is_message: it may hold YAML that is not whole."""
     shown, end = [], 0
     for found in ASSIGNMENT.finditer(text):
         if found.start() >= end and (value := _assigned_in(text, found, is_message)):

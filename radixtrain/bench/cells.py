@@ -86,7 +86,7 @@ class Cell:
 
     @property
     def sequences(self) -> str:
-        """As they are called in the table."""
+        """Name them as the table does."""
         return f"{self.num_sequences} x ({self.prompt_length} + {self.suffix_length})"
 
 

@@ -28,7 +28,7 @@ def environment(device: torch.device, dtype: str) -> dict[str, Any]:
 
 
 def header(device: torch.device, dtype: str, repeats: int) -> str:
-    """The same in one line, for people, with the load of the machine at that moment."""
+    """Describe it in one line, for people, with the load of the machine at that moment."""
     facts = environment(device, dtype)
     commit = f", commit {facts['commit']}" if facts["commit"] else ""
     load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""

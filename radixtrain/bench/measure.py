@@ -95,7 +95,7 @@ class Measured:
 
     @property
     def measured_speedup(self) -> float:
-        """Of the median turn."""
+        """Return that of the median turn."""
         return statistics.median(self.speedups)
 
     @property
@@ -130,7 +130,7 @@ class Measured:
 
     @property
     def microseconds_per_unique_token(self) -> float:
-        """Of the radix arm."""
+        """Return that of the radix arm."""
         return 1e6 * self.radix_seconds / self.num_unique_tokens
 
     @property

@@ -57,7 +57,7 @@ class Work:
         return replace(self, ordinary=self.ordinary.to(device), radix=self.radix.to(device), auto=auto)
 
     def step(self, attention: str | None) -> Step:
-        """Of the ordinary arm (None), or of a strategy; for `auto` what the `StepCost` chose, if there is one."""
+        """Return that of the ordinary arm (None) or a strategy; for `auto` what the `StepCost` chose, if any."""
         if attention is None:
             return self.ordinary
         return self.auto if attention == "auto" and self.auto is not None else self.radix
@@ -103,7 +103,7 @@ class Work:
         return self._ordinary_flops(config) * (3 if self.cell.mode == "step" else 1) / 1e12
 
     def _ordinary_flops(self, config: PreTrainedConfig) -> float:
-        """Of a forward pass. A sequence costs the same in any micro-batch, so the radix ones are counted."""
+        """Count a forward pass. A sequence costs the same in any micro-batch, so the radix ones are counted."""
         labels = [int(radix_of(batch).loss_weights.sum()) for batch in self.radix.micro_batches]
         return sum(ordinary_flops(config, *each).total for each in zip(self.plans, labels, strict=True))
 
@@ -136,12 +136,12 @@ def work_of(
 
 
 def with_choices(work: Work, step_cost: StepCost, max_tokens: int | None = None) -> Work:
-    """The same work with the batches of `auto`; on the host. max_tokens: as for `work_of`."""
+    """Return the work with the batches of `auto`; on the host. max_tokens: as for `work_of`."""
     return replace(work, auto=StepCollator(max_tokens=max_tokens, step_cost=step_cost)(work.features))
 
 
 def with_ordinary_batch_size(work: Work, batch_size: int | None, keep_mask: bool = False) -> Work:
-    """The same work with its ordinary arm cut anew; on the host.
+    """Return the work with its ordinary arm cut anew; on the host.
 
     batch_size: as for `work_of`.
     keep_mask: give attention the padding mask, for kernels that skip what it hides.

@@ -48,7 +48,7 @@ def writing(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def writing_file(target: Path) -> Iterator[Path]:
-    """The same for a file that can be made again, so nothing waits for the disk: an empty file beside it to fill."""
+    """Yield an empty file beside one that can be made again, to fill: nothing waits for the disk."""
     staging = new_file(_beside(target, PARTIAL))
     try:
         yield staging

@@ -96,7 +96,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def verify_checkpoint(path: Path) -> None:
-    """The same check without the tensors; it reads every byte. DamagedCheckpoint if one is another."""
+    """Check every byte of a checkpoint, without its tensors. DamagedCheckpoint if one is another."""
     path = standing(Path(path))
     if not path.is_dir():
         raise UserError(f"no such checkpoint: {path}")

@@ -185,7 +185,7 @@ def unreachable(url: str) -> str:
 
 
 def settings_of_wandb() -> Any:
-    """Those of its files and of the environment."""
+    """Return the settings of its files and of the environment."""
     import wandb
 
     return wandb.setup().settings

@@ -75,7 +75,7 @@ def _parts(key: str, value: object) -> Iterator[tuple[str, Any]]:
 
 
 def _check_devices(devices: object) -> None:
-    """Before Lightning makes a list of them, for which a large number takes all memory."""
+    """Refuse a large number before Lightning makes a list of it, which takes all memory."""
     number = int(devices) if isinstance(devices, str) and devices.isdecimal() else devices
     if isinstance(number, int) and number > MOST_DEVICES:
         raise UserError(f"trainer.devices {number:,}: at most {MOST_DEVICES:,} on a machine")

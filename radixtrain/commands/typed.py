@@ -174,7 +174,7 @@ def prefixes(name: str) -> dict[str, str]:
 
 
 def _meant(name: str, keys: dict[str, Key], command: str) -> str:
-    """By another tool's name, by the last part if another section has it, else by the letters of it or of the whole."""
+    """Guess by another tool's name, by the last part if another section has it, else by the letters of either."""
     if command == "bench" and name.startswith(("model.", "data.")):
         return ": it times random tokens on random weights; `radixtrain report` times your model on your data"
     last = name.rpartition(".")[2].replace("-", "_")

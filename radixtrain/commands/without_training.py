@@ -111,7 +111,7 @@ def run_setup(settings: ModelSettings, trainer: TrainerSettings) -> RunSetup:
 
 
 def _autocast(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """As Lightning's bf16-mixed."""
+    """Autocast as Lightning's bf16-mixed does."""
     return partial(torch.autocast, device.type, dtype=torch.bfloat16, cache_enabled=False)
 
 
@@ -129,7 +129,7 @@ def device_of(trainer: TrainerSettings) -> torch.device:
 
 
 def _across(setup: RunSetup) -> SharingAcross:
-    """As `RadixModule.sharing_across`, of a run on one device."""
+    """Return what `RadixModule.sharing_across` does, of a run on one device."""
     parts = parts_of(setup.build(setup.period, torch.device("meta")))
     refused = why_not_across(parts, setup.attention, setup.allow_dropout)
     return SharingAcross(refused, setup.share == 1 or "auto", True)

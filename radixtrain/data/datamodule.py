@@ -39,7 +39,7 @@ class SFTData(StepData, L.LightningDataModule):
 
     @property
     def is_fixed(self) -> bool:
-        """With `trainer.overfit_batches`."""
+        """Say whether steps are always the same, by `trainer.overfit_batches`."""
         trainer: Any = self.trainer
         return bool(trainer and trainer.overfit_batches)
 

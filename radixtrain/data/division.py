@@ -68,7 +68,7 @@ def divide(
 
 
 def _part(sequences: Sequence[IntArray], group: Sequence[int], sp_size: int, step_cost: StepCost) -> tuple[int, float]:
-    """Of a rank that computes a micro-batch with others: its rows, and seconds of a layer on them and on its heads."""
+    """Cost a rank that shares a micro-batch with others: its rows, and seconds of a layer on them and on its heads."""
     mine = [sequences[index] for index in group]
     plan = build_prefix_plan(np.concatenate(mine), cumulative(np.array([len(ids) for ids in mine], dtype=np.int64)))
     num_rows = rows_per_rank(plan.num_rows, sp_size)

@@ -28,7 +28,7 @@ def read_rows(
 
 
 def open_rows(source: str | os.PathLike[str] | Source) -> Iterator[UnreadRow]:
-    """As `read_rows`, but lines of JSON are not parsed yet, and a bad row raises when it is read.
+    """Read rows as `read_rows` does, but parse no lines of JSON yet: a bad row raises when it is read.
 
     So that other processes can parse: an `UnreadRow` is pickled, and its `read()` gives the row or raises DataError.
     """

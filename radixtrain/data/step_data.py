@@ -84,7 +84,7 @@ class StepData:
             raise UserError(f"data.{needed}_file is missing: name the file to {stage} on")
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """With the chat template of the configuration."""
+        """Load it, with the chat template of the configuration."""
         assert self.settings.model_name_or_path is not None
         return load_tokenizer(self.settings.model_name_or_path, self.settings.chat_template_path)
 

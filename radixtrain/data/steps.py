@@ -114,7 +114,7 @@ class StepLoader:
 
     @property
     def _iterator(self) -> Any:
-        """By this name Lightning looks for workers that outlive an epoch, and ends them when the run is over."""
+        """Return it by the name under which Lightning looks for workers that outlive an epoch, to end them."""
         return self.loader._iterator
 
     @_iterator.setter

@@ -59,7 +59,7 @@ def fingerprint(model: nn.Module) -> tuple[Hashable, ...]:
 
 
 def unread(model: nn.Module) -> Iterator[str]:
-    """With what the names of weights begin that no forward pass reads, because their adapters are disabled.
+    """Name the beginnings of weights that no forward pass reads, because their adapters are disabled.
 
     Merged adapters are read: a disabled layer takes them out of its own weights first.
     """
@@ -92,7 +92,7 @@ def word_factors(device: torch.device) -> Tensor:
 
 
 def word_sums(tensor: Tensor, factors: Tensor) -> Iterator[Tensor]:
-    """For every WORDS words of 4 bytes: the sum of word times factor modulo 2^64, (), int64, on the tensor's device.
+    """Yield for every WORDS words of 4 bytes the sum of word times factor modulo 2^64, (), int64, on its device.
 
     One changed word always changes it, because odd factors can be divided by. Several, such as two words that change
     places, or all signs, leave it as it was with a probability of 2^-32 at most (multilinear hashing).

@@ -210,7 +210,7 @@ class PromptPlan:
 
     @cached_property
     def _places_in_lanes(self) -> IntArray:
-        """Of each token of the plan, where it is in the lane of its request; negative for a kept token."""
+        """Say where each token of the plan is in the lane of its request; negative for a kept token."""
         plan = self.ends.plan
         return plan.position_ids[plan.inverse_indices] - self.kept.repeat(lengths_of(plan.cu_seqlens))
 

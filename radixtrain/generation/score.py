@@ -32,12 +32,12 @@ class CompletionScore:
 
     @property
     def logprob(self) -> float:
-        """Of the whole completion: the sum."""
+        """Sum those of the whole completion."""
         return float(np.sum(self.logprobs))
 
     @property
     def mean_logprob(self) -> float:
-        """Of a token: what compares completions of different lengths."""
+        """Average over tokens, which compares completions of different lengths."""
         return self.logprob / len(self.logprobs)
 
 

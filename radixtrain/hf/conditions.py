@@ -164,7 +164,7 @@ def _has_no_head(parts: Parts) -> str | None:
 
 
 def _takes_its_state(parts: Parts) -> str | None:
-    """By an argument, as in RWKV and xLSTM."""
+    """Find models that take their state by an argument, as RWKV and xLSTM do."""
     for path, module in parts.decoder.named_modules():
         if path and is_text(path) and "state" in inspect.signature(type(module).forward).parameters:
             return f"has a {type(module).__name__} ({path}), {NO_PROTOCOL}"
@@ -190,7 +190,7 @@ def _has_other_layers(parts: Parts) -> str | None:
 
 
 def _has_a_layer_out_of_reach(layers: list[nn.Module], kinds: Sequence[str]) -> str | None:
-    """By the modules of the layers, since a model may name no kinds of layers, or the wrong ones."""
+    """Judge by the modules of the layers, since a model may name no kinds of layers, or the wrong ones."""
     for index, layer in enumerate(layers):
         if any(attends(type(module)) for module in layer.modules()):
             continue
@@ -252,7 +252,7 @@ def _drops_attention(parts: Parts) -> str | None:
 
 
 def _is_an_encoder(parts: Parts) -> str | None:
-    """By its attention modules, and by the masks that its code names."""
+    """Judge by its attention modules, and by the masks that its code names."""
     layers = list(text_attention(parts.decoder))
     if not layers and mixers_of(parts.decoder):  # a state goes only forward
         return None

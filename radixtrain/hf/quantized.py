@@ -21,7 +21,7 @@ def four_bit_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def _is_four_bit(module: nn.Module) -> bool:
-    """By a weight of its own: PEFT's wrapper shows that of the layer inside."""
+    """Judge by a weight of its own: PEFT's wrapper shows that of the layer inside."""
     own = dict(module.named_parameters(recurse=False))
     return getattr(own.get("weight"), "quant_state", None) is not None
 

@@ -210,7 +210,7 @@ class SplitModel:
         self.hooks: list[Any] = []
 
     def install(self, num_recurrent: int) -> None:
-        """Before the first call. num_recurrent: layers that compute all rows on every rank, said in one line."""
+        """Install it before the first call. num_recurrent: layers that compute all rows on every rank, for one line."""
         if num_recurrent:
             logger.warning(
                 "sp_group: %d recurrent layers of %s compute all rows on each of %d ranks; the others split them",
@@ -261,7 +261,7 @@ class SplitModel:
         return args, with_radix({**kwargs, **cut, **labels}, **known, split=split)
 
     def loss(self, logits: Tensor, labels: Tensor, *args: object, **kwargs: object) -> Any:
-        """In place of the model's `loss_function`: that of the whole batch."""
+        """Return that of the whole batch, in place of the model's `loss_function`."""
         split = self.progress.call
         if split is None:
             return self.loss_function(logits, labels, *args, **kwargs)

@@ -147,7 +147,7 @@ class TokenLoss:
 
 
 def _know_label_smoothing() -> None:
-    """Once `transformers.Trainer` has been imported: its label smoothing is a mean over tokens."""
+    """Know its label smoothing as a mean over tokens, once `transformers.Trainer` has been imported."""
     smoother = getattr(sys.modules.get("transformers.trainer_pt_utils"), "LabelSmoother", None)
     if smoother is None or hasattr(smoother.__call__, "__wrapped__"):
         return

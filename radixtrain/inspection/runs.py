@@ -115,7 +115,7 @@ def _run_starts(parents: IntArray, last_rows: list[int]) -> IntArray:
 
 
 def _predictions(part: MicroBatch, tokenizer: PreTrainedTokenizerBase) -> dict[tuple[int, int], Prediction]:
-    """By predicting row and label; weights that were given one by one are added up."""
+    """Group them by predicting row and label; weights that were given one by one are added up."""
     radix, labels = radix_of(part.batch), part.batch["shift_labels"][0].tolist()
     rows = radix.predictor_indices[radix.prediction_rows].tolist()
     weights: dict[tuple[int, int], float] = defaultdict(float)

@@ -45,7 +45,7 @@ class LoadedModel:
     report: dict[str, Any] = field(default_factory=dict)
 
     def add(self, other: LoadedModel) -> None:
-        """The same model in another process."""
+        """Add what another process says of the same model."""
         self.num_processes += other.num_processes
         for key in SUMMED & other.report.keys():
             self.report[key] += other.report[key]
@@ -168,7 +168,7 @@ def _share(model: Any, name: str, options: dict[str, Any]) -> tuple[LoadedModel,
 
 
 def _report(loaded: Iterable[tuple[LoadedModel, Any]], folder: str | None) -> None:
-    """At the end of the process: leave the entries for `radixtrain run`, or print them."""
+    """Leave the entries for `radixtrain run` when the process ends, or print them."""
     for model, report in loaded:
         model.report = vars(report) if report is not None else {}
     models = [model for model, _ in loaded]

@@ -93,7 +93,7 @@ class SharePrefixesCallback(SharingCallback):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
-        """Before the trainer wraps it for several devices."""
+        """Share it before the trainer wraps it for several devices."""
         self.models["model"] = share_prefixes(model, **self.options)
 
     def on_train_begin(
@@ -104,6 +104,6 @@ class SharePrefixesCallback(SharingCallback):
         model: object = None,
         **kwargs: object,
     ) -> None:
-        """For a callback that came later, by `add_callback`."""
+        """Share for a callback that came later, by `add_callback`."""
         if not self.models:
             self.on_init_end(args, state, control, model)

@@ -156,6 +156,6 @@ class DataReport:
 
     @property
     def times(self) -> tuple[float, ...]:
-        """Of the divisions: predicted seconds over those of data parallel on as many devices."""
+        """Divide predicted seconds of each division by those of data parallel on as many devices."""
         parallel = {each.num_ranks: each.seconds for each in self.divisions if each.sp_size == 1}
         return tuple(each.seconds / parallel[each.num_ranks] for each in self.divisions)

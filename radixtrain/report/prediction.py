@@ -87,7 +87,7 @@ class Prediction:
     shares: tuple[float, ...]
 
     def at(self, share: float) -> Prediction:
-        """With this share of the layers recomputing, of one that has none: each adds its forward pass, in both arms.
+        """Predict for this share of the layers recomputing, from none: each adds its forward pass, in both arms.
 
         A layer that recomputes holds its activations for that time. The last one to keep them is done by then, so that
         all layers but one hold as much as all.
@@ -106,7 +106,7 @@ class Prediction:
         return _total(self.ordinary, micro_batches) + self.optimizer_seconds + STEP_SECONDS
 
     def speedups(self, sampled: SampledSteps) -> tuple[float, float]:
-        """Of a step, ordinary over radix: of the same rows, and of whole chats."""
+        """Divide ordinary by radix seconds of a step: of the same rows, and of whole chats."""
         radix = sum(map(self.radix_seconds, sampled.steps))
         rows, whole = (
             sum(map(self.ordinary_seconds, steps))

@@ -244,7 +244,7 @@ class _Runner:
         return {case: min(turns[case]) for case in cases}
 
     def optimizer_seconds(self) -> float:
-        """Of a step with the gradients that are there."""
+        """Time a step with the gradients that are there."""
         trained = [p for p in self.model.parameters() if p.grad is not None]
 
         def step() -> None:

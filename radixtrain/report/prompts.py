@@ -97,7 +97,7 @@ def runs_of(chosen: Flags) -> list[tuple[int, int]]:
 
 
 def repeated_symbols(prompts: list[Prompt]) -> list[Flags]:
-    """For each prompt, whether a symbol is one of 20 in a row that are computed at several places of the tree.
+    """Say for each prompt whether a symbol is one of 20 in a row that are computed at several places of the tree.
 
     A shingle is computed with its last token, unless the prompt shares that.
     """

@@ -114,7 +114,7 @@ def _radix_step(step: Step, step_cost: StepCost | None) -> Iterator[Counts]:
 
 
 def radix_counts(batch: Mapping[str, Any], step_cost: StepCost | None) -> Counts:
-    """Of a micro-batch of a `RadixCollator`. Without a cost each unique token counts its path."""
+    """Count a micro-batch of a `RadixCollator`. Without a cost each unique token counts its path."""
     radix, layout = radix_of(batch), layout_of(batch)
     rows, predictions = batch["input_ids"].numel(), len(radix.predictor_indices)
     positions = batch["position_ids"][0].numpy()
@@ -129,13 +129,13 @@ def radix_counts(batch: Mapping[str, Any], step_cost: StepCost | None) -> Counts
 
 
 def ordinary_counts(batch: Mapping[str, Any]) -> Counts:
-    """Of a micro-batch of a `PaddedCollator`."""
+    """Count a micro-batch of a `PaddedCollator`."""
     num_sequences, longest = batch["input_ids"].shape
     return _padded(num_sequences, longest, len(radix_of(batch).predictor_indices))
 
 
 def _padded_step(sequences: Sequence[tuple[int, int]], max_tokens: int | None) -> tuple[Counts, ...]:
-    """Of a step of sequences with so many tokens and labels, cut as `PaddedCollator` gets them."""
+    """Count a step of sequences with so many tokens and labels, cut as `PaddedCollator` gets them."""
     cut = cut_by_padded_tokens([range(length) for length, _ in sequences], max_tokens)
     groups = ([sequences[index] for index in group] for group in cut)
     return tuple(
@@ -209,7 +209,7 @@ class Epoch:
 
     @cached_property
     def groups(self) -> PrefixGroups:
-        """Of conversations that begin alike. Reads every conversation once."""
+        """Group conversations that begin alike. Reads every conversation once."""
         return conversation_groups(self.conversations)
 
     def sampled(self, draw: Draw) -> SampledSteps:
@@ -294,7 +294,7 @@ def num_distinct_tokens(epoch: Epoch) -> tuple[int, int]:
 
 
 def splitting(epoch: Epoch) -> Splitting:
-    """Of the same sample as `num_distinct_tokens`."""
+    """Say what splitting does to the sample of `num_distinct_tokens`."""
     turns = changed = num_tokens = num_whole = 0
     for samples in (epoch.conversations[index] for index in _some_conversations(epoch)):
         num_tokens += sum(len(sample.input_ids) for sample in samples)

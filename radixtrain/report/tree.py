@@ -87,7 +87,7 @@ class _Drawing:
         return nodes[-1]
 
     def _text(self, start: int, end: int) -> str:
-        """Of unique tokens, from the first sequence that has them."""
+        """Decode unique tokens, from the first sequence that has them."""
         bounds = self.plan.cu_seqlens
         last = int(self.plan.gather_indices[end - 1])
         begin = int(bounds[bounds.searchsorted(last, side="right") - 1])

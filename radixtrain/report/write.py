@@ -134,7 +134,7 @@ def make_report(data: StepData, setup: RunSetup, typed: Sequence[str] = (), max_
 
 
 def _epoch(data: StepData, step_cost: StepCost | None) -> Epoch:
-    """As `fit` draws and collates it, with deduplication."""
+    """Draw and collate an epoch as `fit` does, with deduplication."""
     settings, corpus = data.settings, data.conversations["train"]
     chosen_by = step_cost if settings.min_shared_tokens == "auto" else None
     return Epoch(
@@ -228,14 +228,14 @@ def _about_data(data: StepData, epoch: Epoch, notes: list[str]) -> dict[str, Any
 
 
 def _num_epoch_tokens(corpus: Corpus) -> int:
-    """On average; 0 without weights."""
+    """Return the average number of tokens; 0 without weights."""
     if corpus.weights is None:
         return 0
     return round(float(corpus.weights @ np.add.reduceat(corpus.lengths, corpus.starts[:-1])))
 
 
 def _some_sequences(epoch: Epoch) -> list[IntArray]:
-    """Of conversations at equal distances, as many as make a picture."""
+    """Take conversations at equal distances, as many as make a picture."""
     places = np.linspace(0, len(epoch.conversations) - 1, min(TREE_SAMPLES, len(epoch.conversations))).astype(np.int64)
     return [sample.input_ids for place in places.tolist() for sample in epoch.conversations[place]][:TREE_SAMPLES]
 
@@ -326,7 +326,7 @@ def _gain(own: Setting, other: Setting) -> str:
 
 
 def _computed(setting: Setting) -> float:
-    """For each token: one forward and two backward, and another forward in layers that recompute."""
+    """Count for each token one forward and two backward, and another forward in layers that recompute."""
     return (1 + setting.activation_checkpointing / 3) / setting.least_r
 
 

@@ -118,7 +118,7 @@ class RadixModule(L.LightningModule):
             prepare_model(self.model, **options, sp_group=ranks().sp_group)
 
     def setup(self, stage: str) -> None:
-        """Once the data are read: an `SFTData` receives the cost of this model, and gives its steps per epoch.
+        """Give an `SFTData` the cost of this model, once its data are read, and take its steps per epoch.
 
         The words of `predict` are looked up, so that one that is not a token ends the run before it has written.
         """
@@ -190,7 +190,7 @@ class RadixModule(L.LightningModule):
         self._log_mean_loss("test_loss", step)
 
     def predict_step(self, step: Step | list[Prompt], index: int) -> list[dict[str, Any]]:
-        """For each sequence its file row, or None, and its scores; for each prompt its file row and the answer."""
+        """Return for each sequence its file row or None and its scores; for each prompt its file row and the answer."""
         assert self.model is not None
         if not isinstance(step, Step):
             trainer: Any = self.trainer

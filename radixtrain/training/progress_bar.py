@@ -100,7 +100,7 @@ class ProgressLine(TQDMProgressBar):
         return self._bar(self.train_description, leave=True)
 
     def init_validation_tqdm(self) -> Tqdm:
-        """Under the bar of the training, if there is one."""
+        """Put it under the bar of the training, if there is one."""
         is_second = self.trainer.state.fn != "validate"
         return self._bar(self.validation_description, leave=not is_second, position=int(is_second))
 
@@ -177,7 +177,7 @@ class ProgressLines(ProgressBar):
         return time.perf_counter() - self.last_line >= SECONDS_BETWEEN_LINES
 
     def _eta(self, step: int, total: int) -> str:
-        """Of the steps that are left, at the pace of this run so far, its validations included."""
+        """Estimate the steps that are left at the pace of this run so far, its validations included."""
         pace = (time.perf_counter() - self.started) / (step - self.first_step)
         return f"eta {tqdm.format_interval(round(pace * (total - step)))}" if total > step else ""
 
@@ -189,7 +189,7 @@ class ProgressLines(ProgressBar):
 
 
 def _readable(metrics: Any) -> dict[str, str]:
-    """Those of `SHOWN`, in its order, and after the losses what answers are worth."""
+    """Return those of `SHOWN`, in its order, and after the losses what answers are worth."""
     of_answers = {name: (name, "{:.4f}") for name in metrics if name.startswith("eval_")}
     forms = {"loss": SHOWN["loss"], "eval_loss": SHOWN["eval_loss"], **of_answers, **SHOWN}
     return {short: form.format(float(metrics[name])) for name, (short, form) in forms.items() if name in metrics}

@@ -228,7 +228,7 @@ def _as_it_was(model: nn.Module, before: Mapping[str, Any] | None) -> Iterator[N
 
 @contextmanager
 def _without_added_losses(model: nn.Module) -> Iterator[None]:
-    """Without a router loss and AdaLoRA's regularizer: they are not sums over tokens, so the truth has neither."""
+    """Leave out a router loss and AdaLoRA's regularizer: they are not sums over tokens, so the truth has neither."""
     changed = [(config, key, getattr(config, key)) for config, key, _ in added_losses(model)]
     for config, key, value in changed:
         setattr(config, key, type(value)())

@@ -89,7 +89,7 @@ def ordinary_one_by_one(model: nn.Module, features: Features) -> Iterator[Tensor
 
 
 def ordinary_padded(model: nn.Module, features: Features) -> Iterator[Tensor]:
-    """The same loss in a single call on the right-padded batch of an ordinary collator; with images a row at a time."""
+    """Return the loss by one call on the right-padded batch of an ordinary collator; with images a row at a time."""
     if any(map(has_images, features)):
         yield from ordinary_one_by_one(model, features)
         return

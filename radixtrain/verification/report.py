@@ -169,7 +169,7 @@ class Rung:
 
     @property
     def disagreeing(self) -> tuple[TensorError, ...]:
-        """In float64: gradients on which two ordinary ways disagree, in a padded batch and one sequence at a time."""
+        """Name gradients, in float64, on which two ordinary ways disagree: a padded batch and single sequences."""
         if self.precision != "float64":
             return ()
         floor = FLOAT64_FLOOR * self._largest

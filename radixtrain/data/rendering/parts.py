@@ -85,7 +85,7 @@ def _holds(text: str, pieces: list[str]) -> bool:
 
 
 def _spellings(piece: str) -> Iterator[str]:
-    """As it is, in JSON, in JSON within JSON, and as Python prints it."""
+    """Spell a text as it is, in JSON, in JSON within JSON, and as Python prints it."""
     yield piece
     for ascii_only in (False, True):
         once = json.dumps(piece, ensure_ascii=ascii_only)[1:-1]

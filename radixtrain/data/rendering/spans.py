@@ -93,7 +93,7 @@ class _Finder:
             raise self.unproven(self._first_changed(), "what the chat template writes depends on the text of turn {}")
 
     def spans(self, turns: list[int]) -> list[Span]:
-        """Of each turn, from what only the messages around it tell, since all before each one would cost O(turns^2).
+        """Find each turn from what only the messages around it tell, since all before each one would cost O(turns^2).
 
         All are rendered for the first four turns, for turn 16, 64 ... and the last one, and for a turn that the others
         do not tell. If one of these stands elsewhere, the template looks further back, and all are for every turn.
@@ -111,7 +111,7 @@ class _Finder:
         return spans
 
     def _span_by_neighbours(self, turn: int) -> Span | None:
-        """As if most of what precedes the turn had not been said; roles still alternate, as some templates want."""
+        """Find it as if most of what precedes the turn were unsaid; roles still alternate, as some templates want."""
         first = self.num_before_second
         role = self.messages[first]["role"] if first < turn else ""
         again = next((n for n in range(turn - NEIGHBOURS, first, -1) if self.messages[n]["role"] == role), first)
@@ -235,7 +235,7 @@ class _Finder:
         return len(places), part.text[places[-1] :] if places else ""
 
     def _likely_rest(self, n: int, messages: list[Message], add_generation_prompt: bool) -> tuple[int, str]:
-        """As `_rest`, from a message that had the same before it: the end of its content, and what comes after."""
+        """Guess `_rest` from a message that had the same before it: the end of its content, and what comes after."""
         own = self._after_mark(n)
         forms = (own, own.rstrip(), json.dumps(own, ensure_ascii=False)[1:-1])  # as a template may write it
         key = (add_generation_prompt, *map(own.__eq__, forms), *((each["role"], *each) for each in messages))
@@ -250,7 +250,7 @@ class _Finder:
         return num_marks, before + forms[form] + after
 
     def _after_mark(self, n: int) -> str:
-        """Of the content of message n what follows its mark, or the arguments of the call that is marked."""
+        """Return what follows the mark in the content of message n, or the arguments of the call that is marked."""
         calls = self.messages[n].get("tool_calls")
         if not calls:
             return self.messages[n]["content"].partition(self.marks.word(n))[2]

@@ -224,7 +224,7 @@ def _refuse_system(fields: Fields, where: str) -> None:
 
 
 def _refuse_verdict(fields: Fields, where: str) -> None:
-    """Of rows for preference training such as KTO's, in which some completions are examples of what not to write."""
+    """Refuse rows of preference training such as KTO's, in which some completions are examples of what not to write."""
     if str(fields.get("label")).lower() in ("true", "false", "0", "1", "0.0", "1.0"):
         reason = "says whether the completion is a good one, and all of them would be imitated"
         raise DataError(where, f"label: {reason}; keep the good rows and write data.columns: {{label: null}}")

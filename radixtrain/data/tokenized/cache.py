@@ -134,7 +134,7 @@ def _check_unchanged(files: Mapping[str, FileContents]) -> None:
 
 
 def _without_cache(source: Source, encoder: ChatEncoder, options: TokenizingOptions) -> Tokenized:
-    """For this process only."""
+    """Encode for this process only."""
     folder = tempfile.TemporaryDirectory(prefix="radixtrain-tokens-")
     _encode(source, encoder, options, Path(folder.name), {})
     return _opened(source, Path(folder.name), "", folder)
@@ -221,7 +221,7 @@ def _delete_unused(folder: Path) -> None:
 
 
 def _days_unused(folder: Path) -> float:
-    """Of the newest of its files: that of a run that still encodes is young, however long ago it began."""
+    """Count those of the newest of its files: that of a run that still encodes is young, however long ago it began."""
     return (time.time() - max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))) / 86400
 
 

@@ -112,7 +112,7 @@ def _start(encoder: ChatEncoder, skip_bad_rows: bool) -> None:
 
 
 def _encode_here(rows: list[AnyRow]) -> Block:
-    """In a worker process."""
+    """Encode rows in a worker process."""
     assert _worker is not None
     encoder, skip_bad_rows = _worker
     return _encode(encoder, rows, skip_bad_rows)

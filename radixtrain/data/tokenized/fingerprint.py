@@ -66,7 +66,7 @@ def fingerprint(encoder: ChatEncoder, source: dict[str, Any], files: Mapping[str
 
 
 def _digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Of all files that it saves, its chat template among them."""
+    """Digest all files that it saves, its chat template among them."""
     digest = xxhash.xxh3_128(type(tokenizer).__name__.encode())
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
@@ -78,7 +78,7 @@ def _digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 @cache
 def _versions() -> dict[str, str]:
-    """Of the libraries that render and tokenise, and of this folder's own sources."""
+    """Name those of the libraries that render and tokenise, and of this folder's own sources."""
     import tokenizers
     import transformers
 

@@ -68,7 +68,7 @@ def _agree(found: Tensor, expected: Tensor) -> bool:
 
 @contextmanager
 def _unnoticed() -> Iterator[None]:
-    """With gradients, also under `no_grad`, and hidden from what is on outside.
+    """Compute with gradients, also under `no_grad`, and hidden from what is on outside.
 
     Activation checkpointing would count the saved tensors, and does not run this again. Autocast would keep the 16-bit
     copies of the random weights.

@@ -256,7 +256,7 @@ def _until_end(
 
 
 def _logprob(logits: list[Tensor], tokens: list[int]) -> float:
-    """Of all tokens together. logits: (V,) for each."""
+    """Sum over all tokens. logits: (V,) for each."""
     if not logits:
         return 0.0
     chosen = torch.tensor(tokens, device=logits[0].device)[:, None]

@@ -71,7 +71,7 @@ class EvaluateGeneration(L.Callback):
         return None if self.metric is None else f"eval_{self.metric.name}"
 
     def line(self) -> str:
-        """For the first screen. Empty if nothing is generated."""
+        """Describe it for the first screen. Empty if nothing is generated."""
         if self.metric is None or self.prompts is None:
             return ""
         longest, name = f"of at most {self.options.max_new_tokens:,} tokens", self.metric.name
@@ -161,7 +161,7 @@ def _rows(prompts: Sequence[Prompt], tokenizer: Any) -> list[dict[str, str]]:
 
 
 def _cell(value: Any) -> Any:
-    """With `'` before what a spreadsheet would run as a formula, and before another `'`, so that it can be undone."""
+    """Put `'` before what a spreadsheet would run as a formula, and before another `'`, so that it can be undone."""
     is_formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r", "'"))
     return f"'{value}" if is_formula and not NUMBER.fullmatch(value) else value
 

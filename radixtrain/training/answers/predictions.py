@@ -47,7 +47,7 @@ class PredictedAnswers:
     def records(
         self, model: object, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, dedup: bool
     ) -> list[dict[str, Any]]:
-        """For each prompt its file row and its answer. Arguments, and errors, as of `answer_prompts`."""
+        """Return for each prompt its file row and its answer. Arguments, and errors, as of `answer_prompts`."""
         longest = max(len(prompt.token_ids) for prompt in prompts)
         cache = self.cache if 2 * longest <= MAX_TOKENS else None
         answers = answer_prompts(model, prompts, tokenizer, self.options, dedup, logprobs=True, cache=cache)
@@ -81,7 +81,7 @@ def scorer_of(settings: Any) -> Scorer:
 
 
 def scored_records(scorer: Scorer, model: nn.Module, step: Step, plain_head: bool) -> list[dict[str, Any]]:
-    """For each sequence its file row, or None, and its scores: the whole step, on every rank.
+    """Return for each sequence its file row, or None, and its scores: the whole step, on every rank.
 
     Afterwards `step.num_computed_tokens` counts the rows of all ranks.
     """

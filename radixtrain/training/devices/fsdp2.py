@@ -88,7 +88,7 @@ class FSDP2Strategy(DDPStrategy):
             optimizer.load_state_dict(state)
 
     def teardown(self) -> None:
-        """As the base class, but the parts of weights stay on their device: the export gathers them there."""
+        """End as the base class does, but leave the parts of weights on their device: the export gathers them there."""
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
@@ -165,7 +165,7 @@ def _policy(unit: nn.Module) -> MixedPrecisionPolicy:
 
 
 def _weights_of(unit: nn.Module) -> Iterator[nn.Parameter]:
-    """Those of a unit that are in none of the units inside."""
+    """Return those of a unit that are in none of the units inside."""
     yield from unit.parameters(recurse=False)
     for child in unit.children():
         if not isinstance(child, FSDPModule):

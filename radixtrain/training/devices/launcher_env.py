@@ -46,7 +46,7 @@ class LauncherEnv:
 
 
 def launcher_env() -> LauncherEnv:
-    """By torchrun, and whatever else sets its variables, such as `accelerate launch`; by `srun`; or by `fit` itself."""
+    """Find who launched: torchrun, or who sets its variables, as `accelerate launch` does; `srun`; `fit` itself."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         return LauncherEnv("torchrun", *(int(os.environ[name]) for name in names))
@@ -107,7 +107,7 @@ def check_started(command: str) -> None:
 
 
 def _tasks_per_node(num_tasks: str) -> int:
-    """Of `4(x2)`, two nodes of four tasks. UserError if nodes do not have the same number."""
+    """Read 4 from `4(x2)`, two nodes of four tasks. UserError if nodes do not have the same number."""
     names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     name, text = next(((name, os.environ[name]) for name in names if os.environ.get(name)), ("SLURM_NTASKS", num_tasks))
     found = re.fullmatch(r"(\d+)(?:\(x\d+\))?", text)

@@ -151,7 +151,7 @@ def _not_shared(text: str) -> str | None:
 
 
 def _no_room(error: BaseException, text: str, output_dir: Path | None) -> str | None:
-    """By the number of the error, or by the words of libraries that keep only these."""
+    """Judge by the number of the error, or by the words of libraries that keep only these."""
     number = getattr(error, "errno", None)
     if number not in NO_ROOM:
         number = next((each for each in NO_ROOM if re.search(rf"(Errno|os error) {each}\b", text, re.I)), None)

@@ -150,7 +150,7 @@ def _say_changes(checkpoint: Mapping[str, Any], module: Any, data: Any) -> None:
 
 
 def _other_rows(error: UserError, saved: Mapping[str, Any], data: Any) -> UserError:
-    """In the words of the configuration, if it is the rows that are not those of the run."""
+    """Say it in the words of the configuration, if it is the rows that are not those of the run."""
     if "digest" not in str(error):
         return error
     changed = [f"data.{change}" for name, change in _changes(saved, data.hparams) if name in OF_ROWS]
@@ -164,7 +164,7 @@ def parts_of_the_model(saved: Mapping[str, Any], current: Mapping[str, Any]) -> 
 
 
 def _changed(saved: Mapping[str, Any], module: Any, data: Any, left_out: Sequence[str] = ()) -> list[str]:
-    """The same for each key of model, data and run. saved: a checkpoint, or what `read_settings` gives of it."""
+    """Compare each key of model, data and run. saved: a checkpoint, or what `read_settings` gives of it."""
     sections = (
         ("model.", saved["hyper_parameters"], module.hparams),
         ("data.", saved["datamodule_hyper_parameters"], data.hparams),
@@ -192,7 +192,7 @@ def _changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[t
 
 
 def _in_yaml(value: object) -> Any:
-    """As a configuration has it: true, false and null for Python's words, anything else as it is."""
+    """Write it as a configuration does: true, false and null for Python's words, anything else as it is."""
     return json.dumps(value) if value is None or isinstance(value, bool) else value
 
 

@@ -84,7 +84,7 @@ def _frozen(module: nn.Module) -> list[Tensor]:
 
 
 def _digest(tensors: Iterable[Tensor]) -> str:
-    """Of their bytes, one tensor after the other. Sharded ones are gathered: every rank calls this."""
+    """Digest their bytes, one tensor after the other. Sharded ones are gathered: every rank calls this."""
     digest = xxhash.xxh3_128()
     for tensor in tensors:
         digest.update(whole(tensor.detach()).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -113,7 +113,7 @@ def _first_difference(saved: Mapping[str, Any], current: Mapping[str, Any]) -> s
 
 
 def generator_states() -> dict[str, Any]:
-    """Of Python's, NumPy's and torch's random generators, those of all CUDA devices included.
+    """Return those of Python's, NumPy's and torch's random generators, of all CUDA devices too.
 
     A process that has not used CUDA has drawn nothing there, and asking would start it, which a forked one cannot.
     """

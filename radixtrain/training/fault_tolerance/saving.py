@@ -153,7 +153,7 @@ class SaveCheckpoints(L.Callback):
         return (self.every_steps is not None and since >= self.every_steps) or self._is_due_by_time()
 
     def _is_due_by_time(self) -> bool:
-        """By the clock of rank 0."""
+        """Judge by the clock of rank 0."""
         if self.every_seconds is None:
             return False
         here = ranks()
@@ -183,7 +183,7 @@ class SaveCheckpoints(L.Callback):
         ranks().broadcast_from_rank0(lambda: prune(self.folder, self.total_limit, self.keep))
 
     def _point(self, path: Path) -> None:
-        """Without the link, the newest whole checkpoint counts as the last one."""
+        """Make the link `last`. Without it, the newest whole checkpoint counts as the last one."""
         with only_warns(f"{self.folder / 'last'} cannot be written"):
             point(self.folder, "last", path)
 

@@ -60,12 +60,12 @@ class Best(L.Callback):
 
     @property
     def value(self) -> float:
-        """Of the best validation."""
+        """Return that of the best validation."""
         assert self.validation is not None
         return self.validation.metrics[self.monitor]
 
     def on_fit_start(self, trainer: Any, module: L.LightningModule) -> None:
-        """After a checkpoint was read: the best one of before counts if it is there and whole."""
+        """Count the best one of before, after a checkpoint was read, if it is there and whole."""
         if not self._loaded:
             return
         if self._loaded["metric"] != self.monitor:
@@ -168,7 +168,7 @@ class StopEarly(EarlyStopping):
 
 
 def is_lower_better(metric: str) -> bool:
-    """For losses, perplexities and norms of gradients; of every other metric, higher is better."""
+    """Say yes for losses, perplexities and norms of gradients; of every other metric, higher is better."""
     return any(word in metric for word in LOWER_IS_BETTER)
 
 

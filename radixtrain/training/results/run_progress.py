@@ -53,7 +53,7 @@ class RunProgress:
     seconds: float = 0.0
 
     def as_dict(self, output_dir: Path) -> dict[str, Any]:
-        """For a checkpoint. Folders inside the run's become relative, so that a run can be moved."""
+        """Give it to a checkpoint. Folders inside the run's become relative, so that a run can be moved."""
         return {
             **asdict(self),
             "parts": [[inside(Path(part.folder), output_dir), part.first_step] for part in self.parts],
@@ -65,7 +65,7 @@ class RunProgress:
         return cls(**{**state, "validation": validation, "parts": [LogPart(*part) for part in state["parts"]]})
 
     def locate_logs(self, *homes: Path) -> None:
-        """After `from_dict`: relative folders are those of the first of these folders that has them."""
+        """Find, after `from_dict`, relative folders in the first of these folders that has them."""
         for index, (folder, step) in enumerate(self.parts):
             candidates = [home.absolute() / folder for home in homes]
             path = next((path for path in candidates if path.is_dir()), candidates[0])
@@ -163,7 +163,7 @@ class ExitStatus:
 
 
 def status_of_run(trainer: Any, module: Any, first_step: int, has_checkpoint: bool) -> ExitStatus:
-    """Of a `fit` that returned.
+    """Return the status of a `fit` that returned.
 
     module: a `RadixModule`. first_step: optimizer steps that were taken before this process.
     has_checkpoint: whether the run can be resumed.
@@ -192,7 +192,7 @@ def status_of_run(trainer: Any, module: Any, first_step: int, has_checkpoint: bo
 
 
 def status_of_error(error: BaseException) -> ExitStatus:
-    """Of a `fit` that raised."""
+    """Return the status of a `fit` that raised."""
     name = type(error).__name__
     text = first_line(error) if isinstance(error, Exception) else str(error) or name
     return ExitStatus(name, text, is_complete=False)

@@ -62,7 +62,7 @@ class RunSummary(L.Callback):
         saver.on_saved.append(self._on_saved)
 
     def on_fit_start(self, trainer: L.Trainer, module: Any) -> None:
-        """After a checkpoint was read, whether or not anything is left to train."""
+        """Begin after a checkpoint was read, whether or not anything is left to train."""
         self._module, self.speed, self._earlier_seconds = module, module.speed, self.progress.seconds
         for name in (PICTURE, SUMMARY) if ranks().is_first else ():  # of a run that was killed while it wrote one
             with only_warns(f"what a killed run left in {self.output_dir} cannot be deleted"):
@@ -129,7 +129,7 @@ class RunSummary(L.Callback):
         return self.progress.results(self.exported, self.speed)
 
     def close(self, trainer: Any, module: Any, model_folder: Path) -> None:
-        """Once the model is exported: `summary.json`, `loss.png`, and the last lines on the screen."""
+        """Write, once the model is exported, `summary.json`, `loss.png`, and the last lines on the screen."""
         assert self.exported is not None, "choose_weights comes first"
         last = self.saver.last
         first_step = trainer.global_step if self.first_step is None else self.first_step
@@ -158,7 +158,7 @@ class RunSummary(L.Callback):
         )
 
     def _logs(self, trainer: L.Trainer) -> str:
-        """Of this process if it has trained, else of the previous one; nothing if there are none."""
+        """Name those of this process if it has trained, else of the previous one; nothing if there are none."""
         if self.first_step is not None:
             return str(log_folder(trainer))
         parts = self.progress.parts
@@ -264,5 +264,5 @@ def _as_record(validation: Validation | None) -> dict[str, Any] | None:
 
 
 def _csv_loggers(trainer: L.Trainer) -> list[CSVLogger]:
-    """Those that write here: Lightning's write on rank 0."""
+    """Return those that write here: Lightning's write on rank 0."""
     return [log for log in trainer.loggers if isinstance(log, CSVLogger) and ranks().is_first]

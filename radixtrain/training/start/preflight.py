@@ -76,7 +76,7 @@ def described_start(settings: Run) -> dict[str, str]:
 
 
 def _digest_of_model(model_name_or_path: str) -> str:
-    """Of names, sizes and SAMPLES parts of each file that a model is read from; empty if there are none yet."""
+    """Digest names, sizes and SAMPLES parts of each file that a model is read from; empty if there are none yet."""
     try:
         folder = Path(model_name_or_path)
         folder = folder if folder.is_dir() else (_weight_files(model_name_or_path) or [folder / WHOLE])[0].parent

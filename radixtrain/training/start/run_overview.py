@@ -85,7 +85,7 @@ def print_overview(
 
 
 def steps_between_logs(trainer: Any, data: SFTData) -> int:
-    """As configured, but 1 for a run that is shorter, which would leave no metrics."""
+    """Return the configured number, but 1 for a run that is shorter, which would leave no metrics."""
     num_steps = num_steps_of_run(trainer, data.steps_per_epoch)
     return 1 if 0 < num_steps < trainer.log_every_n_steps else trainer.log_every_n_steps
 
