@@ -92,7 +92,7 @@ class Shares(NamedTuple):
 
     @property
     def num_micro_batches(self) -> int:
-        """Count those of the rank that has most. All ranks run as many."""
+        """Count the micro-batches of the rank that has most. All ranks run as many."""
         return max(map(len, self.groups))
 
 

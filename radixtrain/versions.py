@@ -78,7 +78,7 @@ def installed(name: str) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Return those of the packages that make a model, by their names."""
+    """Return the versions of the packages that make a model, by their names."""
     found = {name: installed(name) for name in ("radixtrain", "torch", "transformers", "lightning", "peft")}
     return {name: version for name, version in found.items() if version not in (None, UNKNOWN)}
 

@@ -110,7 +110,7 @@ def _counted_on_meta(config: PreTrainedConfig) -> tuple[LayerKinds, int]:
 
 
 def _multiply_adds(mixer: nn.Module, config: Any) -> int:
-    """Count those of a mixer on the meta device, for a token."""
+    """Count what a mixer on the meta device multiplies and adds for a token."""
     states = ForkedStates()
     x = torch.empty(1, 2, config.hidden_size, dtype=config.dtype)
     with torch.no_grad():

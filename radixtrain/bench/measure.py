@@ -95,7 +95,7 @@ class Measured:
 
     @property
     def measured_speedup(self) -> float:
-        """Return that of the median turn."""
+        """Return the speed-up of the median turn."""
         return statistics.median(self.speedups)
 
     @property
@@ -130,7 +130,7 @@ class Measured:
 
     @property
     def microseconds_per_unique_token(self) -> float:
-        """Return that of the radix arm."""
+        """Return the microseconds of the radix arm for each unique token."""
         return 1e6 * self.radix_seconds / self.num_unique_tokens
 
     @property

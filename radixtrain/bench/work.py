@@ -57,7 +57,7 @@ class Work:
         return replace(self, ordinary=self.ordinary.to(device), radix=self.radix.to(device), auto=auto)
 
     def step(self, attention: str | None) -> Step:
-        """Return that of the ordinary arm (None) or a strategy; for `auto` what the `StepCost` chose, if any."""
+        """Return the step of the ordinary arm (None) or a strategy; for `auto` what the `StepCost` chose, if any."""
         if attention is None:
             return self.ordinary
         return self.auto if attention == "auto" and self.auto is not None else self.radix

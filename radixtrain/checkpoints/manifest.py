@@ -88,7 +88,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def committed(folder: Path) -> list[tuple[Manifest, Path]]:
-    """Return those whose manifest can be read, the newest first. Their other files are not looked at."""
+    """Return the checkpoints whose manifest can be read, the newest first. Their other files are not looked at."""
     checkpoints = []
     for path in checkpoints_in(folder):
         with suppress(DamagedCheckpoint):  # `newest_valid` names it

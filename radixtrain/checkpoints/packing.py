@@ -46,7 +46,7 @@ class Packed:
 
     @property
     def num_bytes(self) -> int:
-        """Count those of the tensors."""
+        """Count the bytes of the tensors."""
         return sum(t.numel() * t.element_size() for tensors in self.tensors.values() for t in tensors.values())
 
 

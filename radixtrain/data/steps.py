@@ -114,7 +114,7 @@ class StepLoader:
 
     @property
     def _iterator(self) -> Any:
-        """Return it by the name under which Lightning looks for workers that outlive an epoch, to end them."""
+        """Return the loader's, by the name by which Lightning finds workers that outlive an epoch, to end them."""
         return self.loader._iterator
 
     @_iterator.setter

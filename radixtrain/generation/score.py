@@ -32,7 +32,7 @@ class CompletionScore:
 
     @property
     def logprob(self) -> float:
-        """Sum those of the whole completion."""
+        """Sum the log-probabilities of the whole completion."""
         return float(np.sum(self.logprobs))
 
     @property

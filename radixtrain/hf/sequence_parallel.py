@@ -261,7 +261,7 @@ class SplitModel:
         return args, with_radix({**kwargs, **cut, **labels}, **known, split=split)
 
     def loss(self, logits: Tensor, labels: Tensor, *args: object, **kwargs: object) -> Any:
-        """Return that of the whole batch, in place of the model's `loss_function`."""
+        """Return the loss of the whole batch, in place of the model's `loss_function`."""
         split = self.progress.call
         if split is None:
             return self.loss_function(logits, labels, *args, **kwargs)

@@ -186,7 +186,7 @@ def _hidden_matrices(module: nn.Module) -> set[nn.Parameter]:
 
 
 def _embeddings(module: nn.Module) -> set[nn.Parameter]:
-    """Find those of tokens, adapters included, and of any other kind."""
+    """Find the embeddings of tokens, adapters included, and of any other kind."""
     layers = [model_inside(module).get_input_embeddings(), *module.modules()]
     found = [layer for index, layer in enumerate(layers) if index == 0 or isinstance(layer, nn.Embedding)]
     return {parameter for layer in found for parameter in layer.parameters()}

@@ -189,7 +189,7 @@ class ProgressLines(ProgressBar):
 
 
 def _readable(metrics: Any) -> dict[str, str]:
-    """Return those of `SHOWN`, in its order, and after the losses what answers are worth."""
+    """Return the metrics of `SHOWN`, in its order, and after the losses what answers are worth."""
     of_answers = {name: (name, "{:.4f}") for name in metrics if name.startswith("eval_")}
     forms = {"loss": SHOWN["loss"], "eval_loss": SHOWN["eval_loss"], **of_answers, **SHOWN}
     return {short: form.format(float(metrics[name])) for name, (short, form) in forms.items() if name in metrics}

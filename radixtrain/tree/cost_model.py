@@ -138,7 +138,7 @@ class StepCost:
 
     @property
     def row_seconds(self) -> float:
-        """Return those of a row of a long sequence, without attention."""
+        """Return the seconds of a row of a long sequence, without attention."""
         runs = self.run_cost
         in_mixer = 0.0 if runs is None else self.mixer_share * runs.row
         return self.row_flops * self.rates.flop + in_mixer

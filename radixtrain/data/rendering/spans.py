@@ -111,7 +111,7 @@ class _Finder:
         return spans
 
     def _span_by_neighbours(self, turn: int) -> Span | None:
-        """Find it as if most of what precedes the turn were unsaid; roles still alternate, as some templates want."""
+        """Find a turn as if most of what precedes it were unsaid; roles still alternate, as some templates want."""
         first = self.num_before_second
         role = self.messages[first]["role"] if first < turn else ""
         again = next((n for n in range(turn - NEIGHBOURS, first, -1) if self.messages[n]["role"] == role), first)

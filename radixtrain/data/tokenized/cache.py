@@ -221,7 +221,7 @@ def _delete_unused(folder: Path) -> None:
 
 
 def _days_unused(folder: Path) -> float:
-    """Count those of the newest of its files: that of a run that still encodes is young, however long ago it began."""
+    """Count the days of the newest of its files: that of a run that still encodes is young, whenever it began."""
     return (time.time() - max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))) / 86400
 
 

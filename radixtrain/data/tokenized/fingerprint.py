@@ -78,7 +78,7 @@ def _digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 @cache
 def _versions() -> dict[str, str]:
-    """Name those of the libraries that render and tokenise, and of this folder's own sources."""
+    """Name the versions of the libraries that render and tokenise, and of this folder's own sources."""
     import tokenizers
     import transformers
 

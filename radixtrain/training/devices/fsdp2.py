@@ -165,7 +165,7 @@ def _policy(unit: nn.Module) -> MixedPrecisionPolicy:
 
 
 def _weights_of(unit: nn.Module) -> Iterator[nn.Parameter]:
-    """Return those of a unit that are in none of the units inside."""
+    """Return the weights of a unit that are in none of the units inside."""
     yield from unit.parameters(recurse=False)
     for child in unit.children():
         if not isinstance(child, FSDPModule):

@@ -150,7 +150,7 @@ def _say_changes(checkpoint: Mapping[str, Any], module: Any, data: Any) -> None:
 
 
 def _other_rows(error: UserError, saved: Mapping[str, Any], data: Any) -> UserError:
-    """Say it in the words of the configuration, if it is the rows that are not those of the run."""
+    """Word an error as the configuration does, if it is the rows that are not those of the run."""
     if "digest" not in str(error):
         return error
     changed = [f"data.{change}" for name, change in _changes(saved, data.hparams) if name in OF_ROWS]

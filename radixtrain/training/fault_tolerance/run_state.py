@@ -113,7 +113,7 @@ def _first_difference(saved: Mapping[str, Any], current: Mapping[str, Any]) -> s
 
 
 def generator_states() -> dict[str, Any]:
-    """Return those of Python's, NumPy's and torch's random generators, of all CUDA devices too.
+    """Return the states of Python's, NumPy's and torch's random generators, of all CUDA devices too.
 
     A process that has not used CUDA has drawn nothing there, and asking would start it, which a forked one cannot.
     """

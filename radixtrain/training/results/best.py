@@ -60,7 +60,7 @@ class Best(L.Callback):
 
     @property
     def value(self) -> float:
-        """Return that of the best validation."""
+        """Return the metric of the best validation."""
         assert self.validation is not None
         return self.validation.metrics[self.monitor]
 

@@ -109,7 +109,7 @@ def log_folder(trainer: L.Trainer) -> Path:
 
 
 def own_log_folders(trainer: L.Trainer) -> list[Path]:
-    """Return those that only a logger of this trainer writes into: of CSV files and of TensorBoard."""
+    """Return the folders that only a logger of this trainer writes into: of CSV files and of TensorBoard."""
     return [Path(log.log_dir) for log in trainer.loggers if isinstance(log, CSVLogger | TensorBoardLogger)]
 
 

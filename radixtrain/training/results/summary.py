@@ -158,7 +158,7 @@ class RunSummary(L.Callback):
         )
 
     def _logs(self, trainer: L.Trainer) -> str:
-        """Name those of this process if it has trained, else of the previous one; nothing if there are none."""
+        """Name the logs of this process if it has trained, else of the previous one; nothing if there are none."""
         if self.first_step is not None:
             return str(log_folder(trainer))
         parts = self.progress.parts
@@ -264,5 +264,5 @@ def _as_record(validation: Validation | None) -> dict[str, Any] | None:
 
 
 def _csv_loggers(trainer: L.Trainer) -> list[CSVLogger]:
-    """Return those that write here: Lightning's write on rank 0."""
+    """Return the loggers that write here: Lightning's write on rank 0."""
     return [log for log in trainer.loggers if isinstance(log, CSVLogger) and ranks().is_first]
