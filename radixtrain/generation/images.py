@@ -40,7 +40,7 @@ def has_images(prompts: object) -> bool:
 
 def text_of(backbone: PreTrainedModel, prompts: Mapping[str, Any]) -> dict[str, Any]:
     """Remove from prompts what only their images need."""
-    names = given_of_images(backbone, prompts) if hasattr(backbone, "get_image_features") else set()
+    names = given_of_images(backbone, prompts)
     return {name: value for name, value in prompts.items() if name not in names}
 
 

@@ -95,8 +95,8 @@ def without_images(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def given_of_images(backbone: PreTrainedModel, given: Mapping[str, Any]) -> set[str]:
-    """List the arguments of a call that only its images need; none if it has no images."""
-    if "pixel_values" not in given:
+    """List the arguments of a call that only its images need; none without images, or without a tower that is known."""
+    if "pixel_values" not in given or not hasattr(backbone, "get_image_features"):
         return set()
     names = OF_IMAGES.keys() & _arguments(backbone.get_image_features)
     types = types_of_mask(backbone)

@@ -93,6 +93,11 @@ CALLS: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
         {**BATCH, "output_hidden_states": True, "return_dict": False, "use_cache": False},
     ),
     "segments": ("token_type_ids is given", gpt2, {**BATCH, "token_type_ids": IDS * 0}),
+    "images without a tower": (
+        "images, and Qwen3Model does not take their features ready made (mm_encoder_outputs)",
+        qwen3,
+        {**BATCH, "pixel_values": torch.ones(1, 3, 4, 4)},
+    ),
     "an input that is not known": ("speaker_ids is given", qwen3, {**BATCH, "speaker_ids": torch.ones(2)}),
     "all hidden": ("attention_mask hides every token", qwen3, {"input_ids": IDS, "attention_mask": MASK * 0}),
     "a hole": (
