@@ -93,7 +93,7 @@ class SFTData(StepData, L.LightningDataModule):
         is_prompts = split == "predict" and self.hparams.predict_prompts
         return StepLoader(
             PromptDataset(corpus) if is_prompts else StepDataset(corpus, self._share_collator(split, merge_labels)),
-            self._sampler(split),
+            self.sampler_of(split),
             num_workers=workers,
             persistent_workers=workers > 0 and split == "train",
             pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",

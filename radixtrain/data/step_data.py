@@ -95,7 +95,7 @@ class StepData:
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps in an epoch of training."""
-        return len(self._sampler("train"))
+        return len(self.sampler_of("train"))
 
     def step_collator(self, merge_labels: bool = True) -> StepCollator:
         """What makes a whole optimizer step of sequences. Calls `step_cost`.
@@ -137,11 +137,11 @@ class StepData:
 
     def train_steps(self) -> list[list[int]]:
         """The conversations of each optimizer step of the first epoch, by index."""
-        return list(self._sampler("train"))
+        return list(self.sampler_of("train"))
 
     def train_order(self) -> IntArray:
         """The conversations of the first epoch, by index, in the order in which they are cut into steps."""
-        return self._sampler("train").order()
+        return self.sampler_of("train").order()
 
     @cached_property
     def _grouping(self) -> GroupedOrder | None:
@@ -152,7 +152,7 @@ class StepData:
             logger.info("data.group_by_prefix: %d conversations of a prompt stay together in a step", order.together)
         return order
 
-    def _sampler(self, split: str) -> StepSampler:
+    def sampler_of(self, split: str) -> StepSampler:
         """Only training steps are shuffled, grouped and weighted."""
         corpus, settings = self.conversations[split], self.settings
         if split != "train":
