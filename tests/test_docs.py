@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -70,11 +71,12 @@ def options_of(info: str) -> dict[str, Any]:
 
 def converted(log: str, row: dict[str, Any]) -> str:
     """What a program of recipes/logs prints of a row."""
-    program = (ROOT / f"recipes/logs/{log.lower()}_log.py").read_text(encoding="utf-8")
+    program = ROOT / f"recipes/logs/{log.lower()}_log.py"
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sys, "stdin", io.StringIO(json.dumps(row)))
         patched.setattr(sys, "stdout", io.StringIO())
-        exec(compile(program, log, "exec"), {})
+        patched.syspath_prepend(program.parent)
+        runpy.run_path(str(program))
         return sys.stdout.getvalue()
 
 

@@ -3,7 +3,7 @@
     input_ids  7 <img> <img> 8    images  A    features  A0 A1    tokens compared  7 A0 A1 8
                7 <img> <img> 9            A                                        7 A0 A1 9
 
-A placeholder is compared by the row of the features that replaces it, so tokens behind different images are never
+A placeholder is compared by the row of the features that replaces it, so tokens after different images are never
 shared. A collator, a padded call and prompts find these rows in ways of their own, and use them alike.
 """
 

@@ -45,8 +45,8 @@ STEP_SECONDS = 8e-3
 # What `fit` has imported and started before its first step beyond what `report` has: Lightning, the DataLoader.
 TRAINER_BYTES = 110 << 20
 # Resident bytes for each that a step holds beside its state, since glibc leaves holes in what was freed: 1.1 to 2.2 in
-# six runs of fit with 28M and 135M weights on x86-64, from the second step on, by which this was chosen: they took 0.88
-# to 1.16 of the prediction. Two others took 0.79 (a wide model) and 1.24 (LoRA).
+# six runs of fit with 28M and 135M weights on x86-64, from the second step on, by which this was chosen. Two others
+# took 0.79 (a wide model) and 1.24 (LoRA) of the prediction.
 MALLOC = 1.35
 DEEPER = 3  # times the layers of the shorter model
 SPARE = 0.5  # part of the free memory that the timed model may take

@@ -44,7 +44,7 @@ CLEARLY = 1.05  # a setting is better than the user's own if its r is so many ti
 ALONE = 0.9  # part of the time that a process has its core for if no other program wants it
 WORTH_A_HINT = 1.1
 MEMORY = {
-    "cpu": "the peak of the whole process of fit; eight runs took 0.79 to 1.24 of what was predicted",
+    "cpu": "the peak of the whole process of fit; runs took 0.79 to 1.24 of what was predicted",
     "cuda": "what torch allocates on the GPU at most; the CUDA context and what the allocator keeps come on top",
 }
 NO_GAIN = 1.05  # speed-up below which sharing does not pay

@@ -6,7 +6,7 @@ python recipes/logs/anthropic_log.py < log.jsonl > chats.jsonl
 import json
 import sys
 
-ORDER = ["role", "reasoning_content", "content", "tool_calls"]
+from turns import joined
 
 
 def turn(role, block):
@@ -18,20 +18,6 @@ def turn(role, block):
     if block["type"] == "tool_result":
         return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": block.get("content") or ""}
     return {"role": role, "content": [block]}
-
-
-def joined(turns):
-    """One turn for all that the model said before somebody else did. Another order than ORDER would be lost."""
-    chat = []
-    for new in turns:
-        if chat and chat[-1]["role"] == new["role"] != "tool":
-            last, key = chat[-1], [*new][-1]
-            if ORDER.index(key) < ORDER.index([*last][-1]):
-                raise SystemExit(f"{key} after {[*last][-1]} in one turn: {new}")
-            last[key] = last[key] + new[key] if key in last else new[key]
-        else:
-            chat.append(new)
-    return chat
 
 
 def function(tool):

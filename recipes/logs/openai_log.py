@@ -6,7 +6,7 @@ python recipes/logs/openai_log.py < log.jsonl > chats.jsonl
 import json
 import sys
 
-ORDER = ["role", "reasoning_content", "content", "tool_calls"]
+from turns import joined
 
 
 def turn(item):
@@ -23,20 +23,6 @@ def turn(item):
         raise SystemExit(f"a chat has no place for an item of the type {kind}")
     said = item["content"]
     return {"role": item["role"], "content": [{"type": "text", "text": said}] if isinstance(said, str) else said}
-
-
-def joined(turns):
-    """One turn for all that the model said before somebody else did. Another order than ORDER would be lost."""
-    chat = []
-    for new in turns:
-        if chat and chat[-1]["role"] == new["role"] != "tool":
-            last, key = chat[-1], [*new][-1]
-            if ORDER.index(key) < ORDER.index([*last][-1]):
-                raise SystemExit(f"{key} after {[*last][-1]} in one turn: {new}")
-            last[key] = last[key] + new[key] if key in last else new[key]
-        else:
-            chat.append(new)
-    return chat
 
 
 def function(tool):

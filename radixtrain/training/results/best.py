@@ -65,7 +65,7 @@ class Best(L.Callback):
         return self.validation.metrics[self.monitor]
 
     def on_fit_start(self, trainer: Any, module: L.LightningModule) -> None:
-        """Count the best one of before, after a checkpoint was read, if it is there and whole."""
+        """Take over the best checkpoint of the run that goes on, if it is there and whole."""
         if not self._loaded:
             return
         if self._loaded["metric"] != self.monitor:

@@ -59,7 +59,7 @@ def test_images_of_different_sizes(name: str, door: Callable[..., int]) -> None:
 BOTH_WAYS = {"Gemma 3": 16, "Gemma 4, in both directions": 4}  # placeholders of an image, longer than the window
 NEIGHBOURS: list[Row] = [["A"], ["A", 8], [7, "B"], [7, "A"], [7, "A", "B"], [7, "A", "B", 9], [7, "A", 8]]
 GRIDS = ["Qwen3-VL", "Qwen2.5-VL", "GLM-4V"]
-SHARED = {  # tokens behind images are shared if these are equal: by their bytes, grids included, and as a whole
+SHARED = {  # tokens after images are shared if these are equal: by their bytes, grids included, and as a whole
     "other images": ("LLaVA", [[7, 8, "A", 9, 10], [7, 8, "B", 9, 10]], 2 + 2 * (4 + 2)),
     "one image": ("LLaVA", [[7, 8, "A", 9, 10], [7, 8, "A", 9, 11]], 2 + 4 + 1 + 2),
     **{f"grids, {name}": (name, [[7, 8, "V", 9, 10], [7, 8, "W", 9, 10]], 3 + 2 * (4 + 2)) for name in GRIDS},
