@@ -13,6 +13,7 @@ imported only other packages than ours starts Python code, which finds what a ne
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
 import inspect
 import json
@@ -65,11 +66,21 @@ class Run:
         return self.server.ended[self.pid][1]
 
     def wait(self, seconds: float = SECONDS) -> int:
-        """The exit code, negative if a signal ended it. After `seconds` the run is killed, and TimeoutError raised."""
+        """The exit code, negative if a signal ended it. After `seconds` the run is killed, and TimeoutError raised.
+
+        The error has what the run has said, and where each of its threads was.
+        """
         if not self.server.wait(self.pid, seconds):
-            self.send_group(signal.SIGKILL)
+            self.abort()
             raise TimeoutError(f"still running after {seconds} s:\n{self.said()}")
         return self.server.ended[self.pid][0]
+
+    def abort(self) -> None:
+        """Have the run and its workers write the stacks of their threads on stderr, and end them."""
+        for number in (signal.SIGABRT, signal.SIGKILL):
+            if self.left():
+                self.send_group(number)
+                self.server.wait(self.pid, 5.0)
 
     def said(self) -> str:
         return self.stderr.read_text(errors="replace")
@@ -221,6 +232,7 @@ def _start(asked: dict[str, Any]) -> None:
         return _say(started=pid)
     os.setpgid(0, 0)
     _redirect(asked["stderr"])
+    faulthandler.enable()  # for `Run.abort`
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` and a shell's `&` have had them ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()

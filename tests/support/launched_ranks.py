@@ -41,7 +41,7 @@ class Launched:
         return all(run.is_running for run in self.runs)
 
     def wait(self, seconds: float = SECONDS) -> list[int]:
-        """The exit codes by rank. After `seconds` all are killed, and TimeoutError raised with what they have said."""
+        """The exit codes by rank. After `seconds` all are killed, and TimeoutError raised as `Run.wait` raises it."""
         deadline = time.monotonic() + seconds
         hanging = [
             rank
@@ -49,7 +49,8 @@ class Launched:
             if not run.server.wait(run.pid, max(0.0, deadline - time.monotonic()))
         ]
         if hanging:
-            self.kill()
+            for run in self.runs:
+                run.abort()
             raise TimeoutError(f"ranks {hanging} still running after {seconds} s:\n{self.said()}")
         return [run.wait() for run in self.runs]
 
