@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from radixtrain.kernels.first_order import first_order
 from radixtrain.kernels.rows import gather_rows
 from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
 
@@ -98,7 +98,7 @@ class _Pieces(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         first, *rest = ctx.pieces

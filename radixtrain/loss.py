@@ -30,7 +30,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from radixtrain.kernels.first_order import first_order
 
 # Rows of a chunk: a quarter of D within these bounds, so that its logits are about a quarter of the head. Each chunk
 # reads the head twice and its gradient once. With few rows the three products wait for memory, even more if the head is
@@ -165,7 +166,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Scale in place, unless the graph is kept: autograd lets go of what we saved and makes it `.grad`.
 
@@ -198,7 +199,7 @@ class _Logprobs(torch.autograd.Function):
         return logprobs
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """That of the cross-entropy with the weights `-grad`: `sum_p grad_p logprob_p` is that loss."""
         x, weight, bias, labels, rows = ctx.saved_tensors

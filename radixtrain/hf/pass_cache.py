@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from radixtrain.errors import UserError
+from radixtrain.kernels.first_order import first_order
 
 
 class LayerRows:
@@ -123,7 +123,7 @@ class _WithContext(torch.autograd.Function):
         return keys, values
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         cache, layer = ctx.cache, ctx.layer
         sizes = [end - start for _, start, end in cache.context]

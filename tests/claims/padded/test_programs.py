@@ -167,6 +167,16 @@ def test_a_batch_in_which_no_label_counts(name, dtype):
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("name", ["the model's", "of hidden states"])
+def test_a_gradient_of_a_gradient_is_refused(name):
+    """A Hessian-vector product asks for that of the weights only, where torch's `once_differentiable` is silent."""
+    model = share_prefixes(causal(), min_ratio=0.0)
+    hidden = model.model(input_ids=IDS, attention_mask=MASK, use_cache=False).last_hidden_state
+    loss = hidden[:, 0].square().sum() if name == "of hidden states" else own_loss(model, LABELS)
+    with pytest.raises(UserError, match=r"create_graph=True.* restore_model"):
+        torch.autograd.grad(loss, list(model.parameters()), create_graph=True, allow_unused=True)
+
+
 @pytest.mark.parametrize("label", [-1, 50])
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_label_that_is_no_token(name, label):

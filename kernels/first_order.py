@@ -1,0 +1,31 @@
+"""Refuses a gradient of a gradient where an autograd function computes only the first.
+
+torch's `once_differentiable` does not: it raises only if the second pass runs through its node, which leads to no
+weight. `torch.autograd.grad(..., weights)` leaves such nodes out, and `grad` without a graph of its own is not marked.
+Both return a gradient without its largest term.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+
+from radixtrain.errors import UserError
+
+
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate the `backward` of an autograd function. It raises UserError in a pass with `create_graph=True`."""
+
+    @wraps(backward)
+    def checked(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise UserError(
+                "create_graph=True asks for a gradient of a gradient (a Hessian, a gradient penalty, MAML), which "
+                "shared prefixes do not have: call restore_model(model) before, or leave create_graph out"
+            )
+        return backward(ctx, *gradients)
+
+    return checked
