@@ -19,7 +19,7 @@ import xxhash
 from torch import Tensor, nn
 
 from radixtrain.errors import UserError
-from radixtrain.hf.head import hooks_of_others
+from radixtrain.hf.other_hooks import hooks_of_others
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # `training`, hooks and the like, which change no weight
 OURS = "_radixtrain"  # what preparing a model leaves on its modules

@@ -15,7 +15,7 @@ the head, so that both arms compute the same rows of logits.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import RLock, get_ident
@@ -30,6 +30,7 @@ from transformers.utils import ModelOutput
 from radixtrain.errors import UserError, first_line
 from radixtrain.hf.backbone import Parts, parts_of, with_rows
 from radixtrain.hf.dropout import evaluating
+from radixtrain.hf.other_hooks import is_hooked
 from radixtrain.hf.positions import padding_idx_of_positions
 from radixtrain.hf.progress import Progress
 from radixtrain.tree.radix_inputs import radix_of
@@ -164,21 +165,6 @@ def _why_not_plain(parts: Parts) -> str | None:
     if not torch.equal(product.to(wide), logits.to(wide)):
         return "does more than one matrix product"
     return None if product.any() else "is all zero, so its logits do not show whether it is one matrix product"
-
-
-FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-HOOKS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Whether somebody else acts when the module is called: by a hook of any kind, or a `forward` on the instance."""
-    return "forward" in vars(module) or bool(hooks_of_others(module, HOOKS))
-
-
-def hooks_of_others(module: nn.Module, kinds: Sequence[str] = FORWARD_HOOKS) -> tuple[int, ...]:
-    """The numbers of its hooks, which torch counts up and never gives twice, without those of radixtrain."""
-    hooks = (hook for name in kinds for hook in getattr(module, name).items())
-    return tuple(number for number, hook in hooks if not str(hook.__module__).startswith("radixtrain."))
 
 
 def _parameters_beyond(parts: Parts) -> list[str]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from radixtrain.collators.misuse_guard import end_watch
-from radixtrain.errors import UserError
+from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.attention_interface import RadixCall, check_both_ways
 from radixtrain.hf.backbone import text_decoder_of, with_rows
@@ -34,7 +34,7 @@ from radixtrain.hf.inputs import (
     layout_of,
     on_device_of_rows,
 )
-from radixtrain.hf.padded.calls import is_compiled, is_generating
+from radixtrain.hf.padded.calls import is_compiled, is_generating, why_others_look
 from radixtrain.hf.padded.fused_heads import share_fused_heads
 from radixtrain.hf.padded.kept import KeptCall
 from radixtrain.hf.padded.row_functions import MIN_SAVING
@@ -230,6 +230,8 @@ class BackboneHooks:
                 "a radix batch came to a model of prepare_model(model, sp_group=...) without having been split over "
                 "its ranks: call what prepare_model got, not a part of it; let PEFT wrap the model before that"
             )
+        if reason := why_others_look(backbone):
+            raise UserError(f"a batch of a RadixCollator: {reason}; leave it out, or {TRAIN_WITHOUT_SHARING}")
         check_pass(decoder, head, layout, radix.is_left_padded, self.allow_dropout)
         self._check_passes(backbone, layout, radix)
 

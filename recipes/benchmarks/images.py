@@ -99,11 +99,13 @@ class Tower:
     def __init__(self, model: Any) -> None:
         self.images = 0
         self.inputs: dict[str, Tensor] = {}
-        backbone_of(model).vision_tower.register_forward_pre_hook(self._count, with_kwargs=True)
+        tower = backbone_of(model).vision_tower
+        self._forward, tower.forward = tower.forward, self._counted  # with a hook there the call would not be shared
         backbone_of(model).register_forward_pre_hook(self._keep, with_kwargs=True)
 
-    def _count(self, module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+    def _counted(self, *args: Any, **given: Any) -> Any:
         self.images += len(args[0] if args else given["pixel_values"])
+        return self._forward(*args, **given)
 
     def _keep(self, module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
         self.inputs = {name: value for name, value in given.items() if isinstance(value, Tensor)}

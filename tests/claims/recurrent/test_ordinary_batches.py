@@ -60,6 +60,7 @@ def test_generation(tiny_hybrid: Build, kind: str, beams: int) -> None:
         model(**batch_of())
 
 
+@pytest.mark.usefixtures("hooks_that_may_stay")
 @ONE_KIND
 @pytest.mark.parametrize("error", [ValueError, pytest.param(KeyboardInterrupt, marks=since("5.23", HOOKS_INSIDE))])
 def test_after_an_exception(tiny_hybrid: Build, kind: str, error: type[BaseException]) -> None:

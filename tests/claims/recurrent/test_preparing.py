@@ -125,6 +125,7 @@ def test_a_forward_that_replaces_ours_is_refused(tiny_hybrid: Build, kind: str) 
     assert_exact(prepare_model(model), truth)
 
 
+@pytest.mark.usefixtures("hooks_that_may_stay")
 def test_a_hook_of_the_user_on_a_mixer(tiny_hybrid: Build) -> None:
     """It runs once, on all unique rows."""
     model = prepare_model(tiny_hybrid("Qwen3.5"))

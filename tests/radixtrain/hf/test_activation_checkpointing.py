@@ -17,6 +17,8 @@ from radixtrain.testing import FREE_FORKS
 from radixtrain.verification.oracle import float64_throughout, float64_truth, gradients_of, radix_batch
 
 BAR = 1e-12
+pytestmark = pytest.mark.usefixtures("hooks_that_may_stay")
+
 SHARES = (0.25, 0.5, 0.75, 1.0)
 FORK = [5, 6, 7, 8, 9, 10]
 ROWS = [[*FORK, 11, 12, 13], [*FORK, 14, 15], [*FORK[:4], 16, 17, 18], [20, 21, 22, 23]]

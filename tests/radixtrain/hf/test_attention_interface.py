@@ -254,6 +254,7 @@ def test_a_subclass_of_any_name(tiny_qwen3):
     assert sharing_report(model).num_shared == 1
 
 
+@pytest.mark.usefixtures("hooks_that_may_stay")
 @pytest.mark.parametrize("weights", [torch.float64, torch.float32])
 def test_under_autocast_in_the_dtype_of_the_ordinary_call(tiny_qwen3, weights):
     """Autocast leaves float64 as it is."""

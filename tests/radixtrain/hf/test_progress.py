@@ -27,6 +27,8 @@ from radixtrain.hf.scores import Scorer
 from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_throughout
 
+pytestmark = pytest.mark.usefixtures("hooks_that_may_stay")
+
 BAR = 1e-12
 GROUP = padded(ROWS[:4], "right")
 ALONE = torch.tensor([[*PROMPT, 3, 4], [*PROMPT[::-1], 5, 6]])  # nothing to share

@@ -44,6 +44,7 @@ def test_a_layer_obeys_what_its_own_attention_obeys(family, settings, name, monk
     assert asked == [4 if (family == "Olmoe") == (name == "flash_attention_2") else None] * 2
 
 
+@pytest.mark.usefixtures("hooks_that_may_stay")
 def test_a_mask_that_a_model_made(tiny_qwen3):
     model = prepare_model(tiny_qwen3())
     attention = model.model.layers[1].self_attn
@@ -54,6 +55,7 @@ def test_a_mask_that_a_model_made(tiny_qwen3):
         model(**RadixCollator()(FEATURES))
 
 
+@pytest.mark.usefixtures("hooks_that_may_stay")
 def test_a_window_whose_mask_does_not_come_from_masking_utils():
     model = prepare_model(tiny_model("MistralForCausalLM"))
     model.model.layers[1].self_attn.register_forward_pre_hook(

@@ -82,6 +82,7 @@ class TestTheModel:
         assert model.dtype == torch.bfloat16
         assert model.config._attn_implementation == "sdpa"
 
+    @pytest.mark.usefixtures("hooks_that_may_stay")
     def test_dropout_that_was_allowed_is_off_meanwhile(self, tiny_qwen3: Callable[..., Any]) -> None:
         """And the model in training mode: evaluation would turn off activation checkpointing, which is compared too."""
         config = peft.LoraConfig(target_modules="all-linear", lora_dropout=0.5, init_lora_weights=False)

@@ -145,6 +145,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.usefixtures("hooks_that_may_stay")
 def test_a_change_of_the_model_is_seen(tiny_qwen3: Callable[..., Any], change: str) -> None:
     untouched, cache = tiny_qwen3(), RadixCache()
     shared = share_prefixes(tiny_qwen3(), cache=cache)
@@ -339,6 +340,7 @@ class TestRefused:
         logits_of(model.eval(), FIRST)
 
 
+@pytest.mark.usefixtures("hooks_that_may_stay")
 def test_two_threads(tiny_qwen3: Callable[..., Any]) -> None:
     """Both in the first layer at the same time: one of them does without the cache."""
     untouched, model = tiny_qwen3(), share_prefixes(tiny_qwen3(), cache=RadixCache())

@@ -1,0 +1,74 @@
+"""Hooks of others inside of a model: what they change, and whether its calls are shared."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from radixtrain import RadixCollator, prepare_model, share_prefixes, sharing_report
+from radixtrain.errors import UserError
+from radixtrain.testing import relative_error
+from radixtrain.verification.oracle import float64_throughout
+
+IDS = torch.tensor([[7, 8, 9, 1, 2], [7, 8, 9, 1, 3], [7, 8, 9, 4, 5]])
+Hang = Callable[[Any, list[Tensor]], object]
+
+
+def keep_output(kept: list[Tensor], module: nn.Module, args: Any, output: Tensor) -> None:
+    kept.append(output.abs().mean())
+
+
+def steer(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Change the last token of every row."""
+    return torch.cat([args[0][:, :-1], 2 * args[0][:, -1:]], dim=1), *args[1:]
+
+
+def keep_norms(kept: list[Tensor], module: nn.Module, grad_in: Any, grad_out: tuple[Tensor, ...]) -> None:
+    """Keep the norm of a gradient for each row of the batch, as DP-SGD clips it."""
+    kept.extend(grad_out[0].detach().flatten(1).norm(dim=1))
+
+
+def make_inputs_require_grad(module: nn.Module, args: Any, output: Tensor) -> None:
+    output.requires_grad_(True)
+
+
+READS: dict[str, Hang] = {
+    "a penalty of activations": lambda model, kept: model.layers[0].mlp.register_forward_hook(
+        partial(keep_output, kept)
+    ),
+    "steering": lambda model, kept: model.layers[1].mlp.register_forward_pre_hook(steer),
+    "gradients of rows": lambda model, kept: model.norm.register_full_backward_hook(partial(keep_norms, kept)),
+}
+CARES: dict[str, Hang] = {
+    "gradients on, by transformers": lambda model, kept: model.enable_input_require_grads(),
+    "gradients on, by a script": lambda model, kept: model.embed_tokens.register_forward_hook(make_inputs_require_grad),
+    "torch's own": lambda model, kept: weight_norm(model.layers[0].mlp.up_proj),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_batch_of_a_collator_is_refused(tiny_qwen3: Callable[..., Any], name: str) -> None:
+    model, rows = prepare_model(tiny_qwen3()), [{"input_ids": ids, "labels": ids} for ids in IDS.tolist()]
+    READS[name](model.model, [])
+    with pytest.raises(UserError, match=r"a hook on .* would see the unique tokens"):
+        model(**RadixCollator()(rows))
+
+
+@pytest.mark.parametrize("name", [*READS, *CARES])
+def test_hooks(tiny_qwen3: Callable[..., Any], name: str) -> None:
+    found = []
+    for share in (lambda model: model, partial(share_prefixes, min_ratio=0.0)):
+        model, kept = share(tiny_qwen3()), list[Tensor]()
+        (READS | CARES)[name](model.model, kept)
+        with float64_throughout(model):
+            loss = sum(kept, model(input_ids=IDS, labels=IDS, use_cache=False).loss)
+            loss.backward()
+            found.append([loss.detach(), *kept, *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert all(relative_error(*pair) <= 1e-12 for pair in zip(*found, strict=True))
+    report = sharing_report(model)
+    assert report.num_shared == (name in CARES)
+    assert all("a hook on" in reason and __name__ in reason for reason in report.not_shared)
