@@ -6,7 +6,7 @@ A hook inside of a shared model sees the unique tokens, `[1, U, D]`, in place of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,12 +33,25 @@ def hooks_of_others(module: nn.Module, kinds: Sequence[str] = FORWARD_HOOKS) -> 
 
 
 def why_hooked_inside(backbone: nn.Module) -> str | None:
-    """Name a hook on a module inside of a backbone that may read tokens; None without any."""
+    """Name a hook on a module inside of a backbone, or on all modules there are, that may read tokens."""
+    everywhere = _reading(getattr(nn.modules.module, f"_global{kind}") for kind in HOOKS)
+    if everywhere is not None:
+        return f"a hook on every module ({everywhere}) would see the unique tokens, [1, U, D]"
     for module in _hooked_inside(backbone):
-        for hook in (hook for kind in HOOKS for hook in getattr(module, kind).values()):
-            if not _only_cares(hook):
-                path = next(path for path, each in backbone.named_modules() if each is module)
-                return f"a hook on {path} ({_name_of(hook)}) would see the unique tokens, [1, U, D]"
+        name = _reading(getattr(module, kind) for kind in HOOKS)
+        if name is not None:
+            path = next(path for path, each in backbone.named_modules() if each is module)
+            return f"a hook on {path} ({name}) would see the unique tokens, [1, U, D]"
+    return None
+
+
+def _reading(hooks: Iterable[Mapping[int, Any]]) -> str | None:
+    """Return the name of the first hook that may read tokens; None without any."""
+    for hook in (hook for each in hooks for hook in each.values()):
+        while isinstance(hook, partial):
+            hook = hook.func
+        if not _only_cares(hook):
+            return f"{hook.__module__}.{getattr(hook, '__qualname__', type(hook).__qualname__)}"
     return None
 
 
@@ -53,19 +66,7 @@ def _hooked_inside(backbone: nn.Module) -> Iterator[nn.Module]:
         )
 
 
-def _function_of(hook: Any) -> Any:
-    while isinstance(hook, partial):
-        hook = hook.func
-    return hook
-
-
-def _name_of(hook: Any) -> str:
-    function = _function_of(hook)
-    return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
-
-
 def _only_cares(hook: Any) -> bool:
     """Whether a hook is of a package of `CARING`, or does nothing but switch gradients on."""
-    function = _function_of(hook)
-    is_known = str(function.__module__).partition(".")[0] in CARING
-    return is_known or set(getattr(getattr(function, "__code__", None), "co_names", ())) == {"requires_grad_"}
+    is_known = str(hook.__module__).partition(".")[0] in CARING
+    return is_known or set(getattr(getattr(hook, "__code__", None), "co_names", ())) == {"requires_grad_"}

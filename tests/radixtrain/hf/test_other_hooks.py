@@ -1,5 +1,6 @@
 """Hooks of others inside of a model: what they change, and whether its calls are shared."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -40,6 +41,9 @@ READS: dict[str, Hang] = {
     "a penalty of activations": lambda model, kept: model.layers[0].mlp.register_forward_hook(
         partial(keep_output, kept)
     ),
+    "all modules": lambda model, kept: nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: kept.append(output.abs().mean()) if module is model.norm else None
+    ),
     "steering": lambda model, kept: model.layers[1].mlp.register_forward_pre_hook(steer),
     "gradients of rows": lambda model, kept: model.norm.register_full_backward_hook(partial(keep_norms, kept)),
 }
@@ -48,6 +52,11 @@ CARES: dict[str, Hang] = {
     "gradients on, by a script": lambda model, kept: model.embed_tokens.register_forward_hook(make_inputs_require_grad),
     "torch's own": lambda model, kept: weight_norm(model.layers[0].mlp.up_proj),
 }
+
+
+@pytest.fixture(autouse=True)
+def no_hook_on_all_modules_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.modules.module, "_global_forward_hooks", OrderedDict())
 
 
 @pytest.mark.parametrize("name", READS)
