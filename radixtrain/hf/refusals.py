@@ -24,9 +24,9 @@ from radixtrain.hf.conditions import (
     why_other_attention,
 )
 from radixtrain.hf.dropout import check_drawing_modules, check_noise
-from radixtrain.hf.model_dims import ModelDimensions
 from radixtrain.hf.positions import check_position, positions_in_table, why_padding_matters
 from radixtrain.hf.recurrent.mixers import mixers_of, num_attention_layers, text_layers
+from radixtrain.hf.step_cost import ModelDimensions
 from radixtrain.hf.windows import chunk_of
 from radixtrain.tree.context import WITH_CONTEXT
 from radixtrain.tree.layout import TreeLayout
