@@ -13,9 +13,8 @@ from transformers import PreTrainedModel
 
 from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import RadixCall
-from radixtrain.hf.backbone import text_decoder_of, with_rows
+from radixtrain.hf.backbone import arguments_of, text_decoder_of, with_rows
 from radixtrain.hf.image_models import axes_of, given_of_images, without_empty_types
-from radixtrain.hf.inputs import arguments_of
 from radixtrain.hf.padded.calls import (
     is_compiled,
     option,

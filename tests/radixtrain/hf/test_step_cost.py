@@ -1,4 +1,4 @@
-"""Dimensions by real configuration classes, what a layer costs, and that a model computes what its batches chose by it."""
+"""Dimensions by real configurations, what a layer costs, and that a model computes what its batches chose by it."""
 
 from types import SimpleNamespace
 
