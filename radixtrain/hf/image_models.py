@@ -17,9 +17,8 @@ from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of, text_decoder_of
 from radixtrain.hf.class_code import names_in_method
 from radixtrain.hf.dropout import DRAWS, DROPOUTS
-from radixtrain.images.tensors import OF_IMAGES, NotShared
 from radixtrain.images.tokens import TOKEN_TYPES, TYPES, ImageInputs
-from radixtrain.images.tower import FEATURES, Tower
+from radixtrain.images.tower import FEATURES, OF_IMAGES, NotShared, Tower
 from radixtrain.tree.blocks import BlockLayout
 from radixtrain.tree.cached_layout import on_device
 from radixtrain.tree.radix_inputs import RadixInputs

@@ -10,10 +10,9 @@ from rich.text import Text
 
 from radixtrain.data.step_data import StepData
 from radixtrain.errors import UserError
-from radixtrain.inspection.micro_batch import MicroBatch, micro_batches
 from radixtrain.inspection.picture import asked_for, draw
 from radixtrain.inspection.row import row_stages
-from radixtrain.inspection.runs import RunTree, run_tree
+from radixtrain.inspection.runs import MicroBatch, RunTree, micro_batches, run_tree
 from radixtrain.inspection.tokens import LOSS
 from radixtrain.tree.radix_inputs import layout_of, radix_of
 

@@ -14,9 +14,8 @@ from radixtrain.hf.backbone import text_decoder_of
 from radixtrain.hf.image_models import inputs_of, sees_beyond_windows, types_for, without_images
 from radixtrain.hf.padded.rows import PaddedRows
 from radixtrain.hf.windows import window_may_bind
-from radixtrain.images.tensors import NotShared
 from radixtrain.images.tokens import ImageInputs, ImageTokens
-from radixtrain.images.tower import Tower
+from radixtrain.images.tower import NotShared, Tower
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.cached_layout import on_device
 from radixtrain.tree.layout import TreeLayout
