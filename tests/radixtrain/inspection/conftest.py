@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from radixtrain.collators.steps import StepCollator
 from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.steps import features_of
-from radixtrain.inspection.runs import MicroBatch
+from radixtrain.inspection.micro_batch import MicroBatch
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,13 @@
-"""The prefix tree of a micro-batch, read from the arrays that the model receives: runs of rows without a branch."""
+"""One micro-batch of a training run: its sequences, and their prefix tree as runs of rows without a branch.
+
+The tree is read from the arrays that the model receives.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
@@ -23,6 +27,10 @@ from radixtrain.tree.radix_inputs import layout_of, radix_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+CONTEXT = 16  # tokens before a run that are decoded with it: characters may begin there, and blanks depend on it
+MOST_NAMES = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +71,14 @@ class MicroBatch:
         return int(radix.loss_weights.sum()) if radix.label_indices is None else len(radix.loss_weights)
 
 
+def named_rows(wheres: Iterable[str]) -> str:
+    """`chats.jsonl:3, chats.jsonl:5 (2 samples) and 4 more`, without folders."""
+    counted = Counter(os.path.basename(where) for where in wheres)
+    names = [f"{name} ({count} samples)" if count > 1 else name for name, count in counted.items()]
+    more = f" and {len(names) - MOST_NAMES:,} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more
+
+
 def micro_batches(data: StepData, step: int) -> list[MicroBatch]:
     """All micro-batches of an optimizer step of the first epoch, as training collates them.
 
@@ -95,9 +111,6 @@ def micro_batches(data: StepData, step: int) -> list[MicroBatch]:
         )
         for index, (members, batch) in enumerate(parts)
     ]
-
-
-CONTEXT = 16  # tokens before a run that are decoded with it: characters may begin there, and blanks depend on it
 
 
 @dataclass(frozen=True)
