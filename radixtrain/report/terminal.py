@@ -12,8 +12,19 @@ from rich.tree import Tree
 
 from radixtrain.data.tokens.decode import shortened
 from radixtrain.errors import bytes_text
-from radixtrain.report.contents import Break, DataReport, Setting, TreeNode
-from radixtrain.report.formatting import duration, headline, prediction, ratio, rounded, split_turns, with_others
+from radixtrain.report.contents import (
+    Break,
+    DataReport,
+    Setting,
+    TreeNode,
+    duration,
+    headline,
+    prediction,
+    ratio,
+    rounded,
+    split_turns,
+    with_others,
+)
 from radixtrain.screen import screen
 
 MAX_RUNS = 14  # of the tree

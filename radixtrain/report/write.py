@@ -17,8 +17,7 @@ from radixtrain.data.step_data import StepData
 from radixtrain.data.tokenized.corpus import Corpus
 from radixtrain.errors import UserError, bytes_text
 from radixtrain.report.breaks import find_breaks
-from radixtrain.report.contents import DataReport, Setting, Splitting
-from radixtrain.report.formatting import duration, ratio
+from radixtrain.report.contents import DataReport, Setting, Splitting, duration, ratio
 from radixtrain.report.prediction import Prediction, free_bytes, predict_seconds, process_of_fit, step_cost_of_run
 from radixtrain.report.profiling import RunSetup, cases_of
 from radixtrain.report.sharing import (
