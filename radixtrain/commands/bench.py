@@ -18,7 +18,7 @@ from radixtrain.bench.work import make_work, with_choices
 from radixtrain.commands.reading import print_settings
 from radixtrain.commands.typed import Typed
 from radixtrain.hf.step_cost import step_cost_of
-from radixtrain.settings.bench import Bench
+from radixtrain.settings.commands import Bench
 
 
 def bench(settings: Bench) -> None:
