@@ -17,9 +17,8 @@ import torch
 
 from radixtrain.collators.steps import Step
 from radixtrain.collators.token_row import TokenRow
-from radixtrain.data.grouping import whole_chats
 from radixtrain.data.step_data import StepData
-from radixtrain.data.steps import features_of
+from radixtrain.data.steps import features_of, whole_chats
 from radixtrain.errors import UserError
 from radixtrain.inspection.tokens import Token, token_texts
 from radixtrain.tree.arrays import IntArray

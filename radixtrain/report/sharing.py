@@ -20,8 +20,15 @@ from radixtrain.collators.passes import FORWARD
 from radixtrain.collators.prefix_sampler import GroupedOrder, batches_of
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
-from radixtrain.data.grouping import conversation_groups, grouped_order, is_split, whole_chats
-from radixtrain.data.steps import StepSampler, epoch_size, features_of
+from radixtrain.data.steps import (
+    StepSampler,
+    conversation_groups,
+    epoch_size,
+    features_of,
+    grouped_order,
+    is_split,
+    whole_chats,
+)
 from radixtrain.report.contents import Splitting
 from radixtrain.tree.arrays import IntArray, cumulative
 from radixtrain.tree.cost_model import StepCost
