@@ -39,7 +39,7 @@ from transformers.masking_utils import (
 from radixtrain.attention import cached_attention, tree_attention
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.backbone import is_text
-from radixtrain.hf.class_code import attends, eager_places, interfaces_of, why_replaced
+from radixtrain.hf.modules import attends, eager_places, interfaces_of, why_replaced
 from radixtrain.hf.padded.rows import Places
 from radixtrain.hf.pass_cache import PassCache
 from radixtrain.hf.recurrent.running import TreeRuns

@@ -22,7 +22,7 @@ from radixtrain.hf.conditions import WITHOUT
 from radixtrain.hf.dropout import evaluating
 from radixtrain.hf.head import only_rows
 from radixtrain.hf.image_models import types_for
-from radixtrain.hf.recurrent.mixers import num_attention_layers
+from radixtrain.hf.modules import num_attention_layers
 from radixtrain.hf.refusals import check_choice, check_generation
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.tree.cached_layout import CachedLayout

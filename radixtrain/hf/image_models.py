@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of, text_decoder_of
-from radixtrain.hf.class_code import names_in_method
 from radixtrain.hf.dropout import DRAWS, DROPOUTS
+from radixtrain.hf.modules import names_in_method
 from radixtrain.images.tokens import TOKEN_TYPES, TYPES, ImageInputs
 from radixtrain.images.tower import FEATURES, OF_IMAGES, NotShared, Tower
 from radixtrain.tree.blocks import BlockLayout

@@ -19,9 +19,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of
-from radixtrain.hf.class_code import attends
+from radixtrain.hf.modules import attends, mixers_of, text_layers
 from radixtrain.hf.recurrent.forking import can_fork
-from radixtrain.hf.recurrent.mixers import mixers_of, text_layers
 from radixtrain.tree.cost_model import CHOICES, FIXED_RATES, StepCost
 from radixtrain.tree.runs import RunCost
 
