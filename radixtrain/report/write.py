@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from radixtrain.bench.environment import environment
 from radixtrain.data.division import Division, divide, sp_sizes
 from radixtrain.data.step_data import StepData
 from radixtrain.data.tokenized.corpus import Corpus
@@ -30,6 +29,7 @@ from radixtrain.report.sharing import (
     splitting,
 )
 from radixtrain.report.tree import prefix_tree
+from radixtrain.timing import environment
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.cost_model import StepCost
 
