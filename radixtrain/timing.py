@@ -1,4 +1,4 @@
-"""How long a function takes, and how much memory it holds at most; and what these numbers depend on besides the function.
+"""How long a function takes, and how much memory it holds at most; and what these numbers depend on besides it.
 
 Waits for the device; several functions take turns. A file of numbers names date, commit, machine, threads, versions.
 
