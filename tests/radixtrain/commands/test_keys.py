@@ -10,7 +10,7 @@ import yaml
 
 from radixtrain.__main__ import main
 from radixtrain.commands import COMMANDS
-from radixtrain.commands.keys import TRAINER, help_text, keys_of, known_keys, topic_of
+from radixtrain.commands.keys import TRAINER, all_keys, help_text, keys_of, known_keys, topic_of
 from radixtrain.commands.typed import NOTES, SYNONYMS, check_typed
 from radixtrain.errors import UsageError
 
