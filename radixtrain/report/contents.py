@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from radixtrain.data.division import Division
+from radixtrain.collators.row_split import Division
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from radixtrain.data.division import Division, divide, sp_sizes
+from radixtrain.collators.row_split import Division, divide, sp_sizes
 from radixtrain.data.step_data import StepData
 from radixtrain.data.tokenized.corpus import Corpus
 from radixtrain.errors import UserError, bytes_text
