@@ -78,12 +78,11 @@ class RadixCall:
         window_may_bind: bool,
         chosen: str | None = None,
         places: Places | None = None,
-        misses_cache: bool = False,
     ) -> None:
         self.layout, self.predictor_indices = layout, predictor_indices
         self.attention, self.kernel, self.chosen = attention, kernel, chosen
         self.window_may_bind = window_may_bind
-        self.places, self.misses_cache = places, misses_cache
+        self.places, self.misses_cache = places, False
         self.images: Any = None
         self.token_loss = False
         self.place_rows: IntArray | None = None

@@ -100,7 +100,7 @@ class StoredPasses:
                 use_cache=False,
                 radix_call=call,
                 **features,
-                **types_for(self.parts.backbone, layout.blocks, layout.max_seqlen),
+                **types_for(self.parts.backbone, layout),
             )
         self._check_layers(call)
         check_both_ways(self.parts.backbone, call)

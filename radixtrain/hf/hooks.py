@@ -157,7 +157,7 @@ class BackboneHooks:
         call = RadixCall(*options) if self.split is None else SplitCall(self.split, *options)
         call.cache, call.token_loss, call.place_rows = radix.cache, radix.token_loss, place_rows
         mask = no_mask(may_bind, layout.device, call)
-        types = types_for(backbone, layout.blocks, layout.max_seqlen)
+        types = types_for(backbone, layout)
         return {**given, **types, "attention_mask": mask, "use_cache": False, "radix_call": call}
 
     def _count(self, backbone: PreTrainedModel, radix: RadixInputs, layout: TreeLayout, num_head_rows: int) -> None:

@@ -25,7 +25,8 @@ from radixtrain.hf.hooks import BackboneHooks, remove_hooks
 from radixtrain.hf.modules import mixers_of, num_attention_layers
 from radixtrain.hf.padded.kept import KeptPrefixes
 from radixtrain.hf.padded.sharing import PaddedSharing
-from radixtrain.hf.recurrent.layers import Progress, install_mixers, remove_mixers
+from radixtrain.hf.progress import Progress
+from radixtrain.hf.recurrent.layers import install_mixers, remove_mixers
 from radixtrain.hf.refusals import check_choice
 from radixtrain.hf.sequence_parallel import SplitModel
 from radixtrain.hf.sharing_report import SharingReport, SharingWatch

@@ -107,7 +107,7 @@ def find_prefix_groups(sequences: Iterable[IntArray], copies: bool = False) -> P
 
     What all sequences have in common makes no group: they meet in any order.
     """
-    multipliers = _multipliers(int(DEPTHS[-1]))
+    multipliers = np.random.default_rng(0).integers(2**64, size=DEPTHS[-1], dtype=np.uint64)  # one for each place
     hashes: list[IntArray] = []
     lengths: list[int] = []
     whole: list[int] = []
@@ -122,11 +122,6 @@ def find_prefix_groups(sequences: Iterable[IntArray], copies: bool = False) -> P
     by_hash = sort_sequences(packed, cumulative(counts))
     identity = range(len(whole)) if copies else whole
     return _groups(by_hash, np.array(lengths, dtype=np.int64), np.array(identity, dtype=np.uint64))
-
-
-def _multipliers(count: int) -> npt.NDArray[np.uint64]:
-    """(count,). fixed random numbers, one for each place of a sequence."""
-    return np.random.default_rng(0).integers(2**64, size=count, dtype=np.uint64)
 
 
 def _hashes(ids: IntArray, multipliers: npt.NDArray[np.uint64]) -> tuple[IntArray, int]:

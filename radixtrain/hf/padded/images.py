@@ -61,7 +61,7 @@ class Images:
         """
         self.tower.check_complete(len(self.tokens.rows))
         device, axes = arguments["input_ids"].device, self.tokens.axes_at(tokens)
-        left = without_images(arguments) | types_for(backbone, layout.blocks, layout.max_seqlen)
+        left = without_images(arguments) | types_for(backbone, layout)
         if axes is not None:
             left["position_ids"] = on_device(axes, device)[:, None]
         return left | self.tower.argument_at(on_device(self.tokens.rows_at(tokens), device))
