@@ -82,7 +82,9 @@ def _settings_table(report: DataReport) -> Table:
     table.add_column("")
     for setting in report.settings:
         table.add_row(
-            *map(Text, _cells(setting, recomputes)), Text(_names(setting, report)), style=_style(setting, report)
+            *map(Text, _cells(setting, recomputes)),
+            Text(_names(setting, report)),
+            style="bold" if setting in (report.current, report.best) else "",
         )
     return table
 
@@ -118,10 +120,6 @@ def _cells(setting: Setting, recomputes: bool) -> list[str]:
 def _names(setting: Setting, report: DataReport) -> str:
     names = {"yours": report.current, "best": report.best}
     return ", ".join(name for name, each in names.items() if each == setting)
-
-
-def _style(setting: Setting, report: DataReport) -> str:
-    return "bold" if setting in (report.current, report.best) else ""
 
 
 def _table(title: str) -> Table:
