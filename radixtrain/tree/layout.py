@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from radixtrain.kernels.cascade import BUNDLE, Level, bundled_pieces
+from radixtrain.kernels.cascade import Level, bundled_pieces
 from radixtrain.kernels.merge_attention import Piece
 from radixtrain.kernels.tree_flex import tree_block_mask
 from radixtrain.kernels.varlen_args import Ragged
@@ -181,16 +181,15 @@ class TreeLayout(Movable):
     def pieces(self) -> tuple[Piece, ...]:
         """The calls of `cascade`; the first covers every row."""
         if self.device.type == "cpu":
-            return self._bundled_pieces()
+            return self._onto_context(bundled_pieces(self.segment_starts, self.subtree_ends, self.row_subtree_ends))
         return self.packed_pieces()
 
     @cached_property
     def separate_pieces(self) -> tuple[Piece, ...]:
         """The calls of `cascade` on the host without a mask that hides one branch from another."""
-        return self._bundled_pieces(bundle=1)
-
-    def _bundled_pieces(self, bundle: int = BUNDLE) -> tuple[Piece, ...]:
-        return self._onto_context(bundled_pieces(self.segment_starts, self.subtree_ends, self.row_subtree_ends, bundle))
+        return self._onto_context(
+            bundled_pieces(self.segment_starts, self.subtree_ends, self.row_subtree_ends, bundle=1)
+        )
 
     def packed_pieces(self) -> tuple[Piece, ...]:
         """The calls of `cascade` on a device: one for all segments, and one for each level of the tree."""
