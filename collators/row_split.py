@@ -13,13 +13,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from radixtrain.collators.batching import SequenceCost, share_by_unique_tokens
-from radixtrain.tree.arrays import IntArray, cumulative
+from radixtrain.tree.arrays import IntArray, back_to_back
 from radixtrain.tree.cost_model import StepCost
 from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.tree.radix_inputs import radix_of, with_radix
@@ -135,7 +134,7 @@ def divide(
 def _part(sequences: Sequence[IntArray], group: Sequence[int], sp_size: int, step_cost: StepCost) -> tuple[int, float]:
     """Cost a rank that shares a micro-batch with others: its rows, and seconds of a layer on them and on its heads."""
     mine = [sequences[index] for index in group]
-    plan = build_prefix_plan(np.concatenate(mine), cumulative(np.array([len(ids) for ids in mine], dtype=np.int64)))
+    plan = build_prefix_plan(*back_to_back(mine))
     num_rows = rows_per_rank(plan.num_rows, sp_size)
     of_rank = step_cost.of_rank(sp_size)
     attention = min(of_rank.attention_seconds(plan, strategy) for strategy in step_cost.strategies)
