@@ -61,6 +61,11 @@ class Ragged:
 
     schedules: dict[int | None, Any] = field(default_factory=dict, init=False, repr=False)  # by window
 
+    @property
+    def arguments(self) -> tuple[Tensor, Tensor, int, int]:
+        """What kernels take of it by position."""
+        return self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k
+
 
 class VarlenKernel(Protocol):
     """Stateless. Shapes: q, out (T, N, H); k, v (J, K, H); lse (N, T), float32 (float64 for float64 inputs)."""

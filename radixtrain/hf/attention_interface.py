@@ -39,7 +39,7 @@ from transformers.masking_utils import (
 from radixtrain.attention import cached_attention, tree_attention
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.backbone import is_text
-from radixtrain.hf.class_code import attends, eager_places, interfaces_of, why_replaced
+from radixtrain.hf.modules import attends, eager_places, interfaces_of, why_replaced
 from radixtrain.hf.padded.rows import Places
 from radixtrain.hf.pass_cache import PassCache
 from radixtrain.hf.recurrent.running import TreeRuns
@@ -78,12 +78,11 @@ class RadixCall:
         window_may_bind: bool,
         chosen: str | None = None,
         places: Places | None = None,
-        misses_cache: bool = False,
     ) -> None:
         self.layout, self.predictor_indices = layout, predictor_indices
         self.attention, self.kernel, self.chosen = attention, kernel, chosen
         self.window_may_bind = window_may_bind
-        self.places, self.misses_cache = places, misses_cache
+        self.places, self.misses_cache = places, False
         self.images: Any = None
         self.token_loss = False
         self.place_rows: IntArray | None = None

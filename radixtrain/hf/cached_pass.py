@@ -22,7 +22,7 @@ from radixtrain.hf.conditions import WITHOUT
 from radixtrain.hf.dropout import evaluating
 from radixtrain.hf.head import only_rows
 from radixtrain.hf.image_models import types_for
-from radixtrain.hf.recurrent.mixers import num_attention_layers
+from radixtrain.hf.modules import num_attention_layers
 from radixtrain.hf.refusals import check_choice, check_generation
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.tree.cached_layout import CachedLayout
@@ -100,7 +100,7 @@ class StoredPasses:
                 use_cache=False,
                 radix_call=call,
                 **features,
-                **types_for(self.parts.backbone, layout.blocks, layout.max_seqlen),
+                **types_for(self.parts.backbone, layout),
             )
         self._check_layers(call)
         check_both_ways(self.parts.backbone, call)

@@ -5,7 +5,7 @@ T packed tokens, U unique rows, B sequences, S segments, P predictions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from radixtrain.kernels.cascade import Level, bundled_pieces, packed_pieces
+from radixtrain.kernels.cascade import Level, bundled_pieces
 from radixtrain.kernels.merge_attention import Piece
 from radixtrain.kernels.tree_flex import tree_block_mask
 from radixtrain.kernels.varlen_args import Ragged
@@ -193,16 +193,23 @@ class TreeLayout(Movable):
 
     def packed_pieces(self) -> tuple[Piece, ...]:
         """The calls of `cascade` on a device: one for all segments, and one for each level of the tree."""
-        pieces = packed_pieces(
-            segment_starts=self.segment_starts,
-            max_segment=self.max_segment,
-            levels=self.levels,
-            level_queries=self.level_queries,
-            level_keys=self.level_keys,
-            level_cu_seqlens_q=self.level_cu_seqlens_q,
-            level_cu_seqlens_k=self.level_cu_seqlens_k,
-        )
-        return self._onto_context(tuple(pieces))
+        own = Ragged(self.segment_starts, self.segment_starts, self.max_segment, self.max_segment, causal=True)
+        return self._onto_context((Piece(slice(None), slice(None), own), *self._level_pieces()))
+
+    def _level_pieces(self) -> Iterator[Piece]:
+        """Descendants onto their ancestors, a call for each level of the tree."""
+        entry = query = key = 0
+        for level in self.levels:
+            bounds = slice(entry, entry + level.num_entries + 1)
+            entry += level.num_entries + 1
+            cu_seqlens = self.level_cu_seqlens_q[bounds], self.level_cu_seqlens_k[bounds]
+            ragged = Ragged(*cu_seqlens, level.max_seqlen_q, level.max_seqlen_k, causal=False)
+            q_rows: slice | Tensor = slice(level.first_query, level.first_query + level.num_queries)
+            k_rows: slice | Tensor = slice(level.first_key, level.first_key + level.num_keys)
+            if level.num_entries > 1:
+                q_rows, query = self.level_queries[query : query + level.num_queries], query + level.num_queries
+                k_rows, key = self.level_keys[key : key + level.num_keys], key + level.num_keys
+            yield Piece(q_rows, k_rows, ragged)
 
     def _onto_context(self, own: tuple[Piece, ...]) -> tuple[Piece, ...]:
         """The calls on the rows themselves, and those onto the context."""
