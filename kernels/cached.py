@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from radixtrain.kernels.cpu_loops import EagerKernel, LoopingKernel, Rectangles
-from radixtrain.kernels.merge_attention import Piece, merge_piece, merge_sinks, rows_of
+from radixtrain.kernels.merge_attention import Piece, merged_pieces
 from radixtrain.kernels.varlen_args import Scoring, VarlenKernel
 
 
@@ -48,30 +48,6 @@ class Lanes:
         return self._rectangles[num_queries]
 
 
-def attention_with_stored_rows(
-    q_UNH: Tensor,
-    k_UKH: Tensor,
-    v_UKH: Tensor,
-    stored: tuple[Tensor, Tensor],
-    own: Sequence[Piece],
-    shared: Sequence[Piece],
-    kernel: VarlenKernel,
-    scoring: Scoring,
-    sinks_N: Tensor | None = None,
-) -> Tensor:
-    """Prefill: new rows among themselves and over stored rows.
-
-    k_UKH, v_UKH: of the new rows. stored: keys and values, (C, K, H) each.
-    own: pieces on the new rows; the first covers all of them.
-    shared: their `k_rows` are slots of the store. No query sees a key in two pieces.
-    Returns (U, N, H), the dtype of q.
-    """
-    first, *rest = own
-    parts = kernel.forward(q_UNH, k_UKH, v_UKH, first.ragged, scoring)
-    onto_new = [(piece, k_UKH, v_UKH) for piece in rest]
-    return _merged(q_UNH, parts, [*onto_new, *((piece, *stored) for piece in shared)], kernel, scoring, sinks_N)
-
-
 def attention_in_lanes(
     q_UNH: Tensor,
     stored: tuple[Tensor, Tensor],
@@ -92,34 +68,8 @@ def attention_in_lanes(
     part = lanes.rectangles(q_UGKH.shape[1])
     k_ULKH, v_ULKH = (part.keys(rows) for rows in stored)
     out_UGKH, lse_UKG = looping.part_forward(q_UGKH, k_ULKH, v_ULKH, part, scoring)
-    out_UNH, lse_NU = out_UGKH.transpose(1, 2).flatten(1, 2), lse_UKG.flatten(1, 2).t()
-    onto_shared = [(piece, *stored) for piece in shared]
-    if lanes.order is None or lanes.inverse is None:
-        return _merged(q_UNH, (out_UNH, lse_NU), onto_shared, kernel, scoring, sinks_N)
-    q, out, lse = q_UNH[lanes.order], out_UNH[lanes.order], lse_NU[:, lanes.order]
-    return _merged(q, (out, lse), onto_shared, kernel, scoring, sinks_N)[lanes.inverse]
-
-
-def _merged(
-    q: Tensor,
-    first: tuple[Tensor, Tensor],
-    rest: Sequence[tuple[Piece, Tensor, Tensor]],
-    kernel: VarlenKernel,
-    scoring: Scoring,
-    sinks: Tensor | None,
-) -> Tensor:
-    """(U, N, H). All pieces together, in the dtype of q.
-
-    first: of one that covers every query, its output (U, N, H) and log-sum-exp (N, U).
-    rest: the others, each with the keys and values that it reads.
-    """
-    out, lse = first
-    if not rest and sinks is None:
-        return out
-    merged, lse = out.to(lse.dtype).contiguous(), lse.contiguous()
-    for piece, k, v in rest:
-        keys = rows_of(k, piece.k_rows), rows_of(v, piece.k_rows)
-        merge_piece(merged, lse, piece.q_rows, *kernel.forward(rows_of(q, piece.q_rows), *keys, piece.ragged, scoring))
-    if sinks is not None:
-        merge_sinks(merged, lse, sinks)
-    return merged.to(q.dtype)
+    q, out, lse = q_UNH, out_UGKH.transpose(1, 2).flatten(1, 2), lse_UKG.flatten(1, 2).t().contiguous()
+    if lanes.order is not None:
+        q, out, lse = q[lanes.order], out[lanes.order], lse[:, lanes.order]
+    out, _ = merged_pieces(q, (out, lse), shared, stored, kernel, scoring, sinks_N)
+    return out if lanes.inverse is None else out[lanes.inverse]

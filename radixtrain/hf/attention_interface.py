@@ -112,11 +112,14 @@ class RadixCall:
 
     def attend(self, layer: int, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
         """Tree attention on the unique tokens. layer: its id. heads, scoring: as `tree_attention` takes them."""
+        query, key, value = heads
+        stored = None
         if self.cache is not None:
-            heads = heads[0], *self.cache.keys_and_values(layer, *heads[1:])
+            (key, value), stored = self.cache.keys_and_values(layer, key, value)
         is_lost = self.chosen == "cascade" and window is not None  # it cannot keep one, and collators know of none
         strategy = self.attention if self.chosen is None or is_lost else self.chosen
-        return tree_attention(*heads, self.layout, attention=strategy, kernel=self.kernel, window=window, **scoring)
+        options = {"attention": strategy, "kernel": self.kernel, "window": window, "stored": stored, **scoring}
+        return tree_attention(query, key, value, self.layout, **options)
 
 
 Write = Callable[[int, tuple[Tensor, ...], CachedLayout], tuple[Tensor, ...]]
