@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from radixtrain.errors import UserError
-from radixtrain.kernels.cached import attention_in_lanes
+from radixtrain.kernels.lanes import attention_in_lanes
 from radixtrain.kernels.merge_attention import (
     Piece,
     attention_in_pieces,

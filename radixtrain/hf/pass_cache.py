@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from radixtrain.errors import UserError
 
-Heads = tuple[Tensor, Tensor]  # keys and values
+Keys = tuple[Tensor, Tensor]  # and values
 
 
 class LayerRows:
@@ -103,7 +103,7 @@ class PassCache:
             )
         self.went_backward = True
 
-    def keys_and_values(self, layer: int, key: Tensor, value: Tensor) -> tuple[Heads, Heads | None]:
+    def keys_and_values(self, layer: int, key: Tensor, value: Tensor) -> tuple[Keys, Keys | None]:
         """Those of the pass, (U, K, H) each, and those of its context, (C, K, H) each, if it has one."""
         if torch.is_grad_enabled():
             for rows in (*([self.kept] if self.kept else ()), *(earlier for earlier, _, _ in self.context)):

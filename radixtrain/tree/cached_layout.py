@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from radixtrain.kernels.cached import Lanes
+from radixtrain.kernels.lanes import Lanes
 from radixtrain.kernels.merge_attention import Piece
 from radixtrain.kernels.varlen_args import Ragged
 from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative, lengths_of

@@ -1,12 +1,11 @@
-"""Attention of new rows over rows whose keys and values were computed before: prefill and decoding, without a backward.
+"""Decoding: one new row of each sequence, over rows whose keys and values are stored. Without a backward.
 
 U new rows, N query heads, K key/value heads, G = N / K, H head dim, L slots of a lane, C slots of the store. A *slot*
-is a row of the store: the key and the value of one token. A query sees pieces (`merge_attention.py`), which are merged
-by log-sum-exp (Hydragen, section 3.1):
+is a row of the store: the key and the value of one token. A query sees pieces (`merge_attention.py`):
 
-- *shared rows*, stored once, that all queries below them see whole: one product for all of these queries;
-- its own rows: new ones too (prefill), or those of its *lane*, a private run of `step` slots of one sequence
-  (decoding). All lanes are one batched call on a view of the store: nothing is copied.
+- those of its *lane*, a private run of `step` slots of one sequence. All lanes are one batched call on a view of the
+  store: nothing is copied;
+- *shared rows*, stored once, that all queries below them see whole: one product for all of these queries.
 """
 
 from __future__ import annotations
@@ -57,7 +56,12 @@ def attention_in_lanes(
     scoring: Scoring,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """Decoding: each query over its own lane and over shared rows. Arguments as above.
+    """Attention of each query over its own lane and over shared rows.
+
+    q_UNH: the new rows, whose keys are stored already. stored: keys and values, (C, K, H) each.
+    shared: their `k_rows` are slots. No query sees a key in two pieces.
+    sinks_N: (N,). logits without a value, one for each head, or None.
+    Returns (U, N, H), the dtype of q.
 
     The G query heads of a key/value head are G queries of it, so that its keys are read once: in half the time of one
     query with grouped heads (16 lanes of 60, 8 heads of 128 on 2; one CPU thread).

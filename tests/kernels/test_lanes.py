@@ -13,8 +13,8 @@ import torch
 from one_softmax import assert_exact, by_the_book, one_softmax, random_tensors
 from torch import Tensor
 
-from radixtrain.kernels.cached import Lanes, attention_in_lanes
 from radixtrain.kernels.cpu_loops import EagerKernel, TorchCPUKernel
+from radixtrain.kernels.lanes import Lanes, attention_in_lanes
 from radixtrain.kernels.merge_attention import Piece
 from radixtrain.kernels.varlen_args import Scoring
 from radixtrain.testing import assert_within_reference_error
