@@ -13,6 +13,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from answers import one_by_one
 from batch_contents import as_python
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -25,11 +26,11 @@ from radixtrain.collators.features import token_rows
 from radixtrain.collators.passes import Span
 from radixtrain.collators.steps import StepCollator
 from radixtrain.errors import UserError
-from radixtrain.kernels.merge_attention import Piece, attention_in_pieces
+from radixtrain.kernels.merge_attention import attention_in_pieces
 from radixtrain.kernels.varlen import varlen_kernel
 from radixtrain.kernels.varlen_args import Ragged, Scoring
 from radixtrain.testing import ragged_batches
-from radixtrain.tree.context import ContextLayout, shared_piece, shared_pieces
+from radixtrain.tree.context import ContextLayout, shared_pieces
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import build_prefix_plan
 
@@ -119,10 +120,6 @@ def in_packed_pieces(layout: TreeLayout, scale: float = 8**-0.5, softcap: float 
         return attention_in_pieces(q, *own, pieces, kernel, scoring, sinks, stored)
 
     return attend
-
-
-def one_by_one(runs: list[tuple[np.ndarray, np.ndarray]], device: torch.device) -> list[Piece]:
-    return [shared_piece(*run, device) for run in runs]
 
 
 def on_host(ragged: Ragged) -> Ragged:
