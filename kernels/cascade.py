@@ -116,7 +116,5 @@ def _after_their_bundle(
 
 
 def _sliced_piece(first_query: int, query_end: int, first_key: int, key_end: int) -> Piece:
-    num_queries, num_keys = query_end - first_query, key_end - first_key
-    cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32) for n in (num_queries, num_keys))
-    ragged = Ragged(cu_q, cu_k, num_queries, num_keys, False, ((0, num_queries, 0, num_keys),))
+    ragged = Ragged.whole(query_end - first_query, key_end - first_key)
     return Piece(slice(first_query, query_end), slice(first_key, key_end), ragged)

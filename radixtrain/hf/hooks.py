@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.errors import UserError
 from radixtrain.hf.adapters import check_adapters
-from radixtrain.hf.attention_interface import RadixCall, check_both_ways
+from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.backbone import arguments_of, text_decoder_of, with_rows
 from radixtrain.hf.image_models import types_for, with_features
 from radixtrain.hf.padded.calls import is_compiled, is_generating
@@ -62,6 +62,11 @@ from radixtrain.kernels.rows import gather_rows
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.radix_inputs import RADIX, RadixInputs
+
+WITHOUT_THE_TREE = (
+    "attended without the tree, and their gradient would be wrong; if they are not there, set num_hidden_layers of its "
+    "configuration and call prepare_model again"
+)
 
 
 @dataclass(eq=False)
@@ -262,14 +267,7 @@ class BackboneHooks:
         if output is None or not isinstance(call, RadixCall | KeptCall):
             return None
         self._check_mixers(backbone, call)
-        check_both_ways(backbone, call)
-        # DiffLlama calls its attention twice a layer; a model that runs one layer twice has fewer modules than layers.
-        if self.num_layers not in (len(call.calls), len(set(call.calls))):
-            raise RuntimeError(
-                f"radix attention ran in {len(set(call.calls))} of {self.num_layers} layers of "
-                f"{type(backbone).__name__}: the others attended without the tree, and their gradient would be wrong; "
-                f"if they are not there, set num_hidden_layers of its configuration and call prepare_model again"
-            )
+        call.check_layers(backbone, self.num_layers, WITHOUT_THE_TREE)
         if isinstance(call, RadixCall) and call.cache is not None and len(set(call.calls)) < len(call.calls):
             raise UserError(
                 f"{type(backbone).__name__} attends several times in a layer, and keys are kept once for each layer; "

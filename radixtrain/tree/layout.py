@@ -147,11 +147,6 @@ class TreeLayout(Movable):
             self._block_masks[window] = tree_block_mask(self.row_subtree_ends, depths, window)
         return self._block_masks[window]
 
-    @property
-    def num_keys(self) -> int:
-        """U, and the rows of the context."""
-        return self.num_rows + (0 if self.context is None else self.context.num_rows)
-
     @cached_property
     def even_shape(self) -> tuple[int, int] | None:
         """Sequences and their length if they share nothing and are equally long; None otherwise.
@@ -213,10 +208,7 @@ class TreeLayout(Movable):
 
     def _onto_context(self, own: tuple[Piece, ...]) -> tuple[Piece, ...]:
         """The calls on the rows themselves, and those onto the context."""
-        if self.context is None:
-            return own
-        first = replace(own[0], k_rows=slice(0, self.num_rows))
-        return (first, *own[1:], *self.context.pieces(self.num_rows))
+        return own if self.context is None else (*own, *self.context.pieces(self.device))
 
 
 def sequences_of(token_indices: Tensor, cu_seqlens: Tensor) -> Tensor:
