@@ -76,6 +76,7 @@ QA = "user: q|assistant: [a|]"
 READ: list[tuple[dict[str, Any], str, list[str]]] = [
     # a row, what is learned from it, the columns that are not used
     ({"messages": CHAT, "id": 1, "source": ""}, QA, ["id"]),
+    ({"messages": [Q, {**A, "refusal": "r", "audio": None, "annotations": []}]}, QA, ["messages.refusal"]),
     ({"conversations": SHAREGPT}, QA, []),
     ({"conversations": CHAT}, QA, []),
     ({"messages": SHAREGPT}, QA, []),
