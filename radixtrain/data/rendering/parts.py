@@ -28,7 +28,7 @@ def lost_part(message: Message, text: str, with_thinking: bool = True) -> str:
     """
     content = message.get("content") or ""
     before, _, spoken = content.rpartition(THINK_END)
-    thoughts = {f"the thinking ({name})": message[name] for name in THOUGHTS if isinstance(message.get(name), str)}
+    thoughts = {f"the thinking ({name})": message[name] for name in THOUGHTS if name in message}
     thoughts |= {"the thinking before </think>": before}
     thinks = before or content.lstrip().startswith(THINK_START)  # an answer that was cut off has no end of it
     if thinks and text.count(THINK_END) > content.count(THINK_END):
@@ -50,13 +50,13 @@ def _lost_call(calls: Any, text: str) -> str:
     """The first call whose name does not follow that of the one before, or one of whose arguments is nowhere."""
     place = 0
     for number, call in enumerate(calls, start=1):
-        function = call["function"] if isinstance(call.get("function"), dict) else call
+        function = call["function"]
         what = f"call {number} (of the tool {function['name']!r})"
         place = text.find(function["name"], place)
         if place < 0:
             return what
         place += len(function["name"])
-        for value in _leaves(function.get("arguments") or {}):
+        for value in _leaves(function["arguments"]):
             if not _holds(text, [value]) and ESCAPES.sub("", value) not in ESCAPES.sub("", text):
                 return f"{value[:40]!r} in {what}"
     return ""

@@ -64,8 +64,8 @@ def template_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str] | N
 
 
 def template_words(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
-    """All words of the chat template: a key of a message that is not among them is not read."""
-    return frozenset(re.findall(r"\w+", " ".join(_sources(tokenizer))))
+    """The words of the chat template after a point or a quote: a key of a message that is not one is not read."""
+    return frozenset(re.findall(r"""[.'"](\w+)""", " ".join(_sources(tokenizer))))
 
 
 def unread_keys(messages: Iterable[dict[str, Any]], words: frozenset[str]) -> set[str]:
@@ -183,9 +183,12 @@ def warn_of_likely_mistakes(encoder: Any, rows: Iterable[Row | UnreadRow]) -> No
 
 
 def _mistakes_of_chat(chat: Conversation) -> Iterator[str]:
-    if any("tool_calls" in message for message in chat.messages) and not chat.template_kwargs.get("tools"):
+    tools = chat.template_kwargs.get("tools") or []
+    if any("name" in tool and "function" not in tool for tool in tools):
+        yield "list tools as {name, ...}: so does the prompt; a server's has {type: function, function: {name, ...}}"
+    if any("tool_calls" in message for message in chat.messages) and not tools:
         yield "call tools and have no `tools`: the prompt does not say which there are, at inference it will"
-    calls = [call.get("function", call) for each in chat.messages for call in each.get("tool_calls", ())]
+    calls = [call["function"] for each in chat.messages for call in each.get("tool_calls", ())]
     if any(None in call["arguments"].values() for call in calls):
         yield "call tools with nulls, which are learned: leave out those that a table has put there, as datasets does"
 

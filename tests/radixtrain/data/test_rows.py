@@ -322,6 +322,7 @@ TURNS_REFUSED: list[tuple[Any, str]] = [
         for key in ("train", "trainable", "loss")
     ),
     ({**Q, "tool_calls": [CALL]}, " (role 'user'): has tool_calls; only an assistant turn calls tools"),
+    (assistant("x", thinking=["r"]), " (role 'assistant'): thinking: expected text, found a list of 1"),
     (assistant("", tool_calls="f()"), " (role 'assistant'): tool_calls: expected a list of objects, found 'f()'"),
     (assistant("", tool_calls=[CALL], function_call=CALL), " (role 'assistant'): has tool_calls and function_call;"),
     (
