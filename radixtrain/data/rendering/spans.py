@@ -43,6 +43,7 @@ Span = tuple[int, int]
 INSTRUCTING = ("system", "developer")
 MAX_BEFORE_ARGUMENTS = 40  # characters between the name of a tool and its arguments
 NEIGHBOURS = 4  # messages, at least, that are rendered for a turn with those that begin the chat
+TURNS_TRIED = 16  # of a chat that is refused, each with all before it
 WITHOUT_PROMPT = "the chat template does not write its generation prompt before turn {}"
 
 
@@ -56,7 +57,7 @@ def sample_of_chat(chat: Conversation, turns: list[int], tokenize: DraftTokenize
     try:
         text, spans = find_turns(chat, turns, tokenize)
     except DataError:
-        for turn in filter(None, turns):  # if split_turns: true does not train it either, what that says is the reason
+        for turn in filter(None, turns[:TURNS_TRIED]):  # if split_turns: true trains it no more, this is the reason
             chat.prompt_and_target(turn, turn + 1)
         raise
     for turn, (start, end) in zip(turns, spans, strict=True):
