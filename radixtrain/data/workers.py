@@ -30,7 +30,8 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-OUT_OF_FILES = errno.EMFILE  # exit code of a worker that cannot open another file, so cannot hand its batch over
+# Exit codes of a worker that cannot hand its batch over: it cannot open another file, /dev/shm is full, anything else.
+OUT_OF_FILES, OUT_OF_SHARED_MEMORY, LOST = errno.EMFILE, errno.ENOSPC, 1
 
 MAY_HANG = sys.version_info < (3, 11, 10)  # in a fork
 SECONDS_TO_BEGIN = 10.0  # for a new process, which takes milliseconds; twice as long each time that it does not begin
@@ -104,13 +105,13 @@ def end_with_parent(worker: int = 0) -> None:
     torch asks a worker who its parent is, which is too late for one whose parent was killed while it started: it would
     wait for ever. And the parent may be a server that forks for the run. A thread waits for the run itself.
 
-    It ends, too, when it is out of file handles: multiprocessing would drop the batch, for which the run waits for
-    ever, and print a traceback for each connection that it cannot take, without end.
+    It ends, too, when it cannot hand a batch over: multiprocessing would drop that, and the run wait for it for ever.
+    And when it is out of file handles: a traceback for each connection that it cannot take would come without end.
     """
     queue: Any = Queue
     report = queue._on_queue_feeder_error
     sys.excepthook = lambda kind, error, trace: _report(error, lambda: sys.__excepthook__(kind, error, trace))
-    queue._on_queue_feeder_error = lambda self, error, item: _report(error, lambda: report(error, item))
+    queue._on_queue_feeder_error = lambda self, error, item: _end(error, lambda: report(error, item))
     run = multiprocessing.parent_process()
     assert run is not None  # a worker has one
 
@@ -125,6 +126,11 @@ def _report(error: object, report: Callable[[], object]) -> None:
     if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or "Too many open files" in str(error):  # of torch
         os._exit(OUT_OF_FILES)
     report()
+
+
+def _end(error: object, report: Callable[[], object]) -> None:
+    _report(error, report)
+    os._exit(OUT_OF_SHARED_MEMORY if "</torch_" in str(error) else LOST)
 
 
 @cache

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from byte_tokenizer import CHATML, byte_tokenizer
@@ -18,6 +19,7 @@ from radixtrain.data.formats import UnreadRow
 from radixtrain.data.steps import StepLoader, StepSampler
 from radixtrain.data.tokenized.encode import encode_blocks
 from radixtrain.data.workers import BLOCKED, _kill_daemons, blocked_signals, end_with_parent
+from radixtrain.training.fault_tolerance.failures import explain
 from radixtrain.training.fault_tolerance.signals import HANDLED
 
 
@@ -137,6 +139,23 @@ def test_one_that_hangs_in_its_fork_is_started_again(work: Callable[[], int], mo
     monkeypatch.setattr(workers, "SECONDS_TO_BEGIN", 0.5)
     assert work() == 6
     assert wait_for_end(started[0]) and len(started) > 1
+
+
+class Full(Numbers):
+    """Gives what no worker can hand over, as tensors are when /dev/shm is full."""
+
+    def __getitem__(self, index: int) -> Any:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError("unable to write to file </torch_81_2_0>: No space left on device (28)")
+
+
+def test_a_batch_that_cannot_be_handed_over_ends_the_run() -> None:
+    """It would wait for it for ever."""
+    with pytest.raises(RuntimeError, match="exited unexpectedly") as found:
+        list(StepLoader(Full(), StepSampler(6, 2, False, 0), num_workers=1))  # type: ignore[arg-type]
+    assert "DataLoader workers ran out of shared memory" in str(explain(found.value, None))
 
 
 def test_the_same_signals_are_requests_of_a_run() -> None:
