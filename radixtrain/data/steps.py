@@ -19,7 +19,7 @@ from radixtrain.collators.prefix_sampler import GroupedOrder, ratio_of_batches
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.data.prompts import PromptDataset
-from radixtrain.data.workers import blocked_signals, end_with_parent
+from radixtrain.data.workers import blocked_signals, end_with_parent, worker_context
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.groups import PrefixGroups, find_prefix_groups
 
@@ -217,7 +217,8 @@ class StepLoader:
     def __init__(self, dataset: StepDataset | PromptDataset, sampler: StepSampler, **options: Any):
         self.sampler = sampler
         own = torch.Generator()  # a DataLoader draws a seed for its workers, by default from the generator of dropout
-        options |= {"generator": own, "worker_init_fn": end_with_parent}
+        context = worker_context() if options.get("num_workers") else None
+        options |= {"generator": own, "worker_init_fn": end_with_parent, "multiprocessing_context": context}
         self.loader: DataLoader[Any] = DataLoader(dataset, sampler=sampler, batch_size=None, **options)
         self.handed_out = 0
 
