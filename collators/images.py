@@ -13,7 +13,8 @@ from torch import Tensor
 
 from radixtrain.collators.features import packed
 from radixtrain.collators.token_row import TokenRow
-from radixtrain.images.tensors import (
+from radixtrain.images.tokens import TYPES, BoolArray, ImageInputs, ImageTokens
+from radixtrain.images.tower import (
     OF_IMAGES,
     Image,
     NotShared,
@@ -24,7 +25,6 @@ from radixtrain.images.tensors import (
     joined,
     split_images,
 )
-from radixtrain.images.tokens import TYPES, BoolArray, ImageInputs, ImageTokens
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.plan import PrefixPlan
 from radixtrain.tree.radix_inputs import with_radix

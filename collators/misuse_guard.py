@@ -113,6 +113,13 @@ def check_not_dispatched() -> None:
             raise UserError(NO_DISPATCHING)
 
 
+def is_called_by(function: str, module: str = "") -> bool:
+    """Whether a function of this name is on the stack. module: part of the name of its module."""
+    return any(
+        frame.f_code.co_name == function and module in frame.f_globals.get("__name__", "") for frame in callers()
+    )
+
+
 def callers() -> Iterator[FrameType]:
     """The frames below the caller of this function, innermost first; at most `MAX_FRAMES`."""
     frame: FrameType | None = sys._getframe(1)

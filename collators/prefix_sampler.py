@@ -103,7 +103,9 @@ class PrefixGroupedSampler(Sampler[int]):
         """The order of this epoch. The next pass has that of the next one."""
         order = self.order.draw(np.arange(self.num_rows), np.random.default_rng([self.seed, self.epoch]))
         self.epoch += 1
-        return chain.from_iterable(self._dealt(step).tolist() for step in _in_steps(order, self.order.batch_size))
+        size = self.order.batch_size
+        steps = (order[start : start + size] for start in range(0, len(order), size))
+        return chain.from_iterable(self._dealt(step).tolist() for step in steps)
 
     def _dealt(self, step: IntArray) -> IntArray:
         """The rows of a step, batch after batch. What is left at the end of an epoch makes no whole step, and stays."""
@@ -114,10 +116,6 @@ class PrefixGroupedSampler(Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """The epoch of the next pass."""
         self.epoch = epoch
-
-
-def _in_steps(order: IntArray, size: int) -> Iterator[IntArray]:
-    return (order[start : start + size] for start in range(0, len(order), size))
 
 
 def _all_tokens(data: Any, column: str) -> Iterator[IntArray]:

@@ -335,13 +335,9 @@ def dummy_features(arrays: Sequence[TokenRow], has_weights: bool) -> TokenRow:
         them to experts that the step reaches anyway, and no other expert gets a gradient.
     has_weights: whether the batch has loss weights: then a label of weight 0. Otherwise there is no label.
     """
-    shortest = min(arrays, key=_unsuitability).part(0, DUMMY_TOKENS)
+    # Only a feature that bears loss is sure to have the floats of a policy loss.
+    shortest = min(arrays, key=lambda feature: (not feature.num_labels, len(feature.input_ids))).part(0, DUMMY_TOKENS)
     ids = shortest.input_ids
     if has_weights:
         return replace(shortest, labels=ids, loss_weights=np.zeros(len(ids), dtype=np.float32))
     return replace(shortest, labels=np.full_like(ids, IGNORE_INDEX))
-
-
-def _unsuitability(feature: TokenRow) -> tuple[bool, int]:
-    """Least for a short feature that bears loss: only such a one is sure to have the floats of a policy loss."""
-    return not feature.num_labels, len(feature.input_ids)

@@ -4,12 +4,12 @@ U rows in depth-first pre-order. The descendants of segment v are the rows that 
 queries `[end, subtree_end)` and the keys `[start, end)` are plain slices. Segments of one level of the tree touch
 disjoint rows. No row is copied.
 
-A device gets one packed call for all segments and one for each level of the tree (`packed_pieces`). The host, whose
-kernels loop, gets bundles (`bundled_pieces`): short neighbouring segments share a call with their part of the tree
-mask, because a call on a few tokens costs more than the pairs that such a mask hides. The descendants after a bundle
-attend to the bundle's segments in calls of their own, which are slices. The 84 segments of 64 banking77 rows, most of
-them a few tokens, were 104 calls one by one. Either way every pair of a query and a key that the tree mask allows is in
-exactly one call.
+A device gets one packed call for all segments and one for each level of the tree (`TreeLayout.packed_pieces`). The
+host, whose kernels loop, gets bundles (`bundled_pieces`): short neighbouring segments share a call with their part of
+the tree mask, because a call on a few tokens costs more than the pairs that such a mask hides. The descendants after a
+bundle attend to the bundle's segments in calls of their own, which are slices. The 84 segments of 64 banking77 rows,
+most of them a few tokens, were 104 calls one by one. Either way every pair of a query and a key that the tree mask
+allows is in exactly one call.
 
 It cannot keep a sliding window shorter than the longest sequence: a call does not know how far its keys are from its
 queries.
@@ -19,7 +19,7 @@ Sources: Hydragen (section 3) and FlashInfer's cascade for the forward; `merge_a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -45,35 +45,6 @@ class Level(NamedTuple):
     max_seqlen_k: int
     first_query: int
     first_key: int
-
-
-def packed_pieces(
-    segment_starts: Tensor,
-    max_segment: int,
-    levels: Sequence[Level],
-    level_queries: Tensor,
-    level_keys: Tensor,
-    level_cu_seqlens_q: Tensor,
-    level_cu_seqlens_k: Tensor,
-) -> Iterator[Piece]:
-    """One varlen call for all segments, and one for each level of the tree: descendants onto their ancestors.
-
-    The arguments are those fields of a `TreeLayout`, on its device.
-    """
-    own = Ragged(segment_starts, segment_starts, max_segment, max_segment, causal=True)
-    yield Piece(slice(None), slice(None), own)
-    entry = query = key = 0
-    for level in levels:
-        bounds = slice(entry, entry + level.num_entries + 1)
-        entry += level.num_entries + 1
-        cu_seqlens = level_cu_seqlens_q[bounds], level_cu_seqlens_k[bounds]
-        ragged = Ragged(*cu_seqlens, level.max_seqlen_q, level.max_seqlen_k, causal=False)
-        q_rows: slice | Tensor = slice(level.first_query, level.first_query + level.num_queries)
-        k_rows: slice | Tensor = slice(level.first_key, level.first_key + level.num_keys)
-        if level.num_entries > 1:
-            q_rows, query = level_queries[query : query + level.num_queries], query + level.num_queries
-            k_rows, key = level_keys[key : key + level.num_keys], key + level.num_keys
-        yield Piece(q_rows, k_rows, ragged)
 
 
 def bundled_pieces(
@@ -145,7 +116,5 @@ def _after_their_bundle(
 
 
 def _sliced_piece(first_query: int, query_end: int, first_key: int, key_end: int) -> Piece:
-    num_queries, num_keys = query_end - first_query, key_end - first_key
-    cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32) for n in (num_queries, num_keys))
-    ragged = Ragged(cu_q, cu_k, num_queries, num_keys, False, ((0, num_queries, 0, num_keys),))
+    ragged = Ragged.whole(query_end - first_query, key_end - first_key)
     return Piece(slice(first_query, query_end), slice(first_key, key_end), ragged)

@@ -46,7 +46,7 @@ class EfficientKernel:
         out_1TNH, lse_ENP, *_ = aten._efficient_attention_forward(
             *_batch_of_one(q, k, v),
             None,  # bias
-            *_bounds(ragged),
+            *ragged.arguments,
             0.0,  # dropout
             BOTTOM_RIGHT if ragged.causal else 0,
             True,  # the log-sum-exp too
@@ -96,10 +96,6 @@ def _batch_of_one(*tensors: Tensor) -> list[Tensor]:
     return [(x if n == 1 else x.repeat_interleave(n, 1))[None] for x, n in zip(filled, groups, strict=True)]
 
 
-def _bounds(ragged: Ragged) -> tuple[Tensor, Tensor, int, int]:
-    return ragged.cu_seqlens_q, ragged.cu_seqlens_k, ragged.max_seqlen_q, ragged.max_seqlen_k
-
-
 def _modifiers(ragged: Ragged, scoring: Scoring) -> dict[str, Any]:
     assert scoring.softcap is None, "`tree_attention` refuses a soft-cap on this kernel"
     assert ragged.causal or scoring.window is None, "a window counts from the last key"
@@ -134,7 +130,7 @@ def _some_entries(
     no_dropout = torch.empty((), dtype=torch.int64, device=q.device)  # the philox state, unread without dropout
     dq, dk, dv, _ = aten._efficient_attention_backward(
         *(dout, q, k, v, None, out),
-        *_bounds(some),
+        *some.arguments,
         lse_ENP[entries],
         0.0,  # dropout
         no_dropout,

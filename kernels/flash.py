@@ -36,7 +36,7 @@ class TorchCUDAKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scoring: Scoring) -> tuple[Tensor, Tensor]:
         out, lse, *_ = aten._flash_attention_forward(
             *(_rows_contiguous(x) for x in (q, k, v)),
-            *_ragged_arguments(ragged),
+            *ragged.arguments,
             0.0,  # dropout
             ragged.causal,
             False,  # no debug mask
@@ -52,7 +52,7 @@ class TorchCUDAKernel:
         return aten._flash_attention_backward(
             *(_rows_contiguous(x) for x in (dout, q, k, v, out)),
             lse.contiguous(),
-            *_ragged_arguments(ragged),
+            *ragged.arguments,
             0.0,  # dropout
             ragged.causal,
             no_dropout,
@@ -77,7 +77,7 @@ class FlashAttnKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scoring: Scoring) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self.interface._flash_attn_varlen_forward(
             *(_rows_contiguous(x) for x in (q, k, v)),
-            *_ragged_arguments(ragged),
+            *ragged.arguments,
             0.0,  # dropout
             scoring.scale,
             causal=ragged.causal,
@@ -95,7 +95,7 @@ class FlashAttnKernel:
             dq,
             dk,
             dv,
-            *_ragged_arguments(ragged),
+            *ragged.arguments,
             0.0,  # dropout
             scoring.scale,
             ragged.causal,
@@ -206,12 +206,8 @@ def _rows_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _ragged_arguments(ragged: Ragged) -> tuple[Tensor, Tensor, int, int]:
-    return ragged.cu_seqlens_q, ragged.cu_seqlens_k, ragged.max_seqlen_q, ragged.max_seqlen_k
-
-
 def _by_name(ragged: Ragged, scoring: Scoring, causal: str = "causal") -> dict[str, Any]:
     """The arguments that versions 3 and 4 share. causal: the name of that one."""
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    bounds = dict(zip(names, _ragged_arguments(ragged), strict=True))
+    bounds = dict(zip(names, ragged.arguments, strict=True))
     return {**bounds, "softmax_scale": scoring.scale, causal: ragged.causal, **_window_and_softcap(ragged, scoring)}

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from radixtrain.kernels.first_order import first_order
 from radixtrain.kernels.rows import gather_rows
@@ -38,12 +37,14 @@ class Piece:
 
     q_rows, k_rows: which rows of q, and of k and v. A slice is free; an index tensor (int64, no repeats) is gathered.
     in_window: no window hides any of its keys.
+    of_further: whether `k_rows` are of the further keys and values of the call, not of its own.
     """
 
     q_rows: Rows
     k_rows: Rows
     ragged: Ragged
     in_window: bool = False
+    of_further: bool = False
 
 
 def attention_in_pieces(
@@ -54,19 +55,20 @@ def attention_in_pieces(
     kernel: VarlenKernel,
     scoring: Scoring,
     sinks_N: Tensor | None = None,
+    further: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Attention of every query over the keys of all its pieces.
 
-    pieces: the first covers every row of q, and all or the first rows of k; the others may cover any. No query sees a
-        key in two pieces.
+    pieces: the first covers every row of q and of k; the others may cover any. No query sees a key in two pieces.
     scoring: of every piece; a window needs whole sequences as entries of the first, and the others `in_window`.
     sinks_N: (N,), any floating dtype; differentiable like the others.
+    further: keys and values of other rows, (C, K, H) each, such as of those that were computed before.
     Returns (U, N, H), the dtype of q. 16-bit outputs and gradients are merged and added in float32 and rounded once.
     """
     assert scoring.window is None or all(piece.in_window for piece in pieces[1:]), (
         "a window needs the distance from a query to its keys, which a piece does not know"
     )
-    return _Pieces.apply(q_UNH, k_UKH, v_UKH, sinks_N, tuple(pieces), kernel, scoring)
+    return _Pieces.apply(q_UNH, sinks_N, tuple(pieces), kernel, scoring, k_UKH, v_UKH, *(further or ()))
 
 
 class _Pieces(torch.autograd.Function):
@@ -74,52 +76,73 @@ class _Pieces(torch.autograd.Function):
     def forward(
         ctx: Any,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
         sinks: Tensor | None,
         pieces: tuple[Piece, ...],
         kernel: VarlenKernel,
         scoring: Scoring,
+        *keys: Tensor,  # and values; perhaps further ones after them
     ) -> Tensor:
         first, *rest = pieces
-        out, lse = kernel.forward(q, rows_of(k, first.k_rows), rows_of(v, first.k_rows), first.ragged, scoring)
-        merged = out.to(lse.dtype) if rest or sinks is not None else out
-        unlimited = replace(scoring, window=None)
-        for piece in rest:
-            keys = rows_of(k, piece.k_rows), rows_of(v, piece.k_rows)
-            merge_piece(
-                merged, lse, piece.q_rows, *kernel.forward(rows_of(q, piece.q_rows), *keys, piece.ragged, unlimited)
-            )
-        if sinks is not None:
-            merge_sinks(merged, lse, sinks)
-        out = merged.to(q.dtype)
-        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        parts = kernel.forward(q, keys[0], keys[1], first.ragged, scoring)
+        out, lse = merged_pieces(q, parts, rest, keys, kernel, scoring, sinks)
+        ctx.save_for_backward(q, sinks, out, lse, *keys)
         ctx.pieces, ctx.kernel, ctx.scoring = pieces, kernel, scoring
         return out
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, lse = ctx.saved_tensors
+        q, sinks, out, lse, *keys = ctx.saved_tensors
         first, *rest = ctx.pieces
-        own = rows_of(k, first.k_rows), rows_of(v, first.k_rows)
-        grads = ctx.kernel.backward(dout, q, *own, out, lse, first.ragged, ctx.scoring)
+        grads = ctx.kernel.backward(dout, q, keys[0], keys[1], out, lse, first.ragged, ctx.scoring)
         # One more share is one sum a number, which torch adds in float32 and rounds once.
-        dq, dk, dv = (grad.to(lse.dtype) for grad in grads) if len(rest) > 1 else grads
-        if others := len(k) - len(dk):
-            dk, dv = (pad(grad, (0, 0, 0, 0, 0, others)) for grad in (dk, dv))
+        wide = lse.dtype if len(rest) > 1 else q.dtype
+        dq, dkeys = grads[0].to(wide), [grad.to(wide) for grad in grads[1:]]
+        dkeys += [torch.zeros_like(x, dtype=wide) for x in keys[2:]]
         unlimited = replace(ctx.scoring, window=None)
         for piece in rest:
             dout_piece, q_piece, out_piece = (rows_of(x, piece.q_rows) for x in (dout, q, out))
-            keys = rows_of(k, piece.k_rows), rows_of(v, piece.k_rows)
+            k_piece, v_piece = (rows_of(x, piece.k_rows) for x in _keys_of(piece, keys))
             lse_piece = rows_of(lse.t(), piece.q_rows).t()
-            shares = ctx.kernel.backward(dout_piece, q_piece, *keys, out_piece, lse_piece, piece.ragged, unlimited)
-            for total, share, rows in zip(
-                (dq, dk, dv), shares, (piece.q_rows, piece.k_rows, piece.k_rows), strict=True
-            ):
-                _add(total, rows, share)
+            shares = ctx.kernel.backward(
+                dout_piece, q_piece, k_piece, v_piece, out_piece, lse_piece, piece.ragged, unlimited
+            )
+            rows = piece.q_rows, piece.k_rows, piece.k_rows
+            for total, of_piece, share in zip((dq, *_keys_of(piece, dkeys)), rows, shares, strict=True):
+                _add(total, of_piece, share)
         dsinks = None if sinks is None else _sinks_gradient(dout, out, lse, sinks)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None
+        return dq.to(q.dtype), dsinks, None, None, None, *(grad.to(q.dtype) for grad in dkeys)
+
+
+def _keys_of(piece: Piece, keys: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The keys and values that a piece reads, of those of a call and perhaps further ones after them."""
+    return keys[-2:] if piece.of_further else keys[:2]
+
+
+def merged_pieces(
+    q_UNH: Tensor,
+    first: tuple[Tensor, Tensor],
+    rest: Sequence[Piece],
+    keys: Sequence[Tensor],
+    kernel: VarlenKernel,
+    scoring: Scoring,
+    sinks_N: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Compute the other pieces, and merge them with a first one that covers every query.
+
+    first: its output (U, N, H) and log-sum-exp (N, U); they may be overwritten.
+    rest: the others. keys: and values, (J, K, H) each; perhaps further ones after them.
+    Returns (U, N, H), the dtype of q, and (N, U).
+    """
+    out, lse = first
+    merged = out.to(lse.dtype) if rest or sinks_N is not None else out
+    unlimited = replace(scoring, window=None)
+    for piece in rest:
+        q, (k, v) = rows_of(q_UNH, piece.q_rows), (rows_of(x, piece.k_rows) for x in _keys_of(piece, keys))
+        merge_piece(merged, lse, piece.q_rows, *kernel.forward(q, k, v, piece.ragged, unlimited))
+    if sinks_N is not None:
+        merge_sinks(merged, lse, sinks_N)
+    return merged.to(q_UNH.dtype), lse
 
 
 def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
@@ -184,23 +207,13 @@ def path_attention(
     Returns (U, N, H).
     """
     k_path, v_path = gather_rows(k_UKH, path_keys), gather_rows(v_UKH, path_keys)
-    pieces, k, v = gathered_pieces(k_path, v_path, ragged, later, k_UKH, v_UKH)
-    return attention_in_pieces(q_UNH, k, v, pieces, kernel, scoring, sinks_N)
+    further = None if later is None else (k_UKH, v_UKH)
+    return attention_in_pieces(q_UNH, k_path, v_path, onto_copies(ragged, later), kernel, scoring, sinks_N, further)
 
 
-def gathered_pieces(
-    k_path: Tensor, v_path: Tensor, ragged: Ragged, later: Piece | None, k_UKH: Tensor, v_UKH: Tensor
-) -> tuple[list[Piece], Tensor, Tensor]:
-    """A call of all queries onto gathered keys, perhaps one more onto others; and the keys and values of both.
-
-    later: its k_rows, an index tensor, are rows of k_UKH and v_UKH.
-    """
-    onto_paths = Piece(slice(None), slice(len(k_path)), ragged)
-    if later is None:
-        return [onto_paths], k_path, v_path
-    assert isinstance(later.k_rows, Tensor)
-    k, v = (torch.cat([path, gather_rows(x, later.k_rows)]) for path, x in ((k_path, k_UKH), (v_path, v_UKH)))
-    return [onto_paths, replace(later, k_rows=slice(len(k_path), len(k)))], k, v
+def onto_copies(ragged: Ragged, later: Piece | None) -> list[Piece]:
+    """All queries onto keys that were gathered for them, and perhaps one more call onto those that were not."""
+    return [Piece(slice(None), slice(None), ragged), *([replace(later, of_further=True)] if later else [])]
 
 
 def expand_attention(

@@ -61,6 +61,19 @@ class Ragged:
 
     schedules: dict[int | None, Any] = field(default_factory=dict, init=False, repr=False)  # by window
 
+    @classmethod
+    def whole(cls, num_queries: int, num_keys: int, device: torch.device | str = "cpu") -> Ragged:
+        """Make a call of one entry in which every query sees every key. It does not wait for the device."""
+        cu_q, cu_k = (
+            torch.tensor([0, n], dtype=torch.int32).to(device, non_blocking=True) for n in (num_queries, num_keys)
+        )
+        return cls(cu_q, cu_k, num_queries, num_keys, causal=False, bounds=((0, num_queries, 0, num_keys),))
+
+    @property
+    def arguments(self) -> tuple[Tensor, Tensor, int, int]:
+        """What kernels take of it by position."""
+        return self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k
+
 
 class VarlenKernel(Protocol):
     """Stateless. Shapes: q, out (T, N, H); k, v (J, K, H); lse (N, T), float32 (float64 for float64 inputs)."""

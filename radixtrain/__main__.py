@@ -20,7 +20,7 @@ from typing import Any
 
 from radixtrain import __version__
 from radixtrain.commands import COMMANDS
-from radixtrain.commands.help import help_text, topic_of
+from radixtrain.commands.keys import help_text, topic_of
 from radixtrain.cores import share_cores
 from radixtrain.errors import EndedElsewhere, Stopped, UsageError, UserError, did_you_mean
 from radixtrain.training.devices.launcher_env import check_started, default_devices, launcher_env

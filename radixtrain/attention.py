@@ -27,12 +27,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from radixtrain.errors import UserError
-from radixtrain.kernels.cached import attention_in_lanes, attention_with_stored_rows
+from radixtrain.kernels.lanes import attention_in_lanes
 from radixtrain.kernels.merge_attention import (
     Piece,
     attention_in_pieces,
     expand_attention,
-    gathered_pieces,
+    onto_copies,
     path_attention,
 )
 from radixtrain.kernels.reference import reference_attention, tree_mask
@@ -82,12 +82,12 @@ def tree_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     both_ways: bool = False,
+    stored: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Attention on unique tokens: every query sees the keys of its own root path, itself included.
 
     query: (U, N, H), float64, float32, bfloat16 or float16.
-    key, value: (U, K, H), same dtype and device; N is a multiple of K (grouped-query attention). If the layout has a
-        context of C rows, (U + C, K, H), those of the context last.
+    key, value: (U, K, H), same dtype and device; N is a multiple of K (grouped-query attention).
     plan: the prefix plan of these U rows. A `TreeLayout` on the device of the tensors saves the copy.
     attention: `auto`, `cascade`, `path`, `expand`, `reference` or `tree`. `auto` is `cascade`, or `path` if a window
         binds, or on a device if the tree is deep.
@@ -98,12 +98,14 @@ def tree_attention(
     window: None, or w: a query sees the last w tokens of its path, itself included, counted in tokens.
     sinks: None, or (N,), floating point. A logit for every query of a head that has no value.
     both_ways: rows of `blocks` of the layout see the later rows of their block too. Not with `expand` and `tree`.
+    stored: keys and values of the layout's context, (C, K, H) each, if it has one.
 
-    Returns (U, N, H), the dtype of query; differentiable once in query, key, value and sinks.
+    Returns (U, N, H), the dtype of query; differentiable once in query, key, value, sinks and stored.
     Raises ValueError if shapes, dtypes or devices do not fit, UserError for a name that is unknown or cannot run here.
     """
     layout = plan if isinstance(plan, TreeLayout) else TreeLayout.from_plan(plan).to(query.device)
-    _check_tensors(query, key, value, layout.num_rows, layout.device, layout.num_keys)
+    _check_tensors(query, key, value, layout.num_rows, layout.device)
+    _check_stored(stored, 0 if layout.context is None else layout.context.num_rows)
     _check_modifiers(query, softcap, window, sinks)
     scoring = _scoring(query, scale, softcap, window, layout.max_seqlen)
     if layout.context is not None and attention not in ("auto", *WITH_CONTEXT):
@@ -131,8 +133,10 @@ def tree_attention(
         if layout.even_shape is not None and choice.kernel == "torch" and sinks is None and later is None:
             return _batched_attention(query, key, value, layout.even_shape, scoring.scale)
         pieces = (*_pieces_of(layout, key, value), *([later] if later else []))
-        return attention_in_pieces(query, key, value, pieces, varlen, scoring, sinks)
+        return attention_in_pieces(query, key, value, pieces, varlen, scoring, sinks, stored)
     if choice.strategy == "path":
+        if stored is not None:
+            key, value = (torch.cat(parts) for parts in zip((key, value), stored, strict=True))
         return path_attention(query, key, value, layout.path_keys, layout.paths, varlen, scoring, sinks, later)
     return expand_attention(
         query, key, value, layout.inverse_indices, layout.gather_indices, layout.sequences, varlen, scoring, sinks
@@ -172,13 +176,14 @@ def cached_attention(
     if scoring.window is not None:
         slots, call = layout.windowed(scoring.window)
         seen_keys, seen_values = (rows.index_select(0, slots) for rows in stored)
-        pieces, k, v = gathered_pieces(seen_keys, seen_values, call, later, key, value)
-        return attention_in_pieces(query, k, v, pieces, varlen, scoring, sinks)
+        further = None if later is None else (key, value)
+        onto_seen = onto_copies(call, later)
+        return attention_in_pieces(query, seen_keys, seen_values, onto_seen, varlen, scoring, sinks, further)
     if layout.lanes is not None:
         return attention_in_lanes(query, stored, layout.lanes, layout.shared, varlen, scoring, sinks)
     assert layout.prompts is not None
-    own = (*_pieces_of(layout.prompts, key, value), *([later] if later else []))
-    return attention_with_stored_rows(query, key, value, stored, own, layout.shared, varlen, scoring, sinks)
+    pieces = (*_pieces_of(layout.prompts, key, value), *([later] if later else []), *layout.shared)
+    return attention_in_pieces(query, key, value, pieces, varlen, scoring, sinks, stored)
 
 
 def _batched_attention(query: Tensor, key: Tensor, value: Tensor, shape: tuple[int, int], scale: float) -> Tensor:
@@ -303,15 +308,11 @@ def _all_finite(key: Tensor, value: Tensor) -> bool:
     return bool(torch.isfinite(key.sum() + value.sum()))
 
 
-def _check_tensors(
-    query: Tensor, key: Tensor, value: Tensor, num_rows: int, device: torch.device, num_keys: int | None = None
-) -> None:
-    """num_keys: rows of key and value, if there are more of them than of query."""
-    num_keys = num_keys or num_rows
-    for name, tensor, rows in (("query", query, num_rows), ("key", key, num_keys), ("value", value, num_keys)):
-        if tensor.ndim != 3 or tensor.shape[0] != rows:
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor, num_rows: int, device: torch.device) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.ndim != 3 or tensor.shape[0] != num_rows:
             raise ValueError(
-                f"{name} must be (U, heads, head_dim) with U = {rows} rows, the plan's; got {tuple(tensor.shape)}"
+                f"{name} must be (U, heads, head_dim) with U = {num_rows} rows, the plan's; got {tuple(tensor.shape)}"
             )
         if tensor.dtype != query.dtype or tensor.device != query.device:
             raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}, query is {query.dtype} on {query.device}")
@@ -326,6 +327,12 @@ def _check_tensors(
         raise ValueError(f"head_dim must agree, got {query.shape[2]}, {key.shape[2]} and {value.shape[2]}")
     if not query.dtype.is_floating_point:
         raise ValueError(f"query, key and value must be floating point, got {query.dtype}")
+
+
+def _check_stored(stored: tuple[Tensor, Tensor] | None, num_rows: int) -> None:
+    found = [0] if stored is None else [len(rows) for rows in stored]
+    if set(found) != {num_rows}:
+        raise ValueError(f"stored must be keys and values of the {num_rows} rows of the layout's context; got {found}")
 
 
 def _check_modifiers(query: Tensor, softcap: float | None, window: int | None, sinks: Tensor | None) -> None:

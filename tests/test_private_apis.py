@@ -129,9 +129,6 @@ TABLE: dict[str, dict[str, str]] = {
         "torch.nn.Module._forward_hooks_with_kwargs": "is the option of a hook, which goes with it",
         "torch.nn.Module._forward_hooks_always_called": "is the option of a hook, which goes with it",
     },
-    "radixtrain/hf/inputs.py": {
-        "torch.nn.Module._is_replica": "tells a copy that DataParallel made",
-    },
     "radixtrain/hf/padded/calls.py": {
         "torch.nn.Module._is_replica": "tells a copy that DataParallel made",
         "torch.nn.Module._forward_pre_hooks": (
@@ -174,6 +171,9 @@ TABLE: dict[str, dict[str, str]] = {
         "transformers.PreTrainedModel._gradient_checkpointing_func": (
             "computes a layer again, without the layer's hooks"
         ),
+    },
+    "radixtrain/hf/refusals.py": {
+        "torch.nn.Module._is_replica": "tells a copy that DataParallel made",
     },
     "radixtrain/hf/windows.py": {
         "torch.utils._python_dispatch._disable_current_modes": "no mode counts or fakes what is asked of a mask",

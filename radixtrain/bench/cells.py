@@ -26,7 +26,7 @@ from transformers import (
 from radixtrain.attention import choose_attention
 from radixtrain.collators.token_row import IGNORE_INDEX
 from radixtrain.errors import UserError, first_line
-from radixtrain.settings.bench import Mode, ShapeSettings, Tree
+from radixtrain.settings.commands import Mode, ShapeSettings, Tree
 
 LEAST = {"prompt_length": 0, "suffix_length": 2, "num_sequences": 1}  # of the axes of a grid
 SEQUENCES_IN_A_GROUP = 4  # of a nested tree

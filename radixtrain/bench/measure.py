@@ -33,8 +33,8 @@ from radixtrain.bench.cells import Cell, GivenBatch
 from radixtrain.bench.work import Arm, Work, step_seconds
 from radixtrain.errors import UserError
 from radixtrain.hf.head import has_plain_head
+from radixtrain.hf.modules import mixers_of
 from radixtrain.hf.prepare import restore_model
-from radixtrain.hf.recurrent.mixers import mixers_of
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import Gradients, float64_throughout, gradients_of, ordinary_one_by_one, weights_in
 from radixtrain.verification.report import EquivalenceReport, Rung

@@ -11,14 +11,14 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from radixtrain.bench.cells import Cell, ModelShape, build_model, check_options, grid, strategies
-from radixtrain.bench.environment import environment, header
 from radixtrain.bench.measure import Measured, Settings, measure
 from radixtrain.bench.table import draw, print_table, write_csv
 from radixtrain.bench.work import make_work, with_choices
 from radixtrain.commands.reading import print_settings
 from radixtrain.commands.typed import Typed
 from radixtrain.hf.step_cost import step_cost_of
-from radixtrain.settings.bench import Bench
+from radixtrain.settings.commands import Bench
+from radixtrain.timing import environment, header
 
 
 def bench(settings: Bench) -> None:

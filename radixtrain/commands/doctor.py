@@ -123,7 +123,7 @@ def _packages() -> Iterator[Finding]:
 def _devices() -> Iterator[Finding]:
     import torch
 
-    from radixtrain.bench.environment import processor
+    from radixtrain.timing import processor
 
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
     threads = f"torch uses {torch.get_num_threads()} of them"

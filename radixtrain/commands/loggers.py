@@ -152,8 +152,10 @@ def _check_wandb() -> None:
 
     Without a connection, Weights & Biases tries for a minute and a half. A proxy is taken at its word.
     """
-    settings = settings_of_wandb()
-    if not is_online(settings):
+    import wandb
+
+    settings = wandb.setup().settings  # of its files and of the environment
+    if settings.mode in ("offline", "dryrun", "disabled"):
         return
     if not is_logged_in(settings):
         raise UserError(
@@ -182,17 +184,6 @@ def unreachable(url: str) -> str:
     waiting.start()
     waiting.join(SECONDS)
     return found[0] if found else f"no answer in {SECONDS:.0f} s"
-
-
-def settings_of_wandb() -> Any:
-    """Return the settings of its files and of the environment."""
-    import wandb
-
-    return wandb.setup().settings
-
-
-def is_online(settings: Any) -> bool:
-    return settings.mode not in ("offline", "dryrun", "disabled")
 
 
 def is_logged_in(settings: Any) -> bool:

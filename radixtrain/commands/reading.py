@@ -90,7 +90,7 @@ def _loaded(value: object) -> Any:
 def fitted(key: Key, value: object, command: str) -> Any:
     """The value as the key takes it. A text counts as YAML first, and then as it is."""
     candidates = [_loaded(value), value] if isinstance(value, str) else [value]
-    shape = next((part for part in _members(key.type) if is_dataclass(part)), None)
+    shape = next((part for part in parts_of(key.type) if is_dataclass(part)), None)
     if shape is not None:
         return _shapes(key, candidates[0], shape, command)
     if key.type in (bool, int, str):
@@ -116,10 +116,6 @@ def _shapes(key: Key, value: Any, shape: Any, command: str) -> Any:
         if name not in inside:
             raise UsageError(f"no key {name} in {key.name} (`radixtrain {command} --help {key.name}` lists the keys)")
     return shape(**{name: fitted(inside[name], each, command) for name, each in value.items()})
-
-
-def _members(kind: object) -> list[Any]:
-    return [each for part in parts_of(kind) for each in (get_args(part) if get_origin(part) is list else [part])]
 
 
 def refusal(key: Key, value: object, command: str = "") -> str:

@@ -46,7 +46,7 @@ def check_settings(settings: Run, command: str) -> None:
     _check_devices(settings.trainer.devices)
     if command in WITHOUT_TRAINING:
         return
-    from radixtrain.commands.hub import check_hub  # here, since they bring Lightning
+    from radixtrain.commands.export import check_hub  # here, since they bring Lightning
     from radixtrain.commands.loggers import TRACKING, check_loggers
 
     _check_max_time(settings.trainer.max_time)

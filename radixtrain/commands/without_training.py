@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -89,6 +88,9 @@ def run_setup(settings: ModelSettings, trainer: TrainerSettings) -> RunSetup:
         raise UserError(f"trainer.precision {trainer.precision}: report predicts {', '.join(WEIGHTS)}")
     is_mixed, dtype = precision == "bf16-mixed", WEIGHTS[precision]
 
+    # As Lightning's bf16-mixed does.
+    mixed = partial(torch.autocast, device.type, dtype=torch.bfloat16, cache_enabled=False)
+
     def build(num_layers: int, device: torch.device) -> Any:
         model = random_trainable(plain, num_layers, device)
         return model if dtype is None else model.to(dtype)
@@ -97,7 +99,7 @@ def run_setup(settings: ModelSettings, trainer: TrainerSettings) -> RunSetup:
         build=build,
         optimizer=lambda built: optimizer_of(built, settings),
         moment_bytes=lambda built: moment_bytes(built, settings),
-        forward=_autocast(device) if is_mixed else nullcontext,
+        forward=mixed if is_mixed else nullcontext,
         device=device,
         dtype=torch.bfloat16 if is_mixed else next(build(1, torch.device("meta")).parameters()).dtype,
         num_layers=config.get_text_config().num_hidden_layers,
@@ -108,11 +110,6 @@ def run_setup(settings: ModelSettings, trainer: TrainerSettings) -> RunSetup:
         allow_dropout=tuple(settings.allow_dropout or ()),
         max_grad_norm=settings.max_grad_norm,
     )
-
-
-def _autocast(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """Autocast as Lightning's bf16-mixed does."""
-    return partial(torch.autocast, device.type, dtype=torch.bfloat16, cache_enabled=False)
 
 
 def device_of(trainer: TrainerSettings) -> torch.device:

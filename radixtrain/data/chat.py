@@ -12,7 +12,14 @@ from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.data.formats import Row, UnreadRow
 from radixtrain.data.rendering.conversation import Conversation, text_of
 from radixtrain.data.rendering.spans import sample_of_chat
-from radixtrain.data.rendering.template import renders_developer, template_variables, unread_variable, with_date
+from radixtrain.data.rendering.template import (
+    renders_developer,
+    template_variables,
+    template_words,
+    unread_keys,
+    unread_variable,
+    with_date,
+)
 from radixtrain.data.rows.columns import standard_row
 from radixtrain.data.rows.messages import SYSTEM_ROLES, read_tools
 from radixtrain.data.rows.trajectories import plain_rows
@@ -129,8 +136,8 @@ class ChatEncoder:
     def drafts(self, row: Row | UnreadRow, report: EncodeReport | None = None) -> list[Draft | TokenRow | DataError]:
         """What becomes of a row, before tokenisation: its drafts, its samples if it has tokens, or what is wrong.
 
-        report: counts the columns that nothing reads, system turns that are not `system_prompt`, and rows that a table
-            had filled with nulls.
+        report: counts the columns and the keys of messages that nothing reads, system turns that are not
+            `system_prompt`, and rows that a table had filled with nulls.
         """
         try:
             standard = self._standard(row)
@@ -139,14 +146,20 @@ class ChatEncoder:
             return [error]
         if report is not None:
             report.unused_columns.update({name for each in standard for name in each.unused})
+            turns = [turn for each in standard for turn in turns_of(each.fields)]
+            report.unused_columns.update(unread_keys(turns, self.template_words))
             report.num_own_system += any(self._has_own_system(each) for each in standard)
             report.num_filled += isinstance(row, UnreadRow) and row.filled
         return items
 
-    def chats(self, row: Row | UnreadRow) -> list[Conversation]:
-        """The chats of a row that has messages, and no prompt of its own. Raises DataError if it cannot be used."""
-        chats = [each for each in self._standard(row) if "messages" in each.fields]
-        return [self.conversation(each.fields["messages"], each.fields, each.where) for each in chats]
+    def chats(self, row: Row | UnreadRow, completions: bool = True) -> list[Conversation]:
+        """The chats of a row. Raises DataError if it cannot be used.
+
+        completions: whether a prompt and its completion, both of messages, count as one.
+        """
+        found = [each for each in self._standard(row) if completions or "messages" in each.fields]
+        chats = ((turns_of(each.fields), each) for each in found)
+        return [self.conversation(turns, each.fields, each.where) for turns, each in chats if turns]
 
     def _standard(self, row: Row | UnreadRow) -> list[Row]:
         return [self._begun(standard_row(plain, self.answered)) for plain in plain_rows(row.read())]
@@ -292,12 +305,22 @@ class ChatEncoder:
         return template_variables(self.tokenizer)
 
     @cached_property
+    def template_words(self) -> frozenset[str]:
+        return template_words(self.tokenizer)
+
+    @cached_property
     def renders_developer(self) -> bool:
         return renders_developer(self.tokenizer)
 
     @cached_property
     def tokenize(self) -> DraftTokenizer:
         return DraftTokenizer(self.tokenizer)
+
+
+def turns_of(fields: dict[str, Any]) -> list[dict[str, Any]]:
+    """The whole conversation of a row, from `standard_row`; empty if it is not one."""
+    parts = (fields.get(name) for name in ("messages", "prompt", "completion"))
+    return [message for part in parts if isinstance(part, list) for message in part]
 
 
 def _resolve(item: Draft | TokenRow | DataError, tokenized: Iterator[TokenRow]) -> TokenRow:

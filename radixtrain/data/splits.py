@@ -25,8 +25,7 @@ from radixtrain.data.rendering.template import (
 from radixtrain.data.sample import EncodeReport
 from radixtrain.data.steps import epoch_size
 from radixtrain.data.tokenized.cache import TokenizingOptions, tokenized
-from radixtrain.data.tokenized.corpus import Corpus, Part
-from radixtrain.data.tokenized.turns import distinct_turns, last_turns
+from radixtrain.data.tokenized.corpus import Corpus, Part, distinct_turns, last_turns
 from radixtrain.data.tokens.tokenization import load_tokenizer, read_text
 from radixtrain.data.unlabelled import UnlabelledEncoder
 from radixtrain.distributed import ranks

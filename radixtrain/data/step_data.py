@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from radixtrain.collators.prefix_sampler import GroupedOrder
 from radixtrain.collators.steps import StepCollator
 from radixtrain.data.chat import ChatEncoder
-from radixtrain.data.grouping import grouped_order
 from radixtrain.data.sample import EncodeReport
 from radixtrain.data.splits import encoder_of, load_split, read_together, take_validation
-from radixtrain.data.steps import StepSampler, features_of
+from radixtrain.data.steps import StepSampler, features_of, grouped_order
 from radixtrain.data.tokenized.corpus import Corpus
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.distributed import ranks

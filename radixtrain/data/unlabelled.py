@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
-from radixtrain.data.chat import ChatEncoder
+from radixtrain.data.chat import ChatEncoder, turns_of
 from radixtrain.data.formats import Row
 from radixtrain.data.rendering.conversation import text_of
 from radixtrain.data.sample import TooLongError
@@ -34,7 +34,7 @@ class UnlabelledEncoder(ChatEncoder):
 
     def _draft(self, row: Row) -> list[Draft] | list[TokenRow]:
         fields, where = row.fields, row.where
-        messages = _messages(fields)
+        messages = turns_of(fields)
         if messages:
             return [self._draft_whole(messages, fields, where)]
         if "text" in fields:
@@ -66,12 +66,6 @@ class UnlabelledEncoder(ChatEncoder):
     def _ids(self, text: str, **options: object) -> list[int]:
         ids: list[int] = self.tokenizer(text, verbose=False, **options)["input_ids"]
         return ids
-
-
-def _messages(fields: dict[str, Any]) -> list[dict[str, Any]]:
-    """The whole conversation of a row; empty if it is not one."""
-    parts = (fields.get(name) for name in ("messages", "prompt", "completion"))
-    return [message for part in parts if isinstance(part, list) for message in part]
 
 
 def _sample(ids: list[int], where: str) -> TokenRow:

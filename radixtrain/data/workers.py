@@ -3,12 +3,17 @@
 `timeout`, systemd, schedulers and a terminal send a signal to every process of a run. The run wants to finish its step
 and save; with workers that die first it cannot. They start with these signals blocked, which a process inherits. If the
 run itself is killed, each worker notices that its parent is gone.
+
+And they begin. Before 3.11.10, Python does not renew a lock of its own after a fork (gh-112275): if another thread
+holds it at that moment, the new process waits for ever, and the run for it. A thread of gloo takes it when it lets go
+of a tensor.
 """
 
 from __future__ import annotations
 
 import atexit
 import errno
+import logging
 import multiprocessing
 import os
 import signal
@@ -17,10 +22,19 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkContext, ForkProcess
+from multiprocessing.popen_fork import Popen
 from multiprocessing.queues import Queue
 from typing import Any
 
-OUT_OF_FILES = errno.EMFILE  # exit code of a worker that cannot open another file, so cannot hand its batch over
+logger = logging.getLogger(__name__)
+
+# Exit codes of a worker that cannot hand its batch over: it cannot open another file, /dev/shm is full, anything else.
+OUT_OF_FILES, OUT_OF_SHARED_MEMORY, LOST = errno.EMFILE, errno.ENOSPC, 1
+
+MAY_HANG = sys.version_info < (3, 11, 10)  # in a fork
+SECONDS_TO_BEGIN = 10.0  # for a new process, which takes milliseconds; twice as long each time that it does not begin
 
 BLOCKED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
 
@@ -40,19 +54,64 @@ def blocked_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def worker_context() -> ForkContext | None:
+    """Return the `multiprocessing_context` whose processes begin; None where Python's own does for that."""
+    return _Context() if MAY_HANG and multiprocessing.get_start_method() == "fork" else None
+
+
+class _Process(ForkProcess):
+    """Closes a pipe, its `begun`, before anything else: then its parent knows that it is through the fork."""
+
+    begun: tuple[int, int]
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> Popen:
+        return _Begun(process_obj)
+
+    def _bootstrap(self, parent_sentinel: Any = None) -> int:
+        for end in self.begun:
+            os.close(end)
+        code: int = super()._bootstrap(parent_sentinel)  # type: ignore[misc]
+        return code
+
+
+class _Begun(Popen):
+    """Forks until the process begins. One that hangs in the fork is killed."""
+
+    def _launch(self, process_obj: Any) -> None:
+        seconds = SECONDS_TO_BEGIN
+        while True:
+            process_obj.begun = read, write = os.pipe()
+            super()._launch(process_obj)  # type: ignore[misc]
+            os.close(write)
+            has_begun = wait([read], seconds)
+            os.close(read)
+            if has_begun:
+                return
+            logger.warning("a worker did not begin in %g s and is started again", seconds)
+            self.kill()
+            self.wait()
+            self.close()
+            self.returncode, seconds = None, 2 * seconds
+
+
+class _Context(ForkContext):
+    Process = _Process
+
+
 def end_with_parent(worker: int = 0) -> None:
     """Called in a worker, for instance as the `worker_init_fn` of a DataLoader: end it when its run was killed.
 
     torch asks a worker who its parent is, which is too late for one whose parent was killed while it started: it would
     wait for ever. And the parent may be a server that forks for the run. A thread waits for the run itself.
 
-    It ends, too, when it is out of file handles: multiprocessing would drop the batch, for which the run waits for
-    ever, and print a traceback for each connection that it cannot take, without end.
+    It ends, too, when it cannot hand a batch over: multiprocessing would drop that, and the run wait for it for ever.
+    And when it is out of file handles: a traceback for each connection that it cannot take would come without end.
     """
     queue: Any = Queue
     report = queue._on_queue_feeder_error
     sys.excepthook = lambda kind, error, trace: _report(error, lambda: sys.__excepthook__(kind, error, trace))
-    queue._on_queue_feeder_error = lambda self, error, item: _report(error, lambda: report(error, item))
+    queue._on_queue_feeder_error = lambda self, error, item: _end(error, lambda: report(error, item))
     run = multiprocessing.parent_process()
     assert run is not None  # a worker has one
 
@@ -67,6 +126,11 @@ def _report(error: object, report: Callable[[], object]) -> None:
     if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or "Too many open files" in str(error):  # of torch
         os._exit(OUT_OF_FILES)
     report()
+
+
+def _end(error: object, report: Callable[[], object]) -> None:
+    _report(error, report)
+    os._exit(OUT_OF_SHARED_MEMORY if "</torch_" in str(error) else LOST)
 
 
 @cache

@@ -23,9 +23,8 @@ from radixtrain.errors import UserError
 from radixtrain.hf.image_models import axes_of, given_of_images, why_not
 from radixtrain.hf.padded.images import Images
 from radixtrain.hf.padded.rows import PaddedRows
-from radixtrain.images.tensors import NotShared
 from radixtrain.images.tokens import ImageTokens
-from radixtrain.images.tower import Tower
+from radixtrain.images.tower import NotShared, Tower
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.blocks import BlockLayout
 from radixtrain.tree.cached_layout import Continuations, on_device

@@ -20,7 +20,7 @@ from torch import Tensor
 from radixtrain.generation.cache import Match, Node, RadixCache
 from radixtrain.generation.images import PromptImages
 from radixtrain.generation.sampling import TokenChooser
-from radixtrain.kernels.cached import Lanes
+from radixtrain.kernels.lanes import Lanes
 from radixtrain.kernels.merge_attention import Piece
 from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative, lengths_of
 from radixtrain.tree.cached_layout import CachedLayout, Continuations, Paths, on_device, path_to_root, pieces_of

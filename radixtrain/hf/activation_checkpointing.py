@@ -7,7 +7,7 @@ from typing import Any
 
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of
-from radixtrain.hf.recurrent.mixers import text_layers
+from radixtrain.hf.modules import text_layers
 
 logger = logging.getLogger(__name__)
 

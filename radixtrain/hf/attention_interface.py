@@ -39,7 +39,7 @@ from transformers.masking_utils import (
 from radixtrain.attention import cached_attention, tree_attention
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.backbone import is_text
-from radixtrain.hf.class_code import attends, eager_places, interfaces_of, why_replaced
+from radixtrain.hf.modules import attends, eager_places, interfaces_of, why_replaced
 from radixtrain.hf.padded.rows import Places
 from radixtrain.hf.pass_cache import PassCache
 from radixtrain.hf.recurrent.running import TreeRuns
@@ -52,10 +52,45 @@ from radixtrain.tree.radix_inputs import RADIX
 Heads = tuple[Tensor, Tensor, Tensor]  # query, key and value of a layer
 
 
-class RadixCall:
-    """One forward pass on a radix batch: what every layer needs, and which layers ran.
+class Call:
+    """One forward pass, the argument `radix_call` of every layer: what each of them needs, and which ran.
 
     No dataclass: FSDP, when it casts the arguments of a layer, hands every layer a copy of those.
+
+    layout: which rows see which. kernel: of the attention. window_may_bind: whether a layer may hide a part of a row's
+        past.
+    calls: the id of every attention module that ran. both_ways: of those in which rows see later ones of their block.
+    """
+
+    def __init__(self, layout: TreeLayout | CachedLayout, kernel: str, window_may_bind: bool) -> None:
+        self.layout, self.kernel, self.window_may_bind = layout, kernel, window_may_bind
+        self.calls: list[int] = []
+        self.both_ways: list[int] = []
+
+    def attend(self, layer: int, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
+        """Compute the attention of a layer. layer: its id. heads, scoring: as `tree_attention` takes them."""
+        raise NotImplementedError
+
+    def check_layers(self, backbone: PreTrainedModel, num_layers: int, others: str) -> None:
+        """RuntimeError unless every layer of a pass that ran took part, and images attended in both directions.
+
+        others: what those did that took no part.
+        """
+        # DiffLlama calls its attention twice a layer; a model that runs one layer twice has fewer modules than layers.
+        if num_layers not in (len(self.calls), len(set(self.calls))):
+            raise RuntimeError(
+                f"radix attention ran in {len(set(self.calls))} of {num_layers} layers of {type(backbone).__name__}: "
+                f"the others {others}"
+            )
+        if self.layout.blocks is not None and not self.both_ways:
+            raise RuntimeError(
+                f"no layer of {type(backbone).__name__} let the images of this batch attend in both directions, for "
+                f"which it reads token types: leave these out if it has no such layer, else train it without sharing"
+            )
+
+
+class RadixCall(Call):
+    """A forward pass on a radix batch.
 
     predictor_indices: the rows that the head gets; None for all of them.
     chosen: the strategy for `auto`, if the collator's `step_cost` chose one.
@@ -65,9 +100,10 @@ class RadixCall:
     token_loss: whether any loss of this batch is known to be a sum over tokens.
     place_rows: which of these rows stands at each place of what the head gets; None if each stands once, in order.
     cache: keys and values that this pass keeps, and those that it attends to; None if it is a step of one pass.
-    calls: the id of every attention module that ran. both_ways: of those in which rows see later ones of their block.
     mixed: the id of every recurrent mixer that ran.
     """
+
+    layout: TreeLayout
 
     def __init__(
         self,
@@ -78,18 +114,14 @@ class RadixCall:
         window_may_bind: bool,
         chosen: str | None = None,
         places: Places | None = None,
-        misses_cache: bool = False,
     ) -> None:
-        self.layout, self.predictor_indices = layout, predictor_indices
-        self.attention, self.kernel, self.chosen = attention, kernel, chosen
-        self.window_may_bind = window_may_bind
-        self.places, self.misses_cache = places, misses_cache
+        super().__init__(layout, kernel, window_may_bind)
+        self.predictor_indices, self.attention, self.chosen = predictor_indices, attention, chosen
+        self.places, self.misses_cache = places, False
         self.images: Any = None
         self.token_loss = False
         self.place_rows: IntArray | None = None
         self.cache: PassCache | None = None
-        self.calls: list[int] = []
-        self.both_ways: list[int] = []
         self.mixed: list[int] = []
 
     @property
@@ -111,30 +143,29 @@ class RadixCall:
         return TreeRuns(self.layout)
 
     def attend(self, layer: int, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
-        """Tree attention on the unique tokens. layer: its id. heads, scoring: as `tree_attention` takes them."""
+        """Attend on the unique tokens, and to what earlier passes of the step kept."""
+        query, key, value = heads
+        stored = None
         if self.cache is not None:
-            heads = heads[0], *self.cache.keys_and_values(layer, *heads[1:])
+            (key, value), stored = self.cache.keys_and_values(layer, key, value)
         is_lost = self.chosen == "cascade" and window is not None  # it cannot keep one, and collators know of none
         strategy = self.attention if self.chosen is None or is_lost else self.chosen
-        return tree_attention(*heads, self.layout, attention=strategy, kernel=self.kernel, window=window, **scoring)
+        options = {"attention": strategy, "kernel": self.kernel, "window": window, "stored": stored, **scoring}
+        return tree_attention(query, key, value, self.layout, **options)
 
 
 Write = Callable[[int, tuple[Tensor, ...], CachedLayout], tuple[Tensor, ...]]
 """`KeyValueStore.write`: puts the new keys and values of a call into their slots, and returns all that it stores."""
 
 
-class CachedCall:
-    """One forward pass of generation: what every layer needs, and which layers ran. No dataclass either.
+class CachedCall(Call):
+    """A forward pass on the new rows of some sequences, and the stored ones that they see. write: of their store."""
 
-    layout: the new rows of the pass, and the stored ones that they see.
-    calls, both_ways: as in `RadixCall`.
-    """
+    layout: CachedLayout
 
     def __init__(self, layout: CachedLayout, write: Write, kernel: str, window_may_bind: bool) -> None:
-        self.layout, self.write = layout, write
-        self.kernel, self.window_may_bind = kernel, window_may_bind
-        self.calls: list[int] = []
-        self.both_ways: list[int] = []
+        super().__init__(layout, kernel, window_may_bind)
+        self.write = write
 
     def attend(self, layer: int, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
         """Store the keys and values of the new rows, and attend to all that each of them sees."""
@@ -142,7 +173,6 @@ class CachedCall:
         return cached_attention(*heads, (key, value), self.layout, kernel=self.kernel, window=window, **scoring)
 
 
-Call = RadixCall | CachedCall  # the argument `radix_call` of a layer
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
@@ -357,15 +387,6 @@ def _check_options(module: nn.Module, options: Mapping[str, Any]) -> None:
             )
     if not options.get("is_causal", getattr(module, "is_causal", True)):
         raise UserError(f"{layer} is not causal; a shared prefix has the same states only under causal attention")
-
-
-def check_both_ways(backbone: PreTrainedModel, call: Call) -> None:
-    """RuntimeError if images of a pass that ran were to attend in both directions, and did so in no layer."""
-    if call.layout.blocks is not None and not call.both_ways:
-        raise RuntimeError(
-            f"no layer of {type(backbone).__name__} let the images of this batch attend in both directions, for which "
-            f"it reads token types: leave these out if it has no such layer, else train it without sharing"
-        )
 
 
 def _name_of(module: nn.Module) -> str:

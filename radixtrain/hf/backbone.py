@@ -10,8 +10,9 @@ In a text-only model the backbone is the text decoder. `parts_of` finds all thre
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -125,6 +126,12 @@ def text_decoder_of(backbone: PreTrainedModel) -> Any:
 def is_text(path: str) -> bool:
     """Whether a module, by its dotted path, belongs to the text and not to a tower for images or audio."""
     return not NOT_TEXT.search(path)
+
+
+def arguments_of(backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, without those that are None."""
+    given = dict(zip(inspect.signature(backbone.forward).parameters, args, strict=False)) if args else {}
+    return {name: value for name, value in {**given, **kwargs}.items() if value is not None}
 
 
 def with_rows(output: Any, rows: Tensor) -> Any:

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.adapters import check_adapters
-from radixtrain.hf.attention_interface import CachedCall, Write, check_both_ways
+from radixtrain.hf.attention_interface import CachedCall, Write
 from radixtrain.hf.backbone import Parts
 from radixtrain.hf.conditions import WITHOUT
 from radixtrain.hf.dropout import evaluating
 from radixtrain.hf.head import only_rows
 from radixtrain.hf.image_models import types_for
-from radixtrain.hf.recurrent.mixers import num_attention_layers
+from radixtrain.hf.modules import num_attention_layers
 from radixtrain.hf.refusals import check_choice, check_generation
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.tree.cached_layout import CachedLayout
@@ -100,17 +100,8 @@ class StoredPasses:
                 use_cache=False,
                 radix_call=call,
                 **features,
-                **types_for(self.parts.backbone, layout.blocks, layout.max_seqlen),
+                **types_for(self.parts.backbone, layout),
             )
-        self._check_layers(call)
-        check_both_ways(self.parts.backbone, call)
+        call.check_layers(self.parts.backbone, self.num_layers, "did not see the stored rows; use model.generate")
         logits: Tensor = output.logits[0]
         return logits
-
-    def _check_layers(self, call: CachedCall) -> None:
-        """RuntimeError unless every layer called the attention function: another one attended to new rows only."""
-        if self.num_layers not in (len(call.calls), len(set(call.calls))):  # see `BackboneHooks.after`
-            raise RuntimeError(
-                f"attention ran in {len(set(call.calls))} of {self.num_layers} layers of "
-                f"{type(self.parts.backbone).__name__}: the others did not see the stored rows; use model.generate"
-            )

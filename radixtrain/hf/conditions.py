@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
@@ -21,10 +21,17 @@ from transformers.models.auto import modeling_auto
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.attention_interface import take_over
 from radixtrain.hf.backbone import Parts, is_text
-from radixtrain.hf.class_code import attends, names_in
+from radixtrain.hf.modules import (
+    attends,
+    forks_or_keeps_apart,
+    is_attention,
+    mixers_of,
+    names_in,
+    text_attention,
+    text_layers,
+)
 from radixtrain.hf.positions import why_counted_from_padding, why_no_positions
 from radixtrain.hf.probes import check_transformers
-from radixtrain.hf.recurrent.mixers import forks_or_keeps_apart, mixers_of, text_layers
 from radixtrain.tree.radix_inputs import RADIX
 from radixtrain.versions import before
 
@@ -109,22 +116,6 @@ def why_no_soft_cap(config: PreTrainedConfig) -> str | None:
     return f"a soft-cap (attn_logit_softcapping={softcap}), which attn_implementation 'sdpa' leaves out"
 
 
-def attends_several_times(decoder: nn.Module) -> bool:
-    """Whether some layer calls its attention function several times (DiffLlama), judged by its source.
-
-    Only to say it early: one that is not seen here is refused at its first pass (`BackboneHooks.after`).
-    """
-    with suppress(OSError, TypeError):  # no source
-        sources = (inspect.getsource(type(module).forward) for module in text_attention(decoder))
-        return any(source.count("attention_interface(") > 1 for source in sources)
-    return False
-
-
-def text_attention(decoder: nn.Module) -> Iterator[nn.Module]:
-    """The attention modules of the text: in the same file a vision tower may take its attention from elsewhere."""
-    return (module for path, module in decoder.named_modules() if _is_attention(module) and is_text(path))
-
-
 def _encodes(parts: Parts) -> str | None:
     is_encoder = getattr(parts.base.config, "is_encoder_decoder", False)
     return "is not a plain decoder, but an encoder and a decoder" if is_encoder else None
@@ -183,7 +174,7 @@ def _has_other_layers(parts: Parts) -> str | None:
         if not is_exact or (is_stateful and mixers.isdisjoint(layers[index].modules())):  # a mixer by its name only
             why = NO_PROTOCOL if STATEFUL.search(kind) else "which tree attention does not compute"
             return f"layer {index} is {kind!r}, {why}"
-    attention = (module for layer in layers for module in layer.modules() if _is_attention(module))
+    attention = (module for layer in layers for module in layer.modules() if is_attention(module))
     if mixers or all(attends(type(module)) for module in attention):
         return _has_a_layer_out_of_reach(layers, kinds)
     return None
@@ -304,10 +295,6 @@ def _keeps_a_batch_to_itself(parts: Parts) -> str | None:
         f"does not pass the entries of a radix batch on to its {type(parts.backbone).__name__}"
         f"{before('keyword arguments from model to backbone')}"
     )
-
-
-def _is_attention(module: nn.Module) -> bool:
-    return any("Attention" in each.__name__ for each in type(module).__mro__)  # a subclass may have any name
 
 
 CONDITIONS = (

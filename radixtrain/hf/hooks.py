@@ -23,17 +23,9 @@ from transformers import PreTrainedModel
 from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.adapters import check_adapters
-from radixtrain.hf.attention_interface import RadixCall, check_both_ways
-from radixtrain.hf.backbone import text_decoder_of, with_rows
+from radixtrain.hf.attention_interface import RadixCall
+from radixtrain.hf.backbone import arguments_of, text_decoder_of, with_rows
 from radixtrain.hf.image_models import types_for, with_features
-from radixtrain.hf.inputs import (
-    arguments_of,
-    check_evaluation,
-    check_inputs,
-    check_one_device,
-    layout_of,
-    on_device_of_rows,
-)
 from radixtrain.hf.padded.calls import is_compiled, is_generating, why_others_look
 from radixtrain.hf.padded.fused_heads import share_fused_heads
 from radixtrain.hf.padded.kept import KeptCall
@@ -43,7 +35,16 @@ from radixtrain.hf.padded.spread import NO_ROW
 from radixtrain.hf.padded.spread_rows import SpreadRows
 from radixtrain.hf.progress import Progress
 from radixtrain.hf.recurrent.layers import LayerHooks
-from radixtrain.hf.refusals import check_draws, check_own_attention, check_pass
+from radixtrain.hf.refusals import (
+    check_draws,
+    check_evaluation,
+    check_inputs,
+    check_one_device,
+    check_own_attention,
+    check_pass,
+    on_device_of_rows,
+    own_layout,
+)
 from radixtrain.hf.sequence_parallel import RowSplit, SplitCall
 from radixtrain.hf.sharing_report import (
     GENERATION,
@@ -61,6 +62,11 @@ from radixtrain.kernels.rows import gather_rows
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.radix_inputs import RADIX, RadixInputs
+
+WITHOUT_THE_TREE = (
+    "attended without the tree, and their gradient would be wrong; if they are not there, set num_hidden_layers of its "
+    "configuration and call prepare_model again"
+)
 
 
 @dataclass(eq=False)
@@ -144,7 +150,7 @@ class BackboneHooks:
         end_watch()
         given = {name: value for name, value in arguments_of(backbone, args, kwargs).items() if name != RADIX}
         radix = on_device_of_rows(radix, given)
-        layout = layout_of(radix)
+        layout = own_layout(radix)
         if radix.image_rows is not None and self.split is None:  # a split batch with images is refused
             given = with_features(backbone, radix, given)
         self._check(backbone, layout, radix, given)
@@ -156,7 +162,7 @@ class BackboneHooks:
         call = RadixCall(*options) if self.split is None else SplitCall(self.split, *options)
         call.cache, call.token_loss, call.place_rows = radix.cache, radix.token_loss, place_rows
         mask = no_mask(may_bind, layout.device, call)
-        types = types_for(backbone, layout.blocks, layout.max_seqlen)
+        types = types_for(backbone, layout)
         return {**given, **types, "attention_mask": mask, "use_cache": False, "radix_call": call}
 
     def _count(self, backbone: PreTrainedModel, radix: RadixInputs, layout: TreeLayout, num_head_rows: int) -> None:
@@ -263,14 +269,7 @@ class BackboneHooks:
         if output is None or not isinstance(call, RadixCall | KeptCall):
             return None
         self._check_mixers(backbone, call)
-        check_both_ways(backbone, call)
-        # DiffLlama calls its attention twice a layer; a model that runs one layer twice has fewer modules than layers.
-        if self.num_layers not in (len(call.calls), len(set(call.calls))):
-            raise RuntimeError(
-                f"radix attention ran in {len(set(call.calls))} of {self.num_layers} layers of "
-                f"{type(backbone).__name__}: the others attended without the tree, and their gradient would be wrong; "
-                f"if they are not there, set num_hidden_layers of its configuration and call prepare_model again"
-            )
+        call.check_layers(backbone, self.num_layers, WITHOUT_THE_TREE)
         if isinstance(call, RadixCall) and call.cache is not None and len(set(call.calls)) < len(call.calls):
             raise UserError(
                 f"{type(backbone).__name__} attends several times in a layer, and keys are kept once for each layer; "

@@ -15,13 +15,12 @@ from transformers import PreTrainedModel
 
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of, text_decoder_of
-from radixtrain.hf.class_code import names_in_method
 from radixtrain.hf.dropout import DRAWS, DROPOUTS
-from radixtrain.images.tensors import OF_IMAGES, NotShared
+from radixtrain.hf.modules import names_in_method
 from radixtrain.images.tokens import TOKEN_TYPES, TYPES, ImageInputs
-from radixtrain.images.tower import FEATURES, Tower
-from radixtrain.tree.blocks import BlockLayout
-from radixtrain.tree.cached_layout import on_device
+from radixtrain.images.tower import FEATURES, OF_IMAGES, NotShared, Tower
+from radixtrain.tree.cached_layout import CachedLayout, on_device
+from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.radix_inputs import RadixInputs
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -180,10 +179,10 @@ def block_function_of(backbone: PreTrainedModel) -> Callable[..., Tensor] | None
     return found if types_of_mask(backbone) else None
 
 
-def types_for(backbone: PreTrainedModel, blocks: BlockLayout | None, longest: int) -> dict[str, Tensor]:
-    """Make the argument that lets these rows attend in both directions. longest: sequence, in tokens."""
-    name = None if blocks is None else types_of_mask(backbone)
-    return {} if name is None or blocks is None else {name: blocks.types(longest)}
+def types_for(backbone: PreTrainedModel, layout: TreeLayout | CachedLayout) -> dict[str, Tensor]:
+    """Make the argument that lets these rows attend in both directions."""
+    name = None if layout.blocks is None else types_of_mask(backbone)
+    return {} if name is None or layout.blocks is None else {name: layout.blocks.types(layout.max_seqlen)}
 
 
 def without_empty_types(backbone: PreTrainedModel, given: Mapping[str, Any]) -> dict[str, Any]:

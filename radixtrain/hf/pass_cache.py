@@ -21,6 +21,8 @@ from torch import Tensor
 from radixtrain.errors import UserError
 from radixtrain.kernels.first_order import first_order
 
+Keys = tuple[Tensor, Tensor]  # and values
+
 
 class LayerRows:
     """Keys and values of the rows of one pass, by the id of the layer's attention, and their gradients.
@@ -101,37 +103,33 @@ class PassCache:
             )
         self.went_backward = True
 
-    def keys_and_values(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """(U + C, K, H) each: those of the pass, (U, K, H), and of its context."""
+    def keys_and_values(self, layer: int, key: Tensor, value: Tensor) -> tuple[Keys, Keys | None]:
+        """Those of the pass, (U, K, H) each, and those of its context, (C, K, H) each, if it has one."""
         if torch.is_grad_enabled():
             for rows in (*([self.kept] if self.kept else ()), *(earlier for earlier, _, _ in self.context)):
                 rows.check_trained(layer, key.requires_grad or value.requires_grad)
-        keys, values = _WithContext.apply(key, value, self, layer)
-        return keys, values
+        key, value, *stored = _WithContext.apply(key, value, self, layer)
+        return (key, value), (stored[0], stored[1]) if stored else None
 
 
 class _WithContext(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, key: Tensor, value: Tensor, cache: PassCache, layer: int) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, key: Tensor, value: Tensor, cache: PassCache, layer: int) -> tuple[Tensor, ...]:
         ctx.cache, ctx.layer = cache, layer
         if cache.kept is not None:
             cache.kept.keep(layer, key, value)
         parts = [[x[start:end] for x in earlier.rows[layer]] for earlier, start, end in cache.context]
-        if not parts:
-            return key.view_as(key), value.view_as(value)
-        keys, values = (torch.cat([own, *earlier]) for own, *earlier in zip((key, value), *parts, strict=True))
-        return keys, values
+        return key.view_as(key), value.view_as(value), *map(torch.cat, zip(*parts, strict=True))
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        cache, layer = ctx.cache, ctx.layer
-        sizes = [end - start for _, start, end in cache.context]
-        own = [gradient[: len(gradient) - sum(sizes)] for gradient in gradients]
-        place = len(own[0])
-        for (earlier, start, end), size in zip(cache.context, sizes, strict=True):
-            earlier.add(layer, start, end, [gradient[place : place + size] for gradient in gradients])
-            place += size
+        cache, layer, own, later = ctx.cache, ctx.layer, gradients[:2], gradients[2:]
+        place = 0
+        for earlier, start, end in cache.context:
+            stop = place + end - start
+            earlier.add(layer, start, end, [gradient[place:stop] for gradient in later])
+            place = stop
         if cache.kept is not None:
             own = cache.kept.join(layer, own)
         return own[0], own[1], None, None

@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import Parts, is_text
-from radixtrain.hf.class_code import names_in_method
-from radixtrain.hf.recurrent.mixers import mixers_of, num_attention_layers
+from radixtrain.hf.modules import mixers_of, names_in_method, num_attention_layers
 
 POSITION = re.compile(r"(^|_)(wpe|pos|position|positions)(_|$)")
 

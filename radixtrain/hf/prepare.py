@@ -22,10 +22,11 @@ from radixtrain.hf.backbone import Parts, backbone_of, model_inside, parts_of, p
 from radixtrain.hf.conditions import check_supported, why_unsupported
 from radixtrain.hf.dropout import check_dropout
 from radixtrain.hf.hooks import BackboneHooks, remove_hooks
+from radixtrain.hf.modules import mixers_of, num_attention_layers
 from radixtrain.hf.padded.kept import KeptPrefixes
 from radixtrain.hf.padded.sharing import PaddedSharing
-from radixtrain.hf.recurrent.layers import Progress, install_mixers, remove_mixers
-from radixtrain.hf.recurrent.mixers import mixers_of, num_attention_layers
+from radixtrain.hf.progress import Progress
+from radixtrain.hf.recurrent.layers import install_mixers, remove_mixers
 from radixtrain.hf.refusals import check_choice
 from radixtrain.hf.sequence_parallel import SplitModel
 from radixtrain.hf.sharing_report import SharingReport, SharingWatch

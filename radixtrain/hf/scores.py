@@ -129,7 +129,7 @@ class Scorer:
             entries: dict[str, Record] = {
                 "logprobs": {"tokens": ids, "logprobs": values},
                 "completion_logprob": {"completion_logprob": total, "num_tokens": count},
-                "perplexity": {"perplexity": _perplexity(total, count), "num_tokens": count},
+                "perplexity": {"perplexity": math.exp(-total / count) if count else None, "num_tokens": count},
             }
             yield {key: value for name in self.scores for key, value in entries.get(name, {}).items()}
 
@@ -230,10 +230,6 @@ def _last_tokens(batch: Mapping[str, Any]) -> Tensor:
     num_sequences, length = batch["input_ids"].shape
     starts = torch.arange(num_sequences, device=ends.device) * length
     return starts + ends - radix.cu_seqlens[:-1] - 1
-
-
-def _perplexity(logprob: float, num_tokens: int) -> float | None:
-    return math.exp(-logprob / num_tokens) if num_tokens else None
 
 
 def _widened(values: Tensor) -> Tensor:

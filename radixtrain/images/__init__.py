@@ -1,1 +1,1 @@
-"""Images in a batch: as tensors, as tokens, and the tower that computes each distinct one once."""
+"""Images in a batch: as tokens, and the tower that computes each distinct one once."""

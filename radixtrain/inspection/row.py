@@ -24,9 +24,7 @@ from radixtrain.data.splits import encoder_for
 from radixtrain.data.step_data import StepData
 from radixtrain.data.tokens.tokenization import Draft
 from radixtrain.errors import DataError, UserError
-from radixtrain.inspection.micro_batch import MicroBatch, micro_batches
-from radixtrain.inspection.picture import named_rows
-from radixtrain.inspection.runs import paths_of
+from radixtrain.inspection.micro_batch import MicroBatch, micro_batches, named_rows, paths_of
 from radixtrain.inspection.tokens import marked, sample_tokens, token_cells, visible
 from radixtrain.settings.section import value_of
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from radixtrain.checkpoints.atomic import writing_file
 from radixtrain.data.tokens.decode import shortened
 from radixtrain.errors import bytes_text
-from radixtrain.report import formatting
+from radixtrain.report import contents
 from radixtrain.report.contents import DataReport, Setting, TreeNode
 
 ASSETS = files("radixtrain.report") / "assets"
@@ -40,17 +40,17 @@ def render(report: DataReport) -> str:
     )
     environment.filters |= {
         "bytes": bytes_text,
-        "duration": formatting.duration,
+        "duration": contents.duration,
         "end": lambda text, longest: text if len(text) <= longest else f"…{text[-longest:]}",
         "start": lambda text, longest: text if len(text) <= longest else f"{text[:longest]}…",
-        "ratio": formatting.ratio,
-        "rounded": formatting.rounded,
+        "ratio": contents.ratio,
+        "rounded": contents.rounded,
         "shortened": shortened,
         "visible": _visible,
     }
     return environment.from_string((ASSETS / "page.html").read_text(encoding="utf-8")).render(
         report=report,
-        formatting=formatting,
+        contents=contents,
         settings=_by_speed(report),
         short_table=SHORT_TABLE,
         short_text=SHORT_TEXT,

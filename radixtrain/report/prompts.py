@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.data.tokens.decode import BROKEN, token_texts
-from radixtrain.tree.arrays import IntArray, cumulative
+from radixtrain.tree.arrays import IntArray, back_to_back
 from radixtrain.tree.sorting import SortedSequences, sort_sequences
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def draw_prompts(
             ids = samples[0].input_ids[: int(labelled.argmax()) if labelled.any() else None].astype(np.int64)
             drawn.append((ids, samples))
             num_tokens += len(ids)
-    vocabulary = np.unique(_packed([ids for ids, _ in drawn]))
+    vocabulary = np.unique(back_to_back([ids for ids, _ in drawn])[0])
     texts = zip(vocabulary, token_texts(tokenizer, vocabulary.tolist()), strict=True)
     names = [f"{token}{text}" if BROKEN in text else text.strip() for token, text in texts]
     numbers = {name: number for number, name in enumerate(["", *names])}
@@ -119,8 +119,4 @@ def repeated_symbols(prompts: list[Prompt]) -> list[Flags]:
 
 def sorted_prompts(sequences: list[IntArray]) -> SortedSequences:
     """The order of the prefix tree, and what neighbours in it share."""
-    return sort_sequences(_packed(sequences), cumulative(np.array([len(ids) for ids in sequences], dtype=np.int64)))
-
-
-def _packed(sequences: list[IntArray]) -> IntArray:
-    return np.concatenate([*sequences, np.zeros(0, dtype=np.int64)])
+    return sort_sequences(*back_to_back(sequences))

@@ -20,10 +20,17 @@ from radixtrain.collators.passes import FORWARD
 from radixtrain.collators.prefix_sampler import GroupedOrder, batches_of
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
-from radixtrain.data.grouping import conversation_groups, grouped_order, is_split, whole_chats
-from radixtrain.data.steps import StepSampler, epoch_size, features_of
+from radixtrain.data.steps import (
+    StepSampler,
+    conversation_groups,
+    epoch_size,
+    features_of,
+    grouped_order,
+    is_split,
+    whole_chats,
+)
 from radixtrain.report.contents import Splitting
-from radixtrain.tree.arrays import IntArray, cumulative
+from radixtrain.tree.arrays import IntArray, back_to_back
 from radixtrain.tree.cost_model import StepCost
 from radixtrain.tree.groups import PrefixGroups
 from radixtrain.tree.plan import build_prefix_plan
@@ -289,8 +296,8 @@ def num_distinct_tokens(epoch: Epoch) -> tuple[int, int]:
     Of a sample of the conversations if the epoch is longer than `MAX_SORTED_TOKENS`.
     """
     sequences = [sample.input_ids for index in _some_conversations(epoch) for sample in epoch.conversations[index]]
-    lengths = np.array([len(ids) for ids in sequences], dtype=np.int64)
-    return int(lengths.sum()), sort_sequences(np.concatenate(sequences), cumulative(lengths)).num_unique_tokens
+    packed, bounds = back_to_back(sequences)
+    return len(packed), sort_sequences(packed, bounds).num_unique_tokens
 
 
 def splitting(epoch: Epoch) -> Splitting:

@@ -12,8 +12,19 @@ from rich.tree import Tree
 
 from radixtrain.data.tokens.decode import shortened
 from radixtrain.errors import bytes_text
-from radixtrain.report.contents import Break, DataReport, Setting, TreeNode
-from radixtrain.report.formatting import duration, headline, prediction, ratio, rounded, split_turns, with_others
+from radixtrain.report.contents import (
+    Break,
+    DataReport,
+    Setting,
+    TreeNode,
+    duration,
+    headline,
+    prediction,
+    ratio,
+    rounded,
+    split_turns,
+    with_others,
+)
 from radixtrain.screen import screen
 
 MAX_RUNS = 14  # of the tree
@@ -71,7 +82,9 @@ def _settings_table(report: DataReport) -> Table:
     table.add_column("")
     for setting in report.settings:
         table.add_row(
-            *map(Text, _cells(setting, recomputes)), Text(_names(setting, report)), style=_style(setting, report)
+            *map(Text, _cells(setting, recomputes)),
+            Text(_names(setting, report)),
+            style="bold" if setting in (report.current, report.best) else "",
         )
     return table
 
@@ -107,10 +120,6 @@ def _cells(setting: Setting, recomputes: bool) -> list[str]:
 def _names(setting: Setting, report: DataReport) -> str:
     names = {"yours": report.current, "best": report.best}
     return ", ".join(name for name, each in names.items() if each == setting)
-
-
-def _style(setting: Setting, report: DataReport) -> str:
-    return "bold" if setting in (report.current, report.best) else ""
 
 
 def _table(title: str) -> Table:

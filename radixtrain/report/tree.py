@@ -9,7 +9,7 @@ import numpy as np
 
 from radixtrain.data.tokens.decode import shortened, text_of_run
 from radixtrain.report.contents import TreeNode
-from radixtrain.tree.arrays import IntArray, cumulative
+from radixtrain.tree.arrays import IntArray, back_to_back, cumulative
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 
 if TYPE_CHECKING:
@@ -29,9 +29,8 @@ def prefix_tree(sequences: Sequence[IntArray], tokenizer: PreTrainedTokenizerBas
     """
     if max_nodes < 1:
         raise ValueError(f"max_nodes must be at least 1, got {max_nodes}")
-    lengths = np.array([len(ids) for ids in sequences], dtype=np.int64)
-    packed = np.concatenate([*sequences, np.zeros(0, dtype=np.int64)])
-    plan = build_prefix_plan(packed, cumulative(lengths))
+    packed, bounds = back_to_back(sequences)
+    plan = build_prefix_plan(packed, bounds)
     return _Drawing(plan, packed, tokenizer, max_nodes).root()
 
 

@@ -11,14 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from radixtrain.bench.environment import environment
-from radixtrain.data.division import Division, divide, sp_sizes
+from radixtrain.collators.row_split import Division, divide, sp_sizes
 from radixtrain.data.step_data import StepData
 from radixtrain.data.tokenized.corpus import Corpus
 from radixtrain.errors import UserError, bytes_text
 from radixtrain.report.breaks import find_breaks
-from radixtrain.report.contents import DataReport, Setting, Splitting
-from radixtrain.report.formatting import duration, ratio
+from radixtrain.report.contents import DataReport, Setting, Splitting, duration, ratio
 from radixtrain.report.prediction import Prediction, free_bytes, predict_seconds, process_of_fit, step_cost_of_run
 from radixtrain.report.profiling import RunSetup, cases_of
 from radixtrain.report.sharing import (
@@ -31,6 +29,7 @@ from radixtrain.report.sharing import (
     splitting,
 )
 from radixtrain.report.tree import prefix_tree
+from radixtrain.timing import environment
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.cost_model import StepCost
 

@@ -5,6 +5,8 @@ NumPy only, as for the plan.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -36,6 +38,12 @@ def concatenate_ranges(starts: IntArray, lengths: IntArray) -> IntArray:
     steps[:1] = starts[:1]
     steps[ends[:-1]] = starts[1:] - starts[:-1] - lengths[:-1] + 1
     return np.add.accumulate(steps, out=steps)
+
+
+def back_to_back(sequences: Sequence[IntArray]) -> tuple[IntArray, IntArray]:
+    """(T,), (B+1,). the sequences one after the other, and their bounds."""
+    lengths = np.array([len(each) for each in sequences], dtype=np.int64)
+    return np.concatenate([*sequences, np.zeros(0, dtype=np.int64)]), cumulative(lengths)
 
 
 def validated_batch(

@@ -18,11 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from radixtrain.kernels.cached import Lanes
+from radixtrain.kernels.lanes import Lanes
 from radixtrain.kernels.merge_attention import Piece
-from radixtrain.kernels.varlen_args import Bounds, Ragged
+from radixtrain.kernels.varlen_args import Ragged
 from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative, lengths_of
 from radixtrain.tree.blocks import BlockLayout
+from radixtrain.tree.context import shared_pieces
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 
@@ -76,7 +77,7 @@ class CachedLayout:
         if window not in self._windows:
             device = self.slots.device
             slots, cu_seqlens_k = self.paths.within(window)
-            call = _varlen_call(self.paths.cu_seqlens, cu_seqlens_k, causal=True, device=device)
+            call = _causal_call(self.paths.cu_seqlens, cu_seqlens_k, device)
             self._windows[window] = torch.from_numpy(slots).to(device), call
         return self._windows[window]
 
@@ -184,65 +185,10 @@ def on_device(values: IntArray, device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
 
 
-def shared_pieces(runs: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.device) -> tuple[Piece, ...]:
-    """Runs of stored rows, and the queries that see each whole: (rows, slots), both ascending and int64.
-
-    On the host, whose kernels loop, runs that no query sees both of are one piece with a rectangle for each, so that
-    they are merged at once. A device takes one call a run: a call of several would need their keys side by side.
-    """
-    if device.type != "cpu":
-        return tuple(shared_piece(*run, device) for run in runs)
-    levels: list[list[Bounds]] = []
-    pieces = []
-    for run in sorted(runs, key=lambda run: -len(run[0])):
-        queries, keys = (_range_of(each) for each in run)
-        if queries is None or keys is None:
-            pieces.append(shared_piece(*run, device))
-            continue
-        level = next((level for level in levels if _is_apart(queries, level)), None)
-        if level is None:
-            levels.append(level := [])
-        level.append((*queries, *keys))
-    return (*(_level_piece(sorted(level)) for level in levels), *pieces)
-
-
-def _range_of(rows: np.ndarray) -> tuple[int, int] | None:
-    """Start and end of rows that follow each other; None if they do not."""
-    first, end = int(rows[0]), int(rows[-1]) + 1
-    return (first, end) if end - first == len(rows) and bool((np.diff(rows) == 1).all()) else None
-
-
-def _is_apart(queries: tuple[int, int], level: list[Bounds]) -> bool:
-    """Whether none of these queries is in a rectangle of the level."""
-    start, end = queries
-    return all(end <= q0 or q1 <= start for q0, q1, _, _ in level)
-
-
-def _level_piece(level: list[Bounds]) -> Piece:
-    """One piece of rectangles whose queries do not meet. Queries between them see nothing."""
-    first, end = level[0][0], level[-1][1]
-    bounds = tuple((q0 - first, q1 - first, k0, k1) for q0, q1, k0, k1 in level)
-    # With gaps, `cu_seqlens` would not say what each query sees: kernels of the host read `bounds`.
-    q, k = (torch.tensor([0, *(each[side] for each in bounds)], dtype=torch.int32) for side in (1, 3))
-    longest_q, longest_k = (max(each[side + 1] - each[side] for each in bounds) for side in (0, 2))
-    return Piece(slice(first, end), slice(None), Ragged(q, k, longest_q, longest_k, False, bounds))
-
-
-def shared_piece(q_rows: Sequence[int] | np.ndarray, slots: np.ndarray, device: torch.device) -> Piece:
-    """Queries that see stored rows whole. Rows and slots that follow each other become slices, which are not copied."""
-    call = _varlen_call(np.array([0, len(q_rows)]), np.array([0, len(slots)]), causal=False, device=device)
-    return Piece(_slice_or_indices(np.asarray(q_rows), device), _slice_or_indices(slots, device), call)
-
-
-def _varlen_call(cu_seqlens_q: np.ndarray, cu_seqlens_k: np.ndarray, causal: bool, device: torch.device) -> Ragged:
+def _causal_call(cu_seqlens_q: np.ndarray, cu_seqlens_k: np.ndarray, device: torch.device) -> Ragged:
     """A call with these bounds, (E+1,) each."""
     bounds = cu_seqlens_q, cu_seqlens_k
     q, k = (torch.from_numpy(each.astype(np.int32)).to(device) for each in bounds)
     longest_q, longest_k = (int(lengths_of(each).max(initial=0)) for each in bounds)
     entries = zip(*(pairwise(each.tolist()) for each in bounds), strict=True)
-    return Ragged(q, k, longest_q, longest_k, causal, tuple((*queries, *keys) for queries, keys in entries))
-
-
-def _slice_or_indices(rows: np.ndarray, device: torch.device) -> slice | Tensor:
-    found = _range_of(rows)
-    return slice(*found) if found else torch.from_numpy(rows.astype(np.int64)).to(device)
+    return Ragged(q, k, longest_q, longest_k, True, tuple((*queries, *keys) for queries, keys in entries))

@@ -1,8 +1,9 @@
-"""The context of a micro-batch: rows that earlier passes of an optimizer step computed, and this one attends to.
+"""Rows that were computed before and that new rows see whole: who sees which, and the calls onto them.
 
-U rows of the micro-batch, C rows of its context. Keys and values are those of the micro-batch, then those of the
-context: (U + C, K, H). The rows of the step are numbered in depth-first order, so the descendants of a row are the
-numbers up to an end (`radixtrain/tree/plan.py`), and what attends to a context row is a range of the micro-batch.
+A *context* is what earlier passes of an optimizer step computed, and a micro-batch attends to: U rows of it, C rows of
+its context. The rows of the step are numbered in depth-first order, so the descendants of a row are the numbers up to
+an end (`radixtrain/tree/plan.py`), and what attends to a context row is a range of the micro-batch. What generation
+finds in its cache is named by slots (`radixtrain/tree/cached_layout.py`), and read by the same calls.
 
     step    0 1 2 3 4 5 6    context  0 1      micro-batch  2 3 5 6      0 is seen by all four rows
             |---------- 0                                                1 is seen by 2 and 3
@@ -11,6 +12,7 @@ numbers up to an end (`radixtrain/tree/plan.py`), and what attends to a context 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -29,16 +31,14 @@ WITH_CONTEXT = ("cascade", "path")  # the attention strategies that can read one
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ContextLayout(Movable):
-    """Which rows of a micro-batch attend to which rows of its context, on a device.
+    """Which rows of a micro-batch attend to which rows of its context.
 
     num_rows: C. bounds: of each call, the queries and the context rows that each of them sees: first query, last + 1,
         first context row, last + 1. Host ints.
-    cu_seqlens: (number of calls, 2, 2), int32. 0 and the number of queries; 0 and that of context rows.
     """
 
     num_rows: int
     bounds: tuple[Bounds, ...]
-    cu_seqlens: Tensor
 
     @classmethod
     def of(cls, plan: PrefixPlan, rows: IntArray, context: IntArray, subtree_ends: IntArray) -> ContextLayout:
@@ -53,19 +53,66 @@ class ContextLayout(Movable):
         runs = [0, *(np.flatnonzero(changes) + 1).tolist(), len(context)]
         bounds = tuple((int(first_query[k0]), int(end[k0]), k0, k1) for k0, k1 in pairwise(runs))
         bounds = tuple(each for each in bounds if each[0] < each[1])
-        lengths = [[[0, q1 - q0], [0, k1 - k0]] for q0, q1, k0, k1 in bounds]
-        cu_seqlens = torch.tensor(lengths, dtype=torch.int32).reshape(-1, 2, 2)
-        return cls(num_rows=len(context), bounds=bounds, cu_seqlens=cu_seqlens)
+        return cls(num_rows=len(context), bounds=bounds)
 
-    def pieces(self, num_own: int) -> tuple[Piece, ...]:
-        """The calls of `cascade` onto the context, whose keys come after `num_own` others."""
-        return tuple(
-            Piece(slice(q0, q1), slice(num_own + k0, num_own + k1), _whole(cu_seqlens, q1 - q0, k1 - k0))
-            for (q0, q1, k0, k1), cu_seqlens in zip(self.bounds, self.cu_seqlens, strict=True)
-        )
+    def pieces(self, device: torch.device) -> tuple[Piece, ...]:
+        """The calls of `cascade` onto the context."""
+        return shared_pieces([(np.arange(q0, q1), np.arange(k0, k1)) for q0, q1, k0, k1 in self.bounds], device)
 
 
-def _whole(cu_seqlens: Tensor, num_queries: int, num_keys: int) -> Ragged:
-    """Queries that see all keys."""
-    bounds = ((0, num_queries, 0, num_keys),)
-    return Ragged(cu_seqlens[0], cu_seqlens[1], num_queries, num_keys, causal=False, bounds=bounds)
+def shared_pieces(runs: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.device) -> tuple[Piece, ...]:
+    """Runs of stored rows, and the queries that see each whole: (rows, slots), both ascending and int64.
+
+    On the host, whose kernels loop, runs that no query sees both of are one piece with a rectangle for each, so that
+    they are merged at once. A device takes one call a run: a call of several would need their keys side by side.
+    """
+    if device.type != "cpu":
+        return tuple(shared_piece(*run, device) for run in runs)
+    levels: list[list[Bounds]] = []
+    pieces = []
+    for run in sorted(runs, key=lambda run: -len(run[0])):
+        queries, keys = (_range_of(each) for each in run)
+        if queries is None or keys is None:
+            pieces.append(shared_piece(*run, device))
+            continue
+        level = next((level for level in levels if _is_apart(queries, level)), None)
+        if level is None:
+            levels.append(level := [])
+        level.append((*queries, *keys))
+    return (*(_level_piece(sorted(level)) for level in levels), *pieces)
+
+
+def _range_of(rows: np.ndarray) -> tuple[int, int] | None:
+    """Start and end of rows that follow each other; None if they do not."""
+    first, end = int(rows[0]), int(rows[-1]) + 1
+    return (first, end) if end - first == len(rows) and bool((np.diff(rows) == 1).all()) else None
+
+
+def _is_apart(queries: tuple[int, int], level: list[Bounds]) -> bool:
+    """Whether none of these queries is in a rectangle of the level."""
+    start, end = queries
+    return all(end <= q0 or q1 <= start for q0, q1, _, _ in level)
+
+
+def _level_piece(level: list[Bounds]) -> Piece:
+    """One piece of rectangles whose queries do not meet. Queries between them see nothing."""
+    first, end = level[0][0], level[-1][1]
+    low, high = min(each[2] for each in level), max(each[3] for each in level)
+    bounds = tuple((q0 - first, q1 - first, k0 - low, k1 - low) for q0, q1, k0, k1 in level)
+    # With gaps, `cu_seqlens` would not say what each query sees: kernels of the host read `bounds`.
+    q, k = (torch.tensor([0, *(each[side] for each in bounds)], dtype=torch.int32) for side in (1, 3))
+    longest_q, longest_k = (max(each[side + 1] - each[side] for each in bounds) for side in (0, 2))
+    return Piece(
+        slice(first, end), slice(low, high), Ragged(q, k, longest_q, longest_k, False, bounds), of_further=True
+    )
+
+
+def shared_piece(q_rows: Sequence[int] | np.ndarray, slots: np.ndarray, device: torch.device) -> Piece:
+    """Queries that see stored rows whole. Rows and slots that follow each other become slices, which are not copied."""
+    queries, keys = (_slice_or_indices(np.asarray(each), device) for each in (q_rows, slots))
+    return Piece(queries, keys, Ragged.whole(len(q_rows), len(slots), device), of_further=True)
+
+
+def _slice_or_indices(rows: np.ndarray, device: torch.device) -> slice | Tensor:
+    found = _range_of(rows)
+    return slice(*found) if found else torch.from_numpy(rows.astype(np.int64)).to(device)

@@ -20,7 +20,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from radixtrain.tree.arrays import IntArray, cumulative
+from radixtrain.tree.arrays import IntArray, back_to_back
 from radixtrain.tree.sorting import SortedSequences, lcp_intervals, sort_sequences
 
 # Beginnings that are hashed, in tokens: every 16th up to 512, then 16 to each doubling. What sequences share beyond the
@@ -107,7 +107,7 @@ def find_prefix_groups(sequences: Iterable[IntArray], copies: bool = False) -> P
 
     What all sequences have in common makes no group: they meet in any order.
     """
-    multipliers = _multipliers(int(DEPTHS[-1]))
+    multipliers = np.random.default_rng(0).integers(2**64, size=DEPTHS[-1], dtype=np.uint64)  # one for each place
     hashes: list[IntArray] = []
     lengths: list[int] = []
     whole: list[int] = []
@@ -116,17 +116,11 @@ def find_prefix_groups(sequences: Iterable[IntArray], copies: bool = False) -> P
         hashes.append(beginnings)
         whole.append(all_of_it)
         lengths.append(len(ids))
-    counts = np.array([len(each) for each in hashes], dtype=np.int64)
-    packed = np.concatenate([*hashes, np.zeros(0, dtype=np.int64)])
+    packed, bounds = back_to_back(hashes)
     del hashes
-    by_hash = sort_sequences(packed, cumulative(counts))
+    by_hash = sort_sequences(packed, bounds)
     identity = range(len(whole)) if copies else whole
     return _groups(by_hash, np.array(lengths, dtype=np.int64), np.array(identity, dtype=np.uint64))
-
-
-def _multipliers(count: int) -> npt.NDArray[np.uint64]:
-    """(count,). fixed random numbers, one for each place of a sequence."""
-    return np.random.default_rng(0).integers(2**64, size=count, dtype=np.uint64)
 
 
 def _hashes(ids: IntArray, multipliers: npt.NDArray[np.uint64]) -> tuple[IntArray, int]:

@@ -5,7 +5,7 @@ T packed tokens, U unique rows, B sequences, S segments, P predictions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from radixtrain.kernels.cascade import Level, bundled_pieces, packed_pieces
+from radixtrain.kernels.cascade import Level, bundled_pieces
 from radixtrain.kernels.merge_attention import Piece
 from radixtrain.kernels.tree_flex import tree_block_mask
 from radixtrain.kernels.varlen_args import Ragged
@@ -147,11 +147,6 @@ class TreeLayout(Movable):
             self._block_masks[window] = tree_block_mask(self.row_subtree_ends, depths, window)
         return self._block_masks[window]
 
-    @property
-    def num_keys(self) -> int:
-        """U, and the rows of the context."""
-        return self.num_rows + (0 if self.context is None else self.context.num_rows)
-
     @cached_property
     def even_shape(self) -> tuple[int, int] | None:
         """Sequences and their length if they share nothing and are equally long; None otherwise.
@@ -193,23 +188,27 @@ class TreeLayout(Movable):
 
     def packed_pieces(self) -> tuple[Piece, ...]:
         """The calls of `cascade` on a device: one for all segments, and one for each level of the tree."""
-        pieces = packed_pieces(
-            segment_starts=self.segment_starts,
-            max_segment=self.max_segment,
-            levels=self.levels,
-            level_queries=self.level_queries,
-            level_keys=self.level_keys,
-            level_cu_seqlens_q=self.level_cu_seqlens_q,
-            level_cu_seqlens_k=self.level_cu_seqlens_k,
-        )
-        return self._onto_context(tuple(pieces))
+        own = Ragged(self.segment_starts, self.segment_starts, self.max_segment, self.max_segment, causal=True)
+        return self._onto_context((Piece(slice(None), slice(None), own), *self._level_pieces()))
+
+    def _level_pieces(self) -> Iterator[Piece]:
+        """Descendants onto their ancestors, a call for each level of the tree."""
+        entry = query = key = 0
+        for level in self.levels:
+            bounds = slice(entry, entry + level.num_entries + 1)
+            entry += level.num_entries + 1
+            cu_seqlens = self.level_cu_seqlens_q[bounds], self.level_cu_seqlens_k[bounds]
+            ragged = Ragged(*cu_seqlens, level.max_seqlen_q, level.max_seqlen_k, causal=False)
+            q_rows: slice | Tensor = slice(level.first_query, level.first_query + level.num_queries)
+            k_rows: slice | Tensor = slice(level.first_key, level.first_key + level.num_keys)
+            if level.num_entries > 1:
+                q_rows, query = self.level_queries[query : query + level.num_queries], query + level.num_queries
+                k_rows, key = self.level_keys[key : key + level.num_keys], key + level.num_keys
+            yield Piece(q_rows, k_rows, ragged)
 
     def _onto_context(self, own: tuple[Piece, ...]) -> tuple[Piece, ...]:
         """The calls on the rows themselves, and those onto the context."""
-        if self.context is None:
-            return own
-        first = replace(own[0], k_rows=slice(0, self.num_rows))
-        return (first, *own[1:], *self.context.pieces(self.num_rows))
+        return own if self.context is None else (*own, *self.context.pieces(self.device))
 
 
 def sequences_of(token_indices: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -101,8 +101,7 @@ def verify_arms(
     autocast: the dtype of mixed precision, which is then the last rung.
     """
     own = str(autocast or _own_dtype(model)).removeprefix("torch.")
-    wanted = tuple(precisions or dict.fromkeys(("float64", "float32", own)))
-    _check_precisions(wanted, own)
+    wanted = _precisions(precisions, own)
     base = pretrained_model_of(model)
     before = prepared_options(model)
     allowed = before["allow_dropout"] if before else ()
@@ -171,11 +170,13 @@ def _own_dtype(model: nn.Module) -> torch.dtype:
     return next((dtype for dtype in dtypes if dtype.itemsize == 2), next(iter(dtypes)))
 
 
-def _check_precisions(wanted: Sequence[str], own: str) -> None:
+def _precisions(wanted: Sequence[str] | None, own: str) -> Sequence[str]:
+    """Those that are wanted, or all. own: the dtype of the training."""
     known = tuple(dict.fromkeys(("float64", "float32", own)))
-    for precision in wanted:
+    for precision in wanted or ():
         if precision not in known:
             raise UserError(f"precisions must be of {', '.join(known)} for this model, got {precision!r}")
+    return wanted or known
 
 
 def _check_finite(truth: Gradients) -> None:

@@ -27,8 +27,8 @@ from radixtrain.collators.features import token_rows
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.hf.backbone import model_inside
 from radixtrain.hf.quantized import plain_weights
-from radixtrain.images.tensors import OF_IMAGES
 from radixtrain.images.tokens import TOKEN_TYPES, TYPES
+from radixtrain.images.tower import OF_IMAGES
 
 Features = Sequence[Mapping[str, Any]]
 Arm = Callable[[], Iterable[Tensor]]

@@ -26,14 +26,13 @@ import torch
 
 from radixtrain import StepCollator, prepare_model, step_losses
 from radixtrain.bench.cells import ModelShape, build_model
-from radixtrain.bench.environment import header
 from radixtrain.bench.measure import DIRECT_BAR
 from radixtrain.collators.steps import Step
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.formats import read_rows
 from radixtrain.hf.step_cost import step_cost_of
 from radixtrain.testing import relative_error
-from radixtrain.timing import peak_bytes
+from radixtrain.timing import header, peak_bytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import banking77

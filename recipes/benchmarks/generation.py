@@ -40,11 +40,11 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from radixtrain.bench.cells import ModelShape, build_model
-from radixtrain.bench.environment import environment, header
 from radixtrain.data.chat import load_tokenizer
 from radixtrain.data.formats import read_rows
 from radixtrain.errors import UserError
 from radixtrain.generation.prompts import token_ids_of
+from radixtrain.timing import environment, header
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import banking77

@@ -34,8 +34,7 @@ from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.chat import ChatEncoder, load_tokenizer
 from radixtrain.data.formats import read_rows
-from radixtrain.data.grouping import conversation_groups
-from radixtrain.data.steps import StepDataset, StepSampler
+from radixtrain.data.steps import StepDataset, StepSampler, conversation_groups
 from radixtrain.hf.predicting_rows import forward_rows
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -24,8 +24,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
 from radixtrain import loss as fused
-from radixtrain.bench.environment import header
-from radixtrain.timing import peak_bytes
+from radixtrain.timing import header, peak_bytes
 
 CPU = torch.device("cpu")
 Samples = Sequence[tuple[float, float]]

@@ -26,7 +26,6 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from radixtrain.bench.cells import GivenBatch, ModelShape, build_model, check_options, strategies
-from radixtrain.bench.environment import environment, header
 from radixtrain.bench.measure import Measured, Settings, measure
 from radixtrain.bench.table import print_table, write_csv
 from radixtrain.bench.work import Arm, Work, step_seconds, with_choices, with_ordinary_batch_size, work_of
@@ -35,6 +34,7 @@ from radixtrain.data.formats import Row, read_rows
 from radixtrain.errors import UserError
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.step_cost import step_cost_of
+from radixtrain.timing import environment, header
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import banking77

@@ -21,11 +21,11 @@ from transformers import BambaConfig, Lfm2Config, PreTrainedConfig, Qwen3_5TextC
 from transformers.models.auto import AutoModelForCausalLM
 
 from radixtrain.bench.cells import Cell, GivenBatch, ModelShape, features_of_cell
-from radixtrain.bench.environment import header
 from radixtrain.bench.measure import Measured, Settings, measure
 from radixtrain.bench.work import Work, with_choices, work_of
 from radixtrain.errors import UserError
 from radixtrain.hf.step_cost import step_cost_of
+from radixtrain.timing import header
 from radixtrain.tree.radix_inputs import layout_of
 
 LAYERS = 4

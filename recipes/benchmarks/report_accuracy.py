@@ -39,13 +39,12 @@ import numpy as np
 import torch
 
 from radixtrain.bench.cells import Cell, ModelShape, build_model, features_of_cell
-from radixtrain.bench.environment import header
 from radixtrain.bench.work import Arm, added_bytes
 from radixtrain.collators.steps import StepCollator
 from radixtrain.hf.activation_checkpointing import recompute
 from radixtrain.report.prediction import Process, predict_seconds, step_cost_of_run
 from radixtrain.report.profiling import RunSetup, cases_of
-from radixtrain.timing import seconds_in_turns
+from radixtrain.timing import header, seconds_in_turns
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import banking77

@@ -33,7 +33,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from radixtrain import RadixCollator, prepare_model
 from radixtrain.bench.cells import Cell, GivenBatch, ModelShape, build_model, features_of_cell
-from radixtrain.bench.environment import header
 from radixtrain.bench.flops import unique_flops
 from radixtrain.bench.measure import DIRECT_BAR
 from radixtrain.bench.work import work_of
@@ -43,7 +42,7 @@ from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.formats import read_rows
 from radixtrain.hf.step_cost import step_cost_of
 from radixtrain.testing import relative_error
-from radixtrain.timing import peak_bytes
+from radixtrain.timing import header, peak_bytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import banking77

@@ -23,8 +23,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3 import modeling_qwen3
 
 from radixtrain import RadixCollator, prepare_model, restore_model
-from radixtrain.bench.environment import environment
 from radixtrain.hf.predicting_rows import inputs_of
+from radixtrain.timing import environment
 
 Sequences = list[list[int]]
 Batch = dict[str, Any]

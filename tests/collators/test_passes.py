@@ -134,7 +134,7 @@ def histories_of(step: Step) -> list[list[tuple[tuple[int, int], ...]]]:
         own = list(zip(batch["input_ids"][0].tolist(), batch["position_ids"][0].tolist(), strict=True))
         sources = batch["radix"].sources
         context = [history for place, start, end in sources for history in found[place][start:end]]
-        assert len(context) == layout.num_keys - layout.num_rows
+        assert len(context) == (layout.context.num_rows if layout.context else 0)
         keys, rows = layout.path_keys.tolist(), list[tuple[tuple[int, int], ...]]()
         for q0, q1, k0, k1 in layout.paths.bounds:
             path = keys[k0:k1]

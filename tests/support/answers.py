@@ -16,11 +16,11 @@ from radixtrain.generation.generate import Generated
 from radixtrain.generation.store import KeyValueStore
 from radixtrain.kernels.cascade import bundled_pieces
 from radixtrain.kernels.merge_attention import Piece
-from radixtrain.tree.cached_layout import shared_piece
+from radixtrain.tree.context import shared_piece
 
 __all__ = [
     *("Answered", "answered", "finished_logits", "greedy_by_the_model", "is_idle", "logprobs_by_the_model"),
-    *("failing", "logits_by_the_model", "texts_of", "with_pieces_of", "worst_errors"),
+    *("failing", "logits_by_the_model", "one_by_one", "texts_of", "with_pieces_of", "worst_errors"),
 ]
 
 Tokens = tuple[int, ...]
@@ -113,7 +113,7 @@ def with_pieces_of(cells: int, max_rows: int = 16_384, one_call_a_run: bool = Fa
         patch.setattr("radixtrain.tree.layout.bundled_pieces", partial(bundled_pieces, bundle=4))
         patch.setattr("radixtrain.kernels.cpu_loops.STRIP", 6)
         if one_call_a_run:
-            patch.setattr("radixtrain.tree.cached_layout.shared_pieces", _one_by_one)
+            patch.setattr("radixtrain.tree.cached_layout.shared_pieces", one_by_one)
         yield
 
 
@@ -144,5 +144,5 @@ def failing(model: Any, where: str, at: int = 3) -> Iterator[dict[str, Any]]:
                 handle.remove()
 
 
-def _one_by_one(runs: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.device) -> tuple[Piece, ...]:
+def one_by_one(runs: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.device) -> tuple[Piece, ...]:
     return tuple(shared_piece(*run, device) for run in runs)

@@ -12,10 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from radixtrain.data.files.document import read_json
-from radixtrain.data.files.lines import COMPRESSIONS, MAX_ROW_BYTES, read_csv, read_jsonl
 from radixtrain.data.files.rows import UnreadRow, check_columns
 from radixtrain.data.files.tables import hub_dataset, read_arrow, read_dataset, read_parquet, saved_dataset
+from radixtrain.data.files.texts import COMPRESSIONS, MAX_ROW_BYTES, read_csv, read_json, read_jsonl
 from radixtrain.errors import UserError, did_you_mean
 from radixtrain.redaction import masked
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from radixtrain.data.files.lines import COMPRESSIONS, open_bytes, unpacked
 from radixtrain.data.files.rows import UnreadRow
+from radixtrain.data.files.texts import COMPRESSIONS, open_bytes, unpacked
 from radixtrain.errors import UserError, first_line
 
 ROWS_PER_BATCH = 128  # a row of an agent may hold 100,000 tokens

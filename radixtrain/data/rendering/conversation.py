@@ -158,7 +158,9 @@ class Conversation:
             if plain != messages:  # DeepSeek-V3's takes no others
                 return self._apply(plain, **options)
             reason = f"the chat template failed: {type(error).__name__}: {first_line(error)}"
-            raise DataError(self.where, reason) from error
+            is_flat = any("function" not in tool for tool in self.template_kwargs.get("tools") or ())
+            hint = "; write each of the tools as {type: function, function: {name, ...}}" if is_flat else ""
+            raise DataError(self.where, f"{reason}{hint}") from error
         if isinstance(rendered, str) and len(rendered) > MAX_CHARACTERS:
             whose = f"the chat template (chat_template_path, or that of {self.tokenizer.name_or_path})"
             reason = f"{whose} makes more than {MAX_CHARACTERS:,} characters of text"
@@ -201,10 +203,10 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_text(call: dict[str, Any]) -> dict[str, Any]:
-    if isinstance(call.get("function"), dict):
-        return call | {"function": _as_text(call["function"])}
-    arguments = call.get("arguments")
-    return call | {"arguments": json.dumps(arguments, ensure_ascii=False)} if isinstance(arguments, dict) else call
+    function = call["function"]
+    arguments = function["arguments"]
+    as_text = json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
+    return call | {"function": function | {"arguments": as_text}}
 
 
 def text_of(fields: dict[str, Any], name: str, where: str) -> str:
@@ -217,4 +219,4 @@ def text_of(fields: dict[str, Any], name: str, where: str) -> str:
 
 def _function_name(tool: dict[str, Any]) -> str:
     function = tool.get("function")
-    return str((function if isinstance(function, dict) else tool).get("name", ""))
+    return str((function if isinstance(function, dict) else tool).get("name") or tool.get("type", ""))

@@ -16,7 +16,7 @@ from radixtrain.data.rows.messages import THOUGHTS
 Message = dict[str, Any]
 
 THINK_TAG = re.compile("</?think>")
-THINK_END = "</think>"
+THINK_START, THINK_END = "<think>", "</think>"
 ESCAPES = re.compile(r"""\\+[nrt]|[\s\\"']""")  # what some templates escape in arguments, and others in part (LFM2's)
 
 
@@ -26,10 +26,12 @@ def lost_part(message: Message, text: str, with_thinking: bool = True) -> str:
     message: as `check_messages` returns it. text: the rendering of the turn.
     with_thinking: whether its thinking has to be there too.
     """
-    before, _, spoken = (message.get("content") or "").rpartition(THINK_END)
-    thoughts = {f"the thinking ({name})": message[name] for name in THOUGHTS if isinstance(message.get(name), str)}
+    content = message.get("content") or ""
+    before, _, spoken = content.rpartition(THINK_END)
+    thoughts = {f"the thinking ({name})": message[name] for name in THOUGHTS if name in message}
     thoughts |= {"the thinking before </think>": before}
-    if before and text.count(THINK_END) > message["content"].count(THINK_END):
+    thinks = before or content.lstrip().startswith(THINK_START)  # an answer that was cut off has no end of it
+    if thinks and text.count(THINK_END) > content.count(THINK_END):
         return "writes a block of thinking of its own before the <think> in the text"
     parts = {**(thoughts if with_thinking else {}), "the text": spoken}
     lost = next((name for name, part in parts.items() if not _holds(text, THINK_TAG.split(part))), "")
@@ -48,13 +50,13 @@ def _lost_call(calls: Any, text: str) -> str:
     """The first call whose name does not follow that of the one before, or one of whose arguments is nowhere."""
     place = 0
     for number, call in enumerate(calls, start=1):
-        function = call["function"] if isinstance(call.get("function"), dict) else call
+        function = call["function"]
         what = f"call {number} (of the tool {function['name']!r})"
         place = text.find(function["name"], place)
         if place < 0:
             return what
         place += len(function["name"])
-        for value in _leaves(function.get("arguments") or {}):
+        for value in _leaves(function["arguments"]):
             if not _holds(text, [value]) and ESCAPES.sub("", value) not in ESCAPES.sub("", text):
                 return f"{value[:40]!r} in {what}"
     return ""

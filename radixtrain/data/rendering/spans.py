@@ -43,6 +43,7 @@ Span = tuple[int, int]
 INSTRUCTING = ("system", "developer")
 MAX_BEFORE_ARGUMENTS = 40  # characters between the name of a tool and its arguments
 NEIGHBOURS = 4  # messages, at least, that are rendered for a turn with those that begin the chat
+TURNS_TRIED = 16  # of a chat that is refused, each with all before it
 WITHOUT_PROMPT = "the chat template does not write its generation prompt before turn {}"
 
 
@@ -53,7 +54,12 @@ def sample_of_chat(chat: Conversation, turns: list[int], tokenize: DraftTokenize
 
     The borders of a turn are borders of tokens, as in `split_turns: true`. Raises as `find_turns`.
     """
-    text, spans = find_turns(chat, turns, tokenize)
+    try:
+        text, spans = find_turns(chat, turns, tokenize)
+    except DataError:
+        for turn in filter(None, turns[:TURNS_TRIED]):  # if split_turns: true trains it no more, this is the reason
+            chat.prompt_and_target(turn, turn + 1)
+        raise
     for turn, (start, end) in zip(turns, spans, strict=True):
         chat.check_turns(text[start:end], [turn])
     borders = [0, *(border for span in spans for border in span), len(text)]
@@ -254,7 +260,7 @@ class _Finder:
         calls = self.messages[n].get("tool_calls")
         if not calls:
             return self.messages[n]["content"].partition(self.marks.word(n))[2]
-        return json.dumps(calls[-1].get("function", calls[-1]).get("arguments"), ensure_ascii=False)
+        return json.dumps(calls[-1]["function"]["arguments"], ensure_ascii=False)
 
     def _render(self, messages: list[Message], add_generation_prompt: bool = False) -> Rendering:
         return self.marks.read(self.chat.render(messages, add_generation_prompt))
@@ -321,7 +327,9 @@ class Marks:
         """
         if message.get("tool_calls"):
             *calls, last = message["tool_calls"]
-            return message | {"tool_calls": [*calls, self._into_call(last, n)]}
+            function = last["function"]
+            marked = last | {"function": function | {"name": f"{function['name']}{self.word(n)}"}}
+            return message | {"tool_calls": [*calls, marked]}
         content = message["content"]
         num_blanks = len(content) - len(content.lstrip())
         length = len(content.strip())
@@ -337,8 +345,3 @@ class Marks:
             place += len(text)
             places.setdefault(int(n), []).append(place)
         return Rendering("".join(texts[::2]), places)
-
-    def _into_call(self, call: dict[str, Any], n: int) -> dict[str, Any]:
-        if isinstance(call.get("function"), dict):
-            return call | {"function": self._into_call(call["function"], n)}
-        return call | {"name": f"{call.get('name', '')}{self.word(n)}"}

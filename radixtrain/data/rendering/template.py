@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -16,6 +17,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from radixtrain.data.rendering.conversation import Conversation
+from radixtrain.data.rows.messages import THOUGHTS
 from radixtrain.data.tokens.tokenization import Draft
 from radixtrain.errors import DataError, did_you_mean
 
@@ -28,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 TURNS_LOOKED_AT = 16
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
+READ_HERE = {"role", "content", "tool_calls", "weight", *THOUGHTS}
 MARK = "the word of the developer"
 DIRECTIVES = (*"aAbBcdHIjmMpSUwWxXyY", "-d", "-m")  # of strftime
 WARNING = (
@@ -53,12 +56,30 @@ def template_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str] | N
             return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
     environment = jinja2.Environment(extensions=[loopcontrols, Generation])
-    templates = tokenizer.chat_template
-    sources = templates.values() if isinstance(templates, dict) else [templates or ""]
+    trees = (environment.parse(source) for source in _sources(tokenizer))
     try:
-        return frozenset().union(*(meta.find_undeclared_variables(environment.parse(source)) for source in sources))
+        return frozenset().union(*map(meta.find_undeclared_variables, trees))
     except (jinja2.TemplateError, RecursionError):
         return None  # rendering says what is wrong with it
+
+
+def template_words(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
+    """The words of the chat template after a point or a quote: a key of a message that is not one is not read."""
+    return frozenset(re.findall(r"""[.'"](\w+)""", " ".join(_sources(tokenizer))))
+
+
+def unread_keys(messages: Iterable[dict[str, Any]], words: frozenset[str]) -> set[str]:
+    """Name the keys of messages that hold something and are not read, as `messages.KEY`.
+
+    messages: as `check_messages` returns them. words: from `template_words`.
+    """
+    filled = {key for message in messages for key, value in message.items() if value not in ("", [], {})}
+    return {f"messages.{key}" for key in filled - READ_HERE - words}
+
+
+def _sources(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    templates = tokenizer.chat_template
+    return [*templates.values()] if isinstance(templates, dict) else [templates or ""]
 
 
 def with_date(template: str, day: datetime) -> str:
@@ -72,7 +93,7 @@ def with_date(template: str, day: datetime) -> str:
 
 def writes_date(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the chat template asks what day it is, as those of Llama 3 and gpt-oss do."""
-    return "strftime_now" in json.dumps(tokenizer.chat_template)
+    return "strftime_now" in "".join(_sources(tokenizer))
 
 
 def unread_variable(kwargs: dict[str, Any], variables: frozenset[str] | None) -> str:
@@ -106,7 +127,8 @@ def rewrites_history(encoder: Any, row: Row | UnreadRow) -> bool:
     prompt that it has at inference.
     """
     try:
-        return any(_is_rewritten(chat, encoder.tokenize.special_tokens) for chat in encoder.chats(row))
+        chats = encoder.chats(row, completions=False)
+        return any(_is_rewritten(chat, encoder.tokenize.special_tokens) for chat in chats)
     except DataError:
         return False
 
@@ -126,19 +148,21 @@ def warn_of_endless_turns(encoder: Any, rows: Iterable[Row | UnreadRow], stops: 
     known, endings = {*stops}, Counter[int]()
     for row in rows if encoder.assistant_only_loss else ():
         with suppress(DataError):
-            for chat in encoder.chats(row):
-                turn = chat.assistant_turns()[-1]
+            ends = [(chat, turn) for chat in encoder.chats(row) for turn in chat.assistant_turns()[-1:]]
+            for chat, turn in ends:
                 prompt, target = chat.prompt_and_target(turn, turn + 1)
                 [sample] = encoder.tokenize([Draft(prompt, target, chat.where, "turn")])
                 endings[int(sample.input_ids[-1])] += 1
     endless = Counter({token: number for token, number in endings.items() if token not in known})
     if known and endless:
-        last, stop = (repr(encoder.tokenizer.decode([token])) for token in (endless.most_common(1)[0][0], min(known)))
+        last, stop = (encoder.tokenizer.decode([token]) for token in (endless.most_common(1)[0][0], min(known)))
+        is_end = last in encoder.tokenize.special_tokens  # GLM's answers end in what they say, maybe in a full stop
+        add = ", or add the token to eos_token_id in the model's generation_config.json" if is_end else ""
         logger.warning(
-            "%d of the last turns of %d chats are trained to end in %s, where generation does not stop (it does at %s "
+            "%d of the last turns of %d chats are trained to end in %r, where generation does not stop (it does at %r "
             "...): after its answer the model will go on; set chat_template_path to a template that ends turns with "
-            "such a token, or add the token to eos_token_id in the model's generation_config.json",
-            *(endless.total(), endings.total(), last, stop),
+            "such a token%s",
+            *(endless.total(), endings.total(), last, stop, add),
         )
 
 
@@ -159,8 +183,14 @@ def warn_of_likely_mistakes(encoder: Any, rows: Iterable[Row | UnreadRow]) -> No
 
 
 def _mistakes_of_chat(chat: Conversation) -> Iterator[str]:
-    if any("tool_calls" in message for message in chat.messages) and not chat.template_kwargs.get("tools"):
+    tools = chat.template_kwargs.get("tools") or []
+    if any("name" in tool and "function" not in tool for tool in tools):
+        yield "list tools as {name, ...}: so does the prompt; a server's has {type: function, function: {name, ...}}"
+    if any("tool_calls" in message for message in chat.messages) and not tools:
         yield "call tools and have no `tools`: the prompt does not say which there are, at inference it will"
+    calls = [call["function"] for each in chat.messages for call in each.get("tool_calls", ())]
+    if any(None in call["arguments"].values() for call in calls):
+        yield "call tools with nulls, which are learned: leave out those that a table has put there, as datasets does"
 
 
 def _mistakes_of_text(draft: Any, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:

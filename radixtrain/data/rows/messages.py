@@ -109,6 +109,9 @@ def _checked(message: Message, name: str, where: str) -> Message:
     else:
         message["tool_calls"] = read_calls(message["tool_calls"], name, where)
     _check_weight(message, name, where)
+    for key in THOUGHTS:  # templates leave out a list of parts, or fail on it
+        if not isinstance(message.get(key, ""), str):
+            raise DataError(where, f"{name}: {key}: expected text, found {_describe(message[key])}")
     if "tool_calls" in message and message["content"] is None:
         del message["content"]
         return message
@@ -178,7 +181,7 @@ def read_calls(calls: object, name: str, where: str) -> list[Message]:
     """The calls as templates expect them, with their arguments as objects: text would be rendered as it stands.
 
     calls: a list of `{"type": "function", "function": {"name", "arguments"}}`, or of `{"name", "arguments"}`; arguments
-        are an object, or its JSON as text.
+        are an object, or its JSON as text. All come back in the first form, which every template reads.
     name: the turn, for errors.
 
     Raises DataError for another value, a call without a name, arguments that are not the JSON of an object.
@@ -207,12 +210,14 @@ def read_tools(tools: object, where: str) -> list[Message]:
 
 def _read_call(call: Message, name: str, where: str) -> Message:
     given = {key: value for key, value in call.items() if value is not None}  # columnar files fill up with nulls
-    function = given.get("function", given)
+    if "function" not in given:  # {name, arguments}, and maybe an id
+        function = {key: given.pop(key) for key in ("name", "arguments") if key in given}
+        given = {"type": "function", **given, "function": function}
+    function = given["function"]
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         raise DataError(where, f"{name}: expected the name of a function, found {repr(call)[:60]}")
     name = f"{name} of the tool {function['name']!r}"
-    read = function | {"arguments": _arguments(function.get("arguments"), name, where)}
-    return given | {"function": read} if "function" in given else read
+    return given | {"function": function | {"arguments": _arguments(function.get("arguments"), name, where)}}
 
 
 def _arguments(arguments: object, name: str, where: str) -> Message:

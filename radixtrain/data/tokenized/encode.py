@@ -16,7 +16,7 @@ from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.formats import Row, UnreadRow
 from radixtrain.data.sample import EncodeReport, TooLongError
 from radixtrain.data.tokenized.store import packed
-from radixtrain.data.workers import end_with_parent
+from radixtrain.data.workers import end_with_parent, worker_context
 from radixtrain.errors import DataError, UserError
 
 ROWS_PER_BLOCK = 256
@@ -57,7 +57,7 @@ def encode_blocks(encoder: ChatEncoder, rows: Iterable[AnyRow], num_proc: int, s
         yield from (_encode(encoder, block, skip_bad_rows) for block in _blocks(rows))
         return
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
-    pool = ProcessPoolExecutor(num_proc, initializer=_start, initargs=(encoder, skip_bad_rows))
+    pool = ProcessPoolExecutor(num_proc, worker_context(), initializer=_start, initargs=(encoder, skip_bad_rows))
     try:
         waiting: deque[Future[Block]] = deque()
         for block in _blocks(rows):

@@ -110,15 +110,15 @@ def _borders(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
     """What texts are split at: the added tokens that are found before anything else. None if pieces are not safe."""
     if not tokenizer.is_fast or getattr(tokenizer, "split_special_tokens", False):
         return None
-    state: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
-    if (state["model"] or {}).get("dropout") or not _kinds(state["pre_tokenizer"]) <= PIECEWISE:
+    backend = tokenizer.backend_tokenizer
+    if getattr(backend.model, "dropout", None) or not _kinds(_pre_tokenizer(backend)) <= PIECEWISE:
         return None
-    tokens = state["added_tokens"]
-    if any(token["single_word"] for token in tokens):  # it looks at its neighbours
+    tokens = [*backend.get_added_tokens_decoder().values()]
+    if any(token.single_word for token in tokens):  # it looks at its neighbours
         return None
-    is_border = [not (token["normalized"] or token["lstrip"] or token["rstrip"]) for token in tokens]
-    borders = [token["content"] for token, is_one in zip(tokens, is_border, strict=True) if is_one]
-    others = [token["content"] for token, is_one in zip(tokens, is_border, strict=True) if not is_one]
+    is_border = [not (token.normalized or token.lstrip or token.rstrip) for token in tokens]
+    borders = [token.content for token, is_one in zip(tokens, is_border, strict=True) if is_one]
+    others = [token.content for token, is_one in zip(tokens, is_border, strict=True) if not is_one]
     if not borders or any(_may_overlap(border, other) for border in borders for other in others):
         return None
     return re.compile(f"({_longest_of(borders)})")
@@ -143,6 +143,16 @@ def _longest_of(words: Iterable[str], depth: int = 0) -> str:
         inner = f"(?:{_longest_of(rest, depth + 1)}){'?' if begin in group else ''}" if rest else ""
         patterns.append(re.escape(begin) + inner)
     return "|".join(patterns)
+
+
+def _pre_tokenizer(backend: Any) -> dict[str, Any] | None:
+    """What `tokenizer.json` says of it, told by a tokenizer without words: Gemma 3's 262,144 take over a second."""
+    from tokenizers import Tokenizer, models
+
+    small = Tokenizer(models.BPE())
+    small.pre_tokenizer = backend.pre_tokenizer
+    found: dict[str, Any] | None = json.loads(small.to_str())["pre_tokenizer"]
+    return found
 
 
 def _kinds(pre_tokenizer: dict[str, Any] | None) -> set[str]:

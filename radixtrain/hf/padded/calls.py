@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from radixtrain.collators.misuse_guard import callers
+from radixtrain.collators.misuse_guard import is_called_by
 from radixtrain.hf.backbone import text_decoder_of
 from radixtrain.hf.conditions import why_other_attention
 from radixtrain.hf.dropout import evaluating
@@ -174,15 +174,12 @@ def _names_adapters(model: nn.Module) -> bool:
 
 def is_generating() -> bool:
     """Whether `generate` of transformers is on the stack. Without a cache its calls look like any other."""
-    return any(
-        frame.f_code.co_name == "generate" and "transformers" in frame.f_globals.get("__name__", "")
-        for frame in callers()
-    )
+    return is_called_by("generate", "transformers")
 
 
 def is_compiled() -> bool:
     """Whether `torch.compile` runs the call: it traces ordinary tensors only. Its hooks on us are not compiled."""
-    return any(frame.f_code.co_name == "compile_wrapper" for frame in callers())
+    return is_called_by("compile_wrapper")
 
 
 FIRST = ([1, 2], [3, 4])

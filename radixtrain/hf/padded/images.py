@@ -14,9 +14,8 @@ from radixtrain.hf.backbone import text_decoder_of
 from radixtrain.hf.image_models import inputs_of, sees_beyond_windows, types_for, without_images
 from radixtrain.hf.padded.rows import PaddedRows
 from radixtrain.hf.windows import window_may_bind
-from radixtrain.images.tensors import NotShared
 from radixtrain.images.tokens import ImageInputs, ImageTokens
-from radixtrain.images.tower import Tower
+from radixtrain.images.tower import NotShared, Tower
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.cached_layout import on_device
 from radixtrain.tree.layout import TreeLayout
@@ -62,7 +61,7 @@ class Images:
         """
         self.tower.check_complete(len(self.tokens.rows))
         device, axes = arguments["input_ids"].device, self.tokens.axes_at(tokens)
-        left = without_images(arguments) | types_for(backbone, layout.blocks, layout.max_seqlen)
+        left = without_images(arguments) | types_for(backbone, layout)
         if axes is not None:
             left["position_ids"] = on_device(axes, device)[:, None]
         return left | self.tower.argument_at(on_device(self.tokens.rows_at(tokens), device))

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import RadixCall
-from radixtrain.hf.backbone import text_decoder_of, with_rows
+from radixtrain.hf.backbone import arguments_of, text_decoder_of, with_rows
 from radixtrain.hf.image_models import axes_of, given_of_images, without_empty_types
-from radixtrain.hf.inputs import arguments_of
+from radixtrain.hf.modules import why_padding_leaks
 from radixtrain.hf.padded.calls import (
     is_compiled,
     option,
@@ -30,10 +30,9 @@ from radixtrain.hf.padded.rows import PaddedRows, Places
 from radixtrain.hf.padded.spread import NO_ROW
 from radixtrain.hf.padded.spread_rows import SpreadRows
 from radixtrain.hf.positions import why_padding_matters
-from radixtrain.hf.recurrent.mixers import why_padding_leaks
 from radixtrain.hf.sharing_report import SharingReport
 from radixtrain.hf.windows import no_mask, window_may_bind
-from radixtrain.images.tensors import NotShared
+from radixtrain.images.tower import NotShared
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.cached_layout import on_device
 from radixtrain.tree.layout import TreeLayout

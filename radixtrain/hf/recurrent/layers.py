@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
+from radixtrain.hf.modules import layer_around, mixers_of
 from radixtrain.hf.progress import Progress
 from radixtrain.hf.recurrent.forking import why_it_cannot_fork
-from radixtrain.hf.recurrent.mixers import layer_around, mixers_of
 from radixtrain.hf.recurrent.running import arguments_by_name, cache_argument, run_on_tree
 from radixtrain.hf.windows import on_mask
 

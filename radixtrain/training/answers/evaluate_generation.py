@@ -20,7 +20,7 @@ from radixtrain.data.datamodule import SFTData
 from radixtrain.data.prompts import Prompt, Prompts
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError, only_warns
-from radixtrain.settings.answers import AnswerSettings
+from radixtrain.settings.commands import AnswerSettings
 from radixtrain.training.answers.answering import AnswerOptions, answer_prompts, check_answering
 from radixtrain.training.answers.metrics import Metric, load_metric
 

@@ -20,8 +20,8 @@ from radixtrain.checkpoints.sharded import is_sharded, part_like, parts_like, wh
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of
+from radixtrain.hf.modules import text_layers
 from radixtrain.hf.quantized import four_bit_layers
-from radixtrain.hf.recurrent.mixers import text_layers
 
 if TYPE_CHECKING:
     import lightning as L

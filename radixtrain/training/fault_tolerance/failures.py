@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from radixtrain.checkpoints.folder import existing, mount_point
-from radixtrain.data.workers import OUT_OF_FILES
+from radixtrain.data.workers import OUT_OF_FILES, OUT_OF_SHARED_MEMORY
 from radixtrain.errors import EndedElsewhere, UserError, bytes_text, first_line
 
 MOST_FILES = 65_536
@@ -32,8 +32,9 @@ NO_ROOM = {
     errno.EFBIG: "does not take a file of this size (`ulimit -f` may set a limit)",
     errno.EROFS: "cannot be written to (read-only file system)",
 }
-SHARED_MEMORY = r"unable to \w.*</torch_|Bus error|out of shared memory"
-OPEN_FILES = rf"Too many open files|received \d+ items of ancdata|unexpectedly with exit code {OUT_OF_FILES}\b"
+EXITED = "unexpectedly with exit code"
+SHARED_MEMORY = rf"unable to \w.*</torch_|Bus error|out of shared memory|{EXITED} {OUT_OF_SHARED_MEMORY}\b"
+OPEN_FILES = rf"Too many open files|received \d+ items of ancdata|{EXITED} {OUT_OF_FILES}\b"
 NO_MEMORY = r"can't allocate memory|not enough memory|Cannot allocate memory|bad_alloc|Unable to allocate"
 NO_DEVICE_MEMORY = r"CUDA (error: )?out of memory|HIP out of memory|CUBLAS_STATUS_ALLOC_FAILED"
 ASKED_FOR = r"allocate ([\d.]+ [KMGT]iB|\d+(?= bytes))"
@@ -59,13 +60,14 @@ def explain(error: BaseException, output_dir: Path | None, gone: Callable[[], st
     if isinstance(error, UserError):
         return None
     causes = [(cause, f"{type(cause).__name__}: {cause}") for cause in _chain(error)]
-    if any(re.search(OPEN_FILES, text) for _, text in causes):
-        return f"{_out_of_files(MOST_FILES)}{_last_checkpoint(output_dir)}"
+    of_workers = (_not_handed_over(text) for _, text in causes)  # torch says of their codes in the cause of its error
+    if reason := next(filter(None, of_workers), None):
+        return f"{reason}{_last_checkpoint(output_dir)}"
     for cause, text in causes:
         if isinstance(cause, FileNotFoundError) and output_dir is not None and not output_dir.exists():
             way_out = "give it its name again, and go on with --ckpt_path auto"
             return f"output_dir {output_dir} is gone, renamed or removed while the run wrote into it: {way_out}"
-        reason = _not_shared(text) or _no_room(cause, text, output_dir) or _no_memory(cause, text)
+        reason = _no_room(cause, text, output_dir) or _no_memory(cause, text)
         reason = reason or _killed_worker(cause, text) or lost_rank(cause, gone)
         if reason:
             return f"{reason}{_last_checkpoint(output_dir)}"
@@ -141,7 +143,9 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
 
 
-def _not_shared(text: str) -> str | None:
+def _not_handed_over(text: str) -> str | None:
+    if re.search(OPEN_FILES, text):
+        return _out_of_files(MOST_FILES)
     if not re.search(SHARED_MEMORY, text) or "No such file" in text:
         return None
     return (

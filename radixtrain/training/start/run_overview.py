@@ -12,16 +12,16 @@ from rich.text import Text
 from radixtrain.collators.prefix_sampler import batches_of
 from radixtrain.data.files.sources import as_sources
 from radixtrain.data.formats import open_rows
-from radixtrain.data.grouping import (
-    Arrangement,
-    conversation_groups,
-    expected_r,
-    grouped_order,
-)
 from radixtrain.data.rows.columns import standard_row
 from radixtrain.data.rows.trajectories import plain_rows
 from radixtrain.data.sample import EncodeReport
-from radixtrain.data.steps import epoch_size
+from radixtrain.data.steps import (
+    Arrangement,
+    conversation_groups,
+    epoch_size,
+    expected_r,
+    grouped_order,
+)
 from radixtrain.data.tokenized.corpus import Corpus
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.distributed import ranks

@@ -15,8 +15,7 @@ from torch import nn
 
 from radixtrain.attention import choose_attention, tree_attention
 from radixtrain.hf.backbone import parts_of
-from radixtrain.hf.model_dims import ModelDimensions
-from radixtrain.hf.step_cost import step_cost_of
+from radixtrain.hf.step_cost import ModelDimensions, step_cost_of
 from radixtrain.timing import non_negative_fit, seconds_of
 from radixtrain.tree.cost_model import CHOICES, Rates, StepCost, attention_work
 from radixtrain.tree.layout import TreeLayout

@@ -18,8 +18,7 @@ import torch
 from gpu_parts.bars import shown
 from gpu_parts.results import ENDED, RUNNING, Results
 
-from radixtrain.bench.environment import environment
-from radixtrain.timing import seconds_of
+from radixtrain.timing import environment, seconds_of
 
 __all__ = ["Run", "facts", "median_seconds"]
 

@@ -40,7 +40,7 @@ from radixtrain import (
 from radixtrain.errors import UserError, first_line
 from radixtrain.hf.activation_checkpointing import recompute
 from radixtrain.hf.backbone import is_text, parts_of
-from radixtrain.hf.recurrent.mixers import mixers_of
+from radixtrain.hf.modules import mixers_of
 from radixtrain.hf.refusals import why_not_across
 from radixtrain.testing import FREE_FORKS
 from radixtrain.verification.oracle import float64_throughout, float64_truth, gradients_of

@@ -120,10 +120,7 @@ def a_context_a_row_short(patch: Patch) -> None:
     def short(*args: Any) -> ContextLayout:
         layout = own(*args)
         *bounds, (q0, q1, k0, k1) = layout.bounds
-        cut = [*bounds, *([(q0, q1, k0, k1 - 1)] if k1 - 1 > k0 else [])]
-        lengths = [[[0, b[1] - b[0]], [0, b[3] - b[2]]] for b in cut]
-        cu_seqlens = torch.tensor(lengths, dtype=torch.int32).reshape(-1, 2, 2)
-        return replace(layout, bounds=tuple(cut), cu_seqlens=cu_seqlens)
+        return replace(layout, bounds=(*bounds, *([(q0, q1, k0, k1 - 1)] if k1 - 1 > k0 else [])))
 
     patch.setattr(ContextLayout, "of", short)
 
@@ -133,9 +130,7 @@ def a_context_that_every_query_sees(patch: Patch) -> None:
     own = ContextLayout.of
 
     def everything(plan: Any, rows: Any, context: Any, ends: Any) -> ContextLayout:
-        bounds = ((0, plan.num_unique_tokens, 0, len(context)),)
-        cu_seqlens = torch.tensor([[[0, plan.num_unique_tokens], [0, len(context)]]], dtype=torch.int32)
-        return replace(own(plan, rows, context, ends), bounds=bounds, cu_seqlens=cu_seqlens)
+        return replace(own(plan, rows, context, ends), bounds=((0, plan.num_unique_tokens, 0, len(context)),))
 
     patch.setattr(ContextLayout, "of", everything)
 
@@ -252,8 +247,8 @@ def _in_context_pieces(patch: Patch, name: str, changed: Callable[..., Any]) -> 
     pieces, own = ContextLayout.pieces, getattr(TorchCPUKernel, name)
     calls: list[Any] = []
 
-    def remembered(layout: ContextLayout, num_own: int) -> Any:
-        made = pieces(layout, num_own)
+    def remembered(layout: ContextLayout, device: torch.device) -> Any:
+        made = pieces(layout, device)
         calls.extend(piece.ragged for piece in made)
         return made
 

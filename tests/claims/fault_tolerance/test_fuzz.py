@@ -19,7 +19,7 @@ import yaml
 from tiers import FULL, tries
 
 from radixtrain.__main__ import main
-from radixtrain.commands.keys import Key, keys_of, trainer_keys
+from radixtrain.commands.keys import Key, all_keys
 
 pytestmark = FULL
 CONFIGS, FILES = tries(10, 1000), tries(15, 1000)
@@ -78,7 +78,7 @@ def a_value(draw: random.Random, key: Key) -> Any:
 
 def a_config(draw: random.Random) -> str:
     """The text of a YAML file with one to four random keys; one in six is damaged."""
-    keys = [key for key in (*keys_of("fit"), *trainer_keys()) if key.name not in NOT_DRAWN]
+    keys = [key for key in all_keys("fit") if key.help and key.name not in NOT_DRAWN]
     tree: dict[str, Any] = {}
     for key in draw.sample(keys, draw.randint(1, 4)):
         *sections, name = key.name.split(".")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from changed_runs import pause, wait_until_paused
+from changed_runs import go_on_after_pause, pause, wait_until_paused
 from forked import Run
 from outcomes import EXACT, assert_nothing_left, assert_same_run
 from tiers import FULL, tries
@@ -232,9 +232,10 @@ def test_a_full_disk(start, lines, tmp_path, small_disk, left):
     """
     whole, folder = tmp_path / "whole", small_disk / "run"
     run_whole(start, lines(whole))
-    run = start(lines(folder))
-    assert wait_for(lambda: (folder / "checkpoints" / "step=2").exists(), run), run.said()
+    run = start(lines(folder), {"PAUSE": "step 3"}, before=pause)
+    wait_until_paused(folder, run)
     ballast = fill(small_disk, left)
+    go_on_after_pause(folder)
     assert_says_that_it_is_full(run, small_disk, folder)
     ballast.unlink()
     assert not is_saving(folder)

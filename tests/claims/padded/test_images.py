@@ -21,9 +21,8 @@ from transformers.models.llava.modeling_llava import LlavaModel
 from radixtrain import share_prefixes, sharing_report
 from radixtrain.errors import UserError
 from radixtrain.hf import image_models
-from radixtrain.images.tensors import distinct_images
 from radixtrain.images.tokens import ImageTokens
-from radixtrain.images.tower import FEATURES
+from radixtrain.images.tower import FEATURES, distinct_images
 
 pytestmark = pytest.mark.skipif(
     FEATURES not in inspect.signature(LlavaModel.forward).parameters,

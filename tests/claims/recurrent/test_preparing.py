@@ -10,7 +10,7 @@ from hybrids import FEATURES, ONE_KIND, ROWS, Build, assert_exact, batch_of, mix
 from torch import nn
 
 from radixtrain import prepare_model, restore_model, share_prefixes
-from radixtrain.hf.recurrent.mixers import mixers_of
+from radixtrain.hf.modules import mixers_of
 from radixtrain.verification.oracle import float64_throughout, float64_truth
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")

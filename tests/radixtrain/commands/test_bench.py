@@ -14,7 +14,7 @@ import torch
 from tiers import FULL
 from wrong_keys import with_wrong_keys
 
-import radixtrain.bench.environment
+import radixtrain.timing
 from radixtrain.__main__ import main
 from radixtrain.bench.cells import Cell, ModelShape
 from radixtrain.bench.work import make_work
@@ -170,5 +170,5 @@ def test_whatever_the_width_of_the_terminal_no_number_is_cut(
 
 def test_neither_a_host_nor_a_path_nor_git_is_needed_in_the_header(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    header = radixtrain.bench.environment.header(torch.device("cpu"), "float32", 3)
+    header = radixtrain.timing.header(torch.device("cpu"), "float32", 3)
     assert platform.node() not in header and "/" not in header

@@ -23,8 +23,7 @@ from radixtrain.commands.run_callbacks import check_monitors
 from radixtrain.commands.trainer_settings import check_interval
 from radixtrain.distributed import Ranks
 from radixtrain.errors import UserError
-from radixtrain.settings.answers import AnswerSettings
-from radixtrain.settings.commands import Run
+from radixtrain.settings.commands import AnswerSettings, Run
 from radixtrain.settings.data import DataSettings
 from radixtrain.settings.model import ModelSettings
 from radixtrain.settings.section import value_of

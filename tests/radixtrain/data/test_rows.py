@@ -76,6 +76,7 @@ QA = "user: q|assistant: [a|]"
 READ: list[tuple[dict[str, Any], str, list[str]]] = [
     # a row, what is learned from it, the columns that are not used
     ({"messages": CHAT, "id": 1, "source": ""}, QA, ["id"]),
+    ({"messages": [Q, {**A, "refusal": "r", "audio": None, "annotations": []}]}, QA, ["messages.refusal"]),
     ({"conversations": SHAREGPT}, QA, []),
     ({"conversations": CHAT}, QA, []),
     ({"messages": SHAREGPT}, QA, []),
@@ -321,6 +322,7 @@ TURNS_REFUSED: list[tuple[Any, str]] = [
         for key in ("train", "trainable", "loss")
     ),
     ({**Q, "tool_calls": [CALL]}, " (role 'user'): has tool_calls; only an assistant turn calls tools"),
+    (assistant("x", thinking=["r"]), " (role 'assistant'): thinking: expected text, found a list of 1"),
     (assistant("", tool_calls="f()"), " (role 'assistant'): tool_calls: expected a list of objects, found 'f()'"),
     (assistant("", tool_calls=[CALL], function_call=CALL), " (role 'assistant'): has tool_calls and function_call;"),
     (

@@ -1,15 +1,144 @@
-"""The order of steps: seeded, a permutation in every epoch, resumed with the next step."""
+"""What `group_by_prefix` chooses and is expected to bring; which conversations make a step, and where a run goes on."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from radixtrain.collators.prefix_sampler import GroupedOrder
+from radixtrain.collators.prefix_sampler import ENOUGH, GroupedOrder, batches_of
 from radixtrain.collators.steps import StepCollator
 from radixtrain.collators.token_row import TokenRow
-from radixtrain.data.steps import StepDataset, StepLoader, StepSampler, draw_epoch, epoch_size
+from radixtrain.data.datamodule import SFTData
+from radixtrain.data.steps import (
+    Arrangement,
+    StepDataset,
+    StepLoader,
+    StepSampler,
+    draw_epoch,
+    epoch_size,
+    expected_r,
+    features_of,
+    grouped_order,
+)
+from radixtrain.errors import UserError
 from radixtrain.tree.groups import find_prefix_groups
+
+
+def conversations_of(prompts: int, each: int, own: int = 30, turns: int = 1) -> list[list[TokenRow]]:
+    """Conversations of `turns` samples, in turns of the prompts."""
+    generator = np.random.default_rng(0)
+    starts = generator.integers(0, 30_000, (prompts, 280))
+    found = []
+    for index in range(prompts * each):
+        ids, samples = starts[index % prompts], []
+        for _ in range(turns):
+            ids = np.concatenate([ids, generator.integers(0, 30_000, own)])
+            samples.append(TokenRow(ids, ids, f"chats.jsonl:{index + 1}"))
+        found.append(samples)
+    return found
+
+
+@pytest.fixture(scope="module")
+def twenty() -> list[list[TokenRow]]:
+    return conversations_of(20, 160)
+
+
+def test_r_of_each_order(twenty):
+    """20 prompts, batches of 32: as `tests/collators/test_grouping.py` derives it."""
+    grouped = grouped_order(twenty, 32, True, 42).draw(np.arange(3200), np.random.default_rng(0))
+    by_prompt = np.argsort(np.arange(3200) % 20, kind="stable")
+    orders = (np.random.default_rng(0).permutation(3200), by_prompt, grouped)
+    plain, most, chosen = (expected_r(twenty, batches_of(order, 32), 16384).r for order in orders)
+    assert plain < ENOUGH * most < chosen < most
+    assert Arrangement(plain, chosen).hint == f"r is 1.8; data.group_by_prefix: true would give about {chosen:.1f}"
+
+
+def test_a_hint_needs_a_distance():
+    assert Arrangement(1.0, 1.2).hint is None
+    assert Arrangement(1.0, 1.3).hint == "r is 1.0; data.group_by_prefix: true would give about 1.3"
+    assert Arrangement(8.0, 6.5).hint is None
+
+
+@pytest.mark.parametrize("max_tokens", [None, 2000, 700])
+def test_expected_r_is_that_of_the_steps(max_tokens):
+    conversations = conversations_of(4, 20, turns=3)
+    batches = [list(range(12)), list(range(40, 52))]
+    steps = [
+        StepCollator(max_tokens=max_tokens)(features_of(sample for index in batch for sample in conversations[index]))
+        for batch in batches
+    ]
+    expected = sum(step.num_tokens for step in steps) / sum(step.num_computed_tokens for step in steps)
+    assert expected_r(conversations, batches, max_tokens).r == pytest.approx(expected)
+
+
+def test_what_is_a_plain_shuffle(twenty):
+    assert grouped_order(twenty, 32, False, 42) is None
+    assert grouped_order(twenty, 32, 1, 42) is None
+    for prompts in (1, 2, 200):  # two meet often enough
+        assert grouped_order(conversations_of(prompts, 200 // prompts), 32, True, 42) is None
+    assert grouped_order(conversations_of(100, 1), 32, 8, 42) is None
+    true, eight = (grouped_order(twenty, 32, given, 42) for given in (True, 8))
+    assert (true.together, eight.together) == (16, 8)
+
+
+def test_later_turns_count(twenty):
+    """The same prompt and first turn, then another way: the last sample tells."""
+    first = twenty[0][0].input_ids
+    ways = [[first, np.concatenate([first, each[0].input_ids])] for each in twenty[:40]]
+    conversations = [[TokenRow(ids, ids, "a:1") for ids in ids_of_one] for ids_of_one in ways]
+    assert len(grouped_order(conversations, 8, 4, 42).groups) == 20
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"group_by_prefix": True, "shuffle_dataset": False}, "shuffle_dataset: false keeps the order of the file"),
+        ({"group_by_prefix": 33}, r"a number of conversations from 1 to data.batch_size \(32\); got 33"),
+        ({"group_by_prefix": 0}, "from 1 to data.batch_size"),
+        ({"group_by_prefix": -2}, "from 1 to data.batch_size"),
+    ],
+)
+def test_settings_that_cannot_be_meant(settings, message):
+    with pytest.raises(UserError, match=message):
+        SFTData("chats.jsonl", **settings)
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    """60 rows of tokens, three prompts in turns."""
+    rows = [{"input_ids": [*range(50 * (index % 3), 50 * (index % 3) + 48), 150 + index]} for index in range(60)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    return tmp_path / "rows.jsonl"
+
+
+def data_of(file: Path, shop: Path, **settings) -> SFTData:
+    data = SFTData(str(file), model_name_or_path=str(shop / "model"), batch_size=6, **settings)
+    data.setup("fit")
+    return data
+
+
+def test_fit_draws_by_it(file, shop):
+    plain, data = (data_of(file, shop, group_by_prefix=given) for given in (False, 6))
+    steps = [step.where for step in data.train_dataloader()]
+    prompts = [{(int(where.rpartition(":")[2]) - 1) % 3 for where in step} for step in steps]
+    assert sum(len(each) == 1 for each in prompts) >= 9
+    assert sorted(where for step in steps for where in step) == sorted(
+        where for step in plain.train_dataloader() for where in step.where
+    )
+    assert data.features_of_step(0)[0]["input_ids"][0] == data.features_of_step(0)[5]["input_ids"][0]
+
+
+def test_a_checkpoint_knows_the_order(file, shop):
+    plain, data, other = (data_of(file, shop, group_by_prefix=given) for given in (False, True, 2))
+    plain.load_state_dict(plain.state_dict())
+    data.load_state_dict(data.state_dict())
+    with pytest.raises(UserError, match="group_by_prefix was true and is 2"):
+        other.load_state_dict(data.state_dict())
+    with pytest.raises(UserError, match="group_by_prefix was false and is true"):
+        data.load_state_dict(plain.state_dict())
 
 
 @pytest.fixture(scope="module")

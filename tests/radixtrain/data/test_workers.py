@@ -4,14 +4,22 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+from byte_tokenizer import CHATML, byte_tokenizer
 from ended import is_alive, wait_for_end
 from tiers import FULL
 from torch.utils.data import DataLoader, Dataset
 
+from radixtrain.data import workers
+from radixtrain.data.chat import ChatEncoder
+from radixtrain.data.formats import UnreadRow
+from radixtrain.data.steps import StepLoader, StepSampler
+from radixtrain.data.tokenized.encode import encode_blocks
 from radixtrain.data.workers import BLOCKED, _kill_daemons, blocked_signals, end_with_parent
+from radixtrain.training.fault_tolerance.failures import explain
 from radixtrain.training.fault_tolerance.signals import HANDLED
 
 
@@ -102,6 +110,52 @@ def test_workers_of_a_killed_process_end(method: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(parent, 0)
     assert wait_for_end(int(os.read(read, 20)))
+
+
+def steps_of_a_loader() -> int:
+    return sum(map(len, StepLoader(Numbers(), StepSampler(6, 2, False, 0), num_workers=1)))  # type: ignore[arg-type]
+
+
+def rows_of_a_pool() -> int:
+    rows = [UnreadRow(b'{"prompt": "one", "completion": "two"}', "a.jsonl:1")] * 6
+    blocks = encode_blocks(ChatEncoder(byte_tokenizer(CHATML)), rows, 2, skip_bad_rows=False)
+    return sum(block.report.num_rows for block in blocks)
+
+
+@pytest.mark.parametrize("work", [steps_of_a_loader, rows_of_a_pool])
+def test_one_that_hangs_in_its_fork_is_started_again(work: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before Python 3.11.10, if another thread holds a lock of the interpreter."""
+    fork, started = os.fork, list[int]()
+
+    def hanging() -> int:
+        process = fork()
+        if process == 0 and not started:
+            time.sleep(3600)
+        started.append(process)
+        return process
+
+    monkeypatch.setattr(os, "fork", hanging)
+    monkeypatch.setattr(workers, "MAY_HANG", True)
+    monkeypatch.setattr(workers, "SECONDS_TO_BEGIN", 0.5)
+    assert work() == 6
+    assert wait_for_end(started[0]) and len(started) > 1
+
+
+class Full(Numbers):
+    """Gives what no worker can hand over, as tensors are when /dev/shm is full."""
+
+    def __getitem__(self, index: int) -> Any:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError("unable to write to file </torch_81_2_0>: No space left on device (28)")
+
+
+def test_a_batch_that_cannot_be_handed_over_ends_the_run() -> None:
+    """It would wait for it for ever."""
+    with pytest.raises(RuntimeError, match="exited unexpectedly") as found:
+        list(StepLoader(Full(), StepSampler(6, 2, False, 0), num_workers=1))  # type: ignore[arg-type]
+    assert "DataLoader workers ran out of shared memory" in str(explain(found.value, None))
 
 
 def test_the_same_signals_are_requests_of_a_run() -> None:

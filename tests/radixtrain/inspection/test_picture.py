@@ -8,9 +8,8 @@ from rich.cells import cell_len
 from transformers import PreTrainedTokenizerBase
 
 from radixtrain.collators.token_row import TokenRow
-from radixtrain.inspection.micro_batch import MicroBatch
-from radixtrain.inspection.picture import draw, named_rows
-from radixtrain.inspection.runs import run_tree
+from radixtrain.inspection.micro_batch import MicroBatch, named_rows, run_tree
+from radixtrain.inspection.show import draw
 
 Build, Part, Print = Callable[..., TokenRow], Callable[..., MicroBatch], Callable[..., str]
 

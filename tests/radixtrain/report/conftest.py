@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from radixtrain.data.division import Division
+from radixtrain.collators.row_split import Division
 from radixtrain.report.contents import Break, DataReport, Example, Setting, Splitting, TreeNode
 
 HOSTILE = """</script><img src=x onerror="document.title='run'"><b>%{y} $x$ <a href="https://example.com">a</a> &lt;"""

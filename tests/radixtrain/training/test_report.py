@@ -13,7 +13,7 @@ from outcomes import logged, summary
 from radixtrain.__main__ import main
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.tokens.tokenization import load_tokenizer
-from radixtrain.report.formatting import ratio
+from radixtrain.report.contents import ratio
 from radixtrain.training.start.run_overview import sharing_entries
 
 Arguments = Callable[..., list[str]]

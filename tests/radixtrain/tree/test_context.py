@@ -8,10 +8,12 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+from answers import one_by_one
 from batch_contents import as_python
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -28,7 +30,7 @@ from radixtrain.kernels.merge_attention import attention_in_pieces
 from radixtrain.kernels.varlen import varlen_kernel
 from radixtrain.kernels.varlen_args import Ragged, Scoring
 from radixtrain.testing import ragged_batches
-from radixtrain.tree.context import ContextLayout
+from radixtrain.tree.context import ContextLayout, shared_pieces
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import build_prefix_plan
 
@@ -95,17 +97,27 @@ def inputs_of(mask: Tensor, heads: tuple[int, int] = (4, 2), head_dim: int = 8) 
 
 def by_tree(layout: TreeLayout, attention: str, kernel: str, **modifiers: Any) -> Any:
     def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        return tree_attention(q, k, v, layout, attention=attention, kernel=kernel, sinks=sinks, **modifiers)
+        (k, v), stored = split(layout, k, v)
+        options = {"attention": attention, "kernel": kernel, "sinks": sinks, "stored": stored, **modifiers}
+        return tree_attention(q, k, v, layout, **options)
 
     return attend
 
 
+def split(layout: TreeLayout, *keys: Tensor) -> list[tuple[Tensor, ...]]:
+    """Keys and values of the rows, and those of the context, (U + C, K, H) together."""
+    return list(zip(*(x.split([layout.num_rows, len(x) - layout.num_rows]) for x in keys), strict=True))
+
+
 def in_packed_pieces(layout: TreeLayout, scale: float = 8**-0.5, softcap: float | None = None) -> Any:
     """The calls of a device, by the kernels of the host."""
-    pieces = [replace(piece, ragged=on_host(piece.ragged)) for piece in layout.packed_pieces()]
+    with patch("radixtrain.tree.context.shared_pieces", one_by_one):
+        pieces = [replace(piece, ragged=on_host(piece.ragged)) for piece in layout.packed_pieces()]
+    kernel, scoring = varlen_kernel("eager", CPU), Scoring(scale, softcap, None)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        return attention_in_pieces(q, k, v, pieces, varlen_kernel("eager", CPU), Scoring(scale, softcap, None), sinks)
+        own, stored = split(layout, k, v)
+        return attention_in_pieces(q, *own, pieces, kernel, scoring, sinks, stored)
 
     return attend
 
@@ -159,15 +171,8 @@ def test_the_drawn_example() -> None:
     subtree_ends = np.array([7, 5, 5, 5, 5, 7, 7])
     layout = ContextLayout.of(plan, np.array([2, 3, 5, 6]), np.array([0, 1]), subtree_ends)
     assert (layout.num_rows, layout.bounds) == (2, ((0, 4, 0, 1), (0, 2, 1, 2)))
-    assert layout.cu_seqlens.tolist() == [[[0, 4], [0, 1]], [[0, 2], [0, 1]]]
-    first, second = layout.pieces(4)
-    assert (first.q_rows, first.k_rows, second.q_rows, second.k_rows) == (
-        slice(0, 4),
-        slice(4, 5),
-        slice(0, 2),
-        slice(5, 6),
-    )
-    assert not first.ragged.causal and first.ragged.bounds == ((0, 4, 0, 1),)
+    rows = [(piece.q_rows, piece.k_rows) for piece in layout.pieces(CPU)]
+    assert rows == [(slice(0, 4), slice(0, 1)), (slice(0, 2), slice(1, 2))]
 
 
 @example([[3, 2, 1, 0] * 2, [3, 2, 1, 0, 3, 1]], 1, {})
@@ -189,7 +194,7 @@ def test_round_trips() -> None:
         layout = batch["radix"].layout
         assert as_python(pickle.loads(pickle.dumps(layout))) == as_python(layout)
         moved = layout.to("meta")
-        assert moved.context.cu_seqlens.device.type == "meta" and moved.context.bounds == layout.context.bounds
+        assert moved.context.bounds == layout.context.bounds
         assert len(moved.pieces) == 1 + len(layout.levels) + len(layout.context.bounds)
 
 
@@ -199,9 +204,11 @@ def test_another_attention_is_refused_and_other_rows_do_not_fit() -> None:
     q, k, v, _ = inputs_of(mask)
     for attention in ("expand", "reference"):
         with pytest.raises(UserError, match=f"attention='{attention}' cannot attend to rows of an earlier micro-batch"):
-            tree_attention(q, k, v, layout, attention=attention)
-    with pytest.raises(ValueError, match=rf"key must be .* with U = {len(k)} rows"):
-        tree_attention(q, k[:-1], v[:-1], layout)
+            by_tree(layout, attention, "auto")(q, k, v)
+    with pytest.raises(ValueError, match=rf"stored must be keys and values of the {layout.context.num_rows} rows of"):
+        by_tree(layout, "auto", "auto")(q, k[:-1], v[:-1])
+    with pytest.raises(ValueError, match=r"stored must be .*; got \[0\]"):
+        tree_attention(q, k[: len(q)], v[: len(q)], layout)
 
 
 @pytest.mark.parametrize("attention", ["cascade", "path"])
@@ -212,5 +219,40 @@ def test_rows_that_are_not_finite_stay_where_they_are_seen(attention: str) -> No
         for key in range(len(mask), mask.shape[1]):
             k, v = tensors[1].clone(), tensors[2].clone()
             k[key] = v[key] = float("nan")
-            out = tree_attention(tensors[0], k, v, layout, attention=attention)
+            out = by_tree(layout, attention, "auto")(tensors[0], k, v)
             assert torch.equal(out.isnan().any(-1).any(-1), mask[:, key] >= 0)
+
+
+class TestSharedPieces:
+    """Stored rows that several queries see are as few calls as can be."""
+
+    def pieces(self, *runs: tuple[list[int], list[int]], device: str = "cpu") -> list[tuple]:
+        """Rows of queries and keys, and the bounds of the call."""
+        arrays = [(np.array(rows), np.array(slots)) for rows, slots in runs]
+        found = shared_pieces(arrays, torch.device(device))
+        return [(piece.q_rows, piece.k_rows, piece.ragged.bounds) for piece in found]
+
+    def test_runs_without_a_common_query_are_one_call(self) -> None:
+        """Rows 0 1 and 4 5 6 with slots of their own, which the rows between them do not see."""
+        found = self.pieces(([4, 5, 6], [20, 21]), ([0, 1], [30, 31, 32]))
+        assert found == [(slice(0, 7), slice(20, 33), ((0, 2, 10, 13), (4, 7, 0, 2)))]
+
+    def test_runs_with_a_common_query_are_several(self) -> None:
+        """The one that most queries see first."""
+        found = self.pieces(([2, 3], [7]), ([0, 1, 2, 3], [1, 2]), ([0, 1], [5, 6]))
+        assert found == [
+            (slice(0, 4), slice(1, 3), ((0, 4, 0, 2),)),
+            (slice(0, 4), slice(5, 8), ((0, 2, 0, 2), (2, 4, 2, 3))),
+        ]
+
+    @pytest.mark.parametrize("run", [([0, 2], [7, 8]), ([0, 1], [7, 9])], ids=["rows", "slots"])
+    def test_what_is_no_range_is_gathered(self, run: tuple[list[int], list[int]]) -> None:
+        ((q_rows, k_rows, bounds),) = self.pieces(run)
+        assert bounds == ((0, 2, 0, 2),)
+        for found, expected in ((q_rows, run[0]), (k_rows, run[1])):
+            assert np.arange(50)[found].tolist() == expected
+
+    def test_a_device_takes_a_call_for_each(self) -> None:
+        """Torch's meta device stands in for CUDA."""
+        found = self.pieces(([4, 5, 6], [20, 21]), ([0, 1], [30, 31, 32]), device="meta")
+        assert [each[:2] for each in found] == [(slice(4, 7), slice(20, 22)), (slice(0, 2), slice(30, 33))]

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.tokens import pretokenize
-from radixtrain.data.tokens.pretokenize import PieceTokenizer, TokenizerFailed, _longest_of, failures_of
+from radixtrain.data.tokens.pretokenize import PieceTokenizer, TokenizerFailed, _borders, _longest_of, failures_of
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.errors import DataError, UserError
 
@@ -106,6 +107,15 @@ def test_which_are_split() -> None:
         "tokens of which one goes on where another ends",
     }
     assert set(KINDS) - split == stay_whole
+
+
+def test_borders_are_found_without_writing_out_the_words() -> None:
+    """Gemma 3's 262,144 took 1.3 CPU seconds of every process."""
+    tokenizer = tokenizer_of("like Qwen")
+    asked = ("model", "pre_tokenizer", "get_added_tokens_decoder")
+    backend = SimpleNamespace(**{name: getattr(tokenizer.backend_tokenizer, name) for name in asked})
+    borders: Any = _borders(SimpleNamespace(is_fast=True, backend_tokenizer=backend))  # type: ignore[arg-type]
+    assert borders == _borders(tokenizer) is not None
 
 
 def test_the_longest_border_counts() -> None:

@@ -19,8 +19,8 @@ from tiers import cases
 from torch import Tensor, nn
 
 from radixtrain import prepare_model
+from radixtrain.hf.modules import mixers_of
 from radixtrain.hf.recurrent.forking import why_it_cannot_fork
-from radixtrain.hf.recurrent.mixers import mixers_of
 from radixtrain.verification.oracle import float64_truth
 
 pytestmark = NEEDS_FORKS

@@ -1,18 +1,26 @@
-"""What the code of a class refers to: names of attributes and of globals, and what these globals are.
+"""What the modules of a model do, judged by the code of their classes: which attend, and which carry a state.
 
-Nothing reads source text or the names of local variables, so neither a comment nor a renamed variable changes an
-answer, and a class that was typed into a shell has one. A method that was replaced before is read as it is.
+The code of a class tells by the attributes and globals that it names, and by what these globals are. Nothing reads
+source text or the names of local variables, so neither a comment nor a renamed variable changes an answer, and a class
+that was typed into a shell has one. A method that was replaced before is read as it is.
+
+A *mixer* is a module whose own code speaks the cache protocol of `recurrent/running.py`, so it carries a state from
+token to token. None is known by its name. A *layer* is a decoder layer, the element of an `nn.ModuleList`.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from functools import cache, partial
 from types import CodeType, FunctionType
 from typing import Any
 
-from transformers import AttentionInterface
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from radixtrain.hf.backbone import is_text
 
 OF_ALL_MODELS = ("torch.", "transformers.modeling_utils")  # they name what a model may have, not what it has
 EAGER = "eager_attention_forward"  # ends the name of the eager attention of a modeling file
@@ -113,3 +121,90 @@ def _names(code: CodeType) -> Iterator[str]:
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield from _names(inner)
+
+
+PROTOCOL = {f"{verb}_{kind}_state" for verb in ("get", "update") for kind in ("conv", "recurrent")}  # of a cache
+CACHE = re.compile("cache|past|^state$")  # in the name of an argument of forward
+MIXES_TOKENS = (nn.Conv1d, nn.RNNBase, nn.MultiheadAttention)
+
+
+def mixers_of(decoder: nn.Module) -> dict[str, nn.Module]:
+    """The mixers of the text, by path; empty for a model whose layers only attend."""
+    return {path: module for path, module in decoder.named_modules() if is_text(path) and _is_mixer(type(module))}
+
+
+def layer_around(decoder: nn.Module, path: str) -> nn.Module | None:
+    """The outermost decoder layer around the module of this path; None if there is none."""
+    module = decoder
+    for part in path.split("."):
+        is_list = isinstance(module, nn.ModuleList)
+        module = getattr(module, part)
+        if is_list:
+            return module
+    return None
+
+
+def text_layers(decoder: PreTrainedModel) -> list[nn.Module]:
+    """The decoder layers of the text in order; empty if they are not one list of num_hidden_layers."""
+    num_layers = getattr(decoder.config, "num_hidden_layers", None)  # BLT's has none
+    lists = [
+        module
+        for path, module in decoder.named_modules()
+        if isinstance(module, nn.ModuleList) and is_text(path) and len(module) == num_layers
+    ]
+    return list(lists[0]) if lists else []
+
+
+def why_padding_leaks(decoder: PreTrainedModel) -> str | None:
+    """Why padding on the left changes a state in Hugging Face's own batch; None if it does not.
+
+    The input of a mixer is 0 at padding. With a bias its projection is not, and a convolution brings that to the first
+    tokens.
+    """
+    for path, mixer in mixers_of(decoder).items():
+        for name, child in mixer.named_children():
+            if (
+                isinstance(child, nn.Linear)
+                and child.bias is not None
+                and child.in_features == decoder.config.hidden_size
+            ):
+                return f"left padding, which reaches the state of {type(mixer).__name__} through {path}.{name}.bias"
+    return None
+
+
+def num_attention_layers(decoder: PreTrainedModel) -> int:
+    """The decoder layers that attend: all, but for those whose tokens meet only in a mixer or not at all.
+
+    In Llama 3.2 Vision text skips the layers that attend to images.
+    """
+    config = decoder.config
+    layers = config.num_hidden_layers - len(getattr(config, "cross_attention_layers", None) or ())
+    if not mixers_of(decoder):
+        return layers
+    attending = {id(module) for layer in text_layers(decoder) for module in layer.modules() if attends(type(module))}
+    return len(attending)
+
+
+def forks_or_keeps_apart(layer: nn.Module) -> bool:
+    """Whether the tokens of a layer meet in a mixer, or not at all: no module in it takes a cache or mixes tokens."""
+    inside = [module for module in layer.modules() if module is not layer]
+    return any(_is_mixer(type(module)) for module in inside) or not any(map(_mixes_tokens, inside))
+
+
+def _mixes_tokens(module: nn.Module) -> bool:
+    """Whether tokens may meet in a module: it convolves or attends, or its `forward` takes a cache."""
+    takes = inspect.signature(type(module).forward).parameters
+    return isinstance(module, MIXES_TOKENS) or any(map(CACHE.search, takes))
+
+
+def _is_mixer(module_class: object) -> bool:
+    return not PROTOCOL.isdisjoint(names_in(module_class))
+
+
+def text_attention(decoder: nn.Module) -> Iterator[nn.Module]:
+    """The attention modules of the text: in the same file a vision tower may take its attention from elsewhere."""
+    return (module for path, module in decoder.named_modules() if is_attention(module) and is_text(path))
+
+
+def is_attention(module: nn.Module) -> bool:
+    return any("Attention" in each.__name__ for each in type(module).__mro__)  # a subclass may have any name

@@ -8,7 +8,7 @@ from older_transformers import NEEDS_FORKS
 from torch import nn
 
 from radixtrain.hf.backbone import parts_of
-from radixtrain.hf.recurrent.mixers import (
+from radixtrain.hf.modules import (
     forks_or_keeps_apart,
     layer_around,
     mixers_of,

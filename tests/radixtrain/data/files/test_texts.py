@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from radixtrain.data.files.lines import read_jsonl
 from radixtrain.data.files.rows import UnreadRow
+from radixtrain.data.files.texts import read_jsonl
 
 
 def test_lines_of_json_are_not_parsed(tmp_path: Path) -> None:

@@ -13,12 +13,12 @@ import torch
 from one_softmax import assert_exact, by_the_book, one_softmax, random_tensors
 from torch import Tensor
 
-from radixtrain.kernels.cached import Lanes, attention_in_lanes
 from radixtrain.kernels.cpu_loops import EagerKernel, TorchCPUKernel
+from radixtrain.kernels.lanes import Lanes, attention_in_lanes
 from radixtrain.kernels.merge_attention import Piece
 from radixtrain.kernels.varlen_args import Scoring
 from radixtrain.testing import assert_within_reference_error
-from radixtrain.tree.cached_layout import shared_piece, shared_pieces
+from radixtrain.tree.context import shared_piece, shared_pieces
 
 CPU = torch.device("cpu")
 NUM_SLOTS, SCALE = 40, 8**-0.5

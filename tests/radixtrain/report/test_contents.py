@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from radixtrain.errors import bytes_text
-from radixtrain.report import formatting
+from radixtrain.report import contents
 from radixtrain.report.contents import Break, Setting
 
 SETTING = Setting(batch_size=64, max_tokens=8192, group_by_prefix=True, r=2.0, best_r=2.0)
@@ -25,7 +25,7 @@ DURATIONS = {
     [("ratio", RATIOS), ("rounded", ROUNDED), ("duration", DURATIONS)],
 )
 def test_numbers(name: str, shown: dict[Any, str]) -> None:
-    assert {number: getattr(formatting, name)(number) for number in shown} == shown
+    assert {number: getattr(contents, name)(number) for number in shown} == shown
 
 
 def test_bytes() -> None:
@@ -33,18 +33,18 @@ def test_bytes() -> None:
 
 
 def test_setting_name() -> None:
-    assert formatting.setting_name(SETTING) == "batch_size 64, max_tokens 8,192, group_by_prefix"
+    assert contents.setting_name(SETTING) == "batch_size 64, max_tokens 8,192, group_by_prefix"
     half = replace(SETTING, group_by_prefix=False, activation_checkpointing=0.5)
-    assert formatting.setting_name(half) == "batch_size 64, max_tokens 8,192, activation_checkpointing 0.5"
+    assert contents.setting_name(half) == "batch_size 64, max_tokens 8,192, activation_checkpointing 0.5"
 
 
 def test_the_heading_is_the_speedup_against_the_baseline_that_computes_less() -> None:
     found = [
-        formatting.speedup(replace(SETTING, **each))
+        contents.speedup(replace(SETTING, **each))
         for each in ({"speedup": 5.24}, {"speedup": 5.24, "whole_speedup": 1.9})
     ]
     assert found == ["5.24x as fast", "1.9x as fast"]
-    assert formatting.speedup(replace(SETTING, speedup=None, r=12.0, whole_r=None)) == "r = 12"
+    assert contents.speedup(replace(SETTING, speedup=None, r=12.0, whole_r=None)) == "r = 12"
 
 
 def test_what_a_fix_adds_to_the_others_is_said_if_it_is_another_figure() -> None:
@@ -52,7 +52,7 @@ def test_what_a_fix_adds_to_the_others_is_said_if_it_is_another_figure() -> None
         cause="a date", num_sequences=1, num_values=2, at_token=3, tokens_saved=1000, tokens_with_others=1100,
         advice="Move it.", examples=(),
     )  # fmt: skip
-    assert formatting.with_others(each) == ""
+    assert contents.with_others(each) == ""
     for tokens in (0, 700, 5000):
-        said = formatting.with_others(replace(each, tokens_with_others=tokens))
+        said = contents.with_others(replace(each, tokens_with_others=tokens))
         assert said == f"; {tokens:,} once the others here are fixed"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from radixtrain.__main__ import main
-from radixtrain.commands import hub
+from radixtrain.commands import export
 
 
 class Hub:
@@ -33,9 +33,9 @@ class Hub:
 def server(monkeypatch: pytest.MonkeyPatch) -> Hub:
     """Somebody is logged in to it."""
     server = Hub()
-    monkeypatch.setattr(hub, "HfApi", lambda: server)
-    monkeypatch.setattr(hub, "get_token", lambda: "hf_none")
-    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(export, "HfApi", lambda: server)
+    monkeypatch.setattr(export, "get_token", lambda: "hf_none")
+    monkeypatch.setattr(export.constants, "HF_HUB_OFFLINE", False)
     return server
 
 
@@ -74,9 +74,9 @@ def test_what_is_refused_before_training(
     assert "no such file" in says(push_to_hub="true")
     assert "hub_model_id: expected NAME or OWNER/NAME; " in says(push_to_hub="true", hub_model_id="a/b/c")
     assert "hub_model_id a/b: nothing would be uploaded; set push_to_hub: true" in says(hub_model_id="a/b")
-    monkeypatch.setattr(hub, "get_token", lambda: None)
+    monkeypatch.setattr(export, "get_token", lambda: None)
     assert "nobody is logged in to the Hugging Face hub: run `hf auth login`, or set HF_TOKEN" in says(
         push_to_hub="true"
     )
-    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(export.constants, "HF_HUB_OFFLINE", True)
     assert "push_to_hub: HF_HUB_OFFLINE forbids the upload" in says(push_to_hub="true")

@@ -11,8 +11,7 @@ from hypothesis import settings as hypothesis_settings
 from transformers import PreTrainedTokenizerBase
 
 from radixtrain.collators.token_row import TokenRow
-from radixtrain.inspection.micro_batch import MicroBatch
-from radixtrain.inspection.runs import run_tree
+from radixtrain.inspection.micro_batch import MicroBatch, run_tree
 from radixtrain.testing import labelled_features
 
 Build, Part = Callable[..., TokenRow], Callable[..., MicroBatch]

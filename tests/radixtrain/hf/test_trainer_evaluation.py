@@ -20,7 +20,7 @@ from trainer_harness import settings
 
 from radixtrain import RadixCollator, prepare_model
 from radixtrain.errors import UserError
-from radixtrain.hf.inputs import on_device_of_rows
+from radixtrain.hf.refusals import on_device_of_rows
 from radixtrain.verification.oracle import float64_arithmetic
 
 BAR = 1e-10
