@@ -79,6 +79,9 @@ TABLE: dict[str, dict[str, str]] = {
         "transformers.PreTrainedModel._from_config": "makes a model with random weights in a dtype",
     },
     "radixtrain/data/workers.py": {
+        "multiprocessing.context.ForkProcess._Popen": "makes the process of a worker",
+        "multiprocessing.popen_fork.Popen._launch": "forks, which is tried again",
+        "multiprocessing.process.BaseProcess._bootstrap": "is the first that a worker runs",
         "multiprocessing.queues.Queue._on_queue_feeder_error": "hears of a batch that a worker cannot hand over",
         "os._exit": "ends a worker whose run was killed",
     },
@@ -110,16 +113,6 @@ TABLE: dict[str, dict[str, str]] = {
     "radixtrain/hf/dropout.py": {
         "torch.nn.Module._modules": "finds dropout modules in 0.3 ms",
     },
-    "radixtrain/hf/head.py": {
-        **dict.fromkeys(
-            ("torch.nn.Module._forward_pre_hooks", "torch.nn.Module._forward_hooks"),
-            "tells hooks of others, which a fused head would not run and which empty a cache",
-        ),
-        **dict.fromkeys(
-            ("torch.nn.Module._backward_pre_hooks", "torch.nn.Module._backward_hooks"),
-            "tells hooks of others, which a fused head would not run",
-        ),
-    },
     "radixtrain/hf/hooks.py": {
         "torch.nn.Module._forward_pre_hooks": (
             "finds our hooks, on copies of a head too, those by which PEFT gives each row an adapter, and a user's"
@@ -128,6 +121,17 @@ TABLE: dict[str, dict[str, str]] = {
         "torch.nn.Module._forward_hooks": "finds our hooks, and a user's, which empty a cache",
         "torch.nn.Module._forward_hooks_with_kwargs": "is the option of a hook, which goes with it",
         "torch.nn.Module._forward_hooks_always_called": "is the option of a hook, which goes with it",
+    },
+    "radixtrain/hf/other_hooks.py": {
+        **dict.fromkeys(
+            ("torch.nn.Module._forward_pre_hooks", "torch.nn.Module._forward_hooks"),
+            "tells hooks of others, which a fused head would not run, which empty a cache and see unique tokens",
+        ),
+        **dict.fromkeys(
+            ("torch.nn.Module._backward_pre_hooks", "torch.nn.Module._backward_hooks"),
+            "tells hooks of others, which a fused head would not run and which see unique tokens",
+        ),
+        "torch.nn.Module._modules": "walks thousands of modules at every call, in less time than `modules()`",
     },
     "radixtrain/hf/padded/calls.py": {
         "torch.nn.Module._is_replica": "tells a copy that DataParallel made",

@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -111,7 +112,7 @@ def end_with_parent(worker: int = 0) -> None:
     queue: Any = Queue
     report = queue._on_queue_feeder_error
     sys.excepthook = lambda kind, error, trace: _report(error, lambda: sys.__excepthook__(kind, error, trace))
-    queue._on_queue_feeder_error = lambda self, error, item: _end(error, lambda: report(error, item))
+    queue._on_queue_feeder_error = lambda self, error, item: _lose(error, lambda: report(error, item))
     run = multiprocessing.parent_process()
     assert run is not None  # a worker has one
 
@@ -124,13 +125,19 @@ def end_with_parent(worker: int = 0) -> None:
 
 def _report(error: object, report: Callable[[], object]) -> None:
     if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or "Too many open files" in str(error):  # of torch
-        os._exit(OUT_OF_FILES)
+        _end(OUT_OF_FILES)
     report()
 
 
-def _end(error: object, report: Callable[[], object]) -> None:
+def _lose(error: object, report: Callable[[], object]) -> None:
     _report(error, report)
-    os._exit(OUT_OF_SHARED_MEMORY if "</torch_" in str(error) else LOST)
+    _end(OUT_OF_SHARED_MEMORY if "</torch_" in str(error) else LOST)
+
+
+def _end(code: int) -> None:
+    """End this worker once its run listens: torch learns no exit code of one that ends as soon as it has begun."""
+    time.sleep(1.0)
+    os._exit(code)
 
 
 @cache
