@@ -16,9 +16,11 @@ FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 HOOKS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
 # Packages whose hooks care for weights, devices and gradients, whatever tokens a module computes.
 CARING = {
-    *("accelerate", "bitsandbytes", "deepspeed", "lightning", "lightning_fabric", "peft", "pytorch_lightning"),
-    *("radixtrain", "torch", "transformers", "trl"),
+    *("accelerate", "axolotl", "bitsandbytes", "deepspeed", "lightning", "lightning_fabric", "peft"),
+    *("pytorch_lightning", "radixtrain", "torch", "transformers", "trl"),
 }
+# And what reads tokens there all the same: activations of a sample of the data, from which a LoRA starts.
+READING = {"peft.tuners.lora.corda", "peft.tuners.lora.eva"}
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -68,5 +70,6 @@ def _hooked_inside(backbone: nn.Module) -> Iterator[nn.Module]:
 
 def _only_cares(hook: Any) -> bool:
     """Whether a hook is of a package of `CARING`, or does nothing but switch gradients on."""
-    is_known = str(hook.__module__).partition(".")[0] in CARING
+    module = str(hook.__module__)
+    is_known = module.partition(".")[0] in CARING and module not in READING
     return is_known or set(getattr(getattr(hook, "__code__", None), "co_names", ())) == {"requires_grad_"}

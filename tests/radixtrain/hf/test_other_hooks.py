@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from peft import EvaConfig, LoraConfig
+from peft.tuners.lora.eva import get_eva_state_dict
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -81,3 +83,15 @@ def test_hooks(tiny_qwen3: Callable[..., Any], name: str) -> None:
     report = sharing_report(model)
     assert report.num_shared == (name in CARES)
     assert all("a hook on" in reason and __name__ in reason for reason in report.not_shared)
+
+
+def test_a_lora_that_starts_from_activations_sees_every_token(tiny_qwen3: Callable[..., Any]) -> None:
+    """Hooks of PEFT, which may stay, but for those that read."""
+    config = LoraConfig(init_lora_weights="eva", eva_config=EvaConfig(rho=1.0), r=2, target_modules=["up_proj"])
+    rows, found = [{"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}] * 3, []
+    for share in (lambda model: model, partial(share_prefixes, min_ratio=0.0)):
+        model = share(tiny_qwen3(use_cache=False))
+        found.append(get_eva_state_dict(model, rows, config, show_progress_bar=False))
+    assert sharing_report(model).num_shared == 0
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(start, found[1][name]) for name, start in found[0].items())
