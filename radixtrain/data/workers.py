@@ -61,7 +61,7 @@ def worker_context() -> ForkContext | None:
 
 
 class _Process(ForkProcess):
-    """Closes a pipe, its `begun`, before anything else: then its parent knows that it is through the fork."""
+    """Writes into a pipe, its `begun`, before anything else: then its parent knows that it is through the fork."""
 
     begun: tuple[int, int]
 
@@ -70,6 +70,7 @@ class _Process(ForkProcess):
         return _Begun(process_obj)
 
     def _bootstrap(self, parent_sentinel: Any = None) -> int:
+        os.write(self.begun[1], b".")  # the end of a pipe is not seen while what another thread forks has it too
         for end in self.begun:
             os.close(end)
         code: int = super()._bootstrap(parent_sentinel)  # type: ignore[misc]

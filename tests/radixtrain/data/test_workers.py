@@ -160,3 +160,21 @@ def test_a_batch_that_cannot_be_handed_over_ends_the_run() -> None:
 
 def test_the_same_signals_are_requests_of_a_run() -> None:
     assert set(BLOCKED) == set(HANDLED)
+
+
+def test_one_that_begins_is_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Even while a process that another thread forked meanwhile has its pipe."""
+    pipe, held = os.pipe, list[int]()
+
+    def inherited() -> tuple[int, int]:
+        ends = pipe()
+        held.extend([] if held else [os.dup(ends[1])])
+        return ends
+
+    monkeypatch.setattr(os, "pipe", inherited)
+    monkeypatch.setattr(workers, "SECONDS_TO_BEGIN", 0.5)
+    process = workers._Context().Process(target=time.sleep, args=(0,))
+    process.start()
+    process.join()
+    assert (process.exitcode, caplog.messages) == (0, [])
+    os.close(*held)
