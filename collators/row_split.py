@@ -110,7 +110,7 @@ class Division(NamedTuple):
 def divide(
     steps: Steps, num_ranks: int, sp_size: int, max_tokens: int, step_cost: StepCost, element_bytes: int
 ) -> Division:
-    """What branches that are too small save, and padding, is not taken into account.
+    """Predict these steps. It leaves out padding, and what sharing of branches that are too small saves.
 
     steps: the token ids of each sequence of each step. max_tokens: of a rank. element_bytes: of a number that is sent.
     """

@@ -104,7 +104,7 @@ class PassCache:
         self.went_backward = True
 
     def keys_and_values(self, layer: int, key: Tensor, value: Tensor) -> tuple[Keys, Keys | None]:
-        """Those of the pass, (U, K, H) each, and those of its context, (C, K, H) each, if it has one."""
+        """Return those of the pass, (U, K, H) each, and those of its context, (C, K, H) each; None without one."""
         if torch.is_grad_enabled():
             for rows in (*([self.kept] if self.kept else ()), *(earlier for earlier, _, _ in self.context)):
                 rows.check_trained(layer, key.requires_grad or value.requires_grad)
