@@ -12,6 +12,7 @@ from byte_tokenizer import CHATML, byte_tokenizer
 from ended import is_alive, wait_for_end
 from tiers import FULL
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import signal_handling
 
 from radixtrain.data import workers
 from radixtrain.data.chat import ChatEncoder
@@ -151,8 +152,9 @@ class Full(Numbers):
         raise RuntimeError("unable to write to file </torch_81_2_0>: No space left on device (28)")
 
 
-def test_a_batch_that_cannot_be_handed_over_ends_the_run() -> None:
-    """It would wait for it for ever."""
+def test_a_batch_that_cannot_be_handed_over_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for ever. torch hears of exit codes by a handler that it sets once, and Lightning takes away."""
+    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
     with pytest.raises(RuntimeError, match="exited unexpectedly") as found:
         list(StepLoader(Full(), StepSampler(6, 2, False, 0), num_workers=1))  # type: ignore[arg-type]
     assert "DataLoader workers ran out of shared memory" in str(explain(found.value, None))
