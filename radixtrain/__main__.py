@@ -55,7 +55,7 @@ def _open_screen() -> None:
 
 
 def _handle_early_signals() -> dict[int, Any]:
-    """Until a run handles them itself: SIGTERM and SIGHUP end it with a line, and SIGUSR1 has nothing to save.
+    """End with a line at SIGTERM and SIGHUP until a run handles them itself; SIGUSR1 has nothing to save.
 
     An ignored signal stays ignored. Returns the previous handlers.
     """

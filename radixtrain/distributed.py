@@ -158,7 +158,7 @@ def join(timeout: timedelta) -> Ranks:
 
 
 def form_groups(sp_size: int, timeout: timedelta) -> None:
-    """From now on `sp_size` consecutive ranks compute each micro-batch together. Call it in each rank, after `join`.
+    """Let `sp_size` consecutive ranks compute each micro-batch together from now on. Call it on each rank after `join`.
 
     sp_size: divides the ranks, see `check_sp_size`. timeout: as for `join`.
     """

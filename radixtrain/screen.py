@@ -45,7 +45,7 @@ class _Record(logging.LogRecord):
 
 
 def guard_logs() -> None:
-    """From here on, what any library of this process logs or warns of is printable."""
+    """Make printable what any library of this process logs or warns of from here on."""
     logging.setLogRecordFactory(_Record)
     if getattr(warnings.formatwarning, "__name__", "") != "_formatted":
         before = warnings.formatwarning

@@ -235,7 +235,7 @@ class Command:
 
     @contextmanager
     def _training(self) -> Iterator[None]:
-        """From the first step to the model: an earlier run is set aside until this one has a checkpoint."""
+        """Run from the first step to the model: an earlier run is set aside until this one has a checkpoint."""
         if self.is_try:
             yield
             return

@@ -171,7 +171,7 @@ def _own_dtype(model: nn.Module) -> torch.dtype:
 
 
 def _precisions(wanted: Sequence[str] | None, own: str) -> Sequence[str]:
-    """Those that are wanted, or all. own: the dtype of the training."""
+    """Return those that are wanted, or all. own: the dtype of the training."""
     known = tuple(dict.fromkeys(("float64", "float32", own)))
     for precision in wanted or ():
         if precision not in known:

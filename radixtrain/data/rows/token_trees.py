@@ -228,7 +228,7 @@ def _leaves(items: list[Fields], parents: list[int | None]) -> list[int]:
 
 
 def _path(parents: list[int | None], leaf: int) -> list[int]:
-    """From the root to a leaf."""
+    """Return the places from the root to a leaf."""
     path = [leaf]
     while (parent := parents[path[-1]]) is not None:
         path.append(parent)

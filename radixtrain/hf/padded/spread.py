@@ -147,7 +147,7 @@ class Spread:
             return torch.from_numpy(index).to(self.table.device, non_blocking=True)
 
     def with_asked_rows(self) -> Spread:
-        """The same, without the rows that stand nowhere."""
+        """Return it without the rows that stand nowhere."""
         rows = self.asked_rows
         if len(rows) == len(self.table):
             return self

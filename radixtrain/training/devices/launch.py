@@ -207,7 +207,7 @@ def reported_error(error: BaseException, monitor: RankMonitor) -> BaseException:
 
 @contextmanager
 def local_rank0_reports() -> Iterator[None]:
-    """Until the ranks have found one another, each finds the same mistakes: one of each machine reports them."""
+    """Report mistakes on one rank of each machine until the ranks have found one another: each finds the same."""
     launcher = launcher_env()
     try:
         yield

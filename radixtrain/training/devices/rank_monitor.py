@@ -61,7 +61,7 @@ class RankMonitor:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def close(self) -> None:
-        """From now on another rank may end without an effect on this one."""
+        """Let another rank end without an effect on this one from now on."""
         self._ended = True
         self._send(END)
 
@@ -145,7 +145,7 @@ class RankMonitor:
 
 
 def watch_children(children: Children, until: threading.Event) -> None:
-    """From now on, `GRACE` seconds after one of them fails, all are killed and this process ends with a line.
+    """Kill all, and end this process with a line, `GRACE` seconds after one of them fails, from now on.
 
     until: ends the watch.
     """
@@ -153,7 +153,7 @@ def watch_children(children: Children, until: threading.Event) -> None:
 
 
 def watch_parent(parent: int, until: threading.Event) -> None:
-    """From now on, this process ends `GRACE` seconds after the one that has started it, without a line.
+    """End this process, without a line, `GRACE` seconds after the one that has started it, from now on.
 
     parent: its id. until: ends the watch.
     """

@@ -137,7 +137,7 @@ def _check_optimizer(saved: Mapping[str, Any], current: Mapping[str, Any]) -> No
 
 
 def _say_changes(checkpoint: Mapping[str, Any], module: Any, data: Any) -> None:
-    """Also if nothing is left to train: what is in `model/` may be another step's."""
+    """Say what changed, also if nothing is left to train: what is in `model/` may be another step's."""
     trainer, state = module.trainer, checkpoint["radixtrain"]
     num_steps, precision = num_steps_of_run(trainer, module.steps_per_epoch), str(trainer.precision)
     changed = _changed(checkpoint, module, data, WITHOUT_EFFECT)

@@ -252,7 +252,7 @@ def _recover(output_dir: Path) -> bool:
 
 
 def _move(path: Path, source: Path, target: Path) -> None:
-    """From below one folder to the same place below another one."""
+    """Move from below one folder to the same place below another one."""
     moved = target / path.relative_to(source)
     moved.parent.mkdir(parents=True, exist_ok=True)
     path.rename(moved)

@@ -149,7 +149,7 @@ def _weight_files(model_name_or_path: str) -> list[Path] | None:
 
 
 def _num_parameters(path: Path) -> int:
-    """From the header of a safetensors file."""
+    """Count the parameters in the header of a safetensors file."""
     try:
         with safe_open(path, "pt") as file:
             return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
