@@ -19,8 +19,8 @@ CARING = {
     *("accelerate", "axolotl", "bitsandbytes", "deepspeed", "lightning", "lightning_fabric", "peft"),
     *("pytorch_lightning", "radixtrain", "torch", "transformers", "trl"),
 }
-# And what reads tokens there all the same: activations of a sample of the data, from which a LoRA starts.
-READING = {"peft.tuners.lora.corda", "peft.tuners.lora.eva"}
+# And what reads tokens there all the same: activations from which a LoRA starts, and observers of a quantizer.
+READING = ("peft.tuners.lora.corda", "peft.tuners.lora.eva", "torch.ao")
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -71,5 +71,5 @@ def _hooked_inside(backbone: nn.Module) -> Iterator[nn.Module]:
 def _only_cares(hook: Any) -> bool:
     """Whether a hook is of a package of `CARING`, or does nothing but switch gradients on."""
     module = str(hook.__module__)
-    is_known = module.partition(".")[0] in CARING and module not in READING
+    is_known = module.partition(".")[0] in CARING and not module.startswith(READING)
     return is_known or set(getattr(getattr(hook, "__code__", None), "co_names", ())) == {"requires_grad_"}

@@ -10,6 +10,8 @@ import torch
 from peft import EvaConfig, LoraConfig
 from peft.tuners.lora.eva import get_eva_state_dict
 from torch import Tensor, nn
+from torch.ao.quantization.observer import RecordingObserver
+from torch.ao.quantization.quantize import _observer_forward_hook
 from torch.nn.utils.parametrizations import weight_norm
 
 from radixtrain import RadixCollator, prepare_model, share_prefixes, sharing_report
@@ -95,3 +97,14 @@ def test_a_lora_that_starts_from_activations_sees_every_token(tiny_qwen3: Callab
     assert sharing_report(model).num_shared == 0
     assert found[0].keys() == found[1].keys()
     assert all(torch.equal(start, found[1][name]) for name, start in found[0].items())
+
+
+def test_an_observer_of_a_quantizer_sees_every_token(tiny_qwen3: Callable[..., Any]) -> None:
+    """A hook of torch, whose others may stay."""
+    model = share_prefixes(tiny_qwen3(), min_ratio=0.0)
+    layer = model.model.layers[0].mlp
+    layer.activation_post_process = RecordingObserver()
+    layer.register_forward_hook(_observer_forward_hook)
+    model(input_ids=IDS, labels=IDS)
+    assert layer.activation_post_process.get_tensor_value()[0].shape[:2] == IDS.shape
+    assert sharing_report(model).num_shared == 0
