@@ -11,15 +11,18 @@ from __future__ import annotations
 import atexit
 import os
 import resource
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 __all__ = [
     *("FLOAT64", "compute_in_float64", "fail_on_rank_1", "go_on_after_pause", "memory", "note_memory_of_saves"),
-    *("limit_open_files", "lose_screen", "pause", "signal_early", "wait_until_paused", "work_in_folder_of_rank"),
+    *("limit_open_files", "lose_screen", "pause", "signal_early", "stop_in_lock", "wait_until_paused"),
+    "work_in_folder_of_rank",
 ]
 
 
@@ -97,6 +100,22 @@ def signal_early() -> None:
     import radixtrain.__main__ as entrance
 
     vars(entrance)["check_versions"] = lambda *_: os.kill(os.getpid(), int(os.environ["SIGNAL"]))
+
+
+def stop_in_lock() -> None:
+    """Stop the process (SIGSTOP) as soon as the model's folder is locked for it."""
+    from radixtrain.training.fault_tolerance import run_folder
+
+    lock = run_folder._lock
+
+    @contextmanager
+    def stopping(path: Path, *arguments: Any) -> Iterator[None]:
+        with lock(path, *arguments):
+            if path.name == ".model.lock":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            yield
+
+    vars(run_folder)["_lock"] = stopping
 
 
 def work_in_folder_of_rank() -> None:

@@ -1,6 +1,6 @@
 """One command at a time in a folder: every pair of those that write there, each in a process of its own; and no copies.
 
-All 36 pairs are tried: one command is stopped in the middle (SIGSTOP), and each of the others says no meanwhile.
+All 36 pairs are tried: one command stops itself as soon as it has its lock, and each of the others says no meanwhile.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from changed_runs import stop_in_lock
 from outcomes import EXACT, assert_nothing_left
 from tiers import FULL
 
@@ -41,13 +42,10 @@ def run_before(arguments: Callable[..., list[str]], tmp_path: Path) -> None:
     assert main(arguments(output_dir=tmp_path / "before", trainer__max_steps=1)) == 0
 
 
-def stop_once_it_holds(lock: Path, run: Any) -> None:
-    """Stop the process as soon as it has written down that the lock is its own."""
-    while not (lock.exists() and lock.read_text().strip()):
+def wait_until_stopped(run: Any) -> None:
+    while Path(f"/proc/{run.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
         assert run.is_running, run.said()
-        time.sleep(0.0005)
-    run.send(signal.SIGSTOP)
-    assert run.is_running and lock.exists(), "it had ended already"
+        time.sleep(0.002)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -59,8 +57,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_the_second_command_in_a_folder_says_no(start, line, tmp_path, holder, capsys):
     folder = tmp_path / "run"
     folder.mkdir()
-    run = start(line(holder, folder))
-    stop_once_it_holds(folder / ".model.lock", run)
+    run = start(line(holder, folder), before=stop_in_lock)
+    wait_until_stopped(run)
     before = contents(folder)
     for command in COMMANDS:
         capsys.readouterr()
