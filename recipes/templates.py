@@ -1,10 +1,10 @@
-"""Compare chat templates with transformers: ids and loss of 200 generated chats, whole and turn by turn.
+"""Compare radixtrain's rendering of chat templates with transformers: token ids and loss masks of 200 generated chats.
 
     python recipes/templates.py          # writes tests/golden/templates.json and recipes/templates.md
 
-The templates are those that TRL ships, with a small tokenizer; and those of the tokenizers in runs/real, if there are
-any. Every part of a chat begins and ends with a word that occurs nowhere else, and these words tell which parts a text
-holds. The page says what is compared.
+Chats are compared whole and turn by turn. The templates are TRL's, with a small tokenizer, and those of the tokenizers
+in runs/real, if there are any. Every part of a chat begins and ends with a unique word, and these words show which
+parts a text contains. The page says what is compared.
 """
 
 import hashlib
