@@ -16,8 +16,8 @@ banking77_test.jsonl, with one {"messages": [...]} per line. `--tiny` generates 
 | `trl`      | TRL's SFT, DPO and GRPO, untouched and with `share_prefixes`                                            |
 
 Each run is a separate process, so that its memory peak is its own: resident memory on a CPU, allocated memory on CUDA.
-Finished runs are kept in output_dir/runs.json and not repeated. `recipes/benchmarks/gpu_trainers.py --parts real` is the
-same comparison for a GPU machine that has transformers and nothing else.
+Finished runs are kept in output_dir/runs.json and not repeated. `recipes/benchmarks/gpu_trainers.py --parts real` is
+the same comparison for a GPU machine that has transformers and nothing else.
 """
 
 import argparse
