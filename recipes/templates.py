@@ -332,9 +332,9 @@ def frozen() -> Any:
 
 INTRO = f"""# Chat templates
 
-The table compares the same {NUM_CHATS} generated chats for each template of TRL {trl.__version__} and of five real tokenizers.
-`python recipes/templates.py` wrote this page; `tests/recipes/test_templates.py` checks the counts, and digests of
-all ids and labels. Each chat counts once for each way.
+The table compares the same {NUM_CHATS} generated chats for each template of TRL {trl.__version__} and of five real
+tokenizers. `python recipes/templates.py` wrote this page; `tests/recipes/test_templates.py` checks the counts, and
+digests of all ids and labels. Each chat counts once for each way.
 
 **Each turn** (`split_turns: true`). *Same ids*: each sample begins with exactly the ids of `apply_chat_template` for
 the messages before the turn, with `add_generation_prompt=True`; everything after is trained and contains every word of
