@@ -1,4 +1,4 @@
-"""The drop-in, in a loop with Accelerate: two lines differ from an ordinary script, marked below.
+"""Use `RadixCollator` in a loop with Accelerate. Two lines differ from an ordinary script, marked below.
 
 pip install accelerate
 make fit && python recipes/accelerate_loop.py             # on the demo's chats and starting model

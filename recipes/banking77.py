@@ -3,11 +3,11 @@
     python recipes/banking77.py --data_dir path/to/sft                 # train; exact match before and after
     python recipes/banking77.py --data_dir path/to/sft --compare 50    # 50 steps with and without deduplication
 
-`--data_dir` holds banking77_train.jsonl and banking77_test.jsonl, one {"messages": [...]} a line. The model has 2
-layers of 128 and random weights, the tokenizer 4,096 entries learnt from the training rows. Everything runs through the
-command line that a user types; only the accuracy is measured here, on the folder that it leaves.
+`--data_dir` has banking77_train.jsonl and banking77_test.jsonl, with one {"messages": [...]} per line. The model has 2
+layers of width 128 and random weights; the tokenizer learns 4,096 entries from the training rows. Training uses the
+ordinary command line; only the accuracy is measured here, on the model folder that it writes.
 
-Exact match is that of greedy decoding: every token of the answer is the most probable one after the tokens before it.
+Exact match is that of greedy decoding: every token of the answer is the most probable one after the previous tokens.
 """
 
 import argparse
@@ -57,12 +57,12 @@ def main() -> None:
     print(f"exact match before: {exact_match_of_folder(start, test):.1%}")
     began = time.perf_counter()
     fit(train, start, options.output_dir / "sft", f"--trainer.max_epochs={options.max_epochs}")
-    print(f"{options.max_epochs} epochs, start and export included: {time.perf_counter() - began:.0f} s")
+    print(f"{options.max_epochs} epochs, including start-up and export: {time.perf_counter() - began:.0f} s")
     print(f"exact match after: {exact_match_of_folder(options.output_dir / 'sft' / 'model', test):.1%}")
 
 
 def make_start(train: Path, folder: Path, layers: int = 2, hidden: int = 128) -> None:
-    """Write tokenizer and random weights; the folder appears when all of it is written."""
+    """Write tokenizer and random weights. The folder appears only when it is complete."""
     tokenizer = learnt_tokenizer(train)
     partial = folder.with_name(f".{folder.name}.partial")
     for path in (partial, folder):
@@ -73,7 +73,7 @@ def make_start(train: Path, folder: Path, layers: int = 2, hidden: int = 128) ->
 
 
 def learnt_tokenizer(train: Path) -> PreTrainedTokenizerBase:
-    """Of 4,096 entries, learnt from the messages of the first rows."""
+    """Train a tokenizer with 4,096 entries on the messages of the first rows."""
     rows = islice(read_rows(train), MOST_ROWS)
     return tiny.train_tokenizer(sorted({turn["content"] for row in rows for turn in row.fields["messages"]}), 4096)
 
@@ -91,9 +91,9 @@ def exact_match_of_folder(folder: Path, test: Path) -> float:
 
 @torch.no_grad()
 def exact_match(model: Any, tokenizer: PreTrainedTokenizerBase, test: Path, most: int | None = None) -> float:
-    """Share of the rows whose whole answer greedy decoding would produce.
+    """Return the share of rows whose whole answer greedy decoding would produce.
 
-    model: prepared. most: so many of the first rows; None for all.
+    model: prepared. most: number of rows to use, from the first; None for all.
     """
     model.eval()
     encoded = ChatEncoder(tokenizer).encode_all(read_rows(test))
@@ -114,7 +114,7 @@ def exact_match(model: Any, tokenizer: PreTrainedTokenizerBase, test: Path, most
 
 
 def compare(train: Path, start: Path, output_dir: Path, steps: int) -> None:
-    """The same seed with and without deduplication: loss per step, and time."""
+    """Train with the same seed with and without deduplication; print the losses and the time."""
     losses, rates = {}, {}
     for name, dedup in (("on", "true"), ("off", "false")):
         folder = output_dir / f"dedup-{name}"

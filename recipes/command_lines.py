@@ -1,10 +1,10 @@
-"""What 200 command lines answer: exit code, stdout and stderr, to compare two versions of radixtrain.
+"""Record exit code, stdout and stderr of 200 command lines, to compare two versions of radixtrain.
 
     PYTHONPATH=A python recipes/command_lines.py record a.json     # with A, the root of one version
     PYTHONPATH=B python recipes/command_lines.py record b.json
     python recipes/command_lines.py compare a.json b.json          # the lines that differ, and how
 
-Each line runs in a fork of a process that has imported everything, in a folder of its own. Few of them train.
+Each line runs in its own folder, in a fork of a process that has imported everything. Few of them train.
 """
 
 from __future__ import annotations
@@ -430,7 +430,7 @@ VARYING = (
 
 
 def typed(line: str) -> tuple[dict[str, str], list[str]]:
-    """The variables that a line begins with, and its arguments."""
+    """Split a line into its leading variables and its arguments."""
     words = [part for word in shlex.split(line) for part in (shlex.split(SHORT[word]) if word in SHORT else [word])]
     variables = {}
     while words and re.match(r"[A-Z_]+=", words[0]):
@@ -439,7 +439,7 @@ def typed(line: str) -> tuple[dict[str, str], list[str]]:
 
 
 def answer(line: str, number: int) -> dict[str, Any]:
-    """Run a line in a fork: its exit code, what it prints, and the configuration that it leaves."""
+    """Run a line in a fork. Returns its exit code, its output and the configuration that it saved."""
     folder = HOME / "lines" / str(number)
     folder.mkdir(parents=True)
     for name, text in FILES.items():
@@ -512,7 +512,7 @@ def _make_shop() -> None:
 
 
 def differences(old: str, new: str) -> Iterator[str]:
-    """A text for each line that answers differently."""
+    """Return a text for each line whose results differ."""
     first, second = (json.loads(Path(path).read_text(encoding="utf-8")) for path in (old, new))
     for before, after in zip(first, second, strict=True):
         changed = list(difflib.unified_diff(_shown(before), _shown(after), lineterm="", n=0))[2:]

@@ -2,8 +2,8 @@
 
     python recipes/demo.py --output_dir runs/demo
 
-Every chat begins with the same system prompt, a list of sixty codes. Customers write about a kettle or a pram in words
-of their own; the answer names the queue and the code of the department that sells it. The same seed writes the same
+Every chat begins with the same system prompt, a list of sixty codes. Customers write about a kettle or a pram in their
+own words; the answer names the queue and the code of the department that sells it. The same seed writes the same
 files, and nothing is downloaded.
 """
 
@@ -182,7 +182,7 @@ def write_demo(
 
 
 def make_codes(rng: random.Random) -> list[Code]:
-    """Sixty codes: the queue gives the letter, the department the number, the same in every queue."""
+    """Return sixty codes: a letter for the queue, and a number for the department, the same in every queue."""
     numbers = dict(zip(DEPARTMENTS, rng.sample(range(10, 100), len(DEPARTMENTS)), strict=True))
     return [
         (queue, department, f"{queue[0].upper()}-{numbers[department]}")
@@ -201,13 +201,13 @@ def make_system_prompt(codes: list[Code], rng: random.Random) -> str:
 
 
 def make_question(queue: str, department: str, rng: random.Random) -> str:
-    """One wording of a question that belongs to the queue and is about one of the department's goods."""
+    """Return a question for the queue about one of the department's goods, in one wording."""
     question = rng.choice(QUEUES[queue][1]).format(item=rng.choice(DEPARTMENTS[department]), when=rng.choice(WHEN))
     return rng.choice(OPENINGS) + question + rng.choice(CLOSINGS)
 
 
 def make_chats(num_chats: int, seed: int) -> list[Chat]:
-    """Chats in random order, the codes equally often, no question twice."""
+    """Return chats in random order, with every code equally often and no question twice."""
     if num_chats > MAX_CHATS:
         raise SystemExit(
             f"--rows and --validation_rows: {num_chats:,} together, the wordings suffice for {MAX_CHATS:,}"
@@ -225,13 +225,13 @@ def make_chats(num_chats: int, seed: int) -> list[Chat]:
 
 
 def make_chat(system: str, question: str, answer: str) -> Chat:
-    """The three messages of one row."""
+    """Return the three messages of one row."""
     contents = {"system": system, "user": question, "assistant": answer}
     return [{"role": role, "content": content} for role, content in contents.items()]
 
 
 def distinct_texts(chats: list[Chat]) -> Iterator[str]:
-    """Every text of the chats once, in order of appearance."""
+    """Return every text of the chats once, in order of appearance."""
     return iter(dict.fromkeys(message["content"] for chat in chats for message in chat))
 
 
@@ -246,7 +246,7 @@ def write_model(folder: Path, tokenizer: PreTrainedTokenizerBase, model: PreTrai
 
 
 def describe_lengths(tokenizer: PreTrainedTokenizerBase, chats: list[Chat]) -> str:
-    """One line: the tokens that all chats share and the tokens that each has of its own."""
+    """Return one line with the number of tokens that all chats share and of each chat's own tokens."""
     rows = sorted(tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"] for chat in chats)
     shared = shared_length(rows[0], rows[-1])  # in sorted order, what the outermost two share, all share
     own = sorted(len(row) - shared for row in rows)
@@ -254,7 +254,7 @@ def describe_lengths(tokenizer: PreTrainedTokenizerBase, chats: list[Chat]) -> s
 
 
 def shared_length(first: list[int], second: list[int]) -> int:
-    """How many leading tokens two rows have in common."""
+    """Return the number of leading tokens that two rows share."""
     differences = (index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
     return next(differences, min(len(first), len(second)))
 

@@ -1,10 +1,10 @@
-"""Answers to many prompts with one system prompt, which is computed and stored once: four uses, each a few lines.
+"""Generate answers to many prompts with one system prompt, computed and stored once. Four uses, a few lines each.
 
 make fit && python recipes/generate.py                    # the demo's trained model on its validation rows
 python recipes/generate.py --model Qwen/Qwen3-0.6B --file chats.jsonl --max_new_tokens 256
 
-1. answers, as `model.generate` gives them; 2. several samples of each, from one prefill; 3. multiple choice, by the
-log-probabilities of given answers; 4. a conversation whose turns go on where the cache ends.
+1. answers, equal to those of `model.generate`; 2. several samples per prompt, from one prefill; 3. multiple choice, by
+the log-probabilities of given answers; 4. a conversation whose turns continue from the cache.
 """
 
 import argparse

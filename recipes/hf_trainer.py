@@ -1,6 +1,6 @@
-"""The drop-in, with Hugging Face's Trainer: two lines differ from an ordinary script, marked below.
+"""Use `RadixCollator` with Hugging Face's Trainer. Two lines differ from an ordinary script, marked below.
 
-pip install accelerate                                    # Trainer asks for it
+pip install accelerate                                    # needed by Trainer
 make fit && python recipes/hf_trainer.py                  # on the demo's chats and starting model
 python recipes/hf_trainer.py --model Qwen/Qwen3-0.6B --train_file chats.jsonl --output_dir out --learning_rate 2e-5
 """

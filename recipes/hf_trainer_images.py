@@ -1,6 +1,6 @@
-"""The drop-in on pictures that it draws, with Hugging Face's Trainer: two lines differ from an ordinary script.
+"""Use `RadixCollator` with Hugging Face's Trainer on generated pictures. Two lines differ from an ordinary script.
 
-pip install accelerate torchvision    # which Trainer and most processors ask for
+pip install accelerate torchvision    # needed by Trainer and most processors
 python recipes/hf_trainer_images.py --model Qwen/Qwen2.5-VL-3B-Instruct
 """
 
@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, Trainer, Tr
 from radixtrain import RadixCollator, image_inputs_of, prepare_model
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--model", required=True, help="one that sees images, of docs/families.md")
+parser.add_argument("--model", required=True, help="a model for images, listed in docs/families.md")
 parser.add_argument("--output_dir", default="runs/hf_trainer_images")
 parser.add_argument("--max_steps", type=int, default=20)
 parser.add_argument("--learning_rate", type=float, default=1e-5)
@@ -27,7 +27,7 @@ def picture(color: str) -> Image.Image:
 
 
 def row(color: str, question: str, answer: str) -> dict:
-    """What the processor returns: lists of one row for tokens, and for images what it has of them."""
+    """Return the processor's output: lists of one row for tokens, and its image tensors unchanged."""
     said = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]
     prompt = processor.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
     texts = (prompt, prompt + answer + processor.tokenizer.eos_token)

@@ -1,4 +1,4 @@
-"""The drop-in with compute_metrics: Hugging Face's Trainer trains on radix batches and evaluates on ordinary ones.
+"""Use `compute_metrics`: Hugging Face's Trainer trains on radix batches and evaluates on ordinary ones.
 
 make fit && python recipes/hf_trainer_metrics.py          # on the demo's chats and starting model
 """

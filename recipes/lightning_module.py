@@ -1,4 +1,4 @@
-"""The drop-in, in a LightningModule of your own: two lines differ from an ordinary script, marked below.
+"""Use `RadixCollator` in your own LightningModule. Two lines differ from an ordinary script, marked below.
 
 make fit && python recipes/lightning_module.py            # on the demo's chats and starting model
 """

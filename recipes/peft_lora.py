@@ -1,6 +1,6 @@
-"""The drop-in, with LoRA by PEFT in Hugging Face's Trainer: two lines differ from an ordinary script, marked below.
+"""Use `RadixCollator` with PEFT's LoRA and Hugging Face's Trainer. Two lines differ from a usual script, marked below.
 
-pip install peft                                          # brings accelerate, which Trainer asks for
+pip install peft                                          # installs accelerate, which Trainer needs
 make fit && python recipes/peft_lora.py                   # on the demo's chats and starting model
 python recipes/peft_lora.py --model Qwen/Qwen3-0.6B --train_file chats.jsonl --output_dir out --learning_rate 2e-4
 """

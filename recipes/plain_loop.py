@@ -1,8 +1,8 @@
-"""A training loop of your own, with optimizer steps that are cut into micro-batches of unique tokens.
+"""Train in your own loop, with optimizer steps that are split into micro-batches by unique tokens.
 
-Three lines differ from an ordinary loop, marked below. Memory is spent on unique tokens, so those are what the cut
-counts; the loss of a step is the mean over its labelled tokens, whatever the cut. A prefix that several micro-batches
-continue is computed once if that pays, so `backward` is called on each term before the next one is asked for.
+Three lines differ from an ordinary loop, marked below. Memory depends on unique tokens, so the split counts these; the
+loss of a step is the mean over its labelled tokens, however the step is split. A prefix that several micro-batches
+continue is computed once if that pays, so call `backward` on each term before you request the next one.
 
 make fit && python recipes/plain_loop.py                  # on the demo's chats and starting model
 """

@@ -1,10 +1,10 @@
-"""The trainers of other projects, untouched and with radixtrain by configuration: losses, grad_norms, r and seconds.
+"""Run other projects' trainers untouched and with radixtrain's plug-in: compare losses, grad_norms, r and seconds.
 
-    python recipes/plugins.py                    # all; each gets an environment of its own in build/plugins
+    python recipes/plugins.py                    # all; each gets its own environment in build/plugins
     python recipes/plugins.py swift axolotl      # some
 
-A tiny Qwen3 trains three steps twice, on rows that share a prompt, in float32 on a CPU. A line of the table is a
-command. `worst` is the largest relative difference of any loss or grad_norm. Exit code 1 above 3e-6.
+Each command trains a tiny Qwen3 twice for three steps, on rows that share a prompt, in float32 on a CPU, and fills one
+line of the table. `worst` is the largest relative difference of any loss or grad_norm. Exits with 1 above 3e-6.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def write_inputs(folder: Path) -> None:
-    """A model, and 32 rows behind one prompt in the formats that the trainers read."""
+    """Write a model, and 32 rows with one prompt in the formats that the trainers read."""
     sys.path.insert(0, str(ROOT / "recipes"))
     from tiny import tiny_qwen3, train_tokenizer
 
@@ -112,7 +112,7 @@ def write_inputs(folder: Path) -> None:
 
 
 def environment(host: str) -> Path:
-    """The folder of its programs. Made once; delete build/plugins to make it again."""
+    """Return the folder of the host's programs. It is created once; delete build/plugins to create it again."""
     folder = BUILD / host
     if not (folder / "done").exists():
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,11 +1,11 @@
-"""Write the demo with a tiny Qwen3.5 in place of the Qwen3: three layers with a recurrent state for each that attends.
+"""Write the demo with a tiny Qwen3.5 instead of Qwen3: three layers with a recurrent state per attention layer.
 
     python recipes/qwen3_5.py                                # writes runs/qwen3_5
     python -m radixtrain fit --config configs/qwen3_5.yaml
 
-The chats are those of `recipes/demo.py`. The model has random weights and everything of Qwen3.5 but the size: its
+The chats are those of `recipes/demo.py`. Except for its size and random weights, the model is a Qwen3.5: its
 configuration, its gated delta rule, its special tokens, the behaviour of its chat template. `--multimodal` writes a
-checkpoint with the tower for images, as Qwen publishes them; it is trained on text in the same way. The drop-in takes
+checkpoint with the vision tower, as Qwen publishes them; it is trained on text in the same way. Other recipes work with
 the folder too:
 
     python recipes/trl_sft.py --model runs/qwen3_5/model --train_file runs/qwen3_5/train.jsonl
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def tiny_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """As `train_tokenizer`, with the special tokens and the chat template of Qwen3.5."""
+    """Train a tokenizer with the special tokens and the chat template of Qwen3.5."""
     return train_tokenizer(texts, vocab_size, [*SPECIAL_TOKENS, *VISION.values()], CHAT_TEMPLATE)
 
 
@@ -102,7 +102,7 @@ def tiny_qwen3_5(
     tokenizer: from `tiny_tokenizer`; gives the vocabulary, padded to a multiple of 64 rows, and the ids.
     layers: decoder layers, of which every fourth attends.
     hidden: width, a multiple of 64: heads are 32 wide, in attention two query heads share one key/value head.
-    multimodal: with a tower for images, one layer of 64.
+    multimodal: with a vision tower, one layer of width 64.
     """
     ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in VISION.items()}
     text = Qwen3_5TextConfig(

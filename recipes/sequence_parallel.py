@@ -1,4 +1,4 @@
-"""All ranks compute one batch together (sequence parallelism): two lines differ from a script with DDP.
+"""Compute one batch on all ranks together (sequence parallelism). Two lines differ from a script with DDP.
 
 make fit && torchrun --nproc_per_node 2 recipes/sequence_parallel.py      # on the demo's chats and starting model
 """

@@ -1,10 +1,10 @@
-"""Compare chat templates with transformers: ids and loss of 200 generated chats, whole and turn by turn.
+"""Compare radixtrain's rendering of chat templates with transformers: token ids and loss masks of 200 generated chats.
 
     python recipes/templates.py          # writes tests/golden/templates.json and recipes/templates.md
 
-The templates are those that TRL ships, with a small tokenizer; and those of the tokenizers in runs/real, if there are
-any. Every part of a chat begins and ends with a word that occurs nowhere else, and these words tell which parts a text
-holds. The page says what is compared.
+Chats are compared whole and turn by turn. The templates are TRL's, with a small tokenizer, and those of the tokenizers
+in runs/real, if there are any. Every part of a chat begins and ends with a unique word, and these words show which
+parts a text contains. The page says what is compared.
 """
 
 import hashlib
@@ -332,19 +332,19 @@ def frozen() -> Any:
 
 INTRO = f"""# Chat templates
 
-The same {NUM_CHATS} generated chats with each template of TRL {trl.__version__} and of five real tokenizers:
-`python recipes/templates.py` wrote this page, and `tests/recipes/test_templates.py` holds the counts, and digests of
-all ids and labels. A chat counts once for each way.
+The table compares the same {NUM_CHATS} generated chats for each template of TRL {trl.__version__} and of five real
+tokenizers. `python recipes/templates.py` wrote this page; `tests/recipes/test_templates.py` checks the counts, and
+digests of all ids and labels. Each chat counts once for each way.
 
 **Each turn** (`split_turns: true`). *Same ids*: each sample begins with exactly the ids of `apply_chat_template` for
-what precedes the turn, `add_generation_prompt=True`; all the rest is trained and holds every word of the turn; and the
-sample is, id by id, the chat rendered up to this turn, but for blanks at its end. *Other*: {SAME_TEXT}; or
-{APART}, since gpt-oss's template drops a thought from the history once the answer is there.
+the messages before the turn, with `add_generation_prompt=True`; everything after is trained and contains every word of
+the turn; and the sample equals the chat rendered up to this turn, id by id, except for white space at its end.
+*Other*: {SAME_TEXT}; or {APART}, since gpt-oss's template drops thinking from the history once the answer follows.
 
-**Whole** (`split_turns: false`). *Same ids*: those of `apply_chat_template` of the chat, and the loss is on all words
-of the assistant's, at most without the thinking of turns before the last. *Mask*, where TRL has a training variant of
-the template that is not the template itself: *same*, if the same characters are trained in both; *differs*, in how many
-chats and how, by the letters below; *not compared*, if the variant writes another text.
+**Whole** (`split_turns: false`). *Same ids*: the ids equal those of `apply_chat_template` for the chat, and the loss
+covers all words of the assistant, possibly without the thinking of turns before the last. *Mask* applies if TRL has a
+training variant that differs from the template: *same* if both train the same characters; *differs* gives the number of
+chats and how they differ, by the letters below; *not compared* if the variant writes a different text.
 """
 MASKS = {
     "TRL's trains what the prompt holds": (

@@ -1,9 +1,9 @@
-"""A tokenizer and a Qwen3 checkpoint small enough for a laptop, for recipes that have nothing to download.
+"""Create a tokenizer and a Qwen3 checkpoint small enough for a laptop, so that recipes need no download.
 
     texts --train_tokenizer--> tokenizer --tiny_qwen3--> model        both load with Auto*.from_pretrained once saved
 
-Everything but the size is the real Qwen3's: the pre-tokenizer, the special tokens, the chat template's behaviour, the
-architecture. Recipes run as scripts, so their folder is on the path and `import tiny` finds this file.
+Except for the size, everything is as in Qwen3: the pre-tokenizer, the special tokens, the chat template's behaviour,
+the architecture. Recipes run as scripts, so their folder is on the path and `import tiny` finds this file.
 """
 
 from collections.abc import Iterable, Sequence
@@ -65,13 +65,13 @@ def train_tokenizer(
     special_tokens: Sequence[str] = SPECIAL_TOKENS,
     chat_template: str = CHAT_TEMPLATE,
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with Qwen3's split, and its special tokens and chat template if none are given.
+    """Train a byte-level BPE tokenizer with Qwen3's split, and by default its special tokens and chat template.
 
-    Give every distinct text once: a prompt that is repeated in every row would win all the merges.
+    Pass every distinct text once: a prompt that is repeated in every row would dominate the merges.
 
     texts: what to learn the merges from.
-    vocab_size: upper bound on the entries, special tokens and the 256 bytes included; short texts have fewer merges.
-    special_tokens: those of Qwen3 and others after them.
+    vocab_size: upper bound on the entries, including special tokens and the 256 bytes; short texts have fewer merges.
+    special_tokens: those of Qwen3, optionally followed by others.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()

@@ -1,4 +1,4 @@
-"""The drop-in, with TRL's SFTTrainer: it tokenises and masks the chats, two lines differ, marked below.
+"""Use `RadixCollator` with TRL's SFTTrainer, which tokenises and masks the chats. Two lines differ, marked below.
 
 pip install 'trl>=1.10'
 make fit && python recipes/trl_sft.py                     # on the demo's chats and starting model

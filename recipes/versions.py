@@ -1,8 +1,8 @@
-"""Write docs/versions.md: tests of batches, collators, families and recurrent layers beside each transformers.
+"""Write docs/versions.md: run the tests of batches, collators, families and recurrent layers with each transformers.
 
     python recipes/versions.py
 
-Each version gets an environment of its own in build/versions, with what it asks for; all else comes from this one.
+Each version gets its own environment in build/versions with its requirements; all other packages come from this one.
 """
 
 import os
@@ -28,9 +28,9 @@ RUNS = [
 ]
 INTRO = """# Versions of transformers
 
-`share_prefixes`, `radixtrain run`, `prepare_model`, the collators, `generate` and `verify_equivalence` work beside
-transformers 5.2.0 and newer. What an older one cannot do exactly is refused by name, before training. The commands of
-`'.[fit]'` are tested beside the newest only. `make test-versions` wrote this"""
+`share_prefixes`, `radixtrain run`, `prepare_model`, the collators, `generate` and `verify_equivalence` support
+transformers 5.2.0 and newer. If an older version cannot do something exactly, radixtrain refuses it by name before
+training. The commands of `'.[fit]'` are tested only with the newest version. `make test-versions` wrote this page"""
 HAS_NO = "has no"
 PATTERNS = [  # of the reason of a skip
     r"(?P<name>.+?): (?P<what>refused: .+)",
@@ -69,8 +69,8 @@ def page(intro: str, rows: list[tuple[Any, ...]], found: Mapping[tuple[str, str]
         (f"{what}: {', '.join(sorted(names, key=str.lower))}".removesuffix(": "), versions)
         for (what, versions), names in sorted(by_versions.items())
     ]
-    first = table(["transformers", "passed", "skipped or refused", "failed", "classes that it has not"], rows)
-    return "\n\n".join([intro, first, table(["refused or missing", "beside transformers"], lacking)]) + "\n"
+    first = table(["transformers", "passed", "skipped or refused", "failed", "missing classes"], rows)
+    return "\n\n".join([intro, first, table(["refused or missing", "transformers"], lacking)]) + "\n"
 
 
 def table(head: list[str], rows: list[tuple[Any, ...]]) -> str:

@@ -1,14 +1,14 @@
-"""Trainers on two processes that DeepSpeed's ZeRO divides, with `share_prefixes` and without.
+"""Compare trainers on two processes under DeepSpeed's ZeRO, with and without `share_prefixes`.
 
     pip install deepspeed
     DS_ACCELERATOR=cpu python recipes/zero_trainers.py
     DS_ACCELERATOR=cpu python recipes/zero_trainers.py GRPO KTO 3 "2, float16"          # only these
 
-Three steps of two accumulated batches. ZeRO takes no float64, so a third run, with Hugging Face's `eager` attention,
-says what another order of summation changes; in RLOO, which compares passes with gradients and without, only in those
-with. Prints the largest difference of what is logged, and of the weights that the trainer saves, which ZeRO-3 gathers
-(`stage3_gather_16bit_weights_on_model_save`); relative if above 1. With AdamW; in float16 with SGD, since AdamW steps
-by the sign of a gradient, which is noise if it is small.
+Each run takes three steps of two accumulated batches. ZeRO does not support float64, so a third run with Hugging Face's
+`eager` attention shows how much the order of summation matters. RLOO compares passes with and without gradients; there
+only those with gradients are eager. Prints the largest difference of logged values, and of the saved weights, which
+ZeRO-3 gathers (`stage3_gather_16bit_weights_on_model_save`); relative if above 1. Uses AdamW, but SGD in float16, since
+AdamW steps by the sign of a gradient, which is noise if the gradient is small.
 """
 
 from __future__ import annotations

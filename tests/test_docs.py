@@ -366,7 +366,7 @@ def test_the_metric_of_the_page_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert metric(["one two", "two"], ["one", "one"], [{}, {}]) == [1, 0]
 
 
-# CONTRIBUTING.md: the tour and the map of rooms
+# CONTRIBUTING.md: the tour and the map of layers
 
 TOUR = re.compile(r"^(\d)\. \*\*([^*]+)\.\*\* `([^`]+)`,\s+`([^`]+)`,\s+(\d+) lines\.", re.MULTILINE)
 STOPS = ["Command", "Data", "Collator", "Plan", "Step", "Model", "Attention", "Loss"]

@@ -1,4 +1,4 @@
-"""Classification with Hugging Face's Trainer; rows share their instruction: one line differs from an ordinary script.
+"""Train a classifier with Hugging Face's Trainer. Rows share their instruction; one line differs from a usual script.
 
 make fit && python recipes/any_trainer/classification.py    # on the demo's chats and starting model
 python recipes/any_trainer/classification.py --model Qwen/Qwen3-0.6B --train_file chats.jsonl --learning_rate 2e-5

@@ -1,4 +1,4 @@
-"""A reranker with sentence-transformers; candidates share their query: one line differs from an ordinary script.
+"""Train a reranker with sentence-transformers. Candidates share their query; one line differs from an ordinary script.
 
 pip install sentence-transformers
 make fit && python recipes/any_trainer/cross_encoder.py    # on the demo's chats and starting model

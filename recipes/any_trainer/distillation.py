@@ -1,4 +1,4 @@
-"""Distillation: teacher and student share the prompts of a batch; one line differs from an ordinary script.
+"""Distill a teacher. Both models share the prompts of a batch; one line differs from an ordinary script.
 
 make fit && python recipes/any_trainer/distillation.py    # on the demo's chats and starting model
 python recipes/any_trainer/distillation.py --model Qwen/Qwen3-0.6B --teacher Qwen/Qwen3-8B --train_file chats.jsonl

@@ -1,4 +1,4 @@
-"""DPO with TRL: pairs share their prompt, and all of them the system prompt; one line differs from an ordinary script.
+"""Train DPO with TRL. Pairs share their prompt, and all rows the system prompt; one line differs from a usual script.
 
 make fit && python recipes/any_trainer/dpo.py           # on the demo's chats and starting model
 python recipes/any_trainer/dpo.py --model Qwen/Qwen3-0.6B --train_file chats.jsonl --learning_rate 1e-6

@@ -1,5 +1,5 @@
-"""SFT with TRL on rows of several prompts, drawn so that rows of one prompt meet: one line differs from an ordinary
-subclass, which would return a RandomSampler. Any trainer that builds on Hugging Face's takes it.
+"""Train SFT with TRL on rows with several prompts, grouped by prompt. One line differs from an ordinary subclass, which
+would return a RandomSampler. It works for any trainer that is based on Hugging Face's.
 
 make fit && python recipes/any_trainer/group_by_prefix.py             # on the demo's chats and starting model
 python recipes/any_trainer/group_by_prefix.py --model Qwen/Qwen3-0.6B --train_file chats.jsonl --learning_rate 2e-5

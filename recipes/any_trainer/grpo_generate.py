@@ -1,8 +1,8 @@
-"""GRPO whose groups of completions are generated from one prefill of their prompt: one line differs from grpo.py.
+"""Train GRPO and generate each group of completions from one prefill of its prompt. One line differs from grpo.py.
 
-TRL names a prompt once for each of its completions, and Hugging Face's `generate` computes and stores every one.
-`radixtrain.generate` computes and stores what prompts share once, and all completions of a group attend to it in one
-product. For RLOO, write `class RadixRLOOTrainer(RadixGeneration, RLOOTrainer)`. For text, and weights in one piece.
+TRL repeats a prompt for each of its completions, and Hugging Face's `generate` computes and stores every copy.
+`radixtrain.generate` computes and stores common prefixes once, and all completions of a group attend to them in one
+product. For RLOO, write `class RadixRLOOTrainer(RadixGeneration, RLOOTrainer)`. For text and unsharded weights only.
 
 make fit && python recipes/any_trainer/grpo_generate.py
 """
@@ -16,7 +16,7 @@ import radixtrain
 
 
 class RadixGeneration:
-    """Generates completions with TRL's own options. Returns their token ids, the end token included."""
+    """Generate completions with TRL's own options. Returns their token ids, including the end token."""
 
     def _generate_single_turn(self, prompt_ids: Any, images: Any, multimodal_fields: Any, *others: Any) -> Any:
         if images is not None:
@@ -27,7 +27,7 @@ class RadixGeneration:
 
 
 class RadixGRPOTrainer(RadixGeneration, GRPOTrainer):
-    """GRPOTrainer that generates on a radix cache. With others: `class ...(WholeGroups, RadixGRPOTrainer)`."""
+    """GRPOTrainer that generates with a radix cache. To combine: `class ...(WholeGroups, RadixGRPOTrainer)`."""
 
     def _generate_single_turn(self, *turn: Any, **others: Any) -> tuple[Any, None]:
         return super()._generate_single_turn(*turn, **others), None  # no log-probabilities, as without vLLM

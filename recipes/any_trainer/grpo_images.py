@@ -1,6 +1,6 @@
-"""GRPO with TRL on pictures that it draws: a group shares its picture; one line differs from an ordinary script.
+"""Train GRPO with TRL on generated pictures. A group shares its picture; one line differs from an ordinary script.
 
-pip install torchvision    # which the processors of most of these models need
+pip install torchvision    # needed by the processors of most of these models
 python recipes/any_trainer/grpo_images.py --model Qwen/Qwen2.5-VL-3B-Instruct
 """
 
@@ -26,7 +26,7 @@ def picture(color: str) -> Image.Image:
 
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--model", required=True, help="one that sees images, of docs/families.md")
+parser.add_argument("--model", required=True, help="a model for images, listed in docs/families.md")
 parser.add_argument("--output_dir", default="runs/grpo_images")
 parser.add_argument("--max_steps", type=int, default=10)
 parser.add_argument("--learning_rate", type=float, default=1e-6)

@@ -1,7 +1,7 @@
-"""GRPO whose groups stay together, so that a prompt is computed once for its group: one line differs from grpo.py.
+"""Train GRPO with groups that stay together, so that each prompt is computed once. One line differs from grpo.py.
 
-TRL generates several micro-batches at once, shuffles their rows and cuts them, so a group is spread over them. Here the
-shuffle moves groups. For RLOO, write `class GroupedRLOOTrainer(WholeGroups, RLOOTrainer)`. For text only.
+TRL generates several micro-batches at once, shuffles their rows and splits them, which scatters a group. This trainer
+shuffles groups. For RLOO, write `class GroupedRLOOTrainer(WholeGroups, RLOOTrainer)`. For text only.
 
 make fit && python recipes/any_trainer/grpo_whole_groups.py
 """
@@ -14,7 +14,7 @@ from trl import GRPOTrainer
 
 
 class WholeGroups:
-    """Gives the shuffle tensors of groups `[G, n, ...]`, and the loss rows `[G n, ...]` again."""
+    """Pass tensors of groups `[G, n, ...]` to the shuffle, and rows `[G n, ...]` to the loss."""
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         rows = super()._generate_and_score_completions(inputs)

@@ -1,4 +1,4 @@
-"""KTO with TRL: rows share their system prompt; one line differs from an ordinary script.
+"""Train KTO with TRL. Rows share their system prompt; one line differs from an ordinary script.
 
 make fit && python recipes/any_trainer/kto.py           # on the demo's chats and starting model
 python recipes/any_trainer/kto.py --model Qwen/Qwen3-0.6B --train_file chats.jsonl --learning_rate 1e-6

@@ -1,4 +1,4 @@
-"""A loop of your own on padded batches whose rows share a prompt; one line differs from an ordinary script.
+"""Train in your own loop on padded batches whose rows share a prompt. One line differs from an ordinary script.
 
 make fit && python recipes/any_trainer/plain_loop.py    # on the demo's chats and starting model
 python recipes/any_trainer/plain_loop.py --model Qwen/Qwen3-0.6B --train_file chats.jsonl --learning_rate 2e-5

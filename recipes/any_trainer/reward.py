@@ -1,4 +1,4 @@
-"""A reward model with TRL: pairs share their prompt, and all of them the system prompt; one line differs.
+"""Train a reward model with TRL. Pairs share their prompt, and all rows the system prompt; one line differs.
 
 make fit && python recipes/any_trainer/reward.py        # on the demo's chats and starting model
 python recipes/any_trainer/reward.py --model Qwen/Qwen3-0.6B --train_file chats.jsonl --learning_rate 1e-5

@@ -1,4 +1,4 @@
-"""SFT with TRL and its own collator, rows that share a system prompt: one line differs from an ordinary script.
+"""Train SFT with TRL's own collator. Rows share a system prompt; one line differs from an ordinary script.
 
 make fit && python recipes/any_trainer/sft.py             # on the demo's chats and starting model
 python recipes/any_trainer/sft.py --model Qwen/Qwen3-0.6B --train_file chats.jsonl --learning_rate 2e-5

@@ -1,15 +1,15 @@
-"""Prefixes that are computed once in a step, and long rows: time of a step, and peak memory.
+"""Measure the time and peak memory of steps that share prefixes across micro-batches, and of long rows.
 
     python recipes/benchmarks/across_micro_batches.py time
     python recipes/benchmarks/across_micro_batches.py memory
     python recipes/benchmarks/across_micro_batches.py r --files banking77_train.jsonl gsm8k_many_prompts_train.jsonl
 
-`time`: steps whose micro-batches share a prompt, without `share_across_micro_batches`, with `auto`, and kept whatever
-it costs. In turns, CPU time of one thread; the ratios are those of a turn. Ideal: unique tokens over computed ones.
+`time`: steps whose micro-batches share a prompt, without `share_across_micro_batches`, with `auto`, and always
+kept. The arms alternate, in CPU time of one thread; each ratio is of one turn. Ideal: unique tokens over computed ones.
 Gradients are compared before a time is taken. `memory`: peaks of the same steps beyond weights and gradients, and of
 one row of `--length` tokens, whole and in pieces of 4,096. `r`: of steps of 32 conversations, by `max_tokens`.
 
-The model is a Qwen3 of random weights on a CPU.
+The model is a Qwen3 with random weights on a CPU.
 """
 
 import argparse

@@ -1,22 +1,22 @@
-"""Trainers under `share_prefixes`: is a step the same, how much faster is it, and how much could it be?
+"""Compare trainers with and without `share_prefixes`: are their steps equal, how much faster is one, and what is ideal?
 
     python recipes/benchmarks/any_trainer.py
     python recipes/benchmarks/any_trainer.py --trainers dpo grpo --repeats 5 --hidden 512
-    python recipes/benchmarks/any_trainer.py --ranges               # speed-up / r of each way in, in CPU time
-    python recipes/benchmarks/any_trainer.py --nothing_shared       # what a call costs that cannot be shared
-    python recipes/benchmarks/any_trainer.py --kept --hidden 512    # a reference whose prompts stay in a cache
+    python recipes/benchmarks/any_trainer.py --ranges               # speed-up / r of each entry point, in CPU time
+    python recipes/benchmarks/any_trainer.py --nothing_shared       # the cost of a call that shares nothing
+    python recipes/benchmarks/any_trainer.py --kept --hidden 512    # a reference model with cached prompts
     python recipes/benchmarks/any_trainer.py --every_token          # loss on every token, a vocabulary of 151,936
 
 pip install 'trl>=1.10'. Nothing is downloaded: a Qwen3 with random weights, and random words of one token each. Every
-row begins with the same 512 tokens; 64 are its own, of a question and an answer. A group of GRPO or RLOO is 8
-completions of up to 64 tokens of one prompt of 512.
+row has 512 shared tokens and 64 of its own, a question and an answer. A group of GRPO or RLOO is 8
+completions of up to 64 tokens to a prompt of 512.
 
-A step is what the trainer does with one micro-batch: its loss and the backward pass, without generation, rewards and
-the optimizer. The untouched trainer and the shared one take turns on the same batch and the same weights.
+A step is the trainer's loss of one micro-batch and its backward pass, without generation, rewards and
+the optimizer. The untouched trainer and the shared one alternate on the same batch and the same weights.
 
 The ideal is the ratio of floating-point operations, ordinary to unique. It counts the layers in every call of every
 model, without padding: once for a forward pass without gradients, three times for one with gradients. It also counts
-the head, which scores every place of the batch, and each unique token once if they are shared.
+the head, which scores every position of the batch, or each unique token once if they are shared.
 """
 
 import argparse
@@ -465,11 +465,11 @@ def made_model(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trainers", nargs="+", default=list(TRAINERS), choices=list(TRAINERS))
-    parser.add_argument("--rows", type=int, default=16, help="of a micro-batch; of pairs, half as many")
+    parser.add_argument("--rows", type=int, default=16, help="rows of a micro-batch; half as many pairs")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256, help="a multiple of 64")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--ranges", action="store_true", help="measure only the speed-up / r of each way in")
+    parser.add_argument("--ranges", action="store_true", help="measure only the speed-up / r of each entry point")
     parser.add_argument("--nothing_shared", action="store_true", help="measure only that")
     parser.add_argument("--kept", action="store_true", help="measure only a reference with a cache")
     parser.add_argument(

@@ -1,9 +1,9 @@
-"""How near correct models come to the bars of `verify`: random Qwen3 models, rows, dtypes and adapters, one by one.
+"""Measure how close correct models come to the tolerances of `verify`: random Qwen3 models, rows, dtypes and adapters.
 
     python recipes/benchmarks/false_alarms.py --runs 400
 
-Every comparison here is of a correct library with itself, so each that fails is a false alarm, and would have stopped a
-run under `verify_first_batch`. Prints these, and the largest share of a bar that any other reached.
+Every comparison here is of correct gradients, so each failure is a false alarm that would have stopped a
+run under `verify_first_batch`. Prints these, and the largest share of a tolerance that any other comparison reached.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""How long a large file takes to the first optimizer step, the first time and the second, and how much memory.
+"""Measure the time and memory from a large file to the first optimizer step of `fit`, without and with its token cache.
 
     python recipes/benchmarks/first_start.py --rows 200000 --prompts 20
 
-Writes chats that share a few system prompts, and a tiny Qwen3. Then runs `fit` for one step twice. The second run finds
-the tokens that the first one left. Memory is the largest resident set of the program and of a process of it, with the
-pages of the mapped file that it has touched.
+Writes chats that share a few system prompts, and a tiny Qwen3. Then runs `fit` for one step twice. The second run uses
+the tokens that the first one cached. Memory is the largest resident set of the program and of a process of it, with
+the pages of the mapped file that it has touched.
 """
 
 import argparse

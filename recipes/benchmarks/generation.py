@@ -1,20 +1,21 @@
-"""Generation on a radix cache beside Hugging Face's, greedy, the same model and prompts in turns on one thread.
+"""Compare greedy generation with a radix cache and with Hugging Face, on one thread with alternating arms.
 
     export OMP_NUM_THREADS=1
     python recipes/benchmarks/generation.py real --model MODEL --file banking77_test.jsonl --prompts 64
     python recipes/benchmarks/generation.py grid      # shared length x number of prompts: a quarter of an hour
     python recipes/benchmarks/generation.py apart     # prompts that share nothing
 
-`real` answers the chats of a file; MODEL is what `python recipes/banking77.py --data_dir DIR` leaves in
-runs/banking77/sft/model, in minutes. `--model start` learns a tokenizer from the file and draws the weights instead:
-the same speed, as long as answers do not end. `grid` and `apart` draw a Qwen3 of 4 layers of 512 and random prompts.
+`real` answers the chats of a file; `python recipes/banking77.py --data_dir DIR` writes MODEL to
+runs/banking77/sft/model in minutes. `--model start` learns a tokenizer from the file and draws the weights instead:
+the same speed, as long as answers do not end. `grid` and `apart` use a random Qwen3 with 4 layers of width 512 and
+random prompts.
 
-Arms, in turns: `radix` is `radixtrain.generate`; `generate` is `model.generate` (sdpa, prompts sorted by length) with
-the batch size that was fastest in a trial; `generate_batch` is continuous batching, whose requests share whole pages
-(`allow_block_sharing`), its start and stop included. All answers are compared: those that differ are counted, with the
-largest gap of the two best logits where they part (float64). The ideal counts operations only; that shared keys and
-values are read once is not in it, nor that a step with few sequences takes as long as reading the weights, which both
-arms do alike. r counts the tokens of the answers too.
+The arms alternate: `radix` is `radixtrain.generate`; `generate` is `model.generate` (sdpa, prompts sorted by length)
+with the batch size that was fastest in a trial; `generate_batch` is continuous batching, whose requests share whole
+pages (`allow_block_sharing`), including its start and stop. All answers are compared: those that differ are counted,
+with the largest gap of the two best logits where they diverge (float64). The ideal counts operations only; that shared
+keys and values are read once is not in it, nor that a step with few sequences takes as long as reading the weights,
+which both arms do alike. r counts the tokens of the answers too.
 
 Slow arms answer only some of the prompts and their time is multiplied; the table says how many were timed. In `grid`
 and `apart`, `generate` gets prompts of `--most_tokens` tokens in all; `generate_batch` the first `--block_prompts`.

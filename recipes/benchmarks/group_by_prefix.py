@@ -1,13 +1,13 @@
-"""What `group_by_prefix` changes: loss curves, r, speed and the noise of the gradient.
+"""Measure what `group_by_prefix` changes: loss curves, r, speed and the noise of the gradient.
 
     OMP_NUM_THREADS=1 python recipes/benchmarks/group_by_prefix.py path/to/gsm8k_many_prompts_train.jsonl
     python recipes/benchmarks/group_by_prefix.py rows.jsonl --together 1 8 32 --seeds 0 1 2 --epochs 4
 
 A tiny Qwen3 with random weights is trained on the file, once for each seed and each number of rows that stay together:
 1 is a plain shuffle. All runs have the same weights at the start, the same rows and learning rates, and as many steps.
-Every tenth row is held out. The training loss is the mean of the steps since the line before, the held-out loss that of
-its tokens at this step. Tokens are counted for each second of CPU time in training steps, which other programs hardly
-change; with several threads it is the sum of theirs.
+Every tenth row is held out. The training loss is the mean of the steps since the previous line, the held-out loss that
+of its tokens at this step. Tokens are counted for each second of CPU time in training steps, which other programs
+hardly change; with several threads it is the sum of theirs.
 
 Then, with the weights of the first run, every order gives the gradients of an epoch of steps. The noise is their mean
 squared distance from their mean, as a multiple of that of the first order: 2 says that a step of 32 rows is as

@@ -1,9 +1,9 @@
-"""What shuffling costs in GRPO: r of the micro-batches when the rows of a group scatter over them, and when not.
+"""Calculate the cost of shuffling in GRPO: r of micro-batches with scattered and with whole groups.
 
-    python recipes/benchmarks/grpo_groups.py                     # of the plans, without a model: seconds
+    python recipes/benchmarks/grpo_groups.py                     # from plans, without a model: seconds
 
 TRL's GRPOTrainer and RLOOTrainer generate a batch of `steps_per_generation` micro-batches at once, shuffle its rows and
-cut it. A micro-batch computes a prompt once, however many rows of its group it holds. So a group of n rows with one
+split it. A micro-batch computes a prompt once, however many rows of its group it holds. So a group of n rows with one
 prompt saves n - 1 prompts if it is whole, and n - m if it is spread over m micro-batches. Three arms:
 
     shuffled        what TRL does

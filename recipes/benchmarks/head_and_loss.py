@@ -1,14 +1,14 @@
-"""Time and peak memory of the head and the cross-entropy, fused (`radixtrain.loss`) beside plain PyTorch.
+"""Measure the time and peak memory of head and cross-entropy, fused (`radixtrain.loss`) and in plain PyTorch.
 
     python recipes/benchmarks/head_and_loss.py
     python recipes/benchmarks/head_and_loss.py --vocab_size 4096 --hidden_size 256 --chunk_rows 32 64 128 256
 
-Plain is `torch.nn.functional.linear` and `cross_entropy`. Forward and backward of both, in one process, in turns;
-medians, and the median of the paired ratios. Each prediction has a row of its own, so that both make the same products:
-what shared prompts save comes on top. Before a time is printed, loss and gradients are compared.
+Plain is `torch.nn.functional.linear` and `cross_entropy`. Forward and backward of both alternate in one process;
+the table has medians, and the median of the paired ratios. Each prediction has its own row, so that both compute the
+same products: sharing prompts saves more. Before a time is printed, loss and gradients are compared.
 
 Memory is the highest point of a forward and backward pass, beyond its start and one gradient of the head, which both
-need. So it contains the gradient of the hidden rows. If the head has a `.grad` from an earlier micro-batch, the one
+need. So it contains the gradient of the hidden states. If the head has a `.grad` from an earlier micro-batch, the one
 gradient is the one that autograd adds to it. The gradient of a 16-bit head counts 2 bytes.
 """
 

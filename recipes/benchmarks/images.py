@@ -1,12 +1,12 @@
-"""GRPO behind an image under `share_prefixes`: how long a step takes, and how long it could.
+"""Time GRPO on prompts with an image with `share_prefixes`, and compare with the ideal.
 
     python recipes/benchmarks/images.py
     python recipes/benchmarks/images.py --layers 4 --hidden 256 --repeats 5 --threads 1
 
 Nothing is downloaded: a LLaVA with random weights, its vision tower half as wide, and pictures of random colors.
-A group is 8 completions of up to 64 tokens after 1,024 tokens of an image and a question of 16. A step is TRL's loss of
+A group is 8 completions of up to 64 tokens to 1,024 tokens of an image and a question of 16. A step is TRL's loss of
 such a group and its backward pass, without generation, rewards and the optimizer. The untouched trainer and the shared
-one take turns on the same batch and the same weights.
+one alternate on the same batch and the same weights.
 
 The ideal step takes the untouched one's time outside the tower, divided by padded tokens per unique token, and its time
 in the tower, divided by images per distinct image. Then the same for eight rows that share nothing.

@@ -1,10 +1,10 @@
-"""Time to build the prefix plan, beside the Rust package `radix-mlp`, on the shapes of the RadixMLP paper's Table 5.
+"""Time `build_prefix_plan` and the Rust package `radix-mlp` on the shapes of the RadixMLP paper's Table 5.
 
     pip install radix-mlp==0.0.2
     python recipes/benchmarks/plan.py
 
-One process and one thread; calls alternate, and the fastest of each counts. What both return is compared before a time
-is printed: U, and the maps between packed and unique tokens (`scatter_indices` and `fold_gather` there). The times are
+One process and one thread; calls alternate, and the fastest of each counts. Before a time is printed, both results are
+compared: U, and the maps between packed and unique tokens (`scatter_indices` and `fold_gather` there). The times are
 of these maps with the unique ids and their positions, uint32 there and int64 here. The last column is all that a
 training step needs: the plan, and then the tree of segments and root paths as the tensors of a `TreeLayout`.
 

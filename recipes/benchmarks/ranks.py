@@ -1,4 +1,4 @@
-"""How well do the steps of an epoch divide among ranks? On paper: the cut that `fit` makes, without a model.
+"""Calculate how well `fit` divides the steps of an epoch among ranks, without running a model.
 
     python recipes/benchmarks/ranks.py path/to/banking77_train.jsonl path/to/gsm8k_many_prompts_train.jsonl
     python recipes/benchmarks/ranks.py train.jsonl --batch_size 64 128 256 --num_ranks 1 2
@@ -6,8 +6,8 @@
     python recipes/benchmarks/ranks.py train.jsonl --split
 
 Each file holds chats as `radixtrain fit` takes them; a tokenizer of 4,096 entries is learnt from their messages. With
-`--per_rank` a step has `--batch_size` conversations for each rank, otherwise in all. For each number of ranks, over the
-steps of one epoch:
+`--per_rank` a step has `--batch_size` conversations for each rank, otherwise in all. For each number of ranks, over
+the steps of one epoch:
 
 imbalance: predicted cost of the most expensive rank over the mean of the ranks; the mean over the steps.
 r: tokens per computed token, of all ranks; and over that of one rank with the same steps.
@@ -15,12 +15,12 @@ speed-up: cost of the steps on one rank over that of the most expensive ranks; c
 weight zero: micro-batches of weight zero in a step, which ranks run because another rank has more.
 cut: processor milliseconds that a rank takes to cut a step, median; in a DataLoader worker, ahead of the training step.
 
-`--split` puts data parallel beside sequence parallelism, which splits the rows of a step over the ranks, filled up to
-equal parts; a micro-batch then has room on all of them. *worst* is the rows of the rank that has most, filling left
-out, over the mean of the ranks; the mean over the steps.
+`--split` compares data parallelism with sequence parallelism, which splits the rows of a step over the ranks, filled
+up to equal parts; a micro-batch then has room on all of them. *worst* is the rows of the rank that has most, filling
+left out, over the mean of the ranks; the mean over the steps.
 
-The cost counts rows, and pairs of a query and a key: as many pairs as `--pairs_per_row` cost as much as a row. 4,000 is
-that of a layer of Qwen3-0.6B, counted in floating-point operations.
+The cost counts rows, and pairs of a query and a key: as many pairs as `--pairs_per_row` cost as much as a row. 4,000
+is that of a layer of Qwen3-0.6B, counted in floating-point operations.
 """
 
 import argparse
@@ -71,7 +71,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--batch_size", type=int, nargs="+", default=[64])
     parser.add_argument("--per_rank", action="store_true", help="so many conversations for each rank")
-    parser.add_argument("--split", action="store_true", help="beside rows of a step that are split over the ranks")
+    parser.add_argument(
+        "--split", action="store_true", help="compare with rows of a step that are split over the ranks"
+    )
     parser.add_argument("--num_ranks", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--max_tokens", type=int, default=16384)
     parser.add_argument("--pairs_per_row", type=int, default=4000)

@@ -1,13 +1,13 @@
-"""A training step on real conversations, ordinary and on unique tokens: the numbers of `radixtrain bench` on your rows.
+"""Time a training step on real conversations, ordinary and on unique tokens, as `radixtrain bench` does on random rows.
 
     python recipes/benchmarks/real_data.py path/to/banking77_train.jsonl path/to/gsm8k_many_prompts_train.jsonl
     python recipes/benchmarks/real_data.py train.jsonl --tokenizer Qwen/Qwen3-0.6B --num_rows 32 --layers 4 --hidden 512
 
-Each file holds rows as `radixtrain fit` takes them. One optimizer batch is drawn: `--num_rows` of a seeded shuffle. The
-radix arm computes it in micro-batches of at most `--max_tokens` unique tokens, cut as `fit` cuts them; all of them are
-the step. The ordinary arm is sorted by length, padded and cut into 8, 16, 32 or all rows, whichever is fastest here;
-the seconds of each are printed. The ideal counts no padding. The gradients of both arms are compared before a time is
-taken. Peak memory is that of the micro-batches as they are: fewer rows hold less, in either arm.
+Each file holds rows as `radixtrain fit` takes them. One optimizer batch is drawn: `--num_rows` of a seeded shuffle.
+The radix arm computes it in micro-batches of at most `--max_tokens` unique tokens, split as `fit` splits them; all of
+them are the step. The ordinary arm is sorted by length, padded and split into 8, 16, 32 or all rows, whichever is
+fastest here; the seconds of each are printed. The ideal counts no padding. The gradients of both arms are compared
+before a time is taken. Peak memory is that of the micro-batches as they are: fewer rows hold less, in either arm.
 
 Without `--tokenizer` one of 4,096 entries is learnt from the messages of the file. The model has random weights.
 """

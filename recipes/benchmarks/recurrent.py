@@ -1,4 +1,4 @@
-"""A training step of models with a recurrent state, ordinary and on unique tokens: time, memory, and the ideal.
+"""Measure training steps of models with a recurrent state, ordinary and on unique tokens: time, memory, and the ideal.
 
     OMP_NUM_THREADS=1 python recipes/benchmarks/recurrent.py            # some minutes
     python recipes/benchmarks/recurrent.py --models Qwen3.5 --hidden 256 --repeats 9

@@ -1,4 +1,4 @@
-"""How far is what `radixtrain report` predicts from what `radixtrain fit` then measures?
+"""Compare the predictions of `radixtrain report` with measurements of `radixtrain fit`.
 
     python recipes/benchmarks/report_accuracy.py --data_dir path/to/sft
     python recipes/benchmarks/report_accuracy.py --data_dir path/to/sft --layers 12 --hidden 256 --steps 12 6
@@ -7,14 +7,14 @@
 On banking77 and gsm8k_many_prompts (one {"messages": [...]} a line, of `--data_dir`) and on a generated set with three
 levels of sharing. For each: the speed-up that `report` predicts; then tokens/s of `fit` over that of
 `fit --dedup false`, on the same batches, each the median of its steps after the first three. The commands run as a
-user types them, each in a process of its own, one after the other. The model is a Qwen3 with random weights, the
+user types them, each in its own process, one after the other. The model is a Qwen3 with random weights, the
 tokenizer has 4,096 entries learnt from the rows.
 
 `--shares`: seconds and peak memory of a micro-batch of 16 sequences of 512 + 64 tokens if shares of the layers
 recompute, predicted as `report` does, from 1 and 3 layers, and measured with all of them: in turns, medians, forward
 and backward, beyond weights and gradients.
 
-Other load on the machine hits the two runs at different times. `--num_threads 1` suffers less from it.
+Other load on the machine affects the two runs at different times, less so with `--num_threads 1`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--steps", type=int, nargs=2, default=[20, 9], help="of fit with and without deduplication")
     parser.add_argument("--num_threads", type=int)
-    parser.add_argument("--shares", action="store_true", help="activation checkpointing in place of whole runs")
+    parser.add_argument("--shares", action="store_true", help="activation checkpointing instead of whole runs")
     parser.add_argument("--repeats", type=int, default=9, help="of --shares")
     options = parser.parse_args(argv)
     if options.shares:

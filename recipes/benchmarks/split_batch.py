@@ -1,20 +1,20 @@
-"""A batch that is split over several ranks (sequence parallelism): time of a step, and peak memory of a rank.
+"""Measure a batch that is split over several ranks (sequence parallelism): time of a step, and peak memory of a rank.
 
     export OMP_NUM_THREADS=1
     torchrun --nproc_per_node 2 recipes/benchmarks/split_batch.py time --file banking77_train.jsonl
     torchrun --nproc_per_node 4 recipes/benchmarks/split_batch.py memory
 
-`time`: 32 conversations of the file, if one is given, and 32 sequences in a tree of three levels. In turns: one
-process, while the others wait; data parallel, divided as `fit` divides a step; and the split of
-`prepare_model(sp_group=...)`. The last two average their gradients by DDP. The gradients of all three are compared
-before a time is taken. The table has the median ratio of a turn, the least and the greatest, of the rank that takes
-most: on the wall, for which a quiet machine needs a core for each rank, and of the processor, in which waiting does not
+`time`: 32 conversations of the file, if one is given, and 32 sequences in a tree of three levels. These alternate: one
+process, while the others wait; data parallelism, divided as `fit` divides a step; and the split of
+`prepare_model(sp_group=...)`. The last two average their gradients with DDP. The gradients of all three are compared
+before a time is taken. The table has the median, lowest and highest ratio of a turn, for the slowest rank: in
+wall-clock time, which needs an idle machine with a core for each rank, and in CPU time, in which waiting does not
 count. The ideal is the ratio of the floating-point operations of the busiest rank: communication costs nothing in it.
 
 `memory`: one row of `--length` tokens, all of them trained, or only the last 1,024; on 1, 2, 4 ... ranks. The peak is
 that of the rank that holds most, without weights and with their gradients.
 
-The model is a Qwen3 of random weights with four heads of queries and two of keys, on a CPU, by gloo.
+The model is a Qwen3 with random weights, four query heads and two key heads, on a CPU with gloo.
 """
 
 import argparse

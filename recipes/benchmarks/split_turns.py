@@ -1,11 +1,11 @@
-"""What `split_turns` costs: tool conversations with thinking, each of them whole, and as a sample for every answer.
+"""Count what `split_turns` costs on tool conversations with thinking, whole and as one sample per answer.
 
     python recipes/benchmarks/split_turns.py --questions 1 4 16                        # seconds
 
-A conversation has a system prompt with tools that all share, and some questions. For each question the assistant calls
-tools a few times and then answers, every time with thinking. Qwen3's template drops the thinking of earlier questions.
-Whole conversations are trained in that rendering; split, every answer is trained as the model writes it. What is
-counted are the tokens of `--conversations` conversations in one micro-batch, and those that are computed.
+A conversation has a system prompt with tools, the same for all, and some questions. For each question the assistant
+calls tools a few times and then answers, every time with thinking. Qwen3's template drops the thinking of earlier
+questions. Whole conversations are trained in that rendering; split, every answer is trained as the model writes it.
+The table counts all tokens of `--conversations` conversations in one micro-batch, and the computed ones.
 
 Words are random. The template is the copy of Qwen3's in the package TRL.
 """

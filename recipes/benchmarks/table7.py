@@ -1,11 +1,11 @@
-"""Table 7 of the RadixMLP paper, with RoPE alive and a real loss: unique tokens against ordinary `sdpa`, in float32.
+"""Repeat Table 7 of the RadixMLP paper with working RoPE and a real loss: unique tokens against `sdpa`, in float32.
 
     python recipes/benchmarks/table7.py
 
 The paper compares logits and gradients of a 2-layer Qwen3-style model on six patterns of shared prefixes. Its
-published proof truncates the cosines and sines of RoPE to integers, so that every query and key after position 0 is
-zero, and its loss is the sum of the logits. Here the model is Hugging Face's own Qwen3, the reference runs one sequence
-at a time, and nothing is printed unless RoPE turns the queries and q_proj and k_proj have gradients.
+published test truncates the cosines and sines of RoPE to integers, so that every query and key after position 0 is
+zero, and its loss is the sum of the logits. Here the model is Hugging Face's own Qwen3, the reference runs one
+sequence at a time, and nothing is printed unless RoPE turns the queries and q_proj and k_proj have gradients.
 
 The paper describes the patterns in words; the sequences below are ours, with its names and its numbers of tokens.
 """

@@ -1,20 +1,21 @@
-"""Ranks share differently, and a step waits for the slowest: what each way to deal the rows costs. On paper.
+"""Calculate how the slowest rank of a step depends on the way in which rows are distributed over ranks.
 
     python recipes/benchmarks/uneven_ranks.py path/to/banking77_train.jsonl path/to/gsm8k_many_prompts_train.jsonl
     python recipes/benchmarks/uneven_ranks.py --batch_size 32 --num_ranks 4 16
 
-Each file holds chats as `radixtrain fit` takes them; a tokenizer of 4,096 entries is learnt from their messages. Beside
-them come 150 agents: a common prompt of 400 tokens, 3 to 20 turns of 400, and a row for each turn, which ends with an
-answer of 100. A rank has `--batch_size` rows in a step, which is one batch of each rank, of the first epoch.
+Each file holds chats as `radixtrain fit` takes them; a tokenizer of 4,096 entries is learnt from their messages. In
+addition, there are 150 agents: a common prompt of 400 tokens, 3 to 20 turns of 400, and a row for each turn, which
+ends with an answer of 100. A rank has `--batch_size` rows in a step, which is one batch of each rank, of the first
+epoch.
 
 A cell: tokens of the slowest rank of an ordinary run (a shuffle, padding not counted) over unique tokens of the slowest
-rank, each summed over the steps; in brackets, unique tokens of the slowest rank over the mean of the ranks.
+rank, each summed over the steps; in parentheses, unique tokens of the slowest rank over the mean of the ranks.
 
-shuffle: batches one after the other, as Accelerate deals them.
+shuffle: batches one after the other, as Accelerate distributes them.
 batch_rebalance: `train_sampling_strategy` of Hugging Face's Trainer, by lengths; ranks have unequal numbers of rows.
-PrefixGroupedSampler: of one batch; with `num_batches=ranks` and together=1, the steps of the shuffle, dealt; with
-    `num_batches=ranks` only, steps in which rows of a prompt meet, dealt.
-fit: the steps of the shuffle, and those of `data.group_by_prefix`, as `fit` deals them; unequal numbers of rows.
+PrefixGroupedSampler: for one batch; with `num_batches=ranks` and together=1, the steps of the shuffle, distributed;
+    with `num_batches=ranks` only, steps grouped by prompt, distributed.
+fit: the steps of the shuffle, and those of `data.group_by_prefix`, as `fit` divides them; unequal numbers of rows.
 """
 
 import argparse

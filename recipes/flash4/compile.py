@@ -1,4 +1,4 @@
-"""Compile flash-attn-4's kernels for Hopper ahead, on a machine without a GPU, into its own cache on disk.
+"""Compile flash-attn-4's kernels for Hopper ahead of time, on a machine without a GPU, into its disk cache.
 
     python recipes/flash4/compile.py runs/flash4/cache           # seconds for each, and a list with sizes and sha256
     python recipes/flash4/compile.py runs/flash4/cache --check   # the same calls, none of which may compile

@@ -1,4 +1,4 @@
-"""Convert a log of Anthropic messages into chats, a row for each line.
+"""Convert a log of Anthropic messages into chats, one row per line.
 
 python recipes/logs/anthropic_log.py < log.jsonl > chats.jsonl
 """

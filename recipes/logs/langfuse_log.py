@@ -1,4 +1,4 @@
-"""Convert a log of Langfuse generations into chats, a row for each line.
+"""Convert a log of Langfuse generations into chats, one row per line.
 
 python recipes/logs/langfuse_log.py < log.jsonl > chats.jsonl
 """

@@ -1,4 +1,4 @@
-"""Convert a log of OpenAI Responses into chats, a row for each line.
+"""Convert a log of OpenAI Responses into chats, one row per line.
 
 python recipes/logs/openai_log.py < log.jsonl > chats.jsonl
 """

@@ -1,4 +1,4 @@
-"""What a log splits into parts, as the turns of a chat. Stands beside the programs that import it."""
+"""Join the parts of a logged message into turns of a chat. The scripts in this folder import it."""
 
 ORDER = ["role", "reasoning_content", "content", "tool_calls"]
 

@@ -1,4 +1,4 @@
-"""Run the notebooks from the first cell to the last, and store in each what its cells print. Five minutes on two cores.
+"""Run the notebooks from the first cell to the last and store the output of each cell. Takes five minutes on two cores.
 
 python recipes/notebooks/run.py sft grpo report
 """
@@ -16,7 +16,7 @@ FOLDER = Path(__file__).resolve().parent
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="+", help="notebooks of this folder, without their suffix")
+    parser.add_argument("names", nargs="+", help="notebooks in this folder, without their suffix")
     os.chdir(FOLDER)
     for name in parser.parse_args().names:
         path = FOLDER / f"{name}.ipynb"
@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def run(cells: list[dict[str, Any]]) -> None:
-    """Each cell gets its output. What is printed of the folder for temporary files is left out."""
+    """Run the cells and store their output, without the path of the folder for temporary files."""
     names: dict[str, Any] = {"__name__": "__main__"}
     for count, cell in enumerate(cells, 1):
         with redirect_stdout(io.StringIO()) as printed:

@@ -1,4 +1,4 @@
-"""Compare two files of `recording.py`: which tests end otherwise, and how far apart the logged numbers are.
+"""Compare two files of `recording.py`: which tests have different outcomes, and how far apart the logged numbers are.
 
     python recipes/other_suites/compare.py untouched.jsonl shared.jsonl
 

@@ -1,4 +1,4 @@
-"""A pytest plugin for the tests of other people: stand-ins in place of a hub, and what each test logged, in a file.
+"""A pytest plugin for third-party tests: replaces the hub by local stand-ins and records what each test logged.
 
     python recipes/other_suites/stand_ins.py build/trl build/stand_ins
     export PYTHONPATH=recipes/other_suites HF_HUB_OFFLINE=1
@@ -8,7 +8,7 @@
     python recipes/other_suites/compare.py untouched.jsonl shared.jsonl
 
 Each line of a record is a test: its outcome, the numbers that trainers logged, and how many calls of the models ran on
-unique tokens, or why not. Every test starts from the same seed. Without `--arithmetic` the tests are as they are; with
+unique tokens, or why not. Every test starts from the same seed. Without `--arithmetic` the tests are unchanged; with
 it, every step is logged, every model is loaded in that dtype, and mixed precision is off. Many tests of TRL train at a
 rate of 0.1, where the rounding of any two runs grows tenfold a step; `--learning-rate 1e-4` shows what it grew from.
 """

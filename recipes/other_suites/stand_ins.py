@@ -1,10 +1,10 @@
-"""Make stand-ins for the tiny models and the data sets of a hub that other people's tests ask for, in a folder.
+"""Write local stand-ins for the tiny models and data sets that third-party tests load from a hub.
 
     python recipes/other_suites/stand_ins.py build/trl build/stand_ins
 
 `build/trl` is a clone of TRL, whose scripts hold the rows. A model has the class of the original, two layers of random
 weights, a byte-level tokenizer of those rows, and the chat template that TRL keeps for its family. Models that see
-images need torchvision. The folder is laid out as the cache of huggingface_hub; the data sets lie beside it, where
+images need torchvision. The folder is laid out as the cache of huggingface_hub; the data sets are next to it, where
 `recording.py` finds them.
 """
 
