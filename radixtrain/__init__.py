@@ -73,7 +73,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _home(name: str) -> ModuleType:
-    """The module of a public name. If it cannot be imported, an old package is named as the cause, if there is one."""
+    """Import the module of a public name. If that fails, name a package that is too old, if there is one."""
     try:
         return import_module(_HOMES[name])
     except (AttributeError, ImportError) as error:

@@ -1,4 +1,4 @@
-"""YAML as people write it, looked at before it is built: what is deep, huge or multiplies would end in a crash."""
+"""YAML as people write it, checked before it is built: what is too deep, too large or repetitive is refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Loader.add_implicit_resolver(f"{TAG}float", re.compile(rf"^({NUMBER})$"), list("
 
 
 def load_yaml(text: str) -> Any:
-    """What a YAML text says. Raises yaml.YAMLError, also for `!!int abc`."""
+    """Load YAML text. Raises yaml.YAMLError, also for `!!int abc`."""
     try:
         return yaml.load(text, Loader)  # noqa: S506  # a safe loader
     except (ValueError, LookupError, TypeError) as error:
@@ -54,7 +54,7 @@ class _Collection:
 
 
 def read_yaml(path: str) -> Any:
-    """What a file of settings holds. UsageError as `parse_yaml`, and OSError if it cannot be read, or is a device."""
+    """Load a settings file. Raises UsageError as `parse_yaml`, and OSError if it cannot be read, or is a device."""
     try:
         return parse_yaml(read_text(Path(path).expanduser()), path)
     except UnicodeDecodeError as error:
@@ -62,7 +62,7 @@ def read_yaml(path: str) -> Any:
 
 
 def parse_yaml(text: str, name: str) -> Any:
-    """What a text of settings says. UsageError, with the line, for what is no YAML or refused by `check_yaml`."""
+    """Load settings text. Raises UsageError, with the line, for what is no YAML or refused by `check_yaml`."""
     try:
         check_yaml(text, name)
         return load_yaml(text)
@@ -73,7 +73,7 @@ def parse_yaml(text: str, name: str) -> Any:
 
 
 def check_yaml(text: str, name: str = "") -> None:
-    """UsageError for more than settings ever are, and for a key that is given twice, of which loaders take the last.
+    """Raise UsageError for more than settings ever are, and for a key given twice, of which loaders take the last.
 
     name: of the file. A key that overrides what an anchor, `<<` or an earlier file has is not given twice.
 
