@@ -1,8 +1,8 @@
-"""Refuses a gradient of a gradient where an autograd function computes only the first.
+"""Refuses second derivatives of autograd functions that compute only the first.
 
-torch's `once_differentiable` does not: it raises only if the second pass runs through its node, which leads to no
-weight. `torch.autograd.grad(..., weights)` leaves such nodes out, and `grad` without a graph of its own is not marked.
-Both return a gradient without its largest term.
+torch's `once_differentiable` does not: it raises only if the second pass runs through its node, from which no
+weight is reached. `torch.autograd.grad(..., weights)` leaves such nodes out, and `grad` without a graph of its own is
+not marked. Both return a gradient without its largest term.
 """
 
 from __future__ import annotations
