@@ -1,8 +1,8 @@
-"""Which models can be shared: a table of what would change the gradient, reason, fix, and entry points.
+"""Which models can be shared: a table of what would change the gradient, the reason, the fix and the entry points.
 
 The entry points are `prepare_model` for the batches of a `RadixCollator`, `share_prefixes` for ordinary batches,
 `generate`, and the `cache` of `share_prefixes`. `CONDITIONS` is checked once, when a model is given to one of them, by
-its class, its configuration and its modules. What depends on a batch, or is added later, is in `refusals.py`.
+its class, its configuration and its modules. What depends on a batch, or is added later, is checked in `refusals.py`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ BOTH_WAYS = {"use_bidirectional_attention": (True, "all"), "is_causal": (False,)
 class Condition(NamedTuple):
     """Something that a model must not be or have.
 
-    why: what is in the way, to be read after the name of the model; None if nothing is.
+    why: returns what is in the way, to follow the name of the model; None if nothing is.
     entry_points: that refuse it. fix: what to do; `{without}` stands for how to go on without this entry point.
     """
 
@@ -91,7 +91,7 @@ def check_supported(parts: Parts, entry_point: EntryPoint) -> None:
 
 
 def why_unsupported(parts: Parts, entry_point: EntryPoint) -> str | None:
-    """Why a model cannot be exact at this entry point, and the fix; None if it can."""
+    """Say why a model cannot be exact at this entry point, and the fix; None if it can."""
     for condition in CONDITIONS:
         if entry_point in condition.entry_points and (reason := condition.why(parts)):
             return f"{parts.name} {reason}; {condition.fix.format(without=WITHOUT[entry_point])}"
@@ -99,9 +99,9 @@ def why_unsupported(parts: Parts, entry_point: EntryPoint) -> str | None:
 
 
 def why_other_attention(decoder: PreTrainedModel) -> str | None:
-    """Why the attention that a decoder would run now is not what tree attention computes; None if it is.
+    """Say why a decoder's present attention is not what tree attention computes; None if it is.
 
-    `share_prefixes` asks it at every call, and leaves a call with other attention as it is.
+    `share_prefixes` checks this at every call, and leaves a call with other attention as it is.
     """
     if not getattr(decoder.config, "is_causal", True):
         return "its configuration says is_causal=False"
@@ -109,7 +109,7 @@ def why_other_attention(decoder: PreTrainedModel) -> str | None:
 
 
 def why_no_soft_cap(config: PreTrainedConfig) -> str | None:
-    """Why a soft-cap is left out: transformers before 5.21 chooses `sdpa` for such a model. None if it is not."""
+    """Say why a soft-cap is left out: transformers before 5.21 chooses `sdpa` for such a model. None if it is not."""
     softcap = getattr(config, "attn_logit_softcapping", None)
     if softcap is None or config._attn_implementation != "sdpa":
         return None
@@ -139,7 +139,7 @@ def _contains_a_head(parts: Parts) -> str | None:
 
 
 def _predicts_no_next_tokens(parts: Parts) -> str | None:
-    """A bare backbone is let through, because its head is the user's own."""
+    """Check for next tokens as labels. A bare backbone passes, because its head is the user's own."""
     ancestors = [each.__name__ for each in type(parts.base).__mro__]
     is_causal = any(each in CAUSAL_CLASSES or each.endswith(CAUSAL_ENDINGS) for each in ancestors)
     if not is_causal and parts.backbone is not parts.base:
@@ -155,7 +155,7 @@ def _has_no_head(parts: Parts) -> str | None:
 
 
 def _takes_its_state(parts: Parts) -> str | None:
-    """Find models that take their state by an argument, as RWKV and xLSTM do."""
+    """Find models that take their state as an argument, as RWKV and xLSTM do."""
     for path, module in parts.decoder.named_modules():
         if path and is_text(path) and "state" in inspect.signature(type(module).forward).parameters:
             return f"has a {type(module).__name__} ({path}), {NO_PROTOCOL}"
@@ -163,7 +163,7 @@ def _takes_its_state(parts: Parts) -> str | None:
 
 
 def _has_other_layers(parts: Parts) -> str | None:
-    """A layer is exact if its tokens meet in attention, in a mixer of Hugging Face's cache protocol, or not at all."""
+    """Find layers whose tokens meet elsewhere than in attention or a mixer of Hugging Face's cache protocol."""
     if not hasattr(parts.decoder.config, "num_hidden_layers"):
         return "is not a plain decoder (one stack of num_hidden_layers)"
     layers, kinds = text_layers(parts.decoder), getattr(parts.decoder.config, "layer_types", None) or ()
@@ -258,7 +258,7 @@ def _is_an_encoder(parts: Parts) -> str | None:
 
 
 def _chooses_a_span(parts: Parts) -> str | None:
-    """Its loss is a softmax over whole rows."""
+    """Find a loss that is a softmax over whole rows."""
     if not parts.name.endswith("ForQuestionAnswering"):
         return None
     return "chooses a span among all places of a row, those of padding included, which share_prefixes does not compute"
@@ -277,7 +277,7 @@ def _has_other_attention(parts: Parts) -> str | None:
 
 
 def _keeps_a_batch_to_itself(parts: Parts) -> str | None:
-    """Whether keyword arguments of the model reach its backbone, before which a call with one is stopped."""
+    """Return why keyword arguments do not reach the backbone: runs the model, and stops it before its backbone."""
     reached: list[bool] = []
 
     def stop(backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

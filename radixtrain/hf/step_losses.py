@@ -1,4 +1,4 @@
-"""An optimizer step of a `StepCollator`, pass after pass: what runs before what, and what is kept meanwhile."""
+"""An optimizer step of a `StepCollator`, pass after pass: the order of the passes, and what is kept meanwhile."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from radixtrain.tree.radix_inputs import radix_of, with_radix
 
 
 def step_losses(model: nn.Module, step: Step) -> Iterator[Tensor]:
-    """The terms of the mean loss of an optimizer step; the gradient of the step is the sum of theirs.
+    """Yield the terms of the mean loss of an optimizer step; the gradient of the step is the sum of theirs.
 
     model: prepared by `prepare_model`, on the device of the step.
     step: what a `StepCollator` returned, with `merge_labels`.
@@ -29,9 +29,9 @@ def step_losses(model: nn.Module, step: Step) -> Iterator[Tensor]:
     DDP, and average each `.grad` after the last `backward`.
 
     Call `backward` on each term before the next one is asked for, once, and on one that is 0 too: a prefix that several
-    micro-batches continue gets its gradient last, from all of them. UserError for a prefix that is left out after they
-    went backward, for a second time and for a sum of terms; for a model that adds to the cross-entropy or replaces it,
-    as `output_router_logits` does; and for hooks on a wrapper of the model, which is not called.
+    micro-batches continue gets its gradient last, from all of them. Raises UserError for a prefix that is left out
+    after they went backward, for a second `backward` and for a sum of terms; for a model that adds to the cross-entropy
+    or replaces it, as `output_router_logits` does; and for hooks on a wrapper of the model, which is not called.
 
     >>> for loss in step_losses(model, step):  # doctest: +SKIP
     ...     loss.backward()
@@ -60,7 +60,7 @@ def _check_model(model: nn.Module) -> None:
 
 
 def loss_sums(step: Step, loss_sum: Callable[[dict[str, Any]], Tensor]) -> Iterator[Tensor]:
-    """Yield the losses of `step_losses`, not divided yet. loss_sum: runs the model on a micro-batch."""
+    """Yield the losses of `step_losses` before the division. loss_sum: runs the model on a micro-batch."""
     kept: dict[int, LayerRows] = {}
     held: dict[int, Tensor] = {}
 
