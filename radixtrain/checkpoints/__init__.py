@@ -1,12 +1,12 @@
-"""Checkpoints that can be trusted: written whole or not at all, checked before they are read, and no code in them.
+"""Checkpoints that can be trusted: written whole or not at all, checked before they are read, and free of code.
 
     folder                    write_checkpoint, read_checkpoint, verify_checkpoint
         packing               a state as JSON and tensors, and back
         tensors               a file of tensors, written one tensor at a time; sizes and checksums of files
         sharded               tensors of which every rank holds a part, gathered while they are written
         manifest              what a checkpoint must consist of; its last file, and the commit
-        atomic                a folder or a file takes another one's place in one step
-    resolve                   newest_valid, what `--ckpt_path` means, how many are kept, the links `last` and `best`
+        atomic                a folder or a file replaces another one in one step
+    resolve                   newest_valid, the meaning of `--ckpt_path`, how many are kept, the links `last` and `best`
 
 A checkpoint is a folder, `checkpoints/step=N` of a run:
 

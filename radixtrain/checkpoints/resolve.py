@@ -1,4 +1,4 @@
-"""Checkpoints of a run: which one it goes on from, how many are kept, and the links `last` and `best`."""
+"""The checkpoints of a run: which one it resumes from, how many are kept, and the links `last` and `best`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ AUTO = "auto"  # of `fit`: the newest whole checkpoint if there is any, else a s
 
 @dataclass(frozen=True)
 class NewestValid:
-    """path: the newest whole checkpoint, or None. passed_over: a line for each newer one, which is damaged."""
+    """The newest whole checkpoint. path: its folder, or None. passed_over: a line for each newer, damaged one."""
 
     path: Path | None
     passed_over: list[str] = field(default_factory=list)
 
 
 def newest_valid(folder: Path) -> NewestValid:
-    """The newest whole checkpoint of a folder."""
+    """Find the newest whole checkpoint of a folder."""
     passed_over: list[str] = []
     for path in sorted(checkpoints_in(Path(folder)), key=_age, reverse=True):
         try:
@@ -41,7 +41,7 @@ def newest_valid(folder: Path) -> NewestValid:
 
 
 def resolve(text: str, folder: Path) -> Path:
-    """The checkpoint that `--ckpt_path` names: whole, and a warning for each newer one that is not.
+    """Return the checkpoint that `--ckpt_path` names: a whole one, with a warning for each newer one that is not.
 
     text: `last` or `auto`, the newest whole one of `folder`; `best`; a checkpoint folder; the links `last` and `best`
         in a folder of checkpoints; such a folder or the output_dir of a run, for its newest whole one.
@@ -93,14 +93,14 @@ def _otherwise(folder: Path) -> str:
 
 
 def _target(link: Path) -> Path:
-    """Where a link leads that `point` made: a symbolic link, or a file with the name of what is beside it."""
+    """Return the target of a link made by `point`: a symbolic link, or a file with the name of what is beside it."""
     if link.is_file():
         return link.with_name(link.read_text(encoding="utf-8", errors="replace").strip()[:255] or "nothing")
     return link.parent / link.readlink() if link.is_symlink() else link
 
 
 def _age(path: Path) -> tuple[float, float, str]:
-    """A key that sorts checkpoints by age. One without a manifest may be the newest."""
+    """Return a key that sorts checkpoints by age. One without a manifest may be the newest."""
     try:
         manifest = Manifest.read(path)
         return manifest.sequence, manifest.step, path.name
@@ -122,9 +122,9 @@ def prune(folder: Path, limit: int, keep: Path | None = None) -> None:
 
 
 def point(folder: Path, name: str, target: Path) -> None:
-    """A link `name` in the folder to a checkpoint in it; it replaces the previous one in one step.
+    """Link `name` in the folder to a checkpoint in it, replacing the previous link in one step.
 
-    A file with the checkpoint's name on disks that have no links. OSError if neither can be written.
+    On disks without links it is a file with the checkpoint's name. Raises OSError if neither can be written.
 
     Raises UserError if a folder has that name.
     """

@@ -1,4 +1,4 @@
-"""The commands of `python -m radixtrain`: a row of this table each, run by a module of this folder.
+"""The commands of `python -m radixtrain`: each is a row of this table, run by a module of this folder.
 
 `radixtrain/__main__.py` makes the usage, the dispatch and the error for an unknown command from it. A module's
 `run(argv)` gets the command's name and its arguments. The table imports none of these modules, so `--help` is instant.
@@ -10,9 +10,10 @@ from radixtrain.versions import FIT
 
 
 class Command(NamedTuple):
-    """name: as it is typed. module: the file in this folder that runs it. example: shown in the usage.
+    """A command.
 
-    needs: packages of `versions.FIT`, without which it cannot start.
+    name: as typed. module: the file in this folder that runs it. example: shown in the usage. needs: packages of
+    `versions.FIT`, without which it cannot start.
     """
 
     name: str

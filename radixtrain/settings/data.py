@@ -130,7 +130,7 @@ class DataSettings(Section):
             )
 
     def _check_sizes(self) -> None:
-        """What is cut into micro-batches may be longer than one."""
+        """Check sizes against the micro-batch; what is cut into several of them may be longer than one."""
         together = f" x sp_size {self.sp_size}" if self.sp_size > 1 else ""
         sizes = {"max_length": (self.max_length, "a sequence that long has")}
         if self.dedup and self.share_across_micro_batches:
@@ -145,7 +145,7 @@ class DataSettings(Section):
 
 
 def date_of(text: str) -> datetime:
-    """Return the midnight of a date, YYYY-MM-DD. UserError for anything else."""
+    """Parse a date, YYYY-MM-DD, as its midnight. Raises UserError for anything else."""
     try:
         return datetime.strptime(text, "%Y-%m-%d")
     except ValueError:

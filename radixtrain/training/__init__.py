@@ -1,6 +1,6 @@
 """Training under Lightning.
 
-| what | does |
+| file | does |
 |---|---|
 | `module.py` | a step: loss, gradient, optimizer; `optimizer.py` makes the optimizer and its schedule |
 | `trainer.py` | Lightning's trainer with `verify` |
@@ -8,5 +8,5 @@
 | `devices/` | several processes: which are accepted, how they start, exchange gradients and end |
 | `answers/` | generates answers to rows and scores them; what `predict` writes of a row |
 | `fault_tolerance/` | saves a run, stops it, and goes on |
-| `results/` | what a run leaves |
+| `results/` | files and lines that a run leaves |
 """

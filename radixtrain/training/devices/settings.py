@@ -1,4 +1,4 @@
-"""Which devices and strategies of Lightning's trainer a command accepts; every other is refused by name."""
+"""The devices and strategies of Lightning's trainer that a command accepts; every other is refused by name."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ SPLITTING = ("fit", "validate", "test")  # commands that split a micro-batch ove
 
 
 def sp_size_of(settings: Any, command: str) -> int:
-    """Ranks that compute each micro-batch together. Every other command computes whole sequences on each rank."""
+    """Return how many ranks compute each micro-batch together; 1 for commands that compute whole sequences."""
     return int(settings.sp_size) if command in SPLITTING else 1
 
 
 def device_settings(settings: Any, command: str) -> dict[str, Any]:
-    """What Lightning's trainer receives in place of what is configured.
+    """Return what Lightning's trainer receives in place of what is configured.
 
-    settings: of a command, as they were parsed. UserError for what cannot run.
+    settings: of a command, as parsed. Raises UserError for what cannot run.
     """
     config, fixed = settings.trainer, {"use_distributed_sampler": False}
     if command not in ON_SEVERAL:
@@ -90,7 +90,7 @@ def device_settings(settings: Any, command: str) -> dict[str, Any]:
 
 
 def check_devices(trainer: L.Trainer, timeout: timedelta, sp_size: int = 1) -> None:
-    """UserError if Lightning has made something else of the settings than can run here; completes the strategy.
+    """Raise UserError if Lightning has made something of the settings that cannot run here; complete the strategy.
 
     timeout: how long a rank waits for the others. sp_size: of these ranks, see `sp_size_of`.
     """
@@ -112,7 +112,7 @@ def check_devices(trainer: L.Trainer, timeout: timedelta, sp_size: int = 1) -> N
 
 
 def _check_strategy(strategy: Any) -> None:
-    """strategy: a name, or a class and its options."""
+    """Refuse a strategy that is not accepted: a name, or a class and its options."""
     if isinstance(strategy, str):
         if strategy not in ACCEPTED:
             refused = next((name for name in REFUSED if strategy.startswith(name)), None)
@@ -132,7 +132,7 @@ def _check_strategy(strategy: Any) -> None:
 
 
 def _check_visible(accelerator: str) -> None:
-    """UserError if SLURM shows each task only GPUs of its own: rank N of a machine takes its GPU N."""
+    """Raise UserError if SLURM shows each task only its own GPUs: rank N of a machine takes its GPU N."""
     num_visible, num_tasks = torch.cuda.device_count(), launcher_env().local_size
     if accelerator in ("auto", "gpu", "cuda") and 0 < num_visible < num_tasks:
         raise UserError(
@@ -142,7 +142,7 @@ def _check_visible(accelerator: str) -> None:
 
 
 def _class_of(strategy: Any) -> str:
-    """The name of a strategy that is written out as a class; empty for one that is a name."""
+    """Return the class name of a strategy that is written as a class; empty for one that is a name."""
     return "" if isinstance(strategy, str) else strategy["class_path"].rpartition(".")[2]
 
 
@@ -167,10 +167,10 @@ def as_list(value: object) -> list[Any]:
 
 
 class SlurmTasks(TorchElasticEnvironment):
-    """The tasks that `srun` has started, as Lightning knows the processes of torchrun.
+    """The tasks that `srun` has started, in the form in which Lightning knows torchrun's processes.
 
-    Its own `SLURMEnvironment` also saves and requeues at signals, as `Requests` does here, takes any fresh run for one
-    that goes on, and refuses `--ntasks` without `--ntasks-per-node`. SLURM's variables are read here once: Lightning
+    Lightning's `SLURMEnvironment` also saves and requeues at signals, as `Requests` does here, resumes fresh runs, and
+    refuses `--ntasks` without `--ntasks-per-node`. SLURM's variables are read here once: Lightning
     does not see them while it trains.
 
     task: this one. The host of rank 0 is the first one of the step, unless MASTER_ADDR and MASTER_PORT name a place.
@@ -205,4 +205,4 @@ class SlurmTasks(TorchElasticEnvironment):
         return self.node
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """`check_devices` does."""
+        """Do nothing: `check_devices` validates the settings."""

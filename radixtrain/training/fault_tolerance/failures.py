@@ -52,9 +52,9 @@ OF_GLOO = r"gloo/transport|Application timeout caused pair closure|ProcessGroupG
 
 
 def explain(error: BaseException, output_dir: Path | None, gone: Callable[[], str] = str) -> str | None:
-    """One line: what happened, what to change, and the last checkpoint. None for an error of another kind.
+    """Explain an error in one line: the cause, what to change, and the last checkpoint. None for another kind.
 
-    output_dir: of a training run; None for other commands, which have no checkpoint to go on from.
+    output_dir: of a training run; None for other commands, which have no checkpoint to resume from.
     gone: see `lost_rank`.
     """
     if isinstance(error, UserError):
@@ -76,7 +76,7 @@ def explain(error: BaseException, output_dir: Path | None, gone: Callable[[], st
 
 @contextmanager
 def restoring(path: object) -> Iterator[None]:
-    """Around what takes over the state of a checkpoint, which may be of another program, or forged: one line then.
+    """Turn an error into one line while the state of a checkpoint, perhaps of another program or forged, is restored.
 
     path: of the checkpoint. Errors of the machine stay what they are.
     """
@@ -92,7 +92,7 @@ def restoring(path: object) -> Iterator[None]:
 
 
 def _out_of_files(needed: int, has_workers: bool = True) -> str:
-    """The line for a process that may not open as many files as it needs."""
+    """Write the line for a process that may not open as many files as it needs."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     otherwise = f", or {LESS_DATA_MEMORY}" if has_workers else ""
     return f"too many open files: the limit is {limit:,}; raise it (`ulimit -n {needed}`){otherwise}"
@@ -101,7 +101,7 @@ def _out_of_files(needed: int, has_workers: bool = True) -> str:
 def raise_file_limit(num_workers: int) -> None:
     """Let this process open as many files as the machine allows, since each tensor of a waiting batch is one.
 
-    num_workers: of the DataLoader. UserError if these are fewer than any run needs.
+    num_workers: of the DataLoader. Raises UserError if the limit is lower than any run needs.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
@@ -113,7 +113,7 @@ def raise_file_limit(num_workers: int) -> None:
 
 
 def lost_rank(error: BaseException, known: Callable[[], str]) -> str | None:
-    """What an error of gloo, NCCL or torch's store between ranks means, and what to do; None for any other error.
+    """Explain an error of gloo, NCCL or torch's store between ranks, and say what to do; None for any other error.
 
     known: returns what is known of a rank that has ended, such as `rank 1 was killed by SIGKILL`, or nothing.
     """
@@ -134,7 +134,7 @@ def lost_rank(error: BaseException, known: Callable[[], str]) -> str | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and what it was raised from, outermost first."""
+    """Yield the error and what it was raised from, outermost first."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
@@ -155,7 +155,7 @@ def _not_handed_over(text: str) -> str | None:
 
 
 def _no_room(error: BaseException, text: str, output_dir: Path | None) -> str | None:
-    """Judge by the number of the error, or by the words of libraries that keep only these."""
+    """Judge by the number of the error, or by the words of libraries that keep only those."""
     number = getattr(error, "errno", None)
     if number not in NO_ROOM:
         number = next((each for each in NO_ROOM if re.search(rf"(Errno|os error) {each}\b", text, re.I)), None)
@@ -182,7 +182,7 @@ def _no_memory(error: BaseException, text: str) -> str | None:
 
 
 def _killed_worker(error: BaseException, text: str) -> str | None:
-    """torch notices a dead worker by itself, or only that the connection to it broke."""
+    """Recognize a dead worker, which torch notices itself or only by its broken connection."""
     match = re.search(WORKER, text)
     frames = (frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__))
     lost = isinstance(error, ConnectionError | EOFError | FileNotFoundError) and any(

@@ -1,7 +1,7 @@
-"""The folder of a run: whether it can be used, whether it holds another run, which `overwrite` replaces, and its lock.
+"""The folder of a run: whether it can be used or holds another run, which `overwrite` replaces, and its lock.
 
 A run is what `fit` leaves: `checkpoints/`, `model/`, and metrics of its training in `logs/`. Data files, `report.html`,
-predictions and the logs of `validate` are none, and stay whatever happens.
+predictions and the logs of `validate` are not part of it, and are never touched.
 
 The lock is POSIX's, on a file that says who holds it. The kernel releases it when the process ends, however it does,
 and forked DataLoader workers do not inherit it.
@@ -43,7 +43,7 @@ _held: set[Path] = set()  # by this process: POSIX would grant it a second time,
 
 
 def check_output_dir(output_dir: str | os.PathLike[str]) -> Path:
-    """The folder as a path. UserError if it is no folder of this machine, is a file, or cannot be written to."""
+    """Return the folder as a path. Raises UserError if it is not local, is a file, or cannot be written to."""
     text = os.fspath(output_dir)
     if not text.strip():
         raise UserError("output_dir is empty; name a folder")
@@ -65,7 +65,7 @@ def check_output_dir(output_dir: str | os.PathLike[str]) -> Path:
 
 
 def is_resumed(output_dir: Path, ckpt_path: str | os.PathLike[str] | None) -> bool:
-    """Whether the run in this folder goes on: `ckpt_path` is a word, or lies in it and in no run below it."""
+    """Return whether the run in this folder goes on: `ckpt_path` is a word, or lies in it and in no run below it."""
     if ckpt_path is None or str(ckpt_path) in WORDS:
         return ckpt_path is not None
     path, home = Path(ckpt_path).resolve(), output_dir.resolve()
@@ -82,12 +82,12 @@ def check_new_run(
     overwrite: bool,
     changes: Callable[[Path], Sequence[str]] = lambda _: (),
 ) -> None:
-    """UserError if another run is in the folder, and this one neither goes on from it nor may replace it.
+    """Raise UserError if another run is in the folder, and this one neither resumes it nor may replace it.
 
-    Call it under the folder's lock: what a killed run had set aside is put back first. It goes on only if a checkpoint
-    of it is named: `last` and the like would mean the run that was to replace it.
+    Call it under the folder's lock: what a killed run had set aside is put back first. That run resumes only if one of
+    its checkpoints is named: `last` and the like would mean the run that was to replace it.
 
-    changes: called with a checkpoint: which of its settings this run does not have.
+    changes: called with a checkpoint, returns which of its settings this run does not have.
     """
     if ckpt_path == AUTO and overwrite:
         raise UserError("ckpt_path auto goes on and never replaces a run: leave out overwrite, or ckpt_path")
@@ -115,12 +115,12 @@ def check_new_run(
 
 
 def is_set_aside(output_dir: Path) -> bool:
-    """Whether a run was killed while it replaced another one, before its first checkpoint."""
+    """Return whether a run was killed while it replaced another one, before its first checkpoint."""
     return (output_dir / MOVING).is_dir() or ((output_dir / ASIDE).is_dir() and not any(_checkpoints(output_dir)))
 
 
 class EarlierRun:
-    """A context around a run that may replace the one in its folder: that is kept until the new one has a checkpoint.
+    """A context around a run that may replace the one in its folder, which is kept until the new one has a checkpoint.
 
     On entering, what belongs to the earlier run moves into `.earlier_run/`: its checkpoints, model, logs, answers and
     pictures, and no other file of the folder. The first checkpoint deletes it (`forget`), and so does an end without an
@@ -156,11 +156,11 @@ class EarlierRun:
 
 @contextmanager
 def logs_of_run(folders: Sequence[Path], has_begun: Callable[[], bool]) -> Iterator[None]:
-    """A context around a run: if it never begins, the files that its loggers have written are removed at the end.
+    """Remove, if the run around which this is a context never begins, the files that its loggers have written.
 
     Files of other names stay: a logger may write into a folder that it shares with another run or a model.
 
-    folders: that loggers write into; Weights & Biases keeps its own account. has_begun: whether training has.
+    folders: that loggers write into; Weights & Biases keeps its own files. has_begun: whether training has begun.
     """
     before = {path for folder in folders for path in (folder, *folder.parents, *_of_loggers(folder)) if path.exists()}
     try:
@@ -175,10 +175,10 @@ def logs_of_run(folders: Sequence[Path], has_begun: Callable[[], bool]) -> Itera
 
 @contextmanager
 def locked(output_dir: Path, command: str) -> Iterator[None]:
-    """Inside, no other command of radixtrain writes into a run's folder, which is made, or into its `model/`.
+    """Lock a run's folder, which is made, and its `model/` against other commands of radixtrain.
 
     Raises UserError if another process has the lock; it names the process, its command and when it started. A folder
-    that is made and still empty at the end is removed again.
+    that was made and is empty at the end is removed.
     """
     model = output_dir / "model"
     model_lock = output_dir / MODEL_LOCK.format(model.name)
@@ -188,20 +188,20 @@ def locked(output_dir: Path, command: str) -> Iterator[None]:
 
 @contextmanager
 def locked_model(folder: Path, command: str) -> Iterator[None]:
-    """Inside, no other command replaces the model in this folder, as a run would its own. Otherwise as `locked`."""
+    """Lock a model's folder, so that no other command replaces the model as a run would. Otherwise as `locked`."""
     target = folder.resolve()
     with _created(target.parent), _lock(target.parent / MODEL_LOCK.format(target.name), folder, command):
         yield
 
 
 def _of_loggers(folder: Path) -> list[Path]:
-    """Files of this process: TensorBoard writes the process id into their names."""
+    """List files of this process: TensorBoard writes the process id into their names."""
     names = "metrics.csv", "hparams.yaml", f"events.out.tfevents.*.{os.getpid()}.*"
     return [path for name in names for path in folder.glob(name)]
 
 
 def _parts_of_run(output_dir: Path) -> list[str]:
-    """What there is of a run, for a message."""
+    """List the parts of a run that exist, for a message."""
     parts = {
         "checkpoints/": any(_checkpoints(output_dir)),
         "model/": any(output_dir.glob("model/*")),
@@ -211,7 +211,7 @@ def _parts_of_run(output_dir: Path) -> list[str]:
 
 
 def _checkpoints(output_dir: Path) -> Iterator[Path]:
-    """Whole ones, whoever chose their names: folders with a manifest."""
+    """Yield whole checkpoints, whoever chose their names: folders with a manifest."""
     return (path for path in output_dir.glob("checkpoints/[!.]*") if (path / "manifest.json").is_file())
 
 
@@ -221,19 +221,19 @@ def _has_trained(metrics: Path) -> bool:
 
 
 def _belongings(output_dir: Path) -> list[Path]:
-    """Everything of the run, and nothing else: of `checkpoints/` and `logs/` only what a run writes there."""
+    """List everything of the run, and nothing else: of `checkpoints/` and `logs/` only what a run writes there."""
     unfinished, logs = output_dir.glob("checkpoints/.*.*"), output_dir.glob("logs/version_*")
     paths = (*_checkpoints(output_dir), *unfinished, *logs, *(output_dir / name for name in OF_A_RUN))
     return [path for path in dict.fromkeys(paths) if os.path.lexists(path)]
 
 
 def _is_named(path: Path) -> bool:
-    """Whether it is a checkpoint itself, and no link to one."""
+    """Return whether it is a checkpoint itself, not a link to one."""
     return is_checkpoint(path) and not path.is_symlink()
 
 
 def _recover(output_dir: Path) -> bool:
-    """Put an earlier run back that is still aside, or delete it if the new one has a checkpoint. Whether it is back."""
+    """Put back an earlier run that is still aside, and return True; delete it if the new one has a checkpoint."""
     aside, moving = output_dir / ASIDE, output_dir / MOVING
     for path in (aside, moving):
         if path.is_symlink():
@@ -252,7 +252,7 @@ def _recover(output_dir: Path) -> bool:
 
 
 def _move(path: Path, source: Path, target: Path) -> None:
-    """Move from below one folder to the same place below another one."""
+    """Move a path from below one folder to the same place below another."""
     moved = target / path.relative_to(source)
     moved.parent.mkdir(parents=True, exist_ok=True)
     path.rename(moved)
@@ -277,7 +277,7 @@ def _lock(path: Path, folder: Path, command: str) -> Iterator[None]:
 
 
 def _acquire(path: Path, folder: Path) -> int:
-    """An open file that this process has locked, and that is still the one of this name."""
+    """Open a file and lock it, making sure that it is still the one of this name."""
     if path in _held:
         raise UserError(_in_use(folder, "this process"))
     while True:
@@ -297,7 +297,7 @@ def _acquire(path: Path, folder: Path) -> int:
 
 
 def _opened(path: Path) -> int:
-    """The file of a lock, which is made if there is none. UserError if it is a link, or anything but a lock of ours."""
+    """Open the file of a lock, made if there is none. Raises UserError if it is a link, or not a lock of ours."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     except OSError as error:
@@ -323,7 +323,7 @@ def _in_use(folder: Path, holder: str) -> str:
 
 @contextmanager
 def _created(folder: Path) -> Iterator[None]:
-    """Makes the folder and those above it; those that are empty at the end are removed."""
+    """Make the folder and those above it; remove those that are empty at the end."""
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -333,7 +333,7 @@ def _created(folder: Path) -> Iterator[None]:
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:
-    """folders: the innermost first."""
+    """Remove empty folders. folders: the innermost first."""
     with suppress(OSError):  # not empty
         for path in folders:
             path.rmdir()
