@@ -306,10 +306,7 @@ def _cut(by_order: SortedSequences, max_tokens: int | None) -> list[list[int]]:
 
 
 def _some_of(by_order: SortedSequences, places: IntArray) -> SortedSequences:
-    """Select the sequences at some sorted places, ascending.
-
-    The common prefix of two of them is the shortest among the neighbours between them.
-    """
+    """Select sequences by ascending place. Two of them share the shortest prefix of the neighbours between them."""
     if not len(places):
         return SortedSequences(places, places, places)
     before = np.append(0, places[:-1] + 1)

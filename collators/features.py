@@ -51,7 +51,7 @@ _UNREAD = {
     r"video|audio|^input_features": "is not read by radixtrain: it trains on text and images only; remove the column "
     "if the text is complete without it",
     r"^inputs_embeds$": "is not read by radixtrain, which shares tokens by their ids; remove the column",
-    r"": "is not read by radixtrain, and a model or loss that reads it would get another gradient; remove the column",
+    r"": "is not read by radixtrain, and a model or loss that reads it would train differently; remove the column",
 }
 KNOWN = READ | HARMLESS
 
@@ -74,7 +74,7 @@ def token_rows(features: Sequence[Mapping[str, Any]], loss_on_all: bool = False)
         rows = [_token_row(feature, index, loss_on_all) for index, feature in enumerate(features)]
         for name in ("input_ids", "labels", "position_ids"):
             _check_not_negative(name, rows)
-    except DataError as error:  # a worker of a DataLoader cannot hand that one over
+    except DataError as error:  # a DataLoader worker cannot pickle that one
         raise ValueError(str(error)) from None
     for name in ("old_logprobs", "advantages"):
         _check_in_all(name, rows)
@@ -223,8 +223,8 @@ def check_no_floats(arrays: Sequence[TokenRow]) -> None:
         for name in FLOATS:
             if getattr(feature, name) is not None:
                 raise ValueError(
-                    f"feature {index} has {name}, which the loss of a Hugging Face model ignores, so that its gradient "
-                    f"would be another. Collate with merge_labels=True and take radixtrain's loss "
+                    f"feature {index} has {name}, which the loss of a Hugging Face model ignores, so its gradient "
+                    f"would differ. Collate with merge_labels=True and take radixtrain's loss "
                     f"(radixtrain.loss.linear_cross_entropy, or linear_logprobs and clipped_policy_loss), or remove "
                     f"the entry"
                 )

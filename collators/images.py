@@ -161,7 +161,7 @@ def _have_types(
     found = {feature.get(inputs.types) is not None for feature, each in zip(features, of_features, strict=True) if each}
     if inputs.count_blocks is not None and len(found) > 1:
         raise ValueError(
-            f"some features with images have {inputs.types} and some have not: images attend in both directions only "
+            f"some features with images have {inputs.types} and some do not: images attend in both directions only "
             f"with it, so give it to all or to none"
         )
     return found == {True}

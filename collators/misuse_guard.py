@@ -28,7 +28,7 @@ from radixtrain.errors import UserError
 from radixtrain.tree.radix_inputs import RADIX
 
 PREPARED = "_radixtrain"  # the attribute of a prepared backbone
-FORWARDED_BY = ("torch", "peft")  # packages whose modules hand a batch on to the one inside
+FORWARDED_BY = ("torch", "peft")  # packages whose modules pass a batch on to the module inside
 NO_DISPATCHING = (
     "Accelerate cuts the radix batch along its first axis with an IterableDataset and with dispatch_batches=True; set "
     'TrainingArguments(accelerator_config={"dispatch_batches": False}), or in your own loop '

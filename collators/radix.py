@@ -82,7 +82,7 @@ class RadixCollator:
 
     Text, None, dicts, dates and lists of those are ignored, and so are the numbers named in
     `radixtrain.collators.features.HARMLESS`. Any other entry is refused, because a model that reads it, such as one
-    with `token_type_ids` or `pixel_values`, would get another gradient.
+    with `token_type_ids` or `pixel_values`, would have a different gradient.
 
     Returns
 
@@ -138,7 +138,7 @@ class RadixCollator:
     def __new__(cls, *args: object, **options: object) -> RadixCollator:
         if args:
             raise UserError(
-                f"RadixCollator takes options by name, and no tokenizer, got {type(args[0]).__name__}: write "
+                f"RadixCollator takes options by keyword only, and no tokenizer, got {type(args[0]).__name__}: write "
                 f"RadixCollator(), for rows that have input_ids"
             )
         return super().__new__(cls)
@@ -168,7 +168,7 @@ class RadixCollator:
     def collate(
         self, arrays: Sequence[TokenRow], max_tokens: int | None = None, images: BatchImages | None = None
     ) -> dict[str, Any]:
-        """Collate features that have been read, and whose shared labels are to be trained as they are.
+        """Collate features that have been read, and whose shared labels are trained unchanged.
 
         max_tokens: most unique tokens that `step_cost` may choose, if that is possible. images: of the features.
         """
@@ -313,7 +313,7 @@ def _merged(predictions: Predictions, floats: Mapping[str, FloatArray]) -> _Targ
     fields = {
         "predictor_indices": merged.predictor_indices[is_first],
         "prediction_rows": is_first.cumsum() - 1,
-        "loss_weights": merged.weights,  # counts are whole, so no precision of a trainer rounds them
+        "loss_weights": merged.weights,  # counts stay integers, so that no trainer's precision rounds them
         **({"label_indices": merged.label_indices} if floats else {}),
     }
     of_policy = policy_fields(floats, merged.label_indices)

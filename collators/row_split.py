@@ -1,5 +1,4 @@
-"""A micro-batch -> the part that one of n ranks computes; and what steps on several ranks are predicted to compute and
-send.
+"""A micro-batch -> the part that one of n ranks computes; and the predicted computation and traffic of n ranks.
 
 The first rank has the first ceil(U / n) rows, and so on. The last ones are filled up by copies of the first row, which
 reach nothing, so that every rank has as many rows. Experts that copies are routed to are reached anyway.

@@ -32,7 +32,9 @@ SHARED_TARGETS = ("every", "once")
 
 
 class Predictions(NamedTuple):
-    """predictor_indices: (P,), int64. the unique row that predicts, ascending.
+    """The prediction list.
+
+    predictor_indices: (P,), int64. the unique row that predicts, ascending.
     labels: (P,), int64. the token to predict.
     label_indices: (P,), int64. the packed token that bears the label; of a merged entry, the first one.
     weights: (P,). how many original labelled tokens the entry stands for, int64; or its loss weight, float32.

@@ -11,8 +11,7 @@ bundle attend to the bundle's segments in calls of their own, which are slices. 
 most of them a few tokens, were 104 calls one by one. Either way every pair of a query and a key that the tree mask
 allows is in exactly one call.
 
-It cannot apply a sliding window shorter than the longest sequence: a call does not know the distance from its queries
-to its keys.
+It cannot apply a sliding window shorter than the longest sequence: a call does not know how far its keys are.
 
 Sources: Hydragen (section 3) and FlashInfer's cascade for the forward; `merge_attention.py` for the backward.
 """
@@ -29,7 +28,7 @@ from torch import Tensor
 from radixtrain.kernels.merge_attention import Piece
 from radixtrain.kernels.varlen_args import Ragged
 
-BUNDLE = 32  # most rows of a bundle of several segments; a longer segment is a bundle by itself
+BUNDLE = 32  # most rows of a bundle of several segments; a longer segment is its own bundle
 
 
 class Level(NamedTuple):

@@ -136,7 +136,7 @@ def _batched(parts: list[Rectangles]) -> Iterator[Rectangles]:
 def _extends(run: list[Rectangles], part: Rectangles) -> bool:
     last = run[-1]
     if part.causal or (last.num_keys, last.num_queries) != (part.num_keys, part.num_queries):
-        return False  # a long one keeps the cores busy by itself, and the eager kernel writes its scores out
+        return False  # a long one keeps the cores busy alone, and the eager kernel writes its scores out
     steps = part.first_query - last.first_query, part.first_key - last.first_key
     return min(steps) >= 0 and (len(run) == 1 or steps == _steps(run))
 
@@ -239,8 +239,7 @@ class LoopingKernel:
 
 
 class EagerKernel(LoopingKernel):
-    """Explicit matmuls: the specification of the other kernels, in any dtype on any device. Computes 16 bits in
-    float32.
+    """Explicit matmuls: the specification of the other kernels. Any dtype and device; 16 bits are computed in float32.
 
     Queries take turns, so that memory does not grow with queries times keys.
     """
@@ -352,7 +351,7 @@ class TorchCPUKernel(LoopingKernel):
     def _options(self, q: Tensor, part: Rectangles, scoring: Scoring) -> dict[str, Any]:
         assert scoring.softcap is None, "`tree_attention` refuses a soft-cap on this kernel"
         mask = part.mask
-        if mask is not None:  # of a layout that may have been made for another dtype, as which it would be read
+        if mask is not None:  # it may be of a layout that was made for another dtype
             mask = mask.double() if q.dtype == torch.float64 else mask.float()
         return {"is_causal": part.causal, "attn_mask": mask, "scale": scoring.scale}
 

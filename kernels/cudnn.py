@@ -27,9 +27,7 @@ OLDEST_CUDNN = 91500  # from here on torch itself prefers it on Hopper; the back
 
 
 class CudnnKernel:
-    """`aten._scaled_dot_product_cudnn_attention` / `_backward` for one entry, torch's flash kernels for several
-    entries.
-    """
+    """`aten._scaled_dot_product_cudnn_attention` / `_backward` for one entry, torch's flash kernels for more."""
 
     def __init__(self) -> None:
         self.flash = TorchCUDAKernel()
@@ -76,9 +74,9 @@ def cudnn_missing(device: torch.device) -> str | None:
     if version < OLDEST_CUDNN:
         return f"needs cuDNN 9.15 or newer, torch brings {version}"
     if torch.are_deterministic_algorithms_enabled():
-        return "adds up in no fixed order, and torch.use_deterministic_algorithms(True) asks for one"
+        return "adds up in no fixed order, which torch.use_deterministic_algorithms(True) requires"
     if os.getenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE"):
-        return "lays the log-sum-exp out otherwise under TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
+        return "lays out the log-sum-exp differently under TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
     return None
 
 

@@ -23,7 +23,7 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     def checked(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled():
             raise UserError(
-                "create_graph=True asks for a gradient of a gradient (a Hessian, a gradient penalty, MAML), which "
+                "create_graph=True requests a gradient of a gradient (a Hessian, a gradient penalty, MAML), which "
                 "shared prefixes do not have: call restore_model(model) before, or leave create_graph out"
             )
         return backward(ctx, *gradients)

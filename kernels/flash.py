@@ -1,8 +1,7 @@
 """Varlen kernels for CUDA: the flash-attention in torch, and the packages flash-attn (2), -3 and -4.
 
 Legend in `varlen_args.py`. All are bottom-right causal, take grouped heads, and need a last axis without gaps. For a
-query without a key all but version 4 return a log-sum-exp of +inf, not -inf; none of our pieces has such a query, and
-no entry is empty.
+query without a key all but version 4 return a log-sum-exp of +inf, not -inf; our pieces have no such query or entry.
 
 The packages are asked to add in a fixed order in the backward pass. The kernel inside torch adds dq with atomics.
 `packages.py` says what a machine needs for each.
@@ -112,7 +111,7 @@ class FlashAttn3Kernel:
     They are called by the names of their schema, which builds share. The functions above them in
     `flash_attn_interface` have changed: `window_size` is two numbers now, and `causal` is `is_causal`.
 
-    Builds from before Dao-AILab/flash-attention#1893 (September 2025) add in no fixed order, whatever is asked.
+    Builds from before Dao-AILab/flash-attention#1893 (September 2025) add in no fixed order, whatever is requested.
     """
 
     def __init__(self) -> None:

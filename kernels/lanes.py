@@ -26,8 +26,7 @@ class Lanes:
 
     first: the first slot of the first lane. step: slots from one lane to the next.
     mask: (U, longest), float32, 0 for what is seen and -inf for what is hidden. Hidden slots hold finite values.
-    order, inverse: (U,), int64. the queries in the order in which shared rows count them, and back; None if these are
-        equal.
+    order, inverse: (U,), int64. the queries in the order in which shared rows count them, and back; None if equal.
     """
 
     first: int
@@ -36,7 +35,7 @@ class Lanes:
     order: Tensor | None = None
     inverse: Tensor | None = None
 
-    _rectangles: dict[int, Rectangles] = field(default_factory=dict, init=False, repr=False)  # every layer asks
+    _rectangles: dict[int, Rectangles] = field(default_factory=dict, init=False, repr=False)  # shared by all layers
 
     def rectangles(self, num_queries: int) -> Rectangles:
         """Return one rectangle for each lane. num_queries: of a lane, which all see the same."""

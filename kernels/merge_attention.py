@@ -165,7 +165,7 @@ def _add(total: Tensor, rows: Rows, share: Tensor) -> None:
     if isinstance(rows, slice):
         total[rows] += share
     else:
-        total.index_add_(0, rows, share.to(total.dtype))  # no repeats: nothing to add up in an undefined order
+        total.index_add_(0, rows, share.to(total.dtype))  # rows do not repeat, so the order of additions is defined
 
 
 def merge_piece(out: Tensor, lse: Tensor, rows: Rows, piece_out: Tensor, piece_lse: Tensor) -> None:

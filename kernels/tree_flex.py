@@ -35,7 +35,7 @@ BLOCK = 128  # rows; FlexAttention's tiles of queries and of keys divide it
 # Not its kernel for fewer than 128 queries, which found no tile that divides the block (torch 2.11 on an H100).
 OPTIONS: FlexKernelOptions = {"FORCE_USE_FLEX_ATTENTION": True}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-HEAD_DIMS = (16, 256)  # narrower ones Triton does not multiply, wider ones were not tried
+HEAD_DIMS = (16, 256)  # Triton cannot multiply narrower ones, wider ones were not tried
 
 
 def flex_refusal(call: KernelCall) -> str | None:
@@ -74,7 +74,7 @@ def tree_block_mask(
 
     if window is not None:
         assert depths is not None, "a window needs the depth of every row"
-        places, horizon = depths, depths - window  # a number would be compiled for good
+        places, horizon = depths, depths - window  # a number would become a compile-time constant
         keys, queries = _in_blocks(places, block), _in_blocks(horizon, block)
         some &= queries.amin(1)[:, None] < keys.amax(1)
         full &= queries.amax(1)[:, None] < keys.amin(1)

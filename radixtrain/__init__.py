@@ -1,7 +1,7 @@
 """radixtrain: fine-tune on unique tokens. Shared prompts are computed once, forward and backward, with the same
 gradient.
 
-The public names are loaded when they are first used: `import radixtrain` by itself imports neither torch nor
+The public names are loaded when they are first used: `import radixtrain` alone imports neither torch nor
 transformers.
 """
 

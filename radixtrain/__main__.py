@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _answer(list(sys.argv[1:] if argv is None else argv))
     except Stopped as stop:
-        sys.stderr.write(f"{stop}\n" if str(stop) else "")  # somebody asked for it: no error
+        sys.stderr.write(f"{stop}\n" if str(stop) else "")  # as requested: not an error
         return stop.code
     finally:
         for number, handler in before.items():
@@ -133,7 +133,7 @@ def _run(words: list[str]) -> int:
         return 1 if launcher_env().is_silent else _fail(error, given)
     if words == sys.argv[1:]:
         sys.argv[1:] = typed.arguments  # a command masks secrets there, if it was given the same arguments
-    # Of a kernel for 4-bit layers on a CPU, at the import, and of layers that no plan for several devices names.
+    # From a kernel for 4-bit layers on a CPU, at import, and about layers that no plan for several devices names.
     for name in ("bitsandbytes", "transformers.distributed", "transformers.integrations.tensor_parallel"):
         logging.getLogger(name).setLevel(logging.ERROR)
     try:

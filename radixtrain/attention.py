@@ -212,7 +212,7 @@ def _chosen(attention: str, kernel: str, query: Tensor, scoring: Scoring, sinks:
 def choose_attention(
     attention: str, kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int, **modifiers: bool
 ) -> AttentionChoice:
-    """Resolve `auto`, or check what was asked for by name. A strategy and kernel are logged once, in one line.
+    """Resolve `auto`, or check what was requested by name. A strategy and kernel are logged once, in one line.
 
     That line is a warning if `auto` finds nothing but `eager` on CUDA.
 
@@ -241,7 +241,7 @@ def unlogged() -> Iterator[None]:
         _LOGGED.intersection_update(logged)
 
 
-@lru_cache(maxsize=64)  # every layer asks for the same
+@lru_cache(maxsize=64)  # every layer requests the same
 def _choice(attention: str, kernel: str, call: KernelCall) -> AttentionChoice:
     if attention not in ("auto", *STRATEGIES):
         raise UserError(f"attention must be auto, {', '.join(STRATEGIES)}; got {attention!r}")
@@ -268,19 +268,19 @@ def _choice(attention: str, kernel: str, call: KernelCall) -> AttentionChoice:
 def _check_tree(kernel: str, call: KernelCall) -> None:
     if kernel != "auto":
         raise UserError(
-            f"kernel={kernel!r} cannot be used: attention='tree' has a kernel of its own; leave kernel at 'auto'"
+            f"kernel={kernel!r} cannot be used: attention='tree' has its own kernel; leave kernel at 'auto'"
         )
     refusal = flex_refusal(call)
     if refusal:
-        raise UserError(f"attention='tree' cannot be used: {refusal}; attention='auto' takes what can")
+        raise UserError(f"attention='tree' cannot be used: {refusal}; attention='auto' takes one that can")
 
 
 def _choose_kernel(kernel: str, call: KernelCall) -> tuple[str, str]:
-    """Return the name of a kernel and why: the first preferred one that can run the call, or the one asked for."""
+    """Return the name of a kernel and why: the first preferred one that can run the call, or the one requested."""
     if kernel != "auto":
         refusal = varlen_refusal(kernel, call)
         if refusal:
-            raise UserError(f"kernel={kernel!r} cannot be used: {refusal}; kernel='auto' takes what can")
+            raise UserError(f"kernel={kernel!r} cannot be used: {refusal}; kernel='auto' takes one that can")
         return kernel, "as chosen"
     preferred = PREFERRED_ON_CUDA if call.device.type == "cuda" else ("torch", "eager")
     refusals = {name: varlen_refusal(name, call) for name in preferred}

@@ -65,8 +65,7 @@ class Ranks:
         return bool(self.largest(int(flag))[0])
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum over the ranks of a tensor of any shape, on its device; the tensor itself for a single
-        process.
+        """Return the sum of a tensor of any shape over the ranks, on its device; the tensor itself for one process.
 
         Does not wait for a device.
         """
@@ -149,7 +148,7 @@ def join(timeout: timedelta) -> Ranks:
 
     timeout: how long a rank waits for the others in a step, before it ends with an error.
     """
-    global _joined  # as torch.distributed, which has one default group for a process
+    global _joined  # as in torch.distributed, which has one default group per process
     if not dist.is_initialized() or dist.get_world_size() == 1:
         _joined = None
     elif _joined is None:

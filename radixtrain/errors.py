@@ -47,7 +47,7 @@ class EndedElsewhere(Exception):
 
 @contextmanager
 def only_warns(failed: str, kind: type[Exception] = OSError) -> Iterator[None]:
-    """Turn an error in what a run does besides its result into a warning, once per process; the run goes on.
+    """Turn an error in what a run does besides its result into a warning, once per process; the run continues.
 
     failed: what did not happen, for the warning. kind: of errors, OSError or Exception.
     """
@@ -56,7 +56,7 @@ def only_warns(failed: str, kind: type[Exception] = OSError) -> Iterator[None]:
     except kind as error:
         if failed not in _told:
             _told.add(failed)
-            logger.warning("%s (%s: %s); the run goes on", failed, type(error).__name__, first_line(error))
+            logger.warning("%s (%s: %s); the run continues", failed, type(error).__name__, first_line(error))
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:

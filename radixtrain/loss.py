@@ -108,8 +108,7 @@ def linear_logprobs(hidden: Tensor, weight: Tensor, labels: Tensor, rows: Tensor
 
 
 def logits_logprobs(logits: Tensor, labels: Tensor, rows: Tensor) -> Tensor:
-    """Return `log p(labels[p])` at row `rows[p]` of the logits, for each prediction; arguments as in
-    `logits_cross_entropy`.
+    """Return `log p(labels[p])` at row `rows[p]` of the logits for each prediction; see `logits_cross_entropy`.
 
     Returns (P,), float32 (float64 for float64); differentiable once in the logits, which are left as they are.
     """
@@ -174,8 +173,8 @@ class _CrossEntropy(torch.autograd.Function):
         A second tensor as large as the head would be the largest of all.
         """
         *gradients, counts = ctx.saved_tensors
-        scale = torch.mul if _may_be_asked_again(grad) else Tensor.mul_
-        factor = torch.where(counts, grad, 0)  # a mean over no labels hands down infinity
+        scale = torch.mul if _must_keep_saved(grad) else Tensor.mul_
+        factor = torch.where(counts, grad, 0)  # a mean over no labels passes infinity back
         scaled = [
             None if saved is None else scale(saved, factor).to(dtype)
             for saved, dtype in zip(gradients, ctx.dtypes, strict=True)
@@ -195,7 +194,7 @@ class _Logprobs(torch.autograd.Function):
         logprobs = torch.zeros_like(ones)
         with torch.autocast(x.device.type, enabled=False):
             for chunk in _chunks_of(x, weight, labels, rows, ones):
-                values = _logprobs_and_exps(_logits_of(x[chunk.rows], weight, bias), chunk)[0]  # no name keeps the rest
+                values = _logprobs_and_exps(_logits_of(x[chunk.rows], weight, bias), chunk)[0]  # frees the rest
                 logprobs[chunk.places] += _weighted(values, chunk)  # the weight of another chunk's prediction is 0
         return logprobs
 
@@ -223,9 +222,8 @@ def _wanted(x: Tensor) -> Tensor:
     return x if torch.is_grad_enabled() else x.detach()
 
 
-def _may_be_asked_again(grad: Tensor) -> bool:
-    """Return whether the saved tensors must stay unchanged: under `retain_graph`, a batch of gradients, or the
-    compiler.
+def _must_keep_saved(grad: Tensor) -> bool:
+    """Return whether saved tensors must stay unchanged: under `retain_graph`, a batch of gradients, or the compiler.
 
     Torch has no public name for the first two; unknown means yes.
     """
@@ -301,7 +299,7 @@ def _logprobs_and_exps(logits: Tensor, chunk: _Chunk) -> tuple[Tensor, Tensor, T
     """
     top = logits.amax(-1, keepdim=True)
     wide = torch.promote_types(logits.dtype, torch.float32)
-    widens_first = logits.dtype == wide or logits.device.type == "cpu"  # a CPU would by itself, into one more tensor
+    widens_first = logits.dtype == wide or logits.device.type == "cpu"  # a CPU would anyway, into one more tensor
     logits = logits.to(wide).sub_(top) if widens_first else logits - top.to(wide)
     picked = logits[chunk.local_rows, chunk.labels]
     sums = logits.exp_().sum(-1)

@@ -25,10 +25,10 @@ NAMES = (
     r"|(?:access|refresh|id|auth|session|bearer)token|clientsecret|secret_key_base"
 )
 SECRET_KEYS = re.compile(rf"(?:^|_)(?:key|{NAMES})$")
-OF_TEXT = re.compile(  # tokens of a vocabulary, not of access
+OF_TEXT = re.compile(  # vocabulary tokens, not access tokens
     r"(^|_)(bos|eos|pad|unk|sep|cls|mask|image|video|audio|boi|eoi|special|start|end|stop|think|num|max|min)_tokens?$"
 )
-COUNTED = ("key", "token")  # whose number is a place
+COUNTED = ("key", "token")  # a number after these is an index
 SECRET_TEXT = re.compile(
     r"""
     hf_\w{16,} | api_org_\w{16,} | sk-[\w-]{16,} | gh[pousr]_\w{16,} | github_pat_\w{16,} | gl(?:pat|ptt|dt)-[\w-]{16,}

@@ -31,8 +31,8 @@ from radixtrain.hf.recurrent.running import ForkedStates, cache_argument
 from radixtrain.hf.step_cost import ALIKE, LayerKinds, ModelDimensions, kinds_of_mixers
 from radixtrain.tree.plan import PrefixPlan
 
-USES_OF_STATE = 3  # multiply-adds with each number of a state
-_mixers: dict[str, tuple[LayerKinds, int]] = {}  # by configuration, which is asked for with each micro-batch
+USES_OF_STATE = 3  # multiply-adds per number of a state
+_mixers: dict[str, tuple[LayerKinds, int]] = {}  # by configuration, which each micro-batch looks up
 
 
 @dataclass(frozen=True)

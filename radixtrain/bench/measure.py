@@ -185,14 +185,14 @@ def _check(
         answer = _answer(model, work, arm)
         precision = str(model.dtype).removeprefix("torch.")
         rung = compare_gradients(precision, truth, expected, answer)
-        reason = _apart(rung) if truth is expected else EquivalenceReport((rung,)).reason
+        reason = _difference(rung) if truth is expected else EquivalenceReport((rung,)).reason
         if reason:
             raise UserError(f"{work.cell}, {arm}: {reason}. Its times would compare different things")
         errors[arm] = rung.worst.radix
     return errors
 
 
-def _apart(rung: Rung) -> str:
+def _difference(rung: Rung) -> str:
     """Say why two float32 runs are not the same, with the name of the tensor; empty if they are."""
     worst = rung.worst
     if not worst.radix <= DIRECT_BAR:

@@ -229,7 +229,7 @@ def added_bytes(model: PreTrainedModel, run: Callable[[], object], trains: bool 
 
 
 def step_seconds(model: PreTrainedModel, runs: Mapping[K, tuple[Arm, Work]], repeats: int) -> dict[K, list[float]]:
-    """Time each run, in turns; every step starts without gradients."""
+    """Time the runs, alternating; every step starts without gradients."""
 
     def before(name: K) -> None:
         runs[name][0].prepare(model)

@@ -21,7 +21,7 @@ from radixtrain.errors import only_warns
 
 PARTIAL, REPLACED = "partial", "replaced"
 AT_FDCWD, EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
-NOT_EXCHANGED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM}  # a system or a disk that cannot
+NOT_EXCHANGED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM}  # the system or disk cannot exchange
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def writing(target: Path) -> Iterator[Path]:
     except BaseException:
         delete(staging)
         raise
-    with only_warns(f"what {target} has replaced cannot be deleted"):
+    with only_warns(f"the previous {target} cannot be deleted"):
         delete(staging)  # the previous target, if they were exchanged
         delete(_beside(target, REPLACED))
 
@@ -76,7 +76,7 @@ def remove(target: Path) -> None:
 
 def standing(target: Path) -> Path:
     """Return where the folder is: under another name if a process was killed while it replaced it."""
-    if not target.name:  # `.` and `/`, which nobody replaces
+    if not target.name:  # `.` and `/` cannot be replaced
         return target
     replaced = _beside(target, REPLACED)
     return replaced if replaced.exists() and not target.exists() else target
@@ -99,7 +99,7 @@ def tidy_leftovers(folder: Path) -> None:
         if path.suffix == f".{REPLACED}":
             recover(_shown(path))
         if path.suffix in (f".{REPLACED}", f".{PARTIAL}"):
-            with only_warns(f"what a killed run left in {folder} cannot be deleted"):
+            with only_warns(f"leftovers of a killed run in {folder} cannot be deleted"):
                 delete(path)
 
 

@@ -90,7 +90,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     found = {key: skeleton.get(key, {}) for key in ("hyper_parameters", "datamodule_hyper_parameters", "radixtrain")}
     for key, value in found.items():
         if not isinstance(value, dict):
-            raise DamagedCheckpoint(path, SKELETON, f"holds no settings of a run: {key} is no dictionary")
+            raise DamagedCheckpoint(path, SKELETON, f"holds no settings of a run: {key} is not a dictionary")
     found["radixtrain"] = {"settings": found["radixtrain"].get("settings", {})}
     return _read(path, SKELETON, lambda _: unpack(Packed(found, {})))
 
@@ -109,7 +109,7 @@ def verify_checkpoint(path: Path) -> None:
 def _skeleton(path: Path) -> dict[str, Any]:
     skeleton = _read(path, SKELETON, lambda file: json.loads(file.read_bytes()))
     if not isinstance(skeleton, dict):
-        raise DamagedCheckpoint(path, SKELETON, "is damaged: it holds no dictionary")
+        raise DamagedCheckpoint(path, SKELETON, "is damaged: it does not hold a dictionary")
     return skeleton
 
 

@@ -56,7 +56,7 @@ class Manifest:
             data = (checkpoint / MANIFEST).read_bytes()
             manifest = cls._from_json(json.loads(data))
         except FileNotFoundError:
-            raise DamagedCheckpoint(checkpoint, MANIFEST, "is missing: it was not written to its end") from None
+            raise DamagedCheckpoint(checkpoint, MANIFEST, "is missing: writing did not finish") from None
         except OSError as error:
             raise DamagedCheckpoint(checkpoint, MANIFEST, f"cannot be read: {error.strerror}") from None
         except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:

@@ -55,7 +55,7 @@ def resolve(text: str, folder: Path) -> Path:
         return _newest(path.parent, text)
     path = standing(_target(path) if path.name == "best" else path)
     if (path / "config.json").is_file():
-        raise UserError(f"ckpt_path {text}: a model and no checkpoint; give it as model.model_name_or_path")
+        raise UserError(f"ckpt_path {text}: a model, not a checkpoint; give it as model.model_name_or_path")
     if path.is_file():
         raise UserError(f"ckpt_path {path}: a file; a checkpoint of radixtrain is a folder{_otherwise(path.parent)}")
     if is_checkpoint(path):
@@ -72,10 +72,10 @@ def _newest(folder: Path, text: str) -> Path:
     newest = newest_valid(folder)
     if newest.path is None:
         reasons = "; ".join(newest.passed_over)
-        why = f" ({reasons})" if reasons else "; --ckpt_path auto starts if there is none yet"
+        why = f" ({reasons})" if reasons else "; --ckpt_path auto starts a new run if there is none"
         raise UserError(f"ckpt_path {text}: no whole checkpoint in {folder}{why}")
     for line in newest.passed_over:
-        logger.warning("passed over: %s; taken instead: %s", line, newest.path)
+        logger.warning("skipped: %s; using instead: %s", line, newest.path)
     return newest.path
 
 
@@ -89,7 +89,7 @@ def _checked(path: Path) -> Path:
 
 def _otherwise(folder: Path) -> str:
     other = newest_valid(folder).path
-    return f"; {other} is whole and can be taken" if other else ""
+    return f"; {other} is whole and can be used" if other else ""
 
 
 def _target(link: Path) -> Path:
@@ -108,7 +108,7 @@ def _age(path: Path) -> tuple[float, float, str]:
         return math.inf, math.inf, path.name
 
 
-OURS = re.compile(r"step=\d+")  # what a run names its checkpoints; one of another name is the user's
+OURS = re.compile(r"step=\d+")  # how a run names its checkpoints; other names are the user's
 
 
 def prune(folder: Path, limit: int, keep: Path | None = None) -> None:

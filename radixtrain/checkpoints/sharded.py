@@ -77,7 +77,7 @@ class Gathering:
         assert (tensor.shape, tensor.dtype) == (expected.shape, expected.dtype), "gathered in another order"
         try:
             return whole(tensor)
-        except BaseException:  # another rank has ended: nobody is left to gather with
+        except BaseException:  # another rank has ended, so gathering is impossible
             self._left.clear()
             raise
 

@@ -22,7 +22,7 @@ from radixtrain.timing import environment, header
 
 
 def bench(settings: Bench) -> None:
-    """Time a training step, deduplicated and not, in turns in one process.
+    """Time a training step with and without deduplication, alternating in one process.
 
     Raises:
         UserError: the gradient of an arm is not the ordinary one, so that times mean nothing; or a key cannot be used.

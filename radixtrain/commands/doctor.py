@@ -129,7 +129,7 @@ def _devices() -> Iterator[Finding]:
     threads = f"torch uses {torch.get_num_threads()} of them"
     yield Finding("devices", "cpu", f"{processor()}, {num_cores()} cores, {threads}, {bytes_text(memory)}")
     waiting = [f"{name}={os.environ[name]}" for name in WAITING if name in os.environ]
-    yield Finding("devices", "waiting threads", ", ".join(waiting) or "spin, which is slow beside other programs")
+    yield Finding("devices", "waiting threads", ", ".join(waiting) or "spin, which is slow next to other programs")
     for number in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(number)
         name = torch.cuda.get_device_name(number)

@@ -37,8 +37,8 @@ class Key(NamedTuple):
     type: Any = Any
 
 
-CONFIG = Key("config", "a YAML file", "", "a file with these keys; what comes later overrides it.")
-PRINT = Key("print_config", "", "", "print every key with its value, and run nothing.")
+CONFIG = Key("config", "a YAML file", "", "a file with these keys; later arguments override it.")
+PRINT = Key("print_config", "", "", "print every key with its value, without running.")
 HELP = Key("help", "", "", "")
 
 
@@ -99,7 +99,7 @@ def is_section(field: Field[Any]) -> bool:
     return is_dataclass(field.type)
 
 
-# Keys of Lightning's trainer that most runs need, with what they are without a value; `--help trainer` shows the rest.
+# Keys of Lightning's trainer that most runs need, with their defaults; `--help trainer` shows the rest.
 TRAINER = {
     "trainer.max_epochs": "3",
     "trainer.max_steps": "-1",

@@ -113,7 +113,7 @@ class Command:
         """Make Lightning's trainer, with a CSV logger and our own callbacks unless the configuration names others."""
         settings, trainer_settings = self.settings, self.settings.trainer
         self.output_dir = check_output_dir(settings.output_dir)
-        mask_what_is_logged(trainer_settings.logger)  # loggers get every other secret as it is
+        mask_what_is_logged(trainer_settings.logger)  # loggers receive every other secret unmasked
         parts = self._made(vars(trainer_settings))
         parts["logger"] = loggers_of(parts["logger"], self.output_dir)
         if trainer_settings.max_epochs is None and trainer_settings.max_steps == -1:

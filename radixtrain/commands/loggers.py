@@ -94,7 +94,7 @@ def loggers_of(asked: object, output_dir: Path) -> Any:
     each = asked if isinstance(asked, list) else [asked]
     named = [name for name in each if isinstance(name, str)]
     if "none" in named:
-        raise UserError("trainer.logger: none stands alone, not in a list")
+        raise UserError("trainer.logger: none must be alone, not in a list")
     if not named:
         return asked
     given = [logger for logger in each if isinstance(logger, Logger)]
@@ -136,7 +136,7 @@ def _made(name: str, output_dir: Path) -> Logger:
     if name in ("trackio", "swanlab"):
         return TrackerLogger(name, output_dir)
     if name == "tensorboard":
-        return TensorBoardLogger(output_dir, name="", version="tensorboard")  # a resumed run goes on in it
+        return TensorBoardLogger(output_dir, name="", version="tensorboard")  # a resumed run continues in it
     return CSVLogger(output_dir, name="logs")
 
 

@@ -54,7 +54,7 @@ def _put(values: dict[str, Any], name: str, value: object, keys: Mapping[str, Ke
     elif inside:
         value = _with_option(_loaded(values.get(key)), inside, value)
         if value is None:
-            raise UsageError(f"no key {inside} in {key}, which is no section{HELP.format(command, key)}")
+            raise UsageError(f"no key {inside} in {key}, which is not a section{HELP.format(command, key)}")
     values[key] = value
 
 
@@ -132,7 +132,7 @@ def refusal(key: Key, value: object, command: str = "") -> str:
     is_plain = all(part in KINDS or get_origin(part) is Literal for part in parts)
     got = "an empty text" if value == "" else shortened(value)
     meant = did_you_mean(str(value), choices) if choices else ""
-    unset = f"; without the key it is {key.default}" if value is None and key.default else ""
+    unset = f"; the default is {key.default}" if value is None and key.default else ""
     more = HELP.format(command, key.name) if command and not is_plain else ""
     return f"{key.name} must be {expected}; got {got}{meant}{unset}{more}"
 

@@ -19,7 +19,7 @@ from radixtrain.screen import printable
 
 PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 NOTHING_LOADED = (
-    "radixtrain: the command loaded no model by from_pretrained in a Python that has radixtrain beside its transformers"
+    "radixtrain: the command loaded no model by from_pretrained in an environment with both radixtrain and transformers"
 )
 
 
@@ -27,7 +27,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code; 128 + N if signal N ended it."""
     options, command = _parsed(arguments)
     if shutil.which(command[0]) is None:
-        raise UsageError(f"radixtrain run: no command {command[0]!r}; after -- stands what you would type without it")
+        raise UsageError(f"radixtrain run: no command {command[0]!r}; after -- write what you would type without it")
     with TemporaryDirectory(prefix="radixtrain-") as folder:
         environment = {
             **os.environ,
@@ -51,7 +51,7 @@ def _parsed(arguments: Sequence[str]) -> tuple[dict[str, object], list[str]]:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--min-ratio", type=float, metavar="1.1", help="a batch with fewer places per unique token runs as it is")
+    add("--min-ratio", type=float, metavar="1.1", help="a batch with fewer places per unique token runs unshared")
     add("--min-shared-tokens", type=int, metavar="1", help="a branch point that saves fewer tokens gets no branch")
     add("--attention", metavar="auto", help="auto, cascade, path, expand or tree")
     add(

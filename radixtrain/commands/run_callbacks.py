@@ -54,7 +54,7 @@ class RunCallbacks:
             *([self.evaluation] if self.evaluation.logged else []),
             *([self.best] if self.best else []),
             *([] if patience is None else [StopEarly(metric or "eval_loss", patience)]),
-            self.saver,  # after those that judge a validation and ask it for a checkpoint
+            self.saver,  # after the callbacks that read a validation and request a checkpoint
         ]
         if settings.trainer.enable_progress_bar is not False and not _has(own, ProgressBar):
             self.all.append(progress_bar())
@@ -100,7 +100,7 @@ def check_monitors(callbacks: Iterable[Any], has_validation: bool, of_answers: s
         watched = getattr(callback, "monitor", None)
         if not isinstance(watched, str):
             continue
-        ours = getattr(callback, "configured_by", "")  # our own callbacks judge validations
+        ours = getattr(callback, "configured_by", "")  # our own callbacks read validation metrics
         key = ours or f"trainer.callbacks: {type(callback).__name__}: monitor"
         if watched not in logged and watched.removeprefix("eval_") in OWN_METRICS:
             metric = watched.removeprefix("eval_")

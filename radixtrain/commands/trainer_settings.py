@@ -59,7 +59,7 @@ def check_settings(settings: Run, command: str) -> None:
         check_hub(settings.push_to_hub, settings.hub_model_id)
     if command == "fit" and settings.model.use_peft and settings.model.learning_rate == FOR_ALL_WEIGHTS:
         logger.warning(
-            "model.learning_rate is %g, as for training all weights; LoRA wants 1e-4 to 2e-4", FOR_ALL_WEIGHTS
+            "model.learning_rate is %g, as for training all weights; LoRA usually needs 1e-4 to 2e-4", FOR_ALL_WEIGHTS
         )
 
 

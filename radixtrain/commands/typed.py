@@ -61,7 +61,7 @@ SYNONYMS = {
     "overwrite": "overwrite_output_dir",
     "seed_everything": "seed data_seed",
 }
-# Key here -> what it is, if that is not the same.
+# Key here -> how it differs, if it does.
 NOTES = {
     "model.warmup_steps": "below 1 a share",
     "model.use_peft": "true",
@@ -99,7 +99,7 @@ def check_typed(typed: Sequence[str]) -> Typed:
     while words:
         word = words.popleft()
         if not _is_key(word):
-            raise UsageError(f"{word} is no key: write --key value, and --config FILE for a YAML file")
+            raise UsageError(f"{word} is not a key: write --key value, and --config FILE for a YAML file")
         name, equals, value = (word.removeprefix("--") if word != "-c" else "config").partition("=")
         arguments.append(word)
         if not equals and words and not _is_key(words[0]):
@@ -184,7 +184,7 @@ def _meant(name: str, keys: dict[str, Key], command: str) -> str:
     close = [last] if last in by_last else get_close_matches(last, by_last, n=1)
     if name in LINKS or close:
         return f", did you mean {LINKS[name] if name in LINKS else by_last[close[0]]}?"
-    whole = "" if "." in name else did_you_mean(name, keys)  # with the section alike, everything looks near
+    whole = "" if "." in name else did_you_mean(name, keys)  # the common section would make every key look close
     return whole or f" (`radixtrain {command} --help` lists the keys)"
 
 

@@ -37,7 +37,7 @@ from radixtrain.training.fault_tolerance.run_folder import check_output_dir, loc
 from radixtrain.training.optimizer import moment_bytes, optimizer_of
 from radixtrain.training.start.loading import layer_period, random_trainable
 
-# Lightning's other words for a precision -> the one that says all, and what a model is converted to.
+# Lightning's other names of a precision -> the canonical one, and the dtype that a model is converted to.
 PRECISIONS = {"None": "32-true", "32": "32-true", "64": "64-true", "bf16": "bf16-mixed"}
 WEIGHTS = {"32-true": None, "bf16-mixed": None, "bf16-true": torch.bfloat16, "64-true": torch.float64}
 
@@ -88,7 +88,7 @@ def run_setup(settings: ModelSettings, trainer: TrainerSettings) -> RunSetup:
         raise UserError(f"trainer.precision {trainer.precision}: report predicts {', '.join(WEIGHTS)}")
     is_mixed, dtype = precision == "bf16-mixed", WEIGHTS[precision]
 
-    # As Lightning's bf16-mixed does.
+    # Like Lightning's bf16-mixed.
     mixed = partial(torch.autocast, device.type, dtype=torch.bfloat16, cache_enabled=False)
 
     def build(num_layers: int, device: torch.device) -> Any:

@@ -141,7 +141,7 @@ class ChatEncoder:
         try:
             standard = self._standard(row)
             items: list[Draft | TokenRow | DataError] = [item for each in standard for item in self._draft(each)]
-        except DataError as error:  # raised when its row's turn comes, so that errors keep the order of the file
+        except DataError as error:  # raised at its row's turn, so that errors keep the order of the file
             return [error]
         if report is not None:
             report.unused_columns.update({name for each in standard for name in each.unused})
@@ -161,9 +161,9 @@ class ChatEncoder:
         return [self.conversation(turns, each.fields, each.where) for turns, each in chats if turns]
 
     def _standard(self, row: Row | UnreadRow) -> list[Row]:
-        return [self._begun(standard_row(plain, self.answered)) for plain in plain_rows(row.read())]
+        return [self._with_system_prompt(standard_row(plain, self.answered)) for plain in plain_rows(row.read())]
 
-    def _begun(self, row: Row) -> Row:
+    def _with_system_prompt(self, row: Row) -> Row:
         """Put the system prompt before a row that has no system turn."""
         if not self.system_prompt:
             return row

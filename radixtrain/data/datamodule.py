@@ -22,7 +22,7 @@ from radixtrain.settings.data import DataSettings, Files
 class SFTData(StepData, L.LightningDataModule):
     """A `StepData` for Lightning's trainer: its loaders, and its state in a checkpoint."""
 
-    hparams: Any  # Lightning's own type knows no attribute
+    hparams: Any  # Lightning's own type has no attributes
 
     def __init__(self, train_file: Files = None, **settings: Any):
         """Take fields of `DataSettings`, which raises UserError for any other."""

@@ -16,7 +16,7 @@ def read_rows(
     """Yield the rows of a source in their order, one at a time.
 
     path: a file, a folder, a glob or a hub name, as in `Source`; or a `Source`.
-    on_error: receives the error of a bad row, and reading goes on with the next one. Without it the first bad row
+    on_error: receives the error of a bad row, and reading continues with the next one. Without it the first bad row
         raises.
 
     Raises UserError at the call if there is no such file or its kind is unknown, and while reading if the source holds

@@ -154,7 +154,7 @@ class EncodeReport:
     def __str__(self) -> str:
         counts = {
             "bad rows skipped": self.num_bad_rows,
-            "rows keep a system turn of their own": self.num_own_system,
+            "rows have their own system turn": self.num_own_system,
             "rows without the nulls that their table had put into tools or arguments": self.num_filled,
             "samples dropped for their length": self.num_dropped_samples,
             "samples truncated": self.num_truncated_samples,

@@ -1,6 +1,4 @@
-"""The files of a split -> its conversations: tokenised once per machine, the same on every rank; and the validation
-split.
-"""
+"""The files of a split -> its conversations, tokenised once per machine and the same on every rank; validation."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ ROWS_LOOKED_AT = 32  # for a template that rewrites history
 def encoder_of(settings: Any, unlabelled: bool = False) -> ChatEncoder:
     """Make the encoder that renders and tokenises the rows. settings: of an `SFTData`."""
     if settings.model_name_or_path is None:
-        raise UserError("data.model_name_or_path is missing: whose tokenizer reads the rows?")
+        raise UserError("data.model_name_or_path is missing: name the model whose tokenizer reads the rows")
     tokenizer = load_tokenizer(settings.model_name_or_path, settings.chat_template_path)
     return (UnlabelledEncoder if unlabelled else ChatEncoder)(
         tokenizer,
@@ -131,7 +129,7 @@ def _trained_turns(part: Part, train_on: str) -> Part:
     if train_on == "last_turn":
         is_chosen, reason = last_turns(store), "are not the last of their row"
     else:
-        is_chosen, reason = distinct_turns(store), "stand in another row too, after the same messages"
+        is_chosen, reason = distinct_turns(store), "occur in another row too, after the same messages"
     num_left_out = len(is_chosen) - int(is_chosen.sum())
     if not num_left_out:
         return part

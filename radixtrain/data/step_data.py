@@ -51,7 +51,7 @@ class StepData:
         self.settings = settings
         self.conversations: dict[str, Corpus] = {}
         self.reports: dict[str, EncodeReport] = {}
-        """What became of the rows of each split; of `val_size`, before it was taken out."""
+        """What happened to the rows of each split; with `val_size`, before the validation rows were taken out."""
         self.step_cost: Callable[[], StepCost | None] | None = None
         """What `min_shared_tokens: auto` chooses by; a `RadixModule` sets it. None: every branch is taken."""
         self.across: Callable[[], SharingAcross] | None = None

@@ -1,7 +1,6 @@
-"""Optimizer steps as a data set: which conversations make a step, and with which step a resumed run goes on.
+"""Optimizer steps as a data set: which conversations make a step, and with which step a resumed run continues.
 
-`data.group_by_prefix` brings conversations with a common prompt into one step; this file also predicts r for that
-order and others.
+`data.group_by_prefix` brings conversations with a common prompt into one step; r of any order is predicted here too.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from radixtrain.tree.groups import PrefixGroups, find_prefix_groups
 
 Conversations = Sequence[Sequence[TokenRow]]
 FAR_BELOW = 0.8
-"""An order is far below what the data could give if it reaches less than this part of it."""
+"""An order shares far less than the data allow if it reaches less than this part of the best r."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +81,7 @@ def expected_r(
 def whole_chats(samples: Sequence[TokenRow]) -> list[tuple[int, int]]:
     """Count (tokens, labels) of each sequence that a trainer on whole chats has of a conversation.
 
-    A chat that is split into its turns is one sequence, as long as the last turn with all before it. Other samples are
-    counted one by one.
+    A chat that is split into its turns is one sequence: the last turn with all before it. Others count one by one.
     """
     counts = [(len(sample.input_ids), sample.num_labels) for sample in samples]
     return [(counts[-1][0], sum(labels for _, labels in counts))] if is_split(samples) else counts
@@ -204,15 +202,14 @@ class StepSampler(Sampler[list[int]]):
 
 
 class StepLoader:
-    """A DataLoader over steps, or over their prompts, that counts them, so that a resumed run goes on with the next
-    one.
+    """A DataLoader over steps, or over their prompts, that counts them, so that a resumed run takes the next one.
 
     Lightning stores `state_dict()` in its checkpoints, and sets the epoch of `sampler`. A resumed run does not read the
     steps that it skips: the sampler starts later. A wrapper and not a subclass, because Lightning rebuilds DataLoaders
     around their sampler.
     """
 
-    batch_sampler = None  # Lightning's `predict` asks for it
+    batch_sampler = None  # Lightning's `predict` reads it
 
     def __init__(self, dataset: StepDataset | PromptDataset, sampler: StepSampler, **options: Any):
         self.sampler = sampler

@@ -18,8 +18,7 @@ from radixtrain.errors import DataError
 
 @dataclass(frozen=True)
 class UnlabelledEncoder(ChatEncoder):
-    """A `ChatEncoder` that makes one sample of each row, with or without labels. The keys of a row decide where it
-    ends:
+    """A `ChatEncoder` that makes one sample of each row, with or without labels. A row's keys decide where it ends:
 
     - a chat, in `messages` or otherwise: after the generation prompt, at which the model would answer; or after the end
         token of the last message, if that is the assistant's;

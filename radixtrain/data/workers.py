@@ -5,8 +5,7 @@ and save; with workers that die first it cannot. They start with these signals b
 run itself is killed, each worker notices that its parent is gone.
 
 They also have to begin. Before 3.11.10, Python does not renew one of its locks after a fork (gh-112275): if another
-thread holds it at that moment, the new process waits forever, and so does the run. A thread of gloo takes it when it
-releases a tensor.
+thread holds it then, the new process and the run wait forever. A thread of gloo takes it when it releases a tensor.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ logger = logging.getLogger(__name__)
 OUT_OF_FILES, OUT_OF_SHARED_MEMORY, LOST = errno.EMFILE, errno.ENOSPC, 1
 
 MAY_HANG = sys.version_info < (3, 11, 10)  # in a fork
-SECONDS_TO_BEGIN = 10.0  # for a new process, which takes milliseconds; twice as long each time that it does not begin
+SECONDS_TO_BEGIN = 10.0  # for a new process, which takes milliseconds; doubled each time that it does not begin
 
 BLOCKED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
 

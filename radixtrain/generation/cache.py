@@ -145,8 +145,7 @@ class RadixCache:
     """A radix tree over token ids. Every node owns the slots of its tokens.
 
     max_tokens: budget of tokens in the tree and reserved slots together; None: no limit.
-    pool: the slots of the store. Slots taken from it directly are outside the tree and the budget: call `shrink` after
-        their release.
+    pool: the slots of the store. Slots taken directly are outside the tree and the budget: `shrink` after a release.
     store: the rows themselves.
     counters: lookups, hits and evictions so far.
 
@@ -169,12 +168,12 @@ class RadixCache:
         self._num_reserved = self._clock = 0
         self._fingerprint: Hashable = None
         self._rlock = RLock()
-        self._plant()
+        self._reset_tree()
 
     def __reduce__(self) -> tuple[type, tuple[int | None]]:
         return type(self), (self.max_tokens,)
 
-    def _plant(self) -> None:
+    def _reset_tree(self) -> None:
         """Start with an empty tree."""
         none = np.zeros(0, dtype=np.int64)
         self.root = Node(none, none, None)
@@ -262,9 +261,8 @@ class RadixCache:
 
         token_ids, slots: (n,), integers. Where the row of each token is.
 
-        Tokens that the tree has already keep their slots. Given slots that differ are released if they are still
-        reserved: another sequence with the same rows may have been inserted just before. The slots of new tokens must
-        all be reserved.
+        Tokens that the tree has already keep their slots. Given slots that differ are released if still reserved:
+        another sequence with the same rows may just have been inserted. Slots of new tokens must all be reserved.
         """
         ids, slots = np.asarray(token_ids, dtype=np.int64), np.asarray(slots, dtype=np.int64)
         with self._rlock:
@@ -323,7 +321,7 @@ class RadixCache:
             for node in nodes:
                 node.parent, node.children, node.queued = None, {}, False
             self._release(np.concatenate([self.root.slots, *(node.slots for node in nodes)]))
-            self._plant()
+            self._reset_tree()
             self._trim(0)
 
     def shrink(self) -> None:

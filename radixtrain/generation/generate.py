@@ -28,8 +28,8 @@ from radixtrain.tree.arrays import IntArray
 
 # Without a batch size. A lane is a private run of slots, for what one sequence does not share.
 MAX_LANES = 256
-LANE_SLOTS = 65_536  # of all lanes, if no batch size is given and answers are not longer than is expected
-EXPECTED_ANSWER = 1_024  # tokens; most answers are shorter than they may be
+LANE_SLOTS = 65_536  # of all lanes, without a batch size and with answers of the expected length
+EXPECTED_ANSWER = 1_024  # tokens; most answers are shorter than the limit
 FIRST_ANSWER = 128  # tokens of an answer that a lane takes before it is made longer
 # Of `str(Generated)`.
 SHOWN_ANSWERS = 10
@@ -163,7 +163,7 @@ def generate(
     chat_template_kwargs: variables of the chat template, for conversations.
     batch_size: sequences that are decoded at once; by default as many as fit 65,536 stored tokens with
         answers of up to 1,024 each, at most 256.
-    cache: a `RadixCache` that later calls go on with: a conversation, an agent. It keeps prompts and answers as long as
+    cache: a `RadixCache` that later calls continue: a conversation, an agent. It keeps prompts and answers as long as
         its budget has room, and is emptied if the weights have changed. By default nothing is kept.
     seed: of the samples. An answer depends on the seed and its place in the result, not on the rest of its batch.
         None: torch's generator, as `torch.manual_seed` set it.

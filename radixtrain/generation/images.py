@@ -1,5 +1,4 @@
-"""Images of prompts: the tower computes each distinct one once, and prompts share what precedes it and the image
-itself.
+"""Images of prompts: the tower computes each distinct one once; prompts share it and the tokens before it.
 
     input_ids  7 <img> <img> 8    images  A    keys  0 1 2 3
                7 <img> <img> 9            A          0 1 2 7

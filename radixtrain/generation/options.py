@@ -78,7 +78,7 @@ REFUSED = {
     "max_cache_len": Refusal((None,), CACHE),
     "prefill_chunk_size": Refusal((None,), "prompts are computed in batches of `batch_size`"),
     "compile_config": Refusal((None,), "the forward pass is not compiled"),
-    "continuous_batching_config": Refusal((None,), "waiting prompts join by themselves (the argument `batch_size`)"),
+    "continuous_batching_config": Refusal((None,), "waiting prompts join automatically (the argument `batch_size`)"),
     "output_attentions": Refusal((None, False), OUTPUTS),
     "output_hidden_states": Refusal((None, False), OUTPUTS),
     "output_scores": Refusal((False, None), OUTPUTS),
@@ -92,7 +92,7 @@ INSTEAD = {
     "input_ids": "give the prompts as the second argument",
     "inputs_embeds": "give the prompts as token ids",
     "past_key_values": "give a RadixCache as `cache`",
-    "position_ids": "give each prompt by itself; positions count from 0",
+    "position_ids": "give each prompt separately; positions count from 0",
     "streamer": "the answers come when all are finished",
     "assistant_model": ASSISTANT,
     "assistant_tokenizer": ASSISTANT,
@@ -204,7 +204,7 @@ def _settle_lengths(config: GenerationConfig, base: PreTrainedModel, has_length:
     if config.max_new_tokens is not None:
         config.max_length = None
     elif not has_length or config.max_length is None:
-        own = config._get_default_generation_params()["max_length"]  # 20, beside the prompt
+        own = config._get_default_generation_params()["max_length"]  # 20, without the prompt
         config.max_new_tokens = config.max_length or own
         config.max_length = getattr(base.config, "max_position_embeddings", None)
 

@@ -1,8 +1,6 @@
-"""What a forward pass of generation computes, and where it stores it. Runs on the host, but for the last lines of
-functions.
+"""What a forward pass of generation computes, and where it stores it. The last lines of functions use the device.
 
-A pass of prompts computes what the cache does not hold (`Continuations`). A pass of one token per sequence needs no
-plan.
+A pass of prompts computes what the cache does not hold (`Continuations`). One of a token per sequence needs no plan.
 
 Rows that several sequences will read at every step are *kept*: their slots belong to the cache, and they are attended
 to in one product. What is too short for a product of its own is computed once too, and copied to the lanes.

@@ -22,7 +22,7 @@ from radixtrain.hf.backbone import pretrained_model_of
 EXACT: dict[str, tuple[str, ...]] = {
     "ADALORA": ("lora_dropout",),
     "ADAMSS": (),
-    "ADAPTION_PROMPT": (),  # every query attends to the learned prompt in a softmax of its own
+    "ADAPTION_PROMPT": (),  # every query attends to the learned prompt in a separate softmax
     "BEFT": (),
     "BOFT": (),
     "C3A": (),

@@ -1,5 +1,4 @@
-"""The attention functions that every layer of a Hugging Face model calls, wrapped around transformers' own under their
-names.
+"""The attention functions that every layer of a Hugging Face model calls: wrappers that replace transformers' own.
 
 With a plan they are tree attention, in a pass of generation attention over stored rows. Otherwise they are the
 wrapped function, mask included: `model.generate` and an ordinary padded batch behave as if nothing had
@@ -149,7 +148,7 @@ class RadixCall(Call):
         stored = None
         if self.cache is not None:
             (key, value), stored = self.cache.keys_and_values(layer, key, value)
-        is_lost = self.chosen == "cascade" and window is not None  # it cannot keep one, and collators know of none
+        is_lost = self.chosen == "cascade" and window is not None  # cascade cannot apply one, and collators ignore it
         strategy = self.attention if self.chosen is None or is_lost else self.chosen
         options = {"attention": strategy, "kernel": self.kernel, "window": window, "stored": stored, **scoring}
         return tree_attention(query, key, value, self.layout, **options)
@@ -200,10 +199,10 @@ def take_over(decoder: PreTrainedModel) -> str | None:
     """
     name = decoder.config._attn_implementation
     if name not in STOCK:
-        return f"attn_implementation {name!r} is none of transformers' own ({', '.join(STOCK)})"
+        return f"attn_implementation {name!r} is not one of transformers' own ({', '.join(STOCK)})"
     sdpa = torch.nn.functional.scaled_dot_product_attention  # context parallelism replaces it during a step
     if name == "sdpa" and not isinstance(sdpa, BuiltinFunctionType):
-        return f"{_made(sdpa)} takes the place of torch's own scaled_dot_product_attention"
+        return f"{_made(sdpa)} replaces torch's own scaled_dot_product_attention"
     with _TAKING:
         return _take_all(decoder, name)
 
@@ -216,7 +215,7 @@ def _take_all(decoder: PreTrainedModel, name: str) -> str | None:
     if decoder not in _attending:
         text = (module for path, module in decoder.named_modules() if is_text(path))
         _attending[decoder] = WeakSet(module for module in text if attends(type(module)))
-        # Or a model with hooks of ours would run what was compiled for one of its class without them.
+        # Or a model with our hooks would run code that was compiled for one of its class without them.
         torch._dynamo.config.skip_nnmodule_hook_guards = False
     attention, mask = STOCK[name]
     around = partial(radix_attention, obeys_argument=name in FLASH)
@@ -250,10 +249,10 @@ def _take(place: Place, stock: object, around: Callable[[Any], Any]) -> str | No
         return None
     written_in = getattr(found, "__globals__", {}).get("__name__", "")  # `functools.wraps` does not change it
     if found is not stock if stock else not written_in.startswith("transformers."):
-        return f"{_made(found)} takes the place of transformers' own {key!r}"
+        return f"{_made(found)} replaces transformers' own {key!r}"
     ours = _ours.setdefault(found, around(found))
     register(key, ours)
-    if mapping.get(key) is not ours:  # somebody has put it into this mapping itself
+    if mapping.get(key) is not ours:  # another program has put it into this mapping
         mapping[key] = ours
     return None
 
@@ -314,7 +313,7 @@ def _call_of(module: nn.Module, attention_mask: object, kwargs: Mapping[str, Any
     return call
 
 
-@torch.compiler.disable  # host integers and kernels of its own: traced, it would be compiled anew for every tree
+@torch.compiler.disable  # host integers and custom kernels: traced, it would be recompiled for every tree
 def _attend(
     call: Call,
     layer: nn.Module,
@@ -339,7 +338,7 @@ def _attend(
             sinks=options.get("s_aux"),
             both_ways=both_ways,
         )
-    except UserError as error:  # a request that this layer cannot meet
+    except UserError as error:  # this layer cannot do what was requested
         why = f" attends to the last {window} tokens, and this batch has a sequence of {longest}" if window else ""
         raise UserError(f"{_name_of(layer)}{why}: {error}") from None
     call.calls.append(id(layer))
@@ -375,7 +374,7 @@ def _check_options(module: nn.Module, options: Mapping[str, Any]) -> None:
     """Refuse what a layer requests and tree attention does not compute."""
     layer = _name_of(module)
     if options.get("dropout"):
-        raise UserError(f"{layer} asks for attention dropout {options['dropout']}; set attention_dropout to 0")
+        raise UserError(f"{layer} requests attention dropout {options['dropout']}; set attention_dropout to 0")
     if options.get("position_bias") is not None:
         raise UserError(
             f"{layer} adds a position_bias to its scores, which tree attention does not compute; "
@@ -384,7 +383,7 @@ def _check_options(module: nn.Module, options: Mapping[str, Any]) -> None:
     for key, attribute in (("softcap", "attn_logit_softcapping"), ("s_aux", "sinks")):
         if options.get(key) is None and getattr(module, attribute, None) is not None:
             raise UserError(
-                f"{layer} has {attribute} and does not hand it to its attention function as {key}, so tree attention "
+                f"{layer} has {attribute} and does not pass it to its attention function as {key}, so tree attention "
                 f"would leave it out; {TRAIN_WITHOUT_SHARING}"
             )
     if not options.get("is_causal", getattr(module, "is_causal", True)):

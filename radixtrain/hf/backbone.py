@@ -72,7 +72,7 @@ def model_inside(model: nn.Module) -> PreTrainedModel:
         names = ", ".join(type(each).__name__ for each in found) or "none"
         raise TypeError(
             f"expected a module with one transformers PreTrainedModel inside, and {type(model).__name__} has "
-            f"{len(found)}: {names}; give each by itself"
+            f"{len(found)}: {names}; give each separately"
         )
     return found[0]
 
@@ -102,7 +102,7 @@ def backbone_of(model: nn.Module) -> Any:
         isinstance(backbone, PreTrainedModel) and backbone.get_output_embeddings() is not None
     ):  # it has a head itself: Llama 4, Kosmos 2.5
         others = (part for part in _parts_of(backbone) if part is not backbone and isinstance(part, PreTrainedModel))
-        inner = next(others, None)  # FSMT's decoder is none
+        inner = next(others, None)  # not in FSMT's decoder
         if inner is None:
             break
         backbone = inner

@@ -56,7 +56,7 @@ CAUSAL_CLASSES = {
     for name in mapping.values()
 }
 CAUSAL_ENDINGS = ("ForCausalLM", "LMHeadModel")  # of classes that transformers does not list
-NOT_NEXT_TOKENS = {  # classes that are called causal all the same
+NOT_NEXT_TOKENS = {  # classes that are called causal nevertheless
     "WhisperForCausalLM": "its loss takes labels that are shifted already",
     "MusicgenForCausalLM": "its rows are several codebooks",
     "MusicgenMelodyForCausalLM": "its rows are several codebooks",
@@ -75,7 +75,7 @@ class Condition(NamedTuple):
     """Something that a model must not be or have.
 
     why: returns what is in the way, to follow the name of the model; None if nothing is.
-    entry_points: that refuse it. fix: what to do; `{without}` stands for how to go on without this entry point.
+    entry_points: that refuse it. fix: what to do; `{without}` stands for how to work without this entry point.
     """
 
     why: Callable[[Parts], str | None]
@@ -124,7 +124,7 @@ def _encodes(parts: Parts) -> str | None:
 def _has_no_model_inside(parts: Parts) -> str | None:
     if isinstance(parts.decoder, PreTrainedModel):
         return None
-    return f"has its layers in a {type(parts.decoder).__name__}, which is no PreTrainedModel, so they cannot be reached"
+    return f"has its layers in a {type(parts.decoder).__name__}, which is not a PreTrainedModel, and cannot be reached"
 
 
 def _contains_a_head(parts: Parts) -> str | None:
@@ -171,7 +171,7 @@ def _has_other_layers(parts: Parts) -> str | None:
     for index, kind in enumerate(kinds):
         is_exact = kind in EXACT_LAYERS or (index < len(layers) and forks_or_keeps_apart(layers[index]))
         is_stateful = index < len(layers) and STATEFUL.search(kind)
-        if not is_exact or (is_stateful and mixers.isdisjoint(layers[index].modules())):  # a mixer by its name only
+        if not is_exact or (is_stateful and mixers.isdisjoint(layers[index].modules())):  # a mixer in name only
             why = NO_PROTOCOL if STATEFUL.search(kind) else "which tree attention does not compute"
             return f"layer {index} is {kind!r}, {why}"
     attention = (module for layer in layers for module in layer.modules() if is_attention(module))
@@ -245,7 +245,7 @@ def _drops_attention(parts: Parts) -> str | None:
 def _is_an_encoder(parts: Parts) -> str | None:
     """Judge by its attention modules, and by the masks that its code names."""
     layers = list(text_attention(parts.decoder))
-    if not layers and mixers_of(parts.decoder):  # a state goes only forward
+    if not layers and mixers_of(parts.decoder):  # a recurrent state is causal
         return None
     flags = [layer.is_causal for layer in layers if hasattr(layer, "is_causal")]
     decoder_class: Any = type(parts.decoder)
@@ -273,7 +273,7 @@ def _cannot_be_reached(parts: Parts) -> str | None:
 
 def _has_other_attention(parts: Parts) -> str | None:
     reason = why_other_attention(parts.decoder)
-    return reason and f"has other attention than tree attention computes: {reason}"
+    return reason and f"has attention that tree attention does not compute: {reason}"
 
 
 def _keeps_a_batch_to_itself(parts: Parts) -> str | None:

@@ -15,10 +15,10 @@ from transformers.utils.hub import cached_file
 from radixtrain.errors import UserError, first_line
 from radixtrain.text_files import read_text
 
-MAX_CHARACTERS = 300  # of a message that was not written to be read
+MAX_CHARACTERS = 300  # of a message that was not written for users
 OWN_CODE = (
-    "it brings code of its own (auto_map), which radixtrain does not run; read that code, load the model in a script "
-    "of your own with trust_remote_code=True and hand it to radixtrain.prepare_model"
+    "it comes with its own code (auto_map), which radixtrain does not run; read that code, load the model in a script "
+    "of your own with trust_remote_code=True and pass it to radixtrain.prepare_model"
 )
 
 
@@ -64,7 +64,7 @@ def _why_refused(key: str, value: Any, folder: str) -> str:
     if (last == "use_pretrained_backbone" and value) or (last in BACKBONES and is_text and re.search("[/:]", value)):
         return "which is another model"
     if (last == "transformers_weights" or key.startswith("weight_map.")) and value != Path(str(value)).name:
-        return "which is no file of the model's folder"
+        return "which is not a file of the model's folder"
     if is_text and last.endswith(PATHS) and not last.endswith("name_or_path") and _leads_out(value, folder):
         return "a file outside of the model's folder"
     return ""
@@ -147,7 +147,7 @@ def _why_no_object(path: Path) -> str:
     except UnicodeDecodeError:
         return "the file is not UTF-8"
     except json.JSONDecodeError as error:
-        return f"line {error.lineno} column {error.colno}: {error.msg}" if error.pos else "the file is no JSON"
+        return f"line {error.lineno} column {error.colno}: {error.msg}" if error.pos else "the file is not JSON"
     except RecursionError:
         return "the file is nested too deep"
     return "" if isinstance(found, dict) else f"found a {type(found).__name__}"

@@ -67,8 +67,7 @@ def check_noise(decoder: PreTrainedModel, allowed: tuple[str, ...]) -> None:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Set evaluation mode, then give every module its own mode back.
 
-    A module has one mode for all threads: if it changed, another thread that calls the model meanwhile gets a
-    UserError.
+    A module has one mode for all threads: if it changed, another thread that calls the model gets a UserError.
     """
     training, thread = [module for module in model.modules() if module.training], get_ident()
 

@@ -104,7 +104,7 @@ def _ordinary_inputs(decoder: PreTrainedModel, batch: Mapping[str, Any]) -> dict
     if padding_idx_of_positions(decoder) is not None:
         positions = given["position_ids"]
         counted = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
-        if torch.equal(positions, counted):  # waits for the device, in the ordinary arm of these models
+        if torch.equal(positions, counted):  # waits for the device, in ordinary batches of these models
             del given["position_ids"]
     return {**given, "use_cache": False}
 
@@ -222,7 +222,7 @@ def _check_rows(name: str, logits: Tensor) -> None:
     first, _, again = logits[0].double()
     if not (first - again).norm() <= SAME_ROW * first.norm():
         raise UserError(
-            f"the head of {name} gives a hidden row other logits if other rows are beside it, so its loss cannot be "
+            f"the head of {name} gives a hidden row other logits if other rows are next to it, so its loss cannot be "
             f"computed from the rows that predict"
         )
 

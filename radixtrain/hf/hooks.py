@@ -121,7 +121,7 @@ class BackboneHooks:
         kept = kwargs.get("logits_to_keep")
         if RADIX not in kwargs:
             return
-        if self.refused is not None:  # its backbone may get nothing that says so
+        if self.refused is not None:  # its backbone may receive no sign of it
             raise UserError(self.refused)
         if isinstance(kept, Tensor) or kept:
             raise UserError(
@@ -131,7 +131,7 @@ class BackboneHooks:
     @torch.compiler.disable  # dynamo cannot trace the dataclass, and would warn; it runs once a pass
     def before(self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give the layers the call that they take part in. `_ordinary` handles a batch without a plan."""
-        self.progress.begin(None)  # what is tried until it is known is ordinary
+        self.progress.begin(None)  # trial calls, before the kind of call is known, are ordinary
         if kwargs.get("radix_call") is not None:  # a pass of generation
             return None
         radix = kwargs.get(RADIX)
@@ -154,7 +154,7 @@ class BackboneHooks:
         if radix.image_rows is not None and self.split is None:  # a split batch with images is refused
             given = with_features(backbone, radix, given)
         self._check(backbone, layout, radix, given)
-        predictors, place_rows = _asked(radix)
+        predictors, place_rows = _requested_rows(radix)
         self._count(backbone, radix, layout, predictors.shape[0])
         may_bind = layout.blocks is not None or window_may_bind(text_decoder_of(backbone).config, layout.max_seqlen)
         chosen = radix.strategy if self.attention == "auto" else None
@@ -204,7 +204,7 @@ class BackboneHooks:
         given: the arguments of the call.
         """
         call = given["radix_call"]
-        allowed = () if isinstance(call, KeptCall) else self.allow_dropout  # what is kept is no draw
+        allowed = () if isinstance(call, KeptCall) else self.allow_dropout  # kept rows are not drawn
         try:
             check_adapters((self.model, backbone), allowed)
             check_draws(text_decoder_of(backbone), self.model.get_output_embeddings(), allowed)
@@ -329,7 +329,7 @@ class BackboneHooks:
         output.router_logits = tuple(expanded)
 
 
-def _asked(radix: RadixInputs) -> tuple[Tensor, IntArray | None]:
+def _requested_rows(radix: RadixInputs) -> tuple[Tensor, IntArray | None]:
     """Return the rows that the head gets, int64, and which stands at each place; None if each stands once, in order."""
     rows, place_rows = radix.predictor_indices, radix.place_rows
     if place_rows is None:

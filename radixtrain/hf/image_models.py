@@ -25,7 +25,7 @@ from radixtrain.tree.radix_inputs import RadixInputs
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 DROPS_PATHS = re.compile("drop_path|drop_prob")
-USED = {"pooler_output", "deepstack_features"}  # of what the tower returns, with one row for each placeholder
+USED = {"pooler_output", "deepstack_features"}  # entries of the tower's output with one row for each placeholder
 
 
 def image_inputs_of(model: nn.Module) -> ImageInputs:

@@ -67,7 +67,7 @@ def positions_in_table(decoder: nn.Module) -> int | None:
 
 
 class FrequencyChange(NamedTuple):
-    """rope_type: of the rotary embeddings. limit: tokens after which a batch gets other frequencies."""
+    """Rotary embeddings of `rope_type`, of which a batch with more than `limit` tokens gets other frequencies."""
 
     rope_type: str
     limit: int

@@ -145,8 +145,7 @@ def share_prefixes(
 def sharing_report(model: Any) -> SharingReport:
     """Report how many calls of a model shared tokens, how many did not and why, and what that saved.
 
-    model: of `prepare_model` or `share_prefixes`; or a trainer, whose reference or teacher model is then named if it
-        shares nothing.
+    model: of `prepare_model` or `share_prefixes`; or a trainer: its reference or teacher is named if it shares nothing.
 
     Raises UserError for any other model.
     """
@@ -243,7 +242,7 @@ def _install(
     restore_model(parts.base)
     if hasattr(parts.backbone, PREPARED):  # two sets of hooks would run
         raise UserError(
-            f"{type(parts.backbone).__name__} is prepared already, by itself or with another model around it; call "
+            f"{type(parts.backbone).__name__} is prepared already, alone or inside another model; call "
             f"restore_model with what was prepared first"
         )
     report = SharingReport() if sharing is None else sharing.report

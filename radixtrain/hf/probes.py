@@ -1,4 +1,4 @@
-"""What is assumed of transformers, tried once per process on a tiny model.
+"""Assumptions about transformers, tried once per process on a tiny model.
 
 Everything else is checked on the user's model, its modules and masks, at each pass. But code that reads a keyword does
 not notice if it is renamed.
@@ -40,8 +40,8 @@ def check_transformers(instead: str) -> None:
 def _broken() -> str | None:
     """Return the first assumption that does not hold. Takes 15 ms of one core, the import of Gemma 2 included."""
     try:
-        scales, windows = zip(*_asked_by_gemma(), strict=True)
-    except Exception as error:  # of whatever is no longer as it was
+        scales, windows = zip(*_requested_by_gemma(), strict=True)
+    except Exception as error:  # something in torch or transformers has changed
         return f"every layer calls the attention that its configuration names ({first_line(error)})"
     if scales != (SCALAR**-0.5, SCALAR**-0.5):
         return "a layer gives its attention its scale as `scaling`"
@@ -49,7 +49,7 @@ def _broken() -> str | None:
 
 
 @torch.no_grad()
-def _asked_by_gemma() -> list[tuple[float, int | None]]:
+def _requested_by_gemma() -> list[tuple[float, int | None]]:
     """Return the scale and window of each of two layers; with flash attention, whose windows come by keyword only."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         model: Any = transformers.Gemma2Model(transformers.Gemma2Config(**TINY))

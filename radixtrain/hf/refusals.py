@@ -270,7 +270,7 @@ def check_only_cross_entropy(model: nn.Module) -> None:
     origin = str(base.loss_function.__module__)
     if not origin.startswith(("transformers.", "radixtrain.")):
         raise UserError(
-            f"{type(base).__name__} has a loss_function of its own ({origin}), and the loss here is the "
+            f"{type(base).__name__} has its own loss_function ({origin}), and the loss here is the "
             f"cross-entropy; use the drop-in RadixCollator with the model's own loss"
         )
 

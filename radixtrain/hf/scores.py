@@ -38,7 +38,7 @@ def needs_labels(scores: Iterable[str]) -> bool:
 
 
 def needs_next_tokens(scores: Iterable[str]) -> bool:
-    """Return whether one of these scores is of words that have to be named."""
+    """Return whether one of these scores needs words that must be named."""
     return any(name in OF_NEXT_TOKEN for name in scores)
 
 

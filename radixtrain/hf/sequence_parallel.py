@@ -42,9 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class RowSplit:
-    """Which rows of a batch this rank holds, and how the ranks exchange them. group: of torch.distributed, over n
-    ranks.
-    """
+    """Which rows of a batch this rank holds, and how ranks exchange them. group: of torch.distributed, with n ranks."""
 
     def __init__(self, group: Any) -> None:
         self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
@@ -98,7 +96,7 @@ class RowSplit:
             )
 
 
-PLAIN = (int, float, str, np.generic)  # what `repr` says all of, and alike on every rank
+PLAIN = (int, float, str, np.generic)  # types whose `repr` is complete and the same on every rank
 
 
 def _flat(value: object) -> Iterator[Any]:
@@ -168,7 +166,7 @@ class SplitCall(RadixCall):
         """Compute tree attention on the own heads of all rows, with one all-to-all before it and one after it."""
         n, num_rows, (query, key, _) = self.split.size, self.layout.num_rows, heads
         check_heads(query.shape[1], n)
-        copies = n // math.gcd(n, key.shape[1])  # of a key head, with its queries: n divides what comes out
+        copies = n // math.gcd(n, key.shape[1])  # of a key head, with its queries: n divides the result
         widths = [query.shape[1] // n, *[key.shape[1] * copies // n] * 2]
         copied = (x[:, :, None].expand(-1, -1, copies, -1).flatten(1, 2) for x in heads[1:])
         own = self.split.rows_to_heads([query, *copied])[:num_rows].split(widths, dim=1)
@@ -182,7 +180,7 @@ def check_heads(num_heads: int, size: int) -> None:
     if num_heads % size:
         fit = ", ".join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
         raise UserError(
-            f"{size} ranks of sp_group (sp_size in fit) do not divide the {num_heads} heads of queries of this model; "
+            f"{size} ranks of sp_group (sp_size in fit) do not divide the {num_heads} query heads of this model; "
             f"these numbers do: {fit}"
         )
 
@@ -250,7 +248,7 @@ class SplitModel:
         predictors = radix_of(kwargs).predictor_indices[radix_of(kwargs).prediction_rows]
         rows, is_own = own_predictors(predictors, num_rows, rank, size)
         own = (is_own & (targets[0] != IGNORE_INDEX)).nonzero()[:, 0]
-        # No rank without any, nor with as many as rows: layers receive the labels, and a mixer would exchange them.
+        # Not zero on any rank, nor as many as rows: layers receive the labels, and a mixer would exchange them.
         ignored = 2 if len(own) + 1 == self.rows.rows_per_rank(num_rows) else 1
         own_labels = nn.functional.pad(targets[:, own], (0, ignored), value=IGNORE_INDEX)
         given = kwargs.get("num_items_in_batch")
@@ -276,7 +274,7 @@ class SplitModel:
     def end(self, model: nn.Module, args: tuple[Any, ...], output: object) -> None:
         split = self.progress.end()
         if split is not None and not split.is_computed and output is not None:
-            raise self._refusal("computes its loss by itself, not by its loss_function, so it would be that of a part")
+            raise self._refusal("computes its loss without its loss_function, so it would be that of a part")
 
     def _refusal(self, what: str) -> UserError:
         return UserError(f"sp_group: {type(self.base).__name__} {what}; train it by data parallel")

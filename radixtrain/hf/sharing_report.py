@@ -1,4 +1,4 @@
-"""What was shared: `sharing_report` counts it, and a warning comes once if a model trains without sharing anything.
+"""Counts what was shared, for `sharing_report`, and warns once if a model trains without sharing anything.
 
 That is slow but not an error. Only shapes are read, so the device is not waited for. A call takes 0.1 us once a batch
 has shared something.
@@ -109,7 +109,7 @@ HELP_ORDINARY = (
     "they were ordinary ones. Give the trainer data_collator=RadixCollator(), or call share_prefixes(model) if it "
     "makes its batches itself, as TRL's for DPO and GRPO"
 )
-NOT_ALIKE = "no two sequences of a batch began alike, or not for as many tokens as min_shared_tokens asks"
+NOT_ALIKE = "no two sequences of a batch began alike, or not for as many tokens as min_shared_tokens requires"
 HELP_NOT_ALIKE = f"{NOT_ALIKE}. Larger batches help, and sequences with the same prompt next to each other in the data"
 
 

@@ -28,7 +28,7 @@ def step_losses(model: nn.Module, step: Step) -> Iterator[Tensor]:
     The loss is the cross-entropy. It is averaged over no ranks: with several, give this the model inside the wrapper of
     DDP, and average each `.grad` after the last `backward`.
 
-    Call `backward` on each term before the next one is asked for, once, and on one that is 0 too: a prefix that several
+    Call `backward` on each term before the next one is drawn, once, and on one that is 0 too: a prefix that several
     micro-batches continue gets its gradient last, from all of them. Raises UserError for a prefix that is left out
     after they went backward, for a second `backward` and for a sum of terms; for a model that adds to the cross-entropy
     or replaces it, as `output_router_logits` does; and for hooks on a wrapper of the model, which is not called.
@@ -53,8 +53,8 @@ def _check_model(model: nn.Module) -> None:
         ) from None
     if model is not base and is_hooked(model):
         raise UserError(
-            f"step_losses calls the {type(base).__name__} inside of {type(model).__name__}, so what hangs on that one "
-            f"would not run: hang hooks on get_base_model(), and put torch.autocast around step_losses"
+            f"step_losses calls the {type(base).__name__} inside of {type(model).__name__}, so hooks on that one would "
+            f"not run: register them on get_base_model(), and put torch.autocast around step_losses"
         )
     check_only_cross_entropy(model)
 

@@ -34,7 +34,7 @@ from radixtrain.errors import UserError
 UNKNOWN = (
     "no loss that is known to be a sum over tokens gave this gradient, but one of your own, or a term beside that loss "
     "(compute_loss, compute_loss_func, another loss_function). A batch of RadixCollator has one row of predictions for "
-    "all its sequences, [1, P, vocabulary], so a mean for each row would be another one. If yours is such a sum, "
+    "all its sequences, [1, P, vocabulary], so a mean for each row would be a different loss. If yours is such a sum, "
     "whatever it is divided by, say so: RadixCollator(token_loss=True). For any other loss use share_prefixes(model) "
     "and your own collator"
 )
@@ -142,7 +142,7 @@ class TokenLoss:
         """Give a model its own loss back."""
         for name in [name for name, value in vars(model).items() if isinstance(value, TokenLoss)]:
             delattr(model, name)
-            if model.loss_function is not ForCausalLMLoss:  # somebody had set it before us
+            if model.loss_function is not ForCausalLMLoss:  # another program had set it before
                 model.loss_function = ForCausalLMLoss
 
 

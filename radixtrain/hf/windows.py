@@ -87,13 +87,13 @@ def mask_function(ordinary: Callable[..., Any]) -> Callable[..., Any]:
         written = on_mask(attention_mask)
         if attention_mask is None or written is None:
             return ordinary(attention_mask=attention_mask, **kwargs)
-        return _empty((1, 1, 0, 0), attention_mask.device, _asked(written.call, kwargs))
+        return _empty((1, 1, 0, 0), attention_mask.device, _requested(written.call, kwargs))
 
     return mask
 
 
 @torch.compiler.disable  # host integers
-def _asked(call: Any, given: Mapping[str, Any]) -> OnMask:
+def _requested(call: Any, given: Mapping[str, Any]) -> OnMask:
     """Return what a layer sees by the mask that its model requests. given: the keywords of a mask function.
 
     Raises UserError for unknown keywords, since they may change the mask.
@@ -102,7 +102,7 @@ def _asked(call: Any, given: Mapping[str, Any]) -> OnMask:
     if "mask_function" not in given or given.keys() - READ:
         unknown = ", ".join(sorted(given.keys() - READ)) or "no mask_function"
         raise UserError(
-            f"{model} asks for its mask with {unknown}, which this version of radixtrain cannot read: use another "
+            f"{model} requests its mask with {unknown}, which this version of radixtrain cannot read: use another "
             f"version of transformers, or {TRAIN_WITHOUT_SHARING}"
         )
     sees, longest, blocks = given["mask_function"], call.layout.max_seqlen, call.layout.blocks
@@ -125,7 +125,7 @@ def _window(model: str, sees: Callable[..., Tensor], longest: int, num_rows: int
     If that few rows cannot show it, transformers' own value is taken: then they also attend to stored rows. The mask is
     a function of indices, so it is evaluated on the CPU.
     """
-    with _disable_current_modes():  # the indices are ours: no mode counts or fakes what is done on them
+    with _disable_current_modes():  # the indices are ours: no mode may count or fake these operations
         zero, rows = torch.zeros((), dtype=torch.int64, device="cpu"), torch.arange(num_rows, device="cpu")
         seen = sees(zero, zero, rows[-1:], rows).expand(num_rows)
         window = int(seen.sum())

@@ -20,7 +20,7 @@ from torch.nn import functional
 from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative
 
 # What a tower may get of each image, one entry of the first axis for each, and what fills up smaller images beside
-# larger ones. The patches of image grids stand in one list.
+# larger ones. The patches of all image grids are in one list.
 OF_IMAGES = {
     "pixel_values": 0,
     "image_grid_thw": 0,
@@ -154,7 +154,7 @@ class Tower:
         read = {name: given[name] for name in inspect.signature(compute).parameters.keys() & given.keys()}
         tensors = {name: read.pop(name) for name in OF_IMAGES.keys() & read.keys()}  # left are vision_feature_layer ...
         if not all(isinstance(each, Tensor) for each in tensors.values()):
-            raise NotShared("images that are no tensors")
+            raise NotShared("images that are not tensors")
         images, is_nested = split_images(tensors)
         every = range(len(images))
         owners, first = (np.array(every), list(every)) if are_distinct else distinct_images(images)

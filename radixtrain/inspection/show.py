@@ -98,7 +98,7 @@ def numbers(part: MicroBatch, tree: RunTree) -> Table:
         ("computed tokens", f"{part.num_unique_tokens:,}", computed),
         *_ratios(part),
         ("labelled tokens", f"{part.num_labels:,}", f"of {part.num_step_labels:,} in the step, which divide its loss"),
-        ("distinct predictions", f"{batch['shift_labels'].numel():,}", "P, a token and the one it is asked for"),
+        ("distinct predictions", f"{batch['shift_labels'].numel():,}", "P, a token and the one to predict"),
         (
             "predicting tokens",
             f"{len(radix_of(batch).predictor_indices):,}",
@@ -118,8 +118,8 @@ def numbers(part: MicroBatch, tree: RunTree) -> Table:
 
 
 MOST_CHARS, MOST_BRANCHES = 240, 12
-MOST_LEVELS = 8  # drawn further to the right; after them the longest branch goes on at its parent's level
-LONG = 6  # levels of a branch that is a conversation going on, if the others beside it are shorter
+MOST_LEVELS = 8  # drawn further to the right; after them the longest branch continues at its parent's level
+LONG = 6  # levels from which a branch is a continued conversation, if its siblings are shorter
 HEADER = "bold"
 
 
@@ -162,19 +162,19 @@ class _Drawing:
         while going_on is not None:
             run = self.tree.runs[going_on]
             branch = node.add(Group(*self._lines(run, before)))
-            goes_on = before is not None
-            before, going_on = run, self._trunk(run.children, level, goes_on)
+            continues = before is not None
+            before, going_on = run, self._trunk(run.children, level, continues)
             self.add_all(branch, [child for child in run.children if child != going_on], level + 1)
 
-    def _trunk(self, children: Sequence[int], level: int, goes_on: bool) -> int | None:
+    def _trunk(self, children: Sequence[int], level: int, continues: bool) -> int | None:
         """Choose the child that is drawn on its parent's level, so that a long conversation does not drift right.
 
-        goes_on: whether the parent is such a child itself.
+        continues: whether the parent is such a child itself.
         """
         longest = max(children, key=self.heights.__getitem__, default=None)
         if longest is None or len(children) == 1 or level >= MOST_LEVELS:
             return longest
-        long = 2 if goes_on else LONG
+        long = 2 if continues else LONG
         is_long = [self.heights[child] >= long for child in children]
         return longest if sum(is_long) == 1 else None
 

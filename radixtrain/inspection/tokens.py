@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LEAST_RUN = 40  # characters that a shortened run keeps
-JOINERS = "\u200c\u200d"  # letters of Persian and parts of emoji need them
+JOINERS = "\u200c\u200d"  # needed by Persian letters and by emoji
 PICTURES = {code: chr(0x2400 + code) for code in range(32)}
-AROUND = 5  # tokens that are shown on both sides of each place where the loss begins or ends
+AROUND = 5  # tokens to show on both sides of a place where the loss begins or ends
 MOST_CHARS = 16
 PART = "◌"  # stands for a part of a character, which the token that completes it shows
 

@@ -3,7 +3,7 @@
     radixtrain:
       min_ratio: 1.2                  # options of share_prefixes; {} for none
 
-Axolotl 0.20 and newer find the plug-in by its entry point. Older ones ask for
+Axolotl 0.20 and newer find the plug-in by its entry point. Older ones need
 `plugins: [radixtrain.plugins.axolotl_plugin.RadixtrainPlugin]`. Without the section nothing is shared.
 """
 

@@ -105,7 +105,7 @@ def read_options() -> dict[str, Any]:
     try:
         options = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"RADIXTRAIN_OPTIONS is no JSON ({error}): {text[:SHOWN]}") from None
+        raise UserError(f"RADIXTRAIN_OPTIONS is not JSON ({error}): {text[:SHOWN]}") from None
     if not isinstance(options, dict):
         raise UserError(f"RADIXTRAIN_OPTIONS: expected a JSON object, got {text[:SHOWN]}")
     only, folder = options.get("only") or [], options.get("reports") or ""
@@ -115,7 +115,7 @@ def read_options() -> dict[str, Any]:
 
 
 def _options_of_run() -> tuple[dict[str, Any], str]:
-    """Return the options, or their error: then no model is shared, and the import goes on as without radixtrain."""
+    """Return the options, or their error: then no model is shared, and the import continues as without radixtrain."""
     try:
         return read_options(), ""
     except UserError as error:
@@ -163,7 +163,7 @@ def _share(model: Any, name: str, options: dict[str, Any]) -> tuple[LoadedModel,
 
         leave_refused_calls(share_prefixes(model, **options))
         return LoadedModel(name), sharing_report(model)
-    except Exception as error:  # a model may be built otherwise than all that are known; its program runs on
+    except Exception as error:  # a model may be unlike all known ones; its program must continue
         return LoadedModel(name, str(error) if isinstance(error, UserError) else repr(error)), None
 
 

@@ -34,7 +34,7 @@ def log_sharing(trainer: Any) -> None:
         own = SharingCallback({"model": trainer.model, **others})
     else:
         callbacks.remove(own)
-    callbacks.insert(0, own)  # those that write logs somewhere get what it adds
+    callbacks.insert(0, own)  # first, so that callbacks that write logs see what it adds
 
 
 class SharingCallback(TrainerCallback):

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_CONVERSATIONS = 2000
-MIN_SAVED = 0.01  # of the computed prompt tokens: less is not worth a line
+MIN_SAVED = 0.01  # share of the computed prompt tokens: less deserves no line
 NUM_EXAMPLES = 3
-CONTEXT = 24  # tokens of an example before and after the value
-MAX_BLANKS = 4  # tokens of an example of white space
-MAX_CHARACTERS = 240  # of a value in an example
+CONTEXT = 24  # tokens to show before and after the value of an example
+MAX_BLANKS = 4  # tokens to show of an example of white space
+MAX_CHARACTERS = 240  # to show of a value in an example
 
 _VALUE = re.compile(r"(\S.*?)[.,;:]*\s*$", re.DOTALL)  # without the blanks and the punctuation around it
 _BLANKS = re.compile(r"(\s+)")

@@ -15,11 +15,11 @@ import numpy as np
 
 from radixtrain.tree.arrays import IntArray
 
-MIN_SHARE = 0.8  # of the rows have a value that looks like a date, for the difference to be one
-MAX_SHORT, MAX_NAME = 40, 4  # words around a date or an id; of the name of somebody or something
-MIN_ROWS = 10  # of each text, on average, for it to be a prompt that is meant
-STRAY = 0.1  # of the rows may have another wording than the others, for that not to be meant
-MIN_REPEATED = 0.6  # of the texts is computed for other rows too, for them to be drawn from one pool
+MIN_SHARE = 0.8  # share of rows with a value like a date, for the difference to be a date
+MAX_SHORT, MAX_NAME = 40, 4  # words around a date or an id; words of a name
+MIN_ROWS = 10  # per text, on average, for it to be an intended prompt
+STRAY = 0.1  # share of rows up to which a different wording counts as unintended
+MIN_REPEATED = 0.6  # share of texts that other rows have too, for them to come from one pool
 MAX_ENTRY = 8  # words in a line of a list; examples have more
 
 

@@ -98,8 +98,7 @@ class Break:
     num_sequences: that it touches. num_values: different values there, none included.
     at_token: where they diverge, the median.
         tokens_saved: computed tokens of an epoch that are saved if it were at the end of the prompt; for an order,
-        white space or a stray version: if all rows had the same. tokens_with_others: if the other breaks are fixed
-        already.
+        white space or a stray version: if all rows had the same. tokens_with_others: once other breaks are fixed.
     advice: what to do about it, a sentence.
     """
 

@@ -17,8 +17,8 @@ from radixtrain.report import contents
 from radixtrain.report.contents import DataReport, Setting, TreeNode
 
 ASSETS = files("radixtrain.report") / "assets"
-SHORT_TABLE = 10  # settings that are shown before a reader asks for all
-SHORT_TEXT = 160  # characters of a run, before a reader asks for the others
+SHORT_TABLE = 10  # settings that are shown before a reader opens all
+SHORT_TEXT = 160  # characters of a run that are shown before a reader opens it
 INVISIBLE = str.maketrans({" ": "␣", "\t": "⇥", "\n": "↵\n", "\r": "␍", "\u00a0": "⍽"})
 
 

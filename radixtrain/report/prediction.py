@@ -50,7 +50,7 @@ TRAINER_BYTES = 110 << 20
 MALLOC = 1.35
 DEEPER = 3  # times the layers of the shorter model
 SPARE = 0.5  # part of the free memory that the timed model may take
-SHARES = (0.25, 0.75, 0.0, 0.5, 1.0)  # of layers that recompute; of two that are the same layers, the later one
+SHARES = (0.25, 0.75, 0.0, 0.5, 1.0)  # of layers that recompute; if two are the same layers, the later one counts
 
 
 class Process(NamedTuple):
@@ -160,7 +160,7 @@ def predict_seconds(
     first = last if len(depths) == 1 else time_cases(setup, depths[0], list(last.seconds))
     whole = partial(_whole, setup.num_layers, first, last)
     seconds = {case: whole(first.seconds[case], last.seconds[case]) for case in last.seconds}
-    peaks = {case: last.peaks[case] + _beyond(setup.num_layers, first, last, case) for case in last.peaks}
+    peaks = {case: last.peaks[case] + _extra_bytes(setup.num_layers, first, last, case) for case in last.peaks}
     return Prediction(
         radix=_fitted(seconds, "radix"),
         ordinary=_fitted(seconds, "ordinary"),
@@ -264,7 +264,7 @@ def _whole(num_layers: int, first: Timings, last: Timings, low: float, high: flo
     return high if not between else low + (num_layers - first.num_layers) * max(high - low, 0) / between
 
 
-def _beyond(num_layers: int, first: Timings, last: Timings, case: Case) -> float:
+def _extra_bytes(num_layers: int, first: Timings, last: Timings, case: Case) -> float:
     """Extrapolate the bytes of the layers that the deeper model lacks: each holds as much as those in between."""
     between = last.num_layers - first.num_layers
     return (num_layers - last.num_layers) * (last.held[case] - first.held[case]) / between if between else 0.0

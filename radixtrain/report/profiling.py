@@ -30,7 +30,7 @@ from radixtrain.tree.cost_model import StepCost
 
 ArmName = Literal["radix", "ordinary", "recomputing"]  # the last: radix, and all layers recompute their activations
 ARMS: tuple[ArmName, ...] = ("radix", "ordinary", "recomputing")
-PARTS = (0.0, 0.125, 0.25, 0.5, 1.0)  # of a step, whose micro-batches are tried: from one sequence to all
+PARTS = (0.0, 0.125, 0.25, 0.5, 1.0)  # shares of a step to try as micro-batches: from one sequence to all
 REPEATS = 3  # keep the minimum: other load can only slow a run down
 
 
@@ -83,7 +83,7 @@ def cases_of(steps: Iterable[Features], collator: StepCollator, step_cost: StepC
             step, padded = collator(some), replace(collator, dedup=False)(some)
             for index in {0, len(step.micro_batches) - 1}:
                 counts = radix_counts(step.micro_batches[index], step_cost)
-                for arm in ("recomputing", "radix"):  # of equal ones the last is the first to be afforded
+                for arm in ("recomputing", "radix"):  # among equal ones, the last is affordable first
                     cases.append(Case(arm, counts, step.micro_batches[index], step.num_labels))
             for batch in padded.micro_batches[:1] + padded.micro_batches[1:][-1:]:
                 cases.append(Case("ordinary", ordinary_counts(batch), batch, padded.num_labels))
@@ -229,7 +229,7 @@ class _Runner:
         return [case for case in cases if case in chosen], peaks
 
     def seconds(self, cases: Sequence[Case]) -> dict[Case, float]:
-        """Return the fastest of some runs of each, the arms in turns. Each turn of an arm begins without gradients."""
+        """Return the fastest run of each, alternating the arms. Each turn of an arm begins without gradients."""
         in_arms = sorted(cases, key=lambda case: ARMS.index(case.arm))
         first = _one_of_each_arm(in_arms)
 

@@ -40,7 +40,7 @@ from radixtrain.tree.sorting import sort_sequences
 BATCH_SIZES = (8, 16, 32, 64, 128, 256)
 MAX_TOKENS_FACTORS = (0.25, 0.5, 1, 2, 4)
 MAX_STEPS = 16
-COUNTED_TOKENS = 1_000_000  # of a setting: steps are counted until they hold so many
+COUNTED_TOKENS = 1_000_000  # per setting: steps are counted until they hold that many
 QUANTILES = {"min": 0.0, "10 %": 0.1, "50 %": 0.5, "90 %": 0.9, "99 %": 0.99, "max": 1.0}
 SHORTEST_PROMPT = 16  # tokens, the resolution of `find_prefix_groups`
 MAX_SORTED_TOKENS = 32_000_000  # 8 bytes each
@@ -128,7 +128,7 @@ def radix_counts(batch: Mapping[str, Any], step_cost: StepCost | None) -> Counts
     if step_cost is None:
         return Counts(rows, int(positions.sum() + rows), predictions)
     inverse = layout.inverse_indices.long().numpy()
-    plan = build_prefix_plan(inverse, radix.cu_seqlens.numpy(), positions[inverse])  # a row is a token of its own
+    plan = build_prefix_plan(inverse, radix.cu_seqlens.numpy(), positions[inverse])  # each row counts as a token
     strategy = radix.strategy or step_cost.strategies[0]
     linear = plan.num_rows * step_cost.row_flops * step_cost.rates.flop
     onto_context = step_cost.context_seconds(() if layout.context is None else layout.context.bounds)

@@ -28,7 +28,7 @@ from radixtrain.report.contents import (
 from radixtrain.screen import screen
 
 MAX_RUNS = 14  # of the tree
-WORTH_A_LINE = 0.01  # of the tokens that the run with most of them saves
+WORTH_A_LINE = 0.01  # share of the tokens that the largest run saves
 MAX_TEXT = 60  # characters of a run
 NOTHING = "-"
 NUMBERS = ("best r", "speed-\nup", "epoch", "peak\nmemory")

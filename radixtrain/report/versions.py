@@ -29,10 +29,10 @@ from radixtrain.tree.arrays import IntArray
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MIN_REPEATED = 48  # symbols of a prompt: questions made from a pattern repeat fewer
+MIN_REPEATED = 48  # symbols of a prompt: questions that follow a pattern repeat fewer
 SAMPLE = 32  # shingles of a trunk's repeated text, by which it is compared with others
-MIN_ALIKE, MIN_MIXED = 0.5, 0.6  # of the sample: to be a version of another trunk; to be put together from several
-MIN_COMMON, MIN_IN_ORDER = 0.98, 0.95  # of the rows have a text, for it to be common; and in the same order
+MIN_ALIKE, MIN_MIXED = 0.5, 0.6  # share of the sample: to be a version of another trunk; to be a mix of several
+MIN_COMMON, MIN_IN_ORDER = 0.98, 0.95  # share of rows with a text, for it to be common; and in the same order
 CONTEXT, MAX_VALUE = 16, 400  # tokens on either side of a value, and of a value, that are decoded
 
 
@@ -60,7 +60,7 @@ class Trunk:
         return set(np.unique(self.hashes[self.repeated[: len(self.hashes)]])[:SAMPLE].tolist())
 
     def end_token(self, symbol: int, blanks: bool = False) -> int:
-        """Return one past the token of the previous symbol; with blanks also past those, if the trunk goes on."""
+        """Return one past the token of the previous symbol; with blanks also past those, if the trunk continues."""
         if blanks and symbol < len(self.symbols):
             return int(self.prompt.places[symbol])
         return int(self.prompt.places[symbol - 1]) + 1 if symbol else 0

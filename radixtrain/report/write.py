@@ -39,8 +39,8 @@ NUM_RANKS = (2, 4, 8)
 TREE_SAMPLES, TREE_NODES = 2000, 300
 TIMED_STEPS = 2
 USABLE = 0.9  # part of the free memory that a setting may take
-CLEARLY = 1.05  # a setting is better than the user's own if its r is so many times as large
-ALONE = 0.9  # part of the time that a process has its core for if no other program wants it
+CLEARLY = 1.05  # a setting is better than the user's own if its r is this many times as large
+ALONE = 0.9  # share of time that a process has its core if no other program competes
 WORTH_A_HINT = 1.1
 MEMORY = {
     "cpu": "the peak of the whole process of fit; runs took 0.79 to 1.24 of what was predicted",

@@ -7,6 +7,6 @@
 | `start/` | loads the model and refuses what cannot work |
 | `devices/` | several processes: which are accepted, how they start, exchange gradients and end |
 | `answers/` | generates answers to rows and scores them; what `predict` writes of a row |
-| `fault_tolerance/` | saves a run, stops it, and goes on |
+| `fault_tolerance/` | saves, stops and resumes a run |
 | `results/` | files and lines that a run leaves |
 """

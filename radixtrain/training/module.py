@@ -67,7 +67,7 @@ class RadixModule(L.LightningModule):
     `data.max_tokens` bounds the memory for these, and a line in the log says so.
     """
 
-    hparams: Any  # Lightning's own type knows no attribute
+    hparams: Any  # Lightning's own type has no attributes
 
     def __init__(self, model_name_or_path: str, **settings: Any):
         """Take fields of `ModelSettings`, which raises UserError for any other."""
@@ -81,12 +81,12 @@ class RadixModule(L.LightningModule):
         self.steps_per_epoch: int | None = None
         self.answers, self.position = PredictedAnswers(), Position(0, 0)
         self.is_stepping = False
-        """Whether the weights are being changed: what is saved then is no step."""
+        """Whether the weights are being changed: a checkpoint saved then would not be a step."""
         self.generators_before_step: dict[str, Any] | None = None
         self.resumed: dict[str, Any] | None = None
-        """The checkpoint that this run goes on from, without its tensors, until the first step."""
+        """The checkpoint that this run resumes from, without its tensors, until the first step."""
         self.run_settings: dict[str, Any] = {}
-        """Of the command line, neither the model's nor the data's; see `settings_of_run`. A checkpoint keeps them."""
+        """Settings of the command line besides model and data, see `settings_of_run`. A checkpoint keeps them."""
         self.base_digest: str | None = None
         self.last_step: dict[str, Any] = {}
         """The metrics of the last step, as they were logged: reading a tensor among them waits for the device."""

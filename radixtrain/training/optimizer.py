@@ -78,7 +78,7 @@ def optimizer_of(module: nn.Module, settings: ModelSettings) -> torch.optim.Opti
     for device in {weight.device for weight in weights if not weight.is_meta}:
         _try_step(AdamW8bit, device)
     optimizer = AdamW8bit(groups, lr=settings.learning_rate, min_8bit_size=SMALLEST_8BIT)
-    optimizer.mng = object.__new__(GlobalOptimManager)  # of its own: the global one knows weights by id() for ever
+    optimizer.mng = object.__new__(GlobalOptimManager)  # not the global one, which keeps weights by id() forever
     optimizer.mng.initialize()
     optimizer.mng.override_config(list(_embeddings(module)), "optim_bits", 32)
     return optimizer

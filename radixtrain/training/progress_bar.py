@@ -59,7 +59,7 @@ class Screen:
         except OSError as error:  # a reader that is gone, a full disk
             self.failure = error.strerror or str(error)
             nothing = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nothing, self.stream.fileno())  # also for what is in the buffer, and for libraries
+            os.dup2(nothing, self.stream.fileno())  # also for buffered text, and for libraries
             os.close(nothing)
 
 
@@ -144,7 +144,7 @@ class ProgressLines(ProgressBar):
 
     def on_train_batch_end(self, trainer: Any, pl_module: L.LightningModule, *_: Any) -> None:
         step, total = trainer.global_step, num_steps_of_run(trainer, getattr(pl_module, "steps_per_epoch", None))
-        if step == self.step:  # it was left out, since it was not finite
+        if step == self.step:  # the step was skipped: not finite
             return
         self.step = step
         is_end = step in (self.first_step + 1, total)

@@ -20,7 +20,7 @@ from radixtrain.training.module import RadixModule
 from radixtrain.verification.report import EquivalenceReport
 
 RESTORING = ("_restore_modules_and_callbacks", "restore_training_state")  # of Lightning's checkpoint connector
-LOGGING = ("log_metrics", "save", "finalize")  # what loggers do while a run trains, and at its end
+LOGGING = ("log_metrics", "save", "finalize")  # methods that loggers run during training and at its end
 
 
 class Trainer(L.Trainer):
@@ -35,7 +35,7 @@ class Trainer(L.Trainer):
         for log in self.loggers:
             for name in LOGGING:
                 setattr(log, name, partial(_logged, log, getattr(log, name)))
-            log.log_metrics = partial(_from_1, self, log.log_metrics)  # type: ignore[method-assign]
+            log.log_metrics = partial(_log_from_step_1, self, log.log_metrics)  # type: ignore[method-assign]
 
     @property
     def received_sigterm(self) -> bool:
@@ -95,7 +95,7 @@ def _logged(log: object, method: Callable[..., None], *arguments: object, **keyw
         method(*arguments, **keywords)
 
 
-def _from_1(trainer: L.Trainer, method: Callable[..., None], metrics: object, step: int | None = None) -> None:
+def _log_from_step_1(trainer: L.Trainer, method: Callable[..., None], metrics: object, step: int | None = None) -> None:
     """Count steps from 1, as everything else does. Lightning logs the number of steps before this one."""
     method(metrics, step=step + 1 if step is not None and trainer.state.fn == "fit" else step)
 

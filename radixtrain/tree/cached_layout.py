@@ -3,8 +3,7 @@
 U new rows, C slots of the store of keys and values. A pass either computes what a prompt adds to the cache (`prompts`
 is its tree), or one token of every active sequence (`lanes`).
 
-A sliding window that binds cuts through shared rows, so every query then gets a copy of its own last slots
-(`windowed`).
+A sliding window that binds cuts through shared rows: every query then gets a copy of its last slots (`windowed`).
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan
 from radixtrain.tree.runs import RunCost, cost_of_runs
 
-CHOICES = ("cascade", "path", "expand")  # a batch carries its choice as a place in this tuple
+CHOICES = ("cascade", "path", "expand")  # a batch carries its choice as an index into this tuple
 CANDIDATES = (1, 4, 16, 64)  # values of `min_shared_tokens` that are tried
 
 
@@ -84,7 +84,7 @@ FIXED_RATES = {
     "cpu": Rates(call=2e-4, rectangle=5e-6, pair=2e-10, element=2.5e-9, flop=8e-12, sent_byte=6e-10, exchange=5e-3),
     "cuda": Rates(call=1e-4, rectangle=0.0, pair=5e-14, element=1.5e-11, flop=4e-15, sent_byte=1e-11, exchange=2e-4),
 }
-MIN_GAIN = 2  # by how much gathering paths must be cheaper, because it takes memory and the rates were not measured
+MIN_GAIN = 2  # how many times cheaper gathering paths must be: it takes memory, and the rates were not measured
 
 
 def paths_are_cheaper(layout: TreeLayout, num_heads: int, num_key_value_heads: int, head_dim: int) -> bool:

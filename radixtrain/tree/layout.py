@@ -40,7 +40,7 @@ class TreeLayout(Movable):
     levels: one `Level` for each level of the tree that has descendants.
     level_queries, level_keys: int64. rows of the levels with several segments, back to back (single ones are slices).
     level_cu_seqlens_q, level_cu_seqlens_k: int32. bounds of the same calls, back to back, each from 0.
-    runs: for layers with a recurrent state, if they were asked for.
+    runs: for layers with a recurrent state, if requested.
     context: rows of earlier passes, if these rows attend to any. Paths and `max_seqlen` then count from the root, and
         `path_keys` from U on are context rows.
     blocks: rows that attend in both directions, if there are any.

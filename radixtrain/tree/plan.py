@@ -222,7 +222,7 @@ def build_prefix_plan(
     order, lengths, starts = by_order.order, by_order.lengths, bounds[by_order.order]
     lcp = by_order.lcp if min_shared_tokens == 1 else without_small_branches(by_order.lcp, min_shared_tokens)
     num_new = lengths - lcp
-    depth_minus_row = lengths - np.add.accumulate(num_new)  # of the rows that each sequence brings, its last ones
+    depth_minus_row = lengths - np.add.accumulate(num_new)  # of the last rows that each sequence adds
     row_minus_token = np.zeros(len(bounds) - 1, dtype=np.int64)
     row_minus_token[order] = -starts - depth_minus_row
 
@@ -261,7 +261,7 @@ def _copy_shared_heads(inverse: IntArray, starts: IntArray, lcp: IntArray) -> No
     """Write the rows of the tokens that a sequence shares with the one before it in sorted order, in place."""
     before, num_before, head = 0, 0, inverse[:0]
     for start, shared in zip(starts.tolist(), lcp.tolist(), strict=True):
-        if shared != num_before:  # else the one before took the same head from its own neighbour
+        if shared != num_before:  # else the sequence before took the same head from its neighbour
             head = inverse[before : before + shared]
         if shared:
             inverse[start : start + shared] = head
@@ -278,7 +278,7 @@ def _move_to_first_occurrences(
     places = ((order[1:] < order[:-1]) & (lcp[1:] > 0)).nonzero()[0] + 1
     if not len(places):
         return
-    places = places[order[places].argsort()]  # the earliest first, so that little is left to move for the others
+    places = places[order[places].argsort()]  # earliest first, so that the others need to move little
     first, end = starts[places], starts[places] + lcp[places]
     for start, stop, row in zip(first.tolist(), end.tolist(), inverse[end - 1].tolist(), strict=True):
         if start < gather[row]:  # else the last shared row, and so every one above it, came earlier

@@ -33,7 +33,7 @@ class RadixInputs(Movable):
     prediction_rows: (P,), int64. which of the R predictors each entry of `shift_labels` belongs to.
     place_rows: (P,), int64, on the host. `prediction_rows`, for a model that computes its own loss: its head gets a row
         for each of them. None if it gets the R predictors.
-    loss_weights: (P,). how many original tokens each entry stands for, int64; or the weight it was given, float32.
+    loss_weights: (P,). how many original tokens each entry stands for, int64; or its given weight, float32.
     label_indices: (P,), int64. the original token that each entry is, counted over all features back to back; None if
         an entry may stand for several.
     old_logprobs, advantages: (P,), float32. as they were given, if they were.

@@ -1,8 +1,7 @@
 """Compares radixtrain with ordinary Hugging Face on the same model and data: loss and every parameter's gradient.
 
 Both arms are compared with the float64 truth of `radixtrain/verification/oracle.py`, in every precision that matters. A
-close loss proves little (a wrong mask moved it by 0.07 % when it was measured), so gradients are compared, tensor by
-tensor.
+close loss proves little (a wrong mask was measured to move it by 0.07 %), so gradients are compared by tensor.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ def verify_arms(
     before = prepared_options(model)
     allowed = before["allow_dropout"] if before else ()
     rungs = []
-    with _as_it_was(model, before), without_dropout(model, allowed), _without_added_losses(model):
+    with _restored_afterwards(model, before), without_dropout(model, allowed), _without_added_losses(model):
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise UserError("no parameter of the model requires a gradient, so there is nothing to compare")
         prepare_model(model, attention=attention, kernel="auto", allow_dropout=allowed)  # refuses before it computes
@@ -217,7 +216,7 @@ def _kernel_of(precision: str, kernel: str) -> str:
 
 
 @contextmanager
-def _as_it_was(model: nn.Module, before: Mapping[str, Any] | None) -> Iterator[None]:
+def _restored_afterwards(model: nn.Module, before: Mapping[str, Any] | None) -> Iterator[None]:
     try:
         with same_buffers(model):
             yield

@@ -163,7 +163,7 @@ def check_columns(columns: object, where: str) -> dict[str, str | None] | None:
             raise UserError(f"{where}: {_unknown(ours, theirs)}")
     named = [theirs for theirs in columns.values() if theirs is not None]
     if twice := sorted({theirs for theirs in named if named.count(theirs) > 1}):
-        raise UserError(f"{where}: {', '.join(twice)} is named more than once; one column of the file is one of ours")
+        raise UserError(f"{where}: {', '.join(twice)} is named more than once; each column of the file may have one")
     return dict(columns)
 
 
@@ -195,4 +195,4 @@ def _unknown(ours: object, theirs: object) -> str:
     if theirs in OURS:
         return f"write {theirs}: {ours} (our name first, then the file's)"
     meant = did_you_mean(str(ours), OURS, f"; ours are {', '.join(OURS)}")
-    return f"{ours!r} is none of our columns{meant}"
+    return f"{ours!r} is not one of our columns{meant}"

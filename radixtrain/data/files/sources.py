@@ -68,7 +68,7 @@ def as_sources(value: object, columns: object = None, key: str = KEY) -> list[So
     sources = [_source(item, mapping, key) for item in items]
     labels = [source.label for source in sources]
     if twice := sorted({label for label in labels if labels.count(label) > 1}):
-        raise UserError(f"{key}: {', '.join(twice)} is there more than once; give each a name, or a weight to one")
+        raise UserError(f"{key}: {', '.join(twice)} occurs more than once; give each a name, or one a weight")
     return sources
 
 
@@ -226,7 +226,7 @@ def data_files_of(folder: str, split: str | None) -> list[str]:
     if not data:
         raise UserError(f"{folder}: holds no data file; expected {KINDS}, or a folder written by save_to_disk")
     if other:
-        raise UserError(f"{folder}: {Path(other[0]).name} is no data file that can be read; {_choose(folder, data)}")
+        raise UserError(f"{folder}: {Path(other[0]).name} is not a data file that can be read; {_choose(folder, data)}")
     data = _of_split(folder, data, split)
     kinds = sorted({kind_of_file(file) for file in data})
     if len(kinds) > 1:
@@ -255,7 +255,7 @@ def _visible_files(folder: str) -> list[str]:
 
 def _check_ends(file: str) -> None:
     if os.path.exists(file) and not os.path.isfile(file):
-        raise UserError(f"{file}: is a pipe or a device, which may never end; save what it gives as a file")
+        raise UserError(f"{file}: is a pipe or a device, which may never end; save its content as a file")
 
 
 def _is_beside_data(file: Path) -> bool:
@@ -269,7 +269,7 @@ def _of_split(folder: str, files: list[str], split: str | None) -> list[str]:
         named = sorted({found for found in splits.values() if found})
         if len(named) > 1:
             choice = f"{{path: {folder}, split: {'train' if 'train' in named else named[0]}}}"
-            found = f"by the names of its files it holds the splits {', '.join(named)}"
+            found = f"its file names show the splits {', '.join(named)}"
             raise UserError(f"{folder}: {found}; name one, as in {choice}, or name the files")
         return files
     chosen = [file for file, found in splits.items() if found == SPLITS.get(split, split)]

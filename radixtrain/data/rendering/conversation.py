@@ -91,7 +91,7 @@ class Conversation:
             found = f"{full[at : at + 30]!r} and {prompt[at : at + 30]!r}"
             raise DataError(self.where, f"{reason} ({found}); {FIX} that renders both alike{self._switch(start, end)}")
         target = full[len(shown) :]
-        begun = THINK_END if prompt.rstrip().endswith(THINK_END) else ""  # a block that the prompt has closed
+        begun = THINK_END if prompt.rstrip().endswith(THINK_END) else ""  # the prompt has closed the thinking block
         self.check_turns(f"{begun}{target}", range(start, end), thinking_from=start)
         return prompt, target
 
@@ -164,7 +164,7 @@ class Conversation:
         if isinstance(rendered, str) and len(rendered) > MAX_CHARACTERS:
             whose = f"the chat template (chat_template_path, or that of {self.tokenizer.name_or_path})"
             reason = f"{whose} makes more than {MAX_CHARACTERS:,} characters of text"
-            raise UserError(f"{self.where}: {reason}; {FIX} that does less, or leave this row out")
+            raise UserError(f"{self.where}: {reason}; {FIX} that writes less, or leave this row out")
         return rendered
 
     def _checked(self, messages: list[dict[str, Any]], text: str) -> str:

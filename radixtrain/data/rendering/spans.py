@@ -2,20 +2,12 @@
 
 A mark is a word that occurs nowhere in the chat. The chat is rendered with and without one in every message:
 
-    <|im_start|>user
-He[0]llo<|im_end|>
-<|im_start|>assistant
-Hi.[1]<|im_end|>
-<|im_start|>user
-By[2]e<|im_end|>
-
+    <|im_start|>user\nHe[0]llo<|im_end|>\n<|im_start|>assistant\nHi.[1]<|im_end|>\n<|im_start|>user\nBy[2]e<|im_end|>\n
 
 Without its marks this has to be the chat's own rendering. Then each mark is a place in it, and parts of the chat, which
 are rendered with the same marks, tell where message 1, the assistant's, stands:
 
-- It begins after `llo<|im_end|>
-<|im_start|>assistant
-`, which follows mark 0 if only message 0 and the generation
+- It begins after `llo<|im_end|>\n<|im_start|>assistant\n`, which follows mark 0 if only message 0 and the generation
     prompt are rendered, and has to follow it here too.
 - It ends with `<|im_end|>`, which follows mark 1, up to the end-of-turn token, if nothing after message 1 is rendered,
     and has to follow it here too.
@@ -51,7 +43,7 @@ Span = tuple[int, int]
 INSTRUCTING = ("system", "developer")
 MAX_BEFORE_ARGUMENTS = 40  # characters between the name of a tool and its arguments
 NEIGHBOURS = 4  # messages, at least, that are rendered for a turn with those that begin the chat
-TURNS_TRIED = 16  # of a chat that is refused, each with all before it
+TURNS_TRIED = 16  # of a refused chat, each with all before it
 WITHOUT_PROMPT = "the chat template does not write its generation prompt before turn {}"
 
 
@@ -65,7 +57,7 @@ def sample_of_chat(chat: Conversation, turns: list[int], tokenize: DraftTokenize
     try:
         text, spans = find_turns(chat, turns, tokenize)
     except DataError:
-        for turn in filter(None, turns[:TURNS_TRIED]):  # if split_turns: true trains it no more, this is the reason
+        for turn in filter(None, turns[:TURNS_TRIED]):  # if split_turns: true fails too, its error is the reason
             chat.prompt_and_target(turn, turn + 1)
         raise
     for turn, (start, end) in zip(turns, spans, strict=True):
@@ -110,8 +102,7 @@ class _Finder:
         """Find each turn from the messages around it, since rendering all before each one would cost O(turns^2).
 
         All are rendered for the first four turns, for turn 16, 64 ... and the last one, and for a turn that its
-        neighbours do not show. If one of these is elsewhere, the template looks further back, and all are rendered for
-        every turn.
+        neighbours do not show. If one of these is elsewhere, the template looks further back: all, for every turn.
         """
         spans: list[Span] = []
         due = 16
@@ -136,7 +127,7 @@ class _Finder:
         for rest in (self._likely_rest, self._rest):
             with suppress(DataError):
                 span = self._span(turn, messages, rest)
-                header = self._header_in_turn(turn, span)  # more of it may be this turn's prompt than of another one's
+                header = self._header_in_turn(turn, span)  # may hold more of this turn's prompt than another turn does
                 if header in self.headers or rest == self._rest:
                     self.headers.add(header)
                     return span
@@ -207,7 +198,7 @@ class _Finder:
         for known in self._endings(turn, ending, messages[:-1], rest):
             if self.whole.startswith(known, place):
                 return place, place + len(known)
-        raise self.unproven(turn, "the chat template ends turn {} in another way once others follow")
+        raise self.unproven(turn, "the chat template ends turn {} differently once others follow")
 
     def _endings(self, turn: int, ending: str, before: list[Message], rest: Rest) -> Iterator[str]:
         """Yield the ways in which a turn may end in the whole chat: as it does alone, and as earlier turns end.
@@ -281,7 +272,7 @@ class _Finder:
         return next((n for place, n in reversed(self.by_place) if place <= at), 0)
 
     def unproven(self, turn: int, reason: str, fix: str = "set split_turns: true") -> DataError:
-        found = f"{reason.format(turn + 1)}, so where the answers stand in the whole chat is not certain"
+        found = f"{reason.format(turn + 1)}, so where the answers are in the whole chat is not certain"
         return DataError(self.chat.where, f"split_turns: false: {found}; {fix}, or {FIX_MARKERS}")
 
 

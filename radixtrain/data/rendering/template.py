@@ -160,7 +160,7 @@ def warn_of_endless_turns(encoder: Any, rows: Iterable[Row | UnreadRow], stops: 
         add = ", or add the token to eos_token_id in the model's generation_config.json" if is_end else ""
         logger.warning(
             "%d of the last turns of %d chats are trained to end in %r, where generation does not stop (it does at %r "
-            "...): after its answer the model will go on; set chat_template_path to a template that ends turns with "
+            "...): after its answer the model will continue; set chat_template_path to a template that ends turns with "
             "such a token%s",
             *(endless.total(), endings.total(), last, stop, add),
         )
@@ -187,7 +187,7 @@ def _mistakes_of_chat(chat: Conversation) -> Iterator[str]:
     if any("name" in tool and "function" not in tool for tool in tools):
         yield "list tools as {name, ...}: so does the prompt; a server's has {type: function, function: {name, ...}}"
     if any("tool_calls" in message for message in chat.messages) and not tools:
-        yield "call tools and have no `tools`: the prompt does not say which there are, at inference it will"
+        yield "call tools and have no `tools`: the prompt does not list them, but at inference it will"
     calls = [call["function"] for each in chat.messages for call in each.get("tool_calls", ())]
     if any(None in call["arguments"].values() for call in calls):
         yield "call tools with nulls, which are learned: leave out those that a table has put there, as datasets does"

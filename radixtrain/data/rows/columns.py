@@ -126,7 +126,7 @@ def _chat(fields: Fields, name: str, where: str) -> Read:
     for beside in ("prompt", "completion"):
         if beside in fields and not _is_part(fields[beside], messages):
             choices = f"{{messages: {name}}} or {{prompt: prompt, completion: completion}}"
-            raise DataError(where, f"{beside} beside {name}, and it is no part of it: write data.columns: {choices}")
+            raise DataError(where, f"{beside} beside {name}, and it is not part of it: write data.columns: {choices}")
     return _with_columns(messages, {name}, fields, where)
 
 
@@ -209,7 +209,7 @@ def _text(fields: Fields, where: str) -> Read:
         if name in fields:
             raise DataError(
                 where,
-                f"{name} beside text: nobody would learn it; to answer with it, write data.columns: "
+                f"{name} beside text would not be learned; to answer with it, write data.columns: "
                 f"{{user: text, assistant: {name}}}; to learn only the text, {{text: text}}",
             )
     _refuse_system(fields, where)
@@ -226,7 +226,7 @@ def _refuse_system(fields: Fields, where: str) -> None:
 def _refuse_verdict(fields: Fields, where: str) -> None:
     """Refuse rows of preference training such as KTO's, whose completions include examples of what not to write."""
     if str(fields.get("label")).lower() in ("true", "false", "0", "1", "0.0", "1.0"):
-        reason = "says whether the completion is a good one, and all of them would be imitated"
+        reason = "says whether the completion is good, but all would be imitated"
         raise DataError(where, f"label: {reason}; keep the good rows and write data.columns: {{label: null}}")
 
 

@@ -140,7 +140,7 @@ def _check_weight(message: Message, name: str, where: str) -> None:
     if message["role"] == "assistant" and weight == 0:
         message["weight"] = 0
     elif message["role"] != "assistant" and weight == 1:
-        raise DataError(where, f"{name}: weight: 1 asks for loss on the turn; only assistant turns bear loss")
+        raise DataError(where, f"{name}: weight: 1 requests loss on the turn; only assistant turns bear loss")
 
 
 def _is_empty(message: Message) -> bool:

@@ -17,7 +17,7 @@ MEDIA = ("multi_modal_data", "multimodal_inputs", "multimodal_train_inputs")
 UNTRAINED = ("delivery_uncertain", "remove_sample")
 """How SkyRL-capture and miles mark an item whose tokens are context only."""
 WHOLE = ("completed", "truncated")
-"""What miles says of a sample that did not fail."""
+"""The status of a sample that did not fail, in miles."""
 UNRECORDED = "the run was not recorded for training; use its messages"
 
 

@@ -51,11 +51,11 @@ SEQUENCES = {
     ("prompt_token_ids", "completion_token_ids"): CALL,
     ("request.input_ids", "response", "status_code"): RECORD,
 }
-"""The columns that tell that a row is one sequence of a store."""
+"""The columns that mark a row as one sequence of a store, and how it is read."""
 CUT = ("length", "content_filter")
 """Why an answer ended before the model had ended it."""
 PLAIN = frozenset({"input_ids", "messages", "prompt", "conversations", "text"})
-"""Another row with one of these is no run."""
+"""A row with one of these is not a run."""
 
 
 def plain_rows(row: Row) -> list[Row]:
@@ -239,4 +239,4 @@ READERS: dict[str, tuple[tuple[str, ...], Reader]] = {
     "samples": (("response_length",), _samples),
     "response.choices": (("message",), _call),
 }
-"""A place that tells that a row is a run; the columns of which its first item has to have one; and how it is read."""
+"""A place that marks a row as a run; the columns of which its first item must have one; and how it is read."""

@@ -90,7 +90,7 @@ def tokenized(source: Source, encoder: ChatEncoder, options: TokenizingOptions) 
     about["skip_bad_rows"] = options.skip_bad_rows
     entry = options.folder / fingerprint(encoder, about, files)
     if not options.overwrite_cache and _is_whole(entry):
-        with suppress(OSError):  # a folder that others fill may be read-only
+        with suppress(OSError):  # a shared folder may be read-only
             os.utime(entry / ABOUT)  # when it was last used
         return _opened(source, entry, " (tokenised by an earlier run)")
     _delete_unused(options.folder)
@@ -130,7 +130,7 @@ def _check_unchanged(files: Mapping[str, FileContents]) -> None:
     """Raise UserError if a file has changed since before its rows were read."""
     for path, contents in files.items():
         if contents_of(path) != contents:
-            raise UserError(f"{path}: changed while it was read; start again when it is written")
+            raise UserError(f"{path}: changed while it was read; start again when it is complete")
 
 
 def _without_cache(source: Source, encoder: ChatEncoder, options: TokenizingOptions) -> Tokenized:
@@ -215,7 +215,7 @@ def _delete_unused(folder: Path) -> None:
     for entry in folder.iterdir() if folder.is_dir() else ():
         is_left = LEFT.fullmatch(entry.name) is not None
         is_entry = NAME.fullmatch(entry.name) is not None and (entry / SAMPLES).is_file()
-        with suppress(OSError):  # another run deletes it too, or it is of another user
+        with suppress(OSError):  # another run deletes it too, or it belongs to another user
             if (is_left or is_entry) and _days_unused(entry) > (1 if is_left else DAYS_KEPT):
                 shutil.rmtree(entry, ignore_errors=True)
 
@@ -243,7 +243,7 @@ def _written_to(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or error
-        raise UserError(f"data.cache_dir {folder}: cannot be written: {reason}; name a folder that can") from None
+        raise UserError(f"data.cache_dir {folder}: cannot be written: {reason}; name a writable folder") from None
 
 
 @contextmanager

@@ -108,7 +108,7 @@ _worker: tuple[ChatEncoder, bool] | None = None
 def _start(encoder: ChatEncoder, skip_bad_rows: bool) -> None:
     global _worker
     _worker = encoder, skip_bad_rows
-    end_with_parent()  # if it was killed, nobody would send rows again, nor say that there are no more
+    end_with_parent()  # if the parent was killed, nothing would send rows or say that there are no more
 
 
 def _encode_here(rows: list[AnyRow]) -> Block:

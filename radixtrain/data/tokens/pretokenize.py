@@ -1,9 +1,6 @@
 """Texts to token ids, where every distinct piece between added tokens is tokenised once.
 
-    "<|im_start|>system
-Long prompt<|im_end|>
-<|im_start|>user
-Hi"
+    "<|im_start|>system\nLong prompt<|im_end|>\n<|im_start|>user\nHi"
      a token       a piece        a token  piece  token      a piece
 
 A tokenizer of the `tokenizers` library cuts a text at its added tokens (`<|im_start|>`, `</s>`, `<think>` ...) before
@@ -65,7 +62,7 @@ class PieceTokenizer:
             self.is_checked = True
             if not all(map(np.array_equal, self._joined(sample, self.borders), self._whole(sample))):
                 logger.warning(
-                    "this tokenizer does not treat the text between special tokens on its own: rows are slow"
+                    "this tokenizer does not tokenise the text between special tokens separately: rows are slow"
                 )
                 self.borders = None
                 return list(self._whole(texts))
@@ -130,8 +127,7 @@ def _borders(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
 def _longest_of(words: Iterable[str], depth: int = 0) -> str:
     """Return a pattern that matches the longest of these words, as the library does; common beginnings are tried once.
 
-    Gemma 3 has 6,415 added tokens, and trying one after the other took as long as the tokenizer. depth: of nested
-    groups, which `re` limits.
+    Gemma 3 has 6,415 added tokens; trying each took as long as the tokenizer. depth: of groups, which `re` limits.
     """
     longest_first = sorted(set(words), key=lambda word: (-len(word), word))
     if depth == MOST_NESTED:

@@ -3,8 +3,7 @@
 Any other call runs as if nothing had been installed, and the report counts it under the reason found here.
 
 transformers separates the sequences of a packed row at the jumps of `position_ids`, but only in models that pass these
-to their mask. In all others every sequence attends to those before it in the row. Running the model shows which it
-is.
+to their mask. In all others every sequence attends to those before it in the row. Running the model shows which.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def why_unshared(model: nn.Module, backbone: PreTrainedModel, given: Mapping[str
 
     model: around the backbone.
     given: as `arguments_of` returns them.
-    generates: whether the caller may want a cache that only the configuration asks for.
+    generates: whether the caller may want a cache that only the configuration requests.
     """
     decoder = text_decoder_of(backbone)
     if given.get("input_ids") is None:

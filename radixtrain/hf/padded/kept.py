@@ -103,12 +103,12 @@ class KeptPrefixes:
     ) -> str | None:
         """Say why a call that can be shared cannot use the cache; None if it can: then `start` it. given: arguments."""
         if "pixel_values" in given:
-            return "images are given, and it knows tokens by their ids"
+            return "images are given, and the cache compares token ids"
         if not is_frozen(backbone):
             if torch.is_grad_enabled():
                 return "it has gradients"
-            if getattr(model, "peft_config", None):  # its weights change, while those below it are to stay
-                return "an adapter that is trained is on"
+            if getattr(model, "peft_config", None):  # its weights change, while those of the base model must stay
+                return "a trained adapter is active"
         is_sharded = any(hasattr(weight, name) for weight in backbone.parameters() for name in SHARDED)
         if is_sharded or any(type(module).__name__ == FSDP for module in backbone.modules()):
             return "its weights are spread over ranks"
@@ -185,8 +185,8 @@ class KeptPrefixes:
     def _write(self, call: int, new_rows: tuple[Tensor, ...], layout: CachedLayout) -> tuple[Tensor, ...]:
         if any(rows.requires_grad for rows in new_rows):
             raise UserError(
-                "a cache keeps what has no gradient, and a hook asks for one (enable_input_require_grads?): call the "
-                "model under torch.no_grad(), or leave out cache"
+                "a cache keeps rows without gradients, and a hook requests them (enable_input_require_grads?): call "
+                "the model under torch.no_grad(), or leave out cache"
             )
         return self.cache.store.write(call, new_rows, layout)
 

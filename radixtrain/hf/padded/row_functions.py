@@ -23,7 +23,7 @@ from radixtrain.hf.token_losses import for_token_loss
 from radixtrain.loss import logits_cross_entropy, logits_logprobs
 
 PLAIN = int | float | torch.dtype | None
-MIN_SAVING = 1.1  # rows asked for / rows computed: below this, the copies cost more than the head saves
+MIN_SAVING = 1.1  # rows requested / rows computed: below this, the copies cost more than the head saves
 Others: TypeAlias = tuple[Any, ...]
 Named: TypeAlias = Mapping[str, Any]
 # What func(x, *others, **named) is: a Spread for a lazy tensor, or several; itself for x; or an ordinary tensor.

@@ -214,8 +214,7 @@ class PaddedSharing:
     def _of_images(self, images: Images, returned: object) -> SpreadRows | None:
         """Return the features of every image of the batch; None if a tower returns more than these, as SmolVLM's.
 
-        returned: the features of the unique tokens, which the model has cast, to float32 under autocast, and perhaps
-            joined.
+        returned: the features of the unique tokens, perhaps joined, and cast by the model: to float32 under autocast.
         """
         if not isinstance(returned, Tensor):
             return None

@@ -206,7 +206,7 @@ class _AtPlaces(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, spread: Spread) -> Tensor:
-        ctx.set_materialize_grads(False)  # or rows that nothing read got zeros (DistributedDataParallel asks for them)
+        ctx.set_materialize_grads(False)  # or rows that nothing read got zeros (DistributedDataParallel wants them)
         ctx.way_back = gradient_of_rows(spread)
         rows = spread.rows.view(spread.place_rows.shape)
         return functional.embedding(rows, values) if values.ndim == 2 else values[rows]

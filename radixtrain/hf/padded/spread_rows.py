@@ -6,7 +6,7 @@ it are made again from the ordinary one, by the same function in the modes of th
 copy is a copy, before anything is written.
 
 If rows of the table were read with gradients, the gradient at each place does not exist. The lazy tensor then stays in
-front of the ordinary one, to raise a UserError when that gradient is asked for. It also stays while torch holds it.
+front of the ordinary one, to raise a UserError when that gradient is requested. It also stays while torch holds it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class SpreadRows(Tensor):
         if torch._C._are_functorch_transforms_active() or self.node is not self.made_by:
             return False
         if spread.table.is_inference() and torch.is_grad_enabled():
-            return False  # torch's own error, if it is one
+            return False  # if it is an error, torch raises its own
         return spread.dense is None or (spread.was_read and not version_of(spread.dense) and is_checkpointed())
 
     def enter_function(self) -> None:
@@ -123,8 +123,8 @@ class SpreadRows(Tensor):
         if spread.held is not None:
             if version_of(dense) != spread.held and torch._C._current_graph_task_id() >= 0:
                 raise RuntimeError(CHANGED)
-        elif not spread.was_read or dense.grad_fn is not spread.dense_node:  # what was changed has another gradient
-            dense = self._become(dense)
+        elif not spread.was_read or dense.grad_fn is not spread.dense_node:  # a changed tensor has another gradient
+            dense = self._turn_into(dense)
         spread.became[:] = spread.became or [dense]
         derived, spread.derived = [each() for each in spread.derived], []  # torch swaps none with a weak reference
         for each in derived:
@@ -134,7 +134,7 @@ class SpreadRows(Tensor):
                 each.spread.source = None
                 each._settle(found)
 
-    def _become(self, dense: Tensor) -> Tensor:
+    def _turn_into(self, dense: Tensor) -> Tensor:
         """Turn this object into the ordinary tensor, keeping attributes that others set; `dense` if torch cannot."""
         spread, spread.dense = self.spread, None
         others = {name: value for name, value in self.__dict__.items() if name not in ("spread", "made_by")}

@@ -52,7 +52,7 @@ def why_it_cannot_fork(module: nn.Module, forward: Callable[..., Any], given: Ma
 
 def can_fork(module: nn.Module, hidden_size: int) -> bool:
     """Return whether a mixer may start from a state, tried before a batch comes: on its input only, in its dtype."""
-    forward = type(module).forward  # a prepared model has another in its place
+    forward = type(module).forward  # a prepared model has another one set on it
     weights = (x for x in module.parameters() if x.is_floating_point())  # quantized ones are whole numbers
     like = max(weights, key=lambda x: min(x.ndim, 2))  # a matrix: vectors may be wider
     hidden = torch.zeros(1, 1, hidden_size, device=like.device, dtype=like.dtype)
@@ -107,7 +107,7 @@ def _try(module: nn.Module, forward: Callable[..., Any], given: Mapping[str, Any
     """Call `_rows_around_fork`, or return the first line of the error that it ends with."""
     try:
         return _rows_around_fork(module, forward, given, runs)
-    except Exception as error:  # of a kernel, which may be any
+    except Exception as error:  # a kernel may raise anything
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 

@@ -53,7 +53,7 @@ class Mixer:
             return self.replaced(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
-    @torch.compiler.disable  # host integers: traced, it would be compiled anew for every tree
+    @torch.compiler.disable  # host integers: traced, it would be recompiled for every tree
     def _on_tree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self.progress.call
         arguments = arguments_by_name(self.module, args, kwargs).items()
@@ -72,7 +72,7 @@ class Mixer:
             self.trials[key] = why_it_cannot_fork(self.module, self.original, given)
             if self.trials[key]:
                 logger.warning(
-                    "%s of layer %s computes every sequence from its first token on: %s (said once for all its layers)",
+                    "%s of layer %s computes every sequence from its first token on: %s (logged once for all layers)",
                     *(type(self.module).__name__, getattr(self.module, "layer_idx", "?"), self.trials[key]),
                 )
         return self.trials[key] != ""

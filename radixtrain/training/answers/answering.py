@@ -92,10 +92,8 @@ Row = tuple[list[int], float, str]
 
 
 class Answer(NamedTuple):
-    """An answer.
-
-    text: without special tokens. token_ids: with the token that ended it. logprob: of all of them, under the model;
-    0 if it was not requested. finish_reason: `stop`, at an end token or a stop string, or `length`.
+    """An answer. text: without special tokens. token_ids: with the token that ended it. logprob: of all of them, under
+    the model; 0 if not requested. finish_reason: `stop`, at an end token or a stop string, or `length`.
     """
 
     text: str

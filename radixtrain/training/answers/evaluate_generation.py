@@ -27,7 +27,7 @@ from radixtrain.training.answers.metrics import Metric, load_metric
 logger = logging.getLogger(__name__)
 
 NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
-NUM_TRIED = 2  # rows that are answered before the first step, so that what fails does so then
+NUM_TRIED = 2  # rows that are answered before the first step, to fail early
 TAKEN = ("metric", "pattern", "num_samples", "generation_kwargs")  # settings that are not those of `AnswerOptions`
 MOST_ROWS_LOGGED = 1_000  # wandb uploads a whole table at every validation
 
@@ -51,7 +51,7 @@ class EvaluateGeneration(L.Callback):
     """Judges a model by its answers to validation rows, cut before their last answer, after each validation.
 
     The metric is logged as `eval_` and its name, before checkpoints and early stopping look at it. The answers are
-    written into `answers/` of the output folder. Training goes on as if nothing had been generated: no random generator
+    written into `answers/` of the output folder. Training is not affected by the generation: no random generator
     is touched.
     """
 
@@ -134,7 +134,7 @@ class EvaluateGeneration(L.Callback):
         with self.interruptible(), trainer.precision_plugin.forward_context():
             answers = answer_prompts(module.model, prompts, tokenizer, options, module.hparams.dedup).answers
         rows, targets = _rows(prompts, tokenizer), _targets(prompts, tokenizer)
-        with isolate_rng():  # a metric of the user may draw, and reads what it likes
+        with isolate_rng():  # a metric of the user may draw random numbers
             scores = ranks().broadcast_from_rank0(lambda: metric([answer.text for answer in answers], targets, rows))
         return [
             Judged(row["row"], row["prompt"], answer.text, target, score, answer.finish_reason)

@@ -14,7 +14,7 @@ from radixtrain.errors import UserError, did_you_mean, first_line
 
 KEY = "evaluate_generation.metric"
 OWN_METRICS = ("exact_match", "contains", "regex")
-LOGGED = ("loss",)  # names that `eval_` already stands before
+LOGGED = ("loss",)  # names that have an `eval_` metric already
 
 Rows = Sequence[Mapping[str, str]]
 Judge = Callable[[list[str], list[str], Rows], Any]
@@ -97,7 +97,7 @@ def _regex(pattern: str | None) -> Judge:
     try:
         compiled = re.compile(pattern)
     except re.error as error:
-        raise UserError(f"evaluate_generation.pattern: {pattern!r} is no regular expression: {error}") from None
+        raise UserError(f"evaluate_generation.pattern: {pattern!r} is not a regular expression: {error}") from None
 
     def judge(answers: list[str], targets: list[str], rows: Rows) -> list[bool]:
         expected = [_found(compiled, target) for target in targets]

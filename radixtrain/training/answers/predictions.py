@@ -28,7 +28,7 @@ from radixtrain.training.speed import Speed
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MAX_TOKENS = 65_536  # of prompts and answers that are kept
+MAX_TOKENS = 65_536  # of the prompts and answers to keep
 NOT_FINITE = re.compile(r"(?<![\w\"])(NaN|-?Infinity)(?![\w\"])")
 
 

@@ -47,8 +47,8 @@ class FSDP2Strategy(DDPStrategy):
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            loop.inference_mode = False  # training could not use weights that were gathered in it
-        if not isinstance(self.model, FSDPModule):  # by an earlier run
+            loop.inference_mode = False  # training cannot use weights that were gathered under it
+        if not isinstance(self.model, FSDPModule):  # unless an earlier run did it
             self.precision_plugin.convert_module(self.model)
             self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -136,7 +136,7 @@ def check_shardable(model: Any) -> None:
             if owner.setdefault(parameter, number) != number:
                 raise UserError(
                     f"trainer.strategy fsdp2: layers {owner[parameter]} and {number} of {type(model).__name__} share a "
-                    f"weight, and each layer is sharded by itself; use ddp"
+                    f"weight, and each layer is sharded separately; use ddp"
                 )
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and path.endswith("experts"):

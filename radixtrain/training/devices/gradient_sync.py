@@ -51,11 +51,11 @@ def warm_up_buckets(module: Any) -> None:
     place in a bucket: the first step of a resumed run would be rounded differently than without the interruption.
     """
     wrapper = _wrapper(module)
-    if wrapper is None or wrapper.find_unused_parameters:  # then DDP leaves them as they are
+    if wrapper is None or wrapper.find_unused_parameters:  # then DDP does not change them
         return
     trained = _trained(module)
     module.trainer.strategy.pre_backward(torch.zeros((), device=module.device))
-    for parameter in reversed(trained):  # about the order in which gradients are ready
+    for parameter in reversed(trained):  # roughly the order in which gradients are ready
         torch.autograd.backward([parameter], [torch.zeros_like(parameter)])
     for parameter in trained:
         parameter.grad = None
@@ -91,9 +91,9 @@ class _Gradients:
         self.trained = trained
         self.held: list[Tensor | None] = [None] * len(trained)
         self.reached: set[int] = set()
-        """Places in `trained`, by any micro-batch of the step."""
+        """Indices in `trained` of the parameters that any micro-batch of the step has reached."""
         self.reached_last: set[int] = set()
-        """The same, by the last one."""
+        """Likewise, those that the last micro-batch has reached."""
 
     def add(self, run: Callable[[], None]) -> None:
         """Run the backward pass of a micro-batch."""

@@ -26,7 +26,7 @@ from radixtrain.training.devices.rank_monitor import GRACE, RankMonitor, first_t
 Value = TypeVar("Value")
 Start = Mapping[str, str]
 PATIENCE = 2.0  # seconds that a rank waits for rank 0, which may have found the same error
-SECONDS_TO_END = 10.0  # for a process that has nothing left to do
+SECONDS_TO_END = 10.0  # for a process to end once its work is done
 
 
 class Processes:
@@ -191,7 +191,7 @@ def reported_error(error: BaseException, monitor: RankMonitor) -> BaseException:
     process ends within `GRACE` seconds.
     """
     rank, code = ranks().rank, error.code if isinstance(error, Stopped) else 1
-    ending = threading.Timer(GRACE, os._exit, (code,))  # whatever libraries wait for when Python ends
+    ending = threading.Timer(GRACE, os._exit, (code,))  # even if libraries block at Python's exit
     ending.daemon = True
     ending.start()
     if isinstance(error, Stopped):

@@ -1,6 +1,4 @@
-"""What has started this process, its rank and their number: read from the environment before there is a process
-group.
-"""
+"""What started this process, its rank and their number: from the environment, before there is a process group."""
 
 from __future__ import annotations
 
@@ -17,11 +15,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PARENT = "RADIXTRAIN_PARENT"  # in the environment of a process that `fit` has started itself: the process that did
+PARENT = "RADIXTRAIN_PARENT"  # variable of a process that `fit` has started itself: the id of the parent
 ON_SEVERAL = ("fit", "validate", "test", "predict")  # commands that run on several devices
-# Counts of copies of a process that do not know of one another, by what starts them.
+# Variables that count copies of a process without a launcher, by what starts them.
 COPIES = {"mpirun": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"), "a launcher": ("WORLD_SIZE",)}
-INTERACTIVE = ("bash", "interactive")  # names of the jobs that `srun --pty` and `salloc` make: their tasks are no ranks
+INTERACTIVE = ("bash", "interactive")  # job names that `srun --pty` and `salloc` give: their tasks are not ranks
 
 
 @dataclass(frozen=True)

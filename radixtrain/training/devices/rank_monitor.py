@@ -1,5 +1,4 @@
-"""Side channel (TCP) from every rank to rank 0, beside torch.distributed: which rank prints an error, and which is
-gone.
+"""Side channel (TCP) from every rank to rank 0, beside torch.distributed: which rank prints an error, which is gone.
 
 A background thread reads it, so a rank that is blocked in a collective still learns of a failure. Before it runs, a
 watchdog ends the processes that a process has started once one of them dies.
@@ -23,17 +22,16 @@ from weakref import WeakSet
 
 from radixtrain.distributed import ranks
 
-GRACE = 15.0  # seconds for a process to end by itself once another is gone, or reports why the run ends
+GRACE = 15.0  # seconds for a process to end on its own once another is gone, or reports why the run ends
 POLL_SECONDS = 0.5
 CONNECTING = 60.0  # seconds
-ASK, YES, NO, END = b"T", b"Y", b"H", b"E"  # may I report? yes; another rank does; the run has ended well
+ASK, YES, NO, END = b"T", b"Y", b"H", b"E"  # "may I report?"; "yes"; "no, another rank does"; "the run ended well"
 
 Children = Sequence[subprocess.Popen[bytes]]  # the other ranks, from 1 on
 
 
 class RankMonitor:
-    """Connects each rank to rank 0. Make one on each once the ranks have found one another; `close` it after a good
-    end.
+    """Connects each rank to rank 0. Make one once the ranks have found one another, and `close` it after a good end.
 
     children: the other ranks, from 1 on, if this process has started them.
     is_reported: set when another rank reports why the run ends, or when one is known to be gone.
@@ -176,7 +174,7 @@ def _watch(is_gone: Callable[[], Any], until: threading.Event, children: Childre
         while not is_gone():
             if until.wait(POLL_SECONDS):
                 return
-        time.sleep(GRACE)  # to find out by itself that another is gone, and to say what is saved
+        time.sleep(GRACE)  # so that it notices itself that another is gone, and says what is saved
         _end_all(children, first_to_end(children))
 
     threading.Thread(target=watch, daemon=True).start()
@@ -184,7 +182,7 @@ def _watch(is_gone: Callable[[], Any], until: threading.Event, children: Childre
 
 def _end_all(children: Children, reason: str) -> None:
     if reason:
-        os.write(2, f"error: {reason}; go on with --ckpt_path last\n".encode())
+        os.write(2, f"error: {reason}; resume with --ckpt_path last\n".encode())
     for child in children:
         child.kill()
     os._exit(1)

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     import lightning as L
 
 
-FIRST_PORT = 15_000  # of those that jobs of SLURM meet at
+FIRST_PORT = 15_000  # for the ranks of SLURM jobs to meet at
 DDP = ("ddp", "ddp_find_unused_parameters_false", "ddp_find_unused_parameters_true")
 ACCEPTED = ("auto", *DDP, "fsdp2")
 
 
-# How names of Lightning that are refused begin, the longest first, and what to do in place of them.
+# Prefixes of Lightning's names that are refused, the longest first, and what to use instead.
 REFUSED = {
     "ddp_notebook": "it forks a process that has imported CUDA; ddp starts new ones",
     "ddp_fork": "it forks a process that has imported CUDA; ddp starts new ones",
@@ -41,11 +41,11 @@ REFUSED = {
 }
 
 
-# Options of Lightning's DDP that do not leave the gradient of a step as it is.
+# Options of Lightning's DDP that change the gradient of a step.
 CHANGING = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period", "mixed_precision")
 
 
-# Keys that need whole weights outside of a pass through the model, by the commands that read them.
+# Keys that need whole weights outside of a forward pass, by the commands that read them.
 WHOLE = {
     "model.load_in_4bit": ON_SEVERAL,
     "model.verify_first_batch": ("fit",),
@@ -98,7 +98,7 @@ def check_devices(trainer: L.Trainer, timeout: timedelta, sp_size: int = 1) -> N
     if isinstance(strategy, DDPStrategy):
         is_nccl = any(device.type == "cuda" for device in strategy.parallel_devices or ())
         strategy._timeout = timeout + NCCL_LATER if is_nccl else timeout
-        # Otherwise gradients are held twice. False is no wish: a class in a configuration file has every default set.
+        # Otherwise gradients are held twice. False is not a choice: a class in a file has every default set.
         strategy._ddp_kwargs["gradient_as_bucket_view"] = True
     elif not isinstance(strategy, SingleDeviceStrategy):
         raise UserError(f"trainer.strategy {type(strategy).__name__}: use {' or '.join(ACCEPTED[1:])}")
@@ -157,7 +157,7 @@ def _check_split(settings: Any, command: str) -> None:
         raise UserError(f"sp_size {settings.sp_size}: only unique rows are split, and dedup is false; set sp_size: 1")
     if command == "fit" and settings.model.verify_first_batch:
         raise UserError(
-            f"model.verify_first_batch: not with sp_size {settings.sp_size}, since one rank compares by itself; "
+            f"model.verify_first_batch: not with sp_size {settings.sp_size}, since one rank compares alone; "
             f"leave it out, and run the command verify"
         )
 

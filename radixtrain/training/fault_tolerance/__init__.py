@@ -5,7 +5,7 @@
 | `position.py` | three numbers that say where a run is, and Lightning's loops made from them |
 | `saving.py` | when a checkpoint is written, and Lightning's `CheckpointIO` for our folders |
 | `run_state.py` | what else it keeps, random generators included; its weights into a module; the check of the model |
-| `resume.py` | how a run goes on from it, and which settings may differ |
+| `resume.py` | how a run continues from it, and which settings may differ |
 | `signals.py`, `slurm.py` | requests to save and to stop: signals, files, and a scheduler |
 | `nonfinite_guard.py` | NaN and Inf in losses, gradients and weights, before they do harm |
 | `failures.py` | errors of the machine and of lost ranks in one line, with a remedy |

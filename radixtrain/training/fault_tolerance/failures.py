@@ -60,12 +60,12 @@ def explain(error: BaseException, output_dir: Path | None, gone: Callable[[], st
     if isinstance(error, UserError):
         return None
     causes = [(cause, f"{type(cause).__name__}: {cause}") for cause in _chain(error)]
-    of_workers = (_not_handed_over(text) for _, text in causes)  # torch says of their codes in the cause of its error
+    of_workers = (_not_handed_over(text) for _, text in causes)  # torch has their exit codes in the cause of its error
     if reason := next(filter(None, of_workers), None):
         return f"{reason}{_last_checkpoint(output_dir)}"
     for cause, text in causes:
         if isinstance(cause, FileNotFoundError) and output_dir is not None and not output_dir.exists():
-            way_out = "give it its name again, and go on with --ckpt_path auto"
+            way_out = "restore its name, and resume with --ckpt_path auto"
             return f"output_dir {output_dir} is gone, renamed or removed while the run wrote into it: {way_out}"
         reason = _no_room(cause, text, output_dir) or _no_memory(cause, text)
         reason = reason or _killed_worker(cause, text) or lost_rank(cause, gone)
@@ -172,7 +172,7 @@ def _no_room(error: BaseException, text: str, output_dir: Path | None) -> str | 
 def _no_memory(error: BaseException, text: str) -> str | None:
     amount = re.search(ASKED_FOR, text)
     size = bytes_text(int(amount[1])) if amount and amount[1].isdecimal() else amount and amount[1]
-    asked_for = f" when {size} more were asked for" if size else ""
+    asked_for = f" when {size} more were requested" if size else ""
     if isinstance(error, torch.OutOfMemoryError) or re.search(NO_DEVICE_MEMORY, text):
         return f"the device ran out of memory{asked_for}: {LESS_MEMORY}, or model.activation_checkpointing: true"
     if isinstance(error, MemoryError) or re.search(NO_MEMORY, text):
@@ -193,7 +193,7 @@ def _killed_worker(error: BaseException, text: str) -> str | None:
     worker = f"a DataLoader worker (process {match[1]})" if match else "a DataLoader worker"
     how = f"was killed by signal {match[2]}" if match and match[2] else "was killed"
     return (
-        f"{worker} {how}, which is what a machine does that runs out of memory: {LESS_DATA_MEMORY}, or set "
+        f"{worker} {how}, probably because the machine ran out of memory: {LESS_DATA_MEMORY}, or set "
         f"data.max_tokens to a smaller number"
     )
 
@@ -205,7 +205,7 @@ def _last_checkpoint(output_dir: Path | None) -> str:
     if not os.path.lexists(last):
         return ". No checkpoint was written yet; --ckpt_path auto starts again"
     name = os.readlink(last) if last.is_symlink() else last.read_text(encoding="utf-8").strip()
-    return f". The last checkpoint is {last.parent / name}; go on with --ckpt_path last"
+    return f". The last checkpoint is {last.parent / name}; resume with --ckpt_path last"
 
 
 def _free(path: Path) -> str:

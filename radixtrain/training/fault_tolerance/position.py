@@ -62,15 +62,14 @@ def check_not_beyond(trainer: L.Trainer, position: Position, epoch_length: int) 
         if limit not in (None, -1) and taken > limit:
             what = name.removeprefix("max_")
             raise UserError(
-                f"ckpt_path: {taken:,} {what} were begun, and trainer.{name} is {limit:,}; raise it to go on"
+                f"ckpt_path: {taken:,} {what} were begun, and trainer.{name} is {limit:,}; raise it to continue"
             )
 
 
 def sync_loop_counters(trainer: L.Trainer) -> None:
     """Mark the epoch as not restarted when training starts, after Lightning has restored its loops.
 
-    Otherwise a run with `max_steps` spends its first loop iteration on finding that out, and counts it as a step in the
-    log.
+    Otherwise a run with `max_steps` spends its first loop iteration on finding that out, and logs it as a step.
     """
     loop = trainer.fit_loop.epoch_loop
     if loop.batch_progress.current.ready == 0:

@@ -18,20 +18,20 @@ from radixtrain.training.optimizer import epoch_length, num_steps_of_run, set_hy
 
 logger = logging.getLogger(__name__)
 
-# Keys that are part of what the model computes.
+# Keys that change what the model computes.
 PARTS_OF_THE_MODEL = (
     *("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "use_dora", "use_rslora"),
     *("load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "bnb_4bit_use_double_quant"),
 )
-# Keys that no step of training reads, or that are compared by what they lead to: weights, rows, steps.
+# Keys that no training step reads, or whose effects are compared: weights, rows, steps.
 WITHOUT_EFFECT = (
     *("model_name_or_path", "scores", "next_tokens", "normalize_embeddings", "generate", "verify_first_batch"),
     *("train_file", "validation_file", "test_file", "predict_file", "columns", "predict_unlabelled", "predict_prompts"),
     *("dataset_num_proc", "cache_dir", "overwrite_cache", "dataloader_num_workers", "on_bad_row", "sp_size"),
 )
-# Keys of `data` by which the steps are drawn: a position among others would mean nothing.
+# Keys of `data` that decide how steps are drawn: a position among other steps would mean nothing.
 DRAWING = ("batch_size", "shuffle_dataset", "group_by_prefix", "seed", "val_size")
-# Keys of `data` on which the rows depend, and their labels.
+# Keys of `data` that decide the rows and their labels.
 OF_ROWS = (
     *("train_file", "columns", "max_length", "excess_length_strategy", "on_bad_row", "assistant_only_loss"),
     *("completion_only_loss", "split_turns", "train_on", "chat_template_path", "chat_template_kwargs", "system_prompt"),
@@ -77,10 +77,10 @@ def check_settings_of_run(checkpoint: Path, module: Any, data: Any) -> None:
     saved = read_settings(checkpoint)
     was, now = (_drawing(each) for each in (saved["datamodule_hyper_parameters"], data.hparams))
     if changed := parts_of_the_model(saved["hyper_parameters"], module.hparams):
-        raise UserError(f"ckpt_path: {', '.join(changed)}, which would be another model; give the value of the run")
+        raise UserError(f"ckpt_path: {', '.join(changed)}, which would change the model; use the value of the run")
     _check_optimizer(saved["hyper_parameters"], module.hparams)
     if changed := [f"data.{change}".replace("data.seed", "seed_everything") for _, change in _changes(was, now)]:
-        raise UserError(f"ckpt_path: {', '.join(changed)}, which would draw other steps; give the value of the run")
+        raise UserError(f"ckpt_path: {', '.join(changed)}, which would change the steps; use the value of the run")
 
 
 def restore_position(checkpoint: dict[str, Any], module: Any) -> None:
@@ -101,7 +101,7 @@ def restore_position(checkpoint: dict[str, Any], module: Any) -> None:
     length, was = epoch_length(module.trainer, module.steps_per_epoch), state["epoch_length"]
     if not length:
         return
-    # Lightning compares the data after the model is restored: too late, since others have epochs of another length.
+    # Lightning compares the data after it restores the model: too late, since epochs may have another length.
     data = module.trainer.datamodule
     if (data_state := checkpoint.get(type(data).__qualname__)) is not None:
         try:
@@ -126,7 +126,7 @@ def apply_settings(module: Any) -> None:
     optimizer, scheduler = module.trainer.optimizers[0], module.trainer.lr_scheduler_configs[0].scheduler
     set_hyperparameters(optimizer, scheduler, module, module.hparams)
     rate = optimizer.param_groups[0]["lr"]
-    logger.info("goes on after step %s, with a learning rate of %.3g", f"{module.position.num_steps:,}", rate)
+    logger.info("resumes after step %s, with a learning rate of %.3g", f"{module.position.num_steps:,}", rate)
 
 
 def _check_optimizer(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:

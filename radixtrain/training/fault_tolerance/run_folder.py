@@ -65,7 +65,7 @@ def check_output_dir(output_dir: str | os.PathLike[str]) -> Path:
 
 
 def is_resumed(output_dir: Path, ckpt_path: str | os.PathLike[str] | None) -> bool:
-    """Return whether the run in this folder goes on: `ckpt_path` is a word, or lies in it and in no run below it."""
+    """Return whether the run in this folder continues: `ckpt_path` is a word, or lies in it and in no run below it."""
     if ckpt_path is None or str(ckpt_path) in WORDS:
         return ckpt_path is not None
     path, home = Path(ckpt_path).resolve(), output_dir.resolve()
@@ -90,24 +90,24 @@ def check_new_run(
     changes: called with a checkpoint, returns which of its settings this run does not have.
     """
     if ckpt_path == AUTO and overwrite:
-        raise UserError("ckpt_path auto goes on and never replaces a run: leave out overwrite, or ckpt_path")
-    has_come_back, goes_on = _recover(output_dir), is_resumed(output_dir, ckpt_path)
+        raise UserError("ckpt_path auto resumes and never replaces a run: leave out overwrite, or ckpt_path")
+    has_come_back, continues = _recover(output_dir), is_resumed(output_dir, ckpt_path)
     found, parts = committed(output_dir / "checkpoints"), _parts_of_run(output_dir)
-    if has_come_back and goes_on and found and not _is_named(Path(ckpt_path or "")):
+    if has_come_back and continues and found and not _is_named(Path(ckpt_path or "")):
         (manifest, path), *_ = found
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime((path / "manifest.json").stat().st_mtime))
         other = "; ".join(list(changes(path))[:3])
-        EarlierRun(output_dir).__enter__()  # until somebody names a checkpoint of it, or replaces it
+        EarlierRun(output_dir).__enter__()  # until a checkpoint of it is named, or it is replaced
         raise UserError(
             f"ckpt_path {ckpt_path}: the run that was to replace the one in {output_dir} was killed before its first "
             f"checkpoint, and only the earlier one is left, of {since}, step {manifest.step:,}, with "
-            f"{f'other settings ({other})' if other else 'the same settings'}; go on from that with --ckpt_path "
+            f"{f'other settings ({other})' if other else 'the same settings'}; resume that one with --ckpt_path "
             f"{path}, or replace it with --overwrite true"
         )
     if ckpt_path == AUTO and not any(_checkpoints(output_dir)) and "model/" in parts:
-        goes_on = False  # what a run without checkpoints has left is not discarded
-    if parts and not overwrite and not goes_on:
-        way_out = "go on from it with --ckpt_path auto, " if parts != ["model/"] and ckpt_path != AUTO else ""
+        continues = False  # files of a run without checkpoints are not discarded
+    if parts and not overwrite and not continues:
+        way_out = "resume it with --ckpt_path auto, " if parts != ["model/"] and ckpt_path != AUTO else ""
         raise UserError(
             f"output_dir {output_dir} holds another run ({', '.join(parts)}); {way_out}replace it with "
             f"--overwrite true, or set another output_dir"
@@ -134,7 +134,7 @@ class EarlierRun:
     def __enter__(self) -> EarlierRun:
         _recover(self.output_dir)
         moving = self.output_dir / MOVING
-        for path in _belongings(self.output_dir):
+        for path in _files_of_run(self.output_dir):
             _move(path, self.output_dir, moving)
         if moving.is_dir():
             moving.rename(self.output_dir / ASIDE)
@@ -167,7 +167,7 @@ def logs_of_run(folders: Sequence[Path], has_begun: Callable[[], bool]) -> Itera
         yield
     finally:
         for folder in () if has_begun() else folders:
-            with suppress(OSError):  # what the run ends with is not to be replaced by this
+            with suppress(OSError):  # do not hide the error that ends the run
                 for path in set(_of_loggers(folder)) - before:
                     path.unlink()
                 _remove_empty(each for each in (folder, *folder.parents) if each not in before)
@@ -220,7 +220,7 @@ def _has_trained(metrics: Path) -> bool:
         return OF_TRAINING in file.readline().strip().split(",")
 
 
-def _belongings(output_dir: Path) -> list[Path]:
+def _files_of_run(output_dir: Path) -> list[Path]:
     """List everything of the run, and nothing else: of `checkpoints/` and `logs/` only what a run writes there."""
     unfinished, logs = output_dir.glob("checkpoints/.*.*"), output_dir.glob("logs/version_*")
     paths = (*_checkpoints(output_dir), *unfinished, *logs, *(output_dir / name for name in OF_A_RUN))
@@ -243,7 +243,7 @@ def _recover(output_dir: Path) -> bool:
         EarlierRun(output_dir).forget()
     elif aside.is_dir():
         aside.rename(moving)
-    for path in _belongings(moving):
+    for path in _files_of_run(moving):
         delete(output_dir / path.relative_to(moving))
         _move(path, moving, output_dir)
     if moving.is_dir():
@@ -314,7 +314,7 @@ def _opened(path: Path) -> int:
 
 
 def _no_lock(path: Path) -> str:
-    return f"{path} is there and is no lock of radixtrain (a link, or something of others): move it away"
+    return f"{path} exists and is not a lock of radixtrain (but a link, or another program's): move it away"
 
 
 def _in_use(folder: Path, holder: str) -> str:

@@ -67,7 +67,7 @@ def check_same_model(checkpoint: Mapping[str, Any], module: Any) -> None:
     if state is None:
         raise UserError("ckpt_path: not a checkpoint of `radixtrain fit`; name one of those in its output_dir")
     if changed := parts_of_the_model(checkpoint["hyper_parameters"], module.hparams):
-        raise UserError(f"ckpt_path: {', '.join(changed)}, which would be another model; give the value of the run")
+        raise UserError(f"ckpt_path: {', '.join(changed)}, which would change the model; use the value of the run")
     if differs := _first_difference(state["config"], _config_of(module.model)):
         raise UserError(f"ckpt_path: the checkpoint is of a model with another configuration: {differs}")
     if state["base"]:
@@ -155,7 +155,7 @@ def set_states_of_ranks(states: list[Mapping[str, Any]]) -> None:
 
 
 def seed_per_rank() -> None:
-    """Seed this rank for its own dropout masks; rank 0 goes on as a single process would.
+    """Seed this rank for its own dropout masks; rank 0 continues as a single process would.
 
     Called once all that must be equal on the ranks, such as a new adapter, has been drawn from the seed of the run.
     """

@@ -38,7 +38,7 @@ class SaveCheckpoints(L.Callback):
     folder: of the checkpoints.
     requests: of signals and files.
     every_steps: optimizer steps between two checkpoints; None for no such schedule.
-    every_minutes: minutes between two checkpoints; None likewise.
+    every_minutes: minutes between two checkpoints; None: not by time.
     total_limit: checkpoints that are kept; the one in `keep` does not count.
     is_scheduled: False where the user's own callback writes the checkpoints: then only a request to save or to stop,
         and an error, write one.
@@ -60,12 +60,12 @@ class SaveCheckpoints(L.Callback):
         self.every_seconds = None if every_minutes is None else 60 * every_minutes
         self.is_scheduled, self.is_enabled = is_scheduled, is_enabled
         self.last: Path | None = None
-        """The newest one that this run has written, or from which it went on if that is in the same folder."""
+        """The newest checkpoint that this run wrote, or resumed from if it is in the same folder."""
         self.keep: Path | None = None
-        """Never removed."""
+        """A checkpoint that is never removed: the best one."""
         self.on_saved: list[Callable[[Path], None]] = []
-        """Called on every rank, with the path of a checkpoint that is whole."""
-        self._goes_on_from: Path | None = None
+        """Functions that every rank calls with the path of each complete checkpoint."""
+        self._resumed_from: Path | None = None
         self._saved_at: Position | None = None
         self._saved_when = time.monotonic()
         self._asked = self._is_writing = self._has_started = False
@@ -78,8 +78,8 @@ class SaveCheckpoints(L.Callback):
         """Note the checkpoint that the run resumes from; called even if nothing is left to train."""
         if not trainer.ckpt_path:
             return
-        self._goes_on_from = Path(trainer.ckpt_path)
-        resumed = self._goes_on_from.resolve()
+        self._resumed_from = Path(trainer.ckpt_path)
+        resumed = self._resumed_from.resolve()
         if resumed.parent == self.folder.resolve():
             self.last = self.folder / resumed.name
 
@@ -90,13 +90,13 @@ class SaveCheckpoints(L.Callback):
         self._saved_at = module.position if module.position.num_batches else None
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
-        self._look(trainer, module)
+        self._handle_requests(trainer, module)
         if self._asked or (self.is_scheduled and self._is_due(module.position)):
             self._save(trainer, module)
 
     def on_validation_batch_end(self, trainer: L.Trainer, module: object, *_: object) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._look(trainer, module, validation_pending=True)
+            self._handle_requests(trainer, module, validation_pending=True)
 
     def on_train_epoch_end(self, trainer: L.Trainer, module: object) -> None:
         self._asked |= self.is_scheduled
@@ -124,27 +124,27 @@ class SaveCheckpoints(L.Callback):
         try:
             self._save(trainer, module, validation_pending=bool(trainer.validating))
             if isinstance(exception, NonFinite) and self.last:
-                logger.warning("the last good step is saved; go on from it with --ckpt_path %s", self.last)
-        except Exception as error:  # the one that ends the run is the one to tell
+                logger.warning("the last good step is saved; resume it with --ckpt_path %s", self.last)
+        except Exception as error:  # report the error that ends the run instead
             logger.warning("the last good step could not be saved: %s", error)
 
-    def _look(self, trainer: L.Trainer, module: Any, validation_pending: bool = False) -> None:
+    def _handle_requests(self, trainer: L.Trainer, module: Any, validation_pending: bool = False) -> None:
         """Do what signals and files request. Raises Stopped."""
         stop, save = self.requests.poll()
         if stop is not None:
             self._save(trainer, module, validation_pending)
-            raise Stopped(self._farewell(stop.name, module.position), stop.code)
+            raise Stopped(self._stop_message(stop.name, module.position), stop.code)
         if save and not validation_pending:
             self.requests.save = False
             self._save(trainer, module)
 
-    def _farewell(self, name: str, position: Position) -> str:
+    def _stop_message(self, name: str, position: Position) -> str:
         done = f"stopped by {name} after step {position.num_steps}"
         if not position.num_batches:
             return f"stopped by {name} before the first step: nothing to save"
         if self._saved_at is None or self._saved_at.num_batches != position.num_batches:
             return f"{done}: nothing was saved, since trainer.enable_checkpointing is false"
-        return f"{done}, which is saved; go on with --ckpt_path {self.last or self._goes_on_from}"
+        return f"{done}, which is saved; resume with --ckpt_path {self.last or self._resumed_from}"
 
     def _is_due(self, position: Position) -> bool:
         since = position.num_batches - (self._saved_at.num_batches if self._saved_at else 0)
@@ -167,10 +167,10 @@ class SaveCheckpoints(L.Callback):
             return
         check_weights_finite(module, f"the checkpoint of step {position.num_steps} was not written")
         path = self.folder / f"step={position.num_steps}"
-        if not self.folder.parent.is_dir():  # else it would be made again, beside the run that was moved
+        if not self.folder.parent.is_dir():  # or it would be created again, next to the run that was moved
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.folder.parent))
         before, module.position = module.position, position
-        self._is_writing = True  # still after an error, which ends the run: `on_exception` does not write once more
+        self._is_writing = True  # also after an error, which ends the run, so that `on_exception` does not write again
         try:
             _write(trainer, path)
         finally:
@@ -200,7 +200,7 @@ def _write(trainer: L.Trainer, path: Path) -> None:
         if ranks().size > 1:
             try:
                 trainer.strategy.barrier()  # where the others wait after they have saved
-            except Exception:  # they wait elsewhere, and do not come
+            except Exception:  # the others wait elsewhere, and never arrive
                 raise error from None
     if ranks().any(failed is not None):
         raise failed or EndedElsewhere

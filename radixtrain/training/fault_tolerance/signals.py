@@ -44,7 +44,7 @@ STOPS = (
     Stop(signal.SIGUSR1.name, 128 + signal.SIGUSR1, requeue=True),
     Stop("the file stop", 128 + signal.SIGINT),
 )
-"""Ranks tell one another a stop by its place here."""
+"""Why a run may stop. Ranks exchange the index."""
 
 
 class Requests:
@@ -76,7 +76,7 @@ class Requests:
     def __enter__(self) -> Requests:
         self._known = {name: _identity(self.output_dir / name) for name in FILES}
         for path in (self.output_dir / name for name in FILES if self._known[name]):
-            logger.warning("%s: there before the run, and left alone; touch it to ask", path)
+            logger.warning("%s: was there before the run, and is ignored; touch it to request", path)
         if threading.current_thread() is threading.main_thread():
             before = {number: signal.getsignal(number) for number in HANDLED}
             self._before = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}
@@ -171,7 +171,7 @@ class Requests:
 
     def _stopped(self, stop: Stop) -> Stopped:
         if self._is_answering:
-            text = "while answers were generated; what was trained is saved, and --ckpt_path last goes on"
+            text = "while answers were generated; what was trained is saved, and --ckpt_path last resumes"
             return Stopped(f"stopped by {stop.name} {text}", stop.code)
         if self._has_trained:
             return Stopped(f"stopped by {stop.name} after the last step; --ckpt_path last writes the model", stop.code)
@@ -203,7 +203,7 @@ class Requests:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
-            logger.warning("%s cannot be removed (%s); touch it to ask again", path, error.strerror)
+            logger.warning("%s cannot be removed (%s); touch it to request again", path, error.strerror)
         return True
 
 

@@ -18,7 +18,7 @@ from radixtrain.training.devices.launcher_env import INTERACTIVE
 
 logger = logging.getLogger(__name__)
 
-RECORD = ".slurm_job"  # in the output folder: which job wrote it
+RECORD = ".slurm_job"  # in the output folder: names the job that wrote it
 SECONDS = 60  # for `scontrol` to answer
 SEEN_BY_LIGHTNING = "SLURM_NTASKS"  # by this variable Lightning knows that it runs under SLURM
 

@@ -130,7 +130,7 @@ class Best(L.Callback):
 
     def _keep(self, path: Path) -> None:
         """Keep this checkpoint in place of the previous best one."""
-        self.saver.keep = self.path = path  # until the next best one is written
+        self.saver.keep = self.path = path  # until a better one is written
         if ranks().is_first:
             with only_warns(f"{self.saver.folder / 'best'} cannot be written"):
                 self.saver.folder.mkdir(parents=True, exist_ok=True)
@@ -138,8 +138,7 @@ class Best(L.Callback):
 
 
 class StopEarly(EarlyStopping):
-    """Ends a run after `patience` validations without a better value of the metric. The patience is always the
-    configured.
+    """Ends a run after `patience` validations without a better value; the configured patience always applies.
 
     A run that is resumed after such an end takes no step, unless its patience is larger now.
     """

@@ -35,10 +35,10 @@ PANELS = {  # metric -> title of its panel, and the second metric that is drawn 
     "tokens_per_second": ("tokens/s", "computed_tokens_per_second"),
 }
 LABELS = {"best_r": "at best", "tokens_per_second": "effective", "computed_tokens_per_second": "computed"}
-FEW = 30  # points up to which each is marked
-SMOOTHED = 60  # points from which on a line through the noise is drawn
-LOGARITHMIC = 20  # largest loss / smallest one, from which on the axis is logarithmic
-WINDOW = 1 / 25  # of the points, that one point of that line averages
+FEW = 30  # up to this number of points, each is marked
+SMOOTHED = 60  # from this number of points on, a smoothed line is drawn
+LOGARITHMIC = 20  # from this ratio of the largest loss to the smallest on, the axis is logarithmic
+WINDOW = 1 / 25  # share of the points that each point of the smoothed line averages
 
 
 class LogPart(NamedTuple):
@@ -90,7 +90,7 @@ def read_curves(parts: Sequence[LogPart]) -> dict[str, Curve]:
     curves = {}
     for name, pairs in points.items():
         steps, values = np.asarray(pairs).reshape(-1, 2)[::-1].T
-        steps, indices = np.unique(steps, return_index=True)  # of two values of a step the later one
+        steps, indices = np.unique(steps, return_index=True)  # the later of two values of a step
         curves[name] = Curve(steps, values[indices])
     return curves
 

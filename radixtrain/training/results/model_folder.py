@@ -92,7 +92,7 @@ def check_model_folder(output_dir: str | os.PathLike[str], reads: Iterable[str |
     if foreign or (inside and not (target / "config.json").is_file()):
         named = ", ".join(sorted(foreign)[:3]) or "no config.json"
         way_out = "move that away, or choose another folder"
-        raise UserError(f"{output_dir} holds what is no model ({named}) and would be replaced; {way_out}")
+        raise UserError(f"{output_dir} holds files that are not a model ({named}) and would be replaced; {way_out}")
     return target
 
 
@@ -173,7 +173,7 @@ def card_and_settings(
 def _card(config: Mapping[str, Any], results: Mapping[str, str], data: Mapping[str, str], inputs: str) -> str:
     settings = {**config.get("data", {}), **config.get("model", {})}
     base, sources = str(settings["model_name_or_path"]), _sources(settings.get("train_file"))
-    path = Path(base).resolve()  # no folder of this machine is shown; that of a run of ours says more than `model`
+    path = Path(base).resolve()  # hide folders of this machine; the name of a run's folder says more than `model`
     shown = base if _is_of_hub(base) else path.parent.name if (path / SETTINGS).is_file() else path.name
     files = ", ".join(Path(source).name for source in sources)
     names = (*SHOWN, *(LORA if settings.get("use_peft") else ()))

@@ -27,9 +27,8 @@ WIDTH = 12  # of the names of printed lines
 
 
 class Exported(NamedTuple):
-    """The weights in `model/`.
-
-    kind: "best" or "last". step: optimizer steps that they took. validation: the last one until then; None without any.
+    """The weights in `model/`. kind: "best" or "last". step: optimizer steps that they took. validation: the last one
+    until then; None without any.
     """
 
     kind: str
@@ -183,16 +182,16 @@ def status_of_run(trainer: Any, module: Any, first_step: int, has_checkpoint: bo
             name = limit if getattr(trainer, limit) == 0 else "limit_train_batches"
             text = f"no step to take: trainer.{name} is {getattr(trainer, name)}"
         else:
-            text = f"nothing left to do: {at} was reached before; raise trainer.{limit} to go on"
+            text = f"nothing left to do: {at} was reached before; raise trainer.{limit} to continue"
         return ExitStatus(limit, text, is_complete=True)
     if why := next(filter(None, map(_why_early, trainer.callbacks)), ""):
         text = f"stopped early at {at}: {why}"
         if not is_new:
-            text = f"nothing left to do: {text}; raise early_stopping to go on"
+            text = f"nothing left to do: {text}; raise early_stopping to continue"
         return ExitStatus("early_stopping", text, is_complete=True)
     reason = "max_time" if any(map(is_out_of_time, trainer.callbacks)) else "callback"
     by = "trainer.max_time" if reason == "max_time" else "a callback"
-    how = "go on with --ckpt_path last" if has_checkpoint else "no checkpoint was written to go on from"
+    how = "resume with --ckpt_path last" if has_checkpoint else "no checkpoint was written to resume from"
     return ExitStatus(reason, f"stopped by {by} at {at}; {how}", is_complete=False)
 
 

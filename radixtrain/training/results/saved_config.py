@@ -35,7 +35,7 @@ LOGGED = frozenset(
 )
 
 
-OF_ONE_COMMAND = ("overwrite", "ckpt_path", "weights_only")  # the same configuration again discards and resumes nothing
+OF_ONE_COMMAND = ("overwrite", "ckpt_path", "weights_only")  # or a second run would discard or resume something
 
 
 class SaveMaskedConfig(Callback):

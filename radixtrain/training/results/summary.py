@@ -35,7 +35,7 @@ from radixtrain.versions import versions
 logger = logging.getLogger(__name__)
 
 PICTURE = "loss.png"
-DRAWING_SHARE = 0.01  # of the time of a run, that drawing at checkpoints may take
+DRAWING_SHARE = 0.01  # share of a run's time that drawing at checkpoints may take
 FIRST_DRAWING = 1.0  # seconds that the first one is assumed to take; on two CPU cores it took 0.5 to 1.0
 CUT_COST = 0.2  # share of computed tokens that a cut may add before the last lines advise against it
 
@@ -64,8 +64,8 @@ class RunSummary(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, module: Any) -> None:
         """Begin after a checkpoint was read, whether or not anything is left to train."""
         self._module, self.speed, self._earlier_seconds = module, module.speed, self.progress.seconds
-        for name in (PICTURE, SUMMARY) if ranks().is_first else ():  # of a run that was killed while it wrote one
-            with only_warns(f"what a killed run left in {self.output_dir} cannot be deleted"):
+        for name in (PICTURE, SUMMARY) if ranks().is_first else ():  # left by a run that was killed while it wrote one
+            with only_warns(f"leftovers of a killed run in {self.output_dir} cannot be deleted"):
                 (self.output_dir / f".{name}.partial").unlink(missing_ok=True)
         if trainer.ckpt_path:
             self.progress.locate_logs(Path(trainer.ckpt_path).resolve().parent.parent, self.output_dir)
@@ -186,7 +186,7 @@ class RunSummary(L.Callback):
             self._draw()
 
     def _record(self) -> dict[str, Any]:
-        """Return the record. Paths are relative to the run's folder if inside; `ended` is null while the run goes on.
+        """Return the record. Paths are relative to the run's folder if inside; `ended` is null while the run continues.
 
         screen: why nothing more was printed; null if all was.
         """

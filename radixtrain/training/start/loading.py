@@ -96,7 +96,7 @@ def load_model(
                 attn_implementation=attn_implementation,
                 use_safetensors=True,
                 trust_remote_code=False,
-                ignore_mismatched_sizes=True,  # otherwise transformers refuses them without a name
+                ignore_mismatched_sizes=True,  # otherwise transformers refuses them without naming one
                 output_loading_info=True,
                 **({} if quantization_config is None else {"quantization_config": quantization_config}),
             )
@@ -190,7 +190,7 @@ def random_trainable(settings: ModelSettings, num_layers: int, device: torch.dev
     config = _cut(read_config(settings.model_name_or_path), num_layers)
     dtype = getattr(torch, settings.dtype) if settings.dtype != "auto" else config.dtype or torch.float32
     options = {"dtype": dtype, "attn_implementation": settings.attn_implementation}
-    drawn_on = [device] if device.type == "cuda" else []  # by default all GPUs of the machine, with a warning
+    drawn_on = [device] if device.type == "cuda" else []  # the default is all GPUs of the machine, with a warning
     try:
         with torch.random.fork_rng(drawn_on), device:
             model = auto_class(settings.model_name_or_path).from_config(config, trust_remote_code=False, **options)
@@ -203,8 +203,7 @@ def random_trainable(settings: ModelSettings, num_layers: int, device: torch.dev
 def layer_period(config: Any) -> int:
     """Return the number of layers after which their kinds repeat, by `layer_types`; 1 if the configuration has none.
 
-    Returns the number of all layers if they repeat only after more than `MAX_PERIOD`: then no part represents the
-    whole.
+    Returns the number of all layers if the period is above `MAX_PERIOD`: then no part represents the whole.
     """
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers

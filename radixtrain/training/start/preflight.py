@@ -90,7 +90,7 @@ def _digest_of_model(model_name_or_path: str) -> str:
                     file.seek(place)
                     digest.update(file.read(SAMPLED_BYTES))
         return digest.hexdigest()
-    except (OSError, UserError):  # said by the rank that reads them
+    except (OSError, UserError):  # reported by the rank that reads them
         return ""
 
 
@@ -119,7 +119,7 @@ def _weight_files(model_name_or_path: str) -> list[Path] | None:
         downloaded = next((Path(path).parent for path in cached if isinstance(path, str)), None)
         if downloaded is None and constants.HF_HUB_OFFLINE:
             raise UserError(
-                f"{name}: no such folder, no downloaded weights of that name, and HF_HUB_OFFLINE forbids to download "
+                f"{name}: no such folder, no downloaded weights of that name, and HF_HUB_OFFLINE forbids downloading "
                 f"them"
             )
         if downloaded is None:

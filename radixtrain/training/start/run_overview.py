@@ -1,6 +1,4 @@
-"""An overview of a run, printed after tokenising and before the first step: what a person wants to see before it
-runs for hours.
-"""
+"""An overview of a run, printed after tokenising and before the first step, for people to check before hours pass."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ if TYPE_CHECKING:
     from radixtrain.data.datamodule import SFTData
 
 MOST_CONVERSATIONS = 20_000
-"""Prompts are looked for in so many conversations, drawn by the seed: 0.5 s, however many there are."""
+"""Prompts are looked for in this many conversations, drawn by the seed: 0.5 s, however many there are."""
 SAMPLE_CHARS = 800
 ROWS_LOOKED_AT = 32  # of each source, for a system prompt that they share
 
@@ -79,7 +77,7 @@ def print_overview(
         *model_entries(module, trainer, data.steps_per_epoch, written),
     ]
     sample, tokenizer = corpus[0][0], load_tokenizer(settings.model_name_or_path, settings.chat_template_path)
-    text = Text.assemble(f"{sample.where}, loss on what stands in ⟦ ⟧:\n", marked_text(sample, tokenizer, SAMPLE_CHARS))
+    text = Text.assemble(f"{sample.where}, loss on what is in ⟦ ⟧:\n", marked_text(sample, tokenizer, SAMPLE_CHARS))
     console = screen(soft_wrap=True, highlight=False, markup=False)
     lines: list[tuple[str, str | Text]] = [*entries, ("sample", text)]
     for name, line in lines:
@@ -212,7 +210,7 @@ def unused_keys(model: Any, data: Any, trainer: Any) -> list[str]:
         ("data", ("val_size",), bool(of_data.validation_file), "beside validation_file"),
         ("data", COLLATING, not of_data.dedup, "not with dedup: false"),
         ("data", ("excess_length_strategy",), of_data.max_length is None, "only with max_length"),
-        ("data", CHATS, no_chats, "the rows are no chats"),
+        ("data", CHATS, no_chats, "the rows are not chats"),
         ("data", ("test_file",), True, "only for test and predict"),
         ("data", ("predict_file",), True, "only for predict"),
         ("trainer", VALIDATING, not (of_data.validation_file or of_data.val_size), "there are no rows to validate on"),
