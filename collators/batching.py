@@ -31,8 +31,8 @@ from radixtrain.tree.cost_model import StepCost
 from radixtrain.tree.sorting import SortedSequences, sort_sequences
 
 DEPTHS = (16, 64, 256, 1024)  # fewest tokens that neighbours in a unit share; single sequences are tried as units too
-PRECISION = 1000  # the cost of the most expensive rank is minimised to one part in so many
-CLOSE = 50  # costs that differ by less than one part in so many count as equal: then the least computation wins
+PRECISION = 1000  # the cost of the most expensive rank is minimised to one part in this many
+CLOSE = 50  # costs that differ by less than one part in this many count as equal: then the least computation wins
 LARGEST_ROW = 2**20  # in pairs: if a row costs more, attention counts as free
 
 

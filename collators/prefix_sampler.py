@@ -10,7 +10,7 @@ If an optimizer step has several batches, of several ranks or accumulated, whole
 each are then dealt to its batches: sequences with a common prompt meet, and the batch that costs most, for which other
 ranks wait, costs as little as it can.
 
-Every epoch draws anew which sequences of a prompt meet, and which prompts. Each sequence comes once in an epoch, and
+Every epoch draws again which sequences of a prompt meet, and which prompts. Each sequence comes once in an epoch, and
 is as likely in one full batch as in another, so the expected gradient of a step is that of a plain shuffle. Its
 variance is higher, because sequences of one prompt are alike.
 """

@@ -141,7 +141,7 @@ def with_choices(work: Work, step_cost: StepCost, max_tokens: int | None = None)
 
 
 def with_ordinary_batch_size(work: Work, batch_size: int | None, keep_mask: bool = False) -> Work:
-    """Cut the ordinary arm of the work anew, on the host.
+    """Cut the ordinary arm of the work again, on the host.
 
     batch_size: as for `work_of`.
     keep_mask: give attention the padding mask, for kernels that skip what it hides.

@@ -21,7 +21,7 @@ Words, as they are used in this folder:
     whole      of a checkpoint: every byte is the one that was written
     damaged    not whole, for whatever reason
     sequence   of a checkpoint: 1 for the first one written into its folder, then 2; says which is the newest, since
-               a run that went back to an earlier step writes that step anew
+               a run that went back to an earlier step writes that step again
     staging    the hidden folder beside its target in which a checkpoint is written
     skeleton   a state in the types of JSON, with references to its tensors
 """

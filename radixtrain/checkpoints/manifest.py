@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its files and their checksums. Written last: without one a folder is no checkpoint."""
+"""The manifest of a checkpoint: its files and their checksums. Written last: without it a folder is no checkpoint."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def read_tensors(path: Path, in_memory: bool = True) -> dict[str, Tensor]:
     in_memory: False maps them: several processes share the bytes of the file until one of them writes to a tensor.
     """
     with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is not a mapping
         return {name: tensor.clone() for name, tensor in tensors.items()} if in_memory else tensors
 
 

@@ -40,7 +40,7 @@ def export(settings: Export) -> Path:
 
     Raises:
         UserError: the checkpoint is missing, is damaged, or was not written by radixtrain; or another command uses the
-            folder; or nobody is logged in to the hub.
+            folder; or without a login to the hub.
     """
     ckpt_path, output_dir = settings.ckpt_path, settings.output_dir
     check_hub(settings.push_to_hub, settings.hub_model_id)
@@ -139,9 +139,7 @@ def check_hub(push_to_hub: bool, hub_model_id: str | None) -> None:
     if push_to_hub and constants.HF_HUB_OFFLINE:
         raise UserError("push_to_hub: HF_HUB_OFFLINE forbids the upload; unset it, or leave push_to_hub out")
     if push_to_hub and get_token() is None:
-        raise UserError(
-            "push_to_hub: nobody is logged in to the Hugging Face hub: run `hf auth login`, or set HF_TOKEN"
-        )
+        raise UserError("push_to_hub: not logged in to the Hugging Face hub: run `hf auth login`, or set HF_TOKEN")
 
 
 def push(folder: Path, hub_model_id: str, private: bool) -> None:

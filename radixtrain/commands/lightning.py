@@ -65,7 +65,7 @@ from radixtrain.training.trainer import Trainer
 logger = logging.getLogger(__name__)
 
 # What Lightning raises for settings that it refuses: in turn for `devices: 0`, `strategy: nonsense`, `devices: -1` on a
-# CPU, and `strategy: xla` without torch_xla. Nothing of ours runs while it makes the trainer.
+# CPU, and `strategy: xla` without torch_xla. None of our code runs while it makes the trainer.
 REFUSED_BY_LIGHTNING = (MisconfigurationException, ValueError, TypeError, ModuleNotFoundError, OverflowError)
 WRITING = ("fit", "validate", "test", "predict")  # into output_dir
 DEFAULT_EPOCHS = 3  # Hugging Face's num_train_epochs; if only trainer.max_steps is set, the run has that many steps

@@ -52,7 +52,7 @@ class TrackerLogger(Logger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """Open the run. Raises UserError, before the first step, if it cannot: nobody is logged in, for instance."""
+        """Open the run. Raises UserError, before the first step, if it cannot, for instance without a login."""
         if self.run is None:
             folder = str(self.output_dir / "swanlog")  # trackio has one for all runs: TRACKIO_DIR
             own = {"resume": "allow", "embed": False} if self.package == "trackio" else {"log_dir": folder}
@@ -159,8 +159,7 @@ def _check_wandb() -> None:
         return
     if not is_logged_in(settings):
         raise UserError(
-            f"trainer.logger: nobody is logged in to Weights & Biases: run `wandb login`, or set WANDB_API_KEY; "
-            f"{OFFLINE}"
+            f"trainer.logger: not logged in to Weights & Biases: run `wandb login`, or set WANDB_API_KEY; {OFFLINE}"
         )
     server = urlsplit(settings.base_url)
     if server.scheme not in getproxies() and (problem := unreachable(settings.base_url)):

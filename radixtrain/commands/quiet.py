@@ -58,7 +58,7 @@ def quiet(speaks: bool) -> None:
 
 
 def warn_of_variables(environment: Mapping[str, str]) -> None:
-    """Warn of each variable that nothing reads. Any other name may be somebody's own, so nothing is said of it."""
+    """Warn of each variable that nothing reads, but of no other name, which may be the user's own."""
     for line in _unread(environment):
         logger.warning("%s", line)
 

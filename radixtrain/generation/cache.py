@@ -395,7 +395,7 @@ class RadixCache:
         self._leaves.add(parent)
 
     def _move_below(self, bound: int) -> None:
-        """Move rows of the tree to free slots below `bound`, unless somebody else may know where they are."""
+        """Move rows of the tree to free slots below `bound`, unless other code may know where they are."""
         nodes = [node for _, node in nodes_below(self.root) if not node.locks and (node.slots >= bound).any()]
         slots = np.concatenate([self.root.slots, *(node.slots for node in nodes)])
         beyond = slots[slots >= bound]

@@ -27,7 +27,7 @@ class SlotPool:
     """The free slots of a store.
 
     capacity: number of slots, free or not.
-    num_free: slots that nobody owns.
+    num_free: slots without an owner.
     """
 
     def __init__(self) -> None:

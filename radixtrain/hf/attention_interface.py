@@ -3,7 +3,7 @@
 With a plan they are tree attention, in a pass of generation attention over stored rows. Otherwise they are the
 wrapped function, mask included: `model.generate` and an ordinary padded batch behave as if nothing had
 been prepared, in this model and in every other of the process. Only functions of transformers are taken over
-(`take_over`), since nobody knows what another one computes.
+(`take_over`), since what another one computes is unknown.
 
 The plan reaches a layer as the keyword argument `radix_call` of the model call; layers that do not pass those on
 (Nemotron, StableLM) find it on their mask, which every layer gets, in a recomputed forward pass too.

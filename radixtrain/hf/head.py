@@ -52,7 +52,7 @@ def has_plain_head(model: nn.Module) -> bool:
     The model computes logits from three random rows in place of what its backbone returns, in evaluation mode and
     without gradients. Its layers do not run, so this takes as long as three rows of the head, on any device. A head is
     plain if its logits are the product bit for bit, if no parameter lies outside of it and the backbone (a bias that is
-    zero now would not stay zero), and if nobody has hung a hook on it or on the model: a fused head calls neither. The
+    zero now would not stay zero), and if neither it nor the model has a hook: a fused head calls neither. The
     log says which head it is, and why.
 
     Raises UserError if the model computes no logits from `input_ids` only, or if its logits are not computed row by row

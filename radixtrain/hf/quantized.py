@@ -1,6 +1,6 @@
 """Weights of 4 bits (bitsandbytes): which layers have them, and the same layers with ordinary weights.
 
-bitsandbytes computes in 16 bits and in float32. Its CPU kernels take float64 and return memory that nobody wrote. On
+bitsandbytes computes in 16 bits and in float32. Its CPU kernels take float64 and return uninitialised memory. On
 CPUs with AVX512-BF16, a layer in evaluation mode repacks its weight for a kernel without a gradient, and keeps it so:
 every training step after the first validation then had a wrong gradient (bitsandbytes 0.50, relative error 1). So the
 comparison with float64 runs on ordinary weights, and layers are kept from repacking.

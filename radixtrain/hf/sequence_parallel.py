@@ -75,7 +75,7 @@ class RowSplit:
         return by_rank.transpose(0, 1).flatten(1, 2)
 
     def sum(self, loss: Tensor) -> Tensor:
-        """Sum over the ranks; the gradient is n times that of the own part."""
+        """Sum over the ranks; the gradient is n times that of this rank's part."""
         total = loss.detach().clone()
         dist.all_reduce(total, group=self.group)
         return self.size * loss + (total - self.size * loss).detach()
@@ -163,7 +163,7 @@ class SplitCall(RadixCall):
         return self.split.own(rows)
 
     def attend(self, layer: int, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
-        """Compute tree attention on the own heads of all rows, with one all-to-all before it and one after it."""
+        """Compute tree attention on this rank's heads of all rows, with one all-to-all before it and one after it."""
         n, num_rows, (query, key, _) = self.split.size, self.layout.num_rows, heads
         check_heads(query.shape[1], n)
         copies = n // math.gcd(n, key.shape[1])  # of a key head, with its queries: n divides the result
@@ -188,7 +188,7 @@ def check_heads(num_heads: int, size: int) -> None:
 class SplitLoss:
     """The loss of a call that is split. Not a dataclass, which FSDP copies when it casts arguments.
 
-    labels: (1, p), int64. of the own predictions. num_items: labels of the whole batch, or what the trainer gave.
+    labels: (1, p), int64. of this rank's predictions. num_items: labels of the whole batch, or what the trainer gave.
     is_computed: whether the model has called its loss function.
     """
 

@@ -133,7 +133,7 @@ class TokenLoss:
 
     @staticmethod
     def install(model: Any) -> None:
-        """Wrap the loss of a model, unless somebody gave it another."""
+        """Wrap the loss of a model, unless it was given another one."""
         if model.loss_function is ForCausalLMLoss:
             model.loss_function = TokenLoss(ForCausalLMLoss)
 

@@ -88,7 +88,7 @@ def _restored(trainer: L.Trainer, method: Callable[..., None], *arguments: objec
 
 
 def _logged(log: object, method: Callable[..., None], *arguments: object, **keywords: object) -> None:
-    """Log something. A failure is a warning; a folder of metrics that somebody has deleted is made again."""
+    """Log something. A failure is a warning; a deleted folder of metrics is made again."""
     with only_warns(f"{type(log).__name__} does not get all metrics", Exception):
         if isinstance(log, CSVLogger) and ranks().is_first and Path(log.save_dir).is_dir():
             Path(log.log_dir).mkdir(parents=True, exist_ok=True)

@@ -149,7 +149,7 @@ def check_columns(columns: object, where: str) -> dict[str, str | None] | None:
     columns: ours to theirs, or a column of the file to null, which leaves it out. None or empty: no mapping.
     where: the config key, for the error.
 
-    Raises UserError if a name is not one of ours, or one of theirs is not text or is named twice.
+    Raises UserError if a name is not one of our columns, or one of theirs is not text or is named twice.
     """
     if not columns:
         return None

@@ -123,8 +123,8 @@ def rewrites_history(encoder: Any, row: Row | UnreadRow) -> bool:
     encoder: a `ChatEncoder`.
 
     Tries only the first turns, each with all before it. What a template writes after the text of the turn, such as
-    its end-of-turn token, does not count. False for a row that is no chat, or of which no turn can be rendered with the
-    prompt that it has at inference.
+    its end-of-turn token, does not count. False for a row that is not a chat, or of which no turn can be rendered with
+    the prompt that it has at inference.
     """
     try:
         chats = encoder.chats(row, completions=False)

@@ -40,8 +40,8 @@ def check_messages(messages: object, where: str, field: str = "messages") -> lis
     where: file and line, for the error.
     field: the column they came from, for the error.
 
-    Raises DataError for no list, an empty list, an unknown role, content that is no text, an empty answer, tool calls
-    of the wrong kind, a weight other than 0 and 1.
+    Raises DataError for anything but a list, an empty list, an unknown role, content that is not text, an empty
+    answer, tool calls of the wrong kind, a weight other than 0 and 1.
     """
     expected = "expected a non-empty list of {role, content}"
     if isinstance(messages, str):

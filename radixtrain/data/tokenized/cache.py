@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 NAME, LEFT = re.compile(r"[0-9a-f]{32}"), re.compile(r"\.[0-9a-f]{32}\..+")  # of an entry; of what a killed run left
 DAYS_KEPT = 30
-SECONDS_BETWEEN_LINES = 10.0  # in a log that is no terminal
+SECONDS_BETWEEN_LINES = 10.0  # in a log that is not a terminal
 FREE_SPACE = 256 << 20  # bytes to leave on the disk of the cache
 
 

@@ -14,7 +14,7 @@ from radixtrain.tree.arrays import IntArray
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for bytes that are no character, or not one yet
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for bytes that are not, or not yet, a character
 CONTEXT = 8  # tokens before a run that are decoded with it: a character has at most 4 bytes
 
 

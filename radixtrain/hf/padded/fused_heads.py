@@ -53,7 +53,7 @@ def trl_logprobs(
 ) -> Any:
     """Score each pair of a row and a label once. Without Triton TRL scores every place of the batch."""
     vocab_size = len(weight)
-    kinds = labels.clamp(-1, vocab_size) + 1  # TRL has a number for what is no token, too
+    kinds = labels.clamp(-1, vocab_size) + 1  # TRL has a number for "not a token", too
     pairs, back = (hidden.rows * (vocab_size + 2) + kinds).unique(return_inverse=True)
     rows, labels = gather_rows(hidden.table, pairs // (vocab_size + 2)), pairs % (vocab_size + 2) - 1
     hidden.report.count_head(len(back), len(pairs))

@@ -161,7 +161,7 @@ def _sum(x: Spread, func: Callable[..., Any], others: Others, named: Named) -> A
 
 
 def _is_plain(x: object) -> TypeGuard[Tensor]:
-    """Return whether x is a tensor that is no other kind than itself: torch's own, or a fake of it."""
+    """Return whether x is a plain tensor: torch's own class, or a fake of it."""
     return type(x) is Tensor or hasattr(x, "fake_mode")
 
 

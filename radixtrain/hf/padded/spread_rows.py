@@ -1,4 +1,4 @@
-"""Hidden states and logits of a padded batch that are a `Spread` as long as nobody needs more of them.
+"""Hidden states and logits of a padded batch that are a `Spread` as long as nothing needs more of them.
 
 Functions of a short list read its table (`row_functions.py`). Everything else gets the ordinary tensor. It is made
 then, once, and replaces the lazy one: the same Python object is a `torch.Tensor` from then on. Lazy tensors made from

@@ -72,7 +72,7 @@ def is_resumed(output_dir: Path, ckpt_path: str | os.PathLike[str] | None) -> bo
     if not path.is_relative_to(home):
         return False
     inside = path.relative_to(home)
-    is_log = inside.parts[:1] == ("logs",)  # `logs/version_N` is no run of its own
+    is_log = inside.parts[:1] == ("logs",)  # `logs/version_N` is not a separate run
     return is_log or not any(_parts_of_run(home / folder) for folder in (inside, *inside.parents) if folder != Path())
 
 
@@ -297,7 +297,7 @@ def _acquire(path: Path, folder: Path) -> int:
 
 
 def _opened(path: Path) -> int:
-    """Open the file of a lock, made if there is none. Raises UserError if it is a link, or not a lock of ours."""
+    """Open the file of a lock, made if there is none. Raises UserError if it is a link, or not our lock."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     except OSError as error:
@@ -314,7 +314,7 @@ def _opened(path: Path) -> int:
 
 
 def _no_lock(path: Path) -> str:
-    return f"{path} exists and is not a lock of radixtrain (but a link, or another program's): move it away"
+    return f"{path} is not a lock of radixtrain (but a link, or another program's): move it away"
 
 
 def _in_use(folder: Path, holder: str) -> str:

@@ -208,7 +208,7 @@ class Requests:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Identify a file, so that one made anew or touched differs. None if there is no file."""
+    """Identify a file, so that a replaced or touched one differs. None if there is no file."""
     try:
         status = path.stat()
     except OSError:

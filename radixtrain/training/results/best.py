@@ -69,7 +69,7 @@ class Best(L.Callback):
         if not self._loaded:
             return
         if self._loaded["metric"] != self.monitor:
-            logger.warning("save_best: the best so far was by %s, and starts anew", self._loaded["metric"])
+            logger.warning("save_best: the best so far was by %s, and starts over", self._loaded["metric"])
         elif self._loaded["step"] is not None:
             self._take(Path(trainer.ckpt_path))
 
@@ -111,7 +111,7 @@ class Best(L.Callback):
         try:
             verify_checkpoint(path)
         except (UserError, OSError) as error:
-            logger.warning("save_best: the best so far, %s, is lost, and starts anew: %s", best, error)
+            logger.warning("save_best: the best so far, %s, is lost, and starts over: %s", best, error)
             return
         self.validation = Validation(self._loaded["step"], self._loaded["metrics"])
         self._keep(path)

@@ -143,7 +143,7 @@ def _copy_processor(source: str, staging: Path) -> None:
 
 
 def _is_written_by_us(path: Path) -> bool:
-    """Return whether radixtrain wrote a file: a README.md only if it is a model card of ours."""
+    """Return whether radixtrain wrote a file: a README.md only if it is one of our model cards."""
     if path.name == CARD and path.is_file():
         return MARK in path.read_text(encoding="utf-8", errors="replace")
     return any(path.match(pattern) for pattern in MODEL_FILES)

@@ -125,7 +125,7 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
 
 
 def weights_text(model_name_or_path: str, ckpt_path: str | None) -> str:
-    """Say which weights `validate`, `test` or `predict` evaluates: the path; the step, if a run of ours wrote them."""
+    """Say which weights `validate`, `test` or `predict` evaluates: the path; the step, if a run here wrote them."""
     if ckpt_path is not None:
         path = Path(ckpt_path)
         return f"{path} (step {Manifest.read(path).step:,})" if path.is_dir() else str(path)

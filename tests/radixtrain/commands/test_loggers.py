@@ -66,7 +66,7 @@ def test_short_names_and_other_loggers(tmp_path, nobody, monkeypatch):
 
 
 def test_nobody_is_logged_in(says, nobody, tmp_path):
-    expected = "trainer.logger: nobody is logged in to Weights & Biases: run `wandb login`, or set WANDB_API_KEY; "
+    expected = "trainer.logger: not logged in to Weights & Biases: run `wandb login`, or set WANDB_API_KEY; "
     for logger in ("wandb", "WandbLogger", "[wandb, csv]"):
         assert says(trainer__logger=logger) == expected + OFFLINE
     (tmp_path / "my.yaml").write_text(yaml.safe_dump({"trainer": {"logger": "wandb"}}))
