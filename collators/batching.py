@@ -4,7 +4,7 @@ Tokens are shared only inside a micro-batch, so the cut decides the speed. The s
 prefixes side by side, and cut when the budget is full. The gradient of the optimizer step does not depend on the cut,
 since the loss of a micro-batch is a sum, divided by the labelled tokens of the whole step.
 
-Several ranks find the same answer, and none asks another. The sorted sequences are handed out in two ways:
+Every rank computes the same answer without communication. The sorted sequences are handed out in two ways:
 
     in a row    7 8 1, 7 8 2 | 7 8 3, 7 8 4     each rank gets a run of the sorted order: 4 + 4 unique tokens. What the
                                                 neighbours of a border share, 7 8, is computed on both sides of it
@@ -12,7 +12,7 @@ Several ranks find the same answer, and none asks another. The sorted sequences 
                                                 goes first, to the rank that has least: 5 + 5 unique tokens
 
 The way whose most expensive rank costs least is taken. Costs are integers, whose sums are the same on every machine.
-NumPy, because the collator carries it into DataLoader workers.
+Pure NumPy, because the collator carries it into DataLoader workers.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from radixtrain.tree.cost_model import StepCost
 from radixtrain.tree.sorting import SortedSequences, sort_sequences
 
 DEPTHS = (16, 64, 256, 1024)  # fewest tokens that neighbours in a unit share; single sequences are tried as units too
-PRECISION = 1000  # the cost of the most expensive rank is minimised to one part in so many
-CLOSE = 50  # costs that differ by less than one part in so many count as equal: then the least computation wins
+PRECISION = 1000  # the cost of the most expensive rank is minimised to one part in this many
+CLOSE = 50  # costs that differ by less than one part in this many count as equal: then the least computation wins
 LARGEST_ROW = 2**20  # in pairs: if a row costs more, attention counts as free
 
 
 def cut_by_padded_tokens(sequences: Sequence[Sized], max_tokens: int | None) -> list[list[int]]:
-    """The ordinary baseline: longest first, cut before sequences x longest sequence exceeds the budget."""
+    """Cut as the ordinary baseline does: longest first, until sequences x longest sequence would exceed the budget."""
     order = sorted(range(len(sequences)), key=lambda index: -len(sequences[index]))
     batches: list[list[int]] = []
     for index in order:
@@ -50,9 +50,9 @@ def cut_by_padded_tokens(sequences: Sequence[Sized], max_tokens: int | None) -> 
 
 
 class SequenceCost(NamedTuple):
-    """What a token costs, as integers in an arbitrary unit.
+    """The cost of a token, in integers of an arbitrary unit.
 
-    row: a row by itself. pair: each token that the row attends to, itself included.
+    row: of a row, without attention. pair: of each token that the row attends to, itself included.
     """
 
     row: int = 1
@@ -69,7 +69,7 @@ class SequenceCost(NamedTuple):
         return cls(row=max(round(row / pair), 1), pair=1) if pair * LARGEST_ROW > row else cls()
 
     def __call__(self, lengths: IntArray) -> IntArray:
-        """What sequences of these lengths cost. One that shares its first n tokens costs less by what n tokens cost."""
+        """Return the cost of sequences of these lengths; sharing the first n tokens saves the cost of n tokens."""
         return self.row * lengths + self.pair * (lengths * (lengths + 1) // 2)
 
 
@@ -77,12 +77,12 @@ UNIQUE_TOKENS = SequenceCost()
 
 
 class Shares(NamedTuple):
-    """A step, shared out.
+    """A step, divided among the ranks.
 
-    groups: by rank, its micro-batches of the sequences, by index.
-    costs: by rank, what it is predicted to compute, in the unit of the `SequenceCost`.
+    groups: by rank, its micro-batches as lists of sequence indices.
+    costs: by rank, its predicted cost, in the unit of the `SequenceCost`.
     num_unique_tokens: of all sequences together; None if they are padded.
-    schedules: by rank, its passes, if some rank keeps a prefix for several micro-batches; then groups are theirs.
+    schedules: by rank, its passes, if some rank keeps a prefix for several micro-batches; groups are then theirs.
     """
 
     groups: list[list[list[int]]]
@@ -92,7 +92,7 @@ class Shares(NamedTuple):
 
     @property
     def num_micro_batches(self) -> int:
-        """Count the micro-batches of the rank that has most. All ranks run as many."""
+        """Count the micro-batches of the rank that has most. All ranks run that many."""
         return max(map(len, self.groups))
 
 
@@ -104,14 +104,14 @@ def share_by_unique_tokens(
     cost: SequenceCost = UNIQUE_TOKENS,
     keeping: Keeping | None = None,
 ) -> Shares:
-    """Micro-batches of the sequences for each rank, of at most `max_tokens` unique tokens or a single sequence.
+    """Cut the sequences into micro-batches for each rank, of at most `max_tokens` unique tokens or a single sequence.
 
     sequences: token ids of each, (L,), int64.
     max_tokens: None for a single micro-batch on each rank.
     position_ids: (T,), int64, of all sequences back to back, if they do not count from 0.
     keeping: when a prefix that several micro-batches of a rank share is computed once; None computes it in each.
 
-    The cost of the most expensive rank is minimised first, then the sum of all. A rank may get nothing.
+    Minimises the cost of the most expensive rank first, then the sum over the ranks. A rank may get nothing.
     Raises ValueError for an empty sequence, which has no place in the order.
     """
     lengths = np.array([len(ids) for ids in sequences], dtype=np.int64)
@@ -129,11 +129,11 @@ def share_by_unique_tokens(
 
 
 def deal_by_unique_tokens(by_order: SortedSequences, batch_size: int) -> list[list[int]]:
-    """Batches of `batch_size` of the sequences, by index; the one with most unique tokens has as few as are found.
+    """Cut the sequences into batches of `batch_size`, by index, such that the largest number of unique tokens is small.
 
     by_order: the sequences of a step, a multiple of `batch_size`.
 
-    For trainers of which every rank gets as many sequences as another one.
+    For trainers that give every rank the same number of sequences.
     """
     num_batches = len(by_order.order) // batch_size
     candidates = [np.arange(num_batches).repeat(batch_size)]
@@ -145,19 +145,19 @@ def deal_by_unique_tokens(by_order: SortedSequences, batch_size: int) -> list[li
 
 
 def _cheapest(found: Sequence[Shares]) -> Shares:
-    """Find what computes least among those whose most expensive rank costs about the least."""
+    """Find the way that computes least, among those whose most expensive rank costs about the least."""
     least = min(max(shares.costs) for shares in found)
     close = [shares for shares in found if CLOSE * (max(shares.costs) - least) <= least]
     return min(close, key=lambda shares: sum(shares.costs))
 
 
 def share_by_padded_tokens(sequences: Sequence[IntArray], num_ranks: int, max_tokens: int | None) -> Shares:
-    """The ordinary baseline: runs of the sequences, longest first, each cut by `cut_by_padded_tokens`."""
+    """Share as the ordinary baseline does: runs of the sequences, longest first, each cut by `cut_by_padded_tokens`."""
     order = sorted(range(len(sequences)), key=lambda index: -len(sequences[index]))
     lengths = [len(sequences[index]) for index in order]
 
     def end_of(start: int, limit: int) -> int:
-        """Micro-batches are filled as long as the limit allows; a sequence costs as much as the longest beside it."""
+        """Fill micro-batches as long as the limit allows; a sequence costs as much as the longest beside it."""
         while start < len(order):
             full = len(order) if max_tokens is None else start + max(max_tokens // lengths[start], 1)
             end = min(full, start + limit // lengths[start], len(order))
@@ -177,14 +177,14 @@ def share_by_padded_tokens(sequences: Sequence[IntArray], num_ranks: int, max_to
 
 
 def _in_a_row(by_order: SortedSequences, num_ranks: int, max_tokens: int | None, cost: SequenceCost) -> IntArray:
-    """(B,). the rank of each sorted place, if every rank gets a run of them."""
+    """Return the rank of each sorted place, (B,), if every rank gets a run of them."""
     heads = cost(by_order.lcp)
     sums = cumulative(cost(by_order.lengths) - heads).tolist()
     rows = cumulative(by_order.lengths - by_order.lcp).tolist()
     shared, head = by_order.lcp.tolist(), heads.tolist()
 
     def end_of(start: int, limit: int) -> int:
-        """Micro-batches are filled as long as the limit allows; the first sequence of each is paid in full."""
+        """Fill micro-batches as long as the limit allows; the first sequence of each is paid in full."""
         while start < len(head):
             full = len(head)
             if max_tokens is not None:
@@ -203,10 +203,10 @@ def _in_a_row(by_order: SortedSequences, num_ranks: int, max_tokens: int | None,
 
 
 def _even_runs(end_of: Callable[[int, int], int], num_ranks: int, costs: list[int]) -> list[int]:
-    """(num_ranks + 1,). Bounds of runs whose most expensive one costs about as little as possible.
+    """Return the bounds, (num_ranks + 1,), of runs whose most expensive one costs about as little as possible.
 
     end_of: the end of the longest run that begins at a place and costs no more than a limit.
-    costs: of each place by itself. The limit is at least the largest, so that a run has at least one place.
+    costs: of each place. The limit is at least the largest, so that a run has at least one place.
     """
 
     def bounds_for(limit: int) -> list[int]:
@@ -229,7 +229,7 @@ def _even_runs(end_of: Callable[[int, int], int], num_ranks: int, costs: list[in
 
 
 def _units(lcp: IntArray) -> Iterator[IntArray]:
-    """Where units start in the sorted order, for each kind of them: single sequences, and each of `DEPTHS`."""
+    """Yield where units start in the sorted order, for each kind of unit: single sequences, and each of `DEPTHS`."""
     yield np.arange(len(lcp))
     largest = int(lcp.max())
     for depth in DEPTHS:
@@ -240,9 +240,9 @@ def _units(lcp: IntArray) -> Iterator[IntArray]:
 def _in_units(
     by_order: SortedSequences, starts: IntArray, num_ranks: int, cost: SequenceCost, most: int | None = None
 ) -> IntArray:
-    """(B,). the rank of each sorted place: units one by one to the cheapest rank, the most expensive unit first.
+    """Return the rank of each sorted place, (B,): units go to the cheapest rank, the most expensive unit first.
 
-    most: places of a rank. A unit that no rank has room for is divided.
+    most: sequences per rank. A unit that no rank has room for is divided.
     """
     heads, ends = cost(by_order.lcp), np.append(starts[1:], len(by_order.lcp))
     sums = cumulative(cost(by_order.lengths) - heads)
@@ -274,7 +274,7 @@ def _cut_for_ranks(
     cost: SequenceCost,
     keeping: Keeping | None,
 ) -> Shares:
-    """The micro-batches of each rank, and what they cost with all that they share."""
+    """Cut the sequences of each rank into micro-batches, and compute their cost with all that they share."""
     ranks = [_some_of(by_order, np.flatnonzero(rank_of == rank)) for rank in range(num_ranks)]
     if keeping is not None:
         schedules = [keeping.schedule(mine, max_tokens, cost) for mine in ranks]
@@ -291,7 +291,7 @@ def _cut_for_ranks(
 
 
 def _cut(by_order: SortedSequences, max_tokens: int | None) -> list[list[int]]:
-    """Full micro-batches. A sequence costs the tokens that it does not share with the one before it, the first all."""
+    """Cut into full micro-batches. A sequence costs the tokens that it does not share with the one before it."""
     batches: list[list[int]] = []
     total = 0
     added = by_order.lengths - by_order.lcp
@@ -306,7 +306,7 @@ def _cut(by_order: SortedSequences, max_tokens: int | None) -> list[list[int]]:
 
 
 def _some_of(by_order: SortedSequences, places: IntArray) -> SortedSequences:
-    """The sequences at some sorted places, ascending. Two share the least that any neighbours between them share."""
+    """Select sequences by ascending place. Two of them share the shortest prefix of the neighbours between them."""
     if not len(places):
         return SortedSequences(places, places, places)
     before = np.append(0, places[:-1] + 1)

@@ -1,9 +1,9 @@
-"""Features, read and checked once, as token rows: what every collator and the oracle start from.
+"""Features, read and checked once, as token rows: the input of every collator and of the oracle.
 
 A feature is a mapping as Hugging Face's data sets yield it: `input_ids`, and labels or a mask for the loss.
 
 A collator drops what it does not read. If a model read such an entry, the gradient would change, so an entry that could
-be an input of a model is refused by name.
+be a model input is refused by name.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ _UNREAD = {
     r"video|audio|^input_features": "is not read by radixtrain: it trains on text and images only; remove the column "
     "if the text is complete without it",
     r"^inputs_embeds$": "is not read by radixtrain, which shares tokens by their ids; remove the column",
-    r"": "is not read by radixtrain, and a model or loss that reads it would get another gradient; remove the column",
+    r"": "is not read by radixtrain, and a model or loss that reads it would train differently; remove the column",
 }
 KNOWN = READ | HARMLESS
 
 
 def token_rows(features: Sequence[Mapping[str, Any]], loss_on_all: bool = False) -> list[TokenRow]:
-    """Read features, each of which is one sequence.
+    """Read and check features, one sequence each.
 
     loss_on_all: a feature that has neither labels nor a loss mask bears loss on every token; otherwise it is refused.
 
@@ -74,7 +74,7 @@ def token_rows(features: Sequence[Mapping[str, Any]], loss_on_all: bool = False)
         rows = [_token_row(feature, index, loss_on_all) for index, feature in enumerate(features)]
         for name in ("input_ids", "labels", "position_ids"):
             _check_not_negative(name, rows)
-    except DataError as error:  # a worker of a DataLoader cannot hand that one over
+    except DataError as error:  # a DataLoader worker cannot pickle that one
         raise ValueError(str(error)) from None
     for name in ("old_logprobs", "advantages"):
         _check_in_all(name, rows)
@@ -82,7 +82,7 @@ def token_rows(features: Sequence[Mapping[str, Any]], loss_on_all: bool = False)
 
 
 class PackedFeatures(NamedTuple):
-    """Features back to back.
+    """Several features, concatenated.
 
     input_ids, labels: (T,), int64.
     cu_seqlens: (B+1,), int64. where each begins, and the end.
@@ -98,7 +98,7 @@ class PackedFeatures(NamedTuple):
 
 
 def packed(arrays: Sequence[TokenRow]) -> PackedFeatures:
-    """One feature or more, back to back."""
+    """Concatenate one or more features."""
     lengths = [len(feature.input_ids) for feature in arrays]
 
     def column(name: str, default: Callable[[int], np.ndarray] = np.arange) -> Any:
@@ -118,7 +118,7 @@ def packed(arrays: Sequence[TokenRow]) -> PackedFeatures:
 
 
 def _token_row(feature: Mapping[str, Any], index: int, loss_on_all: bool) -> TokenRow:
-    """One feature, checked except for negative values."""
+    """Read one feature and check it, except for negative values."""
     try:
         is_known = feature.keys() <= KNOWN
     except AttributeError:
@@ -159,7 +159,7 @@ def _without_padding(row: TokenRow, feature: Mapping[str, Any]) -> TokenRow:
 
 
 def _check_no_loss_on_padding(row: TokenRow, start: int, end: int) -> None:
-    """An ordinary model takes its loss from the labels, whatever the mask says."""
+    """Refuse labels on padding: an ordinary model takes its loss from the labels, whatever the mask says."""
     bears_loss = row.labels != IGNORE_INDEX
     bears_loss[0] = False  # it is never predicted
     bears_loss[start + 1 : end] = False  # predicted from a token that is not hidden
@@ -173,7 +173,7 @@ def _check_no_loss_on_padding(row: TokenRow, start: int, end: int) -> None:
 
 
 def _check_one_sequence(feature: Mapping[str, Any], row: TokenRow, index: int) -> None:
-    """Refuse a row into which another packer put several sequences: each would attend to those before it."""
+    """Refuse a row into which another packer put several sequences: each would attend to the ones before it."""
     lengths = None if feature.get("seq_lengths") is None else read_integers(feature, "seq_lengths", row.where)
     is_packed = lengths is not None and len(lengths) > 1
     if is_packed or (row.position_ids is not None and (row.position_ids[1:] == 0).any()):
@@ -187,7 +187,7 @@ def _check_one_sequence(feature: Mapping[str, Any], row: TokenRow, index: int) -
 
 
 def _check_not_negative(name: str, rows: Sequence[TokenRow]) -> None:
-    """All rows at once: checking each by itself took 4 us for each, longer than the prefix plan."""
+    """Check all rows together: one at a time took 4 us per row, longer than the prefix plan."""
     given = [row for row in rows if getattr(row, name) is not None]
     ignored = IGNORE_INDEX if name == "labels" else 0
     together = np.concatenate([*(getattr(row, name) for row in given), np.zeros(0, dtype=np.int64)])
@@ -200,7 +200,7 @@ def _check_not_negative(name: str, rows: Sequence[TokenRow]) -> None:
 
 
 def _check_in_all(name: str, arrays: Sequence[TokenRow]) -> None:
-    """Floats for which no number stands if they are missing."""
+    """Refuse features that lack floats which others have and for which there is no default."""
     has = next((index for index, feature in enumerate(arrays) if getattr(feature, name) is not None), None)
     if has is None:
         return
@@ -215,7 +215,7 @@ def _negative(name: str, row: TokenRow, place: int) -> ValueError:
 
 
 def check_no_floats(arrays: Sequence[TokenRow]) -> None:
-    """Refuse features with floats for a batch whose loss the model computes, and which would ignore them.
+    """Refuse features with floats for a batch whose loss the model computes: it would ignore them.
 
     Raises ValueError that names the feature and the entry.
     """
@@ -223,19 +223,19 @@ def check_no_floats(arrays: Sequence[TokenRow]) -> None:
         for name in FLOATS:
             if getattr(feature, name) is not None:
                 raise ValueError(
-                    f"feature {index} has {name}, which the loss of a Hugging Face model ignores, so that its gradient "
-                    f"would be another. Collate with merge_labels=True and take radixtrain's loss "
+                    f"feature {index} has {name}, which the loss of a Hugging Face model ignores, so its gradient "
+                    f"would differ. Collate with merge_labels=True and take radixtrain's loss "
                     f"(radixtrain.loss.linear_cross_entropy, or linear_logprobs and clipped_policy_loss), or remove "
                     f"the entry"
                 )
 
 
 def _check_unread(entries: Mapping[str, Any], index: int) -> None:
-    """Refuse an image, video or audio, also as a path, and any other entry that could be an input of a model.
+    """Refuse an image, video or audio, a path to one too, and any other entry that could be a model input.
 
-    Ignored are `HARMLESS` names, and text, None, a dict, a date or a list of those.
+    Ignores `HARMLESS` names, and text, None, a dict, a date or a list of those.
 
-    entries: those of a feature that the collator does not read. index: of the feature, for the error.
+    entries: what the collator does not read of a feature. index: of the feature, for the error.
 
     Raises ValueError that names the feature and the entry.
     """
@@ -253,7 +253,7 @@ def _holds_nothing(value: object) -> bool:
 
 
 def _is_metadata(value: object) -> bool:
-    """Text, None, a dict, a date or a list of those, judged by its first entry: no model takes one as input."""
+    """Return whether a value is text, None, a dict, a date or a list of those, judged by its first entry."""
     leaf = _first_leaf(value)
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind == "O":
         return _is_metadata(leaf.tolist())
@@ -263,7 +263,7 @@ def _is_metadata(value: object) -> bool:
 
 
 def _first_leaf(value: object) -> Any:
-    """The first entry of nested lists that is not None; None if there is no other."""
+    """Return the first entry of nested lists that is not None; None if there is no other."""
     if not isinstance(value, list | tuple):
         return value
     return next((leaf for leaf in map(_first_leaf, value) if leaf is not None), None)

@@ -1,4 +1,4 @@
-"""Images of rows: read and checked from features, and given to the batch of their unique tokens."""
+"""The images of rows: read from features, checked, and added to the batch of their unique tokens."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class BatchImages:
     A piece is a run of placeholders, and the images that it shows: one, or all of a row if it is not known which
     placeholder shows which. The model checks that its tower returns as many features.
 
-    tokens: of the features. Its rows count those of all distinct pieces, back to back.
-    pieces: of each distinct one, its placeholders, and its images by number.
+    tokens: of the features. Its rows number the placeholders of all distinct pieces, back to back.
+    pieces: for each distinct piece its placeholders, and its images by number.
     tensors: what the tower gets, of the K images.
     """
 
@@ -52,7 +52,7 @@ class BatchImages:
     def read(
         cls, inputs: ImageInputs, features: Sequence[Mapping[str, Any]], arrays: Sequence[TokenRow]
     ) -> BatchImages | None:
-        """Read the images of features; None if these have none. ValueError that names the feature and the entry.
+        """Read the images of features; None if there are none. Raises ValueError that names the feature and the entry.
 
         arrays: the same features, read.
         """
@@ -96,7 +96,7 @@ def without_images(inputs: ImageInputs, features: Sequence[Mapping[str, Any]]) -
 
 
 def _images_of(inputs: ImageInputs, feature: Mapping[str, Any], arrays: TokenRow, index: int) -> SplitImages | None:
-    """Read the images of a feature; None if it has none. ValueError if these are not what its placeholders show."""
+    """Read the images of a feature; None without any. Raises ValueError if its placeholders show other ones."""
     placeholders = arrays.input_ids == inputs.token
     number = int(np.count_nonzero(placeholders))
     if number != np.count_nonzero(np.asarray(feature["input_ids"]) == inputs.token):
@@ -131,7 +131,7 @@ def _is_given(inputs: ImageInputs, feature: Mapping[str, Any], name: str) -> boo
 
 
 def _tensor(feature: Mapping[str, Any], name: str, index: int) -> Tensor:
-    """Read an entry of a feature; lists of numbers, as a data set stores them, as `torch.tensor` reads them."""
+    """Read an entry of a feature; lists of numbers, as a data set stores them, become tensors."""
     value = feature[name]
     try:
         if isinstance(value, list | tuple):
@@ -143,7 +143,7 @@ def _tensor(feature: Mapping[str, Any], name: str, index: int) -> Tensor:
 
 
 def _are_nested(of_features: Sequence[SplitImages | None]) -> bool:
-    """Whether the model takes all images as nested. ValueError if some came in another form than the others."""
+    """Return whether the model takes all images nested. Raises ValueError if they came in different forms."""
     found = [each for each in of_features if each]
     names = {tuple(image) for each in found for image in each.images}
     if len(names) + len({each.is_nested for each in found}) > 2:
@@ -157,11 +157,11 @@ def _are_nested(of_features: Sequence[SplitImages | None]) -> bool:
 def _have_types(
     inputs: ImageInputs, features: Sequence[Mapping[str, Any]], of_features: Sequence[SplitImages | None]
 ) -> bool:
-    """Whether the features with images mark their placeholders. ValueError if some do not, and the model reads it."""
+    """Return whether features with images mark their placeholders. Raises ValueError if only some do and it matters."""
     found = {feature.get(inputs.types) is not None for feature, each in zip(features, of_features, strict=True) if each}
     if inputs.count_blocks is not None and len(found) > 1:
         raise ValueError(
-            f"some features with images have {inputs.types} and some have not: images attend in both directions only "
+            f"some features with images have {inputs.types} and some do not: images attend in both directions only "
             f"with it, so give it to all or to none"
         )
     return found == {True}
@@ -179,7 +179,7 @@ def _padded(arrays: Sequence[TokenRow]) -> tuple[IntArray, BoolArray]:
 def _arguments(
     inputs: ImageInputs, ids: IntArray, kept: BoolArray, types: Tensor, images: Sequence[Image]
 ) -> dict[str, Tensor]:
-    """Make the call of these rows, as far as positions are counted from it."""
+    """Make the arguments from which the model counts the positions of these rows."""
     tensors = {name: torch.cat([image[name] for image in images]) for name in images[0].keys() & inputs.arguments}
     mask = torch.from_numpy(kept).long()
     return {**tensors, "input_ids": torch.from_numpy(ids), TYPES: types.int(), "attention_mask": mask}

@@ -1,14 +1,14 @@
-"""Two misuses of a radix batch are refused before they end in an error that names neither.
+"""Refuses two misuses of a radix batch before they end in an error that names neither.
 
-`prepare_model` was forgotten. An unprepared Hugging Face model accepts a radix batch: it takes the entries that it does
-not know as options of its attention, and fails later, on the shapes of its loss. So a new `RadixCollator` watches the
+1. `prepare_model` was forgotten. An unprepared Hugging Face model accepts a radix batch: it takes unknown entries as
+options of its attention, and fails later, on the shapes of its loss. So a new `RadixCollator` watches the
 calls of modules until a prepared model gets a radix batch; then the watch ends and costs nothing. That another model
 of the process is prepared does not end it. torch gives its global hooks no keyword arguments; they are read from the
 frame that calls the hook, in which `torch.nn.Module` names them `kwargs`.
 
-Accelerate dispatches the batch: with an `IterableDataset` and with `dispatch_batches=True` it joins batches on rank 0
-and cuts them along the first axis, which no tensor of a radix batch has for its examples. The loader that dispatches is
-on the stack of the collator, and on that of a worker process that is forked from it.
+2. Accelerate dispatches the batch: with an `IterableDataset` and with `dispatch_batches=True` it joins batches on rank
+0 and cuts them along the first axis, which no tensor of a radix batch has for its examples. The loader that dispatches
+is on the stack of the collator, and on that of a worker process that is forked from it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from radixtrain.errors import UserError
 from radixtrain.tree.radix_inputs import RADIX
 
 PREPARED = "_radixtrain"  # the attribute of a prepared backbone
-FORWARDED_BY = ("torch", "peft")  # packages whose modules hand a batch on to the one inside
+FORWARDED_BY = ("torch", "peft")  # packages whose modules pass a batch on to the module inside
 NO_DISPATCHING = (
     "Accelerate cuts the radix batch along its first axis with an IterableDataset and with dispatch_batches=True; set "
     'TrainingArguments(accelerator_config={"dispatch_batches": False}), or in your own loop '
@@ -42,8 +42,7 @@ MAX_FRAMES = 64  # TRL with adapters has 17 between hook and trainer; six are be
 class _Watch:
     """The state of this process.
 
-    handle: of the hook while it is installed. passed: modules of the user's own, by id, that got a radix batch while
-    nothing was refused.
+    handle: of the hook while it is installed. passed: ids of the user's own modules that got a radix batch.
     """
 
     handle: RemovableHandle | None = None
@@ -51,13 +50,13 @@ class _Watch:
 
 
 def start_watch() -> None:
-    """Watch for a model that is not prepared. Workers of a DataLoader have no model."""
+    """Watch for a model that is not prepared, except in a DataLoader's worker, which has no model."""
     if _Watch.handle is None and get_worker_info() is None:
         _Watch.handle = register_module_forward_pre_hook(_check_call)
 
 
 def end_watch() -> None:
-    """A prepared model got a radix batch."""
+    """End the watch, because a prepared model got a radix batch."""
     if _Watch.handle is not None:
         _Watch.passed.clear()
         _Watch.handle.remove()
@@ -67,7 +66,7 @@ def end_watch() -> None:
 def _check_call(module: nn.Module, args: tuple[Any, ...]) -> None:
     """Refuse the call of a Hugging Face model with a radix batch, unless it is prepared; then the watch ends.
 
-    Trainers call `model(**batch)`, without positional arguments, as few of the modules inside are called.
+    Skips calls with positional arguments: trainers call `model(**batch)`, and few inner modules are called so.
     """
     if args or torch.compiler.is_compiling():
         return
@@ -90,7 +89,7 @@ def _check_call(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def _leave_to_its_parts(module: nn.Module) -> None:
-    """A module of the user's own may use a batch as it likes, and a model that it hands it to is called next.
+    """Let a module of the user's own use a batch as it likes; a model inside that gets it is checked next.
 
     If it gets a second batch, nothing was wrong with the first, and the watch ends.
     """
@@ -101,12 +100,12 @@ def _leave_to_its_parts(module: nn.Module) -> None:
 
 
 def _package_of(module: nn.Module) -> str:
-    """Where its forward pass was written; `transformers_modules` for a model whose code came with its weights."""
+    """Name the package that defines the forward pass; `transformers_modules` if the code came with the weights."""
     return str(getattr(type(module).forward, "__module__", "")).partition(".")[0]
 
 
 def check_not_dispatched() -> None:
-    """Raise UserError, naming the setting, if Accelerate's dispatching loader asks for this batch. Takes 3 us."""
+    """Raise UserError that names the setting if Accelerate's dispatching loader asks for this batch. Takes 3 us."""
     for frame in callers():
         is_loader = frame.f_globals.get("__name__") == DISPATCHER[0]
         if is_loader and is_instance_by_name(frame.f_locals.get("self"), *DISPATCHER):
@@ -114,14 +113,14 @@ def check_not_dispatched() -> None:
 
 
 def is_called_by(function: str, module: str = "") -> bool:
-    """Whether a function of this name is on the stack. module: part of the name of its module."""
+    """Return whether a function of this name is on the stack. module: part of the name of its module."""
     return any(
         frame.f_code.co_name == function and module in frame.f_globals.get("__name__", "") for frame in callers()
     )
 
 
 def callers() -> Iterator[FrameType]:
-    """The frames below the caller of this function, innermost first; at most `MAX_FRAMES`."""
+    """Yield the frames below the caller of this function, innermost first; at most `MAX_FRAMES`."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(MAX_FRAMES):
         if frame is None:
@@ -131,5 +130,5 @@ def callers() -> Iterator[FrameType]:
 
 
 def is_instance_by_name(candidate: object, module: str, name: str) -> bool:
-    """`isinstance` of a class that is not imported: its package takes seconds to import, or is not installed."""
+    """Test `isinstance` of a class by name, because its package takes seconds to import or is not installed."""
     return any((kind.__module__, kind.__name__) == (module, name) for kind in type(candidate).__mro__)

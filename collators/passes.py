@@ -11,7 +11,7 @@ have added up (`radixtrain/hf/pass_cache.py`).
                                             p p p    backward; forward again before that, unless its graph was held
 
 A kept prefix may continue another one, and one of more than `max_tokens` rows is several passes. So is the beginning of
-a sequence that is too long for a micro-batch by itself.
+a sequence that is too long for one micro-batch.
 
 Integers in sorted order, as in `batching.py`: every rank finds the passes of all ranks.
 """
@@ -36,7 +36,7 @@ FORWARD = 1 / 3  # of forward and backward
 
 
 class Cost(Protocol):
-    """`SequenceCost`: what sequences of these lengths cost."""
+    """The cost of sequences of these lengths, such as a `SequenceCost`."""
 
     def __call__(self, lengths: IntArray) -> IntArray: ...
 
@@ -78,7 +78,7 @@ class Schedule:
 
 
 def aligned(orders: Sequence[Sequence[Event]], rank: int) -> Iterator[tuple[Event | None, bool]]:
-    """What a rank runs, if all ranks are to run forward passes and training passes at the same time, as FSDP needs it.
+    """Yield what a rank runs if all ranks run forward passes and training passes at the same time, as FSDP needs it.
 
     Yields (the event, or None for a pass of weight zero, whether it trains).
     """
@@ -110,7 +110,7 @@ class Keeping:
 
     @classmethod
     def of(cls, wanted: bool | str, step_cost: StepCost | None, holds_graph: bool | str) -> Keeping | None:
-        """wanted: `auto` keeps by what a layer costs, if that is known; True whatever it costs; False nothing."""
+        """Choose when to keep. wanted: `auto` if it pays by a layer's cost, if known; True always; False never."""
         if wanted != "auto":
             return cls(1, 0, -math.inf, holds_graph) if wanted else None
         if step_cost is None:
@@ -119,7 +119,7 @@ class Keeping:
         return cls(max(2 * pass_rows, 1), pass_rows, LEAST_GAIN, holds_graph)
 
     def schedule(self, by_order: SortedSequences, max_tokens: int | None, cost: Cost) -> Schedule:
-        """The cheapest: with the prefixes that only a long sequence needs, or with all that may pay, held or not."""
+        """Return the cheapest schedule: with only the prefixes that a long sequence needs, or all that may pay."""
         is_held = self.holds_graph is True
         needed = self._schedule(by_order, cost, _parts(by_order, max_tokens, None), is_held)
         if len(needed.groups) < 2 or self.least_rows is None:
@@ -181,7 +181,7 @@ class _Part(NamedTuple):
 def _parts(
     by_order: SortedSequences, max_tokens: int | None, least_rows: int | None, counts_held: bool = False
 ) -> list[_Part]:
-    """Full micro-batches, as many sequences in each as fit with the prefix that is kept at its end.
+    """Cut full micro-batches, as many sequences in each as fit with the prefix that is kept at its end.
 
     least_rows: as in `Keeping`; None keeps only what a sequence of more than `max_tokens` has to keep.
     counts_held: the rows that are kept meanwhile count too; nothing is returned if a sequence does not fit beside them.
@@ -217,7 +217,7 @@ def _end_of_part(
     least_rows: int | None,
     counts_held: bool,
 ) -> tuple[int, int, int]:
-    """The end of the largest micro-batch from a place on, its new rows, and how long the prefix kept at its end is."""
+    """Return the end of the largest micro-batch from a place, its new rows, and the prefix length kept at its end."""
     found: tuple[int, int, int] | None = None
     rows, reached, longest = 0, num_kept, max(lcp)
     for place in range(start, len(lengths)):
@@ -240,7 +240,7 @@ def _end_of_part(
 def _kept_passes(
     sequence: int, place: int, start: int, end: int, most: int, lcp: list[int]
 ) -> Iterator[tuple[Span, int]]:
-    """The tokens [start, end) of a sequence in passes of about equal size, and the last place that has their first."""
+    """Yield passes of about equal size over the tokens [start, end), each with the last place that shares its start."""
     number = -(-(end - start) // most)
     for index in range(number):
         first, stop = (start + (end - start) * side // number for side in (index, index + 1))
@@ -251,7 +251,7 @@ def _kept_passes(
 
 
 def _num_kept(lcp: list[int], start: int, end: int, at_start: int, at_end: int) -> list[int]:
-    """How many tokens of each sequence of a micro-batch are kept: for the one before it, or for the one after it."""
+    """Count the tokens of each sequence of a micro-batch that are kept: for the one before it, or the one after it."""
     from_start, from_end = [at_start], [min(at_end, lcp[end])]
     for place in range(start + 1, end):
         from_start.append(min(from_start[-1], lcp[place]))

@@ -10,7 +10,7 @@ If an optimizer step has several batches, of several ranks or accumulated, whole
 each are then dealt to its batches: sequences with a common prompt meet, and the batch that costs most, for which other
 ranks wait, costs as little as it can.
 
-Every epoch draws anew which sequences of a prompt meet, and which prompts. Each sequence comes once in an epoch, and
+Every epoch draws again which sequences of a prompt meet, and which prompts. Each sequence comes once in an epoch, and
 is as likely in one full batch as in another, so the expected gradient of a step is that of a plain shuffle. Its
 variance is higher, because sequences of one prompt are alike.
 """
@@ -31,7 +31,7 @@ from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.groups import PrefixGroups, find_prefix_groups
 
 WHOLE_ROW = "input_ids"
-READ_TOGETHER = 1000  # rows of a `datasets.Dataset`, which takes 6 us for each of them so, and 40 us one by one
+READ_TOGETHER = 1000  # rows of a `datasets.Dataset`: 6 us for each, 40 us if read one by one
 
 Items = Callable[[int], Sequence[IntArray]]
 """The sequences of an item, by its index. Items are drawn whole."""
@@ -42,7 +42,7 @@ ITEMS_READ = 2048
 
 
 class PrefixGroupedSampler(Sampler[int]):
-    """Indices of a data set, one at a time, so that each `batch_size` in a row share as much as they should.
+    """Sample indices of a data set such that `batch_size` consecutive ones share as much as they should.
 
     data: a data set with a length whose entries have `column`, or a sequence of token sequences.
     batch_size: rows that the trainer collates together: of one micro-batch, on one device.
@@ -93,14 +93,14 @@ class PrefixGroupedSampler(Sampler[int]):
 
     @property
     def together(self) -> int:
-        """Most rows of a prompt that a step gets on purpose."""
+        """Return the most rows of a prompt that a step gets on purpose."""
         return self.order.together
 
     def __len__(self) -> int:
         return self.num_rows
 
     def __iter__(self) -> Iterator[int]:
-        """The order of this epoch. The next pass has that of the next one."""
+        """Iterate over the order of this epoch, and go on to the next one."""
         order = self.order.draw(np.arange(self.num_rows), np.random.default_rng([self.seed, self.epoch]))
         self.epoch += 1
         size = self.order.batch_size
@@ -108,18 +108,18 @@ class PrefixGroupedSampler(Sampler[int]):
         return chain.from_iterable(self._dealt(step).tolist() for step in steps)
 
     def _dealt(self, step: IntArray) -> IntArray:
-        """The rows of a step, batch after batch. What is left at the end of an epoch makes no whole step, and stays."""
+        """Deal the rows of a step to its batches. The incomplete step at the end of an epoch is left as it is."""
         if len(step) < self.order.batch_size or len(step) == self.batch_size:
             return step
         return step[np.concatenate(deal_by_unique_tokens(self.order.groups.sorted(step), self.batch_size))]
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch of the next pass."""
+        """Set the epoch of the next pass."""
         self.epoch = epoch
 
 
 def _all_tokens(data: Any, column: str) -> Iterator[IntArray]:
-    """The tokens of every row."""
+    """Yield the tokens of every row."""
     if not hasattr(data, "select_columns") or column not in data.column_names:
         yield from (_tokens(data, column, index) for index in range(len(data)))
         return
@@ -129,7 +129,7 @@ def _all_tokens(data: Any, column: str) -> Iterator[IntArray]:
 
 
 def _tokens(data: Any, column: str, index: int) -> IntArray:
-    """The tokens of one row."""
+    """Return the tokens of one row."""
     row = data[index]
     if not isinstance(row, Mapping):
         return _as_tokens(row, column, index)
@@ -161,7 +161,7 @@ class GroupedOrder:
 
     @classmethod
     def choose(cls, groups: PrefixGroups, batch_size: int, seed: int) -> GroupedOrder:
-        """Take the smallest of 1, ..., batch_size / 4, batch_size / 2 with which r is at least `ENOUGH` of the largest.
+        """Choose the smallest of 1, ..., batch_size / 4, batch_size / 2 with which r is at least `ENOUGH` of the best.
 
         No more than half of a batch, so that it holds two prompts or more.
         """
@@ -183,7 +183,7 @@ class GroupedOrder:
         return cls(groups, batch_size, together)
 
     def draw(self, indices: IntArray, generator: np.random.Generator) -> IntArray:
-        """The items of an epoch in the order in which they are cut into batches.
+        """Return the items of an epoch in the order in which they are cut into batches.
 
         indices: of the items, (m,), int64. An index may be missing or come several times.
 
@@ -196,7 +196,7 @@ class GroupedOrder:
         return _arranged(whole, parts, self.batch_size, generator)
 
     def _runs(self, shuffled: IntArray, generator: np.random.Generator) -> tuple[IntArray, list[list[int]]]:
-        """Runs of `together` items of one group, (F, together), and shorter runs of what is left of each group."""
+        """Make runs of `together` items of one group, (F, together), and shorter runs of what is left of each group."""
         groups, size = self.groups, self.together
         group_of = groups.group_of[shuffled]
         by_group = np.argsort(group_of, kind="stable")
@@ -212,10 +212,10 @@ class GroupedOrder:
 def _join(
     items: IntArray, group_of: IntArray, parent: IntArray, size: int, generator: np.random.Generator
 ) -> tuple[IntArray, list[list[int]]]:
-    """Runs of `size` items, (F, size), and shorter ones, from what the groups have left, deepest groups first.
+    """Join what the groups have left into runs of `size` items, (F, size), and shorter ones, deepest groups first.
 
-    What remains of the groups inside a group is joined there. A run is not split, as its items share more with each
-    other than with those of another.
+    What remains of the groups inside a group is joined there. A run is not split: its items share more with each
+    other than with those of another run.
     """
     bounds = np.searchsorted(group_of, np.arange(len(parent) + 1)).tolist()
     listed, above = items.tolist(), parent.tolist()
@@ -234,7 +234,7 @@ def _join(
 
 
 def _filled(runs: list[list[int]], size: int) -> list[list[int]]:
-    """The runs, one after the other joined as long as no more than `size` items are in one."""
+    """Join consecutive runs as long as no more than `size` items are in one."""
     joined = [list(runs[0])]
     for run in runs[1:]:
         if len(joined[-1]) + len(run) <= size:
@@ -245,7 +245,7 @@ def _filled(runs: list[list[int]], size: int) -> list[list[int]]:
 
 
 def _arranged(whole: IntArray, parts: list[list[int]], batch_size: int, generator: np.random.Generator) -> IntArray:
-    """All items: whole runs at places where no batch ends inside one, parts in a row at the other places.
+    """Arrange all items: whole runs where no batch ends inside one, parts in a row at the other places.
 
     whole: (F, size). A batch has places for `batch_size // size` of them. Those that get no place are parts.
     """
@@ -265,7 +265,7 @@ def _arranged(whole: IntArray, parts: list[list[int]], batch_size: int, generato
 
 
 def batches_of(order: IntArray, batch_size: int, num_batches: int | None = None) -> list[list[int]]:
-    """Some batches of an epoch at equal distances, the first and the last among them; or all, if there are not so many.
+    """Return some batches of an epoch at equal distances, the first and the last included; all, if there are few.
 
     num_batches: None for `ITEMS_READ` items, and 16 batches at least.
     """
@@ -282,12 +282,12 @@ def ratio_of_batches(
     num_ranks: int = 1,
     keeping: Keeping | None = None,
 ) -> float:
-    """r: tokens per computed token of these batches, if each is cut into micro-batches of `max_tokens` unique tokens.
+    """Return r, tokens per computed token, of these batches if cut into micro-batches of `max_tokens` unique tokens.
 
-    num_ranks: how many share out each batch. Each computes its share by itself. keeping: of a `StepCollator`.
+    num_ranks: ranks that divide each batch and compute their shares separately. keeping: of a `StepCollator`.
 
     1.0 without any token. Branches too small to be taken and padding are not taken into account, nor is what a token
-    costs, by which the ranks of a run may share out otherwise.
+    costs, by which the ranks of a run may divide differently.
     """
     num_tokens = num_computed = 0
     for batch in batches:

@@ -82,7 +82,7 @@ class RadixCollator:
 
     Text, None, dicts, dates and lists of those are ignored, and so are the numbers named in
     `radixtrain.collators.features.HARMLESS`. Any other entry is refused, because a model that reads it, such as one
-    with `token_type_ids` or `pixel_values`, would get another gradient.
+    with `token_type_ids` or `pixel_values`, would have a different gradient.
 
     Returns
 
@@ -138,7 +138,7 @@ class RadixCollator:
     def __new__(cls, *args: object, **options: object) -> RadixCollator:
         if args:
             raise UserError(
-                f"RadixCollator takes options by name, and no tokenizer, got {type(args[0]).__name__}: write "
+                f"RadixCollator takes options by keyword only, and no tokenizer, got {type(args[0]).__name__}: write "
                 f"RadixCollator(), for rows that have input_ids"
             )
         return super().__new__(cls)
@@ -168,7 +168,7 @@ class RadixCollator:
     def collate(
         self, arrays: Sequence[TokenRow], max_tokens: int | None = None, images: BatchImages | None = None
     ) -> dict[str, Any]:
-        """The batch of features that have been read already, and whose shared labels are to be trained as they are.
+        """Collate features that have been read, and whose shared labels are trained unchanged.
 
         max_tokens: most unique tokens that `step_cost` may choose, if that is possible. images: of the features.
         """
@@ -197,7 +197,7 @@ class RadixCollator:
         kept_as: int | None = None,
         max_tokens: int | None = None,
     ) -> dict[str, Any]:
-        """The batch of one pass of a step in several; see `radixtrain.collators.passes`. It has to merge labels.
+        """Collate one pass of a step in several; see `radixtrain.collators.passes`. It has to merge labels.
 
         spans: the new tokens of each sequence. Those before them are its context.
         kept_as: the place of the pass in the step, if later ones continue its single sequence; None for any other.
@@ -246,9 +246,9 @@ class RadixCollator:
         max_tokens: int | None,
         strategies: Sequence[str] = CHOICES,
     ) -> tuple[PrefixPlan, dict[str, Any]]:
-        """The plan, and what was chosen for it.
+        """Build the plan, and return what was chosen for it too.
 
-        ids: (T,). of the tokens, or what else tells them apart. strategies: that may be chosen.
+        ids: (T,). token ids, or other codes that tell tokens apart. strategies: that may be chosen.
         """
 
         def plan_of(min_shared_tokens: int) -> PrefixPlan:
@@ -272,14 +272,17 @@ NO_PREDICTIONS = Predictions(*(np.zeros(1, dtype=np.int64) for _ in range(4)))  
 
 
 class _Targets(NamedTuple):
-    """labels: the entries of a batch that a loss reads. of_predictions: the fields of its `RadixInputs` about them."""
+    """The entries of a batch that a loss reads.
+
+    of_predictions: the fields of its `RadixInputs` about them.
+    """
 
     labels: dict[str, Tensor]
     of_predictions: dict[str, Any]
 
 
 def _plain(predictions: Predictions, plan: PrefixPlan) -> _Targets:
-    """One prediction per original labelled token, for any head and loss of the model.
+    """Make one prediction per original labelled token, for any head and loss of the model.
 
     The list ends with an ignored one, so that a loss that shifts `labels` itself sees the same pairs.
     """
@@ -299,7 +302,7 @@ def _plain(predictions: Predictions, plan: PrefixPlan) -> _Targets:
 
 
 def _merged(predictions: Predictions, floats: Mapping[str, FloatArray]) -> _Targets:
-    """Distinct predictors, and distinct predictions if none has a float of its own, for `radixtrain.loss`.
+    """Merge equal predictors, and equal predictions if none has a float of its own, for `radixtrain.loss`.
 
     Merging those too would round the sum of two weights, which the loss adds in its own dtype. It would also save
     little, since the head runs once for each predictor anyway: 64 copies of each prediction took the loss 2 % more time
@@ -310,7 +313,7 @@ def _merged(predictions: Predictions, floats: Mapping[str, FloatArray]) -> _Targ
     fields = {
         "predictor_indices": merged.predictor_indices[is_first],
         "prediction_rows": is_first.cumsum() - 1,
-        "loss_weights": merged.weights,  # counts are whole, so no precision of a trainer rounds them
+        "loss_weights": merged.weights,  # counts stay integers, so that no trainer's precision rounds them
         **({"label_indices": merged.label_indices} if floats else {}),
     }
     of_policy = policy_fields(floats, merged.label_indices)
@@ -318,7 +321,7 @@ def _merged(predictions: Predictions, floats: Mapping[str, FloatArray]) -> _Targ
 
 
 def policy_fields(floats: Mapping[str, FloatArray], tokens: IntArray) -> dict[str, Any]:
-    """The fields of a `RadixInputs` that a policy loss reads, if the features have them.
+    """Return the fields of a `RadixInputs` that a policy loss reads, if the features have them.
 
     floats: of `packed`. tokens: (P,). the packed token that bears each label.
     """
@@ -331,7 +334,7 @@ def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
 
 
 def _batch(ids: IntArray, plan: PrefixPlan, layout: TreeLayout, targets: _Targets, **known: Any) -> dict[str, Any]:
-    """The batch of unique tokens. ids: (U,). layout: of the plan. known: the other fields of its `RadixInputs`."""
+    """Make the batch of unique tokens. ids: (U,). layout: of the plan. known: the other fields of its `RadixInputs`."""
     radix = RadixInputs(layout=layout, cu_seqlens=layout.cu_seqlens, **targets.of_predictions, **known)
     return {
         "input_ids": torch.from_numpy(ids)[None],

@@ -1,4 +1,4 @@
-"""A micro-batch -> the part that one of n ranks computes; and what steps on several ranks compute and send, predicted.
+"""A micro-batch -> the part that one of n ranks computes; and the predicted computation and traffic of n ranks.
 
 The first rank has the first ceil(U / n) rows, and so on. The last ones are filled up by copies of the first row, which
 reach nothing, so that every rank has as many rows. Experts that copies are routed to are reached anyway.
@@ -28,7 +28,7 @@ OF_PREDICTIONS = ("loss_weights", "label_indices", "old_logprobs", "advantages")
 
 
 def rows_per_rank(num_rows: int, size: int) -> int:
-    """ceil(U / size), the same on every rank."""
+    """Return ceil(U / size), the same on every rank."""
     return -(-num_rows // size)
 
 
@@ -40,19 +40,19 @@ def own_rows(rows: Tensor, dim: int, rank: int, size: int) -> Tensor:
 
 
 def filled(rows: Tensor, first: Tensor, dim: int, count: int) -> Tensor:
-    """`count` rows along `dim`: these, and copies of `first`, which has one."""
+    """Return `count` rows along `dim`: these, then copies of `first`, which has one."""
     missing = count - rows.shape[dim]
     return torch.cat([rows, *[first] * missing], dim) if missing else rows
 
 
 def own_inputs(batch: Mapping[str, Any], rank: int, size: int) -> dict[str, Tensor]:
-    """The entries of a batch that have a place for each row, of the rows of one of `size` ranks."""
+    """Return the entries of a batch that have a place for each row, for the rows of one of `size` ranks."""
     found = {name: dim for name, dim in OF_ROWS.items() if batch.get(name) is not None}
     return {name: own_rows(batch[name], dim, rank, size) for name, dim in found.items()}
 
 
 def own_predictors(predictor_indices: Tensor, num_rows: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
-    """Which row of the rank each predictor is, int64, and whether it is one of them, bool; both as `predictor_indices`.
+    """Return the place of each predictor among the rows of the rank, int64, and whether it is one of them, bool.
 
     predictor_indices: of `num_rows` rows.
     """
@@ -62,7 +62,7 @@ def own_predictors(predictor_indices: Tensor, num_rows: int, rank: int, size: in
 
 
 def split_batch(batch: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
-    """The part of one of `size` ranks. batch: of a `RadixCollator` with `merge_labels`.
+    """Return the part of one of `size` ranks. batch: of a `RadixCollator` with `merge_labels`.
 
     The layout stays that of all rows. A rank without predictions gets one of weight 0, so that it runs the same passes.
     """
@@ -94,7 +94,7 @@ class Division(NamedTuple):
     seconds: that a layer takes, the mean over the steps, by the fixed rates of the cost model. What is alike in every
         division, such as gradients that are averaged, is left out.
     most_rows: of a rank at once, in the largest micro-batch of all steps.
-    memory_bytes: peak of a rank, if something predicts it.
+    memory_bytes: peak of a rank, if it is predicted.
     """
 
     num_ranks: int
@@ -110,7 +110,7 @@ class Division(NamedTuple):
 def divide(
     steps: Steps, num_ranks: int, sp_size: int, max_tokens: int, step_cost: StepCost, element_bytes: int
 ) -> Division:
-    """Predict these steps. It leaves out padding, and what sharing of branches that are too small saves.
+    """Predict these steps, without padding and without what sharing of branches that are too small saves.
 
     steps: the token ids of each sequence of each step. max_tokens: of a rank. element_bytes: of a number that is sent.
     """
@@ -132,7 +132,7 @@ def divide(
 
 
 def _part(sequences: Sequence[IntArray], group: Sequence[int], sp_size: int, step_cost: StepCost) -> tuple[int, float]:
-    """Cost a rank that shares a micro-batch with others: its rows, and seconds of a layer on them and on its heads."""
+    """Return the rows of a rank that shares a micro-batch, and the seconds of a layer on them and on its heads."""
     mine = [sequences[index] for index in group]
     plan = build_prefix_plan(*back_to_back(mine))
     num_rows = rows_per_rank(plan.num_rows, sp_size)
@@ -143,5 +143,5 @@ def _part(sequences: Sequence[IntArray], group: Sequence[int], sp_size: int, ste
 
 
 def sp_sizes(num_ranks: int, num_heads: int) -> list[int]:
-    """Numbers of ranks that can split a micro-batch: they divide the ranks and the heads of queries."""
+    """List the numbers of ranks that can split a micro-batch: they divide the ranks and the query heads."""
     return [size for size in range(1, num_ranks + 1) if num_ranks % size == 0 == num_heads % size]

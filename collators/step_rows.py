@@ -1,4 +1,4 @@
-"""The rows of an optimizer step in several passes: which pass keeps each, and what a pass attends to beside its own."""
+"""The rows of an optimizer step in several passes: which pass keeps each, and what each pass attends to."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class StepRows:
         self.is_kept = depths[predictors] < np.repeat(list(num_kept.values()), lengths)[predictors]
 
     def tokens_of(self, spans: Sequence[Span]) -> IntArray:
-        """(T,). the tokens [start, end) of each sequence, by their place in `packed`."""
+        """Return the tokens [start, end) of each sequence, (T,), by their place in `packed`."""
         starts, ends = np.array([span[1:] for span in spans], dtype=np.int64).T
         return concatenate_ranges(self._first_tokens(spans) + starts, ends - starts)
 
@@ -47,7 +47,7 @@ class StepRows:
         return self.packed.cu_seqlens[[self.place_of[span.sequence] for span in spans]]
 
     def keep(self, rows: IntArray, place: int) -> None:
-        """A pass keeps these rows, in this order."""
+        """Record that a pass keeps these rows, in this order."""
         self.pass_of[rows], self.row_in_pass[rows] = place, np.arange(len(rows))
 
     def kept_predictions(self, place: int) -> Predictions:
@@ -59,7 +59,7 @@ class StepRows:
         return Predictions(self.row_in_pass[rows[mine]], labels, tokens, weights)  # type: ignore[arg-type]
 
     def context_of(self, spans: Sequence[Span]) -> tuple[IntArray, tuple[tuple[int, int, int], ...], list[IntArray]]:
-        """The rows that a pass attends to beside its own, ascending; where they are kept; those of each sequence."""
+        """Return the earlier rows that a pass attends to, ascending; where they are kept; and those per sequence."""
         firsts = self._first_tokens(spans).tolist()
         paths = [self.plan.inverse_indices[x : x + span.start] for x, span in zip(firsts, spans, strict=True)]
         is_context = np.zeros(self.plan.num_rows, dtype=bool)  # `np.unique` took 1.2 s for 100,000 tokens in 25 passes

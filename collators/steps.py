@@ -81,12 +81,12 @@ class Step(Movable):
 
     @property
     def num_ordinary_tokens(self) -> int:
-        """Tokens that others compute, to which r and speeds are compared: those of whole chats, if they were split."""
+        """Return the tokens that an ordinary trainer computes, the basis of r and speeds: of whole chats, if split."""
         return self.num_whole_tokens or self.num_tokens
 
     @property
     def num_losses(self) -> int:
-        """How many passes train."""
+        """Count the passes that train."""
         return sum(each.trains for each in self.passes)
 
 
@@ -173,9 +173,9 @@ class StepCollator:
     def _passes(
         self, arrays: Sequence[TokenRow], schedules: Sequence[Schedule]
     ) -> tuple[list[dict[str, Any]], list[Pass]]:
-        """The batches of this rank, those that others continue first, and its passes.
+        """Collate the batches of this rank, those that others continue first, and list its passes.
 
-        A pass that only keeps this rank in step with the others is of a micro-batch after those.
+        A pass that only keeps this rank in step with the others has its micro-batch after those.
         """
         group = self.rank // self.sp_size
         schedule = schedules[group]
@@ -205,7 +205,7 @@ class StepCollator:
         return replace(self._collator, min_shared_tokens=1).collate_pass(rows, spans, kept_as)
 
     def shares(self, arrays: Sequence[TokenRow]) -> Shares:
-        """What each rank collates, or each group of `sp_size`. arrays: the features of the step."""
+        """Divide the step among the ranks, or groups of `sp_size`. arrays: the features of the step."""
         sequences = [feature.input_ids for feature in arrays]
         if not self.dedup:
             return share_by_padded_tokens(sequences, self.num_ranks, self.max_tokens)
@@ -219,12 +219,12 @@ class StepCollator:
 
     @property
     def keeping(self) -> Keeping | None:
-        """When prefixes are kept; None if never."""
+        """Return when prefixes are kept; None if never."""
         wanted = not self._missing_for_passes and self.share_across_micro_batches
         return Keeping.of(wanted, self.step_cost, self.holds_graph)
 
     def _read(self, features: Sequence[Mapping[str, Any]]) -> list[TokenRow]:
-        """The features with the labels that are to be trained."""
+        """Read the features, with the labels that are to be trained."""
         arrays = token_rows(features)
         if self.dedup and not self.merge_labels:
             check_no_floats(arrays)  # here, because a micro-batch does not know its features' places in the step
@@ -233,7 +233,7 @@ class StepCollator:
     def _fitting(self, arrays: Sequence[TokenRow], group: Sequence[int]) -> dict[str, Any]:
         """Collate features whose unique tokens are within the budget, with every branch if they are over it without.
 
-        They are not cut in two: every rank knows the number of micro-batches before any of them is collated.
+        They are not cut in two, since every rank knows the number of micro-batches before it collates any.
         """
         members = [arrays[index] for index in group]
         batch = self._collate(members)
@@ -243,7 +243,7 @@ class StepCollator:
 
     @property
     def _missing_for_passes(self) -> str | None:
-        """What the settings lack so that a step can be computed in several passes."""
+        """Say what the settings lack for a step in several passes; None if nothing."""
         if not (self.dedup and self.merge_labels):
             return "dedup and merge_labels"
         if self.step_cost is not None and not set(self.step_cost.strategies) & set(WITH_CONTEXT):
@@ -254,7 +254,7 @@ class StepCollator:
 
     @property
     def _budget(self) -> int | None:
-        """Most unique tokens of a micro-batch."""
+        """Return the most unique tokens of a micro-batch; None without a limit."""
         return None if self.max_tokens is None else self.max_tokens * self.sp_size
 
     @cached_property
@@ -267,7 +267,7 @@ class StepCollator:
         )
 
     def _collate(self, arrays: Sequence[TokenRow]) -> dict[str, Any]:
-        """One micro-batch."""
+        """Collate one micro-batch."""
         if self.dedup:
             return self._collator.collate(arrays, self._budget)
         return PaddedCollator(pad_token_id=self.pad_token_id).collate(arrays)
@@ -294,7 +294,7 @@ class PaddedCollator:
         return self.collate(token_rows(features))
 
     def collate(self, arrays: Sequence[TokenRow]) -> dict[str, Any]:
-        """The batch of features that have been read already."""
+        """Collate features that have been read."""
         ids, labels, cu_seqlens, given_positions, floats = packed(arrays)
         lengths = lengths_of(cu_seqlens)
         is_token = np.arange(lengths.max()) < lengths[:, None]
@@ -326,7 +326,7 @@ class PaddedCollator:
 
 
 def dummy_features(arrays: Sequence[TokenRow], has_weights: bool) -> TokenRow:
-    """A micro-batch of weight zero, for a rank that has fewer micro-batches of a step than another one.
+    """Make a micro-batch of weight zero, for a rank that has fewer micro-batches of a step than another one.
 
     All ranks take part in every exchange of gradients, and of parameters if those are sharded, so they run as many
     passes. These are the first tokens of the shortest sequence that bears loss; loss and gradients are exactly 0.

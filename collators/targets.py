@@ -32,7 +32,9 @@ SHARED_TARGETS = ("every", "once")
 
 
 class Predictions(NamedTuple):
-    """predictor_indices: (P,), int64. the unique row that predicts, ascending.
+    """The prediction list.
+
+    predictor_indices: (P,), int64. the unique row that predicts, ascending.
     labels: (P,), int64. the token to predict.
     label_indices: (P,), int64. the packed token that bears the label; of a merged entry, the first one.
     weights: (P,). how many original labelled tokens the entry stands for, int64; or its loss weight, float32.
@@ -45,7 +47,7 @@ class Predictions(NamedTuple):
 
 
 def list_predictions(plan: PrefixPlan, labels: IntArray, weights: FloatArray | None = None) -> Predictions:
-    """One entry per original labelled token.
+    """List one entry per original labelled token.
 
     labels: (T,), int64, packed and unshifted as in Hugging Face: `labels[t]` is predicted from token t - 1 of the same
         sequence; `IGNORE_INDEX` bears no loss, and neither does the first token of a sequence.
@@ -62,7 +64,7 @@ def list_predictions(plan: PrefixPlan, labels: IntArray, weights: FloatArray | N
 
 
 def merge_predictions(predictions: Predictions) -> Predictions:
-    """Identical (row, label) pairs become one entry that stands for all of them."""
+    """Merge identical (row, label) pairs into one entry that stands for all of them."""
     order = _by_row_and_label(predictions.predictor_indices, predictions.labels)
     rows, labels, tokens = (array[order] for array in predictions[:3])
     is_first = np.ones(len(rows), dtype=bool)
@@ -72,9 +74,9 @@ def merge_predictions(predictions: Predictions) -> Predictions:
 
 
 def _by_row_and_label(rows: IntArray, labels: IntArray) -> IntArray:
-    """The stable order by row and then label, of rows that mostly ascend.
+    """Sort stably by row and then label, for rows that mostly ascend.
 
-    One number for both is nearly in order, and sorted 4 times as fast as `np.unique(axis=0)` does.
+    A combined key is nearly in order: sorting it is 4 times as fast as `np.unique(axis=0)`.
     """
     num_labels = int(labels.max(initial=0)) + 1
     if num_labels > 2**32:
@@ -84,13 +86,13 @@ def _by_row_and_label(rows: IntArray, labels: IntArray) -> IntArray:
 
 
 def check_shared_targets(value: str) -> None:
-    """ValueError if it is not one of `SHARED_TARGETS`."""
+    """Raise ValueError if it is not one of `SHARED_TARGETS`."""
     if value not in SHARED_TARGETS:
         raise ValueError(f"shared_targets must be {' or '.join(SHARED_TARGETS)}, got {value!r}")
 
 
 def keep_once(arrays: Sequence[TokenRow], codes: IntArray | None = None) -> list[TokenRow]:
-    """The features, with each shared label kept in the first sequence that has it, and -100 in the others.
+    """Keep each shared label in the first sequence that has it, and put -100 in the others.
 
     A label is shared by sequences that have the same label after the same tokens at the same positions, and the same
     `old_logprobs` and `advantages` there, if they have any: samples of a policy that differ in these are different
@@ -121,7 +123,7 @@ def keep_once(arrays: Sequence[TokenRow], codes: IntArray | None = None) -> list
 
 
 def features_once(features: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """`keep_once` for features as a collator takes them, so that a trainer without the collator can use it.
+    """Apply `keep_once` to features as a collator takes them, for a trainer that has another collator.
 
     The features come back without their padding.
     """
@@ -129,7 +131,7 @@ def features_once(features: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
 
 
 def _groups(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """The stable order that puts entries with equal columns beside each other, and where each group starts in it."""
+    """Sort stably so that entries with equal columns are neighbours; return the order and where each group starts."""
     order = np.lexsort(columns[::-1])
     is_first = np.zeros(len(order), dtype=bool)
     is_first[:1] = True

@@ -1,4 +1,4 @@
-"""One sequence to train on, and how it is read from columns: from a feature of a collator or from a row of a file.
+"""One sequence to train on, read from columns: a feature of a collator or a row of a file.
 
 Columns may be lists, arrays or tensors. Floats are aligned with the labels and not shifted: entry t belongs to token t,
 which is predicted from the one before. They become float32 here, as in the tensor that an ordinary collator would make.
@@ -19,17 +19,17 @@ from radixtrain.tree.arrays import IntArray
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 Columns: TypeAlias = Mapping[str, Any]
-"""What a row has, by name; None is nothing."""
+"""The columns of a row, by name; None counts as absent."""
 IGNORE_INDEX = -100
 WEIGHT_NAMES = ("loss_weights", "weights")
 FLOATS = {"loss_weights": WEIGHT_NAMES, "old_logprobs": ("old_logprobs",), "advantages": ("advantages",)}
-"""The floats that a row may have, and the names of their column."""
+"""The floats that a row may have -> the names that their column may have."""
 FLOAT_COLUMNS = frozenset(name for names in FLOATS.values() for name in names)
 ONE_FOR_ALL = frozenset({"advantages"})  # may be a single number for all tokens
 LOSS_MASKS = ("completion_mask", "assistant_masks", "mask")
 
 
-@dataclass(slots=True, eq=False)  # frozen, each would take 0.7 us more to make, half of what reading a row takes
+@dataclass(slots=True, eq=False)  # a frozen one takes 0.7 us more to make, half the time of reading a row
 class TokenRow:
     """One sequence to train on.
 
@@ -53,22 +53,22 @@ class TokenRow:
 
     @property
     def num_labels(self) -> int:
-        """Tokens that bear loss. The first one is never predicted, so its label does not count."""
+        """Count the tokens that bear loss. The first one is never predicted, so its label does not count."""
         return int(np.count_nonzero(self.labels[1:] != IGNORE_INDEX))
 
     @property
     def is_counted_from_padding(self) -> bool:
-        """Whether Hugging Face would count the positions from the left padding, as it does if none are given."""
+        """Return whether Hugging Face would count the positions from the left padding, as it does if none are given."""
         return self.num_left_padding > 0 and self.position_ids is None
 
     @property
     def columns(self) -> dict[str, np.ndarray]:
-        """The columns that it has, as a collator takes them."""
+        """Return the columns that the row has, as a collator takes them."""
         fields = ((name, getattr(self, name)) for name in self.__slots__)
         return {name: column for name, column in fields if isinstance(column, np.ndarray)}
 
     def part(self, start: int, end: int) -> TokenRow:
-        """Its tokens from `start` to `end`."""
+        """Return the tokens from `start` to `end`."""
         cut: dict[str, Any] = {name: column[start:end] for name, column in self.columns.items()}
         return replace(self, **cut)
 
@@ -77,7 +77,7 @@ def read_token_row(columns: Columns, where: str) -> TokenRow:
     """Read a row, with its padding.
 
     columns: `input_ids`, and `labels` or else any of `LOSS_MASKS`, 1 for a token that bears loss. Without these every
-        token bears loss. Perhaps `position_ids` and `FLOATS`.
+        token bears loss. `position_ids` and `FLOATS` are optional.
 
     Raises DataError that names the column for: one that is not a flat list of integers (of numbers, for floats), or not
     as long as `input_ids`; a mask value other than 0 and 1; two names of the same floats; a float on a labelled token
@@ -91,7 +91,7 @@ def read_token_row(columns: Columns, where: str) -> TokenRow:
 
 
 def attended_span(columns: Columns, row: TokenRow) -> tuple[int, int]:
-    """The start and end of the tokens that `attention_mask` does not hide; (0, 0) if it hides all.
+    """Return the start and end of the tokens that `attention_mask` does not hide; (0, 0) if it hides all.
 
     Raises DataError for a mask with a hole, one of other values than 0 and 1, or not as long as the row.
     """
@@ -133,7 +133,7 @@ def _labels(columns: Columns, ids: IntArray, where: str) -> IntArray:
 
 
 def _column(columns: Columns, name: str, ids: IntArray, where: str, kinds: str = "iu") -> IntArray:
-    """A column that is as long as `input_ids`."""
+    """Read a column that has to be as long as `input_ids`."""
     values = read_integers(columns, name, where, kinds)
     _check_length(name, values, ids, where)
     return values
@@ -145,7 +145,7 @@ def _check_length(name: str, values: np.ndarray, ids: IntArray, where: str) -> N
 
 
 def _mask(columns: Columns, name: str, ids: IntArray, where: str) -> BoolArray:
-    """True for 1. `count_nonzero`, because it takes 0.4 us for 128 entries, and `any` 2.2."""
+    """Read a 0/1 column as bool. `count_nonzero` takes 0.4 us for 128 entries, `any` 2.2."""
     values = _column(columns, name, ids, where, "iub")
     mask = values == 1
     if np.count_nonzero(mask) != np.count_nonzero(values):
@@ -155,7 +155,7 @@ def _mask(columns: Columns, name: str, ids: IntArray, where: str) -> BoolArray:
 
 
 def _token_floats(columns: Columns, labels: IntArray, where: str) -> dict[str, FloatArray]:
-    """The floats that a row has, each (L,), 0 on tokens without a label, whatever is given there."""
+    """Read the floats of a row, each (L,), 0 on tokens without a label, whatever is given there."""
     given = {}
     for floats, names in FLOATS.items():
         named = [name for name in names if columns.get(name) is not None]

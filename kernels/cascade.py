@@ -1,4 +1,4 @@
-"""Cascade, as calls: segments attend to themselves, and what descends from them attends to them without a mask.
+"""Cascade as calls: segments attend to themselves, and their descendants attend to them without a mask.
 
 U rows in depth-first pre-order. The descendants of segment v are the rows that follow it, so for one segment the
 queries `[end, subtree_end)` and the keys `[start, end)` are plain slices. Segments of one level of the tree touch
@@ -11,8 +11,7 @@ bundle attend to the bundle's segments in calls of their own, which are slices. 
 most of them a few tokens, were 104 calls one by one. Either way every pair of a query and a key that the tree mask
 allows is in exactly one call.
 
-It cannot keep a sliding window shorter than the longest sequence: a call does not know how far its keys are from its
-queries.
+It cannot apply a sliding window shorter than the longest sequence: a call does not know how far its keys are.
 
 Sources: Hydragen (section 3) and FlashInfer's cascade for the forward; `merge_attention.py` for the backward.
 """
@@ -29,7 +28,7 @@ from torch import Tensor
 from radixtrain.kernels.merge_attention import Piece
 from radixtrain.kernels.varlen_args import Ragged
 
-BUNDLE = 32  # most rows of a bundle of several segments; a longer segment is a bundle by itself
+BUNDLE = 32  # most rows of a bundle of several segments; a longer segment is its own bundle
 
 
 class Level(NamedTuple):
@@ -50,7 +49,7 @@ class Level(NamedTuple):
 def bundled_pieces(
     segment_starts: Tensor, subtree_ends: Tensor, row_subtree_ends: Tensor, bundle: int = BUNDLE
 ) -> tuple[Piece, ...]:
-    """One call with an entry for each bundle, and a slice for each run of segments with descendants after its bundle.
+    """Make one call with an entry per bundle, and a slice per run of segments with descendants after its bundle.
 
     segment_starts (S+1), subtree_ends (S), row_subtree_ends (U): of a `TreeLayout` on the host.
     bundle: most rows of a bundle of several segments.
@@ -64,14 +63,14 @@ def bundled_pieces(
 def cascade_bounds(
     starts: list[int], subtree_ends: list[int], bundle: int = BUNDLE
 ) -> tuple[list[int], list[tuple[int, int, int, int]]]:
-    """The first row of each bundle, and U; and for each slice (first query, last + 1, first key, last + 1)."""
+    """Return the first row of each bundle, and U; and for each slice (first query, last + 1, first key, last + 1)."""
     first_segments = _bundles(starts, bundle)
     rows = [starts[segment] for segment in first_segments]
     return rows, list(_after_their_bundle(first_segments, starts, subtree_ends))
 
 
 def _bundles(starts: list[int], bundle: int) -> list[int]:
-    """The first segment of each bundle, and S: as many segments as fit, or a single one."""
+    """Return the first segment of each bundle, and S. A bundle has as many segments as fit, or a single one."""
     firsts = [0] if len(starts) > 1 else []
     for segment, end in enumerate(starts[1:]):
         if end - starts[firsts[-1]] > bundle and segment > firsts[-1]:
@@ -80,7 +79,7 @@ def _bundles(starts: list[int], bundle: int) -> list[int]:
 
 
 def _own_call(rows: list[int], starts: list[int], row_subtree_ends: Tensor) -> Ragged:
-    """Bundles onto themselves: a single segment is causal, several have their part of the tree mask."""
+    """Make the call of bundles onto themselves: causal for a single segment, else with its part of the tree mask."""
     cu_seqlens = torch.tensor(rows, dtype=torch.int32)
     segment_at = dict(pairwise(starts))
     bounds = tuple((start, end, start, end) for start, end in pairwise(rows))
@@ -92,7 +91,7 @@ def _own_call(rows: list[int], starts: list[int], row_subtree_ends: Tensor) -> R
 
 
 def _tree_mask(start: int, end: int, row_subtree_ends: Tensor) -> Tensor:
-    """(rows, rows), float32, of the rows [start, end): 0 if `k <= q < row_subtree_ends[k]`, else -inf."""
+    """Make the mask, float32, of the rows [start, end): 0 if `k <= q < row_subtree_ends[k]`, else -inf."""
     rows = torch.arange(start, end)
     hidden = (rows[:, None] < rows) | (rows[:, None] >= row_subtree_ends[start:end])
     return torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
@@ -101,7 +100,7 @@ def _tree_mask(start: int, end: int, row_subtree_ends: Tensor) -> Tensor:
 def _after_their_bundle(
     first_segments: list[int], starts: list[int], subtree_ends: list[int]
 ) -> Iterator[tuple[int, int, int, int]]:
-    """(first query, last query + 1, first key, last key + 1) of the descendants outside their ancestor's bundle.
+    """Yield (first query, last query + 1, first key, last key + 1) of descendants outside their ancestor's bundle.
 
     Neighbouring segments whose subtrees end at one row share a slice.
     """

@@ -4,7 +4,7 @@ Legend as in `varlen_args.py`; b counts the rectangles of a part, g the query he
 
 torch's CPU flash kernel computes whole rectangles: below 512 keys its `is_causal` hides half of what it has computed.
 So a causal entry is cut into strips of queries, each with the keys that any of its queries sees and a mask for the
-corner; a long one is left to the kernel, which then skips most of what it would hide. Rectangles of one shape whose
+corner; a long entry is left to the kernel, which then skips most of what it would hide. Rectangles of one shape whose
 rows lie equally far apart are one call with a batch axis, as views: nothing is copied, and 16 suffixes of one length
 cost one call.
 """
@@ -49,11 +49,11 @@ class Rectangles:
     key_step: int = 0
 
     def queries(self, x: Tensor) -> Tensor:
-        """(number, num_queries, ...). A view of the rows of a query-side tensor (T, ...)."""
+        """Return a view, (number, num_queries, ...), of the rows of a query-side tensor (T, ...)."""
         return _equal_runs(x, self.number, self.query_step, self.first_query, self.num_queries)
 
     def keys(self, x: Tensor) -> Tensor:
-        """(number, num_keys, ...). A view of the rows of a key-side tensor (J, ...)."""
+        """Return a view, (number, num_keys, ...), of the rows of a key-side tensor (J, ...)."""
         return _equal_runs(x, self.number, self.key_step, self.first_key, self.num_keys)
 
 
@@ -72,7 +72,7 @@ class Schedule:
 
 
 def schedule_of(ragged: Ragged, window: int | None = None) -> Schedule:
-    """The rectangles of a call; kept in it, because every layer asks.
+    """Return the rectangles of a call; kept in the call, because every layer asks.
 
     Without `bounds` this waits for the device: only the eager kernel on CUDA comes here.
     """
@@ -103,7 +103,7 @@ def _schedule(ragged: Ragged, window: int | None) -> Schedule:
 
 
 def _strips(entry: Rectangles, window: int | None) -> Iterator[Rectangles]:
-    """A causal entry in strips of about equal height, each with the keys that its queries see; a long one as it is.
+    """Cut a causal entry into strips of about equal height, each with the keys that its queries see; not a long one.
 
     Queries that come before the first key see none, and are left out.
     """
@@ -121,7 +121,7 @@ def _strips(entry: Rectangles, window: int | None) -> Iterator[Rectangles]:
 
 
 def _batched(parts: list[Rectangles]) -> Iterator[Rectangles]:
-    """Joins single rectangles of one shape whose rows lie equally far apart."""
+    """Join single rectangles of one shape whose rows lie equally far apart."""
     by_shape = sorted(parts, key=lambda part: (part.num_keys, part.num_queries))  # stable: rows stay in order
     run: list[Rectangles] = []
     for part in by_shape:
@@ -136,7 +136,7 @@ def _batched(parts: list[Rectangles]) -> Iterator[Rectangles]:
 def _extends(run: list[Rectangles], part: Rectangles) -> bool:
     last = run[-1]
     if part.causal or (last.num_keys, last.num_queries) != (part.num_keys, part.num_queries):
-        return False  # a long one keeps the cores busy by itself, and the eager kernel writes its scores out
+        return False  # a long one keeps the cores busy alone, and the eager kernel writes its scores out
     steps = part.first_query - last.first_query, part.first_key - last.first_key
     return min(steps) >= 0 and (len(run) == 1 or steps == _steps(run))
 
@@ -155,7 +155,7 @@ def _joined(run: list[Rectangles]) -> Rectangles:
 
 
 def _with_corners(parts: list[Rectangles], window: int | None, device: torch.device) -> list[Rectangles]:
-    """Gives the parts causal masks, which are views of one mask: they agree from the bottom right corner on."""
+    """Give the parts causal masks, which are views of one mask: they agree from the bottom right corner on."""
     masked = [part for part in parts if not part.causal]
     height = max((part.num_queries for part in masked), default=0)
     width = max((part.num_keys for part in masked), default=0)
@@ -177,7 +177,7 @@ def _equal_runs(x: Tensor, number: int, step: int, first: int, length: int) -> T
 
 
 class LoopingKernel:
-    """A kernel that runs one part of a call at a time: some equal rectangles, which are the first axis b."""
+    """A kernel that runs one part of a call at a time: equal rectangles, along the first axis b."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scoring: Scoring) -> tuple[Tensor, Tensor]:
         schedule = schedule_of(ragged, scoring.window)
@@ -221,7 +221,7 @@ class LoopingKernel:
     def part_forward(
         self, q_bTNH: Tensor, k_bJKH: Tensor, v_bJKH: Tensor, part: Rectangles, scoring: Scoring
     ) -> tuple[Tensor, Tensor]:
-        """(b, T, N, H) and (b, N, T)."""
+        """Compute the output (b, T, N, H) and log-sum-exp (b, N, T) of a part."""
         raise NotImplementedError
 
     def part_backward(
@@ -239,7 +239,7 @@ class LoopingKernel:
 
 
 class EagerKernel(LoopingKernel):
-    """Explicit matmuls: the specification of the others, in any dtype on any device. Computes 16 bits in float32.
+    """Explicit matmuls: the specification of the other kernels. Any dtype and device; 16 bits are computed in float32.
 
     Queries take turns, so that memory does not grow with queries times keys.
     """
@@ -308,7 +308,7 @@ class EagerKernel(LoopingKernel):
     def _scores(
         self, q_bTNH: Tensor, k_bJKH: Tensor, mask: Tensor | None, scoring: Scoring
     ) -> tuple[Tensor, Tensor | float]:
-        """Scores, -inf for what is hidden, and their slope: the derivative by the products of queries and keys."""
+        """Compute scores, -inf for what is hidden, and their slope: the derivative by the product of query and key."""
         q_bTKgH = q_bTNH.unflatten(2, (k_bJKH.shape[2], -1))
         scores_bKgTJ = scoring.of(torch.einsum("btkgh,bjkh->bkgtj", q_bTKgH, k_bJKH))
         slope: Tensor | float = scoring.scale
@@ -320,7 +320,7 @@ class EagerKernel(LoopingKernel):
 
 
 class TorchCPUKernel(LoopingKernel):
-    """`aten._scaled_dot_product_flash_attention_for_cpu`: takes grouped heads and strided views as they are."""
+    """`aten._scaled_dot_product_flash_attention_for_cpu`, which takes grouped heads and strided views."""
 
     def part_forward(
         self, q_bTNH: Tensor, k_bJKH: Tensor, v_bJKH: Tensor, part: Rectangles, scoring: Scoring
@@ -351,20 +351,20 @@ class TorchCPUKernel(LoopingKernel):
     def _options(self, q: Tensor, part: Rectangles, scoring: Scoring) -> dict[str, Any]:
         assert scoring.softcap is None, "`tree_attention` refuses a soft-cap on this kernel"
         mask = part.mask
-        if mask is not None:  # of a layout that may have been made for another dtype, as which it would be read
+        if mask is not None:  # it may be of a layout that was made for another dtype
             mask = mask.double() if q.dtype == torch.float64 else mask.float()
         return {"is_causal": part.causal, "attn_mask": mask, "scale": scoring.scale}
 
 
 def _is_one_call(schedule: Schedule, q: Tensor, k: Tensor) -> bool:
-    """Whether one rectangle covers the call, so that its results need no copy."""
+    """Return whether one rectangle covers the call, so that its results need no copy."""
     if len(schedule.parts) != 1 or schedule.parts[0].number != 1:
         return False
     return schedule.parts[0].num_queries == len(q) and schedule.parts[0].num_keys == len(k)
 
 
 def _turns(part: Rectangles, q_bTNH: Tensor, k_bJKH: Tensor) -> Iterator[tuple[slice, Tensor | None]]:
-    """Runs of queries with at most `MOST_SCORES` scores, or of one query, and the mask of each."""
+    """Yield runs of queries with at most `MOST_SCORES` scores, or of one query, and the mask of each."""
     number, num_queries, num_heads, _ = q_bTNH.shape
     height = max(1, MOST_SCORES // max(1, number * num_heads * k_bJKH.shape[1]))
     for start in range(0, num_queries, height):
@@ -373,7 +373,7 @@ def _turns(part: Rectangles, q_bTNH: Tensor, k_bJKH: Tensor) -> Iterator[tuple[s
 
 
 def _mask_of(part: Rectangles, rows: slice, device: torch.device) -> Tensor | None:
-    """The mask of some queries of a part, a causal one written out. One row may hold for all of them."""
+    """Return the mask of some queries of a part, a causal one written out. One row may hold for all of them."""
     if part.causal:
         shape = rows.stop - rows.start, part.num_keys
         hidden = torch.ones(shape, dtype=torch.bool, device=device).triu(1 + rows.start)
@@ -382,7 +382,7 @@ def _mask_of(part: Rectangles, rows: slice, device: torch.device) -> Tensor | No
 
 
 def _add_to_keys(total: Tensor, part: Rectangles, share_bJKH: Tensor, meet: bool) -> None:
-    """Rectangles of one part may share keys too; then they are added one after the other."""
+    """Add the share of each rectangle to its keys, one after the other if rectangles of a part overlap."""
     if not meet:
         part.keys(total).copy_(share_bJKH)
     elif part.key_step >= part.num_keys or part.number == 1:
@@ -403,5 +403,5 @@ def _heads_first(x_bTNH: Tensor) -> Tensor:
 
 
 def _exp_minus(scores: Tensor, lse: Tensor) -> Tensor:
-    """`exp(scores - lse)`, with 0 if a query sees nothing (lse = -inf) instead of exp(-inf + inf)."""
+    """Return `exp(scores - lse)`, with 0 if a query sees nothing (lse = -inf) instead of exp(-inf + inf)."""
     return torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0)[..., None])

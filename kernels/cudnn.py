@@ -1,4 +1,4 @@
-"""cuDNN's dense attention for calls with one entry, which are the level of a single prompt; Hopper.
+"""cuDNN's dense attention for calls with one entry, such as the level of a single prompt; Hopper.
 
 Legend in `varlen_args.py`. It takes (1, heads, rows, head dim) and grouped heads. The log-sum-exp is natural, float32,
 (1, N, T, 1). In the graph of its backward the output and the log-sum-exp are inputs: it computes
@@ -27,7 +27,7 @@ OLDEST_CUDNN = 91500  # from here on torch itself prefers it on Hopper; the back
 
 
 class CudnnKernel:
-    """`aten._scaled_dot_product_cudnn_attention` / `_backward` for one entry, torch's flash kernels for several."""
+    """`aten._scaled_dot_product_cudnn_attention` / `_backward` for one entry, torch's flash kernels for more."""
 
     def __init__(self) -> None:
         self.flash = TorchCUDAKernel()
@@ -67,26 +67,26 @@ class CudnnKernel:
 
 
 def cudnn_missing(device: torch.device) -> str | None:
-    """What cuDNN's attention lacks on a CUDA device, in the words of an error; None if nothing."""
+    """Return what cuDNN's attention lacks on a CUDA device, in the words of an error; None if nothing."""
     if unfit := unfit_device((9,), device):
         return unfit
     version = torch.backends.cudnn.version() or 0
     if version < OLDEST_CUDNN:
         return f"needs cuDNN 9.15 or newer, torch brings {version}"
     if torch.are_deterministic_algorithms_enabled():
-        return "adds up in no fixed order, and torch.use_deterministic_algorithms(True) asks for one"
+        return "adds up in no fixed order, which torch.use_deterministic_algorithms(True) requires"
     if os.getenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE"):
-        return "lays the log-sum-exp out otherwise under TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
+        return "lays out the log-sum-exp differently under TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
     return None
 
 
 def _is_dense(ragged: Ragged, scoring: Scoring) -> bool:
-    """One entry of all rows. A causal one has as many keys as queries: cuDNN counts from the top left. Not one key."""
+    """Return whether one entry has all rows, more than one key, and queries as cuDNN counts them: from the top left."""
     assert scoring.softcap is None, "`tree_attention` refuses a soft-cap on this kernel"
     one_entry = len(ragged.cu_seqlens_q) == 2 and ragged.max_seqlen_k > 1 and scoring.window is None
     return one_entry and (not ragged.causal or ragged.max_seqlen_q == ragged.max_seqlen_k)
 
 
 def _batch_of_one(x: Tensor) -> Tensor:
-    """(1, heads, rows, H), seen in (rows, heads, H) memory."""
+    """View (rows, heads, H) memory as (1, heads, rows, H)."""
     return x.contiguous()[None].transpose(1, 2)

@@ -1,4 +1,4 @@
-"""The memory-efficient kernel that torch carries for CUDA: float32, any head dim.
+"""The memory-efficient kernel in torch, for CUDA: float32, any head dim.
 
 Legend in `varlen_args.py`; E entries, P the longest of them in queries, rounded up to 32.
 
@@ -40,7 +40,7 @@ WORKSPACE = 2**30  # bytes: entries of one backward call, unless a single one ne
 
 
 class EfficientKernel:
-    """`aten._efficient_attention_forward` / `_backward`."""
+    """`aten._efficient_attention_forward` / `_backward` for any dtype and head dim."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scoring: Scoring) -> tuple[Tensor, Tensor]:
         out_1TNH, lse_ENP, *_ = aten._efficient_attention_forward(
@@ -75,7 +75,7 @@ class EfficientKernel:
     def _backward_of_a_window(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ragged: Ragged, scoring: Scoring
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run with as many queries as keys: where a key has none, a row of zeros with a log-sum-exp of +inf."""
+        """Pad the queries to as many as keys: a key without a query gets a row of zeros with a log-sum-exp of +inf."""
         entry, _ = _places(ragged, len(q))
         before = (ragged.cu_seqlens_k - ragged.cu_seqlens_q)[1:]  # keys without a query, up to the end of each entry
         beside = before[entry] + torch.arange(len(q), device=q.device)
@@ -88,7 +88,7 @@ class EfficientKernel:
 
 
 def _batch_of_one(*tensors: Tensor) -> list[Tensor]:
-    """(1, rows, N, H'): the head count of the first, which is query-side, and H' a multiple of 16 bytes."""
+    """Reshape to (1, rows, N, H'): N the head count of the first tensor, a query's, and H' a multiple of 16 bytes."""
     num_heads, head_dim = tensors[0].shape[1:]
     extra = -head_dim % (16 // tensors[0].element_size())
     filled = [pad(x, (0, extra)) if extra else x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
@@ -103,7 +103,7 @@ def _modifiers(ragged: Ragged, scoring: Scoring) -> dict[str, Any]:
 
 
 def _places(ragged: Ragged, num_queries: int) -> tuple[Tensor, Tensor]:
-    """(T,), (T,), int64. Entry of each query and its position there, computed on the device."""
+    """Return the entry of each query and its position there, (T,), int64, computed on the device."""
     starts = ragged.cu_seqlens_q.long()
     rows = torch.arange(num_queries, device=starts.device)
     entry = torch.searchsorted(starts, rows, right=True) - 1
@@ -111,7 +111,7 @@ def _places(ragged: Ragged, num_queries: int) -> tuple[Tensor, Tensor]:
 
 
 def _padded_per_entry(lse: Tensor, ragged: Ragged) -> Tensor:
-    """(E, N, P). The log-sum-exp (N, T) as the kernel lays it out."""
+    """Return the log-sum-exp (N, T) as the kernel lays it out, (E, N, P)."""
     num_entries, num_heads = len(ragged.cu_seqlens_q) - 1, len(lse)
     longest = -(-ragged.max_seqlen_q // LSE_ALIGNMENT) * LSE_ALIGNMENT
     entry, position = _places(ragged, lse.shape[1])
@@ -123,7 +123,7 @@ def _padded_per_entry(lse: Tensor, ragged: Ragged) -> Tensor:
 def _some_entries(
     tensors: list[Tensor], lse_ENP: Tensor, ragged: Ragged, scoring: Scoring, first: int, number: int
 ) -> list[Tensor]:
-    """dq, dk, dv, (1, rows, N, H'). Rows of other entries are undefined."""
+    """Compute dq, dk, dv, (1, rows, N, H'), of some entries. Rows of other entries are undefined."""
     dout, q, k, v, out = tensors
     entries, bounds = slice(first, first + number), slice(first, first + number + 1)
     some = replace(ragged, cu_seqlens_q=ragged.cu_seqlens_q[bounds], cu_seqlens_k=ragged.cu_seqlens_k[bounds])
@@ -143,13 +143,13 @@ def _some_entries(
 
 
 def _from_row_on(start: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    """Rows from `start` on, a number on the device, of `after`; those before it of `before`."""
+    """Take the rows before `start`, a number on the device, from `before`, and the others from `after`."""
     rows = torch.arange(before.shape[1], device=before.device)
     return torch.where((rows >= start)[:, None, None], after, before)
 
 
 def _sum_of_groups(grad_JNH: Tensor, rows_JKH: Tensor) -> Tensor:
-    """(J, K, H). Sums the gradients of repeated heads in float32."""
+    """Sum the gradients of repeated heads in float32; returns (J, K, H)."""
     num_heads = rows_JKH.shape[1]
     if grad_JNH.shape[1] == num_heads:
         return grad_JNH

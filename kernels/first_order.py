@@ -1,8 +1,8 @@
-"""Refuses a gradient of a gradient where an autograd function computes only the first.
+"""Refuses second derivatives of autograd functions that compute only the first.
 
-torch's `once_differentiable` does not: it raises only if the second pass runs through its node, which leads to no
-weight. `torch.autograd.grad(..., weights)` leaves such nodes out, and `grad` without a graph of its own is not marked.
-Both return a gradient without its largest term.
+torch's `once_differentiable` does not: it raises only if the second pass runs through its node, from which no
+weight is reached. `torch.autograd.grad(..., weights)` leaves such nodes out, and `grad` without a graph of its own is
+not marked. Both return a gradient without its largest term.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     def checked(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled():
             raise UserError(
-                "create_graph=True asks for a gradient of a gradient (a Hessian, a gradient penalty, MAML), which "
+                "create_graph=True requests a gradient of a gradient (a Hessian, a gradient penalty, MAML), which "
                 "shared prefixes do not have: call restore_model(model) before, or leave create_graph out"
             )
         return backward(ctx, *gradients)

@@ -1,8 +1,7 @@
-"""Varlen kernels for CUDA: the flash-attention that torch carries, and the packages flash-attn (2), -3 and -4.
+"""Varlen kernels for CUDA: the flash-attention in torch, and the packages flash-attn (2), -3 and -4.
 
 Legend in `varlen_args.py`. All are bottom-right causal, take grouped heads, and need a last axis without gaps. For a
-query without a key all but version 4 return a log-sum-exp of +inf, not -inf; no piece of ours has one, and no entry is
-empty.
+query without a key all but version 4 return a log-sum-exp of +inf, not -inf; our pieces have no such query or entry.
 
 The packages are asked to add in a fixed order in the backward pass. The kernel inside torch adds dq with atomics.
 `packages.py` says what a machine needs for each.
@@ -31,7 +30,7 @@ FLASH_3_UNUSED = (
 
 
 class TorchCUDAKernel:
-    """`aten._flash_attention_forward` / `_backward`: the flash-attention 2 that torch carries."""
+    """`aten._flash_attention_forward` / `_backward`: flash-attention 2 as built into torch."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scoring: Scoring) -> tuple[Tensor, Tensor]:
         out, lse, *_ = aten._flash_attention_forward(
@@ -62,7 +61,7 @@ class TorchCUDAKernel:
         )
 
     def _window(self, ragged: Ragged, scoring: Scoring) -> dict[str, int]:
-        """Nothing without a window: an older torch has no such arguments (`takes_window`)."""
+        """Return the window arguments; none without a window, since an older torch lacks them (`takes_window`)."""
         assert scoring.softcap is None, "`tree_attention` refuses a soft-cap on this kernel"
         assert ragged.causal or scoring.window is None, "a window counts from the last key"
         return {} if scoring.window is None else {"window_size_left": scoring.window - 1, "window_size_right": 0}
@@ -112,7 +111,7 @@ class FlashAttn3Kernel:
     They are called by the names of their schema, which builds share. The functions above them in
     `flash_attn_interface` have changed: `window_size` is two numbers now, and `causal` is `is_causal`.
 
-    Builds from before Dao-AILab/flash-attention#1893 (September 2025) add in no fixed order, whatever is asked.
+    Builds from before Dao-AILab/flash-attention#1893 (September 2025) add in no fixed order, whatever is requested.
     """
 
     def __init__(self) -> None:
@@ -180,7 +179,7 @@ class FlashAttn4Kernel:
 
 
 def widest_head_dim(kernel: str, device: torch.device) -> int:
-    """Return the widest head that a flash kernel takes on a CUDA device, with every multiple of 8 below it."""
+    """Return the widest head that a flash kernel takes on a CUDA device; it takes smaller multiples of 8 too."""
     if kernel == "flash_attn_3":
         return FLASH_3_WIDEST_HEAD_DIM
     if kernel == "flash_attn_4" and torch.cuda.get_device_capability(device)[0] > 9:
@@ -189,7 +188,7 @@ def widest_head_dim(kernel: str, device: torch.device) -> int:
 
 
 def takes_window() -> bool:
-    """Whether the CUDA kernels of this torch take a window: both directions, by their schema."""
+    """Return whether the CUDA kernels of this torch take a window, in both directions by their schema."""
     names = ("_flash_attention_forward", "_flash_attention_backward")
     schemas = [getattr(aten, name).default._schema for name in names]
     return all("window_size_left" in [argument.name for argument in schema.arguments] for schema in schemas)
@@ -207,7 +206,7 @@ def _rows_contiguous(x: Tensor) -> Tensor:
 
 
 def _by_name(ragged: Ragged, scoring: Scoring, causal: str = "causal") -> dict[str, Any]:
-    """The arguments that versions 3 and 4 share. causal: the name of that one."""
+    """Return the arguments that versions 3 and 4 share. causal: the name of that argument."""
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     bounds = dict(zip(names, ragged.arguments, strict=True))
     return {**bounds, "softmax_scale": scoring.scale, causal: ragged.causal, **_window_and_softcap(ragged, scoring)}

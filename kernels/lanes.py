@@ -1,4 +1,4 @@
-"""Decoding: one new row of each sequence, over rows whose keys and values are stored. Without a backward.
+"""Attention for decoding: one new row of each sequence over rows whose keys and values are stored. No backward pass.
 
 U new rows, N query heads, K key/value heads, G = N / K, H head dim, L slots of a lane, C slots of the store. A *slot*
 is a row of the store: the key and the value of one token. A query sees pieces (`merge_attention.py`):
@@ -22,11 +22,11 @@ from radixtrain.kernels.varlen_args import Scoring, VarlenKernel
 
 @dataclass(frozen=True, eq=False)
 class Lanes:
-    """Lanes of a store: query i sees the slots `first + i * step` and after it that the mask lets it see.
+    """Lanes of a store: query i sees those of the slots from `first + i * step` on that the mask shows.
 
     first: the first slot of the first lane. step: slots from one lane to the next.
     mask: (U, longest), float32, 0 for what is seen and -inf for what is hidden. Hidden slots hold finite values.
-    order, inverse: (U,), int64. the queries in the order in which shared rows count them, and back; None if they are.
+    order, inverse: (U,), int64. the queries in the order in which shared rows count them, and back; None if equal.
     """
 
     first: int
@@ -35,10 +35,10 @@ class Lanes:
     order: Tensor | None = None
     inverse: Tensor | None = None
 
-    _rectangles: dict[int, Rectangles] = field(default_factory=dict, init=False, repr=False)  # every layer asks
+    _rectangles: dict[int, Rectangles] = field(default_factory=dict, init=False, repr=False)  # shared by all layers
 
     def rectangles(self, num_queries: int) -> Rectangles:
-        """One for each lane. num_queries: of a lane, which all see the same."""
+        """Return one rectangle for each lane. num_queries: of a lane, which all see the same."""
         if num_queries not in self._rectangles:
             number, longest = self.mask.shape
             mask = self.mask[:, None, None, :]
@@ -56,7 +56,7 @@ def attention_in_lanes(
     scoring: Scoring,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """Attention of each query over its own lane and over shared rows.
+    """Compute attention of each query over its own lane and over shared rows.
 
     q_UNH: the new rows, whose keys are stored already. stored: keys and values, (C, K, H) each.
     shared: their `k_rows` are slots. No query sees a key in two pieces.
@@ -65,7 +65,7 @@ def attention_in_lanes(
 
     The G query heads of a key/value head are G queries of it, so that its keys are read once: in half the time of one
     query with grouped heads (16 lanes of 60, 8 heads of 128 on 2; one CPU thread).
-    A kernel that does not loop takes no strided keys with a mask: then the lanes are computed by the eager kernel.
+    A kernel that does not loop takes no strided keys with a mask; the eager kernel then computes the lanes.
     """
     looping = kernel if isinstance(kernel, LoopingKernel) else EagerKernel()
     q_UGKH = q_UNH.unflatten(1, (stored[0].shape[1], -1)).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Attention over keys that come in pieces: forward pieces merge by log-sum-exp, the backward is one stock call a piece.
+"""Attention over keys in pieces: the forward merges them by log-sum-exp, the backward is one stock call per piece.
 
 U rows, N query heads, K key/value heads, H head dim. A piece is a varlen call on some of the rows.
 
@@ -37,7 +37,7 @@ class Piece:
 
     q_rows, k_rows: which rows of q, and of k and v. A slice is free; an index tensor (int64, no repeats) is gathered.
     in_window: no window hides any of its keys.
-    of_further: whether `k_rows` are of the further keys and values of the call, not of its own.
+    of_further: whether `k_rows` index the further keys and values of the call, not its own.
     """
 
     q_rows: Rows
@@ -57,12 +57,12 @@ def attention_in_pieces(
     sinks_N: Tensor | None = None,
     further: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Attention of every query over the keys of all its pieces.
+    """Compute attention of every query over the keys of all its pieces.
 
     pieces: the first covers every row of q and of k; the others may cover any. No query sees a key in two pieces.
     scoring: of every piece; a window needs whole sequences as entries of the first, and the others `in_window`.
     sinks_N: (N,), any floating dtype; differentiable like the others.
-    further: keys and values of other rows, (C, K, H) each, such as of those that were computed before.
+    further: keys and values of other rows, (C, K, H) each, such as rows that were computed earlier.
     Returns (U, N, H), the dtype of q. 16-bit outputs and gradients are merged and added in float32 and rounded once.
     """
     assert scoring.window is None or all(piece.in_window for piece in pieces[1:]), (
@@ -115,7 +115,7 @@ class _Pieces(torch.autograd.Function):
 
 
 def _keys_of(piece: Piece, keys: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The keys and values that a piece reads, of those of a call and perhaps further ones after them."""
+    """Return the keys and values that a piece reads: those of the call, or the further ones after them."""
     return keys[-2:] if piece.of_further else keys[:2]
 
 
@@ -128,7 +128,7 @@ def merged_pieces(
     scoring: Scoring,
     sinks_N: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the other pieces, and merge them with a first one that covers every query.
+    """Compute the other pieces, and merge them with the first, which covers every query.
 
     first: its output (U, N, H) and log-sum-exp (N, U); they may be overwritten.
     rest: the others. keys: and values, (J, K, H) each; perhaps further ones after them.
@@ -165,7 +165,7 @@ def _add(total: Tensor, rows: Rows, share: Tensor) -> None:
     if isinstance(rows, slice):
         total[rows] += share
     else:
-        total.index_add_(0, rows, share.to(total.dtype))  # no repeats: nothing to add up in an undefined order
+        total.index_add_(0, rows, share.to(total.dtype))  # rows do not repeat, so the order of additions is defined
 
 
 def merge_piece(out: Tensor, lse: Tensor, rows: Rows, piece_out: Tensor, piece_lse: Tensor) -> None:
@@ -195,7 +195,7 @@ def path_attention(
     sinks_N: Tensor | None = None,
     later: Piece | None = None,
 ) -> Tensor:
-    """Tree attention as one varlen call: the new rows of each sequence onto its root path, which is gathered.
+    """Compute tree attention as one varlen call: the new rows of each sequence onto its root path, which is gathered.
 
     The new rows of a sequence are the last of its path, so bottom-right causal attention is exact for any trie, and a
     sliding window keeps its meaning. One entry per sequence gathers fewer keys than one per segment.
@@ -212,7 +212,7 @@ def path_attention(
 
 
 def onto_copies(ragged: Ragged, later: Piece | None) -> list[Piece]:
-    """All queries onto keys that were gathered for them, and perhaps one more call onto those that were not."""
+    """Make a call of all queries onto keys gathered for them, and perhaps one more onto keys that were not."""
     return [Piece(slice(None), slice(None), ragged), *([replace(later, of_further=True)] if later else [])]
 
 
@@ -227,7 +227,7 @@ def expand_attention(
     scoring: Scoring,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """Ordinary causal attention of the T packed tokens, read at their first occurrences (RadixMLP, section 3.3).
+    """Compute ordinary causal attention of T packed tokens, read at their first occurrences (RadixMLP, section 3.3).
 
     inverse_indices: (T,), int64. packed token -> unique row.
     gather_indices: (U,), int64. unique row -> packed token.

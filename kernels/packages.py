@@ -1,4 +1,4 @@
-"""The packages that kernels come from: is each here, whole, new enough and made for this GPU? None is imported.
+"""The packages that kernels come from: is each installed, whole, new enough and made for this GPU? None is imported.
 
 A name that Python finds says little. flash-attn (2) and flash-attn-4 both own `flash_attn/`: version 4 has only
 `flash_attn/cute` in it, and version 2 brings an older `flash_attn/cute` of its own, so the one installed last wins.
@@ -19,7 +19,7 @@ from radixtrain.versions import installed, is_older, to_install
 
 
 class Package(NamedTuple):
-    """What a kernel is made of.
+    """The distribution that a kernel comes from.
 
     name: of the distribution. module: what the kernel imports. how: to get it. majors: of the compute capabilities that
     it runs on, forward and backward; empty if it is not asked.
@@ -46,7 +46,7 @@ PACKAGES = {
 
 
 def package_missing(kernel: str, device: torch.device) -> str | None:
-    """What a kernel lacks on a CUDA device, in the words of an error; None if nothing, or if it needs no package."""
+    """Say what a kernel lacks on a CUDA device, in the words of an error; None if nothing or if it has no package."""
     package = PACKAGES.get(kernel)
     if package is None:
         return None
@@ -62,7 +62,7 @@ def package_missing(kernel: str, device: torch.device) -> str | None:
 
 
 def unfit_device(majors: tuple[int, ...], device: torch.device) -> str | None:
-    """Why a CUDA device is of none of these compute capabilities, in the words of an error; None if it is."""
+    """Say why a CUDA device has none of these compute capabilities, in the words of an error; None if it has one."""
     fit = f"needs a GPU of compute capability {' or '.join(f'{major}.x' for major in majors)}"
     if not torch.cuda.is_available():
         return f"{fit}, and torch sees no CUDA device"
@@ -71,7 +71,7 @@ def unfit_device(majors: tuple[int, ...], device: torch.device) -> str | None:
 
 
 def _is_whole(package: Package) -> bool:
-    """Whether the module that would be imported is there, and of the size that its distribution's list says."""
+    """Return whether the module that would be imported exists, with the size that its distribution lists."""
     spec = _spec_of(package.module)
     if spec is None or spec.origin is None:
         return False
@@ -82,7 +82,7 @@ def _is_whole(package: Package) -> bool:
 
 
 def _spec_of(module: str) -> ModuleSpec | None:
-    """Where a dotted module would come from. `find_spec` imports the parents, and with them CUDA code that may fail."""
+    """Find a dotted module. `find_spec` would import the parents, and with them CUDA code that may fail."""
     name, *parts = module.split(".")
     spec = find_spec(name)
     for part in parts:

@@ -13,7 +13,7 @@ from radixtrain.kernels.varlen_args import Scoring
 
 
 def tree_mask(row_subtree_ends: Tensor, row_depths: Tensor | None = None, window: int | None = None) -> Tensor:
-    """(U, U), bool: query q (row of the mask) sees key k (column) iff `k <= q < row_subtree_ends[k]`.
+    """Return the mask (U, U), bool: query q (row of the mask) sees key k (column) iff `k <= q < row_subtree_ends[k]`.
 
     row_subtree_ends: (U,), integer. one past the last descendant of each row's segment.
     row_depths: (U,), integer. place of each row in its sequence, in tokens from 0; only a window needs it.
@@ -30,7 +30,7 @@ def tree_mask(row_subtree_ends: Tensor, row_depths: Tensor | None = None, window
 def reference_attention(
     q_UNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, mask_UU: Tensor, scoring: Scoring, sinks_N: Tensor | None = None
 ) -> Tensor:
-    """`softmax(scores + mask) v`, heads in groups, in operations that autograd differentiates.
+    """Compute `softmax(scores + mask) v`, heads in groups, in operations that autograd differentiates.
 
     mask_UU: (U, U), bool, True if seen; from `tree_mask`, which applied the window.
     sinks_N: (N,). one more logit for every query of a head, without a value.

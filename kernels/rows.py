@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
-    """`x[indices]` along the first axis, differentiable in x; repeated indices are expected.
+    """Return `x[indices]` along the first axis, differentiable in x; indices may repeat.
 
     x: (U, ...), any floating dtype.
     indices: (T,), int64 or int32, in [0, U).
@@ -27,7 +27,7 @@ def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
 
 
 def sum_rows(x: Tensor, indices: Tensor, num_rows: int) -> Tensor:
-    """The adjoint of `gather_rows`: row u of the result is the sum of the rows t of x with `indices[t] == u`.
+    """Add rows up, the adjoint of `gather_rows`: row u of the result is the sum of the rows t with `indices[t] == u`.
 
     x: (T, ...), any floating dtype; 16-bit rows are added in float32 and rounded once.
     Returns (num_rows, ...), the dtype of x; rows that no index names are zero.
@@ -55,7 +55,7 @@ class _GatherRows(torch.autograd.Function):
 
 
 class _SumRows(torch.autograd.Function):
-    """So that `gather_rows` can be differentiated twice."""
+    """The sum of rows as an autograd function, so that `gather_rows` can be differentiated twice."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, indices: Tensor, num_rows: int) -> Tensor:

@@ -35,11 +35,11 @@ BLOCK = 128  # rows; FlexAttention's tiles of queries and of keys divide it
 # Not its kernel for fewer than 128 queries, which found no tile that divides the block (torch 2.11 on an H100).
 OPTIONS: FlexKernelOptions = {"FORCE_USE_FLEX_ATTENTION": True}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-HEAD_DIMS = (16, 256)  # narrower ones Triton does not multiply, wider ones were not tried
+HEAD_DIMS = (16, 256)  # Triton cannot multiply narrower ones, wider ones were not tried
 
 
 def flex_refusal(call: KernelCall) -> str | None:
-    """Why FlexAttention cannot run the call, in the words of an error; None if it can."""
+    """Say why FlexAttention cannot run the call, in the words of an error; None if it can."""
     if call.device.type != "cuda":
         return f"FlexAttention computes gradients on CUDA only, the tensors are on {call.device.type}"
     if importlib.util.find_spec("triton") is None:
@@ -54,7 +54,7 @@ def flex_refusal(call: KernelCall) -> str | None:
 def tree_block_mask(
     subtree_ends: Tensor, depths: Tensor | None = None, window: int | None = None, block: int = BLOCK
 ) -> BlockMask:
-    """The tree mask as FlexAttention takes it, on the device of `subtree_ends`, for all layers with this window.
+    """Make FlexAttention's tree mask, on the device of `subtree_ends`, for all layers with this window.
 
     subtree_ends: (U,), integer. one past the last descendant of each row's segment.
     depths: (U,), integer. place of each row in its sequence, in tokens from 0; only a window needs it.
@@ -74,7 +74,7 @@ def tree_block_mask(
 
     if window is not None:
         assert depths is not None, "a window needs the depth of every row"
-        places, horizon = depths, depths - window  # a number would be compiled for good
+        places, horizon = depths, depths - window  # a number would become a compile-time constant
         keys, queries = _in_blocks(places, block), _in_blocks(horizon, block)
         some &= queries.amin(1)[:, None] < keys.amax(1)
         full &= queries.amax(1)[:, None] < keys.amin(1)
@@ -88,12 +88,12 @@ def tree_block_mask(
 
 
 def _in_blocks(x: Tensor, block: int) -> Tensor:
-    """(I, block). What fills the last block makes none full, since that takes a later block of queries."""
+    """Reshape to (I, block). The fill of the last block makes none full, since that takes a later block of queries."""
     return pad(x, (0, -len(x) % block)).view(-1, block)
 
 
 def _listed(blocks_II: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of keys each block of queries has, (1, 1, I), and which, first in (1, 1, I, I); int32."""
+    """Count the blocks of keys of each block of queries, (1, 1, I), and list them first in (1, 1, I, I); int32."""
     order = blocks_II.int().argsort(dim=1, descending=True, stable=True)
     return blocks_II.sum(1, dtype=torch.int32)[None, None], order.int()[None, None]
 
@@ -101,7 +101,7 @@ def _listed(blocks_II: Tensor) -> tuple[Tensor, Tensor]:
 def flex_tree_attention(
     q_UNH: Tensor, k_UKH: Tensor, v_UKH: Tensor, mask: BlockMask, scoring: Scoring, sinks_N: Tensor | None = None
 ) -> Tensor:
-    """Attention over what the mask shows, differentiable once.
+    """Compute attention over what the mask shows, differentiable once.
 
     mask: of `tree_block_mask`, with the window of `scoring`.
     sinks_N: (N,), any floating dtype. logits without a value, which leave the share `sigmoid(lse - sinks)` to the keys.
@@ -116,12 +116,12 @@ def flex_tree_attention(
 
 @cache
 def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
-    """Whole or not at all: without a compiler FlexAttention would keep a score for every pair of rows."""
+    """Compile as a whole or fail: without a compiler FlexAttention would keep a score for every pair of rows."""
     return torch.compile(_flex, dynamic=True, fullgraph=True)
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
-    """Output (1, N, U, H) and log-sum-exp (1, N, U), which the backward pass keeps anyway."""
+    """Compute the output (1, N, U, H) and the log-sum-exp (1, N, U), which the backward pass keeps anyway."""
     lse = AuxRequest(lse=True)
     out, aux = flex_attention(
         q, k, v, block_mask=mask, scale=scale, enable_gqa=True, kernel_options=OPTIONS, return_aux=lse

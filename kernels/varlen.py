@@ -59,7 +59,7 @@ class KernelCall:
 
 
 def varlen_kernel(name: str, device: torch.device) -> VarlenKernel:
-    """The kernel of that name on that device. ImportError without its package, ValueError for an unknown name."""
+    """Return the kernel of that name on that device. Raises ImportError without its package, ValueError if unknown."""
     if name == "eager":
         return EagerKernel()
     if name == "torch" and device.type == "cpu":
@@ -70,7 +70,7 @@ def varlen_kernel(name: str, device: torch.device) -> VarlenKernel:
 
 
 def varlen_refusal(kernel: str, call: KernelCall) -> str | None:
-    """Why this kernel cannot run the call, in the words of an error; None if it can."""
+    """Say why this kernel cannot run the call, in the words of an error; None if it can."""
     if kernel == "eager":
         return None
     if kernel in ("torch", "cudnn", "efficient") and call.softcap:

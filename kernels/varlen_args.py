@@ -1,10 +1,10 @@
-"""What a varlen attention kernel receives and what it returns.
+"""What a varlen attention kernel receives and returns.
 
 T query tokens, J key tokens, N query heads, K key/value heads, H head dim. A ragged call holds E entries; entry e
 attends from queries `cu_seqlens_q[e:e+2]` to keys `cu_seqlens_k[e:e+2]`. Causal means from the bottom right: the last
 query sees every key, as in flash-attention >= 2.1. An entry without keys gives zeros and a log-sum-exp of -inf.
 
-The backward takes the *final* output and log-sum-exp of each query. Given those that several pieces were merged to, it
+The backward takes the *final* output and log-sum-exp of each query. Given those merged from several pieces, it
 returns exactly this piece's share of dq, dk and dv (`merge_attention.py` says why).
 """
 
@@ -34,7 +34,7 @@ class Scoring:
     window: int | None = None
 
     def of(self, products: Tensor) -> Tensor:
-        """Scores of the products `q k^T`, differentiable."""
+        """Turn the products `q k^T` into scores, differentiable."""
         scores = products * self.scale
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 
@@ -71,19 +71,19 @@ class Ragged:
 
     @property
     def arguments(self) -> tuple[Tensor, Tensor, int, int]:
-        """What kernels take of it by position."""
+        """Return what kernels take by position."""
         return self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k
 
 
 class VarlenKernel(Protocol):
-    """Stateless. Shapes: q, out (T, N, H); k, v (J, K, H); lse (N, T), float32 (float64 for float64 inputs)."""
+    """A stateless kernel. Shapes: q, out (T, N, H); k, v (J, K, H); lse (N, T), float32, or float64 for float64."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scoring: Scoring) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp."""
+        """Compute the output and log-sum-exp."""
         ...
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ragged: Ragged, scoring: Scoring
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv of `p = exp(scores - lse)`, `dscores = p (dout v^T - rowsum(dout * out))`."""
+        """Compute dq, dk, dv of `p = exp(scores - lse)`, `dscores = p (dout v^T - rowsum(dout * out))`."""
         ...

@@ -1,7 +1,7 @@
 """radixtrain: fine-tune on unique tokens. Shared prompts are computed once, forward and backward, with the same
 gradient.
 
-The public names are loaded when they are first used: `import radixtrain` by itself imports neither torch nor
+The public names are loaded when they are first used: `import radixtrain` alone imports neither torch nor
 transformers.
 """
 
@@ -73,7 +73,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _home(name: str) -> ModuleType:
-    """The module of a public name. If it cannot be imported, an old package is named as the cause, if there is one."""
+    """Import the module of a public name. If that fails, name a package that is too old, if there is one."""
     try:
         return import_module(_HOMES[name])
     except (AttributeError, ImportError) as error:

@@ -28,13 +28,13 @@ from radixtrain.versions import FIT, OLDEST, check_versions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code. What the user can fix is one line on stderr, not a traceback."""
+    """Run a command and return its exit code. What the user can fix is one line on stderr, not a traceback."""
     _open_screen()
     before = _handle_early_signals() if sys.argv[1:2] == ["fit"] and argv is None else {}
     try:
         return _answer(list(sys.argv[1:] if argv is None else argv))
     except Stopped as stop:
-        sys.stderr.write(f"{stop}\n" if str(stop) else "")  # somebody asked for it: no error
+        sys.stderr.write(f"{stop}\n" if str(stop) else "")  # as requested: not an error
         return stop.code
     finally:
         for number, handler in before.items():
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_screen() -> None:
-    """A service may have closed stdout and stderr, and a console of Windows lacks most characters: it shows `?`."""
+    """Replace stdout and stderr if a service closed them, and write `?` for what a Windows console cannot show."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -73,14 +73,14 @@ def _handle_early_signals() -> dict[int, Any]:
 
 
 def _leave() -> None:
-    """End the process: at once, and without a traceback if Ctrl-C comes too late."""
+    """End the process at once, without a traceback if Ctrl-C comes too late."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not _counts_leaks(sys.modules.get("triton._C.libtriton")):
         gc.freeze()  # or Python looks for cycles in all libraries: 7 s, not 1, on two busy CPUs
 
 
 def _counts_leaks(library: object) -> bool:
-    """Whether a library is built with nanobind, as Triton's is since 3.9: it prints 30 lines of what is not freed."""
+    """Return whether a library is built with nanobind, as Triton is since 3.9: it prints 30 lines of leaks at exit."""
     return any(type(part).__module__ == "nanobind" for part in vars(library).values()) if library else False
 
 
@@ -133,7 +133,7 @@ def _run(words: list[str]) -> int:
         return 1 if launcher_env().is_silent else _fail(error, given)
     if words == sys.argv[1:]:
         sys.argv[1:] = typed.arguments  # a command masks secrets there, if it was given the same arguments
-    # Of a kernel for 4-bit layers on a CPU, at the import, and of layers that no plan for several devices names.
+    # From a kernel for 4-bit layers on a CPU, at import, and about layers that no plan for several devices names.
     for name in ("bitsandbytes", "transformers.distributed", "transformers.integrations.tensor_parallel"):
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
@@ -164,7 +164,7 @@ def _no_command(name: str) -> str:
 
 
 def _fail(error: UserError, given: Sequence[tuple[str, Any]] = (), code: int | None = None) -> int:
-    """The only place where a command's error is printed, without the secrets of what was typed."""
+    """Print a command's error, without the secrets that were typed. Nothing else prints one."""
     from radixtrain.redaction import masked_message
     from radixtrain.screen import printable
 

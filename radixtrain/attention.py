@@ -1,4 +1,4 @@
-"""Tree attention, the only way to the kernels: validates, chooses, dispatches. A request that cannot be met raises.
+"""Tree attention, the only way to the kernels: validate, choose, dispatch. A request that cannot be met raises.
 
 | strategy    | queries       | keys and values          | calls                      | a window that binds |
 |-------------|---------------|--------------------------|----------------------------|---------------------|
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 
 class AttentionChoice(NamedTuple):
-    """What runs, and why: `str()` is the line that is logged."""
+    """What runs, and why: `str()` is the line for the log."""
 
     strategy: str
     kernel: str
@@ -84,7 +84,7 @@ def tree_attention(
     both_ways: bool = False,
     stored: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Attention on unique tokens: every query sees the keys of its own root path, itself included.
+    """Compute attention on unique tokens: every query sees the keys of its own root path, itself included.
 
     query: (U, N, H), float64, float32, bfloat16 or float16.
     key, value: (U, K, H), same dtype and device; N is a multiple of K (grouped-query attention).
@@ -158,7 +158,7 @@ def cached_attention(
     sinks: Tensor | None = None,
     both_ways: bool = False,
 ) -> Tensor:
-    """Attention of the new rows of a pass of generation: over each other, and over stored rows. No gradient.
+    """Compute attention of the new rows of a generation pass over each other and over stored rows. No gradient.
 
     query: (U, N, H). key, value: (U, K, H), of the new rows; as in `tree_attention`.
     stored: keys and values of the layer, (C, K, H) each; those of the new rows are there already.
@@ -187,20 +187,20 @@ def cached_attention(
 
 
 def _batched_attention(query: Tensor, key: Tensor, value: Tensor, shape: tuple[int, int], scale: float) -> Tensor:
-    """Sequences of one length that share nothing, as torch's own batch: 0.5 to 0.65 of the time of a call on rows."""
+    """Attend within sequences of one length that share nothing: a batch takes 0.5 to 0.65 of the time of rows."""
     q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in (query, key, value))
     out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     return out.transpose(1, 2).flatten(0, 1)
 
 
 def _scoring(query: Tensor, scale: float | None, softcap: float | None, window: int | None, max_seqlen: int) -> Scoring:
-    """How scores are made. A window that no sequence exceeds is left out."""
+    """Describe how scores are made. A window that no sequence exceeds is left out."""
     binding = window if window is not None and window < max_seqlen else None
     return Scoring(query.shape[-1] ** -0.5 if scale is None else scale, softcap, binding)
 
 
 def _chosen(attention: str, kernel: str, query: Tensor, scoring: Scoring, sinks: Tensor | None) -> AttentionChoice:
-    """The strategy and kernel for these scores."""
+    """Choose the strategy and kernel for these scores."""
     modifiers = {
         "softcap": scoring.softcap is not None,
         "window": scoring.window is not None,
@@ -212,7 +212,7 @@ def _chosen(attention: str, kernel: str, query: Tensor, scoring: Scoring, sinks:
 def choose_attention(
     attention: str, kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int, **modifiers: bool
 ) -> AttentionChoice:
-    """Resolve `auto`, or check what was asked for by name. A strategy and kernel are logged once, in one line.
+    """Resolve `auto`, or check what was requested by name. A strategy and kernel are logged once, in one line.
 
     That line is a warning if `auto` finds nothing but `eager` on CUDA.
 
@@ -231,7 +231,7 @@ def choose_attention(
 
 @contextmanager
 def unlogged() -> Iterator[None]:
-    """Choices made inside are not logged, and are still new after it: a measurement tries what no model runs with."""
+    """Do not log choices made inside, and forget them afterwards: a measurement tries what no model runs with."""
     logged, disabled = set(_LOGGED), logger.disabled
     logger.disabled = True
     try:
@@ -241,7 +241,7 @@ def unlogged() -> Iterator[None]:
         _LOGGED.intersection_update(logged)
 
 
-@lru_cache(maxsize=64)  # every layer asks for the same
+@lru_cache(maxsize=64)  # every layer requests the same
 def _choice(attention: str, kernel: str, call: KernelCall) -> AttentionChoice:
     if attention not in ("auto", *STRATEGIES):
         raise UserError(f"attention must be auto, {', '.join(STRATEGIES)}; got {attention!r}")
@@ -268,19 +268,19 @@ def _choice(attention: str, kernel: str, call: KernelCall) -> AttentionChoice:
 def _check_tree(kernel: str, call: KernelCall) -> None:
     if kernel != "auto":
         raise UserError(
-            f"kernel={kernel!r} cannot be used: attention='tree' has a kernel of its own; leave kernel at 'auto'"
+            f"kernel={kernel!r} cannot be used: attention='tree' has its own kernel; leave kernel at 'auto'"
         )
     refusal = flex_refusal(call)
     if refusal:
-        raise UserError(f"attention='tree' cannot be used: {refusal}; attention='auto' takes what can")
+        raise UserError(f"attention='tree' cannot be used: {refusal}; attention='auto' takes one that can")
 
 
 def _choose_kernel(kernel: str, call: KernelCall) -> tuple[str, str]:
-    """Name and reason: the first of the preferred kernels that can run the call, or the one asked for, or UserError."""
+    """Return the name of a kernel and why: the first preferred one that can run the call, or the one requested."""
     if kernel != "auto":
         refusal = varlen_refusal(kernel, call)
         if refusal:
-            raise UserError(f"kernel={kernel!r} cannot be used: {refusal}; kernel='auto' takes what can")
+            raise UserError(f"kernel={kernel!r} cannot be used: {refusal}; kernel='auto' takes one that can")
         return kernel, "as chosen"
     preferred = PREFERRED_ON_CUDA if call.device.type == "cuda" else ("torch", "eager")
     refusals = {name: varlen_refusal(name, call) for name in preferred}
@@ -295,13 +295,13 @@ def _kernel(name: str, device: torch.device) -> VarlenKernel:
 
 
 def _pieces_of(layout: TreeLayout, key: Tensor, value: Tensor) -> tuple[Piece, ...]:
-    """The calls of `cascade`. On the host a mask hides one branch from another only if all rows are finite."""
+    """Return the calls of `cascade`. On the host a mask hides one branch from another only if all rows are finite."""
     isolate = key.device.type == "cpu" and not _all_finite(key, value)
     return layout.separate_pieces if isolate else layout.pieces
 
 
 def _all_finite(key: Tensor, value: Tensor) -> bool:
-    """Whether a mask can hide rows: 0 x NaN is NaN, so a row with a NaN would break the others of its call.
+    """Return whether a mask can hide rows: 0 x NaN is NaN, so a row with a NaN would break the others of its call.
 
     A sum is one pass and carries what is not finite. One that overflows costs only time.
     """

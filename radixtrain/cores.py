@@ -1,4 +1,4 @@
-"""The cores that this process may use, and what OpenMP is told of them before torch is imported."""
+"""The cores that this process may use, and what OpenMP learns of them before torch is imported."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def share_cores(environment: MutableMapping[str, str]) -> None:
 
 
 def threads_are_given() -> bool:
-    """Whether the user has set the number of threads."""
+    """Return whether the user has set the number of threads."""
     return THREADS in os.environ and [os.environ[THREADS]] != _chosen
 
 
 def num_cores(root: Path = Path("/")) -> int:
-    """How many this process may use at once: those of its cpuset, and no more than whole ones of a cgroup's quota."""
+    """Count the cores that this process may use at once: its cpuset, at most the whole cores of a cgroup's quota."""
     return max(1, int(min(_of_cpuset(), *_quotas(root), float("inf"))))
 
 
@@ -46,7 +46,7 @@ def _of_cpuset() -> int:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Yield those, in cores, of this process's cgroup and those above it: version 2, and version 1 with two files."""
+    """Yield the quotas, in cores, of this process's cgroup and those above it, in version 1 or 2."""
     groups = root / "proc/self/cgroup"
     for line in groups.read_text().splitlines() if groups.is_file() else ():
         _, controllers, path = line.split(":", 2)

@@ -1,6 +1,6 @@
-"""The processes that train together, and what one of them asks of the others. A single process is the case of one rank.
+"""The processes that train together, and what they exchange. A single process is the case of one rank.
 
-Every rank calls the same methods in the same order, whatever it found by itself, and all get the same answer. Small
+Every rank calls the same methods in the same order, whatever it found itself, and all get the same answer. Small
 values travel over gloo, on the host, so that asking does not wait for a device.
 """
 
@@ -27,7 +27,7 @@ PATIENCE = timedelta(days=2)  # for work of hours on rank 0: before the first st
 
 @dataclass(frozen=True)
 class Ranks:
-    """rank: of this process, from 0. size: how many there are.
+    """The ranks of a run. rank: of this process, from 0. size: number of ranks.
 
     step_group, patient_group: of gloo, over all ranks. One waits as long as for a step, the other `PATIENCE`; None for
         a single process.
@@ -44,28 +44,28 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this one writes files and speaks for all."""
+        """Return whether this rank writes files and prints for all."""
         return self.rank == 0
 
     @property
     def num_groups(self) -> int:
-        """How many share out the micro-batches of a step: groups of `sp_size` ranks."""
+        """Count the groups of `sp_size` ranks, which divide the micro-batches of a step among them."""
         return self.size // self.sp_size
 
     def largest(self, *numbers: int) -> tuple[int, ...]:
-        """The largest that any rank gave, of each number."""
+        """Return the largest value of each number over the ranks."""
         return self._reduced(numbers, dist.ReduceOp.MAX)
 
     def total(self, *numbers: int) -> tuple[int, ...]:
-        """The sum over the ranks, of each number."""
+        """Return the sum of each number over the ranks."""
         return self._reduced(numbers, dist.ReduceOp.SUM)
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on some rank."""
+        """Return whether the flag is set on some rank."""
         return bool(self.largest(int(flag))[0])
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks of a tensor of any shape, on its device; the tensor itself for a single process.
+        """Return the sum of a tensor of any shape over the ranks, on its device; the tensor itself for one process.
 
         Does not wait for a device.
         """
@@ -76,7 +76,7 @@ class Ranks:
         return found
 
     def gather(self, value: Value, long_timeout: bool = False) -> list[Value]:
-        """What each rank gave, by rank. value: what pickle can hold. long_timeout: wait for hours if need be."""
+        """Return the value of every rank, by rank. value: anything that pickles. long_timeout: wait for hours."""
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
@@ -84,9 +84,9 @@ class Ranks:
         return found
 
     def broadcast_from_rank0(self, make: Callable[[], Value], long_timeout: bool = False) -> Value:
-        """What `make` returns on rank 0, on every rank. It is called on rank 0 only, and returns what pickle can hold.
+        """Call `make` on rank 0 only and return its result, which has to pickle, on every rank.
 
-        long_timeout: the others wait for hours if need be; otherwise as long as for a step.
+        long_timeout: the other ranks wait for hours, not only as long as for a step.
 
         An error in it ends the other ranks too, with EndedElsewhere: rank 0 reports it.
         """
@@ -106,7 +106,7 @@ class Ranks:
         return value
 
     def rank0_first(self, make: Callable[[], Value]) -> Value:
-        """What `make` returns here. Rank 0 calls it first, so the others find the files that it has written.
+        """Call `make` on rank 0, then on the others, which find the files that rank 0 has written. Return its result.
 
         An error on rank 0 ends the others as in `broadcast_from_rank0`. They wait for hours if need be.
         """
@@ -115,7 +115,7 @@ class Ranks:
         return found[0] if found else make()
 
     def barrier(self) -> None:
-        """Wait for all of them, for hours if need be."""
+        """Wait for all ranks, for hours if need be."""
         if self.size > 1:
             dist.barrier(group=self.patient_group)
 
@@ -139,7 +139,7 @@ _joined: Ranks | None = None
 
 
 def ranks() -> Ranks:
-    """Return the ranks of the run once `join` has found them; until then, and in a single process, one."""
+    """Return the ranks of this run: one until `join` has found the others."""
     return _joined or Ranks()
 
 
@@ -148,7 +148,7 @@ def join(timeout: timedelta) -> Ranks:
 
     timeout: how long a rank waits for the others in a step, before it ends with an error.
     """
-    global _joined  # as torch.distributed, which has one default group for a process
+    global _joined  # as in torch.distributed, which has one default group per process
     if not dist.is_initialized() or dist.get_world_size() == 1:
         _joined = None
     elif _joined is None:
@@ -173,7 +173,7 @@ def form_groups(sp_size: int, timeout: timedelta) -> None:
 
 
 def check_sp_size(sp_size: int, num_ranks: int) -> None:
-    """UserError if groups of `sp_size` ranks do not come out even."""
+    """Raise UserError if `sp_size` does not divide the number of ranks."""
     if num_ranks % sp_size:
         fit = ", ".join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)
         raise UserError(

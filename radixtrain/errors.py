@@ -12,15 +12,15 @@ TRAIN_WITHOUT_SHARING = "train it without sharing (fit: dedup: false)"
 
 
 class UserError(ValueError):
-    """What the user asked for cannot be done. The message says what was expected, what came and how to fix it."""
+    """A request that cannot be met. The message says what was expected, what came and how to fix it."""
 
 
 class UsageError(UserError):
-    """What was typed, or a file of settings, is wrong in itself: a key, a type, a class. Exit code 2."""
+    """A mistake in the command line or a settings file: a key, a type, a class. Exit code 2."""
 
 
 class DataError(UserError):
-    """A row of a data file cannot be used. `where` is `file:line` (JSONL) or `file:row N` (other formats)."""
+    """A row of a data file that cannot be used. `where` is `file:line` (JSONL) or `file:row N` (other formats)."""
 
     def __init__(self, where: str, reason: str):
         super().__init__(f"{where}: {reason}")
@@ -31,9 +31,9 @@ class DataError(UserError):
 
 
 class Stopped(BaseException):
-    """A run ended because a signal or a request asked for it. The command prints the message and exits with `code`.
+    """A signal or a request ended the run. The command prints the message and exits with `code`.
 
-    No `Exception`, as KeyboardInterrupt is none: a signal may raise it where a library catches all of those.
+    Like KeyboardInterrupt not an `Exception`: a signal may raise it where a library catches those.
     """
 
     def __init__(self, message: str, code: int):
@@ -42,12 +42,12 @@ class Stopped(BaseException):
 
 
 class EndedElsewhere(Exception):
-    """Another process of this run has ended with an error, and reports it. This one ends too, and prints nothing."""
+    """Another process of this run has ended with an error and reports it. This one ends too, and prints nothing."""
 
 
 @contextmanager
 def only_warns(failed: str, kind: type[Exception] = OSError) -> Iterator[None]:
-    """Around what a run does beside its result: an error there is a warning, once a process, and the run goes on.
+    """Turn an error in what a run does besides its result into a warning, once per process; the run continues.
 
     failed: what did not happen, for the warning. kind: of errors, OSError or Exception.
     """
@@ -56,22 +56,22 @@ def only_warns(failed: str, kind: type[Exception] = OSError) -> Iterator[None]:
     except kind as error:
         if failed not in _told:
             _told.add(failed)
-            logger.warning("%s (%s: %s); the run goes on", failed, type(error).__name__, first_line(error))
+            logger.warning("%s (%s: %s); the run continues", failed, type(error).__name__, first_line(error))
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
-    """`, did you mean ...?` with the nearest known name; `otherwise` if none is near."""
+    """Return `, did you mean ...?` with the nearest known name, or `otherwise` if none is near."""
     close = get_close_matches(name, list(known), n=1)
     return f", did you mean {close[0]}?" if close else otherwise
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of another library's message, or the name of its type."""
+    """Return the first line of another library's message, or the name of its type."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
 
 
 def bytes_text(number: float) -> str:
-    """`512 MiB` below one GiB, else `1.23 GiB`."""
+    """Format bytes: `512 MiB` below one GiB, else `1.23 GiB`."""
     size = number / 2**30
     return f"{number / 2**20:,.0f} MiB" if size < 1 else f"{size:.3g} GiB" if size < 999.5 else f"{size:,.0f} GiB"

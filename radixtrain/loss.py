@@ -60,7 +60,7 @@ def linear_cross_entropy(
     loss_weights: Tensor,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """`sum_p loss_weights[p] * cross_entropy(hidden[rows[p]] @ weight.T + bias, labels[p])`, a sum and not a mean.
+    """Sum `loss_weights[p] * cross_entropy(hidden[rows[p]] @ weight.T + bias, labels[p])` over the predictions p.
 
     hidden: (R, D). any floating dtype; under autocast the logits are computed in its dtype.
     weight: (V, D), bias: (V,) or None. the language-model head.
@@ -79,7 +79,7 @@ def linear_cross_entropy(
 
 
 def logits_cross_entropy(logits: Tensor, labels: Tensor, rows: Tensor, loss_weights: Tensor) -> Tensor:
-    """`sum_p loss_weights[p] * cross_entropy(logits[rows[p]], labels[p])`, a sum and not a mean.
+    """Sum `loss_weights[p] * cross_entropy(logits[rows[p]], labels[p])` over the predictions p.
 
     logits: (R, V). any floating dtype, in any layout; left as they are.
     labels, rows, loss_weights: (P,). as in `linear_cross_entropy`.
@@ -93,7 +93,7 @@ def logits_cross_entropy(logits: Tensor, labels: Tensor, rows: Tensor, loss_weig
 
 
 def linear_logprobs(hidden: Tensor, weight: Tensor, labels: Tensor, rows: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`log p(labels[p])` at row `rows[p]` of the hidden rows, for each prediction.
+    """Return `log p(labels[p])` at row `rows[p]` of the hidden rows, for each prediction.
 
     hidden, weight, bias, labels, rows: as in `linear_cross_entropy`.
 
@@ -108,7 +108,7 @@ def linear_logprobs(hidden: Tensor, weight: Tensor, labels: Tensor, rows: Tensor
 
 
 def logits_logprobs(logits: Tensor, labels: Tensor, rows: Tensor) -> Tensor:
-    """`log p(labels[p])` at row `rows[p]` of the logits, for each prediction; arguments as in `logits_cross_entropy`.
+    """Return `log p(labels[p])` at row `rows[p]` of the logits for each prediction; see `logits_cross_entropy`.
 
     Returns (P,), float32 (float64 for float64); differentiable once in the logits, which are left as they are.
     """
@@ -123,11 +123,11 @@ def clipped_policy_loss(
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
 ) -> Tensor:
-    """`-sum_p w_p min(r_p A_p, clip(r_p, 1 - epsilon, 1 + epsilon_high) A_p)`, `r_p = exp(logprob_p - old_logprob_p)`.
+    """Sum `-w_p min(r_p A_p, clip(r_p, 1 - epsilon, 1 + epsilon_high) A_p)`, r_p = exp(logprob_p - old_logprob_p).
 
     logprobs: (P,). of the policy that is trained, from `linear_logprobs` or `logits_logprobs`.
     advantages, loss_weights: (P,), float. A_p and w_p: as a `RadixInputs` has them.
-    old_logprobs: (P,), float. by the policy that sampled; None if that is the policy as it is
+    old_logprobs: (P,), float. by the policy that sampled; None if that is the current policy:
         now. Then every ratio is 1, and its gradient is that of the log-probability.
     epsilon_high: by default epsilon.
 
@@ -148,7 +148,7 @@ def clipped_policy_loss(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """x: hidden rows (R, D); or logits (R, V), with a weight of None."""
+    """Fused cross-entropy. x: hidden rows (R, D); or logits (R, V), with a weight of None."""
 
     @staticmethod
     def forward(
@@ -168,13 +168,13 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Scale in place, unless the graph is kept: autograd lets go of what we saved and makes it `.grad`.
+        """Scale in place unless the graph is kept: autograd lets go of what was saved and makes it `.grad`.
 
         A second tensor as large as the head would be the largest of all.
         """
         *gradients, counts = ctx.saved_tensors
-        scale = torch.mul if _may_be_asked_again(grad) else Tensor.mul_
-        factor = torch.where(counts, grad, 0)  # a mean over no labels hands down infinity
+        scale = torch.mul if _must_keep_saved(grad) else Tensor.mul_
+        factor = torch.where(counts, grad, 0)  # a mean over no labels passes infinity back
         scaled = [
             None if saved is None else scale(saved, factor).to(dtype)
             for saved, dtype in zip(gradients, ctx.dtypes, strict=True)
@@ -183,7 +183,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class _Logprobs(torch.autograd.Function):
-    """x, weight: as in `_CrossEntropy`."""
+    """Log-probabilities. x, weight: as in `_CrossEntropy`."""
 
     @staticmethod
     def forward(
@@ -194,14 +194,14 @@ class _Logprobs(torch.autograd.Function):
         logprobs = torch.zeros_like(ones)
         with torch.autocast(x.device.type, enabled=False):
             for chunk in _chunks_of(x, weight, labels, rows, ones):
-                values = _logprobs_and_exps(_logits_of(x[chunk.rows], weight, bias), chunk)[0]  # no name keeps the rest
+                values = _logprobs_and_exps(_logits_of(x[chunk.rows], weight, bias), chunk)[0]  # frees the rest
                 logprobs[chunk.places] += _weighted(values, chunk)  # the weight of another chunk's prediction is 0
         return logprobs
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """That of the cross-entropy with the weights `-grad`: `sum_p grad_p logprob_p` is that loss."""
+        """Run the backward pass of the cross-entropy with weights `-grad`: `sum_p grad_p logprob_p` is that loss."""
         x, weight, bias, labels, rows = ctx.saved_tensors
         _, gradients = _loss_and_gradients(ctx.needs_input_grad, x, weight, bias, labels, rows, -grad)
         pairs = zip(gradients, (x, weight, bias), strict=True)
@@ -209,7 +209,7 @@ class _Logprobs(torch.autograd.Function):
 
 
 def _as_computed(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Take it in the dtype of autocast, and without gradients if none are wanted."""
+    """Cast to the dtype of autocast, and detach if no gradients are wanted."""
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
@@ -218,12 +218,12 @@ def _as_computed(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[T
 
 
 def _wanted(x: Tensor) -> Tensor:
-    """autograd.Function looks only at requires_grad, and would build the gradients under `no_grad` too."""
+    """Detach under `no_grad`: autograd.Function looks only at requires_grad, and would build the gradients anyway."""
     return x if torch.is_grad_enabled() else x.detach()
 
 
-def _may_be_asked_again(grad: Tensor) -> bool:
-    """Whether what was saved has to stay as it is: under `retain_graph`, a batch of gradients, or the compiler.
+def _must_keep_saved(grad: Tensor) -> bool:
+    """Return whether saved tensors must stay unchanged: under `retain_graph`, a batch of gradients, or the compiler.
 
     Torch has no public name for the first two; unknown means yes.
     """
@@ -242,7 +242,7 @@ def _loss_and_gradients(
     rows: Tensor,
     loss_weights: Tensor,
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """The weighted cross-entropy, and its gradients by x, weight and bias; None for one that is not needed.
+    """Return the weighted cross-entropy, and its gradients by x, weight and bias; None for one that is not needed.
 
     needed: which of the three, and what else autograd says.
     """
@@ -267,7 +267,7 @@ def _add_gradients(
     d_weight: Tensor | None,
     d_bias: Tensor | None,
 ) -> Tensor:
-    """Loss of a chunk; adds its gradients to those that are not None. Frees its logits before the next chunk begins."""
+    """Add a chunk's gradients to those that are not None; return its loss. Frees its logits before the next one."""
     logprobs, exps, sums = _logprobs_and_exps(_logits_of(x, weight, bias), chunk)
     if d_x is not None or d_weight is not None or d_bias is not None:
         d_logits = _softmax_minus_targets(exps, sums, chunk)
@@ -284,22 +284,22 @@ def _add_gradients(
 
 
 def _logits_of(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Logits of a chunk in a new tensor, because it may be overwritten. Those of a head have its dtype."""
+    """Return the logits of a chunk in a new tensor, because it may be overwritten. Those of a head have its dtype."""
     if weight is None:
         return x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
     return torch.nn.functional.linear(x, weight, bias)
 
 
 def _logprobs_and_exps(logits: Tensor, chunk: _Chunk) -> tuple[Tensor, Tensor, Tensor]:
-    """(N,) `log p` of the chunk's predictions; `exp(z - max z)`, in float32 or wider; and its sum, by row.
+    """Return `log p` of the chunk's N predictions, `exp(z - max z)` in float32 or wider, and its sum, by row.
 
-    In place where the logits are that wide, as they are the largest thing in memory: `torch.logsumexp` makes another
+    In place if the logits are that wide, as nothing in memory is larger: `torch.logsumexp` makes another
     tensor of their size, and took three times as long (V = 151,936, 128 rows: 70 against 22 ms, beside 1.2 s for the
     products). On a GPU, which waits for memory here, the subtraction widens 16-bit logits on its way.
     """
     top = logits.amax(-1, keepdim=True)
     wide = torch.promote_types(logits.dtype, torch.float32)
-    widens_first = logits.dtype == wide or logits.device.type == "cpu"  # a CPU would by itself, into one more tensor
+    widens_first = logits.dtype == wide or logits.device.type == "cpu"  # a CPU would anyway, into one more tensor
     logits = logits.to(wide).sub_(top) if widens_first else logits - top.to(wide)
     picked = logits[chunk.local_rows, chunk.labels]
     sums = logits.exp_().sum(-1)
@@ -307,22 +307,22 @@ def _logprobs_and_exps(logits: Tensor, chunk: _Chunk) -> tuple[Tensor, Tensor, T
 
 
 def _weighted(logprobs: Tensor, chunk: _Chunk) -> Tensor:
-    """Multiply each prediction by its weight; a weight of 0 gives 0, also of what is not finite."""
+    """Multiply each prediction by its weight; a weight of 0 gives 0, even if the log-probability is not finite."""
     return torch.where(chunk.loss_weights == 0, 0, chunk.loss_weights * logprobs)
 
 
 def _softmax_minus_targets(exps: Tensor, sums: Tensor, chunk: _Chunk) -> Tensor:
-    """`dz` in place of `exp(z - max z)`."""
+    """Overwrite `exp(z - max z)` with `dz`."""
     weight_of_row = torch.zeros_like(sums).index_add_(0, chunk.local_rows, chunk.loss_weights)
     d_logits = exps.mul_((weight_of_row / sums)[:, None])
     return d_logits.index_put_((chunk.local_rows, chunk.labels), -chunk.loss_weights, accumulate=True)
 
 
 def _add_product(total: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
-    """`total += d_logits^T hidden`. A 16-bit product is rounded once a chunk, and added in float32.
+    """Add `d_logits^T hidden` to `total`. A 16-bit product is rounded once a chunk, and added in float32.
 
-    That needs the product by itself, which is as large as the head, so it is made in parts: at most half as large as
-    `d_logits`, and on CPU small enough to stay in the cache, because adding widens them first. At V = 151,936,
+    The product takes a tensor as large as the head, so it is made in parts: at most half as large as `d_logits`,
+    and on CPU small enough to stay in the cache, because adding widens them first. At V = 151,936,
     D = 1024 and 128 rows in bfloat16 one part took 0.8 s, 16 parts 0.6 s and 74 parts 0.2 s.
     """
     if hidden.dtype == total.dtype:
@@ -353,7 +353,7 @@ class _Chunk:
 def _chunks_of(
     x: Tensor, weight: Tensor | None, labels: Tensor, rows: Tensor, loss_weights: Tensor
 ) -> Iterator[_Chunk]:
-    """Cut the R rows into chunks, and give each its predictions, which come in any order.
+    """Cut the R rows into chunks, each with its predictions, which come in any order.
 
     If the logits exist already, no product needs many rows.
     """
@@ -367,9 +367,9 @@ def _chunks_of(
 def _deal_on_host(
     slices: list[slice], vocab_size: int, labels: Tensor, rows: Tensor, loss_weights: Tensor
 ) -> Iterator[_Chunk]:
-    """Deal each chunk its own predictions. IndexError, in torch's own words, for a label that is none of the V.
+    """Give each chunk its own predictions. Raises torch's IndexError for a label that is none of the V.
 
-    Dealing all to all took 2 % of the time at P = 16,384 and 11 % at 100,000 (V = 4,096, D = 256, 128 rows a chunk).
+    Giving all to all took 2 % of the time at P = 16,384 and 11 % at 100,000 (V = 4,096, D = 256, 128 rows a chunk).
     """
     is_outside = (labels < 0) | (labels >= vocab_size)
     if is_outside.any():
@@ -384,7 +384,7 @@ def _deal_on_host(
 def _deal_to_all(
     slices: list[slice], vocab_size: int, labels: Tensor, rows: Tensor, loss_weights: Tensor
 ) -> Iterator[_Chunk]:
-    """Deal each chunk all P: only the device knows how many are its own, and the host must not wait for it.
+    """Give each chunk all P: only the device knows which are its own, and the host must not wait for it.
 
     A negative label would count from the end; as V it fails the assertion of the device, as one above does.
     """
@@ -395,7 +395,7 @@ def _deal_to_all(
 
 
 def _rows_per_chunk(num_rows: int, vocab_size: int, hidden_size: int, device: torch.device) -> int:
-    """About equal chunks: the last one is not small, and a single one may be half as large again.
+    """Return the size of about equal chunks: the last one is not small, and a single one may be half as large again.
 
     From 64 on a multiple of 16, which the products prefer: 208 rows took 7 % less time than 205 (Qwen3's head).
     """

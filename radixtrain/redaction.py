@@ -1,7 +1,7 @@
-"""Passwords and access tokens in settings, found by the name of their key or by how they look, and left out.
+"""Passwords and access tokens in settings, found by the name of their key or by their form, and left out.
 
-A run writes its settings into many files: config.yaml, checkpoints, model cards, logs that are sent elsewhere. What was
-typed as a password reaches the class that needs it, and none of these files.
+A run writes its settings into many files: config.yaml, checkpoints, model cards, logs that are sent elsewhere. A
+password reaches the class that needs it, and none of these files.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ NAMES = (
     r"|(?:access|refresh|id|auth|session|bearer)token|clientsecret|secret_key_base"
 )
 SECRET_KEYS = re.compile(rf"(?:^|_)(?:key|{NAMES})$")
-OF_TEXT = re.compile(  # tokens of a vocabulary, not of access
+OF_TEXT = re.compile(  # vocabulary tokens, not access tokens
     r"(^|_)(bos|eos|pad|unk|sep|cls|mask|image|video|audio|boi|eoi|special|start|end|stop|think|num|max|min)_tokens?$"
 )
-COUNTED = ("key", "token")  # whose number is a place
+COUNTED = ("key", "token")  # a number after these is an index
 SECRET_TEXT = re.compile(
     r"""
     hf_\w{16,} | api_org_\w{16,} | sk-[\w-]{16,} | gh[pousr]_\w{16,} | github_pat_\w{16,} | gl(?:pat|ptt|dt)-[\w-]{16,}
@@ -69,7 +69,7 @@ VALUES = {
 
 
 def masked(value: object, name: str = "") -> Any:
-    """Return the settings with `***` for what looks like a password or an access token, by its key or its text.
+    """Return the settings with `***` for each password or access token, recognized by its key or its text.
 
     value: mappings and lists of texts and numbers; what is none of these becomes text.
     name: the key that it is the value of.
@@ -78,7 +78,7 @@ def masked(value: object, name: str = "") -> Any:
 
 
 def masked_message(message: str, given: Sequence[tuple[str, Any]]) -> str:
-    """A message without what `masked` leaves out of it, and out of the settings that it may repeat.
+    """Return a message without the secrets that `masked` finds in it, and in the settings that it may repeat.
 
     given: keys and their values, as they were typed.
     """
@@ -90,7 +90,7 @@ def masked_message(message: str, given: Sequence[tuple[str, Any]]) -> str:
 
 
 def masked_arguments(arguments: Sequence[str]) -> list[str]:
-    """A command line with `***` for what `masked` leaves out, in `--api_key=x`, `--api_key x` and `--logger={...}`."""
+    """Return a command line with `***` for each secret in `--api_key=x`, `--api_key x` and `--logger={...}`."""
     shown: list[str] = []
     key = ""
     for word in arguments:
@@ -105,7 +105,7 @@ def masked_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def check_unmasked(key: str, value: object) -> None:
-    """UserError if a value is `***`, as in the settings that a run has saved: the secret is not there."""
+    """Raise UserError if a value is `***`, as in the settings that a run has saved: the secret is not there."""
     if isinstance(value, str) and (value == MASK or f"://{MASK}@" in value):
         raise UserError(
             f"{key} is {value}: {MASK} stands for a secret, which a run does not save; write it there again, or "
@@ -127,7 +127,7 @@ def _masked(value: object, is_secret: bool, name: str) -> Any:
 
 
 def _without_users(text: str) -> str:
-    """Mask `user:password@` of an address, also as a path; a password may have `/` and `@` in it."""
+    """Mask `user:password@` of an address or a path; a password may contain `/` and `@`."""
     return re.sub(r"\S++", lambda word: _without_user(word[0]) if "@" in word[0] else word[0], text)
 
 
@@ -142,7 +142,7 @@ def _without_user(word: str) -> str:
 
 
 def _without_assigned(text: str, is_message: bool = False) -> str:
-    """Mask what follows the name of a secret and `=` or `:`. is_message: it may hold YAML that is not whole."""
+    """Mask what follows the name of a secret and `=` or `:`. is_message: the text may contain broken YAML."""
     shown, end = [], 0
     for found in ASSIGNMENT.finditer(text):
         if found.start() >= end and (value := _assigned_in(text, found, is_message)):
@@ -153,7 +153,7 @@ def _without_assigned(text: str, is_message: bool = False) -> str:
 
 
 def _assigned_in(text: str, name: re.Match[str], is_message: bool) -> re.Match[str] | None:
-    """The value that follows, if it is a secret."""
+    """Return the value that follows a name, if it is a secret."""
     words = _words(name[1])
     is_in_list = is_message and text[max(0, name.start() - 8) : name.start()].rstrip(" \"'")[-1:] in ("{", ",")
     is_named = IN_TEXT.search(words) is not None or (is_in_list and words.endswith("key"))
@@ -170,14 +170,14 @@ def _assigned_in(text: str, name: re.Match[str], is_message: bool) -> re.Match[s
 
 
 def _masked_text(text: str, key: str) -> str:
-    """A value of the command line, which may be a mapping or a list in YAML."""
+    """Mask a value of the command line, which may be a mapping or a list in YAML."""
     name, value = key.rstrip("+").lstrip("-"), _parsed(text)
     clean = masked(value, name)
     return text if clean == value else clean if isinstance(clean, str) else _as_one_line(clean)
 
 
 def _parsed(value: object) -> Any:
-    """A text that writes a mapping or a list in YAML as what it writes, and everything else as it is."""
+    """Parse a text that is a mapping or a list in YAML; return anything else unchanged."""
     try:
         found = load_yaml(value) if isinstance(value, str) else value
     except yaml.YAMLError:
@@ -186,7 +186,7 @@ def _parsed(value: object) -> Any:
 
 
 def _secrets(value: Any, clean: Any) -> Iterator[str]:
-    """What `masked` has replaced as a whole, if it is long enough to be a secret."""
+    """Yield what `masked` has replaced as a whole, if it is long enough to be a secret."""
     if isinstance(value, Mapping):
         for key in value:
             yield from _secrets(value[key], clean[key])
@@ -209,5 +209,5 @@ def _is_secret(name: str) -> bool:
 
 
 def _words(name: str) -> str:
-    """`hubToken`, `hub-token` and `HUB_TOKEN` as `hub_token`."""
+    """Write `hubToken`, `hub-token` and `HUB_TOKEN` as `hub_token`."""
     return re.sub(r"[\W_]+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)).lower()

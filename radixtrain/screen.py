@@ -1,4 +1,4 @@
-"""Text on its way to a screen or a log. Names, keys and messages may be of anybody: a terminal obeys none of them."""
+"""Text for a screen or a log. Names, keys and messages may come from anybody: control characters are made visible."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ OBEYED = re.compile(
 
 
 def printable(text: object) -> str:
-    """The text with `\\x1b` for an escape, and so on for all that a terminal would not show but do."""
+    r"""Return the text with `\x1b` for an escape, and likewise for every control character a terminal would obey."""
     return OBEYED.sub(lambda found: ascii(found[0])[1:-1], str(text))
 
 
 def screen(**options: Any) -> Console:
-    """rich's Console with these options, which writes no control characters but its own."""
+    """Return rich's Console with these options; it writes no control characters but its own."""
     from rich.console import Console  # here, since errors are printed where rich is not needed
     from rich.segment import Segment
 
@@ -40,12 +40,12 @@ class _Record(logging.LogRecord):
         return printable(super().getMessage())
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Formatters keep the text of a traceback here, which ends with the message of its error."""
+        """Make the text of a traceback printable, which formatters keep here: it ends with the message of its error."""
         super().__setattr__(name, printable(value) if value and name in ("exc_text", "stack_info") else value)
 
 
 def guard_logs() -> None:
-    """Make printable what any library of this process logs or warns of from here on."""
+    """Make every log record and warning of this process printable from here on."""
     logging.setLogRecordFactory(_Record)
     if getattr(warnings.formatwarning, "__name__", "") != "_formatted":
         before = warnings.formatwarning

@@ -1,4 +1,4 @@
-"""For tests, of this library and of its users: generated tries, forced forks, and bars for rounding errors.
+"""Helpers for tests, of this library and of its users: generated tries, forced forks, and bars for rounding errors.
 
 An error is measured against a float64 truth. Its bar follows from the error of an ordinary implementation in the same
 dtype, so it is derived, not tuned. `assert_within_reference_error` is for tensors, `assert_equivalent` for the report
@@ -32,7 +32,7 @@ ALIVE = [1, 0, 1, 1, 0, 0, 1, 0]
 def ragged_batches(
     *, min_sequences: int = 1, max_sequences: int = 8, max_length: int = 10, vocab_size: int = 4, min_length: int = 1
 ) -> SearchStrategy[list[list[int]]]:
-    """A hypothesis strategy for batches of token sequences that share prefixes in every possible way.
+    """Return a hypothesis strategy for batches of token sequences that share prefixes in every possible way.
 
     Each sequence after the first is new, or a copy, a prefix, an extension or a fork of an earlier one. So the batches
     hold nested, identical and unrelated sequences, prefixes of others, single tokens and, with `min_length` 0, empty
@@ -66,7 +66,7 @@ def ragged_batches(
 
 
 def labelled_features(**options: Any) -> SearchStrategy[Features]:
-    """A hypothesis strategy for features of a `RadixCollator`: `ragged_batches` with labels and positions.
+    """Return a hypothesis strategy for features of a `RadixCollator`: `ragged_batches` with labels and positions.
 
     Labels are anywhere: on shared tokens, different in two copies, or missing in a whole sequence. Half of the batches
     have `position_ids`: with an offset, with jumps, and different ones for equal tokens. One more sequence has a label
@@ -99,7 +99,7 @@ def assert_equivalent(report: EquivalenceReport) -> None:
 
 
 def relative_error(actual: Tensor, truth: Tensor) -> float:
-    """`||actual - truth|| / ||truth||` in L2 over all elements, computed in float64.
+    """Return `||actual - truth|| / ||truth||` in L2 over all elements, computed in float64.
 
     If the truth is all zero: 0.0 if actual is all zero too, else inf. A NaN anywhere gives inf, which passes no bar; a
     NaN would be dropped by `max` beside a number.
@@ -161,7 +161,7 @@ def assert_within_reference_error(
 def flash_attention_by_the_book(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """out, lse, dq, dk, dv, computed as flash-attention does: the ordinary reference for attention in any dtype.
+    """Compute out, lse, dq, dk, dv as flash-attention does: the ordinary reference for attention in any dtype.
 
     q, dout: (T, N, H); k, v: (J, K, H); mask: (T, J), bool, True for a key that a query sees, at least one for every
     query. Operands and results of the products are in the dtype of q; everything between, and lse (N, T), is float32 or

@@ -1,4 +1,4 @@
-"""Small files of text that a user or a model names: read whole, so devices, pipes and huge files are refused."""
+"""Small text files that a user or a model names: read whole, so devices, pipes and huge files are refused."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ MOST_BYTES = 64 << 20
 
 
 def read_text(path: str | os.PathLike[str], most: int = MOST_BYTES) -> str:
-    """What the file holds. OSError if it cannot be read or is none of at most so many bytes; UnicodeDecodeError."""
+    """Read a text file of at most `most` bytes. Raises OSError if it cannot, and UnicodeDecodeError."""
     check_file(path, most)
     return Path(path).read_text(encoding="utf-8")
 
 
 def check_file(path: str | os.PathLike[str], most: int | None = None) -> None:
-    """OSError, before anything is read, for a device, a pipe or a socket, and for more than `most` bytes."""
+    """Raise OSError, before anything is read, for a device, a pipe or a socket, and for more than `most` bytes."""
     found = os.stat(path)
     if stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError(21, "a folder", str(path))

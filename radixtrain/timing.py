@@ -1,6 +1,6 @@
-"""How long a function takes, and how much memory it holds at most; and what these numbers depend on besides it.
+"""Measures how long a function takes and its peak memory, and names what else these numbers depend on.
 
-Waits for the device; several functions take turns. A file of numbers names date, commit, machine, threads, versions.
+The clock stops when the device has finished. A file of numbers names date, commit, machine, threads, versions.
 
 seconds_of(step, device)                                                 # once
 seconds_in_turns({"ordinary": a, "radix": b}, device, repeats=5)         # A B A B ..., so that a machine that slows
@@ -27,7 +27,7 @@ K = TypeVar("K")
 
 
 def seconds_of(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one run, until the device has finished it."""
+    """Time one run, in seconds, until the device has finished it."""
     _wait_for(device)
     start = time.perf_counter()
     run()
@@ -42,7 +42,7 @@ def seconds_in_turns(
     *,
     before: Callable[[K], object] = lambda _: None,
 ) -> dict[K, list[float]]:
-    """Seconds of each run, `repeats` of each, in turns.
+    """Time `repeats` runs of each function, alternating between the functions; returns seconds.
 
     before: called with the name of a run before each of its turns, untimed.
     """
@@ -55,7 +55,7 @@ def seconds_in_turns(
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """How many bytes torch's allocations on `device` rise while `run` runs, at most.
+    """Return the peak of torch's allocations on `device` during `run`, in bytes above what was allocated before it.
 
     On CUDA this is what the caching allocator counts (`torch.cuda.max_memory_allocated`). On CPU it is the running sum
     of the allocations and frees that torch's profiler records, which is exact and the same every time; it slows the run
@@ -77,7 +77,7 @@ def _peak_cuda_bytes(run: Callable[[], object], device: torch.device) -> int:
 
 
 def held_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """How many bytes torch's allocations on `device` have risen by after `run`, while its result lives.
+    """Return the bytes that torch has allocated on `device` since before `run`, while its result lives.
 
     A loss holds what its backward pass needs. Counted as by `peak_bytes`.
     """
@@ -93,7 +93,7 @@ def held_bytes(run: Callable[[], object], device: torch.device) -> int:
 
 
 def _cpu_changes(run: Callable[[], object]) -> list[int]:
-    """Bytes of each allocation, and of each that is freed below 0, in their order. The result lives until the end."""
+    """List the bytes of each allocation, negative for each free, in order. The result lives until the end."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler says on stderr that it starts and stops
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = run()
@@ -109,7 +109,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def non_negative_fit(work: np.ndarray, seconds: np.ndarray) -> list[float]:
-    """Rates >= 0 with the least squares of `work @ rates / seconds - 1`: the best of every set of rates above 0."""
+    """Return the rates >= 0 with the least squares of `work @ rates / seconds - 1`, over all sets of positive rates."""
     relative, ones = work / seconds[:, None], np.ones(len(seconds))
     scale = np.linalg.norm(relative, axis=0)
     scale[scale == 0] = 1
@@ -125,7 +125,7 @@ def non_negative_fit(work: np.ndarray, seconds: np.ndarray) -> list[float]:
 
 
 def environment(device: torch.device, dtype: str) -> dict[str, Any]:
-    """Column to value, for a file of numbers. Names no host and no path."""
+    """Describe the conditions of a measurement, column to value. Names no host and no path."""
     return {
         "date": time.strftime("%Y-%m-%d"),
         "commit": _commit(),
@@ -139,7 +139,7 @@ def environment(device: torch.device, dtype: str) -> dict[str, Any]:
 
 
 def header(device: torch.device, dtype: str, repeats: int) -> str:
-    """Describe it in one line, for people, with the load of the machine at that moment."""
+    """Describe the conditions of a measurement in one line, with the present load of the machine."""
     facts = environment(device, dtype)
     commit = f", commit {facts['commit']}" if facts["commit"] else ""
     load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
@@ -151,14 +151,14 @@ def header(device: torch.device, dtype: str, repeats: int) -> str:
 
 
 def processor() -> str:
-    """The CPU's model, or only its architecture if the model is unknown."""
+    """Return the CPU's model, or only its architecture if the model is unknown."""
     described = Path("/proc/cpuinfo").read_text(errors="replace") if Path("/proc/cpuinfo").exists() else ""
     models = [line.partition(":")[2].strip() for line in described.splitlines() if line.startswith("model name")]
     return f"{models[0]} ({platform.machine()})" if models else platform.processor() or platform.machine()
 
 
 def _commit() -> str:
-    """The commit of the repository that holds this file, `-dirty` if changed; empty for an installed package."""
+    """Return the commit of the repository that holds this file, `-dirty` if changed; empty for an installed package."""
     for command in (["ls-files", "--error-unmatch", __file__], ["describe", "--always", "--dirty", "--exclude=*"]):
         try:
             done = subprocess.run(

@@ -44,9 +44,9 @@ UNKNOWN = "unknown"
 
 
 def check_versions(packages: Mapping[str, str] = OLDEST) -> None:
-    """Imports none of them. packages: name -> the oldest version that works.
+    """Raise UserError if a package is missing or too old; import none.
 
-    Raises UserError if one is missing or too old.
+    packages: name -> the oldest version that works.
     """
     problems = {name: problem for name, oldest in packages.items() if (problem := _problem(name, oldest))}
     if not problems:
@@ -55,14 +55,14 @@ def check_versions(packages: Mapping[str, str] = OLDEST) -> None:
 
 
 def to_install(*names: str) -> str:
-    """The command that brings packages, however radixtrain was installed: from a clone, a wheel or an index."""
+    """Return the pip command that brings packages, however radixtrain was installed: a clone, a wheel or an index."""
     oldest = OLDEST | FIT | OLDEST_OPTIONAL
     wanted = (f"'{name}>={oldest[name]}'" if name in oldest else name for name in names)
     return f"pip install -U {' '.join(wanted)}"
 
 
 def _problem(name: str, oldest: str) -> str:
-    """Empty if there is none."""
+    """Say what is wrong with the installed version of a package; empty if nothing is."""
     version = installed(name)
     if version is None:
         return f"{name} is not installed"
@@ -70,7 +70,7 @@ def _problem(name: str, oldest: str) -> str:
 
 
 def installed(name: str) -> str | None:
-    """The version of an installed package, None if there is none, `unknown` if it is there and does not say."""
+    """Return the version of an installed package: None if there is none, `unknown` if it does not say."""
     try:
         return metadata.version(name) or UNKNOWN
     except metadata.PackageNotFoundError:
@@ -78,26 +78,26 @@ def installed(name: str) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages that make a model, by their names."""
+    """Return the versions of the packages that make a model, by name."""
     found = {name: installed(name) for name in ("radixtrain", "torch", "transformers", "lightning", "peft")}
     return {name: version for name, version in found.items() if version not in (None, UNKNOWN)}
 
 
 def before(what: str) -> str:
-    """The end of a refusal, if the installed transformers is older than what is refused; else empty."""
+    """Return the end of a refusal if the installed transformers is older than what is refused; else an empty string."""
     since = SINCE[what]
     older = f" (transformers {installed('transformers')} has no {what}: pip install -U 'transformers>={since}')"
     return older if transformers_is_before(since) else ""
 
 
 def transformers_is_before(version: str) -> bool:
-    """Whether the installed transformers is older. One that does not say its version is not."""
+    """Return whether the installed transformers is older. One that does not say its version is not."""
     found = installed("transformers") or UNKNOWN
     return found != UNKNOWN and _numbers(found) < _numbers(version)
 
 
 def _is_found(name: str) -> bool:
-    """Whether it could be imported: from a folder in `PYTHONPATH`, say. A folder without code, as `wandb/`, is none."""
+    """Return whether a package can be imported, say from `PYTHONPATH`. A folder without code, like `wandb/`, cannot."""
     try:
         spec = find_spec(name)
     except (ValueError, ImportError):
@@ -106,13 +106,13 @@ def _is_found(name: str) -> bool:
 
 
 def is_older(name: str, version: str) -> bool:
-    """Whether a version of a package is older than the oldest that works. A release candidate counts as its release."""
+    """Return whether a version is older than the oldest that works. A release candidate counts as its release."""
     oldest = (OLDEST | FIT | OLDEST_OPTIONAL).get(name, "0")
     return version != UNKNOWN and _numbers(version) < _numbers(oldest)
 
 
 def _numbers(version: str) -> tuple[float, ...]:
-    """`2.13.0+cpu` -> (2, 13, 0, inf), `4.0.0b36` -> (4, 0, 0, 36): a beta is older than its release."""
+    """Parse a version: `2.13.0+cpu` -> (2, 13, 0, inf), `4.0.0b36` -> (4, 0, 0, 36), older than its release."""
     release, _, beta = version.partition("+")[0].partition("b")
     numbers = [int(part) for part in re.findall(r"\d+", release)[:3]]
     return (*numbers, *[0] * (3 - len(numbers)), int(found[0]) if (found := re.match(r"\d+", beta)) else math.inf)

@@ -1,4 +1,4 @@
-"""YAML as people write it, looked at before it is built: what is deep, huge or multiplies would end in a crash."""
+"""YAML as people write it, checked before it is built: what is too deep, too large or repetitive is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from radixtrain.text_files import read_text
 PACKAGES = ("radixtrain", "lightning", "torch", "transformers")
 MOST_CHARACTERS = 1 << 20
 MOST_DEPTH = 50
-MOST_VALUES = 100_000  # with those that aliases repeat
+MOST_VALUES = 100_000  # counting repetitions by aliases
 MOST_DIGITS = 300
 BASE: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 MERGE = "tag:yaml.org,2002:merge"  # `<<`: a mapping may merge several, and override what they hold
@@ -37,7 +37,7 @@ Loader.add_implicit_resolver(f"{TAG}float", re.compile(rf"^({NUMBER})$"), list("
 
 
 def load_yaml(text: str) -> Any:
-    """What a YAML text says. Raises yaml.YAMLError, also for `!!int abc`."""
+    """Load YAML text. Raises yaml.YAMLError, also for `!!int abc`."""
     try:
         return yaml.load(text, Loader)  # noqa: S506  # a safe loader
     except (ValueError, LookupError, TypeError) as error:
@@ -54,15 +54,15 @@ class _Collection:
 
 
 def read_yaml(path: str) -> Any:
-    """What a file of settings holds. UsageError as `parse_yaml`, and OSError if it cannot be read, or is a device."""
+    """Load a settings file. Raises UsageError as `parse_yaml`, and OSError if it cannot be read, or is a device."""
     try:
         return parse_yaml(read_text(Path(path).expanduser()), path)
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: a file of settings must be a text in UTF-8: {error}") from None
+        raise UsageError(f"{path}: a settings file must be UTF-8 text: {error}") from None
 
 
 def parse_yaml(text: str, name: str) -> Any:
-    """What a text of settings says. UsageError, with the line, for what is no YAML or refused by `check_yaml`."""
+    """Load settings text. Raises UsageError, with the line, for text that is not YAML, or that `check_yaml` refuses."""
     try:
         check_yaml(text, name)
         return load_yaml(text)
@@ -73,7 +73,7 @@ def parse_yaml(text: str, name: str) -> Any:
 
 
 def check_yaml(text: str, name: str = "") -> None:
-    """UsageError for more than settings ever are, and for a key that is given twice, of which loaders take the last.
+    """Raise UsageError for more than settings ever are, and for a key given twice, of which loaders take the last.
 
     name: of the file. A key that overrides what an anchor, `<<` or an earlier file has is not given twice.
 
@@ -83,8 +83,8 @@ def check_yaml(text: str, name: str = "") -> None:
         raise UsageError(f"{name or 'a value'} has {len(text):,} characters, settings at most {MOST_CHARACTERS:,}")
     try:
         loader = Loader(text)
-    except UnicodeEncodeError:  # of bytes of the command line that are no UTF-8
-        raise UsageError(f"{name or 'a value'} is no text in UTF-8: {text!a}") from None
+    except UnicodeEncodeError:  # the command line had bytes that are not UTF-8
+        raise UsageError(f"{name or 'a value'} is not UTF-8 text: {text!a}") from None
     sizes: dict[str, int] = {}  # of what anchors name, in values
     open_: list[_Collection] = [_Collection(None, is_mapping=False)]
     while loader.check_event():
@@ -102,7 +102,7 @@ def check_yaml(text: str, name: str = "") -> None:
             open_.pop()
         elif isinstance(event, yaml.AliasEvent):
             if anchor not in sizes:
-                raise UsageError(f"{where}*{anchor} names what holds it, or nothing")
+                raise UsageError(f"{where}*{anchor} refers to its own container, or to nothing")
             size = sizes[anchor]
         elif isinstance(event, yaml.ScalarEvent):
             if not event.style and re.search(rf"^[-+.]?\w*\d{{{MOST_DIGITS}}}", event.value):

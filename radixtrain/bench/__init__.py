@@ -1,1 +1,1 @@
-"""A training step, measured: ordinary and on unique tokens, in turns."""
+"""Measures a training step on an ordinary batch and on unique tokens, alternating."""

@@ -2,7 +2,7 @@
 
 A `Cell` is a point of the grid: random tokens after shared prompts of a given length. A `GivenBatch` names sequences
 of another origin, such as a batch of a user's own data. The keys of `radixtrain bench` are checked first: a wrong one
-would otherwise fail after minutes, in other words.
+would otherwise fail after minutes, with a less helpful message.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ModelShape(ShapeSettings):
 class Cell:
     """One point of the grid.
 
-    prompt_length, suffix_length: tokens of a sequence that others share, and its own, which bear the loss.
+    prompt_length, suffix_length: tokens that sequences share, and tokens of each alone, which bear the loss.
     tree: `flat`, one prompt for all; or `nested`, three levels: all sequences share the first half of the prompt, every
         four of them the second half, and each has a suffix of its own.
     mode: `step`, forward and backward; or `forward`, without gradients.
@@ -86,13 +86,13 @@ class Cell:
 
     @property
     def sequences(self) -> str:
-        """Name them as the table does."""
+        """Name the sequences as the table does."""
         return f"{self.num_sequences} x ({self.prompt_length} + {self.suffix_length})"
 
 
 @dataclass(frozen=True)
 class GivenBatch:
-    """Sequences of another origin. sequences: what they are called in the table, such as `64 of train.jsonl`."""
+    """Sequences of another origin. sequences: their name in the table, such as `64 of train.jsonl`."""
 
     model: ModelShape
     sequences: str
@@ -105,7 +105,7 @@ class GivenBatch:
 
 
 def build_model(shape: ModelShape, device: torch.device, dtype: torch.dtype, attn_implementation: str) -> Any:
-    """A model with random weights, the same ones every time."""
+    """Build a model with random weights, the same ones every time."""
     torch.manual_seed(0)
     options = {"dtype": dtype, "attn_implementation": attn_implementation}
     try:
@@ -117,7 +117,7 @@ def build_model(shape: ModelShape, device: torch.device, dtype: torch.dtype, att
 
 
 def features_of_cell(cell: Cell) -> list[dict[str, np.ndarray]]:
-    """`input_ids` and `labels` of each sequence, (L,), int64: random, the same every time. Suffixes have the labels.
+    """Make `input_ids` and `labels` of each sequence, (L,), int64: random, the same every time. Suffixes have labels.
 
     Branches differ from their first token on.
     """
@@ -151,7 +151,7 @@ def check_options(
     max_teraflops: float | None = None,
     plot: str | None = None,
 ) -> None:
-    """All keys but the grid and the strategies. Raises UserError that names the key."""
+    """Check all keys but the grid and the strategies. Raises UserError that names the key."""
     for name, number in (("repeats", repeats), ("num_threads", num_threads), ("max_teraflops", max_teraflops)):
         if number is not None and number <= 0:
             raise UserError(f"{name} must be above 0, got {number}")
@@ -165,7 +165,7 @@ def check_options(
 
 
 def grid(models: Any, prompt_length: Any, suffix_length: Any, num_sequences: Any, tree: Any, mode: Any) -> list[Cell]:
-    """The cells, a model at a time. Each argument is a value or a list. Raises UserError that names the key."""
+    """Make the cells, model by model. Each argument is a value or a list. Raises UserError that names the key."""
     axes = [
         value if isinstance(value, list) else [value]
         for value in (models, prompt_length, suffix_length, num_sequences, tree, mode)
@@ -183,7 +183,7 @@ def grid(models: Any, prompt_length: Any, suffix_length: Any, num_sequences: Any
 def strategies(
     wanted: str | Sequence[str], kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> tuple[str, ...]:
-    """The strategies, each once; `auto` stays, for the cost model to choose. Raises UserError if one cannot run."""
+    """Return the strategies, each once; `auto` stays, for the cost model. Raises UserError if one cannot run."""
     names = [wanted] if isinstance(wanted, str) else wanted
     _check_not_empty("attention", names)
     for name in names:

@@ -4,8 +4,8 @@ They are counted for a forward pass, a multiply-add as two. The backward pass co
 ratio is that of a training step.
 
 - linear layers: 2 x parameters x tokens (T against U);
-- recurrent layers: the same, and 6 x numbers of their state x tokens. What the state says of a token is taken out, the
-  token is put in, and the output is read: the gated delta rule (arXiv 2412.06464, section 3),
+- recurrent layers: the same, and 6 x numbers of their state x tokens. The state's value for a token is removed, the
+  token is added, and the output is read: the gated delta rule (arXiv 2412.06464, section 3),
   `S_t = a_t (S_{t-1} - b_t (S_{t-1} k_t) k_t') + b_t v_t k_t'`, `o_t = S_t q_t`. A state space (Mamba 2, arXiv
   2405.21060) takes nothing out and is counted the same. Kernels that work in chunks do more;
 - attention: 2 x heads x (head dim of keys + of values) x (query, key) pairs in each layer that attends: `sum L (L + 1)
@@ -31,13 +31,13 @@ from radixtrain.hf.recurrent.running import ForkedStates, cache_argument
 from radixtrain.hf.step_cost import ALIKE, LayerKinds, ModelDimensions, kinds_of_mixers
 from radixtrain.tree.plan import PrefixPlan
 
-USES_OF_STATE = 3  # multiply-adds with each number of a state
-_mixers: dict[str, tuple[LayerKinds, int]] = {}  # by configuration, which is asked for with each micro-batch
+USES_OF_STATE = 3  # multiply-adds per number of a state
+_mixers: dict[str, tuple[LayerKinds, int]] = {}  # by configuration, which each micro-batch looks up
 
 
 @dataclass(frozen=True)
 class StepFlops:
-    """Operations of one forward pass by part. linear: recurrent layers included, which take as much for every token."""
+    """Operations of one forward pass by part. linear: with recurrent layers, which take the same for every token."""
 
     linear: float
     attention: float
@@ -49,7 +49,7 @@ class StepFlops:
 
 
 def ordinary_flops(config: PreTrainedConfig, plan: PrefixPlan, num_labels: int) -> StepFlops:
-    """Each sequence computed in full, without padding.
+    """Count each sequence computed in full, without padding.
 
     config: a Hugging Face configuration of a dense decoder, or of a hybrid one. UserError if it does not say its
         dimensions.
@@ -60,7 +60,7 @@ def ordinary_flops(config: PreTrainedConfig, plan: PrefixPlan, num_labels: int) 
 
 
 def unique_flops(config: PreTrainedConfig, plan: PrefixPlan, num_predictors: int) -> StepFlops:
-    """Only unique tokens: each attends to its own path.
+    """Count only unique tokens, each of which attends to its own path.
 
     num_predictors: distinct rows that predict.
     """
@@ -87,7 +87,7 @@ def _flops(config: PreTrainedConfig, num_tokens: int, num_pairs: int, num_predic
 
 
 def _kinds_and_mixing(config: PreTrainedConfig) -> tuple[LayerKinds, int]:
-    """What the mean layer has, and the multiply-adds of all recurrent mixers for a token. UserError if unknown."""
+    """Return what the average layer has, and a token's multiply-adds in all recurrent mixers. UserError if unknown."""
     config = config.get_text_config()
     if all(kind in EXACT_LAYERS for kind in getattr(config, "layer_types", None) or ()):
         return ALIKE, 0
@@ -98,7 +98,7 @@ def _kinds_and_mixing(config: PreTrainedConfig) -> tuple[LayerKinds, int]:
 
 
 def _counted_on_meta(config: PreTrainedConfig) -> tuple[LayerKinds, int]:
-    """Counted on a model without memory."""
+    """Count on a model without memory."""
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             decoder = parts_of(AutoModel.from_config(config, trust_remote_code=False)).decoder

@@ -1,4 +1,4 @@
-"""One training step, ordinary and on unique tokens: is it the same, how long does it take, and how much memory?
+"""One training step, ordinary and on unique tokens: whether it is the same, how long it takes, and its memory.
 
 Both arms run the same weights on the same sequences in one process, and take turns (A B A B ...), so that a machine
 that slows down slows both. The ordinary arm is the best that a user has: Hugging Face's own attention on padded batches
@@ -61,7 +61,7 @@ class Measured:
     num_tokens, num_unique_tokens: T without padding, and U.
     least_unique_tokens: U if the step were not cut into micro-batches; None if it is one.
     ideal_speedup: the ratio of floating-point operations (`radixtrain/bench/flops.py`).
-    ordinary_turns, radix_turns: seconds of each turn; turn i of both arms ran one after the other.
+    ordinary_turns, radix_turns: seconds of each turn; turn i of both arms ran consecutively.
     *_peak_bytes: see `added_bytes`.
     error: the worst relative L2 distance of a gradient to what it was checked against.
     """
@@ -80,17 +80,17 @@ class Measured:
 
     @property
     def r(self) -> float:
-        """Tokens per unique token."""
+        """Return tokens per unique token."""
         return self.num_tokens / self.num_unique_tokens
 
     @property
     def best_r(self) -> float | None:
-        """What r would be without the cut; None if there is none."""
+        """Return r without the cut into micro-batches; None if there is none."""
         return None if self.least_unique_tokens is None else self.num_tokens / self.least_unique_tokens
 
     @property
     def speedups(self) -> list[float]:
-        """Ordinary seconds over radix seconds, of each turn. If they differ much, the machine was busy otherwise."""
+        """Return ordinary seconds over radix seconds, of each turn. If they differ much, the machine was busy."""
         return [ordinary / radix for ordinary, radix in zip(self.ordinary_turns, self.radix_turns, strict=True)]
 
     @property
@@ -108,7 +108,7 @@ class Measured:
 
     @property
     def efficiency(self) -> float:
-        """The share of the ideal that was measured."""
+        """Return the share of the ideal that was measured."""
         return self.measured_speedup / self.ideal_speedup
 
     @property
@@ -125,7 +125,7 @@ class Measured:
 
     @property
     def radix_tokens_per_second(self) -> float:
-        """Original tokens, not computed ones."""
+        """Return original tokens per second, not computed ones."""
         return self.num_tokens / self.radix_seconds
 
     @property
@@ -135,7 +135,7 @@ class Measured:
 
     @property
     def memory_ratio(self) -> float:
-        """Ordinary peak over radix peak; like a speed-up, the higher the better."""
+        """Return ordinary peak over radix peak; like a speed-up, the higher the better."""
         return self.ordinary_peak_bytes / self.radix_peak_bytes
 
 
@@ -177,7 +177,7 @@ def measure(model: PreTrainedModel, work: Work, settings: Settings) -> list[Meas
 def _check(
     model: PreTrainedModel, work: Work, ordinary: Arm, radix: Sequence[Arm], float64_truth: bool
 ) -> dict[Arm, float]:
-    """The worst error of each radix arm. Raises UserError that names the parameter if one is not the ordinary arm's."""
+    """Return the worst error of each radix arm. Raises UserError that names the parameter if one is not ordinary."""
     expected = _answer(model, work, ordinary)
     truth = _truth(model, work, ordinary, float64_truth or bool(mixers_of(model))) or expected
     errors = {}
@@ -185,15 +185,15 @@ def _check(
         answer = _answer(model, work, arm)
         precision = str(model.dtype).removeprefix("torch.")
         rung = compare_gradients(precision, truth, expected, answer)
-        reason = _apart(rung) if truth is expected else EquivalenceReport((rung,)).reason
+        reason = _difference(rung) if truth is expected else EquivalenceReport((rung,)).reason
         if reason:
             raise UserError(f"{work.cell}, {arm}: {reason}. Its times would compare different things")
         errors[arm] = rung.worst.radix
     return errors
 
 
-def _apart(rung: Rung) -> str:
-    """Why two float32 runs are not the same, with the name of the tensor; empty if they are."""
+def _difference(rung: Rung) -> str:
+    """Say why two float32 runs are not the same, with the name of the tensor; empty if they are."""
     worst = rung.worst
     if not worst.radix <= DIRECT_BAR:
         radix, ordinary, _ = worst.values
@@ -210,7 +210,7 @@ def _apart(rung: Rung) -> str:
 
 
 def _truth(model: PreTrainedModel, work: Work, ordinary: Arm, in_float64: bool) -> Gradients | None:
-    """The answer of the ordinary model in a wider dtype; None for a float32 model without `in_float64`."""
+    """Return the answer of the ordinary model in a wider dtype; None for a float32 model without `in_float64`."""
     if not in_float64 and model.dtype == torch.float32:
         return None
     ordinary.prepare(model)
@@ -219,7 +219,7 @@ def _truth(model: PreTrainedModel, work: Work, ordinary: Arm, in_float64: bool) 
 
 
 def _answer(model: PreTrainedModel, work: Work, arm: Arm) -> Gradients:
-    """Loss and gradients of an arm; on the host, which has room for two more of them."""
+    """Return loss and gradients of an arm; on the host, which has room for two more of them."""
     arm.prepare(model)
     return _on_host(gradients_of(model, lambda: arm.loss_terms(model, work)))
 

@@ -51,14 +51,14 @@ NUM_TEXT_COLUMNS = 5  # the first ones, aligned on the left
 
 
 def print_table(results: Sequence[Measured]) -> None:
-    """A table, or a block for each result if the terminal is too narrow: no number is ever cut."""
+    """Print a table, or a block for each result if the terminal is too narrow: no number is ever cut."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     sys.stdout.write("\n".join(table(results, width)) + "\n")
     sys.stdout.flush()
 
 
 def table(results: Sequence[Measured], width: int | None = None) -> list[str]:
-    """The lines of the table. A column that is empty for every result is left out.
+    """Return the lines of the table, without columns that are empty for every result.
 
     width: of the terminal, in characters; None if lines may be long.
     """
@@ -75,7 +75,7 @@ def table(results: Sequence[Measured], width: int | None = None) -> list[str]:
 
 
 def write_csv(path: Path, results: Iterable[Measured], environment: dict[str, Any]) -> None:
-    """A line for each result, with the columns of `environment` in each. What was not measured is empty."""
+    """Write a line for each result, with the columns of `environment` in each. What was not measured is empty."""
     rows = [{**_row(measured), **environment} for measured in results]
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]))
@@ -84,7 +84,7 @@ def write_csv(path: Path, results: Iterable[Measured], environment: dict[str, An
 
 
 def draw(results: Sequence[Measured], path: Path) -> None:
-    """Measured against ideal, a point for each result; points on the diagonal reach the ideal."""
+    """Plot measured against ideal, a point for each result; points on the diagonal reach the ideal."""
     from matplotlib.figure import Figure  # here, so that a benchmark without a picture does not need it
     from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
@@ -106,7 +106,7 @@ def draw(results: Sequence[Measured], path: Path) -> None:
 
 
 def _blocks(shown: dict[str, list[str]]) -> list[str]:
-    """A line for each number, and an empty one after each result."""
+    """Write a line for each number, and an empty one after each result."""
     names = [name.replace("-\n", "").replace("\n", " ") for name in shown]
     lines = []
     for cells in zip(*shown.values(), strict=True):

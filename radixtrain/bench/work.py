@@ -1,4 +1,4 @@
-"""One measured step: its sequences, cut into the micro-batches of both arms; the arithmetic of each; and its seconds.
+"""One measured step: its sequences, cut into micro-batches for both arms; their arithmetic; and their seconds.
 
 The ordinary arm is the best that a user has: sequences sorted by length and padded on the right, and the head only on
 tokens that predict. `sdpa` does not receive the padding mask: causal attention never looks to the right, and without a
@@ -64,42 +64,42 @@ class Work:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sequence."""
+        """Count the tokens of each sequence."""
         return [len(feature["input_ids"]) for feature in self.features]
 
     @property
     def num_labels(self) -> int:
-        """Labelled tokens, the divisor of the loss."""
+        """Count the labelled tokens, the divisor of the loss."""
         return self.radix.num_labels
 
     @property
     def least_unique_tokens(self) -> int | None:
-        """U if the step were not cut; None if it is one micro-batch."""
+        """Return U if the step were not cut; None if it is one micro-batch."""
         return self.radix.num_unique_tokens if len(self.radix.micro_batches) > 1 else None
 
     @property
     def choices(self) -> str:
-        """What the `StepCost` chose for the micro-batches of `auto`, as `strategy/min_shared_tokens`."""
+        """Describe what the `StepCost` chose for the micro-batches of `auto`, as `strategy/min_shared_tokens`."""
         chosen = [] if self.auto is None else map(radix_of, self.auto.micro_batches)
         return ", ".join(dict.fromkeys(f"{each.strategy}/{each.min_shared_tokens}" for each in chosen))
 
     @property
     def num_tokens(self) -> int:
-        """T, without padding."""
+        """Return T, without padding."""
         return self.radix.num_tokens
 
     def num_unique_tokens(self, attention: str) -> int:
-        """U, what a radix arm computes: a prefix that is in two micro-batches counts twice."""
+        """Return U, which a radix arm computes: a prefix that is in two micro-batches counts twice."""
         return self.step(attention).num_computed_tokens
 
     def ideal_speedup(self, config: PreTrainedConfig) -> float:
-        """Floating-point operations of the ordinary arm, without its padding, over those of the radix arm."""
+        """Return the floating-point operations of the ordinary arm, without padding, over those of the radix arm."""
         predictors = [len(radix_of(batch).predictor_indices) for batch in self.radix.micro_batches]
         unique = (unique_flops(config, *each).total for each in zip(self.plans, predictors, strict=True))
         return self._ordinary_flops(config) / sum(unique)
 
     def ordinary_teraflops(self, config: PreTrainedConfig) -> float:
-        """1e12 floating-point operations of the ordinary arm's forward pass, or of its step: three times as many."""
+        """Return 1e12 floating-point operations of the ordinary arm's forward pass, or three times that for a step."""
         return self._ordinary_flops(config) * (3 if self.cell.mode == "step" else 1) / 1e12
 
     def _ordinary_flops(self, config: PreTrainedConfig) -> float:
@@ -136,12 +136,12 @@ def work_of(
 
 
 def with_choices(work: Work, step_cost: StepCost, max_tokens: int | None = None) -> Work:
-    """Return the work with the batches of `auto`; on the host. max_tokens: as for `work_of`."""
+    """Add the batches of `auto` to the work, on the host. max_tokens: as for `work_of`."""
     return replace(work, auto=StepCollator(max_tokens=max_tokens, step_cost=step_cost)(work.features))
 
 
 def with_ordinary_batch_size(work: Work, batch_size: int | None, keep_mask: bool = False) -> Work:
-    """Return the work with its ordinary arm cut anew; on the host.
+    """Cut the ordinary arm of the work again, on the host.
 
     batch_size: as for `work_of`.
     keep_mask: give attention the padding mask, for kernels that skip what it hides.
@@ -155,7 +155,7 @@ def _plan(arrays: Sequence[TokenRow]) -> PrefixPlan:
 
 
 def _padded(arrays: Sequence[TokenRow], batch_size: int | None, keep_mask: bool = False) -> Step:
-    """Padded batches of so many sequences, the longest first."""
+    """Make padded batches of that many sequences, the longest first."""
     order = sorted(range(len(arrays)), key=lambda index: -len(arrays[index].input_ids))
     size = batch_size or len(order)
     members = [order[start : start + size] for start in range(0, len(order), size)]
@@ -175,8 +175,8 @@ def _padded(arrays: Sequence[TokenRow], batch_size: int | None, keep_mask: bool 
 class Arm:
     """One way to compute a step, with the loss of `radixtrain fit`, fused with the head if that is one matrix.
 
-    attention: of the prepared model on unique tokens, as for `prepare_model`; None for Hugging Face's model as it is,
-        on padded batches. kernel, allow_dropout: the same. plain_head: `has_plain_head(model)`.
+    attention: of the prepared model on unique tokens, as for `prepare_model`; None for Hugging Face's unchanged model
+        on padded batches. kernel, allow_dropout: as for `prepare_model`. plain_head: `has_plain_head(model)`.
     """
 
     plain_head: bool
@@ -195,16 +195,16 @@ class Arm:
             prepare_model(model, attention=self.attention, kernel=self.kernel, allow_dropout=self.allow_dropout)
 
     def loss_terms(self, model: PreTrainedModel, work: Work) -> Iterator[Tensor]:
-        """A term for each micro-batch; their sum is the mean cross-entropy over the labelled tokens of the step."""
+        """Yield a term per micro-batch; their sum is the mean cross-entropy over the labelled tokens of the step."""
         for loss in loss_sums(work.step(self.attention), partial(self.loss_sum, model)):
             yield loss / work.num_labels
 
     def loss_sum(self, model: PreTrainedModel, batch: Mapping[str, Any]) -> Tensor:
-        """The cross-entropies of a micro-batch, added up."""
+        """Sum the cross-entropies of a micro-batch."""
         return forward_rows(model, batch, self.plain_head).loss_sum()
 
     def run_step(self, model: PreTrainedModel, work: Work) -> None:
-        """What is timed: every micro-batch forward and, in a `step`, backward."""
+        """Run what is timed: every micro-batch forward and, in a `step`, backward."""
         is_step = work.cell.mode == "step"
         with nullcontext() if is_step else torch.no_grad():
             for term in self.loss_terms(model, work):
@@ -212,13 +212,13 @@ class Arm:
                     term.backward()
 
     def peak(self, model: PreTrainedModel, work: Work) -> int:
-        """What `added_bytes` counts of this arm's step."""
+        """Return what `added_bytes` counts of this arm's step."""
         self.prepare(model)
         return added_bytes(model, partial(self.run_step, model, work), trains=work.cell.mode == "step")
 
 
 def added_bytes(model: PreTrainedModel, run: Callable[[], object], trains: bool = True) -> int:
-    """Most bytes that a step adds to what is there before it: weights, batch and, if it trains, every gradient.
+    """Return the most bytes that a step adds to what is there before: weights, batch and, if it trains, gradients.
 
     The gradients are there as in the second micro-batch of an optimizer step. So what is counted is activations, the
     loss with its gradient of the head, and the one gradient at a time that autograd is about to add.
@@ -229,7 +229,7 @@ def added_bytes(model: PreTrainedModel, run: Callable[[], object], trains: bool 
 
 
 def step_seconds(model: PreTrainedModel, runs: Mapping[K, tuple[Arm, Work]], repeats: int) -> dict[K, list[float]]:
-    """Seconds of each run, in turns; every step starts without gradients."""
+    """Time the runs, alternating; every step starts without gradients."""
 
     def before(name: K) -> None:
         runs[name][0].prepare(model)

@@ -1,12 +1,12 @@
-"""Checkpoints that can be trusted: written whole or not at all, checked before they are read, and no code in them.
+"""Checkpoints that can be trusted: written whole or not at all, checked before they are read, and free of code.
 
     folder                    write_checkpoint, read_checkpoint, verify_checkpoint
         packing               a state as JSON and tensors, and back
         tensors               a file of tensors, written one tensor at a time; sizes and checksums of files
         sharded               tensors of which every rank holds a part, gathered while they are written
         manifest              what a checkpoint must consist of; its last file, and the commit
-        atomic                a folder or a file takes another one's place in one step
-    resolve                   newest_valid, what `--ckpt_path` means, how many are kept, the links `last` and `best`
+        atomic                a folder or a file replaces another one in one step
+    resolve                   newest_valid, the meaning of `--ckpt_path`, how many are kept, the links `last` and `best`
 
 A checkpoint is a folder, `checkpoints/step=N` of a run:
 
@@ -21,7 +21,7 @@ Words, as they are used in this folder:
     whole      of a checkpoint: every byte is the one that was written
     damaged    not whole, for whatever reason
     sequence   of a checkpoint: 1 for the first one written into its folder, then 2; says which is the newest, since
-               a run that went back to an earlier step writes that step anew
+               a run that went back to an earlier step writes that step again
     staging    the hidden folder beside its target in which a checkpoint is written
     skeleton   a state in the types of JSON, with references to its tensors
 """

@@ -1,4 +1,4 @@
-"""A folder takes the place of another one, so that a kill at any moment leaves the old one or the new one, whole.
+"""Replaces a folder by another one, so that a kill at any moment leaves the old one or the new one, whole.
 
 Beside the folder `X` there may be, for as long as a process is at work, or after it was killed:
 
@@ -21,14 +21,14 @@ from radixtrain.errors import only_warns
 
 PARTIAL, REPLACED = "partial", "replaced"
 AT_FDCWD, EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
-NOT_EXCHANGED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM}  # a system or a disk that cannot
+NOT_EXCHANGED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM}  # the system or disk cannot exchange
 
 
 @contextmanager
 def writing(target: Path) -> Iterator[Path]:
-    """An empty folder beside `target`, which replaces it at the end of the context; if that fails, it is removed.
+    """Yield an empty folder beside `target`, which replaces it at the end of the context; if that fails, it is removed.
 
-    Everything in it is on the disk before that. OSError if the disk is full, or anything else is wrong.
+    Everything in it is on the disk before that. Raises OSError if the disk is full, or anything else is wrong.
     """
     staging = _beside(target, PARTIAL)
     recover(target)
@@ -41,7 +41,7 @@ def writing(target: Path) -> Iterator[Path]:
     except BaseException:
         delete(staging)
         raise
-    with only_warns(f"what {target} has replaced cannot be deleted"):
+    with only_warns(f"the previous {target} cannot be deleted"):
         delete(staging)  # the previous target, if they were exchanged
         delete(_beside(target, REPLACED))
 
@@ -58,7 +58,7 @@ def writing_file(target: Path) -> Iterator[Path]:
 
 
 def new_file(path: Path) -> Path:
-    """The path, where there is an empty file now. Others may write to the folder: no link of theirs is followed."""
+    """Make an empty file at the path. Others may write to the folder: no link of theirs is followed."""
     path.unlink(missing_ok=True)
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
     return path
@@ -75,15 +75,15 @@ def remove(target: Path) -> None:
 
 
 def standing(target: Path) -> Path:
-    """Where the folder is: under another name if a process was killed while it replaced it."""
-    if not target.name:  # `.` and `/`, which nobody replaces
+    """Return where the folder is: under another name if a process was killed while it replaced it."""
+    if not target.name:  # `.` and `/` cannot be replaced
         return target
     replaced = _beside(target, REPLACED)
     return replaced if replaced.exists() and not target.exists() else target
 
 
 def set_aside(path: Path) -> bool:
-    """Whether it is the `.X.replaced` of an `X` that is absent."""
+    """Return whether it is the `.X.replaced` of an `X` that is absent."""
     return path.suffix == f".{REPLACED}" and standing(_shown(path)) == path
 
 
@@ -94,17 +94,17 @@ def recover(target: Path) -> None:
 
 
 def tidy_leftovers(folder: Path) -> None:
-    """Remove what killed writes left in a folder, put back what they were replacing. Only for who holds the lock."""
+    """Remove what killed writes left in a folder, put back what they were replacing. Requires the lock."""
     for path in list(folder.glob(".*")):
         if path.suffix == f".{REPLACED}":
             recover(_shown(path))
         if path.suffix in (f".{REPLACED}", f".{PARTIAL}"):
-            with only_warns(f"what a killed run left in {folder} cannot be deleted"):
+            with only_warns(f"leftovers of a killed run in {folder} cannot be deleted"):
                 delete(path)
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the disk has the names in a folder, if it is a disk that can be waited for."""
+    """Wait until the disk has the names in a folder, if the disk supports that."""
     try:
         _sync(folder)
     except OSError as error:
@@ -141,7 +141,7 @@ def _publish(staging: Path, target: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names in one step, on a Linux and a disk that can; else False."""
+    """Exchange two names in one step if Linux and the disk can; return whether they could."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
@@ -158,7 +158,7 @@ def _beside(target: Path, what: str) -> Path:
 
 
 def _shown(path: Path) -> Path:
-    """`.X.replaced` -> `X`."""
+    """Map `.X.replaced` to `X`."""
     return path.with_name(path.stem.removeprefix("."))
 
 

@@ -44,7 +44,7 @@ def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def gathering_of(state: Mapping[str, Any]) -> Gathering:
-    """The sharded tensors of a state, in the order in which `write_checkpoint` needs them."""
+    """Return the sharded tensors of a state, in the order in which `write_checkpoint` needs them."""
     packed = pack({key: value for key, value in state.items() if file_of(key) in SHARDED})
     return Gathering(tensor for file in SHARDED for tensor in in_order(packed.tensors[file]).values())
 
@@ -67,7 +67,7 @@ def _write(path: Path, state: Mapping[str, Any], gathering: Gathering) -> None:
 
 
 def read_checkpoint(path: Path, leave_out: Collection[str] = (), in_memory: bool = True) -> dict[str, Any]:
-    """The state of a checkpoint folder; its tensors are on the CPU.
+    """Read the state of a checkpoint folder; its tensors are on the CPU.
 
     leave_out: entries that are not wanted, such as `optimizer_states`, which takes twice the memory of the weights.
     in_memory: False maps weights and moments from their files, for several processes that each take a part of them.
@@ -85,18 +85,18 @@ def read_checkpoint(path: Path, leave_out: Collection[str] = (), in_memory: bool
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The settings of the run that wrote a checkpoint, under the keys of `read_checkpoint`; no other file is read."""
+    """Read the settings of the run that wrote a checkpoint, under the keys of `read_checkpoint`, and no other file."""
     skeleton = _skeleton(path)
     found = {key: skeleton.get(key, {}) for key in ("hyper_parameters", "datamodule_hyper_parameters", "radixtrain")}
     for key, value in found.items():
         if not isinstance(value, dict):
-            raise DamagedCheckpoint(path, SKELETON, f"holds no settings of a run: {key} is no dictionary")
+            raise DamagedCheckpoint(path, SKELETON, f"holds no settings of a run: {key} is not a dictionary")
     found["radixtrain"] = {"settings": found["radixtrain"].get("settings", {})}
     return _read(path, SKELETON, lambda _: unpack(Packed(found, {})))
 
 
 def verify_checkpoint(path: Path) -> None:
-    """Check every byte of a checkpoint, without its tensors. DamagedCheckpoint if one is another."""
+    """Check every byte of a checkpoint without loading its tensors. Raises DamagedCheckpoint if one differs."""
     path = standing(Path(path))
     if not path.is_dir():
         raise UserError(f"no such checkpoint: {path}")
@@ -109,7 +109,7 @@ def verify_checkpoint(path: Path) -> None:
 def _skeleton(path: Path) -> dict[str, Any]:
     skeleton = _read(path, SKELETON, lambda file: json.loads(file.read_bytes()))
     if not isinstance(skeleton, dict):
-        raise DamagedCheckpoint(path, SKELETON, "is damaged: it holds no dictionary")
+        raise DamagedCheckpoint(path, SKELETON, "is damaged: it does not hold a dictionary")
     return skeleton
 
 
@@ -131,14 +131,14 @@ def _read(path: Path, name: str, read: Any) -> Any:
 
 
 def _check_space(target: Path, num_bytes: int) -> None:
-    """UserError if the disk of `target` has less room than that. Another checkpoint of that name stays meanwhile."""
+    """Raise UserError if the disk of `target` has less room than that. Another checkpoint of that name stays."""
     if _free(target) < num_bytes + MARGIN:
         raise _no_room(target, num_bytes)
 
 
 @contextmanager
 def _explained(target: Path, num_bytes: int) -> Iterator[None]:
-    """An OSError inside, while a checkpoint of that size is written, becomes a UserError."""
+    """Turn an OSError while a checkpoint of that size is written into a UserError."""
     try:
         yield
     except OSError as error:
@@ -171,7 +171,7 @@ def _way_out(target: Path, advice: str) -> str:
 
 
 def existing(path: Path) -> Path:
-    """The path, or the nearest folder above it that exists."""
+    """Return the path, or the nearest folder above it that exists."""
     path = path.absolute()
     while not path.exists():
         path = path.parent
@@ -179,7 +179,7 @@ def existing(path: Path) -> Path:
 
 
 def mount_point(path: Path) -> Path:
-    """The root of the disk that holds the path, or will hold it."""
+    """Return the root of the disk that holds the path, or will hold it."""
     folder = existing(path).resolve()
     while not os.path.ismount(folder):
         folder = folder.parent

@@ -1,4 +1,4 @@
-"""Checkpoint manifest: expected files and their checksums. Written last: a folder without one is no checkpoint."""
+"""The manifest of a checkpoint: its files and their checksums. Written last: without it a folder is no checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FILES = (MODEL, OPTIMIZER, STATE, SKELETON)
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint that is not whole. path: of the checkpoint. file: the one of its files at fault."""
+    """A checkpoint that is not whole. path: of the checkpoint. file: the one of its files that is at fault."""
 
     def __init__(self, path: Path, file: str, reason: str):
         super().__init__(f"{path}: {file} {reason}")
@@ -31,32 +31,32 @@ class DamagedCheckpoint(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """sequence: 1 for the first checkpoint of its folder. step: optimizer steps. files: by name, those of `FILES`."""
+    """A checkpoint's files. sequence: 1 for the first in its folder. step: optimizer steps. files: `FILES`, by name."""
 
     sequence: int
     step: int
     files: Mapping[str, FileDigest]
 
     def to_bytes(self) -> bytes:
-        """JSON, in one way only: so every byte of a manifest that is read can be compared."""
+        """Write JSON in one way only, so that every byte of a manifest can be compared."""
         files = {name: asdict(self.files[name]) for name in sorted(self.files)}
         body = {"format": FORMAT, "sequence": self.sequence, "step": self.step, "files": files}
         checksum = xxhash.xxh3_128_hexdigest(json.dumps(body).encode())
         return (json.dumps({**body, "checksum": checksum}, indent=1) + "\n").encode()
 
     def has_its_sizes(self, checkpoint: Path) -> bool:
-        """A quick look: whether the files are there, and as large as they were."""
+        """Return whether the files are there with their sizes: a quick check."""
         paths = {name: checkpoint / name for name in self.files}
         return all(path.is_file() and path.stat().st_size == self.files[name].size for name, path in paths.items())
 
     @classmethod
     def read(cls, checkpoint: Path) -> Manifest:
-        """That of a checkpoint. DamagedCheckpoint if there is none, or if it is not the one that was written."""
+        """Read the manifest of a checkpoint. Raises DamagedCheckpoint if there is none, or it was changed."""
         try:
             data = (checkpoint / MANIFEST).read_bytes()
             manifest = cls._from_json(json.loads(data))
         except FileNotFoundError:
-            raise DamagedCheckpoint(checkpoint, MANIFEST, "is missing: it was not written to its end") from None
+            raise DamagedCheckpoint(checkpoint, MANIFEST, "is missing: writing did not finish") from None
         except OSError as error:
             raise DamagedCheckpoint(checkpoint, MANIFEST, f"cannot be read: {error.strerror}") from None
         except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
@@ -77,12 +77,12 @@ class Manifest:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether it is a checkpoint folder, damaged or not."""
+    """Return whether it is a checkpoint folder, damaged or not."""
     return path.is_dir() and any((path / name).is_file() for name in (MANIFEST, *FILES))
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoint folders in a folder, damaged or not. No links, and none that is being written."""
+    """List the checkpoint folders in a folder, damaged or not, without links and folders that are being written."""
     inside = [path for path in folder.iterdir() if not path.is_symlink()] if folder.is_dir() else []
     return [path for path in inside if is_checkpoint(path) and (path.name[0] != "." or set_aside(path))]
 

@@ -1,6 +1,6 @@
 """A state as JSON and tensors by file, and back: exact, and without code.
 
-What JSON cannot say is an object whose first key starts with `$`:
+What JSON cannot express is an object whose first key starts with `$`:
 
     {"$tuple": [0.9, 0.999]}    {"$set": ["q_proj"]}    {"$dict": [[0, "first"], [1, "second"]]}
     {"$float": "-inf"}          {"$bytes": "AA=="}      in base64
@@ -39,7 +39,7 @@ class MalformedState(ValueError):
 
 @dataclass(frozen=True)
 class Packed:
-    """skeleton: what JSON can hold. tensors: by file and name."""
+    """A packed state. skeleton: what JSON can hold. tensors: by file and name."""
 
     skeleton: Any
     tensors: Tensors
@@ -51,10 +51,10 @@ class Packed:
 
 
 def pack(state: Mapping[str, Any]) -> Packed:
-    """Dictionaries, lists, tuples, sets, numbers, text, bytes, tensors and arrays of numbers, nested.
+    """Pack dictionaries, lists, tuples, sets, numbers, text, bytes, tensors and arrays of numbers, nested.
 
-    Tensors are not copied, and those of one file that are the same in memory are one afterwards too. A path of files
-    becomes text, and a subclass of a plain type that type.
+    Tensors are not copied, and those of one file that are the same in memory are one afterwards too. A file path
+    becomes text, and an instance of a subclass of a plain type becomes that type.
 
     Raises UserError for anything else; it names the entry, such as `callbacks.Mine.model`.
     """
@@ -66,7 +66,7 @@ def pack(state: Mapping[str, Any]) -> Packed:
 
 
 def unpack(packed: Packed) -> Any:
-    """The state that was packed. MalformedState if `pack` did not make the skeleton."""
+    """Restore the state that was packed. Raises MalformedState if `pack` did not make the skeleton."""
     try:
         return _state_of(packed.skeleton, packed.tensors)
     except MalformedState:
@@ -117,7 +117,7 @@ class _Packer:
         return {"$dict": pairs}
 
     def _reference(self, tensor: Tensor, path: Path) -> list[str]:
-        """The file and the name under which a tensor is stored, in each file once for all that are the same in memory.
+        """Return the file and the name under which a tensor is stored, once per file for all that share memory.
 
         So an entry of a state needs no file but the one of its key.
         """
@@ -132,12 +132,12 @@ class _Packer:
 
 
 def file_of(key: Any) -> str:
-    """The file for the tensors under a key of the state."""
+    """Return the file for the tensors under a key of the state."""
     return {"state_dict": MODEL, "optimizer_states": OPTIMIZER}.get(key, STATE)
 
 
 def _dense(tensor: Tensor, path: Path) -> Tensor:
-    """UserError for a tensor that is not a plain or a sharded one, or whose dtype the files do not have."""
+    """Raise UserError for a tensor that is neither plain nor sharded, or whose dtype the files do not have."""
     is_known = type(tensor) in (Tensor, nn.Parameter) or is_sharded(tensor)
     is_plain = is_known and tensor.layout == torch.strided and not tensor.is_meta
     if not is_plain or tensor.dtype not in DTYPES:

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: which one it goes on from, how many are kept, and the links `last` and `best`."""
+"""The checkpoints of a run: which one it resumes from, how many are kept, and the links `last` and `best`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ AUTO = "auto"  # of `fit`: the newest whole checkpoint if there is any, else a s
 
 @dataclass(frozen=True)
 class NewestValid:
-    """path: the newest whole checkpoint, or None. passed_over: a line for each newer one, which is damaged."""
+    """The newest whole checkpoint. path: its folder, or None. passed_over: a line for each newer, damaged one."""
 
     path: Path | None
     passed_over: list[str] = field(default_factory=list)
 
 
 def newest_valid(folder: Path) -> NewestValid:
-    """The newest whole checkpoint of a folder."""
+    """Find the newest whole checkpoint of a folder."""
     passed_over: list[str] = []
     for path in sorted(checkpoints_in(Path(folder)), key=_age, reverse=True):
         try:
@@ -41,7 +41,7 @@ def newest_valid(folder: Path) -> NewestValid:
 
 
 def resolve(text: str, folder: Path) -> Path:
-    """The checkpoint that `--ckpt_path` names: whole, and a warning for each newer one that is not.
+    """Return the checkpoint that `--ckpt_path` names: a whole one, with a warning for each newer one that is not.
 
     text: `last` or `auto`, the newest whole one of `folder`; `best`; a checkpoint folder; the links `last` and `best`
         in a folder of checkpoints; such a folder or the output_dir of a run, for its newest whole one.
@@ -55,7 +55,7 @@ def resolve(text: str, folder: Path) -> Path:
         return _newest(path.parent, text)
     path = standing(_target(path) if path.name == "best" else path)
     if (path / "config.json").is_file():
-        raise UserError(f"ckpt_path {text}: a model and no checkpoint; give it as model.model_name_or_path")
+        raise UserError(f"ckpt_path {text}: a model, not a checkpoint; give it as model.model_name_or_path")
     if path.is_file():
         raise UserError(f"ckpt_path {path}: a file; a checkpoint of radixtrain is a folder{_otherwise(path.parent)}")
     if is_checkpoint(path):
@@ -72,10 +72,10 @@ def _newest(folder: Path, text: str) -> Path:
     newest = newest_valid(folder)
     if newest.path is None:
         reasons = "; ".join(newest.passed_over)
-        why = f" ({reasons})" if reasons else "; --ckpt_path auto starts if there is none yet"
+        why = f" ({reasons})" if reasons else "; --ckpt_path auto starts a new run if there is none"
         raise UserError(f"ckpt_path {text}: no whole checkpoint in {folder}{why}")
     for line in newest.passed_over:
-        logger.warning("passed over: %s; taken instead: %s", line, newest.path)
+        logger.warning("skipped: %s; using instead: %s", line, newest.path)
     return newest.path
 
 
@@ -89,18 +89,18 @@ def _checked(path: Path) -> Path:
 
 def _otherwise(folder: Path) -> str:
     other = newest_valid(folder).path
-    return f"; {other} is whole and can be taken" if other else ""
+    return f"; {other} is whole and can be used" if other else ""
 
 
 def _target(link: Path) -> Path:
-    """Where a link leads that `point` made: a symbolic link, or a file with the name of what is beside it."""
+    """Return the target of a link made by `point`: a symbolic link, or a file with the name of what is beside it."""
     if link.is_file():
         return link.with_name(link.read_text(encoding="utf-8", errors="replace").strip()[:255] or "nothing")
     return link.parent / link.readlink() if link.is_symlink() else link
 
 
 def _age(path: Path) -> tuple[float, float, str]:
-    """A key that sorts checkpoints by age. One without a manifest may be the newest."""
+    """Return a key that sorts checkpoints by age. One without a manifest may be the newest."""
     try:
         manifest = Manifest.read(path)
         return manifest.sequence, manifest.step, path.name
@@ -108,7 +108,7 @@ def _age(path: Path) -> tuple[float, float, str]:
         return math.inf, math.inf, path.name
 
 
-OURS = re.compile(r"step=\d+")  # what a run names its checkpoints; one of another name is the user's
+OURS = re.compile(r"step=\d+")  # how a run names its checkpoints; other names are the user's
 
 
 def prune(folder: Path, limit: int, keep: Path | None = None) -> None:
@@ -122,9 +122,9 @@ def prune(folder: Path, limit: int, keep: Path | None = None) -> None:
 
 
 def point(folder: Path, name: str, target: Path) -> None:
-    """A link `name` in the folder to a checkpoint in it; it replaces the previous one in one step.
+    """Link `name` in the folder to a checkpoint in it, replacing the previous link in one step.
 
-    A file with the checkpoint's name on disks that have no links. OSError if neither can be written.
+    On disks without links it is a file with the checkpoint's name. Raises OSError if neither can be written.
 
     Raises UserError if a folder has that name.
     """

@@ -1,7 +1,7 @@
 """The files of a checkpoint: tensors in the format of safetensors, written one at a time; sizes and checksums.
 
-The library's own writer wants the bytes of all tensors at once, in the memory of the host: for weights and optimizer
-states on a GPU that is a second copy of both. Here `CHUNK` numbers are copied at once. The library reads the file.
+The library's own writer needs the bytes of all tensors at once, in host memory: for weights and optimizer states on a
+GPU that is a second copy of both. Here `CHUNK` numbers are copied at a time. The library reads the file.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class FileDigest:
-    """size: in bytes. xxh3_128: 32 hexadecimal digits."""
+    """A file's digest. size: in bytes. xxh3_128: 32 hexadecimal digits."""
 
     size: int
     xxh3_128: str
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileDigest:
-    """Write a new file, whose bytes are summed as they are written."""
+    """Write a new file, and digest its bytes on the way."""
     hashed, size = xxhash.xxh3_128(), 0
     with path.open("xb") as file:
         for chunk in chunks:
@@ -64,13 +64,13 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileDigest:
 
 
 def digest_of_file(path: Path) -> FileDigest:
-    """Reads the whole file. OSError if that fails."""
+    """Digest the whole file. Raises OSError if that fails."""
     with path.open("rb", buffering=0) as file:
         return FileDigest(path.stat().st_size, hashlib.file_digest(file, xxhash.xxh3_128).hexdigest())
 
 
 def in_order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a file in the order in which they are written, in which all are aligned."""
+    """Return the tensors of a file in the order in which they are written, which aligns them all."""
     return dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
 
 
@@ -79,7 +79,7 @@ def write_tensors(
 ) -> FileDigest:
     """Write a new file of dense tensors, on any device, whose dtypes are in `DTYPES`. OSError if the disk is full.
 
-    to_plain: called with each tensor when its turn has come, see `in_order`: a sharded one -> the whole of it.
+    to_plain: called with each tensor in the order of `in_order`: a sharded one -> the whole of it.
     """
     ordered = in_order(tensors)
     header = _header(ordered)
@@ -88,12 +88,12 @@ def write_tensors(
 
 
 def read_tensors(path: Path, in_memory: bool = True) -> dict[str, Tensor]:
-    """The tensors of a file, on the CPU, in memory of their own. SafetensorError if it is no such file.
+    """Read the tensors of a file, on the CPU, in memory of their own. Raises SafetensorError for another kind of file.
 
     in_memory: False maps them: several processes share the bytes of the file until one of them writes to a tensor.
     """
     with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is not a mapping
         return {name: tensor.clone() for name, tensor in tensors.items()} if in_memory else tensors
 
 
@@ -107,7 +107,7 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def _chunks(tensor: Tensor, to_plain: Callable[[Tensor], Tensor]) -> Iterator[memoryview]:
-    """The bytes of a tensor; views of it if it is contiguous and on the CPU."""
+    """Yield the bytes of a tensor; views of it if it is contiguous and on the CPU."""
     plain = to_plain(tensor)
     rows = plain.detach().reshape(-1 if plain.ndim == 0 else plain.shape)
     if rows.numel():

@@ -1,4 +1,4 @@
-"""The commands of `python -m radixtrain`: a row of this table each, run by a module of this folder.
+"""The commands of `python -m radixtrain`: each is a row of this table, run by a module of this folder.
 
 `radixtrain/__main__.py` makes the usage, the dispatch and the error for an unknown command from it. A module's
 `run(argv)` gets the command's name and its arguments. The table imports none of these modules, so `--help` is instant.
@@ -10,9 +10,10 @@ from radixtrain.versions import FIT
 
 
 class Command(NamedTuple):
-    """name: as it is typed. module: the file in this folder that runs it. example: shown in the usage.
+    """A command.
 
-    needs: packages of `versions.FIT`, without which it cannot start.
+    name: as typed. module: the file in this folder that runs it. example: shown in the usage. needs: packages of
+    `versions.FIT`, without which it cannot start.
     """
 
     name: str
@@ -25,16 +26,14 @@ class Command(NamedTuple):
 FOR_ROWS = ("datasets", "pydantic", "rich")
 TABLE = (
     Command("fit", "lightning", "fine-tune", example="fit --config configs/sft.yaml"),
-    Command("validate", "lightning", "loss on data.validation_file, and what the answers to it are worth"),
+    Command("validate", "lightning", "loss on data.validation_file, and a metric of the answers to it"),
     Command("test", "lightning", "loss on data.test_file"),
     Command(
         "predict",
         "lightning",
         "scores of the rows of data.predict_file: log-probabilities, yes or no, embeddings; or answers to them",
     ),
-    Command(
-        "report", "without_training", "what the data share, and what that brings here, before training", "", FOR_ROWS
-    ),
+    Command("report", "without_training", "what the data share, and the gain predicted for this machine", "", FOR_ROWS),
     Command("verify", "lightning", "is the gradient that of ordinary Hugging Face, on this model and data?"),
     Command(
         "inspect", "without_training", "a micro-batch, or one row of a file, as text with its loss marked", "", FOR_ROWS

@@ -1,4 +1,4 @@
-"""What is found before rows are read, which may take long: the checkpoint, the weights, room for what is written."""
+"""Checks before rows are read, which may take long: the checkpoint, the weights, room for what is written."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ EVALUATING = ("validate", "test", "predict")
 def checkpoint_of_fit(
     output_dir: Path, ckpt_path: str | None, overwrite: bool, model: object, data: object
 ) -> tuple[str | None, bool]:
-    """The checkpoint that `fit` goes on from, None if it starts anew; and whether it then replaces what is there.
+    """Return the checkpoint that `fit` resumes from, None if it starts anew, and whether it replaces an earlier run.
 
-    A job that SLURM has started again goes on as with `auto`. Leftovers of killed runs are removed.
+    A job that SLURM has started again resumes as with `auto`. Leftovers of killed runs are removed.
 
     model, data: a `RadixModule` and an `SFTData`.
 
@@ -45,16 +45,16 @@ def checkpoint_of_fit(
 
 
 def checkpoint_to_evaluate(output_dir: Path, ckpt_path: str | None) -> str | None:
-    """The checkpoint that `ckpt_path` stands for, see `resolve`; None for the weights of the model."""
+    """Return the checkpoint that `ckpt_path` stands for, see `resolve`; None for the weights of the model."""
     return None if ckpt_path is None else str(resolve(ckpt_path, output_dir / "checkpoints"))
 
 
 def check_weights_and_room(
     command: str, model: Any, output_dir: Path, ckpt_path: str | None, num_checkpoints: int
 ) -> int:
-    """Bytes that `fit` writes, at least; 0 for other commands. Those that evaluate say which weights they take.
+    """Return the bytes that `fit` writes, at least; 0 for other commands. Evaluations print which weights they take.
 
-    model: settings of a `RadixModule`. num_checkpoints: that are on the disk at once.
+    model: settings of a `RadixModule`. num_checkpoints: on the disk at once.
 
     Raises UserError if there are no weights, or if what `fit` writes has no room or would replace what it reads.
     """

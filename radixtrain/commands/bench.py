@@ -22,10 +22,10 @@ from radixtrain.timing import environment, header
 
 
 def bench(settings: Bench) -> None:
-    """Time a training step, deduplicated and not, in turns in one process.
+    """Time a training step with and without deduplication, alternating in one process.
 
     Raises:
-        UserError: the gradient of an arm is not the ordinary one, so that times mean nothing; or a key cannot be met.
+        UserError: the gradient of an arm is not the ordinary one, so that times mean nothing; or a key cannot be used.
     """
     csv, max_teraflops = settings.csv, settings.max_teraflops
     check_options(
@@ -67,7 +67,7 @@ def bench(settings: Bench) -> None:
 
 
 def run(settings: Bench, typed: Typed) -> None:
-    """The command line of `bench`."""
+    """Run the command line of `bench`."""
     if typed.prints:
         return print_settings(settings)
     disable_progress_bar()
@@ -82,7 +82,7 @@ def _measure(
     attn_implementation: str,
     max_teraflops: float | None,
 ) -> Iterator[list[Measured]]:
-    """The results cell by cell. Progress and what is left out go to stderr."""
+    """Yield the results cell by cell. Progress and what is left out go to stderr."""
     number = 0
     for shape, group in groupby(cells, key=lambda cell: cell.model):
         model = None

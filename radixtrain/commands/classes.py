@@ -1,4 +1,4 @@
-"""Classes that a configuration names: callbacks, loggers and other parts of Lightning's trainer, found and made."""
+"""Classes that a configuration names, such as callbacks and loggers of Lightning's trainer: found and made."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ LACKING = ("missing_argument", "missing_keyword_only_argument")
 def describe_classes(trainer: object, command: str) -> None:
     """Write each class of the section `trainer` as `class_path` and `init_args`.
 
-    UsageError for what is no class of the key, or none that a configuration may name.
+    Raises UsageError for what is not a class of the key, or not one that a configuration may name.
     """
     for key, kinds in KINDS.items():
         name = key.removeprefix("trainer.")
@@ -58,9 +58,9 @@ def describe_classes(trainer: object, command: str) -> None:
 
 
 def made(key: str, value: Any, command: str) -> Any:
-    """The objects of what `describe_classes` has written, with those inside of their arguments; the rest stays.
+    """Make the objects that `describe_classes` has written, also inside arguments; the rest is returned unchanged.
 
-    UsageError for an argument that a class does not have, lacks, or does not take.
+    Raises UsageError for an argument that a class does not have, lacks, or does not take.
     """
     if isinstance(value, list):
         return [made(key, each, command) for each in value]
@@ -83,7 +83,7 @@ def is_class(value: object) -> bool:
 
 
 def _called(kind: Any, options: Mapping[str, Any]) -> Any:
-    """An object, whose class gets each option as it takes it: `00:30:00` as a timedelta."""
+    """Make an object, converting each option to the type of its class: `00:30:00` to a timedelta."""
     try:
         adapter = TypeAdapter(kind.__init__, config=ConfigDict(arbitrary_types_allowed=True))
     except (NameError, PydanticUserError):  # a type that only type checkers import, as WandbLogger has one
@@ -94,7 +94,7 @@ def _called(kind: Any, options: Mapping[str, Any]) -> Any:
 
 
 def _refusal(key: str, kind: Any, refused: ValidationError, command: str) -> str:
-    """The message for an option that a class does not have; otherwise for one that it lacks, or does not take."""
+    """Write the message for an option that a class does not have; otherwise for one that it lacks or does not take."""
     error = min(refused.errors(), key=lambda each: each["type"] != UNKNOWN)
     option = str(error["loc"][0])
     if error["type"] == UNKNOWN:
@@ -122,21 +122,21 @@ def _described(key: str, value: Any, kinds: tuple[type, ...], command: str) -> A
 
 
 def _inside(key: str, value: object, command: str) -> Any:
-    """An argument of a class, which may describe one itself."""
+    """Describe an argument of a class, which may describe a class itself."""
     if isinstance(value, list):
         return [_inside(key, each, command) for each in value]
     return _described(key, value, ANY, command) if is_class(value) else value
 
 
 def _is_name(key: str, text: str, kinds: tuple[type, ...]) -> bool:
-    """Whether a text stands for itself, and is not the name of a class."""
+    """Return whether a text stands for itself, and is not the name of a class."""
     if key in SUGGESTED:
         return key == "trainer.logger" and text in LOGGERS
     return "." not in text and text not in _subclasses(kinds)
 
 
 def _class_named(key: str, name: str, kinds: tuple[type, ...]) -> Any:
-    """The class of a path, or of a name without one, which is one that Lightning or radixtrain has imported."""
+    """Find the class of a path, or of a name without one among those that Lightning or radixtrain has imported."""
     if "." not in name:
         known = _subclasses(kinds)
         if name not in known:
@@ -160,7 +160,7 @@ def _class_named(key: str, name: str, kinds: tuple[type, ...]) -> Any:
 
 
 def _meant(name: str, classes: tuple[str, ...]) -> str:
-    """`wandb` is near to WandbLogger, and so is `WandbLoger`."""
+    """Suggest a class: `wandb` is near to WandbLogger, and so is `WandbLoger`."""
     spelt = {spelling: each for each in reversed(classes) for spelling in (each.lower(), each.lower()[:-6])}
     close = get_close_matches(name.lower(), spelt, n=1, cutoff=0.5)
     if close:

@@ -1,6 +1,6 @@
-"""`radixtrain doctor`: can training run here, what is missing, and the command that gets it.
+"""`radixtrain doctor`: whether training can run here, what is missing, and the command that installs it.
 
-Nothing is imported at the top that may be missing: a finding says so.
+Imports nothing at the top that may be missing, since a finding reports it.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ HEAD_DIM = 128  # of most models
 
 
 def run(settings: Doctor, typed: Typed) -> None:
-    """Print versions, devices and the attention that would run, and what is wrong with them.
+    """Print versions, devices and the attention that would run, and their problems.
 
     Raises:
-        UserError: training cannot run here, or should not: a package is missing, or has a hole that is known.
+        UserError: training cannot run here, or should not: a package is missing, or has a known vulnerability.
     """
     if typed.prints:
         return print_settings(settings)
@@ -64,7 +64,7 @@ def run(settings: Doctor, typed: Typed) -> None:
 
 
 def _text(found: Sequence[Finding]) -> str:
-    """A paragraph for each section, and a last line."""
+    """Write a paragraph for each section, and a last line."""
     lines = []
     for section, group in groupby(found, key=lambda finding: finding.section):
         lines.append(section)
@@ -94,7 +94,7 @@ class Finding(NamedTuple):
 
 
 def findings() -> list[Finding]:
-    """All of them. What cannot even be looked at is a finding itself."""
+    """List all findings. A failed look is a finding itself."""
     found: list[Finding] = []
     for section, look in {"packages": _packages, "devices": _devices, "attention": _attention}.items():
         try:
@@ -129,7 +129,7 @@ def _devices() -> Iterator[Finding]:
     threads = f"torch uses {torch.get_num_threads()} of them"
     yield Finding("devices", "cpu", f"{processor()}, {num_cores()} cores, {threads}, {bytes_text(memory)}")
     waiting = [f"{name}={os.environ[name]}" for name in WAITING if name in os.environ]
-    yield Finding("devices", "waiting threads", ", ".join(waiting) or "spin, which is slow beside other programs")
+    yield Finding("devices", "waiting threads", ", ".join(waiting) or "spin, which is slow next to other programs")
     for number in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(number)
         name = torch.cuda.get_device_name(number)
@@ -146,7 +146,7 @@ def _devices() -> Iterator[Finding]:
 
 
 def _attention() -> Iterator[Finding]:
-    """What `auto` would run, and for every other kernel why it cannot. The functions asked are those that choose."""
+    """Yield what `auto` would run, and why each other kernel cannot, found by the functions that choose."""
     import torch
 
     from radixtrain.attention import choose_attention, unlogged

@@ -1,4 +1,4 @@
-"""A model as a Hugging Face folder, LoRA merged: at the end of `fit`, or of a checkpoint by `radixtrain export`.
+"""Writes a model as a Hugging Face folder, LoRA merged, for `fit` and `radixtrain export`.
 
 `push_to_hub` of both uploads the folder.
 """
@@ -39,8 +39,8 @@ def export(settings: Export) -> Path:
     """Write the model of a checkpoint as a folder that `from_pretrained` loads, with a model card.
 
     Raises:
-        UserError: the checkpoint is missing, is damaged, or was not written by radixtrain; or another command is at
-            work in the folder; or nobody is logged in to the hub.
+        UserError: the checkpoint is missing, is damaged, or was not written by radixtrain; or another command uses the
+            folder; or without a login to the hub.
     """
     ckpt_path, output_dir = settings.ckpt_path, settings.output_dir
     check_hub(settings.push_to_hub, settings.hub_model_id)
@@ -62,7 +62,7 @@ def export(settings: Export) -> Path:
 
 
 def run(settings: Export, typed: Typed) -> None:
-    """The command line of `export`."""
+    """Run the command line of `export`."""
     if typed.prints:
         return print_settings(settings)
     disable_progress_bar()
@@ -78,7 +78,7 @@ def _restored(checkpoint: Mapping[str, Any]) -> RadixModule:
 
 
 def _documents(checkpoint: Mapping[str, Any], tokenizer: Any) -> dict[str, str]:
-    """The card and the settings. A checkpoint keeps those of `model` and `data`, and no losses."""
+    """Return the card and the settings. A checkpoint keeps those of `model` and `data`, but no losses."""
     config = {
         "model": _settings(checkpoint["hyper_parameters"]),
         "data": _settings(checkpoint.get("datamodule_hyper_parameters", {})),
@@ -100,7 +100,7 @@ def export_run(
     settings: Run,
     config: dict[str, Any],
 ) -> None:
-    """Write `model/` and the end of the summary, say it, and upload it. With several ranks each of them calls it.
+    """Write `model/` and the end of the summary, print it, and upload it. With several ranks, each calls this.
 
     module, data: a `RadixModule` and an `SFTData` after a `fit` of the trainer. settings: of the command.
     config: what `config.yaml` of the run holds.
@@ -108,7 +108,7 @@ def export_run(
     results = summary.choose_weights(trainer, module)
     tokenizer = load_tokenizer(data.hparams.model_name_or_path, data.hparams.chat_template_path)
     if prompt := data.encoder().system_prompt:
-        config["data"]["system_prompt"] = prompt  # the text: the folder names no file outside of itself
+        config["data"]["system_prompt"] = prompt  # the text, so that the folder names no file outside of itself
     config["data"]["template_date"] = data.encoder().template_date
     texts = card_and_settings(
         config,
@@ -128,7 +128,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_hub(push_to_hub: bool, hub_model_id: str | None) -> None:
-    """UserError, before anything is trained, if nothing could be uploaded. Asks no network."""
+    """Raise UserError, before anything is trained, if nothing could be uploaded. Does not use the network."""
     if hub_model_id is not None:
         try:
             validate_repo_id(hub_model_id)
@@ -139,15 +139,13 @@ def check_hub(push_to_hub: bool, hub_model_id: str | None) -> None:
     if push_to_hub and constants.HF_HUB_OFFLINE:
         raise UserError("push_to_hub: HF_HUB_OFFLINE forbids the upload; unset it, or leave push_to_hub out")
     if push_to_hub and get_token() is None:
-        raise UserError(
-            "push_to_hub: nobody is logged in to the Hugging Face hub: run `hf auth login`, or set HF_TOKEN"
-        )
+        raise UserError("push_to_hub: not logged in to the Hugging Face hub: run `hf auth login`, or set HF_TOKEN")
 
 
 def push(folder: Path, hub_model_id: str, private: bool) -> None:
-    """Upload a model folder. If that fails, a warning says how to do it later: the folder stays as it is.
+    """Upload a model folder. If that fails, a warning says how to do it later; the folder is unchanged.
 
-    private: of a repository that is new.
+    private: whether a new repository is private.
     """
     try:
         api = HfApi()

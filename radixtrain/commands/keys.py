@@ -1,4 +1,4 @@
-"""The keys of the command line, one by one, as the classes of settings have them; and `<command> --help`.
+"""The keys of the command line, one by one, read from the settings classes; and `<command> --help`.
 
 The page of a command shows our own keys, without an import that takes seconds, and one key in full on request. Checks
 and the documentation read the same keys.
@@ -24,8 +24,9 @@ WORDS = {str: "text", int: "integer", float: "number", bool: "true, false", None
 
 
 class Key(NamedTuple):
-    """name: with its section, such as `model.learning_rate`. kind: its values in words. type: its annotation.
+    """A key of the command line.
 
+    name: with its section, such as `model.learning_rate`. kind: its values in words. type: its annotation.
     default: as YAML writes it; empty for an option that has none; None if the key is required.
     """
 
@@ -36,13 +37,13 @@ class Key(NamedTuple):
     type: Any = Any
 
 
-CONFIG = Key("config", "a YAML file", "", "a file with these keys; what comes later overrides it.")
-PRINT = Key("print_config", "", "", "print every key with its value, and run nothing.")
+CONFIG = Key("config", "a YAML file", "", "a file with these keys; later arguments override it.")
+PRINT = Key("print_config", "", "", "print every key with its value, without running.")
 HELP = Key("help", "", "", "")
 
 
 def kind_of(part: Any) -> str:
-    """The values of a type in words: `number`, `list of text`, `true, false`."""
+    """Describe the values of a type: `number`, `list of text`, `true, false`."""
     inner = get_args(part)
     if get_origin(part) is Literal:
         return ", ".join(dict.fromkeys(map(str, inner)))
@@ -54,7 +55,7 @@ def kind_of(part: Any) -> str:
 
 
 def as_yaml(default: object) -> str:
-    """A default as YAML writes it."""
+    """Write a default as YAML does."""
     if default is None or isinstance(default, bool):
         return {None: "null", True: "true", False: "false"}[default]
     return str(default) if isinstance(default, str | int | float) else "its own defaults"
@@ -62,24 +63,24 @@ def as_yaml(default: object) -> str:
 
 @cache
 def all_keys(command: str) -> tuple[Key, ...]:
-    """Every key of a command, those without a section first, those of Lightning's trainer last."""
+    """List every key of a command, those without a section first, those of Lightning's trainer last."""
     keys = list(_keys(OF_COMMAND[command]))
     top = [key for key in keys if "." not in key.name]
     return (CONFIG, *top, *([PRINT] if len(top) < len(keys) else []), *keys[len(top) :])
 
 
 def keys_of(command: str) -> tuple[Key, ...]:
-    """What the page of a command shows: every key but those of Lightning's trainer."""
+    """List the keys that the page of a command shows: all but those of Lightning's trainer."""
     return tuple(key for key in all_keys(command) if key.help and not key.name.startswith("trainer."))
 
 
 def known_keys(command: str) -> dict[str, Key]:
-    """What may be typed, by its name."""
+    """Return every key that may be typed, by name."""
     return {key.name: key for key in (HELP, PRINT, *all_keys(command))}
 
 
 def _keys(settings: Any, section: str = "") -> Iterator[Key]:
-    """The keys of a class, and then those of the sections in it."""
+    """Yield the keys of a class, and then those of its sections."""
     inside = [field for field in fields(settings) if is_section(field)]
     meant = meanings(settings)
     for field in fields(settings):
@@ -98,7 +99,7 @@ def is_section(field: Field[Any]) -> bool:
     return is_dataclass(field.type)
 
 
-# Keys of Lightning's trainer that most runs need, with what they are without a value; `--help trainer` shows the rest.
+# Keys of Lightning's trainer that most runs need, with their defaults; `--help trainer` shows the rest.
 TRAINER = {
     "trainer.max_epochs": "3",
     "trainer.max_steps": "-1",
@@ -112,9 +113,9 @@ INDENT = 42  # of the explanations
 
 
 def topic_of(arguments: Sequence[str]) -> str | None:
-    """What `--help` (or `-h`) asks for: "" for the page, "all" for every key, or the key or section that follows it.
+    """Return what `--help` (or `-h`) is about: "" for the page, "all" for every key, or the key or section after it.
 
-    arguments: those after the command. None without `--help`.
+    arguments: those after the command. Returns None without `--help`.
     """
     if "--help_all" in arguments:
         return "all"
@@ -126,7 +127,7 @@ def topic_of(arguments: Sequence[str]) -> str | None:
 
 
 def help_text(command: str, topic: str = "") -> str:
-    """The page of a command; with a topic, keys in full: those of a section such as `data`, or one by its name."""
+    """Write the page of a command; with a topic, its keys in full: a section such as `data`, or one key by name."""
     width = min(WIDEST, shutil.get_terminal_size().columns) if sys.stdout.isatty() else WIDEST
     return _page(command, width) if not topic else _in_full(command, topic.removeprefix("--"), width)
 
@@ -159,7 +160,7 @@ def _line(key: Key, width: int) -> str:
 
 
 def _in_full(command: str, topic: str, width: int) -> str:
-    """Every key whose section or last part is the topic; of a topic that is none, the nearest ones."""
+    """Describe every key whose section or last part is the topic; for an unknown topic suggest the nearest ones."""
     keys = [key for key in all_keys(command) if key.help]
     found = [
         key for key in keys if topic in ("all", key.name, *key.name.partition(".")[:1], *key.name.rpartition(".")[2:])

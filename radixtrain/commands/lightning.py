@@ -65,7 +65,7 @@ from radixtrain.training.trainer import Trainer
 logger = logging.getLogger(__name__)
 
 # What Lightning raises for settings that it refuses: in turn for `devices: 0`, `strategy: nonsense`, `devices: -1` on a
-# CPU, and `strategy: xla` without torch_xla. Nothing of ours runs while it makes the trainer.
+# CPU, and `strategy: xla` without torch_xla. None of our code runs while it makes the trainer.
 REFUSED_BY_LIGHTNING = (MisconfigurationException, ValueError, TypeError, ModuleNotFoundError, OverflowError)
 WRITING = ("fit", "validate", "test", "predict")  # into output_dir
 DEFAULT_EPOCHS = 3  # Hugging Face's num_train_epochs; if only trainer.max_steps is set, the run has that many steps
@@ -74,12 +74,12 @@ DEFAULT_EPOCHS = 3  # Hugging Face's num_train_epochs; if only trainer.max_steps
 class Command:
     """One of the commands that read a model and rows.
 
-    In the order of the methods: data, model and trainer are made (`make`), the processes of all ranks started and the
-    folder locked (`run`), and the command runs (`_run_prepared`), on every rank.
+    In the order of the methods: `make` makes data, model and trainer, `run` starts the processes of all ranks and locks
+    the folder, and `_run_prepared` runs the command, on every rank.
     """
 
     def __init__(self, settings: Run, typed: Typed):
-        """settings: as they were read. typed: the command line that they are from."""
+        """Take the settings as read, and the command line that they are from."""
         self.typed = tuple(typed.arguments)
         self.name = self.typed[0]
         self.settings = self._with_settings_of_model(settings, typed)
@@ -87,7 +87,7 @@ class Command:
         describe_classes(self.settings.trainer, self.name)
 
     def _with_settings_of_model(self, before: Run, typed: Typed) -> Run:
-        """The settings, after those of its run, if what is evaluated is a model that was trained here."""
+        """Return the settings on top of those of its run, if a model that was trained here is evaluated."""
         name = before.model.model_name_or_path
         found = defaults_of_model(name, before.data.system_prompt) if self.name in EVALUATING else {}
         if not found:
@@ -100,7 +100,7 @@ class Command:
         return after
 
     def make(self) -> None:
-        """Data, model and trainer, with the seed of the run."""
+        """Make data, model and trainer, with the seed of the run."""
         self.config = printed(self.settings)
         seed = self.settings.seed_everything
         if seed is not False:
@@ -110,10 +110,10 @@ class Command:
         self.trainer = self.make_trainer()
 
     def make_trainer(self) -> Trainer:
-        """Lightning's trainer, with a CSV logger and our own callbacks unless the configuration names others."""
+        """Make Lightning's trainer, with a CSV logger and our own callbacks unless the configuration names others."""
         settings, trainer_settings = self.settings, self.settings.trainer
         self.output_dir = check_output_dir(settings.output_dir)
-        mask_what_is_logged(trainer_settings.logger)  # loggers get every other secret as it is
+        mask_what_is_logged(trainer_settings.logger)  # loggers receive every other secret unmasked
         parts = self._made(vars(trainer_settings))
         parts["logger"] = loggers_of(parts["logger"], self.output_dir)
         if trainer_settings.max_epochs is None and trainer_settings.max_steps == -1:
@@ -140,33 +140,33 @@ class Command:
         return trainer
 
     def _made(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Keys of `trainer` with the objects that they describe."""
+        """Make the objects that keys of `trainer` describe."""
         return {name: made(f"trainer.{name}", value, self.name) for name, value in settings.items()}
 
     @property
     def timeout(self) -> timedelta:
-        """How long a rank waits for the others in a step."""
+        """Return how long a rank waits for the others in a step."""
         return timedelta(seconds=self.settings.ddp_timeout)
 
     @property
     def sp_size(self) -> int:
-        """Ranks that compute each micro-batch together, as far as it is known before the data are read."""
+        """Return the ranks that compute each micro-batch together, as far as known before the data are read."""
         return sp_size_of(self.settings, self.name)
 
     @property
     def is_try(self) -> bool:
-        """Whether nothing is written."""
+        """Return whether nothing is written."""
         return bool(self.settings.trainer.fast_dev_run)
 
     def arguments(self) -> dict[str, Any]:
-        """What the trainer's method gets: the keys of the command. A checkpoint is read as weights, never as code."""
+        """Return the arguments of the trainer's method: the keys of the command. A checkpoint is never read as code."""
         of_run = {field.name for field in fields(Run)}
         own = {name: value for name, value in vars(self.settings).items() if name not in of_run}
         fixed = {"ckpt_path": self.ckpt_path, "weights_only": True, "return_predictions": False}
         return {**own, **{name: value for name, value in fixed.items() if name in own}}
 
     def run(self) -> None:
-        """Run the command. One at a time writes into a folder. Signals ask it to stop, and `fit` to save."""
+        """Run the command. Only one at a time writes into a folder. Signals stop it, and make `fit` save."""
         raise_file_limit(self.settings.data.dataloader_num_workers)
         if self.name == "fit":
             self.model.run_settings = settings_of_run(self.settings)
@@ -184,7 +184,7 @@ class Command:
                 raise
 
     def _prepare(self, stack: ExitStack) -> tuple[str | None, int]:
-        """What rank 0 does before the others: the checkpoint to take, and the bytes that `fit` writes, at least.
+        """Do what rank 0 does before the others: find the checkpoint, and the bytes that `fit` writes, at least.
 
         stack: the lock of the folder is entered here.
         """
@@ -195,7 +195,7 @@ class Command:
         return ckpt_path, check_weights_and_room(self.name, settings, self.output_dir, ckpt_path, num_checkpoints)
 
     def _run_prepared(self, written: int, stack: ExitStack) -> None:
-        """Data and model are loaded before the trainer starts, so that an error in either leaves nothing written.
+        """Load data and model before the trainer starts, so that an error in either leaves nothing written.
 
         written: see `_prepare`. stack: what `fit` enters here lasts as long as the lock.
         """
@@ -225,7 +225,7 @@ class Command:
             raise UserError(f"trainer: {first_line(error)}") from None
 
     def _checkpoint(self) -> str | None:
-        """What `ckpt_path` stands for."""
+        """Return the checkpoint that `ckpt_path` stands for."""
         given = getattr(self.settings, "ckpt_path", None)
         if self.name == "fit" and not self.is_try:
             owners = self.model, self.datamodule
@@ -249,14 +249,14 @@ class Command:
             yield
 
     def _call(self) -> None:
-        """The method of the trainer. During a training a signal waits for the end of the step."""
+        """Call the method of the trainer. During training a signal waits for the end of the step."""
         with self.callbacks.requests.deferred() if self.name == "fit" else nullcontext():
             getattr(self.trainer, self.name)(self.model, datamodule=self.datamodule, **self.arguments())
         if self.name == "fit":
             self._export()
 
     def _export(self) -> None:
-        """The trained model as a Hugging Face folder, and the last lines."""
+        """Write the trained model as a Hugging Face folder, and the last lines."""
         if not self.is_try:
             config = yaml.safe_load(self.saved.text())
             owners = self.trainer, self.model, self.datamodule

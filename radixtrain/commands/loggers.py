@@ -36,7 +36,7 @@ class TrackerLogger(Logger):
     """A run at trackio or SwanLab."""
 
     def __init__(self, package: str, output_dir: Path):
-        """package: `trackio` or `swanlab`. output_dir: of the run, which is named after it."""
+        """Take the package, `trackio` or `swanlab`, and the folder of the run, which is named after it."""
         super().__init__()
         self.package, self.output_dir = package, output_dir
         self.run: Any = None
@@ -52,7 +52,7 @@ class TrackerLogger(Logger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """UserError, before the first step, if the run cannot be opened: nobody is logged in, for instance."""
+        """Open the run. Raises UserError, before the first step, if it cannot, for instance without a login."""
         if self.run is None:
             folder = str(self.output_dir / "swanlog")  # trackio has one for all runs: TRACKIO_DIR
             own = {"resume": "allow", "embed": False} if self.package == "trackio" else {"log_dir": folder}
@@ -80,12 +80,12 @@ class TrackerLogger(Logger):
 
 
 def loggers_of(asked: object, output_dir: Path) -> Any:
-    """What Lightning's trainer takes as `logger`.
+    """Return what Lightning's trainer takes as `logger`.
 
     asked: the value of `trainer.logger`: a logger, a short name (`wandb`, `trackio`, `swanlab`, `tensorboard`,
         `csv`, `none`), a list of them, or null, true or false.
 
-    A CSV file is written beside what a short name asks for; `none` and false write nothing.
+    A CSV file is written in addition to what a short name selects; `none` and false write nothing.
     """
     if asked in (None, True):
         asked = "csv"
@@ -94,7 +94,7 @@ def loggers_of(asked: object, output_dir: Path) -> Any:
     each = asked if isinstance(asked, list) else [asked]
     named = [name for name in each if isinstance(name, str)]
     if "none" in named:
-        raise UserError("trainer.logger: none stands alone, not in a list")
+        raise UserError("trainer.logger: none must be alone, not in a list")
     if not named:
         return asked
     given = [logger for logger in each if isinstance(logger, Logger)]
@@ -102,9 +102,9 @@ def loggers_of(asked: object, output_dir: Path) -> Any:
 
 
 def check_loggers(trainer: TrainerSettings) -> None:
-    """UserError in one line if a logger cannot work: it is not installed, nobody is logged in, or there is no network.
+    """Raise UserError in one line if a logger cannot work: it is not installed, has no login, or no network.
 
-    trainer: with its classes written out and nothing made.
+    trainer: with its classes described, and nothing made.
     """
     asked = trainer.logger
     loggers = [_described(each) for each in (asked if isinstance(asked, list) else [asked])]
@@ -120,7 +120,7 @@ def check_loggers(trainer: TrainerSettings) -> None:
 
 @contextmanager
 def errors_of_wandb() -> Iterator[None]:
-    """Weights & Biases refuses a key, a project or a setting only when the run starts there: one line then."""
+    """Turn a refusal of Weights & Biases, of a key, a project or a setting as a run starts, into one line."""
     try:
         yield
     except Exception as error:
@@ -136,21 +136,21 @@ def _made(name: str, output_dir: Path) -> Logger:
     if name in ("trackio", "swanlab"):
         return TrackerLogger(name, output_dir)
     if name == "tensorboard":
-        return TensorBoardLogger(output_dir, name="", version="tensorboard")  # a resumed run goes on in it
+        return TensorBoardLogger(output_dir, name="", version="tensorboard")  # a resumed run continues in it
     return CSVLogger(output_dir, name="logs")
 
 
 def _described(logger: object) -> tuple[str, dict[str, Any]]:
-    """`wandb`, `tensorboard` or another name, and the options of a logger that is written out as a class."""
+    """Return `wandb`, `tensorboard` or another name, and the options of a logger that is written as a class."""
     if not isinstance(logger, Mapping):
         return str(logger), {}
     return logger["class_path"].rpartition(".")[2].lower().removesuffix("logger"), logger["init_args"]
 
 
 def _check_wandb() -> None:
-    """UserError in one line if it cannot work. Asks neither the terminal nor, without a login, the network.
+    """Raise UserError in one line if Weights & Biases cannot work. Does not prompt; uses the network only with a login.
 
-    Without a connection, Weights & Biases tries for a minute and a half. A proxy is taken at its word.
+    Without a connection, Weights & Biases tries for a minute and a half. A proxy is trusted.
     """
     import wandb
 
@@ -159,8 +159,7 @@ def _check_wandb() -> None:
         return
     if not is_logged_in(settings):
         raise UserError(
-            f"trainer.logger: nobody is logged in to Weights & Biases: run `wandb login`, or set WANDB_API_KEY; "
-            f"{OFFLINE}"
+            f"trainer.logger: not logged in to Weights & Biases: run `wandb login`, or set WANDB_API_KEY; {OFFLINE}"
         )
     server = urlsplit(settings.base_url)
     if server.scheme not in getproxies() and (problem := unreachable(settings.base_url)):
@@ -168,7 +167,7 @@ def _check_wandb() -> None:
 
 
 def unreachable(url: str) -> str:
-    """Why no connection can be opened; empty if one can. A name server that is silent is given up on."""
+    """Say why no connection can be opened; empty if one can. Gives up on a silent name server."""
     address = urlsplit(url)
     port = address.port or (80 if address.scheme == "http" else 443)
     found: list[str] = []

@@ -1,4 +1,4 @@
-"""Which log lines and warnings a command shows, and the variables that nothing reads: misspelt ones, and keys."""
+"""Log lines and warnings that a command shows, and environment variables that nothing reads: misspelt ones, keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEYS = re.compile(rf"({'|'.join(COMMANDS).upper()}|TRAINER|MODEL|DATA)__")  # as
 
 
 class NoticeHandler(logging.StreamHandler):
-    """Log lines on stderr that stand above a progress bar, not in its line."""
+    """Writes log lines on stderr above a progress bar, not into its line."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with tqdm.external_write_mode(file=sys.stderr):
@@ -30,7 +30,7 @@ class NoticeHandler(logging.StreamHandler):
 
 
 def quiet(speaks: bool) -> None:
-    """Show our log lines, and of those of the libraries only what a user can act on.
+    """Show our log lines, and of the libraries' only those that a user can act on.
 
     speaks: False for a rank other than the first: it shows errors only.
     """
@@ -58,7 +58,7 @@ def quiet(speaks: bool) -> None:
 
 
 def warn_of_variables(environment: Mapping[str, str]) -> None:
-    """A warning for each. Any other name may be somebody's own, so nothing is said of it."""
+    """Warn of each variable that nothing reads, but of no other name, which may be the user's own."""
     for line in _unread(environment):
         logger.warning("%s", line)
 

@@ -1,4 +1,4 @@
-"""What was typed as the settings of a command: each value fitted to its key, or refused in one line that names it."""
+"""Reads typed settings of a command: each value is fitted to its key, or refused in one line that names it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ QUOTES = (
 
 
 def read(command: str, given: Sequence[tuple[str, Any]], defaults: Mapping[str, Any]) -> Any:
-    """The settings of a command, an instance of its class of `settings/commands.py`.
+    """Build the settings of a command, an instance of its class of `settings/commands.py`.
 
-    given: dotted keys with their values, texts or what YAML made of them; later ones count.
-    defaults: of keys that are not given, in place of those of the class.
+    given: dotted keys with their values, texts or what YAML made of them; later ones win.
+    defaults: of keys that are not given, instead of those of the class.
 
-    UsageError for a value that is none of its key; UserError for a number beyond its limits.
+    Raises UsageError for a value that its key does not take; UserError for a number beyond its limits.
     """
     keys, values = known_keys(command), dict(defaults)
     for name, value in given:
@@ -54,12 +54,12 @@ def _put(values: dict[str, Any], name: str, value: object, keys: Mapping[str, Ke
     elif inside:
         value = _with_option(_loaded(values.get(key)), inside, value)
         if value is None:
-            raise UsageError(f"no key {inside} in {key}, which is no section{HELP.format(command, key)}")
+            raise UsageError(f"no key {inside} in {key}, which is not a section{HELP.format(command, key)}")
     values[key] = value
 
 
 def _with_option(whole: object, path: str, value: object) -> Any:
-    """A mapping, or the last one of a list, with one more option, or argument of a class; None if it takes none."""
+    """Add an option to a mapping, or to the last one of a list, or an argument to a class; None if it takes none."""
     if isinstance(whole, list) and whole:
         last = _with_option(whole[-1], path, value)
         return None if last is None else [*whole[:-1], last]
@@ -79,7 +79,7 @@ def _as_list(value: object) -> list[Any]:
 
 
 def _loaded(value: object) -> Any:
-    """What a text says as YAML; itself if it says nothing, is none, or is more than settings ever are."""
+    """Parse a text as YAML; return it unchanged if that is empty, fails, or is larger than settings ever are."""
     if isinstance(value, str) and value.strip():
         with suppress(yaml.YAMLError, UsageError):
             check_yaml(value)
@@ -88,7 +88,7 @@ def _loaded(value: object) -> Any:
 
 
 def fitted(key: Key, value: object, command: str) -> Any:
-    """The value as the key takes it. A text counts as YAML first, and then as it is."""
+    """Convert the value to the type of its key. A text is tried as YAML first, then as itself."""
     candidates = [_loaded(value), value] if isinstance(value, str) else [value]
     shape = next((part for part in parts_of(key.type) if is_dataclass(part)), None)
     if shape is not None:
@@ -106,7 +106,7 @@ def fitted(key: Key, value: object, command: str) -> Any:
 
 
 def _shapes(key: Key, value: Any, shape: Any, command: str) -> Any:
-    """A class of settings, or a list of them, from mappings."""
+    """Make a class of settings, or a list of them, from mappings."""
     if isinstance(value, list):
         return [_shapes(key, each, shape, command) for each in value]
     if not isinstance(value, dict):
@@ -119,7 +119,7 @@ def _shapes(key: Key, value: Any, shape: Any, command: str) -> Any:
 
 
 def refusal(key: Key, value: object, command: str = "") -> str:
-    """The message for a value that does not fit: what the key takes, what came, and the nearest word."""
+    """Write the message for a value that does not fit: what the key takes, what came, and the nearest word."""
     if key.name == "model.next_tokens" and isinstance(_loaded(value), list):
         return QUOTES
     parts = [part for part in parts_of(key.type) if not _is_list_of_words(part)]
@@ -132,7 +132,7 @@ def refusal(key: Key, value: object, command: str = "") -> str:
     is_plain = all(part in KINDS or get_origin(part) is Literal for part in parts)
     got = "an empty text" if value == "" else shortened(value)
     meant = did_you_mean(str(value), choices) if choices else ""
-    unset = f"; without the key it is {key.default}" if value is None and key.default else ""
+    unset = f"; the default is {key.default}" if value is None and key.default else ""
     more = HELP.format(command, key.name) if command and not is_plain else ""
     return f"{key.name} must be {expected}; got {got}{meant}{unset}{more}"
 
@@ -142,7 +142,7 @@ def _is_list_of_words(part: object) -> bool:
 
 
 def _built(settings: Any, found: Mapping[str, Any], section: str = "") -> Any:
-    """An instance of a class of settings. found: the values that are set, by their dotted keys."""
+    """Build an instance of a class of settings. found: the values that are set, by their dotted keys."""
     values: dict[str, Any] = {}
     for field in fields(settings):
         name = f"{section}{field.name}"
@@ -154,14 +154,14 @@ def _built(settings: Any, found: Mapping[str, Any], section: str = "") -> Any:
 
 
 def _linked(name: str, found: Mapping[str, Any]) -> Any:
-    """What another key says that fills in this one. An order of rows has a number, `seed_everything` may be a truth."""
+    """Return what another key says that fills in this one; not for `data.seed` if `seed_everything` is a boolean."""
     source = LINKS.get(name, "")
     value = found.get(source, MISSING) if name != "data.predict_unlabelled" else MISSING
     return MISSING if name == "data.seed" and isinstance(value, bool) else value
 
 
 def printed(settings: object, section: str = "") -> dict[str, Any]:
-    """Every key with its value, as a file of settings has them; not those that another key fills in."""
+    """Return every key with its value, as a settings file has them, but not those that another key fills in."""
     return {
         name: _printed(value, f"{section}{name}.")
         for name, value in vars(settings).items()
@@ -176,5 +176,5 @@ def _printed(value: object, section: str) -> Any:
 
 
 def print_settings(settings: object) -> None:
-    """Print every key with its value, as a file of settings has them."""
+    """Print every key with its value, as a settings file has them."""
     print(yaml.safe_dump(printed(settings), sort_keys=False, allow_unicode=True), end="")  # noqa: T201

@@ -1,4 +1,4 @@
-"""`radixtrain run -- COMMAND`: the command, with every model that it loads by `from_pretrained` sharing prefixes."""
+"""`radixtrain run -- COMMAND`: runs a command, and every model that it loads by `from_pretrained` shares prefixes."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from radixtrain.screen import printable
 
 PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 NOTHING_LOADED = (
-    "radixtrain: the command loaded no model by from_pretrained in a Python that has radixtrain beside its transformers"
+    "radixtrain: the command loaded no model by from_pretrained in an environment with both radixtrain and transformers"
 )
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Returns the exit code of the command; 128 + N if signal N ended it."""
+    """Run the command and return its exit code; 128 + N if signal N ended it."""
     options, command = _parsed(arguments)
     if shutil.which(command[0]) is None:
-        raise UsageError(f"radixtrain run: no command {command[0]!r}; after -- stands what you would type without it")
+        raise UsageError(f"radixtrain run: no command {command[0]!r}; after -- write what you would type without it")
     with TemporaryDirectory(prefix="radixtrain-") as folder:
         environment = {
             **os.environ,
@@ -41,7 +41,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _parsed(arguments: Sequence[str]) -> tuple[dict[str, object], list[str]]:
-    """The options that were given, and the command."""
+    """Parse the options that were given, and the command."""
     parser = argparse.ArgumentParser(
         prog="radixtrain run",
         usage="radixtrain run [options] -- COMMAND ...",
@@ -51,7 +51,7 @@ def _parsed(arguments: Sequence[str]) -> tuple[dict[str, object], list[str]]:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--min-ratio", type=float, metavar="1.1", help="a batch with fewer places per unique token runs as it is")
+    add("--min-ratio", type=float, metavar="1.1", help="a batch with fewer places per unique token runs unshared")
     add("--min-shared-tokens", type=int, metavar="1", help="a branch point that saves fewer tokens gets no branch")
     add("--attention", metavar="auto", help="auto, cascade, path, expand or tree")
     add(
@@ -72,7 +72,7 @@ def _parsed(arguments: Sequence[str]) -> tuple[dict[str, object], list[str]]:
 
 
 def _wait_for(command: list[str], environment: dict[str, str]) -> int:
-    """Its exit code. A signal to this process goes on to the command; Ctrl-C in a terminal reaches both."""
+    """Return the exit code. A signal to this process is passed on to the command; Ctrl-C in a terminal reaches both."""
     process = subprocess.Popen(command, env=environment)
     handlers = {number: lambda number, _: process.send_signal(number) for number in PASSED_ON}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
@@ -86,7 +86,7 @@ def _wait_for(command: list[str], environment: dict[str, str]) -> int:
 
 
 def _lines(folder: Path) -> list[str]:
-    """One for each model, over all processes."""
+    """Write a line for each model, over all processes."""
     models: dict[tuple[str, str], LoadedModel] = {}
     for path in sorted(folder.glob("*.json")):
         for fields in json.loads(path.read_text()):

@@ -27,16 +27,16 @@ VALIDATION_METRICS = "eval_loss is, and eval_ before the name of evaluate_genera
 
 
 class RunCallbacks:
-    """Ours know each other: a request to stop and a new best value have the saver write, and the summary says both.
+    """The callbacks of a run, which work together: a stop request and a new best value make the saver write.
 
     settings: of the command. own: the callbacks of its configuration. evaluation: an `EvaluateGeneration`.
     output_dir: of the run.
     has_validation: whether it has rows to validate on.
 
-    requests: what signals and files ask for. saver: writes the checkpoints. best: the best one; None without
-    `save_best`. evaluation: generates answers after a validation. summary: of what the run reaches. all: the callbacks.
+    requests: of signals and files. saver: writes the checkpoints. best: the best one; None without
+    `save_best`. evaluation: generates answers after a validation. summary: of the results. all: the callbacks.
 
-    Raises UserError if one of them watches what the run does not measure.
+    Raises UserError if one of them watches a metric that the run does not measure.
     """
 
     def __init__(self, settings: Run, own: list[Any], evaluation: Any, output_dir: Path, has_validation: bool):
@@ -54,7 +54,7 @@ class RunCallbacks:
             *([self.evaluation] if self.evaluation.logged else []),
             *([self.best] if self.best else []),
             *([] if patience is None else [StopEarly(metric or "eval_loss", patience)]),
-            self.saver,  # after those that judge a validation and ask it for a checkpoint
+            self.saver,  # after the callbacks that read a validation and request a checkpoint
         ]
         if settings.trainer.enable_progress_bar is not False and not _has(own, ProgressBar):
             self.all.append(progress_bar())
@@ -63,18 +63,18 @@ class RunCallbacks:
 
     @property
     def has_checkpoint_callback(self) -> bool:
-        """Whether one of them is Lightning's or the user's own; without any, Lightning would add one."""
+        """Return whether there is a checkpoint callback, Lightning's or the user's; without any Lightning adds one."""
         return _has(self.all, Checkpoint)
 
     @property
     def most_checkpoints(self) -> int:
-        """That are on the disk at once: those that are kept, and the one that is being written."""
+        """Count the checkpoints that are on the disk at once: those that are kept, and the one being written."""
         saver = self.saver
         return (saver.total_limit + 1) * (saver.is_scheduled and saver.is_enabled) + (self.best is not None)
 
 
 def _saver(settings: Run, output_dir: Path, requests: Requests, is_scheduled: bool) -> SaveCheckpoints:
-    """is_scheduled: False if a callback of the configuration writes the checkpoints."""
+    """Make the saver. is_scheduled: False if a callback of the configuration writes the checkpoints."""
     return SaveCheckpoints(
         output_dir / "checkpoints",
         requests,
@@ -91,7 +91,7 @@ def _has(callbacks: list[Any], kind: type) -> bool:
 
 
 def check_monitors(callbacks: Iterable[Any], has_validation: bool, of_answers: str | None = None) -> None:
-    """UserError if a callback watches a metric that the run does not log.
+    """Raise UserError if a callback watches a metric that the run does not log.
 
     of_answers: the metric of `evaluate_generation`, such as `eval_exact_match`; None if it is off.
     """
@@ -100,7 +100,7 @@ def check_monitors(callbacks: Iterable[Any], has_validation: bool, of_answers: s
         watched = getattr(callback, "monitor", None)
         if not isinstance(watched, str):
             continue
-        ours = getattr(callback, "configured_by", "")  # our own callbacks judge validations
+        ours = getattr(callback, "configured_by", "")  # our own callbacks read validation metrics
         key = ours or f"trainer.callbacks: {type(callback).__name__}: monitor"
         if watched not in logged and watched.removeprefix("eval_") in OWN_METRICS:
             metric = watched.removeprefix("eval_")
@@ -116,9 +116,9 @@ def check_monitors(callbacks: Iterable[Any], has_validation: bool, of_answers: s
 
 
 def check_judges(callbacks: Iterable[Any], settings: Any) -> None:
-    """UserError if `save_best` or `early_stopping` is set in a run that does not validate or writes no checkpoint.
+    """Raise UserError if `save_best` or `early_stopping` is set in a run without validations or checkpoints.
 
-    settings: those of `trainer`.
+    settings: of `trainer`.
     """
     for name in (getattr(callback, "configured_by", "") for callback in callbacks):
         if name and settings.limit_val_batches == 0:

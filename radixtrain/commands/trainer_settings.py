@@ -1,4 +1,4 @@
-"""Settings that would change a step, and values of the right type that no run can use: refused by the key's name."""
+"""Refuses, by the key's name, settings that would change a step, and values of the right type that no run can use."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check_trainer_settings(config: TrainerSettings) -> None:
 
 
 def check_settings(settings: Run, command: str) -> None:
-    """UserError for a value that no run can use. settings: of the command, its classes written out and nothing made."""
+    """Raise UserError for a value that no run can use. settings: of the command, its classes described and not made."""
     for key, value in _parts("", printed(settings)):
         check_unmasked(key, value)
     _check_devices(settings.trainer.devices)
@@ -59,12 +59,12 @@ def check_settings(settings: Run, command: str) -> None:
         check_hub(settings.push_to_hub, settings.hub_model_id)
     if command == "fit" and settings.model.use_peft and settings.model.learning_rate == FOR_ALL_WEIGHTS:
         logger.warning(
-            "model.learning_rate is %g, as for training all weights; LoRA wants 1e-4 to 2e-4", FOR_ALL_WEIGHTS
+            "model.learning_rate is %g, as for training all weights; LoRA usually needs 1e-4 to 2e-4", FOR_ALL_WEIGHTS
         )
 
 
 def _parts(key: str, value: object) -> Iterator[tuple[str, Any]]:
-    """A value and all that it holds, with dotted keys; a class is named in the key of what it takes."""
+    """Yield a value and all that it holds, with dotted keys; a class is named in the key of what it takes."""
     yield key, value
     if isinstance(value, Mapping):
         for name, part in value.items():
@@ -95,9 +95,9 @@ def _check_max_time(max_time: Any) -> None:
 
 
 def check_interval(trainer: L.Trainer, steps_per_epoch: int) -> None:
-    """UserError if `trainer.val_check_interval` is longer than an epoch that ends its count, or several ranks' time.
+    """Raise UserError if `trainer.val_check_interval` is longer than an epoch, or a time with several ranks.
 
-    Lightning has each rank ask its own clock, and ranks that do not agree wait for each other until one gives up.
+    Lightning has each rank read its own clock, and ranks that do not agree wait for each other until one gives up.
     """
     interval = getattr(trainer, "val_check_interval", None)  # none if it is a time
     if interval is None and ranks().size > 1:

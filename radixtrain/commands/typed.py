@@ -1,4 +1,4 @@
-"""A command line and its files of settings, checked for their keys before anything is imported that takes seconds."""
+"""Checks a command line and its settings files for their keys, before imports that take seconds."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ SYNONYMS = {
     "overwrite": "overwrite_output_dir",
     "seed_everything": "seed data_seed",
 }
-# Key here -> what it is, if that is not the same.
+# Key here -> how it differs, if it does.
 NOTES = {
     "model.warmup_steps": "below 1 a share",
     "model.use_peft": "true",
@@ -76,10 +76,10 @@ MEANT = {name: key for key, names in SYNONYMS.items() for name in names.split()}
 
 
 class Typed(NamedTuple):
-    """A command line, taken apart.
+    """A parsed command line.
 
     arguments: with the command, and `true` after each switch that no value follows. given: each key with its value,
-    those of files among the others, in the order in which they count. prints: whether settings are printed, and nothing
+    those of files included, in order of precedence, the last one wins. prints: whether settings are printed and nothing
     runs.
     """
 
@@ -89,9 +89,9 @@ class Typed(NamedTuple):
 
 
 def check_typed(typed: Sequence[str]) -> Typed:
-    """Take a command line apart. typed: the command and its arguments.
+    """Parse a command line. typed: the command and its arguments.
 
-    UsageError for a key that is unknown, empty or missing, and for a file that cannot be read.
+    Raises UsageError for a key that is unknown, empty or missing, and for a file that cannot be read.
     """
     command, keys = typed[0], known_keys(typed[0])
     arguments, given, own, empty = [command], list[tuple[str, Any]](), set[str](), list[str]()
@@ -99,7 +99,7 @@ def check_typed(typed: Sequence[str]) -> Typed:
     while words:
         word = words.popleft()
         if not _is_key(word):
-            raise UsageError(f"{word} is no key: write --key value, and --config FILE for a YAML file")
+            raise UsageError(f"{word} is not a key: write --key value, and --config FILE for a YAML file")
         name, equals, value = (word.removeprefix("--") if word != "-c" else "config").partition("=")
         arguments.append(word)
         if not equals and words and not _is_key(words[0]):
@@ -132,7 +132,7 @@ def _is_key(word: str) -> bool:
 
 
 def shortened(value: object) -> str:
-    """A value in a message."""
+    """Shorten a value for a message."""
     text = "null" if value is None else str(value)
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]} ..."
 
@@ -144,7 +144,7 @@ def _bounded(value: str) -> str:
 
 
 def _of_file(value: str, keys: dict[str, Key]) -> list[tuple[str, Any]]:
-    """The keys of `--config`, dotted, and their values. value: a path, or the settings themselves."""
+    """Return the keys of `--config`, dotted, with their values. value: a path, or the settings themselves."""
     path = os.path.expanduser(value)
     is_path = os.path.exists(path) or not value.lstrip().startswith("{")
     if is_path and not os.path.isfile(path):
@@ -168,13 +168,13 @@ def _leaves(section: str, settings: dict[Any, Any], keys: dict[str, Key]) -> Ite
 
 
 def prefixes(name: str) -> dict[str, str]:
-    """The parts that a dotted name begins with, and what follows each: `a.b.c` may be an option of the key `a.b`."""
+    """Split a dotted name at each dot: `a.b.c` may be an option of the key `a.b`."""
     found = accumulate(name.split("."), "{}.{}".format)
     return {part: name[len(part) + 1 :] for part in found}
 
 
 def _meant(name: str, keys: dict[str, Key], command: str) -> str:
-    """Guess by another tool's name, by the last part if another section has it, else by the letters of either."""
+    """Guess the intended key: another tool's name, the same last part in another section, or the nearest spelling."""
     if command == "bench" and name.startswith(("model.", "data.")):
         return ": it times random tokens on random weights; `radixtrain report` times your model on your data"
     last = name.rpartition(".")[2].replace("-", "_")
@@ -184,7 +184,7 @@ def _meant(name: str, keys: dict[str, Key], command: str) -> str:
     close = [last] if last in by_last else get_close_matches(last, by_last, n=1)
     if name in LINKS or close:
         return f", did you mean {LINKS[name] if name in LINKS else by_last[close[0]]}?"
-    whole = "" if "." in name else did_you_mean(name, keys)  # with the section alike, everything looks near
+    whole = "" if "." in name else did_you_mean(name, keys)  # the common section would make every key look close
     return whole or f" (`radixtrain {command} --help` lists the keys)"
 
 
@@ -195,7 +195,7 @@ def _check_missing(keys: dict[str, Key], given: dict[str, Any]) -> None:
 
 
 def _check_lora(given: list[tuple[str, Any]], own: set[str]) -> None:
-    """UsageError for adapters that are described and not trained.
+    """Raise UsageError for adapters that are described but not trained.
 
     A file that says `use_peft: false` may have their defaults: a run saves every key with its value.
     """

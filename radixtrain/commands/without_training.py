@@ -37,7 +37,7 @@ from radixtrain.training.fault_tolerance.run_folder import check_output_dir, loc
 from radixtrain.training.optimizer import moment_bytes, optimizer_of
 from radixtrain.training.start.loading import layer_period, random_trainable
 
-# Lightning's other words for a precision -> the one that says all, and what a model is converted to.
+# Lightning's other names of a precision -> the canonical one, and the dtype that a model is converted to.
 PRECISIONS = {"None": "32-true", "32": "32-true", "64": "64-true", "bf16": "bf16-mixed"}
 WEIGHTS = {"32-true": None, "bf16-mixed": None, "bf16-true": torch.bfloat16, "64-true": torch.float64}
 
@@ -67,7 +67,7 @@ def run(settings: Report | Inspect, typed: Typed) -> None:
 
 
 def _report(settings: Report, data: StepData, typed: list[str]) -> None:
-    """What the data share and what that brings on this machine, as `report.html` and in the terminal."""
+    """Report what the data share and what that saves on this machine, as `report.html` and in the terminal."""
     with locked(check_output_dir(settings.output_dir), "report"):
         data.setup("report")
         setup = run_setup(settings.model, settings.trainer)
@@ -80,7 +80,7 @@ def _report(settings: Report, data: StepData, typed: list[str]) -> None:
 
 
 def run_setup(settings: ModelSettings, trainer: TrainerSettings) -> RunSetup:
-    """How `fit` would train the model with these settings. UserError for a device or precision that is not here."""
+    """Describe how `fit` would train the model. Raises UserError for a device or precision that is missing here."""
     config, device, plain = read_config(settings.model_name_or_path), device_of(trainer), copy(settings)
     plain.activation_checkpointing = False
     precision = PRECISIONS.get(str(trainer.precision), str(trainer.precision))
@@ -88,7 +88,7 @@ def run_setup(settings: ModelSettings, trainer: TrainerSettings) -> RunSetup:
         raise UserError(f"trainer.precision {trainer.precision}: report predicts {', '.join(WEIGHTS)}")
     is_mixed, dtype = precision == "bf16-mixed", WEIGHTS[precision]
 
-    # As Lightning's bf16-mixed does.
+    # Like Lightning's bf16-mixed.
     mixed = partial(torch.autocast, device.type, dtype=torch.bfloat16, cache_enabled=False)
 
     def build(num_layers: int, device: torch.device) -> Any:
@@ -113,7 +113,7 @@ def run_setup(settings: ModelSettings, trainer: TrainerSettings) -> RunSetup:
 
 
 def device_of(trainer: TrainerSettings) -> torch.device:
-    """The device of a run on one device. UserError if this machine does not have it."""
+    """Return the device of a run on one device. Raises UserError if this machine does not have it."""
     devices, wanted = one_device(trainer, "report")["devices"], trainer.accelerator
     number, has_cuda = devices[0] if isinstance(devices, list) else 0, torch.cuda.is_available()
     if wanted == "cpu" or (wanted == "auto" and not has_cuda):
@@ -126,7 +126,7 @@ def device_of(trainer: TrainerSettings) -> torch.device:
 
 
 def _across(setup: RunSetup) -> SharingAcross:
-    """Return what `RadixModule.sharing_across` does, of a run on one device."""
+    """Return what `RadixModule.sharing_across` returns, for a run on one device."""
     parts = parts_of(setup.build(setup.period, torch.device("meta")))
     refused = why_not_across(parts, setup.attention, setup.allow_dropout)
     return SharingAcross(refused, setup.share == 1 or "auto", True)

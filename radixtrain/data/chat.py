@@ -1,4 +1,4 @@
-"""Rows to token sequences with labels: chats, prompt and completion, plain text, or tokens that are there already."""
+"""Rows to token sequences with labels: chats, prompt and completion, plain text, or tokens as given."""
 
 from __future__ import annotations
 
@@ -52,15 +52,14 @@ class ChatEncoder:
 
     vocab_size: rows of the model's embedding, more than any token id. Default: the tokenizer's length.
     max_length: longest sample, in tokens.
-    assistant_only_loss: loss on the assistant's turns only; otherwise a chat is one sample with loss on every token.
-    completion_only_loss: loss on the completion only, in rows that have one.
+    assistant_only_loss: loss only on the assistant's turns; otherwise a chat is one sample with loss on every token.
+    completion_only_loss: loss only on the completion, in rows that have one.
     split_turns: one sample per assistant turn, rendered as the model sees it at inference and ending with the token at
         which it stops generating. Otherwise one sample per chat, with loss on what the template's generation markers
         enclose, or if it has none, on the turns where they are found (`radixtrain/data/rendering/spans.py`).
-    excess_length_strategy: what is done with samples longer than `max_length`; truncate keeps their start.
+    excess_length_strategy: how to treat samples longer than `max_length`; truncate keeps their start.
     chat_template_kwargs: variables for the chat template, for instance `enable_thinking: false`. Those of a row win.
-    on_unrendered: what is done if the template leaves out what the assistant thinks in a turn that is trained; drop
-        trains the turn without it.
+    on_unrendered: how to treat a trained turn whose thinking the template leaves out; drop trains the turn without it.
     template_date: the date, YYYY-MM-DD, that `strftime_now` gives a chat template; None: today.
     system_prompt: the system turn of chats that begin with none; other rows are refused then. Empty: no such turn.
     """
@@ -87,7 +86,7 @@ class ChatEncoder:
             raise UserError(f"max_length: expected at least 2 tokens, found {self.max_length}")
 
     def encode(self, row: Row) -> list[TokenRow]:
-        """The samples of one row; none if all are dropped for their length. Raises as `encode_all`."""
+        """Return the samples of one row; none if all are dropped for their length. Raises as `encode_all`."""
         return self.encode_all([row])[0]
 
     def encode_all(
@@ -96,10 +95,10 @@ class ChatEncoder:
         on_error: Callable[[DataError], None] | None = None,
         report: EncodeReport | None = None,
     ) -> list[list[TokenRow]]:
-        """The samples of many rows, tokenised together; entry i belongs to row i.
+        """Return the samples of many rows, tokenised together; entry i belongs to row i.
 
         rows: from `read_rows` or `open_rows`.
-        on_error: receives what is wrong with a row, whose entry stays empty. Without it the first one raises.
+        on_error: receives the error of a row, whose entry stays empty. Without it the first error is raised.
         report: counts that are added to.
 
         Raises DataError if a row cannot be used: its keys or roles are unknown, the template drops or changes a part of
@@ -134,15 +133,15 @@ class ChatEncoder:
             yield samples
 
     def drafts(self, row: Row | UnreadRow, report: EncodeReport | None = None) -> list[Draft | TokenRow | DataError]:
-        """What becomes of a row, before tokenisation: its drafts, its samples if it has tokens, or what is wrong.
+        """Return the drafts of a row, before tokenisation, or its samples if it has tokens, or its error.
 
-        report: counts the columns and the keys of messages that nothing reads, system turns that are not
+        report: counts the columns and the keys of messages that nothing reads, system turns other than
             `system_prompt`, and rows that a table had filled with nulls.
         """
         try:
             standard = self._standard(row)
             items: list[Draft | TokenRow | DataError] = [item for each in standard for item in self._draft(each)]
-        except DataError as error:  # raised when its row's turn comes, so that errors keep the order of the file
+        except DataError as error:  # raised at its row's turn, so that errors keep the order of the file
             return [error]
         if report is not None:
             report.unused_columns.update({name for each in standard for name in each.unused})
@@ -153,7 +152,7 @@ class ChatEncoder:
         return items
 
     def chats(self, row: Row | UnreadRow, completions: bool = True) -> list[Conversation]:
-        """The chats of a row. Raises DataError if it cannot be used.
+        """Return the chats of a row. Raises DataError if it cannot be used.
 
         completions: whether a prompt and its completion, both of messages, count as one.
         """
@@ -162,10 +161,10 @@ class ChatEncoder:
         return [self.conversation(turns, each.fields, each.where) for turns, each in chats if turns]
 
     def _standard(self, row: Row | UnreadRow) -> list[Row]:
-        return [self._begun(standard_row(plain, self.answered)) for plain in plain_rows(row.read())]
+        return [self._with_system_prompt(standard_row(plain, self.answered)) for plain in plain_rows(row.read())]
 
-    def _begun(self, row: Row) -> Row:
-        """The row, after the system prompt if it has no system turn."""
+    def _with_system_prompt(self, row: Row) -> Row:
+        """Put the system prompt before a row that has no system turn."""
         if not self.system_prompt:
             return row
         name = "messages" if "messages" in row.fields else "prompt"
@@ -186,7 +185,7 @@ class ChatEncoder:
         return bool(self.system_prompt) and turns[0]["content"] != self.system_prompt
 
     def _draft(self, row: Row) -> list[Draft] | list[TokenRow]:
-        """row: from `standard_row`."""
+        """Draft the samples of a row from `standard_row`."""
         fields, where = row.fields, row.where
         if "input_ids" in fields:
             return [sample_from_tokens(fields, where, self.completion_only_loss)]
@@ -197,7 +196,7 @@ class ChatEncoder:
         return [Draft("", text_of(fields, "text", where), where, "plain")]
 
     def conversation(self, messages: list[dict[str, Any]], fields: dict[str, Any], where: str) -> Conversation:
-        """A chat as the template will render it.
+        """Make the chat that the template will render.
 
         messages: from `standard_row`. fields: with the `tools` and `chat_template_kwargs` of the row.
         """
@@ -215,13 +214,13 @@ class ChatEncoder:
         return chat
 
     def _template_of_a_day(self, tools: Any) -> str | None:
-        """The chat template that sees `template_date`; None for the tokenizer's own."""
+        """Return the chat template that sees `template_date`; None for the tokenizer's own."""
         if self.template_date is None or not self.tokenizer.chat_template:
             return None
         return with_date(self.tokenizer.get_chat_template(None, tools), date_of(self.template_date))
 
     def _rendered(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The messages; those of a developer as system turns, if the template leaves such turns out."""
+        """Turn a developer's messages into system turns, if the template leaves such turns out."""
         if all(message["role"] != "developer" for message in messages) or self.renders_developer:
             return messages
         return [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
@@ -259,7 +258,7 @@ class ChatEncoder:
         return [draft_turn(chat, start, len(chat.messages))]
 
     def _finish(self, samples: list[TokenRow], report: EncodeReport) -> list[TokenRow]:
-        """The samples that are trained, within `max_length`."""
+        """Return the samples that are trained, within `max_length`."""
         vocab_size = len(self.tokenizer) if self.vocab_size is None else self.vocab_size
         for sample in samples:
             check_vocabulary(sample, vocab_size)
@@ -291,7 +290,7 @@ class ChatEncoder:
         return sample
 
     def _truncated(self, sample: TokenRow, report: EncodeReport) -> TokenRow | None:
-        """Its first tokens; None if no label is left."""
+        """Cut a sample to its first tokens; None if no label is left."""
         assert self.max_length is not None
         short = sample.part(0, self.max_length)
         if not short.num_labels:
@@ -318,7 +317,7 @@ class ChatEncoder:
 
 
 def turns_of(fields: dict[str, Any]) -> list[dict[str, Any]]:
-    """The whole conversation of a row, from `standard_row`; empty if it is not one."""
+    """Return the whole conversation of a row from `standard_row`; empty if it is not one."""
     parts = (fields.get(name) for name in ("messages", "prompt", "completion"))
     return [message for part in parts if isinstance(part, list) for message in part]
 
@@ -330,13 +329,13 @@ def _resolve(item: Draft | TokenRow | DataError, tokenized: Iterator[TokenRow]) 
 
 
 def draft_turn(chat: Conversation, start: int, end: int) -> Draft:
-    """Messages `start` to `end` as the target, those before them as the prompt."""
+    """Draft messages `start` to `end` as the target, and those before them as the prompt."""
     prompt, target = chat.prompt_and_target(start, end)
     return Draft(prompt, target, chat.where, "turn")
 
 
 def draft_whole(chat: Conversation) -> Draft:
-    """The chat with loss on every token."""
+    """Draft the chat with loss on every token."""
     refuse_weights(chat)
     text = chat.text()
     chat.check_turns(text, chat.assistant_turns())
@@ -344,7 +343,7 @@ def draft_whole(chat: Conversation) -> Draft:
 
 
 def trained_turns(chat: Conversation, first: int = 0) -> list[int]:
-    """The assistant's turns that bear loss, from message `first` on."""
+    """Return the assistant's turns that bear loss, from message `first` on."""
     turns = [turn for turn in chat.assistant_turns() if turn >= first]
     if not turns:
         roles = ", ".join(message["role"] for message in chat.messages[first:])
@@ -356,7 +355,7 @@ def trained_turns(chat: Conversation, first: int = 0) -> list[int]:
 
 
 def refuse_weights(chat: Conversation, first: int = 0) -> None:
-    """DataError if a message from `first` on has weight 0: every token bears loss here."""
+    """Raise DataError if a message from `first` on has weight 0: every token bears loss here."""
     for number, message in enumerate(chat.messages[first:], start=first + 1):
         if message.get("weight") == 0:
             reason = f"turn {number} has weight: 0, but here every token bears loss"

@@ -20,26 +20,26 @@ from radixtrain.settings.data import DataSettings, Files
 
 
 class SFTData(StepData, L.LightningDataModule):
-    """A `StepData` that Lightning's trainer takes: its loaders, and what a checkpoint keeps of it."""
+    """A `StepData` for Lightning's trainer: its loaders, and its state in a checkpoint."""
 
-    hparams: Any  # Lightning's own type knows no attribute
+    hparams: Any  # Lightning's own type has no attributes
 
     def __init__(self, train_file: Files = None, **settings: Any):
-        """train_file, settings: fields of `DataSettings`, which raises UserError for what it does not take."""
+        """Take fields of `DataSettings`, which raises UserError for any other."""
         L.LightningDataModule.__init__(self)
         self.save_hyperparameters(vars(DataSettings(train_file, **settings)))
         StepData.__init__(self, self.hparams)
 
     @property
     def hparams_initial(self) -> Any:
-        """What Lightning gives to every logger: the settings without secrets. `hparams` has the real ones."""
+        """Return what Lightning gives to every logger: the settings without secrets. `hparams` has the real ones."""
         settings = super().hparams_initial
         settings.update(masked(settings))
         return settings
 
     @property
     def is_fixed(self) -> bool:
-        """Say whether steps are always the same, by `trainer.overfit_batches`."""
+        """Return whether steps are always the same, by `trainer.overfit_batches`."""
         trainer: Any = self.trainer
         return bool(trainer and trainer.overfit_batches)
 
@@ -53,28 +53,28 @@ class SFTData(StepData, L.LightningDataModule):
         return self._loader("test")
 
     def predict_dataloader(self) -> StepLoader:
-        """Steps; with `predict_prompts` the prompts of as many conversations."""
+        """Load steps; with `predict_prompts` the prompts of as many conversations."""
         return self._loader("predict", merge_labels=False)
 
     def validation_prompts(self, num_samples: int | None = None) -> Prompts:
-        """The rows of the validation up to their last answer; all, or `num_samples` that the seed draws."""
+        """Return the validation rows up to their last answer; all, or `num_samples` that the seed draws."""
         hparams = self.hparams
         cut_length = hparams.max_length if hparams.excess_length_strategy == "truncate" else None
         return choose_prompts(self.conversations["validation"], num_samples, hparams.seed, cut_length)
 
     def first_prompt(self) -> list[Prompt]:
-        """That of the first row of `predict`, in a list."""
+        """Return the prompt of the first row of `predict`, in a list."""
         return PromptDataset(self.conversations["predict"])[[0]]
 
     def state_dict(self) -> dict[str, Any]:
-        """What the order of the steps depends on, and a digest of the samples; part of every checkpoint."""
+        """Return what the order of the steps depends on, and a digest of the samples; part of every checkpoint."""
         sizes: dict[str, Any] = {name: int(self.hparams[name]) for name in ("batch_size", "seed", "shuffle_dataset")}
         sizes["group_by_prefix"] = str(self.hparams.group_by_prefix).lower()  # true is not 1
         corpus = self.conversations.get("train")
         return {"conversations": len(corpus or ()), **sizes, "digest": corpus.digest if corpus else ""}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """UserError if the checkpoint belongs to other data: its place in their order would mean nothing here."""
+        """Raise UserError if the checkpoint belongs to other data: its place in their order would mean nothing here."""
         if "train" not in self.conversations:
             return
         current = self.state_dict()
@@ -100,7 +100,7 @@ class SFTData(StepData, L.LightningDataModule):
         )
 
     def _share_collator(self, split: str, merge_labels: bool) -> StepCollator:
-        """What makes this rank's share of a step. Every rank draws the same steps, and reads all their sequences."""
+        """Make the collator of this rank's share of a step. Every rank draws the same steps and reads all sequences."""
         here, collator = ranks(), self.step_collator(merge_labels)
         sp_size = here.sp_size if merge_labels else 1
         if split != "train" and self.across is not None:
@@ -109,7 +109,7 @@ class SFTData(StepData, L.LightningDataModule):
 
 
 def check_weights_kept(corpus: Corpus, precision: str) -> None:
-    """UserError that names the first row with loss weights if they would be rounded. precision: the trainer's."""
+    """Raise UserError that names the first row whose loss weights would be rounded. precision: the trainer's."""
     if precision != "bf16-true":
         return
     weighted = (sample for row in corpus for sample in row if sample.loss_weights is not None)

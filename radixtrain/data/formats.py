@@ -1,4 +1,4 @@
-"""The door to data files: a path or a source to rows. A bad row is named by file and line."""
+"""The entry point to data files: a path or a source to rows. A bad row is named by file and line."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from radixtrain.errors import DataError, UserError
 def read_rows(
     path: str | os.PathLike[str] | Source, on_error: Callable[[DataError], None] | None = None
 ) -> Iterator[Row]:
-    """Yields the rows of a source in their order, one at a time.
+    """Yield the rows of a source in their order, one at a time.
 
     path: a file, a folder, a glob or a hub name, as in `Source`; or a `Source`.
-    on_error: receives what is wrong with a row, and reading goes on with the next one. Without it the first bad row
+    on_error: receives the error of a bad row, and reading continues with the next one. Without it the first bad row
         raises.
 
     Raises UserError at the call if there is no such file or its kind is unknown, and while reading if the source holds
@@ -30,7 +30,7 @@ def read_rows(
 def open_rows(source: str | os.PathLike[str] | Source) -> Iterator[UnreadRow]:
     """Read rows as `read_rows` does, but parse no lines of JSON yet: a bad row raises when it is read.
 
-    So that other processes can parse: an `UnreadRow` is pickled, and its `read()` gives the row or raises DataError.
+    Other processes can then parse: an `UnreadRow` can be pickled, and its `read()` returns the row or raises DataError.
     """
     [opened] = as_sources(source)
     return _rows(opened, found_in(opened))

@@ -35,7 +35,7 @@ class Prompt(NamedTuple):
 class Prompts:
     """The prompts of rows, in the order of the file.
 
-    num_left_out, first_left_out: rows that have no answer after a prompt, and the file and line of one of them.
+    num_left_out, first_left_out: rows without an answer after a prompt, and the file and line of one of them.
     """
 
     prompts: list[Prompt]
@@ -48,7 +48,7 @@ class Prompts:
 
 @dataclass(eq=False)
 class PromptDataset(Dataset[list[Prompt]]):
-    """Maps a list of conversation indices to their prompts; a sample whose tokens are all labels is one as a whole."""
+    """Maps conversation indices to their prompts; a sample whose tokens are all labels is a prompt as a whole."""
 
     conversations: Sequence[Sequence[TokenRow]]
 
@@ -61,10 +61,10 @@ class PromptDataset(Dataset[list[Prompt]]):
 
 
 def prompt_of(sample: TokenRow) -> Prompt | None:
-    """The tokens before the last run of labels, and that run. None if the labels begin with the first token.
+    """Split a sample into the tokens before its last run of labels, and that run. None if labels begin at once.
 
     Labels of `[-100, -100, 7, -100, 8, 9]` are a prompt of four tokens and the target `[8, 9]`. Without labels every
-    token is of the prompt.
+    token belongs to the prompt.
     """
     labelled = sample.labels != IGNORE_INDEX
     end = len(labelled) - int(labelled[::-1].argmax()) if labelled.any() else len(labelled)
@@ -76,11 +76,11 @@ def prompt_of(sample: TokenRow) -> Prompt | None:
 def choose_prompts(
     conversations: Sequence[Sequence[TokenRow]], num_samples: int | None, seed: int, cut_length: int | None = None
 ) -> Prompts:
-    """The last answer of each conversation, or of `num_samples` of them, drawn by the seed.
+    """Return the last answer of each conversation, or of `num_samples` of them, drawn by the seed.
 
     cut_length: samples of this length may have lost the end of their answer, and are left out; None if none was cut.
 
-    Rows are drawn until there are enough, so those left out are of the rows that were looked at.
+    Rows are drawn until there are enough, so the counts of those left out cover only the rows that were drawn.
     """
     drawn = np.random.default_rng([seed, 0x6E]).permutation(len(conversations))
     found: dict[int, Prompt] = {}
@@ -100,14 +100,14 @@ def choose_prompts(
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> set[int]:
-    """The special tokens that end the targets; without targets, the one that ends an answer in the chat template."""
+    """Return the special tokens that end the targets; without targets, the one that ends an answer in the template."""
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     last = {int(prompt.target_ids[-1]) for prompt in prompts if len(prompt.target_ids)}
     return special & (last or _last_of_a_turn(tokenizer))
 
 
 def _last_of_a_turn(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Nothing for a tokenizer without a chat template, or with one that cannot render two plain turns."""
+    """Return the token that ends a turn; empty without a chat template that can render two plain turns."""
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     try:
         _, target = Conversation(tokenizer, turns, "", {}).prompt_and_target(1, 2)

@@ -1,4 +1,4 @@
-"""Token rows of a file: how one is read, the checks before training on it, and counts of what became of the rows."""
+"""Token rows of a file: how one is read, the checks before training on it, and counts of what happened to the rows."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ LARGEST_WEIGHT = 3e38  # what float32 holds; a comparison with NaN is false
 
 
 def sample_from_tokens(fields: dict[str, Any], where: str, completion_only_loss: bool = True) -> TokenRow:
-    """A sample from a row's own token columns.
+    """Make a sample of a row's own token columns.
 
-    fields: as `read_token_row` takes them, as plain as JSON has them. Tokens at the ends whose `attention_mask` is 0
+    fields: as `read_token_row` takes them, of JSON's types. Tokens at the ends whose `attention_mask` is 0
         are padding, and are left out.
     where: file and line, for the error.
     completion_only_loss: whether `completion_mask` counts, as in TRL.
@@ -44,7 +44,7 @@ def sample_from_tokens(fields: dict[str, Any], where: str, completion_only_loss:
 
 
 def check_vocabulary(sample: TokenRow, vocab_size: int) -> None:
-    """Raises DataError at the first token id or label that is outside the vocabulary."""
+    """Raise DataError at the first token id or label that is outside the vocabulary."""
     known = f"the vocabulary (0..{vocab_size - 1})"
     is_ignored = sample.labels == IGNORE_INDEX
     for what, ids, allowed, fault in (
@@ -62,7 +62,7 @@ class TooLongError(DataError):
 
 
 def _plain(values: object, name: str, where: str) -> list[Any] | tuple[Any, ...]:
-    """A column of Python numbers; NumPy would read text, and take a truth value for a number."""
+    """Return a column of Python numbers; NumPy would read text, and take a truth value for a number."""
     kinds: tuple[type, ...]
     limit: float
     what, kinds, limit = "integers", (int,), 2**63
@@ -78,7 +78,7 @@ def _plain(values: object, name: str, where: str) -> list[Any] | tuple[Any, ...]
 
 
 def check_unweighted(fields: dict[str, Any], where: str) -> None:
-    """Refuse weights and advantages of tokens that are not known here, so that they are not ignored."""
+    """Refuse weights and advantages of tokens in formats that do not read them, so that they are not ignored."""
     for name in (*WEIGHT_NAMES, "advantages"):
         value = fields.get(name)
         if isinstance(value, list | tuple | np.ndarray) or (name == "loss_weights" and value is not None):
@@ -144,7 +144,7 @@ class EncodeReport:
                 setattr(self, name, getattr(self, name) + value)
 
     def lines(self) -> list[str]:
-        """What was left out, for the log: a total and the first few."""
+        """List what was left out, for the log: a total and the first few."""
         if not self.num_bad_rows:
             return []
         shown = [f"  skipped {text}" for text in self.bad_rows]
@@ -154,7 +154,7 @@ class EncodeReport:
     def __str__(self) -> str:
         counts = {
             "bad rows skipped": self.num_bad_rows,
-            "rows keep a system turn of their own": self.num_own_system,
+            "rows have their own system turn": self.num_own_system,
             "rows without the nulls that their table had put into tools or arguments": self.num_filled,
             "samples dropped for their length": self.num_dropped_samples,
             "samples truncated": self.num_truncated_samples,

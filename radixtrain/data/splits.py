@@ -1,4 +1,4 @@
-"""The files of a split -> its conversations: tokenised once a machine, alike on every rank, split for validation."""
+"""The files of a split -> its conversations, tokenised once per machine and the same on every rank; validation."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ ROWS_LOOKED_AT = 32  # for a template that rewrites history
 
 
 def encoder_of(settings: Any, unlabelled: bool = False) -> ChatEncoder:
-    """What renders and tokenises the rows. settings: of an `SFTData`."""
+    """Make the encoder that renders and tokenises the rows. settings: of an `SFTData`."""
     if settings.model_name_or_path is None:
-        raise UserError("data.model_name_or_path is missing: whose tokenizer reads the rows?")
+        raise UserError("data.model_name_or_path is missing: name the model whose tokenizer reads the rows")
     tokenizer = load_tokenizer(settings.model_name_or_path, settings.chat_template_path)
     return (UnlabelledEncoder if unlabelled else ChatEncoder)(
         tokenizer,
@@ -60,19 +60,19 @@ def encoder_of(settings: Any, unlabelled: bool = False) -> ChatEncoder:
 
 
 def encoder_for(source: Source, encoder: ChatEncoder) -> ChatEncoder:
-    """The encoder with the system prompt of a source, if that has one of its own."""
+    """Return the encoder with the system prompt of a source, if the source has its own."""
     own = source.system_prompt
     return encoder if own is None else replace(encoder, system_prompt=_system_prompt(own))
 
 
 def is_file_of_text(value: str) -> bool:
-    """Whether a `system_prompt` is the name of a file, and no text."""
+    """Return whether a `system_prompt` is the name of a file, and not a text."""
     path = os.path.expanduser(value)
     return value.endswith(PROMPT_FILES) or (os.path.exists(path) and not os.path.isdir(path))  # a pipe is refused
 
 
 def _system_prompt(value: str | None) -> str:
-    """The text, or that of the file if it is the name of one."""
+    """Return the text, or the content of the file that it names."""
     if not value or not is_file_of_text(value):
         return value or ""
     kind = f"a file of text: one that is there, or ends in {', '.join(PROMPT_FILES)}"
@@ -85,7 +85,7 @@ def _system_prompt(value: str | None) -> str:
 def load_split(
     files: Any, settings: Any, key: str, unlabelled: bool = False, is_first: bool = True
 ) -> tuple[Corpus, EncodeReport]:
-    """The conversations of a split, and what became of its rows.
+    """Load the conversations of a split, and report what happened to its rows.
 
     files: what the configuration names: a path, or a list of paths and of sources with a weight.
     settings: of an `SFTData`.
@@ -124,12 +124,12 @@ def load_split(
 
 
 def _trained_turns(part: Part, train_on: str) -> Part:
-    """The turns of a source that are trained; one line in the log if some are not."""
+    """Select the turns of a source that are trained; one line in the log if some are not."""
     store = part.conversations
     if train_on == "last_turn":
         is_chosen, reason = last_turns(store), "are not the last of their row"
     else:
-        is_chosen, reason = distinct_turns(store), "stand in another row too, after the same messages"
+        is_chosen, reason = distinct_turns(store), "occur in another row too, after the same messages"
     num_left_out = len(is_chosen) - int(is_chosen.sum())
     if not num_left_out:
         return part
@@ -143,7 +143,7 @@ def _trained_turns(part: Part, train_on: str) -> Part:
 
 
 def take_validation(corpus: Corpus, size: float, seed: int) -> tuple[Corpus, Corpus]:
-    """The conversations that stay, and those that are taken for validation, drawn by the seed; both in file order.
+    """Split off conversations for validation, drawn by the seed; both parts keep the order of the file.
 
     size: a share below 1, or a number of conversations. UserError if one side would be empty.
     """
@@ -162,15 +162,15 @@ def _stops(model_name_or_path: str, encoder: ChatEncoder) -> set[int]:
 
 
 def _vocab_size(model_name_or_path: str) -> int:
-    """Rows of the model's embedding. A token id outside of it raises IndexError, and on CUDA the device is lost."""
+    """Return the rows of the model's embedding. A larger token id raises IndexError, or on CUDA loses the device."""
     return int(read_config(model_name_or_path).get_text_config().vocab_size)
 
 
 def read_together(read: Callable[[bool], tuple[Corpus, EncodeReport]], key: str) -> tuple[Corpus, EncodeReport]:
-    """What `read` returns here. Every rank calls this; a single process just reads.
+    """Return what `read` returns here. Every rank calls this; a single process just reads.
 
     Rank 0 reads first, and writes the tokens. Then the first rank of every other machine does, since its cache may be
-    another folder. The rest find what was written, or tokenise by themselves.
+    another folder. The other ranks find what was written, or tokenise themselves.
 
     read: `load_split` of the same rows on every rank; receives whether this rank is the first one of its machine.
     key: the key that names the files, for errors.

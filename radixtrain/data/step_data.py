@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 class SharingAcross(NamedTuple):
-    """What a model and its strategy say of prefixes that are kept from one micro-batch to the next.
+    """Whether a model and its strategy allow prefixes to be kept from one micro-batch to the next.
 
-    refused: why they cannot be; None if they can. holds_graph: of `StepCollator`, in training and in evaluations, which
+    refused: why they do not; None if they do. holds_graph: of `StepCollator`, in training and in evaluations, which
         have no graph.
     """
 
@@ -51,7 +51,7 @@ class StepData:
         self.settings = settings
         self.conversations: dict[str, Corpus] = {}
         self.reports: dict[str, EncodeReport] = {}
-        """What became of the rows of each split; of `val_size`, before it was taken out."""
+        """What happened to the rows of each split; with `val_size`, before the validation rows were taken out."""
         self.step_cost: Callable[[], StepCost | None] | None = None
         """What `min_shared_tokens: auto` chooses by; a `RadixModule` sets it. None: every branch is taken."""
         self.across: Callable[[], SharingAcross] | None = None
@@ -59,7 +59,7 @@ class StepData:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether every epoch has the order of the first one."""
+        """Return whether every epoch has the order of the first one."""
         return False
 
     def setup(self, stage: str) -> None:
@@ -83,21 +83,21 @@ class StepData:
             raise UserError(f"data.{needed}_file is missing: name the file to {stage} on")
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Load it, with the chat template of the configuration."""
+        """Load the tokenizer, with the chat template of the configuration."""
         assert self.settings.model_name_or_path is not None
         return load_tokenizer(self.settings.model_name_or_path, self.settings.chat_template_path)
 
     def encoder(self, unlabelled: bool = False) -> ChatEncoder:
-        """What renders and tokenises the rows; unlabelled: of `predict`, for rows without answers."""
+        """Make the encoder of the rows; unlabelled: of `predict`, for rows without answers."""
         return encoder_of(self.settings, unlabelled)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps in an epoch of training."""
+        """Count the optimizer steps in an epoch of training."""
         return len(self.sampler_of("train"))
 
     def step_collator(self, merge_labels: bool = True) -> StepCollator:
-        """What makes a whole optimizer step of sequences. Calls `step_cost`.
+        """Make the collator of a whole optimizer step of sequences. Calls `step_cost`.
 
         With several ranks, each calls it. In training each rank collates only its share, see `_share_collator`.
 
@@ -117,7 +117,7 @@ class StepData:
         )
 
     def _sharing_across(self) -> dict[str, Any]:
-        """Arguments of a `StepCollator`. UserError if sharing across micro-batches is needed and refused."""
+        """Return arguments of a `StepCollator`. Raises UserError if it has to share across micro-batches and cannot."""
         assert self.across is not None
         refused, holds_graph, _ = self.across()
         wanted, max_tokens = self.settings.share_across_micro_batches, self.settings.max_tokens * ranks().sp_size
@@ -130,21 +130,21 @@ class StepData:
         return {}
 
     def features_of_step(self, index: int) -> list[dict[str, Any]]:
-        """The sequences of an optimizer step of the first epoch of training, before they are cut and collated."""
+        """Return the sequences of a training step of the first epoch, before they are cut and collated."""
         indices = self.train_steps()[index]
         return features_of(sample for each in indices for sample in self.conversations["train"][each])
 
     def train_steps(self) -> list[list[int]]:
-        """The conversations of each optimizer step of the first epoch, by index."""
+        """List the conversations of each optimizer step of the first epoch, by index."""
         return list(self.sampler_of("train"))
 
     def train_order(self) -> IntArray:
-        """The conversations of the first epoch, by index, in the order in which they are cut into steps."""
+        """Return the conversations of the first epoch, by index, in the order in which they are cut into steps."""
         return self.sampler_of("train").order()
 
     @cached_property
     def _grouping(self) -> GroupedOrder | None:
-        """What draws the training steps; None for a plain shuffle. Reads every conversation once."""
+        """Return the order that draws training steps; None for a plain shuffle. Reads every conversation once."""
         settings = self.settings
         order = grouped_order(self.conversations["train"], settings.batch_size, settings.group_by_prefix, settings.seed)
         if order is not None and settings.group_by_prefix is True:
@@ -152,7 +152,7 @@ class StepData:
         return order
 
     def sampler_of(self, split: str) -> StepSampler:
-        """Only training steps are shuffled, grouped and weighted."""
+        """Make the sampler of a split. Only training steps are shuffled, grouped and weighted."""
         corpus, settings = self.conversations[split], self.settings
         if split != "train":
             return StepSampler(len(corpus), settings.batch_size, shuffle=False, seed=settings.seed)

@@ -1,7 +1,6 @@
-"""Optimizer steps as a data set: which conversations make a step, and with which step a resumed run goes on.
+"""Optimizer steps as a data set: which conversations make a step, and with which step a resumed run continues.
 
-`data.group_by_prefix` brings conversations with a common prompt into one step; here is what r that order and others
-reach, too.
+`data.group_by_prefix` brings conversations with a common prompt into one step; r of any order is predicted here too.
 """
 
 from __future__ import annotations
@@ -25,26 +24,26 @@ from radixtrain.tree.groups import PrefixGroups, find_prefix_groups
 
 Conversations = Sequence[Sequence[TokenRow]]
 FAR_BELOW = 0.8
-"""An order is far below what the data could give if it reaches less than this part of it."""
+"""An order shares far less than the data allow if it reaches less than this part of the best r."""
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """r of the order that a run has, and r that `group_by_prefix: true` would reach on the same data."""
+    """The r of the order that a run has, and the r that `group_by_prefix: true` would reach on the same data."""
 
     r: float
     grouped_r: float
 
     @property
     def hint(self) -> str | None:
-        """A sentence for the log, if the order of the run is far below the other one."""
+        """Return a sentence for the log, if the order of the run is far below the other one."""
         if self.r >= FAR_BELOW * self.grouped_r:
             return None
         return f"r is {self.r:.1f}; data.group_by_prefix: true would give about {self.grouped_r:.1f}"
 
 
 class Expected(NamedTuple):
-    """r, tokens of the samples per computed token; and tokens of whole chats for each of them, see `whole_chats`."""
+    """r, tokens of the samples per computed token; and tokens of whole chats per computed token, see `whole_chats`."""
 
     r: float
     whole_share: float
@@ -57,11 +56,11 @@ def expected_r(
     num_ranks: int = 1,
     keeping: Keeping | None = None,
 ) -> Expected:
-    """What these steps are expected to share.
+    """Predict how much these steps share.
 
     batches: the conversations of each step, by index.
     max_tokens: unique tokens of a micro-batch, by which a step is cut; None if it is not.
-    num_ranks: ranks that share out each step. keeping: of the `StepCollator`.
+    num_ranks: ranks that divide each step. keeping: of the `StepCollator`.
 
     Each conversation is read once for each time that it is listed. What changes r by little is not taken into account,
     see `ratio_of_batches`.
@@ -80,17 +79,16 @@ def expected_r(
 
 
 def whole_chats(samples: Sequence[TokenRow]) -> list[tuple[int, int]]:
-    """(tokens, labels) of each sequence that a trainer on whole chats has of a conversation.
+    """Count (tokens, labels) of each sequence that a trainer on whole chats has of a conversation.
 
-    Of a chat that is split into its turns this is one, as long as the last turn with all before it. Anything else is
-    there as it is.
+    A chat that is split into its turns is one sequence: the last turn with all before it. Others count one by one.
     """
     counts = [(len(sample.input_ids), sample.num_labels) for sample in samples]
     return [(counts[-1][0], sum(labels for _, labels in counts))] if is_split(samples) else counts
 
 
 def is_split(samples: Sequence[TokenRow]) -> bool:
-    """Whether these are the turns of a chat: each ends with its labels, unlike most branches of an agent's run."""
+    """Return whether these are the turns of a chat: each ends with its labels, unlike most branches of a run."""
     return len(samples) > 1 and all(
         len(labelled := np.flatnonzero(sample.labels != IGNORE_INDEX))
         and labelled[-1] - labelled[0] == len(labelled) - 1 == len(sample.labels) - 1 - labelled[0]
@@ -105,7 +103,7 @@ def grouped_order(
     seed: int,
     groups: PrefixGroups | None = None,
 ) -> GroupedOrder | None:
-    """What draws the steps of an epoch, or None for a plain shuffle.
+    """Return the order that draws the steps of an epoch, or None for a plain shuffle.
 
     group_by_prefix: conversations of a prompt that stay together in a step. True chooses, see `GroupedOrder.choose`.
         False and 1 are a plain shuffle, and so is True if a plain shuffle is good enough.
@@ -124,7 +122,7 @@ def grouped_order(
 
 
 def conversation_groups(conversations: Conversations) -> PrefixGroups:
-    """Groups of conversations that begin alike, by the last sample of each, which has the most of its history."""
+    """Group conversations that begin alike, by the last sample of each, which has the most of its history."""
     return find_prefix_groups(conversations[index][-1].input_ids for index in range(len(conversations)))
 
 
@@ -135,7 +133,7 @@ class StepDataset(Dataset[Step]):
     conversations: samples of each; the samples of one conversation are drawn together.
     collator: cuts and collates.
 
-    A step knows the file and line that each of its sequences came from.
+    A step records the file and line of each of its sequences.
     """
 
     conversations: Sequence[Sequence[TokenRow]]
@@ -155,13 +153,13 @@ class StepDataset(Dataset[Step]):
 
 
 def features_of(samples: Iterable[TokenRow], weighted: bool = True) -> list[dict[str, Any]]:
-    """Samples as a collator takes them. weighted: False without loss weights, which no log-probability depends on."""
+    """Return samples as a collator takes them. weighted: False without loss weights, for log-probabilities."""
     return [(sample if weighted else replace(sample, loss_weights=None)).columns for sample in samples]
 
 
 @dataclass(eq=False)
 class StepSampler(Sampler[list[int]]):
-    """Lists of conversation indices, one for each step. The order depends only on `seed` and the number of the epoch.
+    """Yields lists of conversation indices, one for each step. The order depends only on `seed` and the epoch.
 
     num_conversations, batch_size: in conversations; the last step of an epoch may hold fewer.
     shuffle: a new permutation each epoch; otherwise the order of the file.
@@ -185,13 +183,13 @@ class StepSampler(Sampler[list[int]]):
         return -(-size // self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The iterator of a list, not a generator: `start` is for one pass only, so it is read now."""
+        """Return the iterator of a list, not a generator: `start` is for one pass only, so it is read now."""
         order = self.order()
         firsts = range(self.start * self.batch_size, len(order), self.batch_size)
         return iter([order[first : first + self.batch_size].tolist() for first in firsts])
 
     def order(self) -> IntArray:
-        """The conversations of this epoch, in the order in which they are cut into steps."""
+        """Return the conversations of this epoch, in the order in which they are cut into steps."""
         generator = np.random.default_rng([self.seed, self.epoch])
         indices = np.arange(self.num_conversations) if self.weights is None else draw_epoch(self.weights, generator)
         if not self.shuffle:
@@ -199,20 +197,19 @@ class StepSampler(Sampler[list[int]]):
         return generator.permutation(indices) if self.grouping is None else self.grouping.draw(indices, generator)
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by Lightning at the start of every epoch."""
+        """Set the epoch; Lightning calls this at the start of every epoch."""
         self.epoch = 0 if self.is_fixed else epoch
 
 
 class StepLoader:
-    """A DataLoader over steps, or over the prompts of each, that counts how many it handed out, so that a resumed run
-    goes on with the next one.
+    """A DataLoader over steps, or over their prompts, that counts them, so that a resumed run takes the next one.
 
     Lightning stores `state_dict()` in its checkpoints, and sets the epoch of `sampler`. A resumed run does not read the
     steps that it skips: the sampler starts later. A wrapper and not a subclass, because Lightning rebuilds DataLoaders
     around their sampler.
     """
 
-    batch_sampler = None  # Lightning's `predict` asks for it
+    batch_sampler = None  # Lightning's `predict` reads it
 
     def __init__(self, dataset: StepDataset | PromptDataset, sampler: StepSampler, **options: Any):
         self.sampler = sampler
@@ -224,7 +221,7 @@ class StepLoader:
 
     @property
     def _iterator(self) -> Any:
-        """Return the loader's, by the name by which Lightning finds workers that outlive an epoch, to end them."""
+        """Return the loader's iterator; Lightning looks for this name to end workers that outlive an epoch."""
         return self.loader._iterator
 
     @_iterator.setter
@@ -251,7 +248,7 @@ class StepLoader:
 
 
 def draw_epoch(weights: np.ndarray, generator: np.random.Generator) -> IntArray:
-    """Indices of the conversations of an epoch, in rising order; each as often as its weight says on average.
+    """Draw the conversations of an epoch, in rising order; each as often as its weight says on average.
 
     weights: (num_conversations,), float64, not negative. 2.0: twice in every epoch; 0.25: a quarter of the
         conversations of this weight, drawn anew for every epoch.
@@ -264,11 +261,11 @@ def draw_epoch(weights: np.ndarray, generator: np.random.Generator) -> IntArray:
 
 
 def epoch_size(weights: np.ndarray) -> int:
-    """Conversations in an epoch, the same for every epoch."""
+    """Count the conversations in an epoch, the same for every epoch."""
     return int(np.floor(weights).sum()) + sum(size for _, size in _parts(weights))
 
 
 def _parts(weights: np.ndarray) -> list[tuple[float, int]]:
-    """The fractions that weights have, and how many of the conversations with each come once more."""
+    """Return the fractions that weights have, and how many conversations with each come once more."""
     parts, counts = np.unique(weights % 1, return_counts=True)
     return [(part, round(part * count)) for part, count in zip(parts.tolist(), counts.tolist(), strict=True) if part]

@@ -1,4 +1,4 @@
-"""Rows whose last token is all that is read: a query to rerank, a text to embed. They need no answer."""
+"""Rows of which only the last token is read: a query to rerank, a text to embed. They need no answer."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from radixtrain.errors import DataError
 
 @dataclass(frozen=True)
 class UnlabelledEncoder(ChatEncoder):
-    """A `ChatEncoder` that makes one sample of each row, with or without labels. Its keys decide where the sample ends:
+    """A `ChatEncoder` that makes one sample of each row, with or without labels. A row's keys decide where it ends:
 
     - a chat, in `messages` or otherwise: after the generation prompt, at which the model would answer; or after the end
         token of the last message, if that is the assistant's;
     - `prompt` without `completion`: after its last token, for text; as `messages`, for messages;
     - `prompt` and `completion`: after the completion and its end token, as in training;
-    - `text`: after its last token, or an end token if the tokenizer adds one by itself, as an embedding model's may;
+    - `text`: after its last token, or an end token if the tokenizer adds one itself, as an embedding model's may;
     - `input_ids`: after the last one.
 
     `assistant_only_loss`, `completion_only_loss` and `split_turns` have no effect.

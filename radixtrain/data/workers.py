@@ -1,12 +1,11 @@
-"""DataLoader workers end with their run, and by nothing else: a signal to the whole process group does not reach them.
+"""DataLoader workers end only with their run: a signal to the whole process group does not reach them.
 
 `timeout`, systemd, schedulers and a terminal send a signal to every process of a run. The run wants to finish its step
 and save; with workers that die first it cannot. They start with these signals blocked, which a process inherits. If the
 run itself is killed, each worker notices that its parent is gone.
 
-And they begin. Before 3.11.10, Python does not renew a lock of its own after a fork (gh-112275): if another thread
-holds it at that moment, the new process waits for ever, and the run for it. A thread of gloo takes it when it lets go
-of a tensor.
+They also have to begin. Before 3.11.10, Python does not renew one of its locks after a fork (gh-112275): if another
+thread holds it then, the new process and the run wait forever. A thread of gloo takes it when it releases a tensor.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ logger = logging.getLogger(__name__)
 OUT_OF_FILES, OUT_OF_SHARED_MEMORY, LOST = errno.EMFILE, errno.ENOSPC, 1
 
 MAY_HANG = sys.version_info < (3, 11, 10)  # in a fork
-SECONDS_TO_BEGIN = 10.0  # for a new process, which takes milliseconds; twice as long each time that it does not begin
+SECONDS_TO_BEGIN = 10.0  # for a new process, which takes milliseconds; doubled each time that it does not begin
 
 BLOCKED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
 
 
 @contextmanager
 def blocked_signals() -> Iterator[None]:
-    """Processes and threads that start inside never receive SIGTERM, SIGHUP, SIGINT or SIGUSR1.
+    """Block SIGTERM, SIGHUP, SIGINT and SIGUSR1 in processes and threads that start within.
 
-    A signal for this process that comes meanwhile is delivered on the way out. What is left of the workers when Python
-    ends is killed: torch terminates a worker that does not end by SIGTERM, and then multiprocessing waits for it.
+    A signal for this process that comes meanwhile is delivered on the way out. Workers that remain when Python ends
+    are killed: torch terminates a worker that does not end by SIGTERM, and then multiprocessing waits for it.
     """
     _kill_workers_at_exit()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
@@ -56,12 +55,12 @@ def blocked_signals() -> Iterator[None]:
 
 
 def worker_context() -> ForkContext | None:
-    """Return the `multiprocessing_context` whose processes begin; None where Python's own does for that."""
+    """Return the `multiprocessing_context` whose processes begin; None if Python's own does."""
     return _Context() if MAY_HANG and multiprocessing.get_start_method() == "fork" else None
 
 
 class _Process(ForkProcess):
-    """Writes into a pipe, its `begun`, before anything else: then its parent knows that it is through the fork."""
+    """Writes into a pipe, its `begun`, before anything else, so that its parent knows that the fork is over."""
 
     begun: tuple[int, int]
 
@@ -102,13 +101,13 @@ class _Context(ForkContext):
 
 
 def end_with_parent(worker: int = 0) -> None:
-    """Called in a worker, for instance as the `worker_init_fn` of a DataLoader: end it when its run was killed.
+    """End a worker when its run was killed. Called in it, for instance as the `worker_init_fn` of a DataLoader.
 
-    torch asks a worker who its parent is, which is too late for one whose parent was killed while it started: it would
-    wait for ever. And the parent may be a server that forks for the run. A thread waits for the run itself.
+    torch reads the parent's id in the worker, which is too late if the parent was killed while it started: the worker
+    would wait forever. And the parent may be a server that forks for the run. A thread waits for the run itself.
 
-    It ends, too, when it cannot hand a batch over: multiprocessing would drop that, and the run wait for it for ever.
-    And when it is out of file handles: a traceback for each connection that it cannot take would come without end.
+    The worker also ends when it cannot hand a batch over: multiprocessing would drop it, and the run would wait
+    forever. It ends when it is out of file handles too: otherwise tracebacks for refused connections would never stop.
     """
     queue: Any = Queue
     report = queue._on_queue_feeder_error
@@ -136,14 +135,14 @@ def _lose(error: object, report: Callable[[], object]) -> None:
 
 
 def _end(code: int) -> None:
-    """End this worker once its run listens: torch learns no exit code of one that ends as soon as it has begun."""
+    """End this worker once its run listens: torch gets no exit code of a worker that ends as soon as it has begun."""
     time.sleep(1.0)
     os._exit(code)
 
 
 @cache
 def _kill_workers_at_exit() -> None:
-    """Registered once, and after multiprocessing has registered that it waits, so that this runs before it."""
+    """Register the kill once, after multiprocessing has registered that it waits, so that this runs before it."""
     atexit.register(_kill_daemons)
 
 

@@ -1,9 +1,9 @@
-"""A radix tree over token ids that knows which key/value rows of a prefix are computed already.
+"""A radix tree over token ids that records which key/value rows of a prefix are computed already.
 
     cache = RadixCache(max_tokens=100_000)
     node, slots = cache.match_prefix(prompt)             # rows that exist: compute none of them again
     cache.lock(node)                                     # none of them is evicted from here on
-    new = cache.reserve(len(prompt) - len(slots))        # where to write the others; evicts what was not used for long
+    new = cache.reserve(len(prompt) - len(slots))        # where to write the others; evicts what was not used recently
     ...                                                  # compute them; if that fails: cache.cancel(new)
     end = cache.insert(prompt, np.append(slots, new))
     cache.unlock(node)
@@ -43,16 +43,16 @@ class CacheFull(UserError):
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A run of tokens that all sequences through here have in common.
+    """A run of tokens that all sequences through this node share.
 
     tokens: (n,), int64. n is 0 for the root only.
     slots: (n,), int64. where the rows of these tokens are.
     parent: the node above. None for the root, and for a node that left the tree.
     children: the nodes below, by their first token.
     locks: locks on this node and on all those below it.
-    own_locks: those on this node itself.
-    last_used: the lookup or insertion that was here last, counted from 1.
-    queued: whether the `LeafQueue` has it.
+    own_locks: locks on this node itself.
+    last_used: number of the last lookup or insertion that passed here, counted from 1.
+    queued: whether it is in the `LeafQueue`.
     """
 
     tokens: IntArray
@@ -69,13 +69,13 @@ class Node:
 
     @property
     def evictable(self) -> bool:
-        """A leaf of the tree without locks."""
+        """Return whether this is a leaf of the tree without locks."""
         return self.parent is not None and not self.children and not self.locks
 
     def split(self, length: int) -> Node:
-        """A new node for the first `length` tokens. This one keeps the others, and stays the end of its path.
+        """Make a new node for the first `length` tokens. This one keeps the others, and remains the end of its path.
 
-        Who holds locks on this node holds them on the new one too.
+        Locks on this node hold for the new one too.
         """
         assert self.parent is not None and 0 < length < len(self.tokens)
         upper = Node(self.tokens[:length], self.slots[:length], self.parent, locks=self.locks, last_used=self.last_used)
@@ -88,9 +88,9 @@ class Node:
 class LeafQueue:
     """Leaves without locks, to be evicted in the order of their last use.
 
-    A leaf stands here once, by the time at which it was added. Times only grow: `pop` moves one that was used since
-    back to its new time, and drops one that is locked or has children by now, so that neither lookups nor locks touch
-    the queue. Whoever makes a node evictable adds it.
+    A leaf is queued once, under the time at which it was added. Times only grow: `pop` requeues a leaf that was used
+    since, and drops one that is locked or has children by now, so that neither lookups nor locks touch the queue. Code
+    that makes a node evictable adds it.
     """
 
     def __init__(self) -> None:
@@ -98,13 +98,13 @@ class LeafQueue:
         self._serial = counted_up()  # nodes themselves have no order
 
     def add(self, node: Node) -> None:
-        """Adds a node if it is evictable and not here yet."""
+        """Add a node if it is evictable and not queued yet."""
         if node.evictable and not node.queued:
             node.queued = True
             heapq.heappush(self._heap, (node.last_used, next(self._serial), node))
 
     def pop(self) -> Node | None:
-        """Takes out the leaf whose last use is longest ago; None if all are locked."""
+        """Remove the least recently used leaf and return it; None if all are locked."""
         while self._heap:
             added_at, _, leaf = heapq.heappop(self._heap)
             leaf.queued = False
@@ -137,7 +137,7 @@ class CacheCounters:
 
     @property
     def hit_rate(self) -> float:
-        """Tokens found per token looked up; 0 before the first lookup."""
+        """Return the tokens found per token looked up; 0 before the first lookup."""
         return self.num_hits / self.num_tokens if self.num_tokens else 0.0
 
 
@@ -145,13 +145,12 @@ class RadixCache:
     """A radix tree over token ids. Every node owns the slots of its tokens.
 
     max_tokens: budget of tokens in the tree and reserved slots together; None: no limit.
-    pool: the slots of the store. Slots taken from it directly are outside the tree and the budget: after their release,
-        `shrink`.
+    pool: the slots of the store. Slots taken directly are outside the tree and the budget: `shrink` after a release.
     store: the rows themselves.
     counters: lookups, hits and evictions so far.
 
-    Several threads may call it; `exclusive()` keeps the others out for longer than a call. A copy is empty, since it is
-    for the copy of a model. Raises UserError unless max_tokens is None or a whole number >= 1.
+    Several threads may call it; `exclusive()` keeps the others out for longer than a call. A copy is empty, since it
+    serves the copy of a model. Raises UserError unless max_tokens is None or a whole number >= 1.
     """
 
     def __init__(self, max_tokens: int | None = None):
@@ -169,13 +168,13 @@ class RadixCache:
         self._num_reserved = self._clock = 0
         self._fingerprint: Hashable = None
         self._rlock = RLock()
-        self._plant()
+        self._reset_tree()
 
     def __reduce__(self) -> tuple[type, tuple[int | None]]:
         return type(self), (self.max_tokens,)
 
-    def _plant(self) -> None:
-        """An empty tree."""
+    def _reset_tree(self) -> None:
+        """Start with an empty tree."""
         none = np.zeros(0, dtype=np.int64)
         self.root = Node(none, none, None)
         self._num_cached = self._num_locked = self._num_nodes = 0
@@ -183,37 +182,37 @@ class RadixCache:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the tree and reserved slots: what the budget counts."""
+        """Count the tokens in the tree and the reserved slots, which the budget limits."""
         return self._num_cached + self._num_reserved
 
     @property
     def num_reserved(self) -> int:
-        """Slots reserved and neither inserted nor cancelled yet."""
+        """Count the slots that are reserved and neither inserted nor cancelled yet."""
         return self._num_reserved
 
     @property
     def num_available(self) -> int:
-        """Tokens that `reserve` can have, if it evicts what is not locked."""
+        """Count the tokens that `reserve` can have if it evicts what is not locked."""
         return self._budget - self._num_reserved - self._num_locked
 
     @property
     def num_free(self) -> int:
-        """Tokens that it can have without."""
+        """Count the tokens that `reserve` can have without evictions."""
         return self._budget - self.num_tokens
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the tree, without the root."""
+        """Count the nodes of the tree, without the root."""
         return self._num_nodes
 
     @contextmanager
     def exclusive(self) -> Iterator[RadixCache]:
-        """`with cache.exclusive():` lets no other thread in until the end of the block."""
+        """Keep other threads out until the end of the block: `with cache.exclusive():`."""
         with self._rlock:
             yield self
 
     def match_prefix(self, token_ids: ArrayLike, count: bool = True) -> Match:
-        """The longest cached prefix of `token_ids`, marked as used just now.
+        """Find the longest cached prefix of `token_ids`, and mark it as used just now.
 
         token_ids: (n,), integers.
         count: whether the counters count it as a lookup.
@@ -231,11 +230,11 @@ class RadixCache:
             return match
 
     def reserve(self, count: int, contiguous: bool = False) -> IntArray:
-        """(count,), int64, ascending. Slots for rows that are about to be computed: then `insert` or `cancel` them.
+        """Reserve slots, (count,), int64, ascending, for rows about to be computed: then `insert` or `cancel` them.
 
         contiguous: one run of slots, as a lane needs.
 
-        Evicts as much as the budget asks for. Raises CacheFull, and evicts nothing, if that cannot be had.
+        Evicts as much as the budget requires. Raises CacheFull, and evicts nothing, if that is not possible.
         """
         with self._rlock:
             if count > self.num_available:
@@ -251,20 +250,19 @@ class RadixCache:
             return slots
 
     def cancel(self, slots: IntArray) -> None:
-        """Gives reserved slots back."""
+        """Give reserved slots back."""
         with self._rlock:
             assert self._are_reserved(slots)
             self._num_reserved -= len(slots)
             self._release(slots)
 
     def insert(self, token_ids: ArrayLike, slots: ArrayLike) -> Node:
-        """The node where `token_ids` end, after their rows have become part of the tree.
+        """Make the rows of `token_ids` part of the tree, and return the node where they end.
 
         token_ids, slots: (n,), integers. Where the row of each token is.
 
-        What the tree has already keeps the slots that the tree has. Slots that differ from these are released if they
-        are reserved still: another sequence with the same rows may have been inserted just before. For what is new all
-        must be reserved.
+        Tokens that the tree has already keep their slots. Given slots that differ are released if still reserved:
+        another sequence with the same rows may just have been inserted. Slots of new tokens must all be reserved.
         """
         ids, slots = np.asarray(token_ids, dtype=np.int64), np.asarray(slots, dtype=np.int64)
         with self._rlock:
@@ -278,7 +276,7 @@ class RadixCache:
             return self._add_leaf(node, ids[depth:].copy(), new.copy()) if len(new) else node
 
     def lock(self, node: Node) -> None:
-        """Keeps a node and the path to it from being evicted, until as many calls of `unlock`."""
+        """Keep a node and the path to it from being evicted, until as many calls of `unlock`."""
         with self._rlock:
             assert node.parent is not None or node is self.root, f"{node} was evicted before it was locked"
             node.own_locks += 1
@@ -288,7 +286,7 @@ class RadixCache:
                     self._num_locked += len(above.tokens)
 
     def unlock(self, node: Node) -> None:
-        """Takes one lock of `node` away."""
+        """Remove one lock of `node`."""
         with self._rlock:
             assert node.own_locks, f"{node} was unlocked more often than it was locked"
             node.own_locks -= 1
@@ -299,9 +297,9 @@ class RadixCache:
             self._leaves.add(node)
 
     def evict(self, count: int) -> int:
-        """How many tokens were freed: `count`, or all that is not locked if that is less.
+        """Evict `count` tokens, or all that is not locked if that is less; return how many.
 
-        The leaf that was not used for longest goes first; of the last one only as much of the end as is needed.
+        The least recently used leaf goes first; the last leaf loses only as much of its end as is needed.
         """
         freed = 0
         with self._rlock:
@@ -312,7 +310,7 @@ class RadixCache:
         return freed
 
     def clear(self) -> None:
-        """Empties the tree and the store. RuntimeError if a node is locked or a slot reserved."""
+        """Empty the tree and the store. Raises RuntimeError if a node is locked or a slot reserved."""
         with self._rlock:
             if self.root.locks or self._num_reserved:
                 raise RuntimeError(
@@ -323,13 +321,13 @@ class RadixCache:
             for node in nodes:
                 node.parent, node.children, node.queued = None, {}, False
             self._release(np.concatenate([self.root.slots, *(node.slots for node in nodes)]))
-            self._plant()
+            self._reset_tree()
             self._trim(0)
 
     def shrink(self) -> None:
-        """Gives back the memory beyond the budget, or beyond twice what the tree holds if there is none.
+        """Give back the memory beyond the budget, or without a budget beyond twice what the tree holds.
 
-        For the end of a call that took slots from the pool. What is locked or reserved stays where it is.
+        Called at the end of a call that took slots from the pool. Locked and reserved slots do not move.
         """
         with self._rlock:
             bound = 2 * self.num_tokens if self.max_tokens is None else self.max_tokens
@@ -338,7 +336,7 @@ class RadixCache:
                 self._trim(bound)
 
     def of_model(self, model: nn.Module, what: str = "keys and values") -> None:
-        """Empties the cache if it holds rows of another model, of its earlier weights, or something else of it."""
+        """Empty the cache if it holds rows of another model, of its earlier weights, or of another kind."""
         with self._rlock:
             holds, found = self._fingerprint, (what, fingerprint(model))
             if holds is not None and holds != found:
@@ -349,14 +347,14 @@ class RadixCache:
         return f"RadixCache(max_tokens={self.max_tokens}, num_tokens={self.num_tokens}, num_nodes={self.num_nodes})"
 
     def __str__(self) -> str:
-        """The tree, a node a line: tokens, how many, and the locks if there are any."""
+        """Draw the tree, a node per line: tokens, their number, and the locks if there are any."""
         with self._rlock:
             limit = "no limit" if self.max_tokens is None else f"at most {self.max_tokens}"
             head = f"RadixCache: {self.num_tokens} tokens ({limit}), {self.num_reserved} of them reserved"
             return "\n".join([head, *draw(self.root)])
 
     def _walk(self, ids: IntArray) -> Match:
-        """The longest cached prefix, after the split of the node in which it ends. Marks the path as used."""
+        """Find the longest cached prefix, splitting the node in which it ends. Marks the path as used."""
         self._clock += 1
         node, depth, parts = self.root, 0, [self.root.slots]
         while depth < len(ids) and (child := node.children.get(int(ids[depth]))):
@@ -380,7 +378,7 @@ class RadixCache:
         return leaf
 
     def _cut(self, leaf: Node, length: int) -> None:
-        """Evicts all but the first `length` tokens of a leaf."""
+        """Evict all but the first `length` tokens of a leaf."""
         gone = leaf.slots[length:]
         self._num_cached -= len(gone)
         self.counters.num_evictions += 1
@@ -397,7 +395,7 @@ class RadixCache:
         self._leaves.add(parent)
 
     def _move_below(self, bound: int) -> None:
-        """Moves rows of the tree to free slots below `bound`, as far as nobody else may know where they are."""
+        """Move rows of the tree to free slots below `bound`, unless other code may know where they are."""
         nodes = [node for _, node in nodes_below(self.root) if not node.locks and (node.slots >= bound).any()]
         slots = np.concatenate([self.root.slots, *(node.slots for node in nodes)])
         beyond = slots[slots >= bound]
@@ -422,12 +420,12 @@ class RadixCache:
         self.store.shrink()
 
     def _fit_to_pool(self) -> None:
-        """An entry of `_use` for every slot that the pool has by now."""
+        """Give `_use` an entry for every slot that the pool has by now."""
         new = max(0, self.pool.capacity - len(self._use))
         self._use = np.append(self._use[: self.pool.capacity], np.zeros(new, dtype=np.int8))
 
     def _are_reserved(self, slots: IntArray) -> bool:
-        """Whether all of them are, and none is there twice."""
+        """Return whether all of the slots are reserved and distinct."""
         return bool((self._use[slots] == RESERVED).all()) and len(np.unique(slots)) == len(slots)
 
     def _release(self, slots: IntArray) -> None:
@@ -436,7 +434,7 @@ class RadixCache:
 
 
 def nodes_below(root: Node) -> Iterator[tuple[int, Node]]:
-    """Depth and node, a parent before its children; those of the root have depth 1."""
+    """Yield depth and node, a parent before its children; those of the root have depth 1."""
     stack = [(1, child) for child in reversed(root.children.values())]
     while stack:
         depth, node = stack.pop()
@@ -445,21 +443,21 @@ def nodes_below(root: Node) -> Iterator[tuple[int, Node]]:
 
 
 def num_shared_tokens(one: IntArray, other: IntArray) -> int:
-    """How many tokens two arrays begin with in common."""
+    """Count the common first tokens of two arrays."""
     size = min(len(one), len(other))
     differs = np.flatnonzero(one[:size] != other[:size])
     return int(differs[0]) if len(differs) else size
 
 
 def draw(root: Node) -> Iterator[str]:
-    """A line for each node, indented by its depth: tokens, how many, and the locks if there are any."""
+    """Yield a line for each node, indented by its depth: tokens, their number, and the locks if there are any."""
     for depth, node in nodes_below(root):
         locks = f", {_counted(node.locks, 'lock')}" if node.locks else ""
         yield f"{'  ' * depth}{_shortened(node.tokens)} {_counted(len(node.tokens), 'token')}{locks}"
 
 
 def _shortened(tokens: IntArray) -> str:
-    """The first six tokens and the last two."""
+    """Show the first six tokens and the last two."""
     shown = [*tokens[:6].tolist(), *(["..."] if len(tokens) > 8 else []), *tokens[6:][-2:].tolist()]
     return f"[{', '.join(map(str, shown))}]"
 

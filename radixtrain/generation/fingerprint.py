@@ -1,8 +1,8 @@
-"""A fingerprint of a model's weights: two calls give the same one only if the same model computes the same.
+"""A fingerprint of a model's weights: two are equal only if the same model computes the same.
 
-Rows of a cache are worth nothing once the weights have changed. Whoever changes them need not say so (an optimizer's
-step, `load_state_dict`, `p.data.add_(...)`, another adapter), so that all of them are read. One read costs little
-beside a generation, which reads them once for every token.
+Rows of a cache are useless once the weights have changed. Nothing announces a change (an optimizer's step,
+`load_state_dict`, `p.data.add_(...)`, another adapter), so all weights are read. One read costs little beside a
+generation, which reads them once for every token.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ WORDS = 1 << 20  # words of a tensor that are multiplied at once, off the CPU: 8
 
 
 def fingerprint(model: nn.Module) -> tuple[Hashable, ...]:
-    """What equals another fingerprint unless something changed that the model's keys and values depend on.
+    """Return what equals another fingerprint unless something changed on which the model's keys and values depend.
 
     It contains: the digest, shape, dtype and device of each parameter and buffer; each module, and its attributes that
     are plain values (LoRA's scaling, which adapters are active or merged); which forward hooks it has, since a hook may
     change what a module returns; the configuration; and autocast. It does not depend on the mode (`train`, `eval`), our
     own hooks, gradients, `requires_grad`, or weights of PEFT's adapters while these are disabled. Module attributes
-    that are tensors or functions without being parameters, buffers or modules are not seen, nor is what a hook reads.
+    that are tensors or functions, and what a hook reads, are not covered.
 
     Raises UserError if a tensor is on the meta device. Reads the device once, at the end.
 
@@ -70,7 +70,7 @@ def unread(model: nn.Module) -> Iterator[str]:
 
 
 def _digests(tensors: list[Tensor]) -> tuple[int, ...]:
-    """Digests of the bytes in logical order. 128 bits on the CPU, 64 bits for every WORDS words elsewhere."""
+    """Digest the bytes in logical order: 128 bits on the CPU, 64 bits for every WORDS words elsewhere."""
     digests: list[int] = []
     elsewhere: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
@@ -86,7 +86,7 @@ def _digests(tensors: list[Tensor]) -> tuple[int, ...]:
 
 @cache  # 11 ms of one core, beside every reference pass of a trainer
 def word_factors(device: torch.device) -> Tensor:
-    """(WORDS,), int64. An odd random factor for each place, the same in every call."""
+    """Draw an odd random factor for each place, (WORDS,), int64, the same in every call."""
     factors = torch.randint(-(2**63), 2**63 - 1, (WORDS,), generator=torch.Generator().manual_seed(0)) | 1
     return factors.to(device, non_blocking=True)
 
@@ -94,29 +94,29 @@ def word_factors(device: torch.device) -> Tensor:
 def word_sums(tensor: Tensor, factors: Tensor) -> Iterator[Tensor]:
     """Yield for every WORDS words of 4 bytes the sum of word times factor modulo 2^64, (), int64, on its device.
 
-    One changed word always changes it, because odd factors can be divided by. Several, such as two words that change
-    places, or all signs, leave it as it was with a probability of 2^-32 at most (multilinear hashing).
+    One changed word always changes the sum, because odd factors are invertible. Several, such as two swapped words, or
+    all signs, leave it unchanged with a probability of at most 2^-32 (multilinear hashing).
     """
     for words in _words(tensor, torch.int32).split(len(factors)):
         yield (words * factors[: len(words)]).sum()
 
 
 def _words(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """(n,). The bytes of a tensor in logical order as integers of `dtype`; as uint8 if its size or place forbids it."""
+    """View the bytes of a tensor in logical order, (n,), as integers of `dtype`; as uint8 if that does not fit."""
     flat = tensor.detach().reshape(-1).contiguous()
     fits = flat.nbytes % dtype.itemsize == 0 and flat.storage_offset() * flat.itemsize % dtype.itemsize == 0
     return flat.view(dtype if fits else torch.uint8)
 
 
 def _settings(module: nn.Module) -> Iterator[Hashable]:
-    """Names and values of a module's own attributes that are plain values, or lists and dictionaries of them."""
+    """Yield names and values of a module's own attributes that are plain values, or lists and dictionaries of them."""
     for name, value in vars(module).items():
         if name not in OF_EVERY_MODULE and not name.startswith(OURS) and (plain := _plain(value)) is not None:
             yield name, plain
 
 
 def _configuration(model: nn.Module) -> Hashable:
-    """Hugging Face's, in which the attention function is not: radixtrain replaces it for a while."""
+    """Return Hugging Face's configuration, without the attention function, which radixtrain replaces for a while."""
     to_dict: Any = getattr(getattr(model, "config", None), "to_dict", dict)
     return _plain(to_dict())
 
@@ -127,7 +127,7 @@ def _autocast(device_type: str) -> Hashable:
 
 
 def _plain(value: object) -> Hashable:
-    """A hashable copy of plain values and collections of them; None for what is something else."""
+    """Make a hashable copy of plain values and collections of them; None for anything else."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, PLAIN):

@@ -1,4 +1,4 @@
-"""`generate`: answers to prompts, what they share computed and stored once, and the result that comes back."""
+"""`generate`: answers to prompts, whose shared tokens are computed and stored once, and the result that it returns."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from radixtrain.tree.arrays import IntArray
 
 # Without a batch size. A lane is a private run of slots, for what one sequence does not share.
 MAX_LANES = 256
-LANE_SLOTS = 65_536  # of all lanes, if no batch size is given and answers are not longer than is expected
-EXPECTED_ANSWER = 1_024  # tokens; most answers are shorter than they may be
+LANE_SLOTS = 65_536  # of all lanes, without a batch size and with answers of the expected length
+EXPECTED_ANSWER = 1_024  # tokens; most answers are shorter than the limit
 FIRST_ANSWER = 128  # tokens of an answer that a lane takes before it is made longer
 # Of `str(Generated)`.
 SHOWN_ANSWERS = 10
@@ -39,10 +39,10 @@ SHOWN_TOKENS = 12
 
 @dataclass(frozen=True)
 class GenerationStats:
-    """What the answers took.
+    """What the answers cost.
 
     num_prompt_tokens: of all prompts.
-    num_cached_tokens: of those, found in the cache.
+    num_cached_tokens: prompt tokens found in the cache.
     num_computed_tokens: computed for the prompts; what they share counts once.
     num_new_tokens: of all answers.
     seconds: of the whole call.
@@ -56,7 +56,7 @@ class GenerationStats:
 
     @property
     def r(self) -> float:
-        """Prompt tokens for each computed one; inf if all were cached, nan without prompts."""
+        """Return prompt tokens per computed one; inf if all were cached, nan without prompts."""
         if not self.num_computed_tokens:
             return float("inf") if self.num_prompt_tokens else float("nan")
         return self.num_prompt_tokens / self.num_computed_tokens
@@ -74,11 +74,11 @@ class GenerationStats:
 class Generated:
     """Answers, prompt by prompt: those of prompt i are entries [i n, (i + 1) n), n = `num_return_sequences`.
 
-    prompt_ids: one a prompt.
-    token_ids: one an answer. With the end-of-sequence token if there was one, without padding.
-    texts: one an answer, without special tokens; None without a tokenizer.
-    logprobs: one an answer. Of every token, in nats, under the model itself: temperature 1, before processors.
-    finish_reasons: one an answer. "stop" (end token, stop string, criterion) or "length" (also max_time).
+    prompt_ids: token ids, per prompt.
+    token_ids: per answer, with the end-of-sequence token if there was one, without padding.
+    texts: per answer, without special tokens; None without a tokenizer.
+    logprobs: per answer, of every token, in nats, under the model itself: temperature 1, before processors.
+    finish_reasons: per answer, "stop" (end token, stop string, criterion) or "length" (also max_time).
     """
 
     prompt_ids: list[list[int]]
@@ -90,11 +90,11 @@ class Generated:
     stats: GenerationStats
 
     def __len__(self) -> int:
-        """The number of answers."""
+        """Count the answers."""
         return len(self.token_ids)
 
     def sequences(self, pad_token_id: int) -> Tensor:
-        """What `model.generate` returns, (answers, L), int64: prompts padded on the left, answers on the right."""
+        """Return what `model.generate` returns, (answers, L), int64: prompts padded on the left, answers right."""
         if not isinstance(pad_token_id, int):
             raise UserError(f"pad_token_id: expected a token id to pad with, got {pad_token_id!r}; 0 will do")
         n = self.num_return_sequences
@@ -109,7 +109,7 @@ class Generated:
         return sequences
 
     def __str__(self) -> str:
-        """The first answers, one a line, after a line of counts."""
+        """Show the first answers, one per line, below a line of counts."""
         shown = min(len(self), SHOWN_ANSWERS)
         lines = [f"{len(self)} answers to {len(self.prompt_ids)} prompts: {self.stats}"]
         if shown:
@@ -125,7 +125,7 @@ class Generated:
         return f"{prompt:>6}  {tokens:>6}  {self.finish_reasons[place]:<6}  {logprob:>7.2f}  {self._shown(place)}"
 
     def _shown(self, place: int) -> str:
-        """The text of an answer on one line, or its first token ids."""
+        """Return the text of an answer on one line, or its first token ids."""
         if self.texts is None:
             ids = self.token_ids[place]
             return " ".join(map(str, ids[:SHOWN_TOKENS])) + (" ..." if len(ids) > SHOWN_TOKENS else "")
@@ -163,9 +163,9 @@ def generate(
     chat_template_kwargs: variables of the chat template, for conversations.
     batch_size: sequences that are decoded at once; by default as many as fit 65,536 stored tokens with
         answers of up to 1,024 each, at most 256.
-    cache: a `RadixCache` that later calls go on with: a conversation, an agent. It keeps prompts and answers as long as
+    cache: a `RadixCache` that later calls continue: a conversation, an agent. It keeps prompts and answers as long as
         its budget has room, and is emptied if the weights have changed. By default nothing is kept.
-    seed: of the samples. An answer depends on the seed and its place in the result, not on what is computed beside it.
+    seed: of the samples. An answer depends on the seed and its place in the result, not on the rest of its batch.
         None: torch's generator, as `torch.manual_seed` set it.
     kernel: of the attention, as in `prepare_model`.
 
@@ -207,7 +207,7 @@ def generate(
 
 
 def _limits(requests: Sequence[Request], batch_size: int | None) -> Limits:
-    """How many lanes, and how long they are at first: the tails that they take, and the beginning of an answer."""
+    """Choose the number of lanes and their first length: the tails that they take, and the beginning of an answer."""
     if batch_size is not None and (
         isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer) or batch_size < 1
     ):
@@ -219,9 +219,9 @@ def _limits(requests: Sequence[Request], batch_size: int | None) -> Limits:
 
 
 def _longest_tail(tails: IntArray) -> int:
-    """Tokens of a prompt that a lane should take.
+    """Return the tokens of a prompt that a lane should take.
 
-    Lanes are padded to the longest, and what a lane does not take costs a product of its own: the cheapest is taken.
+    Lanes are padded to the longest, and what a lane does not take costs a product of its own: the cheapest length wins.
     """
     ordered = np.sort(np.maximum(tails, 1))
     longer = len(ordered) - 1 - np.arange(len(ordered))  # tails that are longer than each

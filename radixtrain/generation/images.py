@@ -1,11 +1,11 @@
-"""Images of prompts: the tower computes each distinct one once, and prompts share what stands before and in it.
+"""Images of prompts: the tower computes each distinct one once; prompts share it and the tokens before it.
 
     input_ids  7 <img> <img> 8    images  A    keys  0 1 2 3
                7 <img> <img> 9            A          0 1 2 7
                7 <img> <img> 8            B          0 9 10 11
 
 A key is the first token of the batch that is the same: with the same id or row of an image, at the same positions.
-What tells tokens apart by their ids elsewhere, the plan and the cache of a call, tells them apart by their keys here.
+The plan and the cache of a call, which otherwise compare token ids, compare these keys.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ INSTEAD = "use model.generate"
 
 
 def has_images(prompts: object) -> bool:
-    """Say whether prompts are what a model's processor returns for texts with images."""
+    """Return whether prompts are what a model's processor returns for texts with images."""
     return isinstance(prompts, Mapping) and prompts.get("pixel_values") is not None
 
 
@@ -48,8 +48,8 @@ class PromptImages:
     """The images of B prompts, and their T tokens without padding.
 
     keys: of each prompt, (n,), int64.
-    shifts: (B,), or (B, A) on several axes, int64. How far the positions of an answer are from its places: they go on
-        from the last ones of the prompt, as in `model.generate`.
+    shifts: (B,), or (B, A) on several axes, int64. Offset of an answer's positions from its places: they continue
+        those of the prompt, as in `model.generate`.
     """
 
     tower: Tower
@@ -61,7 +61,7 @@ class PromptImages:
     def read(
         cls, backbone: PreTrainedModel, prompts: Mapping[str, Any], attention_mask: object, device: torch.device
     ) -> PromptImages:
-        """Run the tower, in evaluation mode and without gradients. UserError for what cannot be shared exactly."""
+        """Run the tower, in evaluation mode without gradients. Raises UserError for what cannot be shared exactly."""
         given = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in prompts.items()}
         if not isinstance(given["input_ids"], Tensor):
             raise UserError("prompts with images: expected tensors, as processor(..., return_tensors='pt') makes them")
@@ -85,7 +85,7 @@ class PromptImages:
         return cls(images.tower, images.tokens, keys, shifts)
 
     def inputs_of(self, keys: IntArray, device: torch.device) -> dict[str, Any]:
-        """Return what a pass computes in place of these keys, (U,): ids, positions of several axes, and features."""
+        """Return what a pass computes for these keys, (U,): ids, positions of several axes, and features."""
         inputs: dict[str, Any] = {"input_ids": on_device(self.tokens.ids[keys], device)}
         axes, rows = self.tokens.axes_at(keys), self.tokens.rows_at(keys)
         if axes is not None:

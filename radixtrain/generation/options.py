@@ -1,8 +1,8 @@
 """Generation options: Hugging Face's own, resolved as `model.generate` resolves them.
 
-Every field of `GenerationConfig` stands in one of three tables. USED does here what it does there. WITHOUT_EFFECT is
-ignored there too, in greedy decoding and sampling without an assistant. REFUSED asks for something that generation on a
-radix cache does not do; a value that asks for nothing is let through.
+Every field of `GenerationConfig` is in one of three tables. USED has the same effect as there. WITHOUT_EFFECT is
+ignored there too, in greedy decoding and sampling without an assistant. REFUSED requests something that generation on a
+radix cache does not do; a neutral value passes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ WITHOUT_EFFECT = frozenset(
 
 
 class Refusal(NamedTuple):
-    """neutral: the values that ask for nothing. reason: why any other is refused."""
+    """An option that is refused. neutral: the values that request nothing. reason: why any other is refused."""
 
     neutral: tuple[Any, ...]
     reason: str
@@ -78,7 +78,7 @@ REFUSED = {
     "max_cache_len": Refusal((None,), CACHE),
     "prefill_chunk_size": Refusal((None,), "prompts are computed in batches of `batch_size`"),
     "compile_config": Refusal((None,), "the forward pass is not compiled"),
-    "continuous_batching_config": Refusal((None,), "waiting prompts join by themselves (the argument `batch_size`)"),
+    "continuous_batching_config": Refusal((None,), "waiting prompts join automatically (the argument `batch_size`)"),
     "output_attentions": Refusal((None, False), OUTPUTS),
     "output_hidden_states": Refusal((None, False), OUTPUTS),
     "output_scores": Refusal((False, None), OUTPUTS),
@@ -92,7 +92,7 @@ INSTEAD = {
     "input_ids": "give the prompts as the second argument",
     "inputs_embeds": "give the prompts as token ids",
     "past_key_values": "give a RadixCache as `cache`",
-    "position_ids": "give each prompt by itself; positions count from 0",
+    "position_ids": "give each prompt separately; positions count from 0",
     "streamer": "the answers come when all are finished",
     "assistant_model": ASSISTANT,
     "assistant_tokenizer": ASSISTANT,
@@ -104,14 +104,14 @@ INSTEAD = {
 
 
 def resolve_config(model: nn.Module, generation_config: GenerationConfig | None, **kwargs: object) -> GenerationConfig:
-    """The options of one call: `kwargs`, then `generation_config`, then the model's own, then transformers' defaults.
+    """Merge the options of one call: `kwargs`, then `generation_config`, the model's own, and transformers' defaults.
 
     model: a `PreTrainedModel` or a PEFT model around one.
     generation_config: is copied; a field that is None in it takes the model's value.
     kwargs: fields of `GenerationConfig`. None means what it means to `model.generate`: `top_k=None` keeps all tokens,
         `eos_token_id=None` has no end token.
 
-    Afterwards `max_new_tokens` and `max_length` hold together where both are set: the tighter one counts.
+    In the result both `max_new_tokens` and `max_length` apply if both are set: the tighter one counts.
 
     Raises UserError for an unknown name, a field that is not supported, or a value that transformers refuses.
     """
@@ -140,7 +140,7 @@ def resolve_config(model: nn.Module, generation_config: GenerationConfig | None,
 
 
 def max_length_of(config: GenerationConfig, prompt_lengths: np.ndarray) -> np.ndarray:
-    """The length at which each sequence ends, prompt included.
+    """Return the length at which each sequence ends, prompt included.
 
     config: from `resolve_config`. prompt_lengths: (n,), int64. Returns (n,), int64; shorter than the prompt if
         `max_length` is.
@@ -153,7 +153,7 @@ def max_length_of(config: GenerationConfig, prompt_lengths: np.ndarray) -> np.nd
 
 
 def max_new_tokens_of(config: GenerationConfig, prompt_lengths: np.ndarray) -> np.ndarray:
-    """How many tokens each answer may have, (n,), int64, all at least 1.
+    """Return how many tokens each answer may have, (n,), int64, all at least 1.
 
     config: from `resolve_config`. prompt_lengths: (n,), int64.
 
@@ -182,7 +182,7 @@ def _check_name(name: str) -> None:
 
 
 def _refuse_unsupported(config: GenerationConfig, set_by_caller: set[str], missing: dict[str, Any]) -> None:
-    """set_by_caller: names of fields; any other comes from the model. missing: fields that this transformers lacks."""
+    """Refuse unsupported fields. set_by_caller: names of fields. missing: fields that this transformers lacks."""
     for name, refusal in REFUSED.items():
         value = getattr(config, name, missing.get(name))
         if not any(value is each or value == each for each in refusal.neutral):
@@ -200,17 +200,17 @@ def _refuse_unsupported(config: GenerationConfig, set_by_caller: set[str], missi
 
 
 def _settle_lengths(config: GenerationConfig, base: PreTrainedModel, has_length: bool) -> None:
-    """Choose as `model.generate`: `max_new_tokens`, else `max_length`, else 20 tokens within the model's positions."""
+    """Choose the length as `model.generate`: `max_new_tokens`, else `max_length`, else 20 tokens if positions allow."""
     if config.max_new_tokens is not None:
         config.max_length = None
     elif not has_length or config.max_length is None:
-        own = config._get_default_generation_params()["max_length"]  # 20, beside the prompt
+        own = config._get_default_generation_params()["max_length"]  # 20, without the prompt
         config.max_new_tokens = config.max_length or own
         config.max_length = getattr(base.config, "max_position_embeddings", None)
 
 
 def _check_values(config: GenerationConfig) -> None:
-    """What transformers leaves to its decoding loop."""
+    """Check values that transformers leaves to its decoding loop."""
     if config.num_return_sequences is None:
         config.num_return_sequences = 1
     for name in ("max_new_tokens", "max_length", "num_return_sequences"):

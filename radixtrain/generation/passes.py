@@ -1,9 +1,9 @@
-"""What a forward pass of generation computes, and where it stores it. Host only, until the last lines of each function.
+"""What a forward pass of generation computes, and where it stores it. The last lines of functions use the device.
 
-A pass of prompts computes what the cache does not hold (`Continuations`). One of a token a sequence needs no plan.
+A pass of prompts computes what the cache does not hold (`Continuations`). One of a token per sequence needs no plan.
 
 Rows that several sequences will read at every step are *kept*: their slots belong to the cache, and they are attended
-to in one product. What is too short to be worth a product of its own is computed once too, and copied to the lanes.
+to in one product. What is too short for a product of its own is computed once too, and copied to the lanes.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ FIRST_DRAWS = 64  # numbers for the sampling of an answer; more are drawn when t
 
 @dataclass(eq=False)
 class Request:
-    """An answer to be.
+    """An answer that is requested.
 
     index: its place in the result. rank: its place in sorted order.
     prompt: (n,), int64.
-    keys: (n,), int64. what tells its tokens apart: the ids, or keys of `PromptImages`.
+    keys: (n,), int64. what tokens are compared by: the ids, or keys of `PromptImages`.
     max_new: most tokens of the answer.
     lcp: tokens that the prompt shares with the request before it, in sorted order.
     kept: leading tokens of the prompt that the cache should hold, because other requests read them too.
-    shift: how far the positions of the answer are from its places; (A,) on several axes.
-    draws: (n,), float64 in [0, 1). what its first tokens are sampled with; more are drawn when they are needed.
+    shift: offset of the answer's positions from its places; (A,) on several axes.
+    draws: (n,), float64 in [0, 1). random numbers for its first tokens; more are drawn when they are needed.
 
     While it runs:
 
     node: where its kept tokens end in the cache, locked.
     path: (m,), int64. slots of the kept tokens, the first of the sequence. The others are in its lane.
-    token_ids, logprobs: what was generated.
+    token_ids, logprobs: of the generated tokens.
     finish_reason: as in `Generated`; empty until it is finished.
     """
 
@@ -69,7 +69,7 @@ class Request:
     finish_reason: str = ""
 
     def next_draw(self, chooser: TokenChooser) -> float:
-        """What the next token is sampled with."""
+        """Return the random number for the next token."""
         place = len(self.token_ids)
         if place >= len(self.draws):
             self.draws = chooser.draws(self.index, max(FIRST_DRAWS, 2 * place))  # begins with those before
@@ -82,7 +82,7 @@ class Request:
         self.path = np.concatenate([above.slots for above in path_to_root(node)][::-1])
 
     def release(self, cache: RadixCache) -> None:
-        """Unlock the node; nothing to do if none is held."""
+        """Unlock the node, if one is held."""
         if self.node is not None:
             cache.unlock(self.node)
             self.node = None
@@ -91,7 +91,7 @@ class Request:
 def sorted_requests(
     prompts: Sequence[IntArray], max_new: IntArray, num_samples: int = 1, images: PromptImages | None = None
 ) -> list[Request]:
-    """One for each answer, sorted by the prompts. max_new: of each prompt. num_samples: answers of each prompt."""
+    """Make a request for each answer, sorted by prompt. max_new: per prompt. num_samples: answers per prompt."""
     keys = prompts if images is None else images.keys
     shifts = np.zeros(len(prompts), dtype=np.int64) if images is None else images.shifts
     by_order = sort_sequences(np.concatenate(keys), cumulative(np.array([len(prompt) for prompt in prompts])))
@@ -116,19 +116,19 @@ def sorted_requests(
 
 @dataclass(frozen=True)
 class LaneRange:
-    """The lanes of a generation: one run of slots. first: its first slot. step: slots of a lane. number: of lanes."""
+    """The lanes of a generation, in one run of slots. first: its first slot. step: slots per lane. number: of lanes."""
 
     first: int
     step: int
     number: int
 
     def slots(self, lane: int, length: int) -> IntArray:
-        """The first slots of a lane."""
+        """Return the first slots of a lane."""
         start = self.first + lane * self.step
         return np.arange(start, start + length)
 
     def slots_of(self, lanes: IntArray, lengths: IntArray) -> IntArray:
-        """The first slots of several lanes, lane by lane. lengths: how many of each; may be 0."""
+        """Return the first slots of several lanes, lane by lane. lengths: how many of each; may be 0."""
         filled = lengths > 0
         return concatenate_ranges(self.first + lanes[filled] * self.step, lengths[filled])
 
@@ -138,7 +138,7 @@ class Pass:
     """A forward pass on a device.
 
     input_ids: (U,), int64. position_ids: (U,), or (A, U) on several axes, int64.
-    predictor_indices: (R,), int64. which rows predict: those whose logits are wanted. None: all of them, in order.
+    predictor_indices: (R,), int64. the rows whose logits are wanted. None: all of them, in order.
     features: of the images among the rows, as the model takes them.
     """
 
@@ -171,12 +171,12 @@ class PromptPlan:
 
     @property
     def tails(self) -> IntArray:
-        """(B,), int64. tokens of each prompt that go to its lane."""
+        """Return the tokens of each prompt that go to its lane, (B,), int64."""
         return self.ends.lengths - self.kept
 
     @cached_property
     def kept_rows(self) -> IntArray:
-        """Rows whose slots belong to the cache, ascending."""
+        """Return the rows whose slots belong to the cache, ascending."""
         is_kept = np.zeros(self.ends.plan.num_rows, dtype=bool)
         is_kept[self.ends.plan.inverse_indices[self._places_in_lanes < 0]] = True
         return is_kept.nonzero()[0]
@@ -189,7 +189,7 @@ class PromptPlan:
         predicting: Sequence[IntArray] | None,
         device: torch.device,
     ) -> Pass:
-        """The forward pass, if the kept rows get these slots, and the requests the lanes from `first_lane` on.
+        """Make the forward pass with these slots for kept rows, and lanes from `first_lane` on for the requests.
 
         predicting: of each request, the places of the tokens whose logits are wanted; None for its last one.
         """
@@ -205,17 +205,17 @@ class PromptPlan:
         return Pass(ids, positions, on_device(wanted, device), layout)
 
     def kept_path(self, place: int, kept_slots: IntArray) -> IntArray:
-        """Slots of the kept tokens of one request, if the kept rows have these slots."""
+        """Return the slots of the kept tokens of one request, if the kept rows have these slots."""
         return self.ends.paths(self.kept_rows, kept_slots)(place)[: self.kept[place]]
 
     @cached_property
     def _places_in_lanes(self) -> IntArray:
-        """Say where each token of the plan is in the lane of its request; negative for a kept token."""
+        """Return where each token of the plan is in the lane of its request; negative for a kept token."""
         plan = self.ends.plan
         return plan.position_ids[plan.inverse_indices] - self.kept.repeat(lengths_of(plan.cu_seqlens))
 
     def _tokens_at(self, predicting: Sequence[IntArray] | None) -> IntArray:
-        """Tokens of the plan, by their places in the prompts; of each the last one if no places are given."""
+        """Return the tokens of the plan at places in the prompts; the last one of each if no places are given."""
         if predicting is None:
             return self.ends.plan.cu_seqlens[1:] - 1
         starts = self.ends.plan.cu_seqlens[:-1] - self.ends.num_stored
@@ -226,7 +226,7 @@ class PromptPlan:
 class SharedRows:
     """What active sequences read from the cache.
 
-    order, inverse: (n,), int64. the sequences in sorted order, in which `pieces` count, and back; None if they are.
+    order, inverse: (n,), int64. the sequences in the sorted order of `pieces`, and back; None if they are sorted.
     """
 
     pieces: tuple[Piece, ...]
@@ -235,7 +235,7 @@ class SharedRows:
 
     @classmethod
     def of(cls, requests: Sequence[Request], device: torch.device) -> SharedRows:
-        """Sorted, so that those that read the same are neighbours, whatever lanes they are in."""
+        """Sort the requests, so that those that read the same rows are neighbours, whatever lanes they are in."""
         order = np.argsort([request.rank for request in requests], kind="stable")
         pieces = pieces_of([requests[place].node for place in order.tolist()], np.arange(len(order) + 1), device)
         if not pieces or (np.diff(order) == 1).all():
@@ -252,7 +252,7 @@ def decoding_pass(
     mask: Tensor,
     shared: SharedRows,
 ) -> Pass:
-    """The pass that computes the last token of each request, which stands in the lane of its place.
+    """Make the pass that computes the last token of each request, which is in the lane of its place.
 
     tokens: (n,), int64, on the device. lengths: (n,), int64. of the sequences, in tokens.
     used: (n,), int64. slots of each lane that are filled, the new token's included.
@@ -277,7 +277,7 @@ def decoding_pass(
 
 
 def worth_keeping(lcp: IntArray) -> IntArray:
-    """(n,), int64. leading tokens of each sequence that are worth a product of their own, for all that read them.
+    """Count the leading tokens of each sequence, (n,), int64, that deserve their own product for all that read them.
 
     lcp: (n,), int64. tokens that each of the sorted sequences shares with the one before it.
     """

@@ -1,4 +1,4 @@
-"""Prompts come in: what the cache does not hold of them is computed, once for all that share it, and kept."""
+"""Prefill: what the cache does not hold of the prompts is computed once for all that share it, and kept."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_ROWS = 16_384  # new rows of a pass of prompts, as long as it is more than o
 
 @dataclass
 class Counts:
-    """Tokens so far. prompt: of all prompts. cached: of those, found in the cache. computed: rows of prompts."""
+    """Tokens so far. prompt: of all prompts. cached: prompt tokens found in the cache. computed: rows of prompts."""
 
     prompt: int = 0
     cached: int = 0
@@ -33,10 +33,10 @@ class Counts:
 def prefill_on(
     cache: RadixCache | None, model: nn.Module, parts: Parts, kernel: str, longest: int
 ) -> Iterator[Prefill]:
-    """Inside, the model computes prompts, and no other thread uses the cache or the model.
+    """Let the model compute prompts, while no other thread uses the cache or the model.
 
     cache: emptied if the weights have changed since its last call, and shrunk to its budget afterwards; None for one
-        that is gone afterwards.
+        that is dropped afterwards.
     model: as the user gave it. parts: of it. longest: as in `check_generation`.
 
     Raises UserError as `on_stored_rows` does.
@@ -69,11 +69,11 @@ class Prefill:
 
     @property
     def device(self) -> torch.device:
-        """Where the model takes its tokens."""
+        """Return the device on which the model takes its tokens."""
         return self.passes.device
 
     def logits(self, step: Pass) -> Tensor:
-        """(R, V). Run a pass."""
+        """Run a pass and return its logits, (R, V)."""
         return self.passes.logits(
             step.input_ids, step.position_ids, step.predictor_indices, step.layout, **step.features
         )
@@ -128,7 +128,7 @@ class Prefill:
 
 
 def number_that_fits(waiting: Iterable[Request], most: int) -> int:
-    """How many of the requests that wait, sorted, are one pass: at least one, at most `most`."""
+    """Count the waiting requests, sorted, that are one pass: at least one, at most `most`."""
     rows, number = 0, 0
     for request in waiting:
         rows += len(request.prompt) - (request.lcp if number else 0)
@@ -146,5 +146,5 @@ def _paired(
 
 
 def _cacheable(request: Request, predicting: IntArray | None) -> IntArray:
-    """The tokens that need not be computed if the cache has them: those before the first one that predicts."""
+    """Return the tokens that the cache may supply: those before the first one that predicts."""
     return request.keys[: -1 if predicting is None else int(predicting[0])]

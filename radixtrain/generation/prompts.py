@@ -30,7 +30,7 @@ def token_ids_of(
     attention_mask: object = None,
     **chat_template_kwargs: object,
 ) -> list[np.ndarray]:
-    """The token ids of each prompt, (L,), int64, in their order.
+    """Return the token ids of each prompt, (L,), int64, in order.
 
     prompts: a list, whose entries may be of different kinds:
         a text, which gets the tokenizer's special tokens, as `tokenizer(text)` gives them;
@@ -63,7 +63,7 @@ def token_ids_of(
 
 
 def check_ids(ids: np.ndarray, name: str, vocabulary: int) -> None:
-    """UserError for a token id that the model has no embedding for. name: whose ids, for the error."""
+    """Raise UserError for a token id that the model has no embedding for. name: whose ids, for the error."""
     wrong = ids[(ids < 0) | (ids >= vocabulary)]
     if len(wrong):
         raise UserError(
@@ -73,7 +73,7 @@ def check_ids(ids: np.ndarray, name: str, vocabulary: int) -> None:
 
 
 def padding_mask(prompts: object, config: GenerationConfig) -> Any:
-    """The attention_mask of a (B, L) array of prompts that came without one, as `model.generate` infers it.
+    """Infer the attention_mask of a (B, L) array of prompts that has none, as `model.generate` does.
 
     config: whose pad_token_id is padding wherever it stands, unless it is an end token too.
 
@@ -88,7 +88,7 @@ def padding_mask(prompts: object, config: GenerationConfig) -> Any:
 
 
 def _encoded(encoding: Mapping[str, Any], attention_mask: Any) -> tuple[Any, None, Any]:
-    """Prompts, no tokenizer, and mask of what a tokenizer returned, which may be lists of different lengths."""
+    """Return the prompts, no tokenizer, and the mask of what a tokenizer returned, maybe lists of different lengths."""
     _check_only_text(encoding)
     ids = encoding["input_ids"]
     mask = encoding.get("attention_mask") if attention_mask is None else attention_mask
@@ -102,7 +102,7 @@ def _encoded(encoding: Mapping[str, Any], attention_mask: Any) -> tuple[Any, Non
 
 
 def check_types(backbone: PreTrainedModel, prompts: object) -> None:
-    """UserError if types of zeros, which `token_ids_of` leaves out, mean something to a model, as in PaliGemma."""
+    """Raise UserError if zero types, which `token_ids_of` drops, change what a model computes, as in PaliGemma."""
     for name in prompts if isinstance(prompts, Mapping) else ():
         if name.endswith("token_type_ids") and reads_zeros(backbone, name):
             raise UserError(
@@ -112,7 +112,7 @@ def check_types(backbone: PreTrainedModel, prompts: object) -> None:
 
 
 def _check_only_text(encoding: Mapping[str, Any]) -> None:
-    """UserError for what would be lost: images, or types that are not those of plain text."""
+    """Raise UserError for what would be lost: images, or types that are not those of plain text."""
     for name, values in encoding.items():
         if name in OF_TEXT or (name.endswith("token_type_ids") and not any(_array(row).any() for row in values)):
             continue
@@ -125,7 +125,7 @@ def _check_only_text(encoding: Mapping[str, Any]) -> None:
 def _each(
     prompts: list[Any], tokenizer: PreTrainedTokenizerBase | None, template_kwargs: dict[str, Any]
 ) -> list[np.ndarray]:
-    """Texts and conversations are tokenised in one call each, because prompts share most of their pieces."""
+    """Tokenise texts and conversations in one call each, because prompts share most of their pieces."""
     ids: dict[int, np.ndarray] = {}
     texts: dict[int, str] = {}
     conversations: dict[int, list[Any]] = {}
@@ -157,7 +157,7 @@ def _each(
 def _rendered(
     conversations: dict[int, list[Any]], tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any]
 ) -> list[str]:
-    """What the model reads before it answers, each conversation with its generation prompt, as in training."""
+    """Render what the model reads before it answers, each conversation with its generation prompt, as in training."""
     if not tokenizer.chat_template:
         raise UserError(
             f"prompt {min(conversations)} is a conversation, and the tokenizer has no chat template; set "
@@ -179,7 +179,7 @@ def _rendered(
 
 
 def _listed(prompts: object, attention_mask: object) -> list[Any]:
-    """The prompts as a list of prompts: one text or one conversation becomes a list of one."""
+    """Return the prompts as a list: one text or one conversation becomes a list of one."""
     if attention_mask is not None:
         raise UserError(
             f"attention_mask is for prompts in one (batch, length) array, and these are a {type(prompts).__name__}; "
@@ -196,7 +196,7 @@ def _listed(prompts: object, attention_mask: object) -> list[Any]:
 
 
 def _ids(prompt: object, place: int) -> np.ndarray:
-    """The token ids of a prompt that is neither text nor conversation."""
+    """Return the token ids of a prompt that is neither text nor conversation."""
     if not isinstance(prompt, list | tuple | Tensor | np.ndarray):
         raise UserError(f"prompt {place}: {EXPECTED}, got {type(prompt).__name__}")
     if isinstance(prompt, list | tuple):
@@ -212,7 +212,7 @@ def _ids(prompt: object, place: int) -> np.ndarray:
 
 
 def _rows_of(ids: np.ndarray, mask: np.ndarray | None) -> list[np.ndarray]:
-    """The rows of a padded batch without their padding."""
+    """Return the rows of a padded batch without their padding."""
     if ids.ndim != 2 or ids.dtype.kind not in "iu":
         raise UserError(
             f"prompts: expected token ids of shape (batch, length), got shape {ids.shape} and dtype {ids.dtype}"

@@ -1,6 +1,6 @@
 """The next token of every answer, and its log-probability: transformers' logits processors, then argmax or a draw.
 
-A row gets the token that it would get by itself. So a processor that reads token ids is called with rows of one length,
+A row gets the token that it would get alone. So a processor that reads token ids is called with rows of one length,
 without padding, and a draw belongs to an answer, not to a place in a batch.
 """
 
@@ -49,7 +49,7 @@ WEIGHT_BITS = 52  # a probability becomes a whole number of 2^-52: sums are exac
 
 
 class Stage(NamedTuple):
-    """Processors that follow each other, [begin, end) of the list, and whether they read scores only."""
+    """Consecutive processors, [begin, end) of the list, and whether they read only scores."""
 
     begin: int
     end: int
@@ -57,7 +57,7 @@ class Stage(NamedTuple):
 
 
 class TokenChooser:
-    """Chooses tokens as `model.generate` would for each row by itself.
+    """Chooses tokens as `model.generate` would for each row alone.
 
     model: a `PreTrainedModel` or a PEFT model around one.
     config: from `resolve_config`.
@@ -85,7 +85,7 @@ class TokenChooser:
         self.stages = list(_stages(self._processors(torch.device("cpu"), 1)))
 
     def draws(self, sequence: int, count: int) -> np.ndarray:
-        """The numbers that choose the tokens of one answer, (count,), float64 in [0, 1).
+        """Draw the numbers that choose the tokens of one answer, (count,), float64 in [0, 1).
 
         sequence: the answer's place in the result. The first ones are the same whatever `count` is.
         """
@@ -100,10 +100,10 @@ class TokenChooser:
         prompt_lengths: np.ndarray,
         draws: np.ndarray | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The next tokens, (n,), int64, and their log-probabilities under the model, (n,). Nothing is read back.
+        """Choose the next tokens, (n,), int64; return their log-probabilities, (n,), too. Nothing is read back.
 
         logits: (n, V), floating point, of the model's head. The log-probabilities are float32; float64 for float64.
-        token_ids: (n, L), int64, on the same device, right-padded. Prompt and what was generated.
+        token_ids: (n, L), int64, on the same device, right-padded. Prompt and answer so far.
         lengths: (n,), int64. Of each row of `token_ids`.
         prompt_lengths: (n,), int64.
         draws: (n,), float64 in [0, 1). Not read in greedy decoding.
@@ -127,7 +127,7 @@ class TokenChooser:
         return tokens, logprobs.gather(-1, places[:, None]).squeeze(-1)
 
     def _processed(self, scores: Tensor, token_ids: Tensor, lengths: np.ndarray, prompt_lengths: np.ndarray) -> Tensor:
-        """Scores after all processors, (n, V). A group: rows of one length, and of one prompt length if that counts.
+        """Apply all processors to scores, (n, V), in groups of rows of one length, and one prompt length if needed.
 
         scores: (n, V), float. Changes in place.
         """
@@ -150,11 +150,11 @@ class TokenChooser:
         return scores
 
     def _part(self, device: torch.device, prompt_length: int, begin: int, end: int) -> Any:
-        """The processors of one stage; called with token ids and scores."""
+        """Return the processors of one stage; called with token ids and scores."""
         return LogitsProcessorList(self._processors(device, prompt_length)[begin:end])
 
     def _processors(self, device: torch.device, prompt_length: int) -> LogitsProcessorList:
-        """Transformers' processors and the user's, for prompts of one length; made once."""
+        """Return transformers' processors and the user's, for prompts of one length; made once."""
         key = (device, prompt_length)
         if key not in self.made:
             self.made[key] = self._make(device, prompt_length)
@@ -175,7 +175,7 @@ class TokenChooser:
 
 
 def _drawn(scores: Tensor, draws: Tensor) -> Tensor:
-    """The token at which the cumulative probability passes the draw, (n,), int64; -1 if there is no probability.
+    """Return the token at which the cumulative probability passes the draw, (n,), int64; -1 if there is no probability.
 
     scores: (n, V), float. draws: (n,), float64 in [0, 1).
     """
@@ -189,7 +189,7 @@ def _drawn(scores: Tensor, draws: Tensor) -> Tensor:
 
 
 def _groups(lengths: np.ndarray, prompt_lengths: np.ndarray) -> list[tuple[int, int, np.ndarray]]:
-    """(length, prompt length, rows) of all rows that have both in common, rows (m,) int64 ascending."""
+    """Group rows by length and prompt length: (length, prompt length, rows), rows (m,) int64 ascending."""
     pairs, inverse = np.unique(np.stack([lengths, prompt_lengths], axis=1), axis=0, return_inverse=True)
     return [
         (int(length), int(prompt_length), np.flatnonzero(inverse.reshape(-1) == place))
@@ -217,7 +217,7 @@ def _processor_list(logits_processor: object) -> LogitsProcessorList:
 
 
 def _seed(seed: int | None) -> int:
-    """Non-negative, as NumPy wants it; one drawn from torch's generator if there is none."""
+    """Make the seed non-negative, as NumPy requires; without one, draw it from torch's generator."""
     if seed is None:
         return int(torch.randint(2**63 - 1, ()))
     try:

@@ -1,7 +1,7 @@
 """The loop of generation: prompts come in, every running sequence gets a token, finished ones leave.
 
 A *lane* is a private run of slots for the tokens that no other sequence reads: the end of a prompt and what is
-generated. All that others read as well belongs to the cache and is locked while it is in use. Running sequences fill
+generated. Tokens that others read too belong to the cache and are locked while in use. Running sequences fill
 the first lanes without gaps, so that a decoding step is one view of them.
 """
 
@@ -26,7 +26,7 @@ REASONS = {STOP: "stop", LENGTH: "length"}
 
 
 class Limits(NamedTuple):
-    """How much is computed at once.
+    """Limits on what is computed at once.
 
     num_lanes: most running sequences. longest_tail: tokens of a prompt that a lane takes.
     lane_length, longest_lane: slots of a lane, at first and at most.
@@ -39,7 +39,7 @@ class Limits(NamedTuple):
 
 
 def finish(requests: Sequence[Request], running: RunningBatch) -> None:
-    """Finish all requests. They are sorted: prompts that share a beginning are neighbours.
+    """Finish all requests, which are sorted: prompts that share a beginning are neighbours.
 
     running: without a sequence, for this call only.
 
@@ -75,7 +75,7 @@ def _admit(waiting: deque[Request], running: RunningBatch) -> None:
 
 
 def _forget_all_but(waiting: deque[Request], running: RunningBatch) -> None:
-    """Evict what no running sequence reads and the next prompt does not begin with. Later ones are sorted after."""
+    """Evict what no running sequence reads and the next prompt does not begin with. Later prompts sort after it."""
     cache = running.prefill.cache
     match = cache.match_prefix(waiting[0].keys, count=False) if waiting else None
     if match is not None:
@@ -86,10 +86,10 @@ def _forget_all_but(waiting: deque[Request], running: RunningBatch) -> None:
 
 
 class RunningBatch:
-    """The running sequences, one a lane, in the order of the lanes.
+    """The running sequences, one per lane, in the order of the lanes.
 
     prefill: of the model and the cache.
-    chooser, stopper: which token comes next, and whether it was the last.
+    chooser, stopper: choose the next token, and whether it is the last.
     keeps_answers: whether finished sequences go into the cache, for a later call.
     requests: of the sequences.
     lane_slots: of all lanes.
@@ -126,12 +126,12 @@ class RunningBatch:
 
     @property
     def num_free(self) -> int:
-        """Lanes without a sequence."""
+        """Count the lanes without a sequence."""
         return self.lanes.number - len(self)
 
     @property
     def has_room(self) -> bool:
-        """Prompts come in together: a pass for each finished sequence would cost more than an idle lane."""
+        """Return whether enough lanes are free: a pass for each finished sequence would cost more than idle lanes."""
         return not len(self) or self.num_free >= max(1, self.lanes.number // 4)
 
     def join(self, requests: Sequence[Request]) -> None:
@@ -151,7 +151,7 @@ class RunningBatch:
         self._leave(first)
 
     def advance(self) -> None:
-        """A decoding step: one token for every sequence."""
+        """Run a decoding step: one token for every sequence."""
         n, device = len(self), self.newest.device
         if self.shared is None:
             self.shared = SharedRows.of(self.requests, device)
@@ -165,7 +165,7 @@ class RunningBatch:
         self._leave(0)
 
     def _lengthen(self) -> None:
-        """Lanes of twice the length, in the place of the old ones if that is at the end of the store."""
+        """Double the length of the lanes, in place if they are at the end of the store."""
         old, places, used = self.lanes, np.arange(len(self)), self.used[: len(self)]
         length = min(2 * old.step, self.limits.longest_lane)
         self.prefill.cache.pool.release(self.lane_slots)
@@ -178,7 +178,7 @@ class RunningBatch:
         self.mask = torch.nn.functional.pad(self.mask, (0, length - old.step), value=float("-inf"))
 
     def _choose(self, logits: Tensor, first: int) -> Tensor:
-        """The next token of each sequence from a lane on: (m,), int64."""
+        """Choose the next token of each sequence from a lane on: (m,), int64."""
         requests, places = self.requests[first:], slice(first, len(self))
         lengths, prompt_lengths = self.lengths[places], self.prompt_lengths[places]
         self._widen(int(lengths.max()) + 1)
@@ -194,7 +194,7 @@ class RunningBatch:
         return tokens
 
     def _leave(self, first: int) -> None:
-        """Finished sequences leave their lanes, from this one on; the last ones move into the gaps."""
+        """Remove finished sequences from their lanes, from this one on; the last sequences move into the gaps."""
         requests, places = self.requests[first:], slice(first, len(self))
         verdicts = self.stopper.finished(
             np.array([request.token_ids[-1] for request in requests]),
@@ -244,7 +244,7 @@ class RunningBatch:
         self.prefill.store.zero(self.lanes.slots_of(np.arange(after, before), self.used[after:before]))
 
     def _move(self, movers: IntArray, gaps: IntArray, ends: IntArray) -> None:
-        """Move lanes into others, whose sequences have left. ends: slots of each to copy."""
+        """Move lanes into others, whose sequences have left. ends: slots to copy of each."""
         if not len(movers):
             return
         self.prefill.store.copy(self.lanes.slots_of(movers, ends), self.lanes.slots_of(gaps, ends))
@@ -265,13 +265,13 @@ class RunningBatch:
         )
 
     def _widen(self, width: int) -> None:
-        """Rows of `token_ids` for sequences of so many tokens, and room for as many again."""
+        """Widen `token_ids` for sequences of that many tokens, with room for as many again."""
         if width > self.token_ids.shape[1]:
             self.token_ids = torch.nn.functional.pad(self.token_ids, (0, 2 * width - self.token_ids.shape[1]))
 
 
 def _new_lanes(prefill: Prefill, number: int, length: int) -> tuple[LaneRange, IntArray]:
-    """Lanes that hold zeros, and their slots."""
+    """Allocate lanes that hold zeros; return their slots too."""
     slots = prefill.cache.pool.allocate(number * length, contiguous=True)
     prefill.store.zero(slots)
     return LaneRange(int(slots[0]), length, number), slots

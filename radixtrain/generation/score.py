@@ -1,4 +1,4 @@
-"""`score_completions`: how likely a model finds some answers, without computing their prompt for each of them."""
+"""`score_completions`: how likely a model finds some answers, computing their prompt only once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_LOGITS = 2**27  # of a pass, in numbers: 512 MiB in float32
 
 @dataclass(frozen=True)
 class CompletionScore:
-    """token_ids: of a completion. logprobs: the log-probability of each, in nats, given the prompt and those before."""
+    """The score of a completion. token_ids: its own. logprobs: of each token given those before, in nats."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -51,11 +51,11 @@ def score_completions(
     cache: RadixCache | None = None,
     kernel: str = "auto",
 ) -> list[list[CompletionScore]]:
-    """The log-probabilities of completions, for multiple choice and reranking. Each prompt is computed once.
+    """Score completions by their log-probabilities, for multiple choice and reranking. Each prompt is computed once.
 
     model, prompts, cache, kernel: as in `generate`.
     completions: texts or lists of token ids; the same for every prompt, or a list of them for each prompt. A text is
-        tokenised by itself, without special tokens.
+        tokenised separately, without special tokens.
 
     Returns, for each prompt, the scores of its completions in their order.
     Raises UserError as `generate` does, and for an empty completion.
@@ -90,7 +90,7 @@ class _Scoring:
     pairs: Sequence[tuple[IntArray, IntArray]]
 
     def run(self) -> list[CompletionScore]:
-        """A score for each pair."""
+        """Score each pair."""
         scores: dict[int, CompletionScore] = {}
         waiting, longest = deque(self._requests()), max(len(completion) for _, completion in self.pairs)
         cache = self.prefill.cache
@@ -114,12 +114,12 @@ class _Scoring:
         return [scores[index] for index in range(len(self.pairs))]
 
     def _requests(self) -> list[Request]:
-        """Each pair without its last token, which predicts nothing; sorted."""
+        """Make a request of each pair without its last token, which predicts nothing; sorted."""
         sequences = [np.concatenate([prompt, completion[:-1]]) for prompt, completion in self.pairs]
         return sorted_requests(sequences, np.zeros(len(sequences), dtype=np.int64))
 
     def _next(self, waiting: Sequence[Request], most: int) -> list[Request]:
-        """The requests of the next pass: its rows and its logits are bounded."""
+        """Return the requests of the next pass, whose rows and logits are bounded."""
         vocabulary: int = self.prefill.passes.parts.decoder.config.vocab_size
         requests: list[Request] = []
         predictions = 0
@@ -148,7 +148,7 @@ class _Scoring:
 
 
 def _logprobs(logits: Tensor, token_ids: IntArray) -> list[float]:
-    """The log-probability of each token at its row, in float32, or float64 for float64 logits."""
+    """Return the log-probability of each token at its row, in float32, or float64 for float64 logits."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     ids = torch.from_numpy(token_ids).to(logits.device, non_blocking=True)[:, None]
     chosen = logits.gather(1, ids)[:, 0].to(wide) - logits.to(wide).logsumexp(1)
@@ -156,7 +156,7 @@ def _logprobs(logits: Tensor, token_ids: IntArray) -> list[float]:
 
 
 def _of_each_prompt(completions: Sequence[Any], num_prompts: int) -> list[Sequence[Any]]:
-    """The completions of each prompt."""
+    """Return the completions of each prompt."""
     if isinstance(completions, str) or not isinstance(completions, Sequence):
         raise UserError(f"completions must be a list, got {type(completions).__name__}")
     is_of_prompts = bool(completions) and all(_is_list_of_completions(each) for each in completions)
@@ -168,13 +168,13 @@ def _of_each_prompt(completions: Sequence[Any], num_prompts: int) -> list[Sequen
 
 
 def _is_list_of_completions(each: Any) -> bool:
-    """Whether it is a list of texts or of token ids, and not one completion as token ids."""
+    """Return whether it is a list of texts or of token ids, and not one completion as token ids."""
     is_list = isinstance(each, Sequence) and not isinstance(each, str)
     return is_list and all(not isinstance(inner, int | np.integer) for inner in each)
 
 
 def _completion_ids(completion: Any, name: str, tokenizer: Any, vocabulary: int) -> IntArray:
-    """(n,), int64, at least one. name: of the completion, for errors."""
+    """Return the token ids, (n,), int64, at least one. name: of the completion, for errors."""
     if isinstance(completion, str):
         if tokenizer is None:
             raise UserError(f"{name} is a text: give the tokenizer, or token ids")

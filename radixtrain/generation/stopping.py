@@ -1,4 +1,4 @@
-"""When an answer ends: transformers' stopping criteria, each row judged as if it were by itself."""
+"""When an answer ends: transformers' stopping criteria, with each row judged as if it were alone."""
 
 # Axes: n answers that are decoded together, L length of the longest, W tokens that a stop string can span.
 
@@ -23,7 +23,7 @@ STOP, LENGTH = 1, 2  # an end token, a stop string or a criterion; max_new_token
 
 
 class Stopper:
-    """Says which answers end. The time of `max_time` begins here.
+    """Finds the answers that end. The time of `max_time` begins when it is made.
 
     model: a `PreTrainedModel` or a PEFT model around one.
     config: from `resolve_config`.
@@ -49,7 +49,7 @@ class Stopper:
 
     @property
     def reads_token_ids(self) -> bool:
-        """Whether `finished` reads its `token_ids`."""
+        """Return whether `finished` reads its `token_ids`."""
         return bool(self.stop_strings or self.others)
 
     def finished(
@@ -60,7 +60,7 @@ class Stopper:
         num_new: np.ndarray,
         max_new: np.ndarray,
     ) -> np.ndarray:
-        """0 for an answer that goes on, STOP or LENGTH for one that ends, (n,), int8. STOP wins over LENGTH.
+        """Return 0 for an answer that goes on, STOP or LENGTH for one that ends, (n,), int8. STOP wins over LENGTH.
 
         tokens: (n,), int64. The newest token of each answer.
         token_ids: (n, L), int64, right-padded. Prompt and answer with the newest token.
@@ -90,7 +90,7 @@ class Stopper:
 
 
 def _verdicts(criterion: Any, token_ids: Tensor, lengths: np.ndarray, window: int | None = None) -> np.ndarray:
-    """What a criterion says of every row, (n,), bool. It is called with rows of one length, without padding.
+    """Return the verdict of a criterion on every row, (n,), bool. It gets rows of one length, without padding.
 
     window: only the last W tokens are given; shorter rows are given whole.
     """
@@ -108,7 +108,7 @@ def _verdicts(criterion: Any, token_ids: Tensor, lengths: np.ndarray, window: in
 
 
 def _criteria(model: nn.Module, config: GenerationConfig, tokenizer: Any, own: Any) -> StoppingCriteriaList:
-    """Transformers' criteria of these options merged with the user's, without one of length."""
+    """Merge transformers' criteria of these options with the user's, without one of length."""
     _check_own(own)
     base: Any = model_inside(model)
     config = copy.deepcopy(config)

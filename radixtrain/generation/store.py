@@ -1,7 +1,7 @@
 """Keys and values of stored rows, and which slots of the store are free.
 
 A *slot* is a row of the store, under the same number in every layer. Free slots are kept as sorted runs, merged when
-neighbours meet, so that what is computed together can lie together. The tensors appear with the first pass, which has
+they touch, so that what is computed together can be stored together. The tensors appear with the first pass, which has
 their shapes and dtype, grow with the pool, and shrink with it when a call has given its slots back.
 """
 
@@ -26,8 +26,8 @@ WIDE_HEAD = 128
 class SlotPool:
     """The free slots of a store.
 
-    capacity: slots there are, free or not.
-    num_free: slots that nobody owns.
+    capacity: number of slots, free or not.
+    num_free: slots without an owner.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class SlotPool:
         self._starts = self._ends = np.zeros(0, dtype=np.int64)  # run i is [start, end); sorted; no two runs touch
 
     def allocate(self, count: int, contiguous: bool = False, ahead: int = 0) -> IntArray:
-        """(count,), int64, ascending. Slots that were free: one run if one is long enough, else as few as possible.
+        """Take free slots, (count,), int64, ascending: one run if one is long enough, else as few as possible.
 
         contiguous: always one run.
         ahead: slots by which the capacity grows beyond what is needed, if it must grow.
@@ -54,14 +54,14 @@ class SlotPool:
         return self._take(runs, taken)
 
     def allocate_lowest(self, count: int, below: int) -> IntArray:
-        """(n,), int64, ascending. The lowest free slots below a bound: `count` of them, or all if there are fewer."""
+        """Take the lowest free slots below a bound, (n,), int64, ascending: `count`, or all if there are fewer."""
         lengths = np.minimum(self._ends, below) - self._starts
         taken = np.clip(count - (lengths.cumsum() - lengths), 0, lengths.clip(0))
         runs = taken.nonzero()[0]
         return self._take(runs, taken[runs])
 
     def release(self, slots: IntArray) -> None:
-        """Gives slots back. slots: (n,), int64, in any order; none of them is free."""
+        """Give slots back. slots: (n,), int64, in any order; none of them is free."""
         if len(slots):
             ordered = np.sort(slots)
             breaks = (np.diff(ordered) != 1).nonzero()[0]
@@ -69,7 +69,7 @@ class SlotPool:
             self.num_free += len(slots)
 
     def _add_runs(self, starts: IntArray, ends: IntArray) -> None:
-        """Adds runs, sorted, and merges those that touch."""
+        """Add sorted runs, and merge those that touch."""
         starts, ends = np.append(self._starts, starts), np.append(self._ends, ends)
         order = starts.argsort(kind="stable")
         starts, ends = starts[order], ends[order]
@@ -78,7 +78,7 @@ class SlotPool:
         self._starts, self._ends = starts[np.append(True, apart)], ends[np.append(apart, True)]
 
     def trim(self, capacity: int) -> None:
-        """Lowers the capacity to this, or as far as the slots that are in use allow."""
+        """Lower the capacity to this, or as far as the slots in use allow."""
         free = min(self._free_at_the_end(), self.capacity - capacity)
         if free > 0:
             self._ends[-1] -= free
@@ -87,7 +87,7 @@ class SlotPool:
             self.capacity -= free
 
     def _take(self, runs: IntArray, taken: IntArray) -> IntArray:
-        """The first slots of several runs, which are free no longer."""
+        """Take the first slots of several runs."""
         slots = concatenate_ranges(self._starts[runs], taken)
         self._starts[runs] += taken
         self._drop_empty_runs()
@@ -95,7 +95,7 @@ class SlotPool:
         return slots
 
     def _grow(self, count: int, contiguous: bool, ahead: int) -> None:
-        """Raises the capacity until `count` slots are free, in one run if `contiguous`, and `ahead` more."""
+        """Raise the capacity until `count` slots are free, in one run if `contiguous`, and `ahead` more."""
         usable = self._free_at_the_end() if contiguous else self.num_free
         capacity = self.capacity + count - usable + ahead
         self._add_runs(np.array([self.capacity]), np.array([capacity]))
@@ -125,11 +125,11 @@ class KeyValueStore:
 
     @property
     def bytes_per_slot(self) -> int:
-        """What one token takes."""
+        """Return the bytes of one token."""
         return sum(rows[0].nbytes for rows in self._tensors())
 
     def write(self, call: int, new_rows: tuple[Tensor, ...], layout: CachedLayout) -> tuple[Tensor, ...]:
-        """Put the new rows of a layer into their slots. Returns all that is stored for this call.
+        """Put the new rows of a layer into their slots, and return everything stored for this call.
 
         call: which one of the pass. new_rows: keys and values, (U, K, H) each.
         """
@@ -184,7 +184,7 @@ class KeyValueStore:
             return like.new_zeros(num_heads, self.pool.capacity, head_dim).transpose(0, 1)
 
     def _of_capacity(self, call: int) -> tuple[Tensor, ...]:
-        """Keys and values of a call, with a row for every slot that the pool has by now."""
+        """Return keys and values of a call, with a row for every slot that the pool has by now."""
         if len(self.calls[call][0]) < self.pool.capacity:
             self.calls[call] = tuple(map(self._resized, self.calls[call]))
         return self.calls[call]
@@ -196,7 +196,7 @@ class KeyValueStore:
 
 
 def _longest(lengths: IntArray, count: int) -> tuple[IntArray, IntArray]:
-    """The fewest runs that hold `count` slots, ascending, and how many slots to take from each."""
+    """Choose the fewest runs that hold `count` slots, ascending, and how many slots to take from each."""
     order = (-lengths).argsort(kind="stable")
     bounds = cumulative(lengths[order])
     num_runs = int(np.searchsorted(bounds, count))

@@ -13,12 +13,12 @@ logger = logging.getLogger(__name__)
 
 
 def num_recomputed(share: float, num_layers: int) -> int:
-    """The whole number of layers that is nearest to a share of them, halves rounded up."""
+    """Return the number of layers nearest to a share of them, halves rounded up."""
     return int(share * num_layers + 0.5)
 
 
 def recomputes(index: int, num_recomputed: int, num_layers: int) -> bool:
-    """Whether a layer recomputes, if so many of them do at even distances.
+    """Return whether a layer recomputes, if that many layers do at even distances.
 
     The last one is the first to keep its activations: they are used as soon as the backward pass begins.
     """

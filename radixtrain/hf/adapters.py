@@ -1,11 +1,11 @@
-"""Refuses PEFT adapters that do not compute each token by itself.
+"""Refuses PEFT adapters that do not compute each token independently.
 
 A radix batch is one line of the unique tokens of all sequences, each computed once. An adapter that looks along this
 line, averages over the batch or draws at random computes something else there than in an ordinary batch. `EXACT` lists
-the kinds that were measured: their gradient is that of each sequence by itself. Every other kind is refused by its
-name, also one that a later version of PEFT adds.
+the kinds that were measured: their gradient is that of each sequence alone. Every other kind is refused by name,
+including those that a later version of PEFT adds.
 
-In a forward pass PEFT is not imported: the configurations that it leaves on the model say enough.
+PEFT is not imported in a forward pass: the configurations that it leaves on the model say enough.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from radixtrain.hf.backbone import pretrained_model_of
 EXACT: dict[str, tuple[str, ...]] = {
     "ADALORA": ("lora_dropout",),
     "ADAMSS": (),
-    "ADAPTION_PROMPT": (),  # every query attends to the learned prompt in a softmax of its own
+    "ADAPTION_PROMPT": (),  # every query attends to the learned prompt in a separate softmax
     "BEFT": (),
     "BOFT": (),
     "C3A": (),
@@ -85,7 +85,7 @@ def check_adapters(holders: Iterable[nn.Module], allowed: tuple[str, ...]) -> No
     """Refuse adapters, active or not, that would give a radix batch a different gradient.
 
     holders: modules that may hold PEFT configurations: `model.modules()` when a model is prepared. In a forward pass
-        the Hugging Face model and its backbone, where PEFT leaves the configuration of every kind but prompt learning
+        the Hugging Face model and its backbone, where PEFT leaves every configuration but those of prompt learning
         and adaption prompts. The check takes 10 us, so it runs in every pass and finds what a trainer added.
     allowed: as `allow_dropout` of `prepare_model`; names settings that may draw at random.
 
@@ -121,7 +121,7 @@ def check_not_shared(model: nn.Module) -> None:
 
 
 def draws_in_adapters(model: nn.Module, setting: str) -> bool:
-    """Whether an adapter draws at random by this setting, in its layers, not in a dropout module."""
+    """Return whether an adapter draws at random by this setting, in its layers and not in a dropout module."""
     configs = (getattr(model, "peft_config", None) or {}).values()
     return any(getattr(config, setting, None) and setting not in EXACT.get(_kind(config), ()) for config in configs)
 
@@ -166,11 +166,11 @@ def _check_draws(name: str, config: object, holder: nn.Module, allowed: tuple[st
 
 
 def _kind(config: Any) -> str:
-    """The name of the configuration's `PeftType`."""
+    """Return the name of the configuration's `PeftType`."""
     kind = config.peft_type
     return str(getattr(kind, "value", kind))
 
 
 def _in_training(holder: nn.Module) -> bool:
-    """Whether a layer of PEFT is in training mode, in which they start, whatever mode the model is in."""
+    """Return whether a PEFT layer is in training mode, in which it starts whatever the mode of the model."""
     return any(layer.training for layer in holder.modules() if type(layer).__module__.startswith("peft."))

@@ -1,9 +1,9 @@
-"""The attention functions that every layer of a Hugging Face model calls, around transformers' own, under their names.
+"""The attention functions that every layer of a Hugging Face model calls: wrappers that replace transformers' own.
 
-With a plan they are tree attention, in a pass of generation attention over stored rows. Without either they are the
-function that they are around, mask included: `model.generate` and an ordinary padded batch behave as if nothing had
+With a plan they are tree attention, in a pass of generation attention over stored rows. Otherwise they are the
+wrapped function, mask included: `model.generate` and an ordinary padded batch behave as if nothing had
 been prepared, in this model and in every other of the process. Only functions of transformers are taken over
-(`take_over`), since nobody knows what another one computes.
+(`take_over`), since what another one computes is unknown.
 
 The plan reaches a layer as the keyword argument `radix_call` of the model call; layers that do not pass those on
 (Nemotron, StableLM) find it on their mask, which every layer gets, in a recomputed forward pass too.
@@ -53,9 +53,9 @@ Heads = tuple[Tensor, Tensor, Tensor]  # query, key and value of a layer
 
 
 class Call:
-    """One forward pass, the argument `radix_call` of every layer: what each of them needs, and which ran.
+    """One forward pass, the argument `radix_call` of every layer: what the layers need, and which of them ran.
 
-    No dataclass: FSDP, when it casts the arguments of a layer, hands every layer a copy of those.
+    Not a dataclass: FSDP copies dataclasses for every layer when it casts arguments.
 
     layout: which rows see which. kernel: of the attention. window_may_bind: whether a layer may hide a part of a row's
         past.
@@ -72,9 +72,9 @@ class Call:
         raise NotImplementedError
 
     def check_layers(self, backbone: PreTrainedModel, num_layers: int, others: str) -> None:
-        """RuntimeError unless every layer of a pass that ran took part, and images attended in both directions.
+        """Raise RuntimeError unless every layer took part in a pass that ran, and images attended in both directions.
 
-        others: what those did that took no part.
+        others: what the layers did that took no part.
         """
         # DiffLlama calls its attention twice a layer; a model that runs one layer twice has fewer modules than layers.
         if num_layers not in (len(self.calls), len(set(self.calls))):
@@ -96,7 +96,7 @@ class RadixCall(Call):
     chosen: the strategy for `auto`, if the collator's `step_cost` chose one.
     places: where the rows stand in the padded batch that they came from; None for a batch of a `RadixCollator`.
     misses_cache: whether the ordinary call would have returned a cache.
-    images: those of the padded batch; None without any.
+    images: of the padded batch; None without any.
     token_loss: whether any loss of this batch is known to be a sum over tokens.
     place_rows: which of these rows stands at each place of what the head gets; None if each stands once, in order.
     cache: keys and values that this pass keeps, and those that it attends to; None if it is a step of one pass.
@@ -126,29 +126,29 @@ class RadixCall(Call):
 
     @property
     def num_rows(self) -> int:
-        """The rows that this process holds."""
+        """Return the number of rows that this process holds."""
         return self.layout.num_rows
 
     def all_rows(self, rows: Tensor) -> Tensor:
-        """(rows of this process, ...) -> (U, ...)."""
+        """Gather (rows of this process, ...) -> (U, ...)."""
         return rows
 
     def own_rows(self, rows: Tensor) -> Tensor:
-        """(U, ...) -> (rows of this process, ...)."""
+        """Select (U, ...) -> (rows of this process, ...)."""
         return rows
 
     @cached_property
     def runs(self) -> TreeRuns:
-        """What recurrent mixers compute."""
+        """Return the runs that recurrent mixers compute."""
         return TreeRuns(self.layout)
 
     def attend(self, layer: int, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
-        """Attend on the unique tokens, and to what earlier passes of the step kept."""
+        """Attend to the unique tokens, and to what earlier passes of the step kept."""
         query, key, value = heads
         stored = None
         if self.cache is not None:
             (key, value), stored = self.cache.keys_and_values(layer, key, value)
-        is_lost = self.chosen == "cascade" and window is not None  # it cannot keep one, and collators know of none
+        is_lost = self.chosen == "cascade" and window is not None  # cascade cannot apply one, and collators ignore it
         strategy = self.attention if self.chosen is None or is_lost else self.chosen
         options = {"attention": strategy, "kernel": self.kernel, "window": window, "stored": stored, **scoring}
         return tree_attention(query, key, value, self.layout, **options)
@@ -159,7 +159,7 @@ Write = Callable[[int, tuple[Tensor, ...], CachedLayout], tuple[Tensor, ...]]
 
 
 class CachedCall(Call):
-    """A forward pass on the new rows of some sequences, and the stored ones that they see. write: of their store."""
+    """A forward pass on the new rows of some sequences and the stored rows that they see. write: of the store."""
 
     layout: CachedLayout
 
@@ -193,16 +193,16 @@ _ours: dict[Callable[..., Any], Callable[..., Any]] = {}  # a function of transf
 
 
 def take_over(decoder: PreTrainedModel) -> str | None:
-    """Put our functions around those that the layers of a decoder call; or say why these are not transformers' own.
+    """Wrap the attention functions that the layers of a decoder call; return why if these are not transformers' own.
 
     They stay there, for all models of the process, and do nothing without a plan. Takes 80 us for 28 layers.
     """
     name = decoder.config._attn_implementation
     if name not in STOCK:
-        return f"attn_implementation {name!r} is none of transformers' own ({', '.join(STOCK)})"
+        return f"attn_implementation {name!r} is not one of transformers' own ({', '.join(STOCK)})"
     sdpa = torch.nn.functional.scaled_dot_product_attention  # context parallelism replaces it during a step
     if name == "sdpa" and not isinstance(sdpa, BuiltinFunctionType):
-        return f"{_made(sdpa)} takes the place of torch's own scaled_dot_product_attention"
+        return f"{_made(sdpa)} replaces torch's own scaled_dot_product_attention"
     with _TAKING:
         return _take_all(decoder, name)
 
@@ -215,7 +215,7 @@ def _take_all(decoder: PreTrainedModel, name: str) -> str | None:
     if decoder not in _attending:
         text = (module for path, module in decoder.named_modules() if is_text(path))
         _attending[decoder] = WeakSet(module for module in text if attends(type(module)))
-        # Or a model with hooks of ours would run what was compiled for one of its class without them.
+        # Or a model with our hooks would run code that was compiled for one of its class without them.
         torch._dynamo.config.skip_nnmodule_hook_guards = False
     attention, mask = STOCK[name]
     around = partial(radix_attention, obeys_argument=name in FLASH)
@@ -226,7 +226,7 @@ def _take_all(decoder: PreTrainedModel, name: str) -> str | None:
 
 
 def _why_configured(module: object, config: PreTrainedConfig) -> str | None:
-    """Why a layer does not call the attention that its decoder makes masks for: by a configuration of its own."""
+    """Say why a layer does not call the attention that its decoder makes masks for: it has its own configuration."""
     own: Any = getattr(module, "config", config)
     if own is config or getattr(own, "_attn_implementation", None) in (None, config._attn_implementation):
         return None
@@ -242,23 +242,23 @@ def _places(classes: set[Any], name: str) -> Iterator[Place]:
 
 
 def _take(place: Place, stock: object, around: Callable[[Any], Any]) -> str | None:
-    """Put a function around the one in this place; or say why not. stock: transformers', None for one of its files."""
+    """Wrap the function in this place, or return why not. stock: transformers' own, None for one of its files."""
     mapping, key, register = place
     found: Any = mapping.get(key)
     if found in _ours.values():
         return None
     written_in = getattr(found, "__globals__", {}).get("__name__", "")  # `functools.wraps` does not change it
     if found is not stock if stock else not written_in.startswith("transformers."):
-        return f"{_made(found)} takes the place of transformers' own {key!r}"
+        return f"{_made(found)} replaces transformers' own {key!r}"
     ours = _ours.setdefault(found, around(found))
     register(key, ours)
-    if mapping.get(key) is not ours:  # somebody has put it into this mapping itself
+    if mapping.get(key) is not ours:  # another program has put it into this mapping
         mapping[key] = ours
     return None
 
 
 def radix_attention(ordinary: Attention, obeys_argument: bool = False) -> Attention:
-    """The attention function that every layer calls: what its call says, `ordinary` without a call.
+    """Wrap an attention function: it computes what the call of the layer says, and `ordinary` without a call.
 
     obeys_argument: see `window_of`.
     """
@@ -273,8 +273,9 @@ def radix_attention(ordinary: Attention, obeys_argument: bool = False) -> Attent
         radix_call: Call | None = None,
         **kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:
-        """query: (batch, N, length, H). key: (batch, K, length, H). value: (batch, K, length, V), mostly V = H.
+        """Attend as the call of the layer says.
 
+        query: (batch, N, length, H). key: (batch, K, length, H). value: (batch, K, length, V), mostly V = H.
         With a call, batch is 1 and length is U. Returns (batch, length, N, V) and None, as every attention function.
         """
         call = radix_call or _call_of(module, attention_mask, kwargs)
@@ -290,7 +291,7 @@ def radix_attention(ordinary: Attention, obeys_argument: bool = False) -> Attent
 
 
 def _call_of(module: nn.Module, attention_mask: object, kwargs: Mapping[str, Any]) -> Call | None:
-    """The call of a layer that received no keyword arguments; None in an ordinary batch.
+    """Find the call of a layer that received no keyword arguments; None in an ordinary batch.
 
     Raises UserError for a radix batch whose plan did not reach the layer. It is known by its mask, which only our hook
     makes, or by its `radix`, which only a batch that did not pass the hook still has.
@@ -312,7 +313,7 @@ def _call_of(module: nn.Module, attention_mask: object, kwargs: Mapping[str, Any
     return call
 
 
-@torch.compiler.disable  # host integers and kernels of its own: traced, it would be compiled anew for every tree
+@torch.compiler.disable  # host integers and custom kernels: traced, it would be recompiled for every tree
 def _attend(
     call: Call,
     layer: nn.Module,
@@ -321,7 +322,7 @@ def _attend(
     options: Mapping[str, Any],
     obeys_argument: bool,
 ) -> tuple[Tensor, None]:
-    """The attention of one layer, by its call. options: what Hugging Face's layers pass by keyword."""
+    """Compute the attention of one layer, by its call. options: what Hugging Face's layers pass by keyword."""
     _check_options(layer, options)
     argument, longest = options.get("sliding_window"), call.layout.max_seqlen
     window = window_of(_name_of(layer), attention_mask, argument, longest, call.window_may_bind, obeys_argument)
@@ -337,7 +338,7 @@ def _attend(
             sinks=options.get("s_aux"),
             both_ways=both_ways,
         )
-    except UserError as error:  # a request that this layer cannot meet
+    except UserError as error:  # this layer cannot do what was requested
         why = f" attends to the last {window} tokens, and this batch has a sequence of {longest}" if window else ""
         raise UserError(f"{_name_of(layer)}{why}: {error}") from None
     call.calls.append(id(layer))
@@ -357,7 +358,7 @@ def _as_autocast(x: Tensor) -> Tensor:
 
 
 def _of_one_head_dim(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Zeros after the narrower of queries and values: they add nothing to a score, and columns of zeros to the output.
+    """Pad the narrower of queries and values with zeros, which add nothing to a score and zero columns to the output.
 
     Queries and keys get the same number of zeros, so that two head dims that do not fit are still refused.
     """
@@ -370,10 +371,10 @@ def _of_one_head_dim(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
 
 
 def _check_options(module: nn.Module, options: Mapping[str, Any]) -> None:
-    """Refuse what a layer asks for and tree attention does not compute."""
+    """Refuse what a layer requests and tree attention does not compute."""
     layer = _name_of(module)
     if options.get("dropout"):
-        raise UserError(f"{layer} asks for attention dropout {options['dropout']}; set attention_dropout to 0")
+        raise UserError(f"{layer} requests attention dropout {options['dropout']}; set attention_dropout to 0")
     if options.get("position_bias") is not None:
         raise UserError(
             f"{layer} adds a position_bias to its scores, which tree attention does not compute; "
@@ -382,7 +383,7 @@ def _check_options(module: nn.Module, options: Mapping[str, Any]) -> None:
     for key, attribute in (("softcap", "attn_logit_softcapping"), ("s_aux", "sinks")):
         if options.get(key) is None and getattr(module, attribute, None) is not None:
             raise UserError(
-                f"{layer} has {attribute} and does not hand it to its attention function as {key}, so tree attention "
+                f"{layer} has {attribute} and does not pass it to its attention function as {key}, so tree attention "
                 f"would leave it out; {TRAIN_WITHOUT_SHARING}"
             )
     if not options.get("is_causal", getattr(module, "is_causal", True)):

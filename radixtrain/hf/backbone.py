@@ -1,4 +1,4 @@
-"""Which part of a Hugging Face model does what: the model inside its wrapper, its backbone, its text decoder.
+"""The parts of a Hugging Face model: the model inside its wrapper, its backbone, its text decoder.
 
     PeftModel, PeftMixedModel          a wrapper
       Gemma3ForConditionalGeneration   the model: backbone and head       `pretrained_model_of`
@@ -30,24 +30,24 @@ class Parts(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The class of the model, for errors."""
+        """Return the class name of the model, for errors."""
         return type(self.base).__name__
 
     @property
     def head(self) -> Any:
-        """The output embeddings; None for a bare backbone."""
+        """Return the output embeddings; None for a bare backbone."""
         return self.base.get_output_embeddings()
 
 
 def parts_of(model: nn.Module) -> Parts:
-    """The parts of a `PreTrainedModel`, or of one wrapped by PEFT. TypeError for anything else."""
+    """Find the parts of a `PreTrainedModel`, or of one wrapped by PEFT. Raises TypeError for anything else."""
     base = pretrained_model_of(model)
     backbone = backbone_of(base)
     return Parts(base, backbone, text_decoder_of(backbone))
 
 
 def pretrained_model_of(model: nn.Module) -> PreTrainedModel:
-    """The Hugging Face model itself, out of its PEFT wrapper. TypeError for anything else."""
+    """Return the Hugging Face model inside its PEFT wrapper. Raises TypeError for anything else."""
     _check_loaded(model)
     base: Any = model
     if callable(getattr(model, "get_base_model", None)):
@@ -63,7 +63,7 @@ def pretrained_model_of(model: nn.Module) -> PreTrainedModel:
 
 
 def model_inside(model: nn.Module) -> PreTrainedModel:
-    """The one Hugging Face model in a module of any kind: a value head, a cross-encoder, DDP. TypeError for several."""
+    """Find the one Hugging Face model in any module, such as a value head or DDP. Raises TypeError for several."""
     _check_loaded(model)
     if isinstance(model, PreTrainedModel) or callable(getattr(model, "get_base_model", None)):
         return pretrained_model_of(model)
@@ -72,7 +72,7 @@ def model_inside(model: nn.Module) -> PreTrainedModel:
         names = ", ".join(type(each).__name__ for each in found) or "none"
         raise TypeError(
             f"expected a module with one transformers PreTrainedModel inside, and {type(model).__name__} has "
-            f"{len(found)}: {names}; give each by itself"
+            f"{len(found)}: {names}; give each separately"
         )
     return found[0]
 
@@ -87,7 +87,7 @@ def _check_loaded(model: object) -> None:
 
 
 def _outermost_models(module: nn.Module) -> Iterator[PreTrainedModel]:
-    """The Hugging Face models of a module that are not part of another one."""
+    """Yield the Hugging Face models of a module that are not part of another one."""
     if isinstance(module, PreTrainedModel):
         yield module
         return
@@ -96,13 +96,13 @@ def _outermost_models(module: nn.Module) -> Iterator[PreTrainedModel]:
 
 
 def backbone_of(model: nn.Module) -> Any:
-    """The module that returns `last_hidden_state`: the model without its head."""
+    """Return the module that returns `last_hidden_state`: the model without its head."""
     backbone: Any = pretrained_model_of(model).base_model
     while (
         isinstance(backbone, PreTrainedModel) and backbone.get_output_embeddings() is not None
     ):  # it has a head itself: Llama 4, Kosmos 2.5
         others = (part for part in _parts_of(backbone) if part is not backbone and isinstance(part, PreTrainedModel))
-        inner = next(others, None)  # FSMT's decoder is none
+        inner = next(others, None)  # not in FSMT's decoder
         if inner is None:
             break
         backbone = inner
@@ -111,31 +111,31 @@ def backbone_of(model: nn.Module) -> Any:
 
 
 def _parts_of(model: PreTrainedModel) -> Iterator[Any]:
-    """The places where a model may keep its backbone, Hugging Face's own rules first."""
+    """Yield the places where a model may keep its backbone, Hugging Face's own rules first."""
     yield model.base_model
     yield model.get_decoder()
     yield getattr(model, "model", model)
 
 
 def text_decoder_of(backbone: PreTrainedModel) -> Any:
-    """The module that holds the decoder layers which text runs through."""
+    """Return the module that holds the decoder layers which text runs through."""
     is_multimodal = backbone.config.get_text_config() is not backbone.config
     return backbone.get_decoder() if is_multimodal else backbone
 
 
 def is_text(path: str) -> bool:
-    """Whether a module, by its dotted path, belongs to the text and not to a tower for images or audio."""
+    """Return whether a module, by its dotted path, belongs to the text and not to a tower for images or audio."""
     return not NOT_TEXT.search(path)
 
 
 def arguments_of(backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, without those that are None."""
+    """Return the arguments of a call by name, without those that are None."""
     given = dict(zip(inspect.signature(backbone.forward).parameters, args, strict=False)) if args else {}
     return {name: value for name, value in {**given, **kwargs}.items() if value is not None}
 
 
 def with_rows(output: Any, rows: Tensor) -> Any:
-    """The output of a backbone, a tuple or a `ModelOutput`, with these hidden rows, (1, P, D), as its first entry."""
+    """Set these hidden rows, (1, P, D), as the first entry of a backbone's output, a tuple or a `ModelOutput`."""
     if isinstance(output, tuple):
         return rows, *output[1:]
     output.last_hidden_state = rows

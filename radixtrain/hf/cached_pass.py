@@ -1,7 +1,7 @@
 """A pass of generation through a Hugging Face model: its own code and head, on new rows and stored ones.
 
 The same attention functions as in training (`radixtrain/hf/attention_interface.py`), whether the model is prepared or
-not. No cache of Hugging Face's is involved: the attention function itself stores keys and values.
+not. Hugging Face's caches are not involved: the attention function itself stores keys and values.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LOCKS: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()  # of models t
 
 @contextmanager
 def on_stored_rows(model: nn.Module, parts: Parts, kernel: str, longest: int) -> Iterator[None]:
-    """Inside, the model may run passes of generation: in evaluation mode, without gradients. Restored afterwards.
+    """Let the model run passes of generation: in evaluation mode, without gradients. Restores it afterwards.
 
     Another thread that generates with the same model waits.
 
@@ -50,7 +50,7 @@ def on_stored_rows(model: nn.Module, parts: Parts, kernel: str, longest: int) ->
 
 @contextmanager
 def _in_words_of_generation() -> Iterator[None]:
-    """Inside, an error of a layer that advises to train without sharing advises to generate without it."""
+    """Replace the advice to train without sharing, in errors of a layer, by that to generate without it."""
     try:
         yield
     except UserError as error:
@@ -71,7 +71,7 @@ class StoredPasses:
 
     @property
     def device(self) -> torch.device:
-        """Where the model takes its tokens."""
+        """Return the device on which the model takes its tokens."""
         weight: Tensor = self.parts.base.get_input_embeddings().weight  # type: ignore[assignment]
         return weight.device
 
@@ -83,10 +83,10 @@ class StoredPasses:
         layout: CachedLayout,
         **features: object,
     ) -> Tensor:
-        """(R, V). Run the model on the new rows of a pass, by its own head, and store their keys and values.
+        """Run the model on the new rows of a pass and store their keys and values; returns the logits, (R, V).
 
         input_ids: (U,), int64. position_ids: (U,), or (A, U) on several axes, int64. features: of images in the rows.
-        predictor_indices: (R,), int64. which rows predict: those whose logits are wanted. None: all, in order.
+        predictor_indices: (R,), int64. the rows whose logits are wanted. None: all, in order.
         Raises RuntimeError if a layer attended without the stored rows.
         """
         config, base = self.parts.decoder.config, self.parts.base

@@ -1,8 +1,8 @@
-"""Which models can be shared: a table of what would change the gradient, reason, fix, and entry points.
+"""Which models can be shared: a table of what would change the gradient, the reason, the fix and the entry points.
 
 The entry points are `prepare_model` for the batches of a `RadixCollator`, `share_prefixes` for ordinary batches,
 `generate`, and the `cache` of `share_prefixes`. `CONDITIONS` is checked once, when a model is given to one of them, by
-its class, its configuration and its modules. What depends on a batch, or is added later, is in `refusals.py`.
+its class, its configuration and its modules. What depends on a batch, or is added later, is checked in `refusals.py`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ CAUSAL_CLASSES = {
     for name in mapping.values()
 }
 CAUSAL_ENDINGS = ("ForCausalLM", "LMHeadModel")  # of classes that transformers does not list
-NOT_NEXT_TOKENS = {  # classes that are called causal all the same
+NOT_NEXT_TOKENS = {  # classes that are called causal nevertheless
     "WhisperForCausalLM": "its loss takes labels that are shifted already",
     "MusicgenForCausalLM": "its rows are several codebooks",
     "MusicgenMelodyForCausalLM": "its rows are several codebooks",
@@ -74,8 +74,8 @@ BOTH_WAYS = {"use_bidirectional_attention": (True, "all"), "is_causal": (False,)
 class Condition(NamedTuple):
     """Something that a model must not be or have.
 
-    why: what is in the way, to be read after the name of the model; None if nothing is.
-    entry_points: that refuse it. fix: what to do; `{without}` stands for how to go on without this entry point.
+    why: returns what is in the way, to follow the name of the model; None if nothing is.
+    entry_points: that refuse it. fix: what to do; `{without}` stands for how to work without this entry point.
     """
 
     why: Callable[[Parts], str | None]
@@ -91,7 +91,7 @@ def check_supported(parts: Parts, entry_point: EntryPoint) -> None:
 
 
 def why_unsupported(parts: Parts, entry_point: EntryPoint) -> str | None:
-    """Why a model cannot be exact at this entry point, and the fix; None if it can."""
+    """Say why a model cannot be exact at this entry point, and the fix; None if it can."""
     for condition in CONDITIONS:
         if entry_point in condition.entry_points and (reason := condition.why(parts)):
             return f"{parts.name} {reason}; {condition.fix.format(without=WITHOUT[entry_point])}"
@@ -99,9 +99,9 @@ def why_unsupported(parts: Parts, entry_point: EntryPoint) -> str | None:
 
 
 def why_other_attention(decoder: PreTrainedModel) -> str | None:
-    """Why the attention that a decoder would run now is not what tree attention computes; None if it is.
+    """Say why a decoder's present attention is not what tree attention computes; None if it is.
 
-    `share_prefixes` asks it at every call, and leaves a call with other attention as it is.
+    `share_prefixes` checks this at every call, and leaves a call with other attention as it is.
     """
     if not getattr(decoder.config, "is_causal", True):
         return "its configuration says is_causal=False"
@@ -109,7 +109,7 @@ def why_other_attention(decoder: PreTrainedModel) -> str | None:
 
 
 def why_no_soft_cap(config: PreTrainedConfig) -> str | None:
-    """Why a soft-cap is left out: transformers before 5.21 chooses `sdpa` for such a model. None if it is not."""
+    """Say why a soft-cap is left out: transformers before 5.21 chooses `sdpa` for such a model. None if it is not."""
     softcap = getattr(config, "attn_logit_softcapping", None)
     if softcap is None or config._attn_implementation != "sdpa":
         return None
@@ -124,7 +124,7 @@ def _encodes(parts: Parts) -> str | None:
 def _has_no_model_inside(parts: Parts) -> str | None:
     if isinstance(parts.decoder, PreTrainedModel):
         return None
-    return f"has its layers in a {type(parts.decoder).__name__}, which is no PreTrainedModel, so they cannot be reached"
+    return f"has its layers in a {type(parts.decoder).__name__}, which is not a PreTrainedModel, and cannot be reached"
 
 
 def _contains_a_head(parts: Parts) -> str | None:
@@ -139,7 +139,7 @@ def _contains_a_head(parts: Parts) -> str | None:
 
 
 def _predicts_no_next_tokens(parts: Parts) -> str | None:
-    """A bare backbone is let through, because its head is the user's own."""
+    """Check for next tokens as labels. A bare backbone passes, because its head is the user's own."""
     ancestors = [each.__name__ for each in type(parts.base).__mro__]
     is_causal = any(each in CAUSAL_CLASSES or each.endswith(CAUSAL_ENDINGS) for each in ancestors)
     if not is_causal and parts.backbone is not parts.base:
@@ -155,7 +155,7 @@ def _has_no_head(parts: Parts) -> str | None:
 
 
 def _takes_its_state(parts: Parts) -> str | None:
-    """Find models that take their state by an argument, as RWKV and xLSTM do."""
+    """Find models that take their state as an argument, as RWKV and xLSTM do."""
     for path, module in parts.decoder.named_modules():
         if path and is_text(path) and "state" in inspect.signature(type(module).forward).parameters:
             return f"has a {type(module).__name__} ({path}), {NO_PROTOCOL}"
@@ -163,7 +163,7 @@ def _takes_its_state(parts: Parts) -> str | None:
 
 
 def _has_other_layers(parts: Parts) -> str | None:
-    """A layer is exact if its tokens meet in attention, in a mixer of Hugging Face's cache protocol, or not at all."""
+    """Find layers whose tokens meet elsewhere than in attention or a mixer of Hugging Face's cache protocol."""
     if not hasattr(parts.decoder.config, "num_hidden_layers"):
         return "is not a plain decoder (one stack of num_hidden_layers)"
     layers, kinds = text_layers(parts.decoder), getattr(parts.decoder.config, "layer_types", None) or ()
@@ -171,7 +171,7 @@ def _has_other_layers(parts: Parts) -> str | None:
     for index, kind in enumerate(kinds):
         is_exact = kind in EXACT_LAYERS or (index < len(layers) and forks_or_keeps_apart(layers[index]))
         is_stateful = index < len(layers) and STATEFUL.search(kind)
-        if not is_exact or (is_stateful and mixers.isdisjoint(layers[index].modules())):  # a mixer by its name only
+        if not is_exact or (is_stateful and mixers.isdisjoint(layers[index].modules())):  # a mixer in name only
             why = NO_PROTOCOL if STATEFUL.search(kind) else "which tree attention does not compute"
             return f"layer {index} is {kind!r}, {why}"
     attention = (module for layer in layers for module in layer.modules() if is_attention(module))
@@ -245,7 +245,7 @@ def _drops_attention(parts: Parts) -> str | None:
 def _is_an_encoder(parts: Parts) -> str | None:
     """Judge by its attention modules, and by the masks that its code names."""
     layers = list(text_attention(parts.decoder))
-    if not layers and mixers_of(parts.decoder):  # a state goes only forward
+    if not layers and mixers_of(parts.decoder):  # a recurrent state is causal
         return None
     flags = [layer.is_causal for layer in layers if hasattr(layer, "is_causal")]
     decoder_class: Any = type(parts.decoder)
@@ -258,7 +258,7 @@ def _is_an_encoder(parts: Parts) -> str | None:
 
 
 def _chooses_a_span(parts: Parts) -> str | None:
-    """Its loss is a softmax over whole rows."""
+    """Find a loss that is a softmax over whole rows."""
     if not parts.name.endswith("ForQuestionAnswering"):
         return None
     return "chooses a span among all places of a row, those of padding included, which share_prefixes does not compute"
@@ -273,11 +273,11 @@ def _cannot_be_reached(parts: Parts) -> str | None:
 
 def _has_other_attention(parts: Parts) -> str | None:
     reason = why_other_attention(parts.decoder)
-    return reason and f"has other attention than tree attention computes: {reason}"
+    return reason and f"has attention that tree attention does not compute: {reason}"
 
 
 def _keeps_a_batch_to_itself(parts: Parts) -> str | None:
-    """Whether keyword arguments of the model reach its backbone, before which a call with one is stopped."""
+    """Return why keyword arguments do not reach the backbone: runs the model, and stops it before its backbone."""
     reached: list[bool] = []
 
     def stop(backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -15,15 +15,15 @@ from transformers.utils.hub import cached_file
 from radixtrain.errors import UserError, first_line
 from radixtrain.text_files import read_text
 
-MAX_CHARACTERS = 300  # of a message that was not written to be read
+MAX_CHARACTERS = 300  # of a message that was not written for users
 OWN_CODE = (
-    "it brings code of its own (auto_map), which radixtrain does not run; read that code, load the model in a script "
-    "of your own with trust_remote_code=True and hand it to radixtrain.prepare_model"
+    "it comes with its own code (auto_map), which radixtrain does not run; read that code, load the model in a script "
+    "of your own with trust_remote_code=True and pass it to radixtrain.prepare_model"
 )
 
 
 def read_config(model_name_or_path: str) -> Any:
-    """The configuration of a folder or hub name. UserError if it cannot be read. No code that comes with it is run."""
+    """Read the configuration of a folder or hub name without running its code. Raises UserError if it cannot."""
     check_names(model_name_or_path, MODEL_NAMES)
     try:
         return AutoConfig.from_pretrained(model_name_or_path, trust_remote_code=False)
@@ -33,7 +33,7 @@ def read_config(model_name_or_path: str) -> Any:
 
 
 def check_attention_name(attn_implementation: str) -> None:
-    """UserError for anything but a name of transformers: `org/kernel@revision` is code of the hub."""
+    """Raise UserError for anything but a name of transformers: `org/kernel@revision` is code of the hub."""
     if not NAME.fullmatch(attn_implementation):
         raise UserError(
             f"attn_implementation {attn_implementation!r}: {KERNEL}; name one of transformers', such as sdpa"
@@ -41,11 +41,11 @@ def check_attention_name(attn_implementation: str) -> None:
 
 
 def check_names(model_name_or_path: str, files: Iterable[str]) -> None:
-    """UserError if one of these files of a model names code, other weights, or a file outside of the model's folder.
+    """Raise UserError if one of these files of a model names code, other weights, or a file outside its folder.
 
-    Also if something in the folder is no file and no folder: a pipe or a device would be read without end.
+    Also refuses a pipe or a device in the folder, which would be read without end.
 
-    files: JSON. Those that the folder or hub name does not have, or that hold no object, are left out.
+    files: JSON. Missing ones, and those that hold no object, are skipped.
     """
     for path in Path(model_name_or_path).iterdir() if Path(model_name_or_path).is_dir() else ():
         if path.exists() and not path.is_file() and not path.is_dir():
@@ -57,21 +57,21 @@ def check_names(model_name_or_path: str, files: Iterable[str]) -> None:
 
 
 def _why_refused(key: str, value: Any, folder: str) -> str:
-    """key: with its sections, by dots. Nothing if the value names nothing outside."""
+    """Say why a value is refused; empty if it names nothing outside. key: with its sections, separated by dots."""
     last, is_text = key.rpartition(".")[2], isinstance(value, str)
     if "implementation" in key and is_text and not NAME.fullmatch(value):
         return KERNEL
     if (last == "use_pretrained_backbone" and value) or (last in BACKBONES and is_text and re.search("[/:]", value)):
         return "which is another model"
     if (last == "transformers_weights" or key.startswith("weight_map.")) and value != Path(str(value)).name:
-        return "which is no file of the model's folder"
+        return "which is not a file of the model's folder"
     if is_text and last.endswith(PATHS) and not last.endswith("name_or_path") and _leads_out(value, folder):
         return "a file outside of the model's folder"
     return ""
 
 
 def _leads_out(value: str, folder: str) -> bool:
-    """Whether there is a file of this name, and not in the folder."""
+    """Return whether a file of this name exists outside the folder."""
     home = Path(folder).resolve()
     try:
         places = [place for place in (Path(value).expanduser(), home / value) if place.exists()]
@@ -81,7 +81,7 @@ def _leads_out(value: str, folder: str) -> bool:
 
 
 def _entries(value: object, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value that is no list or mapping, with its key and the sections that it is in."""
+    """Yield every value that is not a list or mapping, with its key and the sections that it is in."""
     if isinstance(value, dict):
         for name, entry in value.items():
             yield from _entries(entry, f"{key}.{name}" if key else name)
@@ -93,7 +93,7 @@ def _entries(value: object, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _object_in(model_name_or_path: str, file: str) -> Any:
-    """What the file holds; nothing if it is not there or is damaged, which those say that read it."""
+    """Read a JSON file; empty if it is missing or damaged, which its readers report themselves."""
     folder = Path(model_name_or_path)
     try:
         path = folder / file if folder.is_dir() else Path(cached_file(model_name_or_path, file) or "")
@@ -103,7 +103,7 @@ def _object_in(model_name_or_path: str, file: str) -> Any:
 
 
 def end_tokens(model_name_or_path: str) -> set[int]:
-    """Return the ids at which generation stops: of generation_config.json, or else of config.json; empty if unknown."""
+    """Return the ids at which generation stops: of generation_config.json, else of config.json; empty if unknown."""
     for file in ("generation_config.json", "config.json"):
         ids = _object_in(model_name_or_path, file).get("eos_token_id")
         if found := {each for each in (ids if isinstance(ids, list) else [ids]) if isinstance(each, int)}:
@@ -112,7 +112,7 @@ def end_tokens(model_name_or_path: str) -> set[int]:
 
 
 def reason_of(error: Exception) -> str:
-    """What transformers says, in one line; if it asks to trust code that comes with a model, what to do instead."""
+    """Return transformers' message in one line; if it asks to trust a model's code, what to do instead."""
     if "trust_remote_code" in str(error):
         return OWN_CODE
     if isinstance(error, (OSError, ValueError, ImportError, SafetensorError)):
@@ -130,10 +130,10 @@ TOKENIZER_JSON = ("tokenizer_config.json", "special_tokens_map.json", "added_tok
 
 
 def check_json_files(folder: str, names: Iterable[str]) -> None:
-    """UserError that names the first of these files that does not hold a JSON object, and where it stops being one.
+    """Raise UserError that names the first of these files that holds no JSON object, and where it stops being one.
 
-    folder: `model_name_or_path`. A hub name is not looked at: what was downloaded is whole.
-    names: those that the folder does not have are left out.
+    folder: `model_name_or_path`. A hub name is not checked: downloads are complete.
+    names: missing files are skipped.
     """
     for path in (Path(folder, name) for name in names):
         if path.is_file() and (reason := _why_no_object(path)):
@@ -141,13 +141,13 @@ def check_json_files(folder: str, names: Iterable[str]) -> None:
 
 
 def _why_no_object(path: Path) -> str:
-    """Nothing if it is one."""
+    """Say why a file holds no JSON object; empty if it holds one."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError:
         return "the file is not UTF-8"
     except json.JSONDecodeError as error:
-        return f"line {error.lineno} column {error.colno}: {error.msg}" if error.pos else "the file is no JSON"
+        return f"line {error.lineno} column {error.colno}: {error.msg}" if error.pos else "the file is not JSON"
     except RecursionError:
         return "the file is nested too deep"
     return "" if isinstance(found, dict) else f"found a {type(found).__name__}"

@@ -1,6 +1,6 @@
-"""Refuses what draws at random: a shared token would draw once, but an ordinary batch draws once per copy.
+"""Refuses random draws: a shared token would draw once, but an ordinary batch draws once per copy.
 
-`without_dropout` and `evaluating` turn it off for a while, to compare or to measure.
+`without_dropout` and `evaluating` turn draws off for a while, to compare or to measure.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NOT_IN_THE_DECODER = re.compile("classifier|summary")
 def check_dropout(parts: Parts, allowed: tuple[str, ...]) -> None:
     """Refuse a model's random settings and dropout modules, before it trains.
 
-    A dropout module in evaluation mode does not draw. If it does at a later batch, `check_drawing_modules` refuses it.
+    A dropout module in evaluation mode passes. If it draws at a later batch, `check_drawing_modules` refuses it.
 
     allowed: as `allow_dropout` of `prepare_model`.
     """
@@ -65,9 +65,9 @@ def check_noise(decoder: PreTrainedModel, allowed: tuple[str, ...]) -> None:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside, then every module's own mode again.
+    """Set evaluation mode, then give every module its own mode back.
 
-    A module has one mode for all threads: UserError for another thread that calls the model inside, if it changed.
+    A module has one mode for all threads: if it changed, another thread that calls the model gets a UserError.
     """
     training, thread = [module for module in model.modules() if module.training], get_ident()
 
@@ -93,7 +93,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_dropout(model: nn.Module, allowed: Collection[str]) -> Iterator[None]:
-    """Inside, nothing draws at random, so that two passes can be compared.
+    """Switch off all random draws for a while, so that two passes can be compared.
 
     model: a `PreTrainedModel`, or one wrapped by PEFT; any module if nothing is allowed. allowed: as `allow_dropout` of
         `prepare_model`.
@@ -113,13 +113,13 @@ def without_dropout(model: nn.Module, allowed: Collection[str]) -> Iterator[None
 
 
 def _draws_beyond_modules(model: nn.Module, allowed: Collection[str]) -> bool:
-    """Whether an allowed name is NEFTune or a setting, of the model or of an adapter, that is not a dropout module."""
+    """Return whether an allowed name is NEFTune or a setting, of the model or an adapter, without a dropout module."""
     drawing = {name.rpartition(".")[2] for name, value in _settings(pretrained_model_of(model)) if value}
     return any(name == "neftune" or name in drawing or draws_in_adapters(model, name) for name in allowed)
 
 
 def _settings(base: PreTrainedModel) -> Iterator[tuple[str, Any]]:
-    """Every setting of the text by its dotted name, with those of nested parts (DBRX: `ffn_config.moe_jitter_eps`)."""
+    """Yield every setting of the text by its dotted name, also of nested parts (DBRX: `ffn_config.moe_jitter_eps`)."""
 
     def dotted(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         for name, value in config.items():
@@ -132,7 +132,7 @@ def _settings(base: PreTrainedModel) -> Iterator[tuple[str, Any]]:
 
 
 def _dropouts(root: nn.Module, allowed: tuple[str, ...]) -> Iterator[Any]:
-    """The dropout modules with p > 0 that no name on their path allows.
+    """Yield the dropout modules with p > 0 that no name on their path allows.
 
     It walks the modules at every pass, which takes 0.3 ms of one core for 28 layers with LoRA (2,385 modules).
     """

@@ -8,8 +8,8 @@ model is loaded. Then the loss is computed from
     hidden_rows    (R, D)  the rows that predict, for the fused loss, if the head is plain
     logits_rows    (R, V)  the logits of these rows, by the model's own head, if it is not
 
-Of a radix batch the backbone returns only the rows that predict. Of an ordinary padded batch they are selected before
-the head, so that both arms compute the same rows of logits.
+For a radix batch the backbone returns only the rows that predict. For an ordinary padded batch they are selected before
+the head, so that both compute the same rows of logits.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ SAME_ROW = 1e-2  # relative L2: rounding of 16 bits stays below it, the influenc
 
 
 def has_plain_head(model: nn.Module) -> bool:
-    """Whether the logits are `linear(last_hidden_state, weight, bias)` of the output embeddings and nothing else.
+    """Return whether the logits are `linear(last_hidden_state, weight, bias)` of the output embeddings, and only that.
 
     model: a `PreTrainedModel` for causal language modelling, or one wrapped by PEFT. It is not changed.
 
     The model computes logits from three random rows in place of what its backbone returns, in evaluation mode and
     without gradients. Its layers do not run, so this takes as long as three rows of the head, on any device. A head is
     plain if its logits are the product bit for bit, if no parameter lies outside of it and the backbone (a bias that is
-    zero now would not stay zero), and if nobody has hung a hook on it or on the model: a fused head calls neither. The
+    zero now would not stay zero), and if neither it nor the model has a hook: a fused head calls neither. The
     log says which head it is, and why.
 
     Raises UserError if the model computes no logits from `input_ids` only, or if its logits are not computed row by row
@@ -68,7 +68,7 @@ def has_plain_head(model: nn.Module) -> bool:
 
 
 def hidden_rows(parts: Parts, batch: Mapping[str, Any]) -> Tensor:
-    """(R, D). The hidden rows that predict.
+    """Return the hidden rows that predict, (R, D).
 
     parts: of the model, see `parts_of`.
     batch: for a prepared model, what a `RadixCollator` returns, without labels and shift_labels; for any other model,
@@ -81,7 +81,7 @@ def hidden_rows(parts: Parts, batch: Mapping[str, Any]) -> Tensor:
 
 
 def logits_rows(parts: Parts, batch: Mapping[str, Any]) -> Tensor:
-    """(R, V). The logits of the hidden rows that predict, by the model's own head. Arguments: as for `hidden_rows`."""
+    """Return the logits, (R, V), of the rows that predict, by the model's own head. Arguments: as `hidden_rows`."""
     base: Any = parts.base
     if not is_padded(batch):
         return base(**batch).logits[0]
@@ -90,12 +90,12 @@ def logits_rows(parts: Parts, batch: Mapping[str, Any]) -> Tensor:
 
 
 def is_padded(batch: Mapping[str, Any]) -> bool:
-    """Whether it is a batch of a `PaddedCollator`, and not of a `RadixCollator`."""
+    """Return whether it is a batch of a `PaddedCollator`, and not of a `RadixCollator`."""
     return radix_of(batch).layout is None
 
 
 def _ordinary_inputs(decoder: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """An ordinary batch for a model.
+    """Return the arguments of an ordinary batch for a model.
 
     RoBERTa and its relatives count positions from `padding_idx + 1` if none are given. The collator counts from 0, so
     these models do not get its positions.
@@ -104,7 +104,7 @@ def _ordinary_inputs(decoder: PreTrainedModel, batch: Mapping[str, Any]) -> dict
     if padding_idx_of_positions(decoder) is not None:
         positions = given["position_ids"]
         counted = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
-        if torch.equal(positions, counted):  # waits for the device, in the ordinary arm of these models
+        if torch.equal(positions, counted):  # waits for the device, in ordinary batches of these models
             del given["position_ids"]
     return {**given, "use_cache": False}
 
@@ -115,16 +115,16 @@ def _selected(hidden: Tensor, indices: Tensor) -> Tensor:
 
 @contextmanager
 def only_rows(backbone: PreTrainedModel, indices: Tensor) -> Iterator[None]:
-    """Inside, the backbone returns to this thread only these rows of the flattened batch, `[1, P, D]`."""
+    """Let the backbone return to this thread only these rows of the flattened batch, `[1, P, D]`."""
     with on_output(backbone, lambda output: with_rows(output, _selected(output[0], indices)[None])):
         yield
 
 
 @contextmanager
 def on_output(backbone: PreTrainedModel, change: Callable[[Any], Any]) -> Iterator[None]:
-    """Inside, what the backbone returns to this thread passes through a function; None from it changes nothing.
+    """Pass what the backbone returns to this thread through a function; None from it changes nothing.
 
-    Not what it returns to calls that run in such a call, by a hook.
+    Calls inside such a call, by a hook, are not changed.
     """
     progress, thread = Progress(), get_ident()
 
@@ -148,7 +148,7 @@ def on_output(backbone: PreTrainedModel, change: Callable[[Any], Any]) -> Iterat
 
 
 def _why_not_plain(parts: Parts) -> str | None:
-    """Why the loss needs the model's own head; None if the head is one matrix product."""
+    """Say why the loss needs the model's own head; None if the head is one matrix product."""
     head = parts.head
     rows, logits = _logits_of_random_rows(parts)
     if any(is_hooked(module) for module in (parts.base, head)):
@@ -168,14 +168,14 @@ def _why_not_plain(parts: Parts) -> str | None:
 
 
 def _parameters_beyond(parts: Parts) -> list[str]:
-    """Names of the parameters that are neither the backbone's nor the output embeddings'."""
+    """List the parameters that are neither the backbone's nor the output embeddings'."""
     known = {id(parameter) for module in (parts.backbone, parts.head) for parameter in module.parameters()}
     return [name for name, parameter in parts.base.named_parameters() if id(parameter) not in known]
 
 
 @torch.no_grad()
 def _logits_of_random_rows(parts: Parts) -> tuple[Tensor, Tensor]:
-    """Three rows a, b, a, (3, D), and the logits that the model computes from them, (3, V)."""
+    """Return three rows a, b, a, (3, D), and the logits that the model computes from them, (3, V)."""
     base, head = parts.base, parts.head
     weight = getattr(head, "weight", None)
     like = weight if isinstance(weight, Tensor) and weight.is_floating_point() else next(base.parameters())
@@ -198,14 +198,14 @@ def _logits_of_random_rows(parts: Parts) -> tuple[Tensor, Tensor]:
 
 
 def _random_rows(width: int, like: Tensor) -> Tensor:
-    """(3, D). The global random state is not touched."""
+    """Draw two rows, (3, D) with the first one repeated, without touching the global random state."""
     generator = torch.Generator(like.device).manual_seed(0)
     small, large = torch.randn(2, width, generator=generator, device=like.device, dtype=torch.float32)
     return torch.stack([small, LARGE * large, small]).to(like.dtype)
 
 
 def _logits_of(parts: Parts, rows: Tensor) -> Tensor:
-    """(1, R, V). The logits of the model if its backbone returned these rows, (R, D)."""
+    """Return the logits, (1, R, V), of the model if its backbone returned these rows, (R, D)."""
     ids = torch.arange(1, NUM_TOKENS + 1, device=rows.device)[None]
     base: Any = parts.base
     with evaluating(base), _returning(parts.backbone, rows):
@@ -213,7 +213,7 @@ def _logits_of(parts: Parts, rows: Tensor) -> Tensor:
 
 
 def _check_rows(name: str, logits: Tensor) -> None:
-    """Each row of logits has to depend on only one hidden row. name: the class of the model."""
+    """Refuse logits that depend on more than one hidden row each. name: the class of the model."""
     if logits.shape[:2] != (1, 3):
         raise UserError(
             f"{name} makes logits {list(logits.shape)} of 3 hidden rows, not those of its backbone's "
@@ -222,7 +222,7 @@ def _check_rows(name: str, logits: Tensor) -> None:
     first, _, again = logits[0].double()
     if not (first - again).norm() <= SAME_ROW * first.norm():
         raise UserError(
-            f"the head of {name} gives a hidden row other logits if other rows are beside it, so its loss cannot be "
+            f"the head of {name} gives a hidden row other logits if other rows are next to it, so its loss cannot be "
             f"computed from the rows that predict"
         )
 
@@ -240,7 +240,7 @@ class _Returned(ModelOutput):
 
 @contextmanager
 def _returning(backbone: PreTrainedModel, rows: Tensor) -> Iterator[None]:
-    """Inside, the backbone returns these rows to this thread, whatever it is given."""
+    """Make the backbone return these rows to this thread, whatever its arguments."""
     thread = get_ident()
 
     def forward(*args: object, **kwargs: object) -> Any:

@@ -1,4 +1,4 @@
-"""The hooks of a prepared model: a radix batch goes in with its plan and comes out as the rows that predict.
+"""The hooks of a prepared model: a radix batch enters with its plan and leaves as the rows that predict.
 
 - `before`, on the backbone, turns the `radix` of a batch into the call that reaches every layer, gives mask
   creation an empty tensor, so that no U x U mask is ever built, and refuses what would change the gradient;
@@ -81,7 +81,7 @@ class BackboneHooks:
     refused: why the model cannot use a batch of a `RadixCollator`; None if it can.
     padded: shares ordinary batches; None unless the model is one of `share_prefixes`.
     sharing: warns if nothing is shared.
-    report: counts what is; that of `padded` too.
+    report: counts what is shared, by `padded` too.
     split: the rows of radix batches over the ranks of `sp_group`; None without one.
     """
 
@@ -99,7 +99,7 @@ class BackboneHooks:
     split: RowSplit | None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BackboneHooks:
-        """A copy of only the backbone does not copy the model around it."""
+        """Copy the hooks; a copy of the backbone only does not copy the model around it."""
         memo[id(self)] = copied = copy(self)
         copied.model = memo.get(id(self.model), self.model)
         for name in ("mixers", "progress", "padded", "sharing", "report"):
@@ -107,7 +107,7 @@ class BackboneHooks:
         return copied
 
     def install(self, backbone: PreTrainedModel) -> None:
-        """Register the hooks on the backbone and the model. `remove_hooks` finds them by their owner."""
+        """Register the hooks on the backbone and the model, where `remove_hooks` finds them by their owner."""
         backbone.register_forward_pre_hook(self.before, with_kwargs=True)
         options = {"with_kwargs": True, "prepend": True, "always_call": True}  # the user's see [B, L, D]
         backbone.register_forward_hook(self.after, **options)
@@ -121,7 +121,7 @@ class BackboneHooks:
         kept = kwargs.get("logits_to_keep")
         if RADIX not in kwargs:
             return
-        if self.refused is not None:  # its backbone may get nothing that says so
+        if self.refused is not None:  # its backbone may receive no sign of it
             raise UserError(self.refused)
         if isinstance(kept, Tensor) or kept:
             raise UserError(
@@ -130,8 +130,8 @@ class BackboneHooks:
 
     @torch.compiler.disable  # dynamo cannot trace the dataclass, and would warn; it runs once a pass
     def before(self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Give the layers the call that they take part in. `_ordinary` takes a batch without a plan."""
-        self.progress.begin(None)  # what is tried until it is known is ordinary
+        """Give the layers the call that they take part in. `_ordinary` handles a batch without a plan."""
+        self.progress.begin(None)  # trial calls, before the kind of call is known, are ordinary
         if kwargs.get("radix_call") is not None:  # a pass of generation
             return None
         radix = kwargs.get(RADIX)
@@ -144,7 +144,7 @@ class BackboneHooks:
     def _radix(
         self, backbone: PreTrainedModel, radix: RadixInputs, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """The arguments for a batch of a `RadixCollator`."""
+        """Return the arguments for a batch of a `RadixCollator`."""
         if self.refused is not None:
             raise UserError(self.refused)
         end_watch()
@@ -154,7 +154,7 @@ class BackboneHooks:
         if radix.image_rows is not None and self.split is None:  # a split batch with images is refused
             given = with_features(backbone, radix, given)
         self._check(backbone, layout, radix, given)
-        predictors, place_rows = _asked(radix)
+        predictors, place_rows = _requested_rows(radix)
         self._count(backbone, radix, layout, predictors.shape[0])
         may_bind = layout.blocks is not None or window_may_bind(text_decoder_of(backbone).config, layout.max_seqlen)
         chosen = radix.strategy if self.attention == "auto" else None
@@ -184,7 +184,7 @@ class BackboneHooks:
     def _ordinary(
         self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Any] | None:
-        """The arguments for an ordinary batch on its unique tokens, after `share_prefixes`, if it can be shared."""
+        """Return the arguments for an ordinary batch on its unique tokens, after `share_prefixes`; None if unshared."""
         if self.padded is None:
             self.sharing.count(backbone, False, HELP_ORDINARY)
             is_generation = not torch.is_grad_enabled() and is_generating()
@@ -199,12 +199,12 @@ class BackboneHooks:
     def _allowed(
         self, backbone: PreTrainedModel, padded: PaddedSharing, given: dict[str, Any]
     ) -> dict[str, Any] | None:
-        """Refuse adapters and dropouts that compute something else on unique tokens; or None if these are left.
+        """Refuse adapters and dropouts that compute something else on unique tokens, or return None to leave the call.
 
         given: the arguments of the call.
         """
         call = given["radix_call"]
-        allowed = () if isinstance(call, KeptCall) else self.allow_dropout  # what is kept is no draw
+        allowed = () if isinstance(call, KeptCall) else self.allow_dropout  # kept rows are not drawn
         try:
             check_adapters((self.model, backbone), allowed)
             check_draws(text_decoder_of(backbone), self.model.get_output_embeddings(), allowed)
@@ -242,7 +242,7 @@ class BackboneHooks:
         self._check_passes(backbone, layout, radix)
 
     def _check_passes(self, backbone: PreTrainedModel, layout: TreeLayout, radix: RadixInputs) -> None:
-        """Refuse a micro-batch that depends on others, if they cannot be computed in several passes."""
+        """Refuse a micro-batch that depends on others if it cannot be computed in several passes."""
         if radix.cache is None:
             if layout.context is not None:
                 raise UserError(
@@ -301,9 +301,9 @@ class BackboneHooks:
             )
 
     def _expand_router_logits(self, name: str, output: Any, kwargs: Mapping[str, Any], call: Any) -> None:
-        """Router logits of the U unique rows -> of the original tokens, in place: the loss counts each token once.
+        """Expand router logits of the U unique rows to the original tokens, in place: the loss counts each token once.
 
-        For a padded batch they go to their places, and Hugging Face's loss leaves out padding.
+        In a padded batch they go to their places, and Hugging Face's loss leaves out padding.
         """
         if isinstance(output, tuple):
             if kwargs.get("output_router_logits"):
@@ -329,8 +329,8 @@ class BackboneHooks:
         output.router_logits = tuple(expanded)
 
 
-def _asked(radix: RadixInputs) -> tuple[Tensor, IntArray | None]:
-    """The rows that the head gets, int64, and which stands at each place; None if each stands once, in order."""
+def _requested_rows(radix: RadixInputs) -> tuple[Tensor, IntArray | None]:
+    """Return the rows that the head gets, int64, and which stands at each place; None if each stands once, in order."""
     rows, place_rows = radix.predictor_indices, radix.place_rows
     if place_rows is None:
         return rows, None

@@ -1,4 +1,4 @@
-"""What a model does with images, judged by what its class does: no model is known by its name."""
+"""What a model does with images, judged by the code of its class: no model is known by name."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from radixtrain.tree.radix_inputs import RadixInputs
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 DROPS_PATHS = re.compile("drop_path|drop_prob")
-USED = {"pooler_output", "deepstack_features"}  # of what the tower returns, with one row for each placeholder
+USED = {"pooler_output", "deepstack_features"}  # entries of the tower's output with one row for each placeholder
 
 
 def image_inputs_of(model: nn.Module) -> ImageInputs:
-    """Find what `RadixCollator(images=...)` has to know of a model, so that its rows may have images.
+    """Find what `RadixCollator(images=...)` has to know about a model, so that its rows may have images.
 
-    model: that `prepare_model` takes, before or after. It is not kept.
+    model: one that `prepare_model` takes, before or after that call. It is not kept.
 
     Raises UserError for a class whose images cannot be shared exactly in such a batch, with the reason.
     """
@@ -46,7 +46,7 @@ def image_inputs_of(model: nn.Module) -> ImageInputs:
 
 
 def inputs_of(backbone: PreTrainedModel) -> ImageInputs:
-    """Return what `image_inputs_of` does, of a class whose images can be shared in some calls at least."""
+    """Return what `image_inputs_of` does, for a class whose images can be shared in at least some calls."""
     token, names = image_token_of(backbone), frozenset(OF_IMAGES.keys() & _arguments(backbone.get_image_features))
     assert token is not None
     if not counts_positions(backbone):
@@ -94,7 +94,7 @@ def without_images(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def given_of_images(backbone: PreTrainedModel, given: Mapping[str, Any]) -> set[str]:
-    """List the arguments of a call that only its images need; none without images, or without a tower that is known."""
+    """List the arguments of a call that only its images need; none without images, or without a known tower."""
     if "pixel_values" not in given or not hasattr(backbone, "get_image_features"):
         return set()
     names = OF_IMAGES.keys() & _arguments(backbone.get_image_features)
@@ -174,7 +174,7 @@ def types_of_mask(backbone: PreTrainedModel) -> str | None:
 
 
 def block_function_of(backbone: PreTrainedModel) -> Callable[..., Tensor] | None:
-    """Find the model's own (B, L) types -> (B, L) blocks, whose tokens attend in both directions, -1 outside."""
+    """Find the model's own function from (B, L) types to (B, L) blocks, which attend in both directions; -1 outside."""
     found = getattr(sys.modules[type(backbone).__module__], "get_block_sequence_ids_for_mask", None)
     return found if types_of_mask(backbone) else None
 
@@ -193,7 +193,7 @@ def without_empty_types(backbone: PreTrainedModel, given: Mapping[str, Any]) -> 
 
 
 def sees_beyond_windows(backbone: PreTrainedModel) -> bool:
-    """Say whether a token sees all of its image in layers with a shorter window too, as in the unified Gemma 4."""
+    """Return whether a token sees all of its image in layers with a shorter window too, as in the unified Gemma 4."""
     return "create_masks_for_vision_model" not in names_in_method(type(backbone).forward)
 
 

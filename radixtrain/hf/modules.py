@@ -1,11 +1,11 @@
 """What the modules of a model do, judged by the code of their classes: which attend, and which carry a state.
 
-The code of a class tells by the attributes and globals that it names, and by what these globals are. Nothing reads
+The code of a class is judged by the attributes and globals that it names, and by what these globals are. Nothing reads
 source text or the names of local variables, so neither a comment nor a renamed variable changes an answer, and a class
-that was typed into a shell has one. A method that was replaced before is read as it is.
+typed into a shell has one. A method that was replaced earlier is read as it is now.
 
 A *mixer* is a module whose own code speaks the cache protocol of `recurrent/running.py`, so it carries a state from
-token to token. None is known by its name. A *layer* is a decoder layer, the element of an `nn.ModuleList`.
+token to token. None is known by name. A *layer* is a decoder layer, the element of an `nn.ModuleList`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EAGER = "eager_attention_forward"  # ends the name of the eager attention of a m
 
 @cache
 def names_in(module_class: object) -> frozenset[str]:
-    """The attributes and globals that its methods name, also the inherited ones but torch's and `PreTrainedModel`'s."""
+    """Return the attributes and globals that its methods name, inherited ones too, but not those of torch."""
     return frozenset(name for _, name in _globals(module_class))
 
 
@@ -39,28 +39,28 @@ def names_in_method(method: Any) -> tuple[str, ...]:
 
 
 def attends(module_class: object) -> bool:
-    """Whether a module takes its attention from Hugging Face's AttentionInterface."""
+    """Return whether a module takes its attention from Hugging Face's AttentionInterface."""
     return bool(interfaces_of(module_class))
 
 
 @cache
 def interfaces_of(module_class: object) -> tuple[AttentionInterface, ...]:
-    """The AttentionInterfaces from which its methods may take a function; nearly always transformers' only one."""
+    """Return the AttentionInterfaces from which its methods may take a function; nearly always only transformers'."""
     found = (space.get(name) for space, name in _globals(module_class))
     return tuple({id(each): each for each in found if isinstance(each, AttentionInterface)}.values())
 
 
 @cache
 def eager_places(module_class: object) -> list[tuple[dict[str, Any], str]]:
-    """The files, as namespaces, and the names in them where its methods find their own eager attention."""
+    """List the files, as namespaces, and the names in them where its methods find their own eager attention."""
     return [(space, name) for space, name in _globals(module_class) if name.endswith(EAGER) and name in space]
 
 
 def why_replaced(module: Any) -> str | None:
-    """Why a module may not attend although a class of it does: by the `forward` of a subclass or in its place; or None.
+    """Say why a module may not attend although its class does: a `forward` of a subclass or in its place; or None.
 
-    Wrappers that say what they wrap (`functools.wraps`), as Accelerate's and torch.compile's, and `functools.partial`
-    are looked through.
+    Looks through `functools.partial` and wrappers that name what they wrap (`functools.wraps`), such as Accelerate's
+    and torch.compile's.
     """
     module_class, function = type(module), _written(module.forward)
     is_of_class = function is _written(module_class.forward)  # others may hold their module, so they are not kept
@@ -72,7 +72,7 @@ def why_replaced(module: Any) -> str | None:
 
 
 def _written(method: Any) -> Any:
-    """The function inside of wrappers, bound methods and partial calls. A partial call may say what it wraps, too."""
+    """Return the function inside of wrappers, bound methods and partial calls, which may also say what they wrap."""
     while (inner := _inside(inspect.unwrap(method))) is not method:
         method = inner
     return method
@@ -83,7 +83,7 @@ def _inside(method: object) -> Any:
 
 
 def _takes_attention(module_class: Any, forward: Any) -> bool:
-    """Whether a forward function, a method that it names, or `__init__` names an AttentionInterface.
+    """Return whether a forward function, a method that it names, or `__init__` names an AttentionInterface.
 
     A method is the first of its name in the class and those that it inherits from; after a `super()` any of them.
     """
@@ -107,7 +107,7 @@ _class_takes_attention: Any = cache(_takes_attention)
 
 
 def _globals(module_class: Any) -> Iterator[tuple[dict[str, Any], str]]:
-    """Each name that a method has, and the globals in which it would be looked up."""
+    """Yield each name that a method has, and the globals in which it would be looked up."""
     classes = (each for each in module_class.__mro__[:-1] if not each.__module__.startswith(OF_ALL_MODELS))
     for value in [value for each in classes for value in vars(each).values()]:
         method = inspect.unwrap(getattr(value, "__func__", value))
@@ -116,7 +116,7 @@ def _globals(module_class: Any) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Functions inside a function come after it."""
+    """Yield the names in a code object; functions inside a function come after it."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
@@ -129,12 +129,12 @@ MIXES_TOKENS = (nn.Conv1d, nn.RNNBase, nn.MultiheadAttention)
 
 
 def mixers_of(decoder: nn.Module) -> dict[str, nn.Module]:
-    """The mixers of the text, by path; empty for a model whose layers only attend."""
+    """Return the mixers of the text, by path; empty for a model whose layers only attend."""
     return {path: module for path, module in decoder.named_modules() if is_text(path) and _is_mixer(type(module))}
 
 
 def layer_around(decoder: nn.Module, path: str) -> nn.Module | None:
-    """The outermost decoder layer around the module of this path; None if there is none."""
+    """Return the outermost decoder layer around the module of this path; None if there is none."""
     module = decoder
     for part in path.split("."):
         is_list = isinstance(module, nn.ModuleList)
@@ -145,7 +145,7 @@ def layer_around(decoder: nn.Module, path: str) -> nn.Module | None:
 
 
 def text_layers(decoder: PreTrainedModel) -> list[nn.Module]:
-    """The decoder layers of the text in order; empty if they are not one list of num_hidden_layers."""
+    """List the decoder layers of the text in order; empty if they are not one list of num_hidden_layers."""
     num_layers = getattr(decoder.config, "num_hidden_layers", None)  # BLT's has none
     lists = [
         module
@@ -156,7 +156,7 @@ def text_layers(decoder: PreTrainedModel) -> list[nn.Module]:
 
 
 def why_padding_leaks(decoder: PreTrainedModel) -> str | None:
-    """Why padding on the left changes a state in Hugging Face's own batch; None if it does not.
+    """Say why padding on the left changes a state in Hugging Face's own batch; None if it does not.
 
     The input of a mixer is 0 at padding. With a bias its projection is not, and a convolution brings that to the first
     tokens.
@@ -173,7 +173,7 @@ def why_padding_leaks(decoder: PreTrainedModel) -> str | None:
 
 
 def num_attention_layers(decoder: PreTrainedModel) -> int:
-    """The decoder layers that attend: all, but for those whose tokens meet only in a mixer or not at all.
+    """Count the decoder layers that attend: all but those whose tokens meet only in a mixer or not at all.
 
     In Llama 3.2 Vision text skips the layers that attend to images.
     """
@@ -186,13 +186,13 @@ def num_attention_layers(decoder: PreTrainedModel) -> int:
 
 
 def forks_or_keeps_apart(layer: nn.Module) -> bool:
-    """Whether the tokens of a layer meet in a mixer, or not at all: no module in it takes a cache or mixes tokens."""
+    """Return whether the tokens of a layer meet in a mixer, or not at all: no module in it mixes tokens otherwise."""
     inside = [module for module in layer.modules() if module is not layer]
     return any(_is_mixer(type(module)) for module in inside) or not any(map(_mixes_tokens, inside))
 
 
 def _mixes_tokens(module: nn.Module) -> bool:
-    """Whether tokens may meet in a module: it convolves or attends, or its `forward` takes a cache."""
+    """Return whether tokens may meet in a module: it convolves or attends, or its `forward` takes a cache."""
     takes = inspect.signature(type(module).forward).parameters
     return isinstance(module, MIXES_TOKENS) or any(map(CACHE.search, takes))
 
@@ -202,7 +202,7 @@ def _is_mixer(module_class: object) -> bool:
 
 
 def text_attention(decoder: nn.Module) -> Iterator[nn.Module]:
-    """The attention modules of the text: in the same file a vision tower may take its attention from elsewhere."""
+    """Yield the attention modules of the text: in the same file a vision tower may get its attention elsewhere."""
     return (module for path, module in decoder.named_modules() if is_attention(module) and is_text(path))
 
 

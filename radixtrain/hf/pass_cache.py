@@ -1,4 +1,4 @@
-"""Keys and values that one pass of an optimizer step leaves for later ones, and the gradients that these give back.
+"""Keys and values that one pass of an optimizer step keeps for later passes, and the gradients that these return.
 
 A pass that is kept writes its keys and values of every layer into a `LayerRows`, without their graph. Later passes read
 them beside their own, and add to their gradients. The kept pass goes backward last: there the gradients of the later
@@ -37,12 +37,12 @@ class LayerRows:
         self.is_trained: dict[int, bool] = {}
 
     def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Once: a layer that is recomputed in the backward pass has the same rows."""
+        """Keep keys and values once: a layer that is recomputed in the backward pass has the same rows."""
         if layer not in self.rows:
             self.rows[layer] = key.detach().contiguous(), value.detach().contiguous()
 
     def check_trained(self, layer: int, is_trained: bool) -> None:
-        """UserError if the keys of one pass have a gradient and those of another have none: its share would be lost."""
+        """Raise UserError if the keys of one pass have a gradient and another's have none: its share would be lost."""
         if self.is_trained.setdefault(layer, is_trained) != is_trained:
             raise UserError(
                 "weights are trained that only some micro-batches of the step reach, as those of some experts, and "
@@ -50,7 +50,7 @@ class LayerRows:
             )
 
     def add(self, layer: int, start: int, end: int, gradients: Sequence[Tensor]) -> None:
-        """The gradients of the rows [start, end), in one later pass. UserError if those of the layer have joined."""
+        """Add the gradients of the rows [start, end) from a later pass. Raises UserError if the layer's have joined."""
         if layer in self.joined:
             raise UserError(
                 "a micro-batch goes backward after the prefix that it continues, whose gradient would lack its share: "
@@ -64,7 +64,7 @@ class LayerRows:
             total[start:end] += gradient
 
     def check_joined(self) -> None:
-        """UserError if later passes went backward and this one did not."""
+        """Raise UserError if later passes went backward and this one did not."""
         if self.gradients:
             raise UserError(
                 "a prefix did not go backward after the micro-batches that continue it, whose gradient goes through "
@@ -72,14 +72,14 @@ class LayerRows:
             )
 
     def join(self, layer: int, own: Sequence[Tensor]) -> list[Tensor]:
-        """The gradients in the pass itself, with those of all later ones, which are not needed any more."""
+        """Return the gradients of the pass itself plus those of all later ones, which are then dropped."""
         self.joined.add(layer)
         later = self.gradients.pop(layer, None)
         return list(own) if later is None else [(x + y).to(y.dtype) for x, y in zip(later, own, strict=True)]
 
 
 class PassCache:
-    """What the layers of one pass keep and read. No dataclass: FSDP would hand every layer a copy.
+    """What the layers of one pass keep and read. Not a dataclass, of which FSDP would give every layer a copy.
 
     kept: where its own rows go; None if no later pass reads them.
     context: (rows of an earlier pass, start, end), back to back its context of C rows.
@@ -91,11 +91,11 @@ class PassCache:
 
     @property
     def is_second(self) -> bool:
-        """Whether this pass has run before, without a graph, to keep its rows."""
+        """Return whether this pass has run before, without a graph, to keep its rows."""
         return self.kept is not None and bool(self.kept.rows)
 
     def check_once(self, gradient: Tensor) -> None:
-        """A hook of the loss of the pass. UserError if it goes backward a second time."""
+        """Raise UserError if the loss of the pass goes backward a second time; a hook of that loss."""
         if self.went_backward:
             raise UserError(
                 "a loss of step_losses goes backward a second time, and the prefix that it continues would get its "
@@ -104,7 +104,7 @@ class PassCache:
         self.went_backward = True
 
     def keys_and_values(self, layer: int, key: Tensor, value: Tensor) -> tuple[Keys, Keys | None]:
-        """Return those of the pass, (U, K, H) each, and those of its context, (C, K, H) each; None without one."""
+        """Return keys and values of the pass, (U, K, H) each, and those of its context, (C, K, H) each, or None."""
         if torch.is_grad_enabled():
             for rows in (*([self.kept] if self.kept else ()), *(earlier for earlier, _, _ in self.context)):
                 rows.check_trained(layer, key.requires_grad or value.requires_grad)

@@ -1,4 +1,4 @@
-"""Positions: a radix batch contains the position of every token. A model that counts them differently is refused."""
+"""Positions: a radix batch contains the position of every token. Models that count them differently are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POSITION = re.compile(r"(^|_)(wpe|pos|position|positions)(_|$)")
 
 
 def why_no_positions(parts: Parts) -> str | None:
-    """What is wrong with a model that takes no positions; None if it takes some."""
+    """Say why a model takes no positions; None if it takes some."""
     if "position_ids" in inspect.signature(parts.backbone.forward).parameters:
         return None
     if mixers_of(parts.decoder) and not num_attention_layers(parts.decoder):
@@ -31,7 +31,7 @@ def why_no_positions(parts: Parts) -> str | None:
 
 
 def why_counted_from_padding(parts: Parts) -> str | None:
-    """Why the positions of a model begin elsewhere; None if it counts from 0."""
+    """Say where else the positions of a model begin; None if it counts from 0."""
     if (padding_idx := padding_idx_of_positions(parts.decoder)) is None:
         return None
     return (
@@ -41,7 +41,7 @@ def why_counted_from_padding(parts: Parts) -> str | None:
 
 
 def padding_idx_of_positions(decoder: nn.Module) -> int | None:
-    """The padding index after which a model such as RoBERTa counts positions, None if it counts from 0."""
+    """Return the padding index after which a model such as RoBERTa counts positions, None if it counts from 0."""
     indices = (getattr(embedding, "padding_idx", None) for _, embedding in _position_embeddings(decoder))
     return next((index for index in indices if index is not None), None)
 
@@ -49,7 +49,7 @@ def padding_idx_of_positions(decoder: nn.Module) -> int | None:
 def check_position(decoder: PreTrainedModel, max_position: int) -> None:
     """Refuse the largest position of a batch if it is one at which rotary embeddings change their frequencies.
 
-    A prefix would depend on the sequences that are in the batch beside its own.
+    A prefix would depend on the other sequences of the batch.
     """
     change = frequencies_change_at(decoder)
     if change is not None and max_position >= change.limit:
@@ -61,20 +61,20 @@ def check_position(decoder: PreTrainedModel, max_position: int) -> None:
 
 
 def positions_in_table(decoder: nn.Module) -> int | None:
-    """How many tokens a model with learned positions can number; None for any other kind of positions."""
+    """Return how many tokens a model with learned positions can number; None for any other kind of positions."""
     tables = [table for _, table in _position_embeddings(decoder) if isinstance(table, nn.Embedding)]
     return min((table.num_embeddings - int(getattr(table, "offset", 0)) for table in tables), default=None)
 
 
 class FrequencyChange(NamedTuple):
-    """rope_type: of the rotary embeddings. limit: tokens after which a batch gets other frequencies."""
+    """Rotary embeddings of `rope_type`, of which a batch with more than `limit` tokens gets other frequencies."""
 
     rope_type: str
     limit: int
 
 
 def frequencies_change_at(decoder: PreTrainedModel) -> FrequencyChange | None:
-    """Where rotary embeddings change their frequencies; None if they never do.
+    """Return where rotary embeddings change their frequencies; None if they never do.
 
     Hugging Face looks at the largest position of a batch, that of padding included.
     """
@@ -95,7 +95,7 @@ def frequencies_change_at(decoder: PreTrainedModel) -> FrequencyChange | None:
 
 
 def why_padding_matters(decoder: PreTrainedModel) -> str | None:
-    """Why left padding changes the result of a sequence; None if it changes only the rounding.
+    """Say why left padding changes the result of a sequence; None if it changes only the rounding.
 
     Hugging Face counts positions from the first padding token. Rotary embeddings depend only on distances, so that
     changes nothing in them; it does in every other kind of positions.
@@ -112,7 +112,7 @@ def why_padding_matters(decoder: PreTrainedModel) -> str | None:
 
 
 def _why_attention_counts(module: nn.Module) -> str | None:
-    """What in an attention module depends on more than distances, judged by the order of its steps; None if nothing."""
+    """Say what in an attention module depends on more than distances, judged by the order of its steps."""
     forward = type(module).forward
     if "Attention" not in type(module).__name__:
         return None
@@ -128,7 +128,7 @@ def _why_attention_counts(module: nn.Module) -> str | None:
 
 
 def _position_embeddings(decoder: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of the text that look up positions in a table, learned or sinusoidal."""
+    """Yield the modules of the text that look up positions in a table, learned or sinusoidal."""
     for path, module in decoder.named_modules():
         own = path.rpartition(".")[2]
         if POSITION.search(own) and is_text(path) and "Rotary" not in type(module).__name__:

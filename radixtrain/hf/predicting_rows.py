@@ -1,4 +1,4 @@
-"""A batch -> the rows that predict, and what they predict: one loss for training, `verify` and the benchmarks.
+"""A batch -> the rows that predict, and what they predict: the one loss of training, `verify` and the benchmarks.
 
 R rows that predict, P predictions, D hidden, V vocabulary. A row may predict several tokens: the last token of a shared
 prompt predicts the first token of every completion.
@@ -34,7 +34,7 @@ class Targets(NamedTuple):
 
     @classmethod
     def of(cls, batch: Mapping[str, Any]) -> Targets:
-        """The targets of a batch of a `RadixCollator`, with `merge_labels` or without, or of a `PaddedCollator`."""
+        """Read the targets of a batch of a `RadixCollator`, merged or not, or of a `PaddedCollator`."""
         radix = radix_of(batch)
         return cls(batch["shift_labels"][0].clamp(min=0), radix.prediction_rows, radix.loss_weights)
 
@@ -51,13 +51,13 @@ class PredictingRows(NamedTuple):
     targets: Targets
 
     def loss_sum(self) -> Tensor:
-        """Weighted cross-entropy summed over the labelled original tokens; float32 (float64 for a float64 model)."""
+        """Sum the weighted cross-entropy over the labelled original tokens; float32 (float64 for a float64 model)."""
         if self.head is None:
             return logits_cross_entropy(self.rows, *self.targets)
         return linear_cross_entropy(self.rows, self.head.weight, *self.targets, self.head.bias)
 
     def logprobs(self) -> Tensor:
-        """(P,). The log-probability of each prediction, whatever its weight; differentiable."""
+        """Return the log-probability of each prediction, (P,), whatever its weight; differentiable."""
         labels, rows, _ = self.targets
         if self.head is None:
             return logits_logprobs(self.rows, labels, rows)
@@ -69,7 +69,7 @@ def forward_rows(model: nn.Module, batch: Mapping[str, Any], plain_head: bool) -
 
     model: prepared for a batch of a `RadixCollator`, unprepared for one of a `PaddedCollator`.
     batch: on the device of the model.
-    plain_head: `has_plain_head(model)`, which is asked once for each model.
+    plain_head: `has_plain_head(model)`, computed once for each model.
     """
     inputs = inputs_of(batch, token_loss=True)
     parts = parts_of(model)
@@ -83,13 +83,13 @@ def forward_rows(model: nn.Module, batch: Mapping[str, Any], plain_head: bool) -
 
 
 def inputs_of(batch: Mapping[str, Any], **known: object) -> dict[str, Any]:
-    """What a model receives of a batch, for a loss that is computed outside of it. known: fields of `RadixInputs`."""
+    """Return the model's inputs from a batch, for a loss computed outside the model. known: of `RadixInputs`."""
     labels = ("shift_labels", "labels")
     return with_radix({name: value for name, value in batch.items() if name not in labels}, place_rows=None, **known)
 
 
 def labelled_logprobs(batch: Mapping[str, Any], logprobs: Tensor) -> list[tuple[int, int, float]]:
-    """(sequence of the batch, label, log-probability) of every labelled token, in the order of the tokens.
+    """Return (sequence of the batch, label, log-probability) of every labelled token, in the order of the tokens.
 
     batch: not merged. logprobs: (P,), as `PredictingRows.logprobs` returns them.
     """

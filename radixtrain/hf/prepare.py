@@ -1,7 +1,7 @@
 """Hugging Face models on unique tokens: `prepare_model` and `share_prefixes` install hooks, `restore_model` undoes it.
 
 No class of a model is changed. Its layers call their attention by name, and find ours around it
-(`attention_interface.py`); hooks on backbone and head turn a radix batch into what the layers need (`hooks.py`).
+(`attention_interface.py`); hooks on the backbone and head turn a radix batch into what the layers need (`hooks.py`).
 Whatever would change the gradient is refused, here and at every batch (`refusals.py`). A radix batch on any other
 attention would train silently with a wrong mask: Hugging Face reads a jump in the positions as the start of a new
 packed document. So the hooks check that every layer ran ours.
@@ -41,7 +41,7 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 class _State:
     """What `restore_model` needs.
 
-    options: attention, kernel and allow_dropout, as they were given. report: what was shared, at either entry point.
+    options: attention, kernel and allow_dropout, as given. report: what was shared, at either entry point.
     sharing: None for a model of `prepare_model` only. split: None without `sp_group`.
     """
 
@@ -111,7 +111,7 @@ def share_prefixes(
     For trainers that make their batches themselves: preference pairs, groups of samples, rerankers, distillation, a
     loop of your own. Nothing else changes: every call with padded `[B, L]` ids that wants no cache runs on its unique
     tokens and returns `[B, L, D]`, with the same values and the same gradient. A language-model head that gets these
-    computes every row once, too.
+    computes every row once too.
 
     model: a `PreTrainedModel` with any head, one wrapped by PEFT, or a module that has one Hugging Face model inside.
         The batches of a `RadixCollator` work too if the head predicts next tokens. Calling it again replaces the
@@ -143,10 +143,9 @@ def share_prefixes(
 
 
 def sharing_report(model: Any) -> SharingReport:
-    """How many calls of a model shared tokens, how many not and why, and what that saved.
+    """Report how many calls of a model shared tokens, how many did not and why, and what that saved.
 
-    model: of `prepare_model` or `share_prefixes`; or a trainer, and then the report also names its reference or teacher
-        model, if that shares nothing.
+    model: of `prepare_model` or `share_prefixes`; or a trainer: its reference or teacher is named if it shares nothing.
 
     Raises UserError for any other model.
     """
@@ -163,13 +162,13 @@ def sharing_report(model: Any) -> SharingReport:
 
 
 def other_models(trainer: object) -> dict[str, nn.Module]:
-    """The reference and the teacher of a trainer, by the names of its attributes."""
+    """Return the reference and the teacher of a trainer, by the names of its attributes."""
     others = {name: getattr(trainer, name, None) for name in ("ref_model", "teacher_model")}
     return {name: other for name, other in others.items() if isinstance(other, nn.Module)}
 
 
 def leave_refused_calls(model: nn.Module) -> None:
-    """A call of a model of `share_prefixes` that would be refused, as for a dropout that draws, runs as it is, counted.
+    """Let calls run unshared, and counted, that a model of `share_prefixes` would refuse, as for a dropout that draws.
 
     For programs whose author did not ask for sharing.
     """
@@ -184,16 +183,16 @@ def _state_of(model: nn.Module) -> _State | None:
 
 
 def prepared_options(model: nn.Module) -> dict[str, Any] | None:
-    """Attention, kernel and allow_dropout of a prepared model, as they were given; None if it is not prepared."""
+    """Return attention, kernel and allow_dropout of a prepared model, as given; None if it is not prepared."""
     state = getattr(pretrained_model_of(model), STATE, None)
     return None if state is None else state.options
 
 
 def restore_model(model: ModelT) -> ModelT:
-    """Undo `prepare_model` and `share_prefixes`: removes the hooks.
+    """Undo `prepare_model` and `share_prefixes`: remove their hooks. Returns the same model.
 
-    Not between the forward and the backward pass of a model with activation checkpointing, which runs its layers again.
-    Any other model is not changed.
+    Do not call it between the forward and the backward pass of a model with activation checkpointing, which runs its
+    layers again. Any other model is not changed.
     """
     base = model_inside(model)
     state = getattr(base, STATE, None)
@@ -239,11 +238,11 @@ def _check_sharing(min_shared_tokens: int, min_ratio: float) -> None:
 def _install(
     parts: Parts, options: dict[str, Any], sharing: PaddedSharing | None, split: SplitModel | None = None
 ) -> None:
-    """Set the hooks in place of those that the model has."""
+    """Set the hooks, replacing those that the model has."""
     restore_model(parts.base)
     if hasattr(parts.backbone, PREPARED):  # two sets of hooks would run
         raise UserError(
-            f"{type(parts.backbone).__name__} is prepared already, by itself or with another model around it; call "
+            f"{type(parts.backbone).__name__} is prepared already, alone or inside another model; call "
             f"restore_model with what was prepared first"
         )
     report = SharingReport() if sharing is None else sharing.report

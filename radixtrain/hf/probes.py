@@ -1,7 +1,7 @@
-"""What is assumed of transformers, asked once a process of a model of a few numbers.
+"""Assumptions about transformers, tried once per process on a tiny model.
 
-All else is asked of the user's model: of its modules, of its masks, at each pass. But who reads a keyword does not
-notice that it has another name now.
+Everything else is checked on the user's model, its modules and masks, at each pass. But code that reads a keyword does
+not notice if it is renamed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TINY: dict[str, Any] = {
 
 
 def check_transformers(instead: str) -> None:
-    """Raise UserError with the sentence that does not hold for the installed transformers. instead: another way."""
+    """Raise UserError with the assumption that the installed transformers breaks. instead: another way."""
     if broken := _broken():
         raise UserError(
             f"transformers {installed('transformers')}: it no longer holds that {broken}. Use a version of "
@@ -38,10 +38,10 @@ def check_transformers(instead: str) -> None:
 
 @cache
 def _broken() -> str | None:
-    """The first sentence that does not hold. Takes 15 ms of one core, the import of Gemma 2 included."""
+    """Return the first assumption that does not hold. Takes 15 ms of one core, the import of Gemma 2 included."""
     try:
-        scales, windows = zip(*_asked_by_gemma(), strict=True)
-    except Exception as error:  # of whatever is no longer as it was
+        scales, windows = zip(*_requested_by_gemma(), strict=True)
+    except Exception as error:  # something in torch or transformers has changed
         return f"every layer calls the attention that its configuration names ({first_line(error)})"
     if scales != (SCALAR**-0.5, SCALAR**-0.5):
         return "a layer gives its attention its scale as `scaling`"
@@ -49,8 +49,8 @@ def _broken() -> str | None:
 
 
 @torch.no_grad()
-def _asked_by_gemma() -> list[tuple[float, int | None]]:
-    """Scale and window that each of two layers asks for; by flash attention, whose windows come by keyword only."""
+def _requested_by_gemma() -> list[tuple[float, int | None]]:
+    """Return the scale and window of each of two layers; with flash attention, whose windows come by keyword only."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         model: Any = transformers.Gemma2Model(transformers.Gemma2Config(**TINY))
         ids = torch.zeros(1, LONGEST, dtype=torch.int64)

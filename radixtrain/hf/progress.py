@@ -1,8 +1,8 @@
-"""What a thread computes with a model now.
+"""What a thread is computing with a model.
 
-A call reaches most layers as an argument. What gets no arguments, such as a mixer or a loss function, asks `Progress`.
-Each thread has calls of its own, and each call ends before the one that it runs in: a hook that calls the model again,
-or a backward pass within a forward pass, finds its own call and leaves the outer one as it was.
+A call reaches most layers as an argument. What gets no arguments, such as a mixer or a loss function, reads `Progress`.
+Each thread has its own calls, and each call ends before the one around it: a hook that calls the model again, or a
+backward pass within a forward pass, finds its own call and leaves the outer one as it was.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class Progress(threading.local):
         self.calls: list[tuple[Any, int]] = []  # each with the backward pass that it began in, -1 outside of one
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Nothing runs in the copy of a model."""
+        """Pickle without calls: nothing runs in the copy of a model."""
         return type(self), ()
 
     @property
     def call(self) -> Any:
-        """The innermost call; None if that is an ordinary one, or nothing runs."""
+        """Return the innermost call; None if that is an ordinary one, or nothing runs."""
         return self.calls[-1][0]() if self.calls else None
 
     @property
     def passing(self) -> Any:
-        """The innermost call, unless it waits for a backward pass, in which layers of other calls are recomputed."""
+        """Return the innermost call, unless it waits for a backward pass that recomputes layers of other calls."""
         return self.call if self.calls and self.calls[-1][1] == _backward_pass() else None
 
     def begin(self, call: object) -> None:
@@ -44,7 +44,7 @@ class Progress(threading.local):
         self.calls.append((_no_call if call is None else ref(call), _backward_pass()))
 
     def become(self, call: object) -> None:
-        """Say what the innermost call is, once that is known."""
+        """Set the innermost call, once it is known."""
         self.calls[-1] = ref(call), self.calls[-1][1]
 
     @torch.compiler.disable
@@ -54,7 +54,7 @@ class Progress(threading.local):
 
     @contextmanager
     def during(self, call: object) -> Iterator[None]:
-        """Inside, this is the innermost call."""
+        """Make this the innermost call for a while."""
         self.begin(call)
         try:
             yield
@@ -67,5 +67,5 @@ def _no_call() -> None:
 
 
 def _backward_pass() -> int:
-    """The number of the backward pass that runs in this thread; -1 outside of one."""
+    """Return the number of the backward pass that runs in this thread; -1 outside of one."""
     return torch._C._current_graph_task_id()

@@ -1,8 +1,8 @@
 """Weights of 4 bits (bitsandbytes): which layers have them, and the same layers with ordinary weights.
 
-bitsandbytes computes in 16 bits and in float32. Its CPU kernels take float64 and return memory that nobody wrote. On
+bitsandbytes computes in 16 bits and in float32. Its CPU kernels take float64 and return uninitialised memory. On
 CPUs with AVX512-BF16, a layer in evaluation mode repacks its weight for a kernel without a gradient, and keeps it so:
-every training step after the first validation then had another gradient (bitsandbytes 0.50, relative error 1). So the
+every training step after the first validation then had a wrong gradient (bitsandbytes 0.50, relative error 1). So the
 comparison with float64 runs on ordinary weights, and layers are kept from repacking.
 """
 
@@ -16,7 +16,7 @@ from torch import nn
 
 
 def four_bit_layers(model: nn.Module) -> dict[str, Any]:
-    """The linear layers whose weight has 4 bits, by name."""
+    """Return the linear layers whose weight has 4 bits, by name."""
     return {name: module for name, module in model.named_modules() if _is_four_bit(module)}
 
 
@@ -27,14 +27,14 @@ def _is_four_bit(module: nn.Module) -> bool:
 
 
 def keep_trainable(model: nn.Module) -> None:
-    """Keep the 4-bit layers of a model from repacking their weights on a CPU. Right after it is loaded."""
+    """Keep the 4-bit layers of a model from repacking their weights on a CPU. Call it right after loading."""
     for layer in four_bit_layers(model).values():
         layer.support_avx512bf16_for_cpu = False
 
 
 @contextmanager
 def plain_weights(model: nn.Module) -> Iterator[None]:
-    """Inside, 4-bit layers compute with ordinary frozen weights of the same values, which can have any dtype."""
+    """Let 4-bit layers compute with ordinary frozen weights of the same values, which can have any dtype."""
     layers = four_bit_layers(model)
     try:
         for name, layer in layers.items():
@@ -46,7 +46,7 @@ def plain_weights(model: nn.Module) -> Iterator[None]:
 
 
 def with_plain_weights(model: Any) -> Any:
-    """The Hugging Face model with ordinary layers in place of its 4-bit ones, in its own dtype. Changes it in place."""
+    """Replace the 4-bit layers of a Hugging Face model by ordinary ones in its own dtype, in place."""
     for name, layer in four_bit_layers(model).items():
         model.set_submodule(name, _plain(layer).to(model.dtype))
     model.hf_quantizer.remove_quantization_config(model)
@@ -54,7 +54,7 @@ def with_plain_weights(model: Any) -> Any:
 
 
 def _plain(layer: Any) -> nn.Linear:
-    """An ordinary layer with the weight that a 4-bit one computes with."""
+    """Return an ordinary layer with the weight that a 4-bit one computes with."""
     from bitsandbytes.functional import dequantize_4bit
 
     plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")

@@ -1,8 +1,8 @@
 """Refuses what would change the gradient of this batch. Errors name the model or the layer, the reason and the fix.
 
-What a model is and has is judged once (`conditions.py`); here is what depends on the batch or was added since: a
-trainer may add adapters with dropout, or noise on the embeddings, after `prepare_model`. What a layer asks its
-attention function for is checked in `attention_interface.py`, random draws in `dropout.py`, adapters in `adapters.py`.
+The model itself is judged once (`conditions.py`); this file checks what depends on the batch or was added since: a
+trainer may add adapters with dropout, or noise on the embeddings, after `prepare_model`. What a layer requests of its
+attention function is checked in `attention_interface.py`, random draws in `dropout.py`, adapters in `adapters.py`.
 
 Every tensor of an ordinary batch has one row per example, so trainers cut and join batches along the first axis: with
 `dispatch_batches=True` every tensor comes cut to its first element, with `nn.DataParallel` each GPU gets a share. The
@@ -61,9 +61,9 @@ def on_device_of_rows(radix: RadixInputs, given: Mapping[str, Any]) -> RadixInpu
 
 
 def own_layout(radix: RadixInputs) -> TreeLayout:
-    """The plan of a batch, in a copy of its own: what layers keep in it is of the dtype and the mode of one call.
+    """Copy the plan of a batch: what layers keep in it has the dtype and the mode of one call.
 
-    UserError if the batch has none.
+    Raises UserError if the batch has none.
     """
     if radix.layout is None:
         raise UserError(
@@ -91,7 +91,7 @@ def check_inputs(decoder: PreTrainedModel, given: Mapping[str, Any], num_rows: i
 
 
 def _check_complete(given: Mapping[str, Any], num_rows: int) -> None:
-    """Unique tokens, as ids or as embeddings, and their positions."""
+    """Refuse a call without unique tokens, as ids or as embeddings, or their positions."""
     rows = _rows_of(given)
     if rows is None or tuple(rows.shape[:2]) != (1, num_rows):
         came = None if rows is None else tuple(rows.shape)
@@ -110,7 +110,7 @@ def _check_complete(given: Mapping[str, Any], num_rows: int) -> None:
 
 
 def _rows_of(given: Mapping[str, Any]) -> Tensor | None:
-    """Unique tokens, as ids or as embeddings."""
+    """Return the unique tokens, as ids or as embeddings."""
     ids = given.get("input_ids")
     return given.get("inputs_embeds") if ids is None else ids
 
@@ -147,9 +147,9 @@ def check_evaluation(model: nn.Module) -> None:
 
 
 def _trainer_that_uses_the_logits() -> str | None:
-    """The class of the `Trainer` that called the model for its logits, None if there is none.
+    """Return the class of the `Trainer` that called the model for its logits, None if there is none.
 
-    The innermost `prediction_step` decides: an override may ask its parent class for something else.
+    The innermost `prediction_step` decides: an override may request something else of its parent class.
     """
     for frame in callers():
         if frame.f_code.co_name == "prediction_step":
@@ -176,7 +176,7 @@ def check_generation(parts: Parts, longest: int) -> None:
 
 
 def why_not_across(parts: Parts, attention: str, allowed: Sequence[str]) -> str | None:
-    """Why a prefix cannot be kept from one micro-batch to the next; None if it can. Arguments: of `prepare_model`."""
+    """Say why a prefix cannot be kept for later micro-batches; None if it can. Arguments: of `prepare_model`."""
     layers = text_layers(parts.decoder)
     if mixers_of(parts.decoder):
         return f"{parts.name} has recurrent layers, whose states are not kept from one micro-batch to the next"
@@ -192,9 +192,9 @@ def why_not_across(parts: Parts, attention: str, allowed: Sequence[str]) -> str 
 
 
 def _attends_several_times(decoder: nn.Module) -> bool:
-    """Whether some layer calls its attention function several times (DiffLlama), judged by its source.
+    """Return whether some layer calls its attention function several times (DiffLlama), judged by its source.
 
-    Only to say it early: one that is not seen here is refused at its first pass (`BackboneHooks.after`).
+    This only refuses earlier: a layer that is missed here is refused at its first pass (`BackboneHooks.after`).
     """
     with suppress(OSError, TypeError):  # no source
         sources = (inspect.getsource(type(module).forward) for module in text_attention(decoder))
@@ -203,7 +203,7 @@ def _attends_several_times(decoder: nn.Module) -> bool:
 
 
 def check_choice(decoder: PreTrainedModel, attention: str, kernel: str) -> None:
-    """Refuse an unknown name, and a kernel that does not run on the device where the model is now."""
+    """Refuse an unknown name, and a kernel that does not run on the model's device."""
     if attention not in ("auto", *STRATEGIES) or kernel != "auto":
         weight = next(decoder.parameters())
         softcap = getattr(decoder.config, "attn_logit_softcapping", None) is not None
@@ -238,7 +238,7 @@ def check_draws(decoder: PreTrainedModel, head: Any, allowed: tuple[str, ...]) -
 
 
 def check_own_attention(name: str, decoder: PreTrainedModel) -> None:
-    """Refuse attention of which a plan does not know what it computes. name: of the model, in the error."""
+    """Refuse attention that a plan does not know. name: of the model, in the error."""
     if reason := why_other_attention(decoder):
         raise UserError(f"{name}: {reason}, and tree attention would compute something else; {TRAIN_WITHOUT_SHARING}")
 
@@ -250,7 +250,7 @@ def check_soft_cap(name: str, config: PreTrainedConfig) -> None:
 
 
 def added_losses(model: nn.Module) -> list[tuple[Any, str, str]]:
-    """What a model adds to its cross-entropy: the configuration, the key that turns it on, and its name."""
+    """List what a model adds to its cross-entropy: the configuration, the key that turns it on, and its name."""
     adapters = (getattr(model, "peft_config", None) or {}).values()
     keys = [
         (pretrained_model_of(model).config.get_text_config(), "output_router_logits", "router loss"),
@@ -260,7 +260,7 @@ def added_losses(model: nn.Module) -> list[tuple[Any, str, str]]:
 
 
 def check_only_cross_entropy(model: nn.Module) -> None:
-    """Refuse a model whose own loss is another one, where the loss is the cross-entropy of the predictions."""
+    """Refuse a model whose own loss is not the cross-entropy of the predictions."""
     base: Any = pretrained_model_of(model)
     for config, key, name in added_losses(model):
         raise UserError(
@@ -270,7 +270,7 @@ def check_only_cross_entropy(model: nn.Module) -> None:
     origin = str(base.loss_function.__module__)
     if not origin.startswith(("transformers.", "radixtrain.")):
         raise UserError(
-            f"{type(base).__name__} has a loss_function of its own ({origin}), and the loss here is the "
+            f"{type(base).__name__} has its own loss_function ({origin}), and the loss here is the "
             f"cross-entropy; use the drop-in RadixCollator with the model's own loss"
         )
 

@@ -1,4 +1,4 @@
-"""A batch -> scores of each of its sequences: of its labels, of the token that would come next, of its last hidden row.
+"""A batch -> scores of each sequence: of its labels, of the token that would come next, of its last hidden row.
 
 `predict` writes them. Nothing is computed that no score reads: the backbone returns only the distinct rows that are
 read (the last row of a shared prompt once, however many completions follow it), and the head runs on these or not at
@@ -33,24 +33,24 @@ Record = dict[str, Any]
 
 
 def needs_labels(scores: Iterable[str]) -> bool:
-    """Whether one of these scores is of the labelled tokens of a sequence."""
+    """Return whether one of these scores is of the labelled tokens of a sequence."""
     return any(name in OF_LABELS for name in scores)
 
 
 def needs_next_tokens(scores: Iterable[str]) -> bool:
-    """Whether one of these scores is of words that have to be named."""
+    """Return whether one of these scores needs words that must be named."""
     return any(name in OF_NEXT_TOKEN for name in scores)
 
 
 def named_scores(scores: Iterable[str] | str | None) -> tuple[str, ...]:
-    """The scores that were asked for, by one name or several; log-probabilities if none was."""
+    """Return the requested scores, given as one name or several; log-probabilities by default."""
     if scores is None:
         return ("logprobs",)
     return (scores,) if isinstance(scores, str) else tuple(scores)
 
 
 def check_scores(scores: Iterable[str], next_tokens: Iterable[str] | None) -> None:
-    """Raises UserError for no score, an unknown one, a score of words without words, and words without such a score."""
+    """Raise UserError for no score, an unknown one, a score of words without words, and words without such a score."""
     scores = tuple(scores)
     unknown = [name for name in scores if name not in SCORES]
     if unknown or not scores:
@@ -92,11 +92,11 @@ class Scorer:
 
     @torch.no_grad()
     def __call__(self, model: nn.Module, batch: Mapping[str, Any], plain_head: bool) -> list[Record]:
-        """A record for each sequence of the batch, in its order.
+        """Make a record for each sequence of the batch, in order.
 
         model: prepared for a batch of a `RadixCollator`, unprepared for one of a `PaddedCollator`.
         batch: not merged, on the device of the model.
-        plain_head: `has_plain_head(model)`, which is asked once for each model.
+        plain_head: `has_plain_head(model)`, computed once for each model.
         """
         places = _ReadRows.of(batch, self.scores)
         only_hidden = plain_head or not (needs_labels(self.scores) or needs_next_tokens(self.scores))
@@ -108,7 +108,7 @@ class Scorer:
         return records
 
     def _entries(self, rows: _Rows, places: _ReadRows, batch: Mapping[str, Any]) -> Iterator[Iterable[Record]]:
-        """What each kind of score adds to the records."""
+        """Yield what each kind of score adds to the records."""
         if needs_labels(self.scores):
             labelled = labelled_logprobs(batch, rows.logprobs(places.labels, places.predictors))
             yield self._of_labels(labelled, len(radix_of(batch).cu_seqlens) - 1)
@@ -118,7 +118,7 @@ class Scorer:
             yield [{"embedding": numbers} for numbers in _numbers(self._embeddings(rows, places.last))]
 
     def _of_labels(self, labelled: list[tuple[int, int, float]], num_sequences: int) -> Iterator[Record]:
-        """labelled: (sequence, label, log-probability), in the order of the tokens."""
+        """Yield records of labels. labelled: (sequence, label, log-probability), in the order of the tokens."""
         tokens: list[list[int]] = [[] for _ in range(num_sequences)]
         logprobs: list[list[float]] = [[] for _ in range(num_sequences)]
         for sequence, label, logprob in labelled:
@@ -134,7 +134,7 @@ class Scorer:
             yield {key: value for name in self.scores for key, value in entries.get(name, {}).items()}
 
     def _of_next_token(self, rows: _Rows, last: Tensor) -> Iterator[Record]:
-        """last: (B,), int64, of the rows."""
+        """Yield records of the next token. last: (B,), int64, of the rows."""
         ids = torch.tensor(list(self.next_tokens.values()), device=last.device)
         logits = rows.logits_of(ids, last)
         found: dict[str, list[list[float]]] = {}
@@ -150,7 +150,7 @@ class Scorer:
             yield {name: dict(zip(self.next_tokens, of[sequence], strict=True)) for name, of in found.items()}
 
     def _embeddings(self, rows: _Rows, last: Tensor) -> Tensor:
-        """(B, D), float32 or float64. last: (B,), int64, of the rows."""
+        """Return the embeddings, (B, D), float32 or float64. last: (B,), int64, of the rows."""
         embeddings = _widened(rows.hidden[last])
         return normalize(embeddings, dim=-1) if self.normalize_embeddings else embeddings
 
@@ -193,7 +193,7 @@ class _Rows(NamedTuple):
     head: nn.Linear | None
 
     def logprobs(self, labels: Tensor, rows: Tensor) -> Tensor:
-        """(P,), float32 or float64. The log-probability of each label at its row."""
+        """Return the log-probability of each label at its row, (P,), float32 or float64."""
         weights = torch.ones(len(labels), device=labels.device)
         if self.logits is not None:
             return PredictingRows(self.logits, None, Targets(labels, rows, weights)).logprobs()
@@ -201,7 +201,7 @@ class _Rows(NamedTuple):
         return PredictingRows(self.hidden[read], self.head, Targets(labels, places, weights)).logprobs()
 
     def logits_of(self, ids: Tensor, rows: Tensor) -> Tensor:
-        """(B, W), float32 or float64. The logits of W tokens at B rows."""
+        """Return the logits of W tokens at B rows, (B, W), float32 or float64."""
         if self.logits is not None:
             return _widened(self.logits[rows[:, None], ids])
         assert self.head is not None
@@ -222,7 +222,7 @@ def _run(parts: Parts, batch: Mapping[str, Any], read: Tensor, only_hidden: bool
 
 
 def _last_tokens(batch: Mapping[str, Any]) -> Tensor:
-    """(B,), int64. The last token of each sequence, counted as `predictor_indices` of this batch counts."""
+    """Return the last token of each sequence, (B,), int64, counted as `predictor_indices` of this batch counts."""
     radix = radix_of(batch)
     ends = radix.cu_seqlens[1:].long()
     if radix.layout is not None:
@@ -237,6 +237,6 @@ def _widened(values: Tensor) -> Tensor:
 
 
 def _numbers(values: Tensor) -> list[list[float]]:
-    """(N, K), for a file. A float32 gets the 9 digits that determine it, which is half of what Python would print."""
+    """List numbers, (N, K), for a file: a float32 with the 9 digits that determine it, half of Python's."""
     rows: list[list[float]] = values.tolist()
     return rows if values.dtype == torch.float64 else [[float(f"{value:.9g}") for value in row] for row in rows]

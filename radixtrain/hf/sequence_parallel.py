@@ -1,6 +1,6 @@
 """Sequence parallelism: the unique rows of one batch, split over the ranks of a process group.
 
-Everything but attention and recurrent layers computes a row by itself, so each of n ranks holds U / n rows in every
+Everything but attention and recurrent layers computes rows independently, so each of n ranks holds U / n rows in every
 layer, and computes the head and the loss of those that predict. Around attention two all-to-alls trade rows for heads
 (Ulysses; Jacobs et al., 2023, arXiv 2309.14509):
 
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class RowSplit:
-    """Which rows of a batch this rank holds, and how ranks trade them. group: of torch.distributed, over n ranks."""
+    """Which rows of a batch this rank holds, and how ranks exchange them. group: of torch.distributed, with n ranks."""
 
     def __init__(self, group: Any) -> None:
         self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
@@ -50,7 +50,7 @@ class RowSplit:
             raise UserError("sp_group: this rank is not in it; give each rank the group that it is a member of")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowSplit:
-        """A process group cannot be copied; a copy of the model trains in the same one."""
+        """Return the same object: a process group cannot be copied, and a copy of the model trains in the same one."""
         return self
 
     def rows_per_rank(self, num_rows: int) -> int:
@@ -61,21 +61,21 @@ class RowSplit:
         return own_rows(rows, 0, self.rank, self.size)
 
     def all_rows(self, rows: Tensor, num_rows: int) -> Tensor:
-        """(u, ...) -> (U, ...), those of every rank. The gradient of a row is the sum over the ranks."""
+        """Gather the rows of every rank: (u, ...) -> (U, ...). The gradient of a row is the sum over the ranks."""
         return _AllToAll.apply(rows.expand(self.size, *rows.shape), self.group).flatten(0, 1)[:num_rows]
 
     def rows_to_heads(self, heads: Sequence[Tensor]) -> Tensor:
-        """Several (u, N, H), N a multiple of n -> (n u, the sum of N / n, H): all rows of the heads of this rank."""
+        """Exchange rows for heads: several (u, N, H), N a multiple of n -> (n u, the sum of N / n, H)."""
         by_rank = torch.cat([x.unflatten(1, (self.size, -1)).transpose(0, 1) for x in heads], dim=2)
         return _AllToAll.apply(by_rank, self.group).flatten(0, 1)
 
     def heads_to_rows(self, x: Tensor) -> Tensor:
-        """The way back: (n u, N / n, H) -> (u, N, H)."""
+        """Exchange heads for rows: (n u, N / n, H) -> (u, N, H)."""
         by_rank = _AllToAll.apply(x.unflatten(0, (self.size, -1)), self.group)
         return by_rank.transpose(0, 1).flatten(1, 2)
 
     def sum(self, loss: Tensor) -> Tensor:
-        """The sum over the ranks; its gradient is n times that of the own part."""
+        """Sum over the ranks; the gradient is n times that of this rank's part."""
         total = loss.detach().clone()
         dist.all_reduce(total, group=self.group)
         return self.size * loss + (total - self.size * loss).detach()
@@ -96,11 +96,11 @@ class RowSplit:
             )
 
 
-PLAIN = (int, float, str, np.generic)  # what `repr` says all of, and alike on every rank
+PLAIN = (int, float, str, np.generic)  # types whose `repr` is complete and the same on every rank
 
 
 def _flat(value: object) -> Iterator[Any]:
-    """What is in a tuple or a record, however deep; or the value itself."""
+    """Yield what is in a tuple or a record, however deep; or the value itself."""
     if isinstance(value, Movable):
         value = tuple(value.fields().values())
     if not isinstance(value, tuple):
@@ -111,7 +111,7 @@ def _flat(value: object) -> Iterator[Any]:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Part i of (n, ...) goes to rank i, part j of the result came from rank j. Its adjoint is itself."""
+    """All-to-all: part i of (n, ...) goes to rank i, part j of the result came from rank j. Its own adjoint."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
@@ -131,7 +131,7 @@ def _exchanged(parts: Tensor, group: object) -> Tensor:
 
 
 def _checksum(tensor: Tensor, salt: int) -> Tensor:
-    """A sum of int64 that depends on every value, its place, and the number of values.
+    """Sum to an int64 that depends on every value, its place, and the number of values.
 
     Each is hashed first, as SplitMix64 does (Steele et al., 2014): in a weighted sum of the values themselves, changes
     such as +1, -2 and +1 in a row cancel out.
@@ -163,10 +163,10 @@ class SplitCall(RadixCall):
         return self.split.own(rows)
 
     def attend(self, layer: int, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
-        """Tree attention on the own heads of all rows. One all-to-all brings queries, keys and values, one returns."""
+        """Compute tree attention on this rank's heads of all rows, with one all-to-all before it and one after it."""
         n, num_rows, (query, key, _) = self.split.size, self.layout.num_rows, heads
         check_heads(query.shape[1], n)
-        copies = n // math.gcd(n, key.shape[1])  # of a key head, with its queries: n divides what comes out
+        copies = n // math.gcd(n, key.shape[1])  # of a key head, with its queries: n divides the result
         widths = [query.shape[1] // n, *[key.shape[1] * copies // n] * 2]
         copied = (x[:, :, None].expand(-1, -1, copies, -1).flatten(1, 2) for x in heads[1:])
         own = self.split.rows_to_heads([query, *copied])[:num_rows].split(widths, dim=1)
@@ -180,15 +180,15 @@ def check_heads(num_heads: int, size: int) -> None:
     if num_heads % size:
         fit = ", ".join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
         raise UserError(
-            f"{size} ranks of sp_group (sp_size in fit) do not divide the {num_heads} heads of queries of this model; "
+            f"{size} ranks of sp_group (sp_size in fit) do not divide the {num_heads} query heads of this model; "
             f"these numbers do: {fit}"
         )
 
 
 class SplitLoss:
-    """The loss of a call that is split. No dataclass: FSDP, when it casts arguments, makes a copy of those.
+    """The loss of a call that is split. Not a dataclass, which FSDP copies when it casts arguments.
 
-    labels: (1, p), int64. of the own predictions. num_items: labels of the whole batch, or what the trainer gave.
+    labels: (1, p), int64. of this rank's predictions. num_items: labels of the whole batch, or what the trainer gave.
     is_computed: whether the model has called its loss function.
     """
 
@@ -230,7 +230,7 @@ class SplitModel:
 
     @torch.compiler.disable
     def cut(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Rows, positions and predictions of this rank. An ordinary batch is computed by every rank as a whole.
+        """Cut a batch to the rows, positions and predictions of this rank; every rank computes an ordinary batch whole.
 
         A batch that a `StepCollator` has split is left as it is.
         """
@@ -248,7 +248,7 @@ class SplitModel:
         predictors = radix_of(kwargs).predictor_indices[radix_of(kwargs).prediction_rows]
         rows, is_own = own_predictors(predictors, num_rows, rank, size)
         own = (is_own & (targets[0] != IGNORE_INDEX)).nonzero()[:, 0]
-        # No rank without any, nor with as many as rows: layers receive the labels, and a mixer would exchange them.
+        # Not zero on any rank, nor as many as rows: layers receive the labels, and a mixer would exchange them.
         ignored = 2 if len(own) + 1 == self.rows.rows_per_rank(num_rows) else 1
         own_labels = nn.functional.pad(targets[:, own], (0, ignored), value=IGNORE_INDEX)
         given = kwargs.get("num_items_in_batch")
@@ -274,7 +274,7 @@ class SplitModel:
     def end(self, model: nn.Module, args: tuple[Any, ...], output: object) -> None:
         split = self.progress.end()
         if split is not None and not split.is_computed and output is not None:
-            raise self._refusal("computes its loss by itself, not by its loss_function, so it would be that of a part")
+            raise self._refusal("computes its loss without its loss_function, so it would be that of a part")
 
     def _refusal(self, what: str) -> UserError:
         return UserError(f"sp_group: {type(self.base).__name__} {what}; train it by data parallel")

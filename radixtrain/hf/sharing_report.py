@@ -1,4 +1,4 @@
-"""What was shared: `sharing_report` counts it, and a model that trains without sharing anything is warned of once.
+"""Counts what was shared, for `sharing_report`, and warns once if a model trains without sharing anything.
 
 That is slow but not an error. Only shapes are read, so the device is not waited for. A call takes 0.1 us once a batch
 has shared something.
@@ -21,18 +21,18 @@ class SharingReport:
 
     num_shared: calls that shared tokens.
     not_shared: calls that did not, counted by reason. Those that ran as if nothing had been installed count nowhere
-        else; a batch of a `RadixCollator` counts in T and U too, so that r is that of all its batches.
-    num_generating: calls of `generate`, whose cache does that.
+        else; a batch of a `RadixCollator` counts in T and U too, so that r covers all its batches.
+    num_generating: calls of `generate`, whose cache shares already.
     num_places: sum of B x L, which an ordinary model computes.
     num_tokens: sum of T, without padding.
     num_unique_tokens: sum of U, which were computed; with what a collator pads them to. A prefix that
         `step_losses` runs forward twice counts once.
     num_images, num_distinct_images: of the shared calls; the tower computed the distinct ones of each call.
     num_cached_tokens: of `num_tokens`, found in the cache of `share_prefixes(model, cache=...)`.
-    bytes_per_kept_token: what a token takes in it: keys and values of all layers, and a hidden state.
+    bytes_per_kept_token: of a token in that cache: keys and values of all layers, and a hidden state.
     not_cached: shared calls that could not use it, counted by reason.
-    num_head_places, num_head_rows: rows that the head was asked for, and that it computed, in its calls that shared.
-    plan_seconds: spent on reading ids, and weights for a cache, and building plans, also if nothing was shared then.
+    num_head_places, num_head_rows: rows requested of the head, and computed by it, in its calls that shared.
+    plan_seconds: spent on reading ids, and weights for a cache, and building plans, even if nothing was shared.
     unshared_models: other models of the trainer, by the names of its attributes, that compute every copy.
     """
 
@@ -53,7 +53,7 @@ class SharingReport:
     unshared_models: list[str] = field(default_factory=list)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharingReport:
-        """The copy of a model counts its own calls."""
+        """Return a new report: the copy of a model counts its own calls."""
         return SharingReport()
 
     def count_unshared(self, reason: str) -> None:
@@ -70,13 +70,13 @@ class SharingReport:
         self.num_unique_tokens += num_unique_tokens
 
     def count_head(self, num_places: int, num_rows: int) -> None:
-        """Add a call of the head that shared: how many rows it was asked for, and how many it computed."""
+        """Add a shared call of the head: how many rows were requested, and how many it computed."""
         self.num_head_places += num_places
         self.num_head_rows += num_rows
 
     @property
     def compression_ratio(self) -> float:
-        """r = T / U; 1.0 if nothing was shared. Tokens from a cache count in T only."""
+        """Return r = T / U; 1.0 if nothing was shared. Tokens from a cache count in T only."""
         return self.num_tokens / self.num_unique_tokens if self.num_unique_tokens else 1.0
 
     def __str__(self) -> str:
@@ -109,7 +109,7 @@ HELP_ORDINARY = (
     "they were ordinary ones. Give the trainer data_collator=RadixCollator(), or call share_prefixes(model) if it "
     "makes its batches itself, as TRL's for DPO and GRPO"
 )
-NOT_ALIKE = "no two sequences of a batch began alike, or not for as many tokens as min_shared_tokens asks"
+NOT_ALIKE = "no two sequences of a batch began alike, or not for as many tokens as min_shared_tokens requires"
 HELP_NOT_ALIKE = f"{NOT_ALIKE}. Larger batches help, and sequences with the same prompt next to each other in the data"
 
 
@@ -135,5 +135,5 @@ class SharingWatch:
 
 
 def is_frozen(backbone: PreTrainedModel) -> bool:
-    """Whether it is that of another reference or reward model."""
+    """Return whether nothing is trained, as in a reference or reward model."""
     return not any(parameter.requires_grad for parameter in backbone.parameters())

@@ -1,4 +1,4 @@
-"""The dimensions of a Hugging Face decoder, and what a layer of it costs, for the collator to choose by.
+"""The dimensions of a Hugging Face decoder, and the cost of its layer, by which the collator chooses.
 
 Configurations name dimensions in several ways. `PreTrainedConfig.attribute_map` translates most of these (GPT-2's
 `n_embd` is `hidden_size`); the rest is here: what a missing value means, multi-query attention, latent attention (MLA).
@@ -56,7 +56,7 @@ class ModelDimensions:
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> ModelDimensions:
-        """Read a configuration, or the text part of a multimodal one. UserError names what it does not say."""
+        """Read a configuration, or the text part of a multimodal one. Raises UserError that names what is missing."""
         config = config.get_text_config()
         sizes = {name: _number(config, name) for name in ("num_hidden_layers", "hidden_size", "vocab_size")}
         heads, mlp_width = _number(config, "num_attention_heads"), _mlp_width(config, sizes["hidden_size"])
@@ -71,12 +71,12 @@ class ModelDimensions:
 
     @property
     def widest_head_dim(self) -> int:
-        """The head dim that tree attention runs with: the narrower of queries and values get zeros."""
+        """Return the head dim that tree attention runs with: the narrower of queries and values get zeros."""
         return max(self.head_dim, self.v_head_dim)
 
     @property
     def attention_parameters(self) -> int:
-        """Parameters in the matrices of one layer's attention."""
+        """Count the parameters in the matrices of one layer's attention."""
         queries = self.num_attention_heads * self.head_dim
         keys = self.num_key_value_heads * (self.head_dim - self.qk_rope_head_dim)
         values = self.num_key_value_heads * self.v_head_dim
@@ -85,11 +85,11 @@ class ModelDimensions:
         return inputs + self.hidden_size * (self.qk_rope_head_dim + outputs)
 
     def mlp_parameters(self, intermediate_size: int) -> int:
-        """Parameters in the matrices of one layer's MLP of this width, counted as gated: three of them."""
+        """Count the parameters in the matrices of one layer's MLP of this width, counted as gated: three of them."""
         return 3 * self.hidden_size * intermediate_size
 
     def _projection(self, width: int, rank: int | None) -> int:
-        """Parameters from the hidden size to this width, directly or by two matrices."""
+        """Count the parameters from the hidden size to this width, directly or by two matrices."""
         return self.hidden_size * width if rank is None else rank * (self.hidden_size + width)
 
 
@@ -101,7 +101,7 @@ def _number(config: PreTrainedConfig, name: str) -> int:
 
 
 def _mlp_width(config: PreTrainedConfig, hidden_size: int) -> int | None:
-    """None under a name of GPT-2's time means 4 x hidden_size, as its documentation says."""
+    """Return the width of the MLP. None under a name of GPT-2's time means 4 x hidden_size, as documented."""
     for name in MLP_WIDTHS:
         if hasattr(config, name):
             width = getattr(config, name)
@@ -112,7 +112,7 @@ def _mlp_width(config: PreTrainedConfig, hidden_size: int) -> int | None:
 
 
 def _num_key_value_heads(config: PreTrainedConfig, num_attention_heads: int) -> int:
-    """Falcon says it in a way of its own. Any other that does not say it has as many as query heads."""
+    """Return the number of key and value heads: Falcon names it differently, others default to the query heads."""
     if hasattr(config, "new_decoder_architecture"):
         several = config.new_decoder_architecture or not config.multi_query
         return config.num_kv_heads if several else 1
@@ -120,7 +120,7 @@ def _num_key_value_heads(config: PreTrainedConfig, num_attention_heads: int) -> 
 
 
 def _largest(config: PreTrainedConfig, name: str) -> int | None:
-    """Read a number of a model; the largest of its layers, if they differ as in Gemma 4 and transformers gives none."""
+    """Read a number of a model; the largest over its layers if they differ and transformers gives none (Gemma 4)."""
     try:
         return getattr(config, name, None)
     except RuntimeError:
@@ -132,7 +132,7 @@ def _is_latent(config: PreTrainedConfig) -> bool:
 
 
 def _latent_attention(config: PreTrainedConfig, num_attention_heads: int) -> dict[str, Any]:
-    """Each head has keys and values of its own, made from one latent row, and all share the part with positions."""
+    """Return the dimensions of latent attention: heads have their own keys and values but share those of positions."""
     return {
         "num_key_value_heads": num_attention_heads,
         "head_dim": config.qk_nope_head_dim + config.qk_rope_head_dim,
@@ -145,7 +145,7 @@ def _latent_attention(config: PreTrainedConfig, num_attention_heads: int) -> dic
 
 @dataclass(frozen=True, kw_only=True)
 class LayerKinds:
-    """What the mean layer has: 1, 1 and 0 in a model without recurrent layers.
+    """What the average layer has: 1, 1 and 0 in a model without recurrent layers.
 
     attention, mlps: layers that attend, and those with an MLP or experts, over all layers.
     mixers: modules with a recurrent state, over all layers.
@@ -157,7 +157,7 @@ class LayerKinds:
 
     @classmethod
     def of(cls, decoder: PreTrainedModel) -> LayerKinds:
-        """Counted in the layers of a text decoder; a module that several layers share counts for each of them."""
+        """Count the kinds of a text decoder's layers; a module that several layers share counts for each of them."""
         num_mixers, layers = len(mixers_of(decoder)), text_layers(decoder)
         if not num_mixers or not layers:
             return ALIKE
@@ -170,7 +170,7 @@ ALIKE = LayerKinds()  # as in a model without recurrent layers
 
 
 def kinds_of_mixers(decoder: PreTrainedModel) -> list[tuple[nn.Module, int]]:
-    """One mixer of each kind, and how many there are: same class, same shapes."""
+    """List one mixer of each kind, and how many there are: same class, same shapes."""
     kinds: dict[tuple[Any, ...], list[nn.Module]] = {}
     for mixer in mixers_of(decoder).values():
         shapes = tuple((name, tuple(parameter.shape)) for name, parameter in mixer.named_parameters())
@@ -179,7 +179,7 @@ def kinds_of_mixers(decoder: PreTrainedModel) -> list[tuple[nn.Module, int]]:
 
 
 def _has_mlp(layer: nn.Module) -> bool:
-    """Whether there is a matrix outside of attention and mixers."""
+    """Return whether there is a matrix outside of attention and mixers."""
     mixing = [*mixers_of(layer).values(), *(module for module in layer.modules() if attends(type(module)))]
     inside = {id(parameter) for module in mixing for parameter in module.parameters()}
     return any(parameter.ndim > 1 and id(parameter) not in inside for parameter in layer.parameters())
@@ -189,11 +189,11 @@ logger = logging.getLogger(__name__)
 
 
 def step_cost_of(model: nn.Module, attention: str = "auto", device: torch.device | None = None) -> StepCost:
-    """The cost of a layer of this model, the mean one if they differ. Nothing is measured.
+    """Predict the cost of a layer of this model, the mean one if they differ. Nothing is measured.
 
     model: a Hugging Face decoder, or one wrapped by PEFT, on the device that trains it: a CPU or CUDA.
     attention: `auto` to choose among all strategies, or the one that will be used.
-    device: that will train it, if it is not there yet.
+    device: where the model will train, if it is not there yet.
 
     Raises UserError for another device, an attention without a known cost, or a configuration that does not say its
     dimensions.
@@ -221,7 +221,7 @@ def step_cost_of(model: nn.Module, attention: str = "auto", device: torch.device
 
 
 def _run_cost(decoder: PreTrainedModel, hidden_size: int, flop: float) -> RunCost | None:
-    """The defaults of `RunCost` in seconds; None without recurrent layers."""
+    """Return the defaults of `RunCost` in seconds; None without recurrent layers."""
     mixers = [mixer for mixer, _ in kinds_of_mixers(decoder)]
     if not mixers:
         return None

@@ -1,4 +1,4 @@
-"""An optimizer step of a `StepCollator`, pass after pass: what runs before what, and what is kept meanwhile."""
+"""An optimizer step of a `StepCollator`, pass after pass: the order of the passes, and what is kept meanwhile."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from radixtrain.tree.radix_inputs import radix_of, with_radix
 
 
 def step_losses(model: nn.Module, step: Step) -> Iterator[Tensor]:
-    """The terms of the mean loss of an optimizer step; the gradient of the step is the sum of theirs.
+    """Yield the terms of the mean loss of an optimizer step; the gradient of the step is the sum of theirs.
 
     model: prepared by `prepare_model`, on the device of the step.
     step: what a `StepCollator` returned, with `merge_labels`.
@@ -28,10 +28,10 @@ def step_losses(model: nn.Module, step: Step) -> Iterator[Tensor]:
     The loss is the cross-entropy. It is averaged over no ranks: with several, give this the model inside the wrapper of
     DDP, and average each `.grad` after the last `backward`.
 
-    Call `backward` on each term before the next one is asked for, once, and on one that is 0 too: a prefix that several
-    micro-batches continue gets its gradient last, from all of them. UserError for a prefix that is left out after they
-    went backward, for a second time and for a sum of terms; for a model that adds to the cross-entropy or replaces it,
-    as `output_router_logits` does; and for hooks on a wrapper of the model, which is not called.
+    Call `backward` on each term before the next one is drawn, once, and on one that is 0 too: a prefix that several
+    micro-batches continue gets its gradient last, from all of them. Raises UserError for a prefix that is left out
+    after they went backward, for a second `backward` and for a sum of terms; for a model that adds to the cross-entropy
+    or replaces it, as `output_router_logits` does; and for hooks on a wrapper of the model, which is not called.
 
     >>> for loss in step_losses(model, step):  # doctest: +SKIP
     ...     loss.backward()
@@ -53,14 +53,14 @@ def _check_model(model: nn.Module) -> None:
         ) from None
     if model is not base and is_hooked(model):
         raise UserError(
-            f"step_losses calls the {type(base).__name__} inside of {type(model).__name__}, so what hangs on that one "
-            f"would not run: hang hooks on get_base_model(), and put torch.autocast around step_losses"
+            f"step_losses calls the {type(base).__name__} inside of {type(model).__name__}, so hooks on that one would "
+            f"not run: register them on get_base_model(), and put torch.autocast around step_losses"
         )
     check_only_cross_entropy(model)
 
 
 def loss_sums(step: Step, loss_sum: Callable[[dict[str, Any]], Tensor]) -> Iterator[Tensor]:
-    """Yield the losses of `step_losses`, not divided yet. loss_sum: runs the model on a micro-batch."""
+    """Yield the losses of `step_losses` before the division. loss_sum: runs the model on a micro-batch."""
     kept: dict[int, LayerRows] = {}
     held: dict[int, Tensor] = {}
 

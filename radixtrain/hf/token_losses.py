@@ -1,16 +1,16 @@
-"""Whose loss trains a batch of a `RadixCollator`: only one that is known to be a sum over tokens.
+"""Which losses may train a batch of a `RadixCollator`: only those known to be a sum over tokens.
 
 Such a batch has one row of predictions for all its sequences, `[1, P, V]`. A sum over these, whatever it is divided by,
-is the ordinary loss. A mean for each row is another one, and no number shows it. So the hidden rows that predict refuse
-a gradient, unless it comes from a loss of this list:
+is the ordinary loss. A mean for each row is a different loss, and no number shows it. So the hidden rows that predict
+refuse a gradient, unless it comes from a loss of this list:
 
 - the model's own, by `ForCausalLMLoss` of transformers;
 - label smoothing of a Hugging Face `Trainer`;
 - a function of `fused_heads.py`, of TRL or Liger;
 - whatever the collator vouches for (`token_loss`, `merge_labels`).
 
-Under `torch.compile` nothing is watched. A loss finds the rows that it reads by the graph between them, so that each
-call is judged by its own. What else is computed from the same logits adds to the gradient there, and is refused:
+Under `torch.compile` nothing is watched. A loss finds the rows that it reads through the graph, so that each call is
+judged by its own loss. Anything else computed from the same logits adds to the gradient there, and is refused:
 
     hidden rows, watched  ->  head  ->  logits  ->  the same, for a loss  ->  ForCausalLMLoss  ->  loss
                                               ->  something of the user's
@@ -34,7 +34,7 @@ from radixtrain.errors import UserError
 UNKNOWN = (
     "no loss that is known to be a sum over tokens gave this gradient, but one of your own, or a term beside that loss "
     "(compute_loss, compute_loss_func, another loss_function). A batch of RadixCollator has one row of predictions for "
-    "all its sequences, [1, P, vocabulary], so a mean for each row would be another one. If yours is such a sum, "
+    "all its sequences, [1, P, vocabulary], so a mean for each row would be a different loss. If yours is such a sum, "
     "whatever it is divided by, say so: RadixCollator(token_loss=True). For any other loss use share_prefixes(model) "
     "and your own collator"
 )
@@ -42,21 +42,21 @@ MAX_NODES = 200  # of a graph between hidden rows and a loss: a head, adapters o
 
 
 class LossWatch:
-    """Of the rows of one call: the gradient of a loss over tokens, and whether there is no other beside it."""
+    """The gradient that a loss over tokens gives the rows of one call, and whether that is their only gradient."""
 
     known: Tensor | None = None
     is_known = False
 
     def compare(self, grad: Tensor) -> None:
-        """A hook of what the loss reads. What torch has added to the gradient that we hold is another tensor."""
+        """Compare the gradient that arrives with the one held: torch makes a new tensor if it adds another."""
         self.is_known, self.known = grad is self.known, None
 
 
 @torch.compiler.disable  # the watch is new in every call
 def watched(rows: Tensor, is_trained: bool) -> Tensor:
-    """Return the rows, whose backward pass now raises UserError for a gradient of a loss that is not known.
+    """Return the rows, whose backward pass then raises UserError for a gradient of an unknown loss.
 
-    rows: (P, D). is_trained: whether something is that these rows go through.
+    rows: (P, D). is_trained: whether something before these rows is trained.
     """
     if not torch.is_grad_enabled() or not (rows.requires_grad or is_trained):
         return rows
@@ -80,7 +80,7 @@ class _Watched(torch.autograd.Function):
 
 @torch.compiler.disable  # reads the graph
 def for_token_loss(source: Tensor) -> Tensor:
-    """Return the tensor for a loss whose gradient the rows that it was computed from accept, if they get no other."""
+    """Return the tensor for a loss over tokens: its source rows accept that gradient if they get no other."""
     if has_torch_function_unary(source):  # a lazy one: its table is what the loss reads
         found: Tensor = handle_torch_function(for_token_loss, (source,), source)
         return found
@@ -104,7 +104,7 @@ class _ForTokenLoss(torch.autograd.Function):
 
 
 def _watch_above(source: Tensor) -> LossWatch | None:
-    """The watch of the nearest rows that a tensor was computed from; None if there are none."""
+    """Find the watch of the nearest rows that a tensor was computed from; None if there are none."""
     waiting, seen = deque([source.grad_fn]), set[Any]()
     while waiting and len(seen) < MAX_NODES:
         node = waiting.popleft()
@@ -118,7 +118,7 @@ def _watch_above(source: Tensor) -> LossWatch | None:
 
 
 class TokenLoss:
-    """Stands in for the `loss_function` of a model. ordinary: transformers' own."""
+    """Replaces the `loss_function` of a model. ordinary: transformers' own."""
 
     def __init__(self, ordinary: Callable[..., Tensor]) -> None:
         update_wrapper(self, ordinary)
@@ -133,7 +133,7 @@ class TokenLoss:
 
     @staticmethod
     def install(model: Any) -> None:
-        """Put one around the loss of a model, unless somebody gave it another."""
+        """Wrap the loss of a model, unless it was given another one."""
         if model.loss_function is ForCausalLMLoss:
             model.loss_function = TokenLoss(ForCausalLMLoss)
 
@@ -142,12 +142,12 @@ class TokenLoss:
         """Give a model its own loss back."""
         for name in [name for name, value in vars(model).items() if isinstance(value, TokenLoss)]:
             delattr(model, name)
-            if model.loss_function is not ForCausalLMLoss:  # somebody had set it before us
+            if model.loss_function is not ForCausalLMLoss:  # another program had set it before
                 model.loss_function = ForCausalLMLoss
 
 
 def _know_label_smoothing() -> None:
-    """Know its label smoothing as a mean over tokens, once `transformers.Trainer` has been imported."""
+    """Recognize label smoothing as a mean over tokens, once `transformers.Trainer` has been imported."""
     smoother = getattr(sys.modules.get("transformers.trainer_pt_utils"), "LabelSmoother", None)
     if smoother is None or hasattr(smoother.__call__, "__wrapped__"):
         return

@@ -2,9 +2,9 @@
 
 No U x U mask is ever built. The backbone's hook (`radixtrain/hf/hooks.py`) gives mask creation
 
-- an empty 4-D tensor, which every model returns as it is, if no window may bind;
+- an empty 4-D tensor, which every model returns unchanged, if no window may bind;
 - a 2-D mask without columns, if one may. Our mask function answers each request of Hugging Face's with an empty mask.
-  It asks the mask of the model what the last token of the longest sequence sees, so that every layer gets the window
+  It reads from the model's mask what the last token of the longest sequence sees, so that every layer gets the window
   that it would have obeyed, and, if the batch has blocks of rows that may attend in both directions, whether they do.
 
 Both carry an `OnMask`, also for layers that get nothing else.
@@ -35,8 +35,8 @@ READ = {
 class OnMask(NamedTuple):
     """What an empty mask stands for.
 
-    call: of the batch. window: tokens that a row sees, itself included; 0 for its whole past, None if no layer's mask
-    was asked for yet. both_ways: whether rows see the later ones of their block, too.
+    call: of the batch. window: tokens that a row sees, itself included; 0 for its whole past, None if no layer has
+    requested a mask yet. both_ways: whether rows see the later ones of their block, too.
     """
 
     call: Any
@@ -45,7 +45,7 @@ class OnMask(NamedTuple):
 
 
 def window_may_bind(config: PreTrainedConfig, longest: int) -> bool:
-    """Whether some layer may have a window shorter than the batch's longest sequence, in tokens."""
+    """Return whether some layer may have a window shorter than the batch's longest sequence, in tokens."""
     window = getattr(config, "sliding_window", None)
     if not window or only_full_attention(config):
         return False
@@ -53,24 +53,24 @@ def window_may_bind(config: PreTrainedConfig, longest: int) -> bool:
 
 
 def only_full_attention(config: PreTrainedConfig) -> bool:
-    """Whether a configuration says of every layer that its attention is full."""
+    """Return whether a configuration says of every layer that its attention is full."""
     layer_types = getattr(config, "layer_types", None) or ()
     return bool(layer_types) and all(layer_type == "full_attention" for layer_type in layer_types)
 
 
 def chunk_of(config: PreTrainedConfig | None) -> int | None:
-    """Tokens of the chunks within which some layer attends; None if no layer does."""
+    """Return the tokens of the chunks within which some layer attends; None if no layer does."""
     chunk = getattr(config, "attention_chunk_size", None)
     return chunk if config and chunk and not only_full_attention(config) else None
 
 
 def no_mask(may_bind: bool, device: torch.device, call: object = None) -> Tensor:
-    """What a backbone gets as `attention_mask`: empty. With two dimensions it asks for every layer's window."""
+    """Make the empty `attention_mask` of a backbone. With two dimensions it makes every layer request its window."""
     return _empty((1, 0) if may_bind else (1, 1, 0, 0), device, OnMask(call, None if may_bind else 0))
 
 
 def on_mask(mask: object) -> OnMask | None:
-    """What `no_mask` or `mask_function` wrote on a mask; None for any other."""
+    """Return what `no_mask` or `mask_function` wrote on a mask; None for any other."""
     return getattr(mask, ON_MASK, None)
 
 
@@ -81,28 +81,28 @@ def _empty(shape: tuple[int, ...], device: torch.device, written: OnMask) -> Ten
 
 
 def mask_function(ordinary: Callable[..., Any]) -> Callable[..., Any]:
-    """A mask function as Hugging Face calls it, by keyword only: `ordinary`, except for a radix batch."""
+    """Wrap a mask function, which Hugging Face calls by keyword only: `ordinary`, except for a radix batch."""
 
     def mask(*, attention_mask: Tensor | None = None, **kwargs: object) -> Any:
         written = on_mask(attention_mask)
         if attention_mask is None or written is None:
             return ordinary(attention_mask=attention_mask, **kwargs)
-        return _empty((1, 1, 0, 0), attention_mask.device, _asked(written.call, kwargs))
+        return _empty((1, 1, 0, 0), attention_mask.device, _requested(written.call, kwargs))
 
     return mask
 
 
 @torch.compiler.disable  # host integers
-def _asked(call: Any, given: Mapping[str, Any]) -> OnMask:
-    """What a layer sees by the mask that its model asks for. given: the keywords of a mask function.
+def _requested(call: Any, given: Mapping[str, Any]) -> OnMask:
+    """Return what a layer sees by the mask that its model requests. given: the keywords of a mask function.
 
-    Raises UserError for keywords that are not known, since they may say what nothing here reads.
+    Raises UserError for unknown keywords, since they may change the mask.
     """
     model = f"the model of {type(given.get('config')).__name__}"
     if "mask_function" not in given or given.keys() - READ:
         unknown = ", ".join(sorted(given.keys() - READ)) or "no mask_function"
         raise UserError(
-            f"{model} asks for its mask with {unknown}, which this version of radixtrain cannot read: use another "
+            f"{model} requests its mask with {unknown}, which this version of radixtrain cannot read: use another "
             f"version of transformers, or {TRAIN_WITHOUT_SHARING}"
         )
     sees, longest, blocks = given["mask_function"], call.layout.max_seqlen, call.layout.blocks
@@ -120,12 +120,12 @@ def _asked(call: Any, given: Mapping[str, Any]) -> OnMask:
 
 
 def _window(model: str, sees: Callable[..., Tensor], longest: int, num_rows: int, given: Mapping[str, Any]) -> int:
-    """How many tokens a row sees, asked of the last of num_rows, to which some masks are limited (Gemma 4 unified).
+    """Count the tokens that a row sees: the last of num_rows, to which some masks are limited (Gemma 4 unified).
 
-    It is what transformers says about it if so few rows cannot show it: then they also attend to stored ones. The mask
-    is a function of indices, so a CPU answers.
+    If that few rows cannot show it, transformers' own value is taken: then they also attend to stored rows. The mask is
+    a function of indices, so it is evaluated on the CPU.
     """
-    with _disable_current_modes():  # the indices are ours: no mode counts or fakes what is done on them
+    with _disable_current_modes():  # the indices are ours: no mode may count or fake these operations
         zero, rows = torch.zeros((), dtype=torch.int64, device="cpu"), torch.arange(num_rows, device="cpu")
         seen = sees(zero, zero, rows[-1:], rows).expand(num_rows)
         window = int(seen.sum())
@@ -137,7 +137,7 @@ def _window(model: str, sees: Callable[..., Tensor], longest: int, num_rows: int
 
 
 def _seen(sees: Callable[..., Tensor], blocks: BlockLayout, longest: int) -> tuple[bool, int]:
-    """Whether rows see the next one of their block, and how many tokens one outside sees. Waits for the device.
+    """Return whether rows see the next one of their block, and how many tokens one outside sees. Waits for the device.
 
     sees: the mask of the model, `sees(batch, head, query, key)`. longest: sequence, in tokens. As in `types` of blocks.
 
@@ -165,7 +165,7 @@ def _seen(sees: Callable[..., Tensor], blocks: BlockLayout, longest: int) -> tup
 def window_of(
     layer: str, attention_mask: object, argument: int | None, longest: int, may_bind: bool, obeys_argument: bool
 ) -> int | None:
-    """The sliding window of a layer if it binds, else None.
+    """Return the sliding window of a layer if it binds, else None.
 
     layer: its name in errors. argument: its `sliding_window`. longest: the batch's longest sequence, in tokens.
     obeys_argument: whether its own attention obeys only the argument, as flash attention does; any other obeys only its

@@ -1,10 +1,10 @@
-"""Tokens of rows with images: which are placeholders, what stands at each of them, and which tokens are the same.
+"""Tokens of rows with images: which are placeholders, what replaces each of them, and which tokens are the same.
 
     input_ids  7 <img> <img> 8    images  A    features  A0 A1    tokens compared  7 A0 A1 8
                7 <img> <img> 9            A                                        7 A0 A1 9
 
 A placeholder is compared by the row of the features that replaces it, so tokens after different images are never
-shared. A collator, a padded call and prompts find these rows in ways of their own, and use them alike.
+shared. A collator, a padded call and prompts find these rows in different ways, and use them in the same way.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ TYPES, TOKEN_TYPES = "mm_token_type_ids", "token_type_ids"  # 1 at placeholders 
 
 @dataclass(frozen=True, eq=False)
 class ImageInputs:
-    """What has to be known of a model that sees images. `radixtrain.image_inputs_of(model)` finds it for a collator.
+    """Facts about a model that takes images. `radixtrain.image_inputs_of(model)` finds them for a collator.
 
     token: id of a placeholder.
     names: the entries of a row that the tower reads, of `OF_IMAGES`.
     count_positions: `get_rope_index` of a model that counts positions of several axes; None if it counts along the row.
-    arguments: what that takes.
+    arguments: what `count_positions` takes.
     types: the entry of a row that marks its placeholders.
     count_blocks: (B, L) types -> (B, L), the block of tokens that attend to each other in both directions, -1 outside;
         None for a model that is causal.
@@ -84,7 +84,7 @@ class ImageTokens:
 
     @cached_property
     def codes(self) -> IntArray:
-        """(T,), int64. Equal where tokens have the same id, or row of the features, positions, and block as a whole."""
+        """Return codes, (T,), int64, equal for tokens with the same id or feature row, positions, and whole block."""
         codes = self.ids.copy()
         codes[self.is_image] = self.ids.max(initial=0) + 1 + self.rows
         for axis in () if self.positions is None else np.atleast_2d(self.positions):
@@ -92,7 +92,7 @@ class ImageTokens:
         return codes if self.blocks is None else _of_pairs(codes, whole_blocks(codes, self.blocks))
 
     def rows_at(self, tokens: IntArray) -> IntArray:
-        """Return the rows of the features that stand at those of these tokens that are placeholders."""
+        """Return the rows of the features for those of these tokens that are placeholders."""
         rows: IntArray = self.rows[self.is_image.cumsum()[tokens[self.is_image[tokens]]] - 1]
         return rows
 
@@ -115,7 +115,7 @@ class ImageTokens:
 
 
 def numbered_apart(blocks: IntArray, owners: IntArray) -> IntArray:
-    """Number blocks so that those of two owners are not the same, -1 outside. owners: of each, broadcast."""
+    """Number blocks so that those of different owners differ, -1 outside. owners: of each, broadcast."""
     return np.where(blocks < 0, -1, blocks + owners * (blocks.max(initial=-1) + 1))
 
 

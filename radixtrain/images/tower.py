@@ -20,7 +20,7 @@ from torch.nn import functional
 from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative
 
 # What a tower may get of each image, one entry of the first axis for each, and what fills up smaller images beside
-# larger ones. The patches of image grids stand in one list.
+# larger ones. The patches of all image grids are in one list.
 OF_IMAGES = {
     "pixel_values": 0,
     "image_grid_thw": 0,
@@ -35,7 +35,7 @@ Image = dict[str, Tensor]
 
 
 class NotShared(Exception):
-    """Images of a call or a row that cannot be shared. The message says which, as the end of a sentence."""
+    """Images of a call or a row that cannot be shared. The message names them, as the end of a sentence."""
 
 
 class SplitImages(NamedTuple):
@@ -46,7 +46,7 @@ class SplitImages(NamedTuple):
 
 
 def split_images(tensors: Mapping[str, Tensor]) -> SplitImages:
-    """Return the images of a call or a row, in order. NotShared if they are not known. tensors: of `OF_IMAGES`."""
+    """Return the images of a call or a row, in order. Raises NotShared if not known. tensors: of `OF_IMAGES`."""
     rest = dict(tensors)
     parts: dict[str, list[Tensor]] = {}
     is_nested = rest["pixel_values"].ndim == 5 and "image_sizes" not in rest
@@ -73,9 +73,9 @@ def joined(images: Sequence[Image], is_nested: bool) -> dict[str, Tensor]:
 
 
 def distinct_images(images: Sequence[Image]) -> tuple[IntArray, list[int]]:
-    """Say which distinct image each one is, and list the first of each. Only images of equal sums are compared in full.
+    """Return the distinct image of each one, and list the first of each. Compares only images of equal sums in full.
 
-    By their bits: sums of whole numbers are the same in any order, and NaN is equal to itself.
+    Compares bits: sums of integers are the same in any order, and NaN is equal to itself.
     """
     bits = [[part.contiguous().view(BITS[part.dtype.itemsize]) for part in image.values()] for image in images]
     sums = torch.stack([torch.stack([part.sum(dtype=torch.int64) for part in image]) for image in bits]).tolist()
@@ -93,7 +93,7 @@ def distinct_images(images: Sequence[Image]) -> tuple[IntArray, list[int]]:
 
 
 def are_alike(images: Sequence[Image]) -> bool:
-    """Say whether all have the same shapes and sizes, so that they have as many placeholders."""
+    """Return whether all have the same shapes and sizes, so that they have as many placeholders."""
     first, *others = images
     return all(
         first[name].shape == other[name].shape and (name == "pixel_values" or torch.equal(first[name], other[name]))
@@ -103,9 +103,9 @@ def are_alike(images: Sequence[Image]) -> bool:
 
 
 def filled_up(images: Sequence[Image]) -> list[Image]:
-    """Bring all to one shape but for the first axis, as a processor fills them up that gets all at once.
+    """Pad all to one shape except for the first axis, as a processor pads images that it gets together.
 
-    ValueError for images of several kinds, or of several sizes if nothing says which pixels are filled in.
+    Raises ValueError for images of several kinds, or of several sizes if nothing says which pixels are padding.
     """
     filled: list[Image] = [{} for _ in images]
     for name in images[0]:
@@ -132,7 +132,7 @@ FEATURES = "mm_encoder_outputs"  # argument of backbones, which older transforme
 
 @dataclass(eq=False)
 class Tower:
-    """What computes the N images of a call, K of them distinct.
+    """Computes the N images of a call, K of them distinct.
 
     compute: `get_image_features` of a backbone. inputs: its arguments for the K.
     owners: (N,), int64. which of the K each image is, in the order of the batch.
@@ -146,7 +146,7 @@ class Tower:
 
     @classmethod
     def read(cls, backbone: Any, given: Mapping[str, Any], are_distinct: bool = False) -> Tower:
-        """Read the images of a call of a backbone. NotShared if they are not known.
+        """Read the images of a call of a backbone. Raises NotShared if they are not known.
 
         given: its arguments. are_distinct: as a `RadixCollator` gives them.
         """
@@ -154,7 +154,7 @@ class Tower:
         read = {name: given[name] for name in inspect.signature(compute).parameters.keys() & given.keys()}
         tensors = {name: read.pop(name) for name in OF_IMAGES.keys() & read.keys()}  # left are vision_feature_layer ...
         if not all(isinstance(each, Tensor) for each in tensors.values()):
-            raise NotShared("images that are no tensors")
+            raise NotShared("images that are not tensors")
         images, is_nested = split_images(tensors)
         every = range(len(images))
         owners, first = (np.array(every), list(every)) if are_distinct else distinct_images(images)
@@ -171,17 +171,17 @@ class Tower:
 
     @cached_property
     def output(self) -> Any:
-        """What the tower returns of the K distinct images."""
+        """Return what the tower returns for the K distinct images."""
         return self.compute(**self.inputs, return_dict=True)
 
     @property
     def features(self) -> Tensor:
-        """(rows, D), of the K distinct images."""
+        """Return the features, (rows, D), of the K distinct images."""
         return _flat(self.output.pooler_output)
 
     @cached_property
     def lengths(self) -> IntArray:
-        """(K,), int64. The rows of the features of each image. Runs the tower; NotShared if they are not known."""
+        """Count the feature rows of each image, (K,), int64. Runs the tower; raises NotShared if they are not known."""
         pooled, total = self.output.pooler_output, len(self.features)
         lengths: Sequence[int] = []
         if len(pooled) == self.num_distinct:
@@ -193,11 +193,11 @@ class Tower:
         return np.array(lengths, dtype=np.int64)
 
     def rows_of(self, images: IntArray) -> IntArray:
-        """Return the rows of the features of these of the K images, back to back. Runs the tower, as `lengths` does."""
+        """Return the feature rows of these of the K images, back to back. Runs the tower, as `lengths` does."""
         return concatenate_ranges(cumulative(self.lengths)[images], self.lengths[images])
 
     def rows_at(self, num_placeholders: int) -> IntArray:
-        """Find the row of the features at each placeholder, (P,), int64, in their order. NotShared if it is not known.
+        """Find the feature row of each placeholder, (P,), int64, in their order. Raises NotShared if it is not known.
 
         Runs the tower only if images are equal: else each placeholder has a row of its own, see `check_complete`.
         """
@@ -208,22 +208,22 @@ class Tower:
         return rows
 
     def check_complete(self, num_placeholders: int) -> None:
-        """NotShared if features and placeholders do not fit. The tower runs here, unless `rows_at` has run it."""
+        """Raise NotShared if features and placeholders do not fit. The tower runs here, unless `rows_at` has run it."""
         if not self.has_copies:
             _check_number(num_placeholders, len(self.features))
 
     def features_at_each(self, rows: IntArray) -> tuple[Tensor, IntArray]:
-        """Return all features, and which stand at each placeholder, in the shape that the model returns."""
+        """Return all features, and the row of each placeholder, in the shape that the model returns."""
         pooled = self.output.pooler_output
         is_whole = isinstance(pooled, Tensor) and pooled.ndim == 3
         return self.features, rows.reshape(-1, pooled.shape[1]) if is_whole else rows
 
     def argument_at(self, index: Tensor) -> dict[str, Any]:
-        """Return the argument by which a backbone gets the features at placeholders. index: as in `features_at`."""
+        """Return the argument by which a backbone gets the features of placeholders. index: as in `features_at`."""
         return {FEATURES: {"image": self.features_at(index)}}
 
     def features_at(self, index: Tensor) -> Any:
-        """Return the features at placeholders as the backbone takes them. index: (P',), int64, rows of all features."""
+        """Return the features of placeholders as the backbone takes them. index: (P',), int64, rows of all features."""
         index = index.to(self.features.device)
         taken: dict[str, Any] = {"pooler_output": _taken(self.output.pooler_output, index)}
         if getattr(self.output, "deepstack_features", None) is not None:
@@ -237,12 +237,12 @@ def _check_number(num_placeholders: int, num_rows: int) -> None:
 
 
 def _flat(features: Any) -> Tensor:
-    """(rows, D), of one tensor or of one for each image."""
+    """Flatten features, of one tensor or one for each image, to (rows, D)."""
     parts = [features] if isinstance(features, Tensor) else list(features)
     return torch.cat([part.flatten(0, -2) for part in parts])
 
 
 def _taken(features: object, index: Tensor) -> Any:
-    """These rows, as a tensor of as many dimensions or as a tuple of one, like the features."""
+    """Select these rows, as a tensor of as many dimensions or as a tuple of one, like the features."""
     rows = _flat(features).index_select(0, index)
     return rows.view(*[1] * (features.ndim - 2), *rows.shape) if isinstance(features, Tensor) else (rows,)

@@ -1,1 +1,1 @@
-"""What training sees, as a person would check it: a micro-batch, a sample, one row of a file through every stage."""
+"""What training sees, for a person to check: a micro-batch, a sample, one row of a file through every stage."""

@@ -34,9 +34,9 @@ MOST_NAMES = 3
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """What the model receives at once, and where it comes from.
+    """What the model receives at once, and its source.
 
-    place: which part of which optimizer step of the first epoch, counted from 0, as a person reads it.
+    place: the part and the optimizer step of the first epoch, counted from 0, in words.
     samples: its sequences, in the order of `cu_seqlens`.
     batch: as `RadixCollator` makes it for radixtrain's own loss.
     num_step_labels: labelled tokens of the whole step, by which its loss is divided.
@@ -51,7 +51,7 @@ class MicroBatch:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Return T."""
         return int(layout_of(self.batch).inverse_indices.numel())
 
     @property
@@ -60,18 +60,18 @@ class MicroBatch:
 
     @property
     def num_unique_tokens(self) -> int:
-        """U, without padding."""
+        """Return U, without padding."""
         return int(torch.unique(layout_of(self.batch).inverse_indices).numel())
 
     @property
     def num_labels(self) -> int:
-        """Labelled tokens, each counted once for every sequence that learns it."""
+        """Count labelled tokens, each once for every sequence that learns it."""
         radix = radix_of(self.batch)
         return int(radix.loss_weights.sum()) if radix.label_indices is None else len(radix.loss_weights)
 
 
 def named_rows(wheres: Iterable[str]) -> str:
-    """`chats.jsonl:3, chats.jsonl:5 (2 samples) and 4 more`, without folders."""
+    """Name rows: `chats.jsonl:3, chats.jsonl:5 (2 samples) and 4 more`, without folders."""
     counted = Counter(os.path.basename(where) for where in wheres)
     names = [f"{name} ({count} samples)" if count > 1 else name for name, count in counted.items()]
     more = f" and {len(names) - MOST_NAMES:,} more" if len(names) > MOST_NAMES else ""
@@ -79,7 +79,7 @@ def named_rows(wheres: Iterable[str]) -> str:
 
 
 def micro_batches(data: StepData, step: int) -> list[MicroBatch]:
-    """All micro-batches of an optimizer step of the first epoch, as training collates them.
+    """Collate all micro-batches of an optimizer step of the first epoch, as training does.
 
     data: after its `setup("inspect")`.
     step: from 0.
@@ -114,7 +114,7 @@ def micro_batches(data: StepData, step: int) -> list[MicroBatch]:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the loss asks a row for: the text of a token, and the weight of its cross-entropy."""
+    """What the loss wants a row to predict: the text of a token, and the weight of its cross-entropy."""
 
     row: int
     text: str
@@ -123,10 +123,10 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Run:
-    """Rows that the same sequences pass through, up to where one ends or they part.
+    """Rows that the same sequences pass through, up to where one ends or they diverge.
 
-    rows: of the batch, from the first to one past the last.
-    tokens: one for each row. Its weight is that of all sequences that learn it.
+    rows: of the batch, first and one past the last.
+    tokens: one for each row. Its weight is the sum over the sequences that learn it.
     sequences: all that pass through, by their index in the micro-batch. ends: those whose last token is the last row.
     predictions: of the last row.
     children: what follows, in the order of the rows, by index.
@@ -142,8 +142,10 @@ class Run:
 
 @dataclass(frozen=True)
 class RunTree:
-    """runs: all of them, in the order of the rows. roots: those that nothing precedes, by index.
-    strays: predictions of a token that no sequence has next, because a row's own labels say so.
+    """The runs of a micro-batch.
+
+    runs: in the order of the rows. roots: those that nothing precedes, by index. strays: predictions of a token that is
+    next in no sequence, because a row has labels of its own.
     """
 
     runs: list[Run]
@@ -152,7 +154,7 @@ class RunTree:
 
 
 def run_tree(part: MicroBatch, tokenizer: PreTrainedTokenizerBase) -> RunTree:
-    """The tree of a micro-batch, with text and weights."""
+    """Build the tree of a micro-batch, with text and weights."""
     paths, ids = paths_of(part), part.batch["input_ids"][0].numpy()
     num_rows = max(int(path[-1]) for path in paths) + 1 if paths else 0
     parents = np.full(num_rows, -1)
@@ -179,13 +181,13 @@ def run_tree(part: MicroBatch, tokenizer: PreTrainedTokenizerBase) -> RunTree:
 
 
 def paths_of(part: MicroBatch) -> list[IntArray]:
-    """The rows of each sequence, in the order of its tokens."""
+    """Return the rows of each sequence, in the order of its tokens."""
     rows, bounds = layout_of(part.batch).inverse_indices.numpy(), radix_of(part.batch).cu_seqlens.tolist()
     return [rows[start:end] for start, end in pairwise(bounds)]
 
 
 def _passing(paths: list[IntArray], run_of: IntArray) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-    """The sequences that pass through each run, and those that end in it, by their index. run_of: of each row."""
+    """Return the sequences that pass through each run, and those that end in it, by index. run_of: of each row."""
     sequences, ends = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
     for number, path in enumerate(paths):
         ends[int(run_of[path[-1]])].append(number)
@@ -195,7 +197,7 @@ def _passing(paths: list[IntArray], run_of: IntArray) -> tuple[dict[int, list[in
 
 
 def _run_starts(parents: IntArray, last_rows: list[int]) -> IntArray:
-    """A run begins at a root, where its row does not follow the row before, or that one branches or ends a sequence."""
+    """Mark where runs begin: at a root, where its row does not follow the row before, or after a branch or an end."""
     num_rows = len(parents)
     num_children = np.bincount(parents[parents >= 0], minlength=num_rows)
     stops = num_children > 1
@@ -207,7 +209,7 @@ def _run_starts(parents: IntArray, last_rows: list[int]) -> IntArray:
 
 
 def _predictions(part: MicroBatch, tokenizer: PreTrainedTokenizerBase) -> dict[tuple[int, int], Prediction]:
-    """Group them by predicting row and label; weights that were given one by one are added up."""
+    """Group predictions by predicting row and label; weights that were given one by one are added up."""
     radix, labels = radix_of(part.batch), part.batch["shift_labels"][0].tolist()
     rows = radix.predictor_indices[radix.prediction_rows].tolist()
     weights: dict[tuple[int, int], float] = defaultdict(float)
@@ -224,7 +226,7 @@ def _row_tokens(
     learned: dict[tuple[int, int], float],
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[Token]:
-    """A token for each row; a row is decoded on the first path that reaches it."""
+    """Make a token for each row, decoded on the first path that reaches it."""
     texts: list[str | None] = [None] * len(parents)
     for path in paths:
         known = sum(texts[row] is not None for row in path.tolist())

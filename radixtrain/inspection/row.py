@@ -34,9 +34,9 @@ SPLITS = ("train", "validation", "test", "predict")
 
 
 def row_stages(data: StepData, row: int | str, full: bool = False) -> Iterator[RenderableType]:
-    """What happens to a row, a stage after the other, so that a row that is refused is shown as far as it got.
+    """Yield what happens to a row, stage after stage, so that a refused row is shown as far as it got.
 
-    row: see `find_row`. full: nothing is shortened.
+    row: see `find_row`. full: shorten nothing.
 
     Raises UserError if there is no such row, if the tokenizer or its template cannot be read, or a file cannot.
     """
@@ -76,12 +76,12 @@ def _unread(found: FoundRow, error: DataError, full: bool) -> Iterator[Renderabl
 
 
 def _fields(row: Row, full: bool) -> RenderableType:
-    """The columns, and for a list of messages its turns."""
+    """Show the columns, and for a list of messages its turns."""
     return _named({name: _as_text(value) for name, value in row.fields.items()}, full)
 
 
 def _taken_as(row: Row, encoder: ChatEncoder, full: bool) -> Iterator[RenderableType]:
-    """What the columns mean, and which of them nothing reads. A row that is refused here is refused as a draft too."""
+    """Show what the columns mean, and which nothing reads. A row that is refused here is refused as a draft too."""
     try:
         sequences = plain_rows(row)
         standard = [standard_row(each, encoder.answered) for each in sequences]
@@ -97,7 +97,7 @@ def _taken_as(row: Row, encoder: ChatEncoder, full: bool) -> Iterator[Renderable
 
 
 def _named(texts: Mapping[str, str], full: bool) -> RenderableType:
-    """A line or more for each text, with its name before it."""
+    """Show a line or more for each text, with its name before it."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -119,7 +119,7 @@ def _json(value: object) -> str:
 
 
 def _rendered(item: Draft | TokenRow | DataError, which: str, full: bool) -> Iterator[RenderableType]:
-    """What the template, or the format, made of the row; nothing for a row of tokens."""
+    """Show what the template, or the format, made of the row; nothing for a row of tokens."""
     if not isinstance(item, Draft):
         return
     what = {"plain": "plain text", "chat": "a whole chat", "turn": "a turn of the assistant"}[item.form]
@@ -137,7 +137,7 @@ def _tokenised(sample: TokenRow, encoder: ChatEncoder, which: str, full: bool) -
 
 
 def _cut(kept: list[TokenRow], num_samples: int, encoder: ChatEncoder) -> Iterator[RenderableType]:
-    """What `excess_length_strategy` left of the samples."""
+    """Show what `excess_length_strategy` left of the samples."""
     if len(kept) < num_samples:
         yield Text(f"dropped for their length: {num_samples - len(kept)} of {num_samples} samples", style=REFUSED)
     cut = sum(len(sample.input_ids) == encoder.max_length for sample in kept)
@@ -146,7 +146,7 @@ def _cut(kept: list[TokenRow], num_samples: int, encoder: ChatEncoder) -> Iterat
 
 
 def _computed(data: StepData, where: str) -> Iterator[RenderableType]:
-    """Its rows of the first epoch. The other rows of the file are read for this, and may be refused."""
+    """Show the rows of the first epoch. The other rows of the file are read for this, and may be refused."""
     yield _title("computed, in the first epoch")
     try:
         data.setup("inspect")
@@ -182,7 +182,7 @@ def _of(number: int, count: int) -> str:
 
 
 def _shortened(text: str, full: bool) -> Text:
-    """Visible, and shortened in the middle."""
+    """Make a text visible, and shorten it in the middle."""
     if full or len(text) <= MOST_CHARS:
         return Text(visible(text).removesuffix("\n"))
     half = MOST_CHARS // 2
@@ -204,7 +204,7 @@ class FoundRow(NamedTuple):
 
 
 def find_row(data: StepData, row: int | str) -> FoundRow:
-    """The row, whether or not it can be used. The files are read up to it.
+    """Find the row, whether or not it can be used. Files are read up to it.
 
     row: N for the N-th row of `train_file`; or `file:line` or `file:row N` as errors name it, with or without the
         folders, of any file of the configuration.
@@ -238,7 +238,7 @@ def _rows_of(data: StepData, split: str) -> Iterator[tuple[Source, UnreadRow]]:
 
 
 def sample_locations(data: StepData, where: str) -> list[tuple[MicroBatch, int]]:
-    """The samples of a row in the first epoch, each by its micro-batch and its index there; none if it is not trained.
+    """Find the samples of a row in the first epoch, each by micro-batch and index; none if it is not trained.
 
     data: after `setup("inspect")`. where: `file:line` of the row.
     """
@@ -256,7 +256,7 @@ def sample_locations(data: StepData, where: str) -> list[tuple[MicroBatch, int]]
 
 
 def shared_rows(part: MicroBatch, sequence: int) -> Iterator[tuple[int, int, list[str]]]:
-    """First and last of neighbouring rows of a sample, and the other sequences that share them, by `file:line`.
+    """Yield first and last of neighbouring rows of a sample, and the sequences that share them, by `file:line`.
 
     A run ends where the rows jump or where other sequences share them.
     """

@@ -34,7 +34,7 @@ def show(
     row: int | str | None = None,
     full: bool = False,
 ) -> None:
-    """Print a micro-batch of the first epoch; or one row, if it is given. Reads the tokenizer, not the weights.
+    """Print a micro-batch of the first epoch, or one row if given. Reads the tokenizer, not the weights.
 
     data: needs no `setup`. The other arguments: see `Inspect`.
 
@@ -68,7 +68,7 @@ def _micro_batch(data: StepData, step: int, index: int, full: bool) -> Iterator[
 
 
 def _strays(tree: RunTree) -> Iterator[Text]:
-    """Predictions that the picture does not show."""
+    """Yield predictions that the picture does not show."""
     for one in tree.strays[:MOST_STRAYS]:
         yield Text(
             f"token {one.row} predicts {asked_for(one)}, which no sequence has next: labels may differ from input_ids"
@@ -78,7 +78,7 @@ def _strays(tree: RunTree) -> Iterator[Text]:
 
 
 def _ratios(part: MicroBatch) -> Iterator[tuple[str, str, str]]:
-    """r, and if chats are split the other one."""
+    """Yield r, and if chats are split also the other r."""
     of_rows, num_whole = f"{part.num_tokens / part.num_unique_tokens:.2f}", part.num_whole_tokens
     if num_whole == part.num_tokens:
         yield "r", of_rows, "T / U"
@@ -88,7 +88,7 @@ def _ratios(part: MicroBatch) -> Iterator[tuple[str, str, str]]:
 
 
 def numbers(part: MicroBatch, tree: RunTree) -> Table:
-    """A line for each number: its name, its value, its meaning."""
+    """Make a table with a line for each number: its name, its value, its meaning."""
     batch, layout, padding = part.batch, layout_of(part.batch), part.num_padding
     num_rows = len({sample.where for sample in part.samples})
     computed = f"U, unique tokens; and {padding} of padding" if padding else "U, unique tokens"
@@ -98,7 +98,7 @@ def numbers(part: MicroBatch, tree: RunTree) -> Table:
         ("computed tokens", f"{part.num_unique_tokens:,}", computed),
         *_ratios(part),
         ("labelled tokens", f"{part.num_labels:,}", f"of {part.num_step_labels:,} in the step, which divide its loss"),
-        ("distinct predictions", f"{batch['shift_labels'].numel():,}", "P, a token and the one it is asked for"),
+        ("distinct predictions", f"{batch['shift_labels'].numel():,}", "P, a token and the one to predict"),
         (
             "predicting tokens",
             f"{len(radix_of(batch).predictor_indices):,}",
@@ -118,13 +118,13 @@ def numbers(part: MicroBatch, tree: RunTree) -> Table:
 
 
 MOST_CHARS, MOST_BRANCHES = 240, 12
-MOST_LEVELS = 8  # drawn further to the right; after them the longest branch goes on at its parent's level
-LONG = 6  # levels of a branch that is a conversation going on, if the others beside it are shorter
+MOST_LEVELS = 8  # drawn further to the right; after them the longest branch continues at its parent's level
+LONG = 6  # levels from which a branch is a continued conversation, if its siblings are shorter
 HEADER = "bold"
 
 
 def draw(tree: RunTree, wheres: Sequence[str], full: bool = False) -> Tree:
-    """The runs as a tree, in the order of the rows. A long branch among short ones stays on its parent's level.
+    """Draw the runs as a tree, in the order of the rows. A long branch among short ones stays on its parent's level.
 
     wheres: file and line of each sequence.
     full: show all tokens and all branches; otherwise long runs are shortened and late branches counted.
@@ -136,7 +136,7 @@ def draw(tree: RunTree, wheres: Sequence[str], full: bool = False) -> Tree:
 
 
 def asked_for(prediction: Prediction) -> str:
-    """`"text" ×weight` on one line."""
+    """Write `"text" ×weight` on one line."""
     text = visible(prediction.text).replace("\n", "")
     return f'"{text}" ×{number(prediction.weight)}'
 
@@ -156,31 +156,31 @@ class _Drawing:
             node.add(Text(f"⋯ {len(children) - most:,} more branches, {num_tokens:,} tokens ⋯", style="dim"))
 
     def _add(self, node: Tree, index: int, level: int) -> None:
-        """A run and all that follows it."""
+        """Add a run and all that follows it."""
         before: Run | None = None
         going_on: int | None = index
         while going_on is not None:
             run = self.tree.runs[going_on]
             branch = node.add(Group(*self._lines(run, before)))
-            goes_on = before is not None
-            before, going_on = run, self._trunk(run.children, level, goes_on)
+            continues = before is not None
+            before, going_on = run, self._trunk(run.children, level, continues)
             self.add_all(branch, [child for child in run.children if child != going_on], level + 1)
 
-    def _trunk(self, children: Sequence[int], level: int, goes_on: bool) -> int | None:
-        """The child that is drawn on its parent's level, so that a long conversation does not run off to the right.
+    def _trunk(self, children: Sequence[int], level: int, continues: bool) -> int | None:
+        """Choose the child that is drawn on its parent's level, so that a long conversation does not drift right.
 
-        goes_on: whether the parent is such a child itself.
+        continues: whether the parent is such a child itself.
         """
         longest = max(children, key=self.heights.__getitem__, default=None)
         if longest is None or len(children) == 1 or level >= MOST_LEVELS:
             return longest
-        long = 2 if goes_on else LONG
+        long = 2 if continues else LONG
         is_long = [self.heights[child] >= long for child in children]
         return longest if sum(is_long) == 1 else None
 
     @cached_property
     def heights(self) -> list[int]:
-        """Runs on the longest way down from each run, itself included."""
+        """Count the runs on the longest way down from each run, itself included."""
         heights: list[int] = []
         for run in reversed(self.tree.runs):  # children come after their parent
             below = (heights[len(self.tree.runs) - 1 - child] for child in run.children)
@@ -207,7 +207,7 @@ class _Drawing:
         return text
 
     def _below(self, index: int) -> list[int]:
-        """A run and those that follow it: they are neighbours in the order of the rows."""
+        """List a run and those that follow it, which are neighbours in the order of the rows."""
         found, waiting = [], [index]
         while waiting:
             found.append(waiting.pop())
@@ -216,7 +216,7 @@ class _Drawing:
 
 
 def _predicts(predictions: Sequence[Prediction], most: int | None) -> list[Text]:
-    """What the last token of a run is asked for, the heaviest first."""
+    """Show what the last token of a run has to predict, the heaviest first."""
     if not predictions:
         return []
     heaviest = sorted(predictions, key=lambda one: -one.weight)

@@ -1,4 +1,4 @@
-"""The tokens of a sample as text or one by one. Loss stands in brackets, so that it reads as well without colour."""
+"""The tokens of a sample as text or one by one. Brackets mark loss, so that it is readable without colour too."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LEAST_RUN = 40  # characters that a shortened run keeps
-JOINERS = "\u200c\u200d"  # letters of Persian and parts of emoji need them
+JOINERS = "\u200c\u200d"  # needed by Persian letters and by emoji
 PICTURES = {code: chr(0x2400 + code) for code in range(32)}
-AROUND = 5  # tokens that are shown on both sides of each place where the loss begins or ends
+AROUND = 5  # tokens to show on both sides of a place where the loss begins or ends
 MOST_CHARS = 16
 PART = "◌"  # stands for a part of a character, which the token that completes it shows
 
@@ -29,7 +29,7 @@ class Token(NamedTuple):
     """A token as a person reads it.
 
     text: decoded; empty for one that ends inside a character, which the token that completes it shows.
-    bears_loss: whether it is learned, that is predicted from the token before it.
+    bears_loss: whether it is learned, i.e. predicted from the token before it.
     is_special: a token of the tokenizer's own, such as one that ends a turn.
     weight: of its loss.
     """
@@ -41,7 +41,7 @@ class Token(NamedTuple):
 
 
 def sample_tokens(sample: TokenRow, tokenizer: PreTrainedTokenizerBase) -> list[Token]:
-    """The tokens of a sample. The first one is never predicted, and so bears no loss whatever its label is."""
+    """Return the tokens of a sample. The first one is never predicted, and so bears no loss whatever its label is."""
     bears_loss = sample.labels != IGNORE_INDEX
     bears_loss[:1] = False
     weights = np.ones(len(bears_loss)) if sample.loss_weights is None else sample.loss_weights
@@ -51,7 +51,7 @@ def sample_tokens(sample: TokenRow, tokenizer: PreTrainedTokenizerBase) -> list[
 
 
 def token_texts(ids: IntArray | Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The text of each token; `<id>` for one that the tokenizer does not know."""
+    """Return the text of each token; `<id>` for one that the tokenizer does not know."""
     num_known = len(tokenizer)
     known = [0 <= token < num_known for token in ids]
     read = [token for token, is_known in zip(ids, known, strict=True) if is_known]
@@ -67,7 +67,7 @@ PICTURES |= {ord("\n"): "↵\n", ord("\t"): "⇥", 0x7F: "␡"}
 def marked(
     tokens: Sequence[Token], max_chars: int | None = None, usual_weight: float = 1.0, breaks: bool = True
 ) -> Text:
-    """The text of the tokens with `⟦ ⟧` around those that bear loss, and their weight after it if it is unusual.
+    """Write the text of the tokens with `⟦ ⟧` around those that bear loss, and their weight after it if unusual.
 
     max_chars: long runs are shortened in the middle until about this many are left; None shows all.
     breaks: False shows line breaks only as `↵`, and does not break the line there.
@@ -87,25 +87,25 @@ def marked(
 
 
 def _hidden(num_tokens: int, num_labelled: int = 0) -> Text:
-    """What stands in place of tokens that are not shown."""
+    """Write what replaces tokens that are not shown."""
     plural = "" if num_tokens == 1 else "s"
     labelled = f", {num_labelled:,} with loss" if num_labelled else ""
     return Text(f" ⋯ {num_tokens:,} token{plural}{labelled} ⋯ ", style=HIDDEN)
 
 
 def visible(text: str) -> str:
-    """The text with its line breaks, control characters and invisible characters shown."""
+    """Make line breaks, control characters and invisible characters of a text visible."""
     shown = text.translate(PICTURES)
     return "".join(c if c == "\n" or c in JOINERS or c.isprintable() else _escaped(c) for c in shown)
 
 
 def number(value: float) -> str:
-    """A weight: whole ones without decimals."""
+    """Format a weight: whole ones without decimals."""
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:.3g}"
 
 
 def _run(run: Sequence[Token], limit: int | None, usual_weight: float) -> Text:
-    """Tokens that all bear loss, or none; shortened in their middle if they have more characters than the limit."""
+    """Write tokens that all bear loss, or none; shortened in their middle if longer than the limit."""
     if limit is None or _num_chars(run) <= limit:
         body = _joined(run)
     else:
@@ -135,13 +135,13 @@ def _weight(run: Sequence[Token], usual_weight: float) -> str:
 
 
 def _shown_runs(num_runs: int, max_chars: int | None) -> tuple[int, int]:
-    """The runs from the first number to the second one are left out."""
+    """Return the first and the last run, exclusive, that are left out."""
     most = num_runs if max_chars is None else max(2, max_chars // LEAST_RUN)
     return (num_runs, num_runs) if num_runs <= most else (most - most // 2, num_runs - most // 2)
 
 
 def _limit(lengths: list[int], max_chars: int) -> int:
-    """The most characters of a run with which all of them have at most `max_chars`, or `LEAST_RUN` if that is more."""
+    """Return the most characters of a run so that all have at most `max_chars`, or `LEAST_RUN` if that is more."""
     left = max_chars
     for place, length in enumerate(sorted(lengths)):
         share = left // (len(lengths) - place)
@@ -171,7 +171,7 @@ def _escaped(character: str) -> str:
 
 
 def marked_text(sample: TokenRow, tokenizer: PreTrainedTokenizerBase, max_chars: int | None = 800) -> Text:
-    """The decoded sample. Tokens that bear loss stand in `⟦ ⟧`, followed by their loss weight if it is not 1.
+    """Decode the sample. Tokens that bear loss are in `⟦ ⟧`, followed by their loss weight if it is not 1.
 
     max_chars: long runs with and without loss are shortened in the middle, with the number of tokens that are left
         out; None shows all.
@@ -182,7 +182,7 @@ def marked_text(sample: TokenRow, tokenizer: PreTrainedTokenizerBase, max_chars:
 
 
 def token_cells(sample: TokenRow, tokenizer: PreTrainedTokenizerBase, full: bool = False) -> Columns:
-    """`place id text` of each token, in columns. A label that is not the token itself follows it as `→id`.
+    """Show `place id text` of each token, in columns. A label that is not the token itself follows it as `→id`.
 
     full: show all; otherwise those around the places where the loss begins and ends, and the first and last ones.
     """
@@ -201,7 +201,7 @@ def _cells(sample: TokenRow, tokens: Sequence[Token], full: bool) -> Iterator[Te
 
 
 def _shown(tokens: Sequence[Token]) -> list[int]:
-    """Places within `AROUND` of an end or of a change, and those that are the only one left out between two others."""
+    """Return places within `AROUND` of an end or a change, and those that would be the only ones left out in a gap."""
     bears_loss = np.array([token.bears_loss for token in tokens], dtype=bool)
     changes = [0, *(np.flatnonzero(np.diff(bears_loss)) + 1).tolist(), len(tokens)]
     kept = np.zeros(len(tokens) + 2, dtype=bool)

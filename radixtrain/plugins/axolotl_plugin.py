@@ -3,7 +3,7 @@
     radixtrain:
       min_ratio: 1.2                  # options of share_prefixes; {} for none
 
-Axolotl 0.20 and newer find the plug-in by its entry point. Older ones ask for
+Axolotl 0.20 and newer find the plug-in by its entry point. Older ones need
 `plugins: [radixtrain.plugins.axolotl_plugin.RadixtrainPlugin]`. Without the section nothing is shared.
 """
 
@@ -19,7 +19,7 @@ from radixtrain.plugins.trainer_callback import SharePrefixesCallback
 
 
 class Options(BaseModel):
-    """Those of `share_prefixes`."""
+    """Options of `share_prefixes`."""
 
     model_config = ConfigDict(extra="forbid")
     attention: str = "auto"
@@ -30,7 +30,7 @@ class Options(BaseModel):
 
 
 class RadixtrainArgs(BaseModel):
-    """What the plug-in adds to Axolotl's configuration."""
+    """Keys that the plug-in adds to Axolotl's configuration."""
 
     radixtrain: Options | None = None
 
@@ -42,7 +42,7 @@ class RadixtrainPlugin(BasePlugin):
         return f"{RadixtrainArgs.__module__}.{RadixtrainArgs.__name__}"
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
-        """UserError, as `share_prefixes` raises it."""
+        """Share the model. Raises UserError as `share_prefixes` does."""
         if cfg.radixtrain is not None:
             share_prefixes(model, **Options(**cfg.radixtrain).model_dump())
 

@@ -1,4 +1,4 @@
-"""Share the prefixes of every model that this process loads by `from_pretrained`: the inside of `radixtrain run`.
+"""Shares the prefixes of every model that this process loads by `from_pretrained`, for `radixtrain run`.
 
     RADIXTRAIN=1 --radixtrain-run.pth, as Python starts--> watch() --import transformers--> from_pretrained shares
 
@@ -37,7 +37,7 @@ SUMMED = {"num_shared", "num_tokens", "num_unique_tokens", "num_generating"}  # 
 
 @dataclass
 class LoadedModel:
-    """What became of a model: `report` holds the fields of its SharingReport, `reason` why it was not shared at all."""
+    """What happened to a model: `report` has the fields of its SharingReport, `reason` says why it was not shared."""
 
     name: str
     reason: str = ""
@@ -45,14 +45,14 @@ class LoadedModel:
     report: dict[str, Any] = field(default_factory=dict)
 
     def add(self, other: LoadedModel) -> None:
-        """Add what another process says of the same model."""
+        """Add what another process reports of the same model."""
         self.num_processes += other.num_processes
         for key in SUMMED & other.report.keys():
             self.report[key] += other.report[key]
         self.report["not_shared"] = Counter(self.report.get("not_shared")) + Counter(other.report.get("not_shared"))
 
     def __str__(self) -> str:
-        """One line."""
+        """Write one line."""
         processes = f" on {self.num_processes} processes" if self.num_processes > 1 else ""
         return f"radixtrain: {self.name}{processes}: {f'not shared: {self.reason}' if self.reason else self._calls()}"
 
@@ -100,12 +100,12 @@ class _Finder(MetaPathFinder):
 
 
 def read_options() -> dict[str, Any]:
-    """What RADIXTRAIN_OPTIONS holds. UserError if it is no JSON object, or `only` and `reports` are of another kind."""
+    """Read RADIXTRAIN_OPTIONS. Raises UserError if it is not a JSON object, or `only` or `reports` has a wrong type."""
     text = os.environ.get("RADIXTRAIN_OPTIONS") or "{}"
     try:
         options = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"RADIXTRAIN_OPTIONS is no JSON ({error}): {text[:SHOWN]}") from None
+        raise UserError(f"RADIXTRAIN_OPTIONS is not JSON ({error}): {text[:SHOWN]}") from None
     if not isinstance(options, dict):
         raise UserError(f"RADIXTRAIN_OPTIONS: expected a JSON object, got {text[:SHOWN]}")
     only, folder = options.get("only") or [], options.get("reports") or ""
@@ -115,7 +115,7 @@ def read_options() -> dict[str, Any]:
 
 
 def _options_of_run() -> tuple[dict[str, Any], str]:
-    """The options, and what is wrong with them: then no model is shared, and the import goes on as without them."""
+    """Return the options, or their error: then no model is shared, and the import continues as without radixtrain."""
     try:
         return read_options(), ""
     except UserError as error:
@@ -154,7 +154,7 @@ def _wrap_from_pretrained() -> None:
 
 
 def _share(model: Any, name: str, options: dict[str, Any]) -> tuple[LoadedModel, Any]:
-    """The model's entry, and its SharingReport; None if it cannot be shared."""
+    """Share a model; return its entry, and its SharingReport, None if it cannot be shared."""
     from radixtrain.versions import check_versions
 
     try:
@@ -163,7 +163,7 @@ def _share(model: Any, name: str, options: dict[str, Any]) -> tuple[LoadedModel,
 
         leave_refused_calls(share_prefixes(model, **options))
         return LoadedModel(name), sharing_report(model)
-    except Exception as error:  # a model may be built otherwise than all that are known; its program runs on
+    except Exception as error:  # a model may be unlike all known ones; its program must continue
         return LoadedModel(name, str(error) if isinstance(error, UserError) else repr(error)), None
 
 

@@ -1,7 +1,7 @@
 """ms-swift: `swift sft --external_plugins PATH/radixtrain/plugins/swift_plugin.py --callbacks radixtrain`.
 
 The file's path: `python -c "import radixtrain.plugins.swift_plugin as plugin; print(plugin.__file__)"`. Options of
-`share_prefixes` are read from RADIXTRAIN_OPTIONS, as JSON. A reference model shares, too.
+`share_prefixes` are read from RADIXTRAIN_OPTIONS, as JSON. A reference model shares too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from radixtrain.plugins.trainer_callback import SharePrefixesCallback
 
 
 class SwiftCallback(SharePrefixesCallback):
-    """With the arguments that swift gives to every callback."""
+    """Takes the arguments that swift gives to every callback."""
 
     def __init__(self, args: Any, trainer: Any) -> None:
         super().__init__(**read_options())

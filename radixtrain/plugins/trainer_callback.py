@@ -1,4 +1,4 @@
-"""Callbacks of Hugging Face's Trainer and those of TRL: `r` in their logs, and what was shared when training ends."""
+"""Callbacks for the trainers of Hugging Face and TRL: `r` in their logs, and what was shared when training ends."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def log_sharing(trainer: Any) -> None:
-    """Let a trainer log `r` beside its loss, to every tracker that it has, and print what was shared at the end.
+    """Make a trainer log `r` beside its loss, to every tracker that it has, and print what was shared at the end.
 
     trainer: a `transformers.Trainer` or one of TRL's, whose model is one of `prepare_model` or `share_prefixes`.
 
     `r` is tokens per unique token of the model's calls in the training steps since the loss was last logged, without
-    evaluations; with several processes, of each by itself. The last line is that of all calls, `sharing_report`'s.
+    evaluations; each of several processes has its own. The last line covers all calls, as `sharing_report` does.
 
     Raises UserError for a model that is neither.
     """
@@ -34,7 +34,7 @@ def log_sharing(trainer: Any) -> None:
         own = SharingCallback({"model": trainer.model, **others})
     else:
         callbacks.remove(own)
-    callbacks.insert(0, own)  # those that write logs somewhere get what it adds
+    callbacks.insert(0, own)  # first, so that callbacks that write logs see what it adds
 
 
 class SharingCallback(TrainerCallback):
@@ -93,7 +93,7 @@ class SharePrefixesCallback(SharingCallback):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
-        """Share it before the trainer wraps it for several devices."""
+        """Share the model before the trainer wraps it for several devices."""
         self.models["model"] = share_prefixes(model, **self.options)
 
     def on_train_begin(
@@ -104,6 +104,6 @@ class SharePrefixesCallback(SharingCallback):
         model: object = None,
         **kwargs: object,
     ) -> None:
-        """Share for a callback that came later, by `add_callback`."""
+        """Share the model for a callback that was added later, by `add_callback`."""
         if not self.models:
             self.on_init_end(args, state, control, model)

@@ -1,1 +1,1 @@
-"""What radixtrain brings on a data set, before anything is trained."""
+"""What radixtrain saves on a data set, before anything is trained."""

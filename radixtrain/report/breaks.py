@@ -1,4 +1,4 @@
-"""What breaks sharing: at which token near-identical prompts part, why, and what a fix of that saves by itself.
+"""What breaks sharing: at which token near-identical prompts diverge, why, and what fixing only that saves.
 
 prompts --versions.py--> common text and differences, each with its cause --fixed--> the unique tokens, counted again
 """
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_CONVERSATIONS = 2000
-MIN_SAVED = 0.01  # of the computed prompt tokens: less is not worth a line
+MIN_SAVED = 0.01  # share of the computed prompt tokens: less deserves no line
 NUM_EXAMPLES = 3
-CONTEXT = 24  # tokens of an example before and after the value
-MAX_BLANKS = 4  # tokens of an example of white space
-MAX_CHARACTERS = 240  # of a value in an example
+CONTEXT = 24  # tokens to show before and after the value of an example
+MAX_BLANKS = 4  # tokens to show of an example of white space
+MAX_CHARACTERS = 240  # to show of a value in an example
 
 _VALUE = re.compile(r"(\S.*?)[.,;:]*\s*$", re.DOTALL)  # without the blanks and the punctuation around it
 _BLANKS = re.compile(r"(\s+)")
@@ -38,21 +38,21 @@ _SIGNS = {ord(" "): "·", ord("\t"): "→", ord("\r"): "␍", ord("\n"): "↵"}
 def find_breaks(
     conversations: Sequence[Sequence[TokenRow]], tokenizer: PreTrainedTokenizerBase, batch_size: int = 32
 ) -> tuple[Break, ...]:
-    """Why near-identical prompts part early: the causes, first the one whose fix saves most by itself.
+    """Find why near-identical prompts diverge early: the causes, first the one whose fix alone saves most.
 
     conversations: the samples of each. A prompt is what precedes the first label of a conversation's first sample; text
-        without a prompt has no breaks. Of 2,000 at most, drawn with a fixed seed, and of two million prompt tokens.
+        without a prompt has no breaks. At most 2,000 are read, drawn with a fixed seed, and two million prompt tokens.
     batch_size: conversations of an optimizer step, at least 1.
 
     The fix is applied to the drawn prompts, and their unique tokens are counted again: a date, an id, a name, a number,
     a text of the row's own or one of several prompts moves to the end of the text that the prompts have in common; an
     order, white space or a stray version becomes what most rows have. They are counted in steps of `batch_size` drawn
     conversations, since sharing ends with a step, and multiplied by the conversations of the epoch over those drawn.
-    `tokens_saved` is by this fix only, `tokens_with_others` what it adds to the fixes of all others that are named. A
-    cause of which both are below 1 % of the computed prompt tokens is not named.
+    `tokens_saved` is by this fix only, `tokens_with_others` what it adds to the other reported fixes. A cause for which
+    both are below 1 % of the computed prompt tokens is not reported.
 
-    `num_sequences` is scaled alike: samples that differ from what more than half of them have there; all that have a
-    value if no value is as frequent. `num_values` is of the drawn conversations.
+    `num_sequences` is scaled in the same way: samples that differ from what more than half of them have there; all that
+    have a value if no value is as frequent. `num_values` is of the drawn conversations.
     """
     prompts = draw_prompts(conversations, tokenizer, MAX_CONVERSATIONS)
     scale = len(conversations) / max(1, len(prompts))
@@ -98,7 +98,7 @@ def find_breaks(
 def _fixed_prompts(
     prompts: list[Prompt], read: list[tuple[Trunk, list[Piece]]], names: frozenset[str]
 ) -> list[IntArray]:
-    """The tokens of all prompts once these causes are fixed. Moved text is not tokenised again at its borders."""
+    """Return the tokens of all prompts with these causes fixed. Moved text is not tokenised again at its borders."""
     sequences = [prompt.ids for prompt in prompts]
     for trunk, pieces in read:
         head, moved = [trunk.prompt.ids[:0]], [trunk.prompt.ids[:0]]
@@ -116,19 +116,19 @@ def _fixed_prompts(
 
 
 def _parting(prompt: Prompt, piece: Piece) -> int:
-    """The token at which a row parts from the others: in white space the first one that differs."""
+    """Return the token at which a row diverges from the others: in white space the first one that differs."""
     own = prompt.ids[piece.start : piece.end] if piece.cause is WHITE_SPACE else piece.usual[:0]
     return piece.start + num_equal(own, piece.usual)
 
 
 def _examples(places: list[tuple[Trunk, Piece]], tokenizer: PreTrainedTokenizerBase) -> tuple[Example, ...]:
-    """The first prompts with different values."""
+    """Return the first prompts with different values."""
     different = {piece.value: (trunk.prompt, piece) for trunk, piece in reversed(places)}
     return tuple(_example(*place, tokenizer) for place in [*reversed(different.values())][:NUM_EXAMPLES])
 
 
 def _example(prompt: Prompt, piece: Piece, tokenizer: PreTrainedTokenizerBase) -> Example:
-    """The value without what surrounds it, or just its first blanks, drawn as signs."""
+    """Show the value without what surrounds it, or only its first blanks, drawn as signs."""
     is_blank, start = piece.cause is WHITE_SPACE, _parting(prompt, piece)
     end = min(piece.end, start + MAX_BLANKS) if is_blank else piece.end
     text, before = (

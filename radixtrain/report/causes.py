@@ -1,6 +1,6 @@
-"""What a difference between prompts is: a date, an id, a name, another order, several prompts; and what to do about it.
+"""Classifies a difference between prompts: a date, an id, a name, another order, several prompts; and advises on it.
 
-Decided on the texts that differ, in whole words.
+Judges the texts that differ, in whole words.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import numpy as np
 
 from radixtrain.tree.arrays import IntArray
 
-MIN_SHARE = 0.8  # of the rows have a value that looks like a date, for the difference to be one
-MAX_SHORT, MAX_NAME = 40, 4  # words around a date or an id; of the name of somebody or something
-MIN_ROWS = 10  # of each text, on average, for it to be a prompt that is meant
-STRAY = 0.1  # of the rows may have another wording than the others, for that not to be meant
-MIN_REPEATED = 0.6  # of the texts is computed for other rows too, for them to be drawn from one pool
+MIN_SHARE = 0.8  # share of rows with a value like a date, for the difference to be a date
+MAX_SHORT, MAX_NAME = 40, 4  # words around a date or an id; words of a name
+MIN_ROWS = 10  # per text, on average, for it to be an intended prompt
+STRAY = 0.1  # share of rows up to which a different wording counts as unintended
+MIN_REPEATED = 0.6  # share of texts that other rows have too, for them to come from one pool
 MAX_ENTRY = 8  # words in a line of a list; examples have more
 
 
 class Cause(NamedTuple):
-    """A reason why prompts part early.
+    """A reason why prompts diverge early.
 
-    name: as the report says it. advice: what to do, a sentence.
+    name: in the report. advice: what to do, a sentence.
     moves: whether it is moved to the end of the common text; otherwise all rows get the same.
     """
 
@@ -97,13 +97,13 @@ _KINDS: dict[str, Callable[[Value], object]] = {
 
 
 def whole_words(text: str, before: str) -> tuple[str, str]:
-    """Both, with the beginning of the first word in the text: of two years only the last digits may differ."""
+    """Extend the text to the beginning of its first word: of two years only the last digits may differ."""
     size = len(re.findall(r"[\w./:-]{0,24}$", before, re.ASCII)[0]) if text[:1].strip() else 0
     return before[len(before) - size :] + text, before[: len(before) - size]
 
 
 def cause_of(values: list[Value]) -> Cause:
-    """The cause of a difference. values: the distinct ones, in any order."""
+    """Find the cause of a difference. values: the distinct ones, in any order."""
     ranked = sorted(values, key=lambda value: -value.num_rows)
     usual = ranked[0].num_rows * 2 >= sum(value.num_rows for value in ranked)
     others = [value for value in ranked[1 if usual else 0 :] if len(value.symbols)]
@@ -114,7 +114,7 @@ def cause_of(values: list[Value]) -> Cause:
 
 
 def _short(values: list[Value]) -> list[str]:
-    """The kinds of things that are in most values, if they are short. What is a date or a UUID is no other id."""
+    """Return the kinds of things that most values hold, if they are short. A date or a UUID is not another id."""
     if median(value.num_words for value in values) > MAX_SHORT:
         return []
     found = [name for name, looks_so in _KINDS.items() if _share(values, looks_so)]
@@ -122,20 +122,20 @@ def _short(values: list[Value]) -> list[str]:
 
 
 def _share(values: list[Value], holds: Callable[[Value], object]) -> bool:
-    """Whether the values of most rows are so."""
+    """Return whether the condition holds for the values of most rows."""
     rows = sum(value.num_rows for value in values)
     return sum(value.num_rows for value in values if holds(value)) >= MIN_SHARE * rows
 
 
 def _overlaps(pattern: re.Pattern[str], value: Value) -> bool:
-    """Whether the pattern is found, around the value, in a place that has a part of the value."""
+    """Return whether the pattern, searched in the text around the value, matches a part of the value."""
     start, end = len(value.before), len(value.before) + len(value.text)
     matches = pattern.finditer(value.before + value.text + value.after)
     return any(match.start() < end and match.end() > start for match in matches)
 
 
 def _order(ranked: list[Value]) -> str | None:
-    """Which things are in another order, if the values are the same words."""
+    """Name the things that are in another order, if the values have the same words."""
     first, *others = ranked
     if not others or not _share(others, lambda value: _same_words(value.symbols, first.symbols)):
         return None
@@ -151,7 +151,7 @@ def _same_words(one: IntArray, other: IntArray) -> bool:
 
 
 def _wording(ranked: list[Value]) -> str | None:
-    """Texts of many rows each, or one of nearly all and others of a few."""
+    """Recognize texts of many rows each, or one of nearly all and others of a few."""
     rows = sum(value.num_rows for value in ranked)
     if rows < MIN_ROWS * len(ranked) or all(map(_is_name, ranked)):
         return None
@@ -159,7 +159,7 @@ def _wording(ranked: list[Value]) -> str | None:
 
 
 def _is_name(value: Value) -> bool:
-    """One to three words with capitals that no beginning of a sentence explains."""
+    """Recognize one to three capitalized words that do not begin a sentence."""
     words = value.text.split()
     inside = value.before.rstrip()[-1:] not in ("", ".", "!", "?", "\n")
     return inside and 1 <= len(words) <= 3 and all(word.lstrip("\"'(").istitle() for word in words)

@@ -1,4 +1,4 @@
-"""What a report says: numbers, and texts and sentences made of them, which the terminal and the page show alike."""
+"""The contents of a report: numbers, and texts made of them, which the terminal and the page show alike."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from radixtrain.collators.row_split import Division
 
 @dataclass(frozen=True, kw_only=True)
 class TreeNode:
-    """A run of tokens that the same sequences share, up to the place where they part.
+    """A run of tokens that the same sequences share, up to where they diverge.
 
     text: the run decoded, shortened in its middle if it is long.
     num_tokens: of the run.
@@ -30,7 +30,7 @@ class TreeNode:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a run would be with these settings.
+    """A run with these settings, predicted.
 
     r: tokens of the rows per computed token. whole_r: tokens of the whole chats per computed token, which is less; None
         if no chat is split into its turns.
@@ -55,19 +55,19 @@ class Setting:
 
     @property
     def least_r(self) -> float:
-        """Against the baseline that computes less."""
+        """Return r against the baseline that computes less."""
         return self.r if self.whole_r is None else self.whole_r
 
     @property
     def least_speedup(self) -> float | None:
-        """Against the same baseline; None if nothing was predicted."""
+        """Return the speed-up against the same baseline; None if nothing was predicted."""
         return self.speedup if self.whole_speedup is None else self.whole_speedup
 
 
 class Splitting(NamedTuple):
-    """What splitting chats into their turns does.
+    """The effect of splitting chats into their turns.
 
-    turns: 0 if no chat is split. changed: turns of which the whole chat has other tokens; templates leave out the
+    turns: 0 if no chat is split. changed: turns that have other tokens in the whole chat; templates leave out the
         thinking of earlier turns, for instance.
     whole_share: tokens of whole chats for each token of the rows.
     """
@@ -79,7 +79,7 @@ class Splitting(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """One row at the place where it parts from the others.
+    """One row at the place where it diverges from the others.
 
     where: `file:line`. before: the text just before. value: what differs. after: the text that follows it.
     """
@@ -92,13 +92,13 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True)
 class Break:
-    """Why near-identical prompts part early.
+    """Why near-identical prompts diverge early.
 
     cause: a date, a UUID, a name, the order of tools, white space, several prompts, the order of the examples ...
     num_sequences: that it touches. num_values: different values there, none included.
-    at_token: where they part, the median.
-    tokens_saved: computed tokens of an epoch that are saved if it stood at the end of the prompt; for an order, white
-        space or a stray version: if all rows had the same. tokens_with_others: if the other breaks are fixed already.
+    at_token: where they diverge, the median.
+        tokens_saved: computed tokens of an epoch that are saved if it were at the end of the prompt; for an order,
+        white space or a stray version: if all rows had the same. tokens_with_others: once other breaks are fixed.
     advice: what to do about it, a sentence.
     """
 
@@ -121,7 +121,7 @@ class DataReport:
     splitting: of chats into their turns.
     settings: a grid of batch sizes and max_tokens; best: one of them, None if nothing was predicted; command: it as a
         command to paste.
-    num_epoch_tokens: of an epoch, in which sources with a weight come more or less often; 0 if each row comes once.
+    num_epoch_tokens: of an epoch, in which weighted sources come more or less often; 0 if each row comes once.
     environment: machine and versions, for the foot of the page.
     divisions: of the steps of the current setting on several devices, every branch taken; sent_bytes are of all layers.
     notes: sentences: what was not predicted and why, what is estimated from a sample of how many rows.
@@ -165,18 +165,18 @@ MINUTE, HOUR = 60, 3600
 
 
 def ratio(value: float) -> str:
-    """Three digits, without an exponent: `1.84`, `21`, `19.9`, `1,250`."""
+    """Format three digits without an exponent: `1.84`, `21`, `19.9`, `1,250`."""
     digits = f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
     return digits if "." not in digits else digits.rstrip("0").rstrip(".")
 
 
 def rounded(value: float) -> str:
-    """Three significant digits of a count that is an estimate: `349,000`; an integer below 1,000 as it is."""
+    """Format an estimated count with three significant digits: `349,000`; an integer below 1,000 stays exact."""
     return f"{round(float(f'{value:.3g}')):,}"
 
 
 def duration(seconds: float) -> str:
-    """`< 1 s`, `1.4 s`, `45 s`, `12 min 5 s`, `3 h 20 min`, `30 h`."""
+    """Format seconds: `< 1 s`, `1.4 s`, `45 s`, `12 min 5 s`, `3 h 20 min`, `30 h`."""
     if seconds < 1:
         return "< 1 s"
     if seconds < 9.95:
@@ -190,7 +190,7 @@ def duration(seconds: float) -> str:
 
 
 def setting_name(setting: Setting) -> str:
-    """`batch_size 64, max_tokens 8,192`, and `group_by_prefix`, `activation_checkpointing 0.5` if they are on."""
+    """Name a setting: `batch_size 64, max_tokens 8,192`, and `group_by_prefix` and the like if they are on."""
     grouped = ", group_by_prefix" if setting.group_by_prefix else ""
     share = f", activation_checkpointing {setting.activation_checkpointing:g}"
     recomputed = share if setting.activation_checkpointing else ""
@@ -198,7 +198,7 @@ def setting_name(setting: Setting) -> str:
 
 
 def headline(report: DataReport) -> str:
-    """The data in one sentence: what an epoch holds, and what the user's own settings leave to compute."""
+    """Summarize the data in one sentence: what an epoch holds, and what the user's own settings leave to compute."""
     num_tokens, own = report.num_epoch_tokens or report.num_tokens, report.current
     tokens = f"{num_tokens:,} tokens{' in an epoch' if report.num_epoch_tokens else ''}"
     if own.r < 1.005:
@@ -214,13 +214,13 @@ def headline(report: DataReport) -> str:
 
 
 def speedup(setting: Setting) -> str:
-    """What a step is predicted to be, in few words: `5.2x as fast`; without a prediction, r."""
+    """Describe the predicted step in few words: `5.2x as fast`; without a prediction, r."""
     fold = setting.least_speedup
     return f"r = {ratio(setting.least_r)}" if fold is None else f"{ratio(fold)}x as fast"
 
 
 def both_r(setting: Setting) -> str:
-    """r, against both baselines if chats are split."""
+    """Describe r, against both baselines if chats are split."""
     if setting.whole_r is None:
         return f"r = {ratio(setting.r)}"
     of_chats = f"{ratio(setting.whole_r)} against whole chats, as TRL trains them"
@@ -228,7 +228,7 @@ def both_r(setting: Setting) -> str:
 
 
 def split_turns(split: Splitting) -> str:
-    """What splitting chats into turns buys, as a sentence; empty if none is split."""
+    """Describe the effect of splitting chats into turns, in a sentence; empty if none is split."""
     if not split.turns:
         return ""
     differ = f"{split.changed:,} of {split.turns:,} turns have" if split.changed else "No turn has"
@@ -238,7 +238,7 @@ def split_turns(split: Splitting) -> str:
 
 
 def prediction(setting: Setting) -> str:
-    """What a training step with the setting is predicted to bring, as a sentence."""
+    """Describe the predicted gain of a training step with the setting, in a sentence."""
     if setting.speedup is None:
         return "The speed-up on this machine was not predicted."
     of_rows = f"{ratio(setting.speedup)}x the speed of an ordinary padded one"
@@ -249,7 +249,7 @@ def prediction(setting: Setting) -> str:
 
 
 def with_others(each: Break) -> str:
-    """What the fix adds to those of the other breaks, if that is not about what it saves by itself."""
+    """Say what the fix adds to those of the other breaks, if that differs much from what it saves alone."""
     if 0.8 * each.tokens_with_others <= each.tokens_saved <= 1.25 * each.tokens_with_others:
         return ""
     return f"; {rounded(each.tokens_with_others)} once the others here are fixed"

@@ -17,13 +17,13 @@ from radixtrain.report import contents
 from radixtrain.report.contents import DataReport, Setting, TreeNode
 
 ASSETS = files("radixtrain.report") / "assets"
-SHORT_TABLE = 10  # settings that are shown before a reader asks for all
-SHORT_TEXT = 160  # characters of a run, before a reader asks for the others
+SHORT_TABLE = 10  # settings that are shown before a reader opens all
+SHORT_TEXT = 160  # characters of a run that are shown before a reader opens it
 INVISIBLE = str.maketrans({" ": "␣", "\t": "⇥", "\n": "↵\n", "\r": "␍", "\u00a0": "⍽"})
 
 
 def write_page(report: DataReport, path: str | Path) -> None:
-    """Writes the page; a file or link that is there is replaced. A character that UTF-8 does not have becomes `?`.
+    """Write the page, replacing a file or link that is there. A character that UTF-8 does not have becomes `?`.
 
     Raises OSError if it cannot be written.
     """
@@ -32,7 +32,7 @@ def write_page(report: DataReport, path: str | Path) -> None:
 
 
 def render(report: DataReport) -> str:
-    """The page as text: HTML with its style inside."""
+    """Render the page as HTML with its style inside."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -60,20 +60,20 @@ def render(report: DataReport) -> str:
 
 
 def _by_speed(report: DataReport) -> Sequence[Setting]:
-    """Every setting once: the user's, the best, then the others, the shortest epoch (or the highest r) first."""
+    """List every setting once: the user's, the best, then the others, the shortest epoch (or highest r) first."""
     others = sorted(report.settings, key=lambda s: (s.seconds_per_epoch is None, s.seconds_per_epoch or 0.0, -s.r))
     return list(dict.fromkeys([report.current, *([report.best] if report.best else []), *others]))
 
 
 def _visible(text: str) -> str:
-    """A text whose white space can be seen if it is nothing else, and a sign for an empty one."""
+    """Make the white space of a blank text visible, and return a sign for an empty one."""
     return text if text.strip() else text.translate(INVISIBLE) or "(nothing)"
 
 
 def tree_rows(root: TreeNode) -> Iterator[tuple[int, TreeNode, int]]:
-    """(depth, run, 0) in pre-order; and (depth, their sum, how many) of the children that are left out of each.
+    """Yield (depth, run, 0) in pre-order; and (depth, their sum, how many) for the hidden children of each run.
 
-    An empty root that everything leaves by one child is skipped. A stack: chains may be deep.
+    An empty root with a single child is skipped. Uses a stack, as chains may be deep.
     """
     while not root.num_tokens and len(root.children) == 1 and not root.num_hidden_children:
         root = root.children[0]

@@ -1,4 +1,4 @@
-"""What a step would take on this machine, predicted from micro-batches that were timed on fewer layers.
+"""Predicts the time and memory of a step on this machine from micro-batches timed on fewer layers.
 
 Two depths are timed, and every layer beyond takes as long as those between them: with 1 and 3 layers, the 28th costs
 half of the difference. To the seconds of the timed micro-batches, for each arm,
@@ -6,14 +6,14 @@ half of the difference. To the seconds of the timed micro-batches, for each arm,
     seconds = rows a + b + attention c + predictions d
 
 is fitted (least squares of the relative errors, no rate below 0), which gives micro-batches of other sizes: other
-settings. A step adds clipping, the optimizer, and what surrounds a step of `fit`.
+settings. A step adds clipping, the optimizer, and the overhead of a step of `fit`.
 
 Peak memory is that of the deeper model, and for every layer beyond what lives after its forward pass. The peaks do not
 give the slope: in a model of few layers, the gradient of the embeddings may be above what all activations hold. It is
 fitted in the same way, a and b only, and added to weights, gradients, the optimizer's moments and, on a CPU, what the
 process of `fit` holds before it has a model, and what its allocator keeps.
 
-A third arm is the first with all layers recomputing their activations; what a share of them would take lies between.
+A third arm is the first with all layers recomputing their activations; a share of them is interpolated.
 """
 
 from __future__ import annotations
@@ -50,11 +50,14 @@ TRAINER_BYTES = 110 << 20
 MALLOC = 1.35
 DEEPER = 3  # times the layers of the shorter model
 SPARE = 0.5  # part of the free memory that the timed model may take
-SHARES = (0.25, 0.75, 0.0, 0.5, 1.0)  # of layers that recompute; of two that are the same layers, the later one
+SHARES = (0.25, 0.75, 0.0, 0.5, 1.0)  # of layers that recompute; if two are the same layers, the later one counts
 
 
 class Process(NamedTuple):
-    """base_bytes: what it holds beside the model and its steps. malloc: resident bytes for each that a step holds."""
+    """The memory of a process.
+
+    base_bytes: what it holds besides the model and its steps. malloc: resident bytes for each that a step holds.
+    """
 
     base_bytes: int
     malloc: float
@@ -64,7 +67,7 @@ class Process(NamedTuple):
 class Prediction:
     """Seconds and bytes of steps on this machine.
 
-    radix, ordinary: a, b, c and d of the formula above, of the whole model. peak: of a radix micro-batch, the same.
+    radix, ordinary: a, b, c and d of the formula above, of the whole model. peak: of a radix micro-batch, likewise.
     optimizer_seconds: of a step. state_bytes: weights, gradients and moments. process: that of `fit`.
     waits_for_collator: whether collating takes cores from the step.
     timed_layers: of the models that were timed. cpu_share: see `Timings`.
@@ -89,8 +92,8 @@ class Prediction:
     def at(self, share: float) -> Prediction:
         """Predict for this share of the layers recomputing, from none: each adds its forward pass, in both arms.
 
-        A layer that recomputes holds its activations for that time. The last one to keep them is done by then, so that
-        all layers but one hold as much as all.
+        A layer that recomputes holds its activations for that time. The last layer that keeps them is done by then, so
+        that all layers but one hold as much as all.
         """
         count = num_recomputed(share, self.num_layers)
         factor = 1 + count / self.num_layers * (self.recomputing - 1)
@@ -118,19 +121,19 @@ class Prediction:
         return sampled.scale * sum(map(self.radix_seconds, sampled.steps))
 
     def memory_bytes(self, sampled: SampledSteps) -> int:
-        """Most bytes of a step, in the micro-batch that needs most."""
+        """Predict the most bytes of a step, in the micro-batch that needs most."""
         return self.bytes_of_rows(max(counts.rows for step in sampled.steps for counts in step.radix))
 
     def bytes_of_rows(self, num_rows: int) -> int:
-        """Most bytes of a process whose largest micro-batch has so many rows."""
+        """Predict the most bytes of a process whose largest micro-batch has that many rows."""
         activations = self.peak[0] * num_rows + self.peak[1]
         return round(self.process.base_bytes + self.state_bytes + self.process.malloc * activations)
 
 
 def step_cost_of_run(setup: RunSetup) -> StepCost | None:
-    """What the collator chooses by; None for `attention: reference` or `tree`, of which no cost is known.
+    """Return the cost by which the collator chooses; None for `attention: reference` or `tree`, which have none.
 
-    UserError if the device is neither a CPU nor CUDA, or its free memory does not hold the cut model.
+    Raises UserError if the device is neither a CPU nor CUDA, or its free memory does not hold the cut model.
     """
     _free_beside(setup, setup.period)
     if setup.attention not in ("auto", *CHOICES):
@@ -141,12 +144,12 @@ def step_cost_of_run(setup: RunSetup) -> StepCost | None:
 def predict_seconds(
     setup: RunSetup, cases: Sequence[Case], num_workers: int, max_seconds: float, process: Process
 ) -> Prediction:
-    """Time these micro-batches and fit. What is found is of a model none of whose layers recompute; see `at`.
+    """Time these micro-batches and fit the rates, for a model none of whose layers recompute; see `at`.
 
     num_workers: processes that collate while a step runs. process: that of `fit`.
 
-    Takes about `max_seconds`, more if the smallest micro-batch of each arm takes that long. UserError if the memory
-    that is free here does not hold the cut model, or its layers cannot recompute as the setup says.
+    Takes about `max_seconds`, more if the smallest micro-batch of each arm takes that long. Raises UserError if
+    the free memory does not hold the cut model, or its layers cannot recompute as the setup says.
     """
     shares = _shares(setup) if any(case.arm == "recomputing" for case in cases) else (setup.share,)
     if len(shares) == 1:
@@ -157,7 +160,7 @@ def predict_seconds(
     first = last if len(depths) == 1 else time_cases(setup, depths[0], list(last.seconds))
     whole = partial(_whole, setup.num_layers, first, last)
     seconds = {case: whole(first.seconds[case], last.seconds[case]) for case in last.seconds}
-    peaks = {case: last.peaks[case] + _beyond(setup.num_layers, first, last, case) for case in last.peaks}
+    peaks = {case: last.peaks[case] + _extra_bytes(setup.num_layers, first, last, case) for case in last.peaks}
     return Prediction(
         radix=_fitted(seconds, "radix"),
         ordinary=_fitted(seconds, "ordinary"),
@@ -176,7 +179,7 @@ def predict_seconds(
 
 
 def _shares(setup: RunSetup) -> tuple[float, ...]:
-    """That the model can be given, the one of the setup among them. UserError if it cannot."""
+    """Return the shares of layers that can recompute, with that of the setup. Raises UserError if that one cannot."""
     model = setup.build(setup.num_layers, torch.device("meta"))
     with without_messages():
         recompute(model, setup.share)
@@ -189,14 +192,14 @@ def _shares(setup: RunSetup) -> tuple[float, ...]:
 
 
 def _recomputing(seconds: Mapping[Case, float]) -> float:
-    """Seconds of the micro-batches all of whose layers recompute, over those of the same ones if none does."""
+    """Return seconds of micro-batches whose layers all recompute, over those of the same ones if none does."""
     without = {case.counts: each for case, each in seconds.items() if case.arm == "radix"}
     both = {case: each for case, each in seconds.items() if case.arm == "recomputing" and case.counts in without}
     return max(1.0, sum(both.values()) / sum(without[case.counts] for case in both)) if both else 1.0
 
 
 def free_bytes(device: torch.device) -> float:
-    """Memory that a process can still get on a device. On the host this is a reading of /proc, infinite without it.
+    """Return the memory that a process can still get on a device. On the host it is read from /proc, infinite without.
 
     On CUDA that includes what torch's allocator keeps of tensors that are gone, which the driver counts as used.
     """
@@ -211,7 +214,7 @@ def free_bytes(device: torch.device) -> float:
 
 
 def _container_bytes() -> float:
-    """What is left of the memory limit of the container; infinite without one."""
+    """Return what is left of the memory limit of the container; infinite without one."""
     limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
     if not limit.exists() or not used.exists() or limit.read_text().strip() == "max":
         return math.inf
@@ -219,7 +222,7 @@ def _container_bytes() -> float:
 
 
 def process_of_fit(device: torch.device) -> Process:
-    """What `fit` would hold on the device, by what this process holds now. Call it before a model is built.
+    """Return what `fit` would hold on the device, by what this process holds. Call it before a model is built.
 
     On CUDA nothing: what is predicted there is what torch allocates.
     """
@@ -233,7 +236,7 @@ def process_of_fit(device: torch.device) -> Process:
 
 
 def _free_beside(setup: RunSetup, num_layers: int) -> float:
-    """Bytes that are left to micro-batches beside so many layers. UserError if those layers take too many."""
+    """Return the bytes left to micro-batches beside that many layers. Raises UserError if the layers take too many."""
     free, needed = free_bytes(setup.device), _state_bytes(setup, num_layers)
     if needed > SPARE * free:
         raise UserError(
@@ -244,31 +247,31 @@ def _free_beside(setup: RunSetup, num_layers: int) -> float:
 
 
 def _state_bytes(setup: RunSetup, num_layers: int) -> int:
-    """Weights, gradients and moments of the model with so many layers, which is not allocated."""
+    """Count weights, gradients and moments of the model with that many layers, which is not allocated."""
     model = setup.build(num_layers, torch.device("meta"))
     return sum(p.nbytes * (2 if p.requires_grad else 1) for p in model.parameters()) + setup.moment_bytes(model)
 
 
 def _shares_cores(device: torch.device, num_workers: int) -> bool:
-    """Whether the processes that collate take cores from the step, or the step waits for its own process."""
+    """Return whether collating takes cores from the step, or the step waits for its own process."""
     busy = torch.get_num_threads() + num_workers if device.type == "cpu" else num_workers
     return num_workers == 0 or busy > (os.cpu_count() or 1)
 
 
 def _whole(num_layers: int, first: Timings, last: Timings, low: float, high: float) -> float:
-    """What the whole model takes if the two depths take this: every layer as much as those between them."""
+    """Extrapolate from two depths to the whole model: every layer takes as much as those between them."""
     between = last.num_layers - first.num_layers
     return high if not between else low + (num_layers - first.num_layers) * max(high - low, 0) / between
 
 
-def _beyond(num_layers: int, first: Timings, last: Timings, case: Case) -> float:
-    """Bytes of the layers that the deeper model lacks: each holds as much as those between the two depths."""
+def _extra_bytes(num_layers: int, first: Timings, last: Timings, case: Case) -> float:
+    """Extrapolate the bytes of the layers that the deeper model lacks: each holds as much as those in between."""
     between = last.num_layers - first.num_layers
     return (num_layers - last.num_layers) * (last.held[case] - first.held[case]) / between if between else 0.0
 
 
 def _fitted(measured: Mapping[Case, float], arm: ArmName, num_rates: int = 4) -> np.ndarray:
-    """(4,). The rates of an arm, scaled so that they sum to what was measured.
+    """Fit the rates of an arm, (4,), scaled so that they sum to what was measured.
 
     num_rates: the others are 0, and with fewer cases than rates the last ones are too.
     """
@@ -281,7 +284,7 @@ def _fitted(measured: Mapping[Case, float], arm: ArmName, num_rates: int = 4) ->
 
 
 def _terms(counts: Counts) -> np.ndarray:
-    """What the rates are multiplied by, the most important first."""
+    """Return what the rates are multiplied by, the most important first."""
     return np.array([counts.rows, 1.0, counts.attention, counts.predictions])
 
 

@@ -1,7 +1,7 @@
 """Micro-batches of the user's own data, timed on a model of the same shape with fewer layers and random weights.
 
-No weights are read. Both arms run in one process and take turns, so that a machine that slows down slows both. What is
-timed is what `fit` does with a micro-batch, forward and backward, and with a step: clipping and the optimizer.
+No weights are read. Both arms run in one process and take turns, so that a machine that slows down slows both. The
+timed work is that of `fit`: forward and backward of a micro-batch; clipping and the optimizer of a step.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from radixtrain.tree.cost_model import StepCost
 
 ArmName = Literal["radix", "ordinary", "recomputing"]  # the last: radix, and all layers recompute their activations
 ARMS: tuple[ArmName, ...] = ("radix", "ordinary", "recomputing")
-PARTS = (0.0, 0.125, 0.25, 0.5, 1.0)  # of a step, whose micro-batches are tried: from one sequence to all
+PARTS = (0.0, 0.125, 0.25, 0.5, 1.0)  # shares of a step to try as micro-batches: from one sequence to all
 REPEATS = 3  # keep the minimum: other load can only slow a run down
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSetup:
-    """How a run would train, without its weights.
+    """The training of a run, without its weights.
 
     build: number of layers, device -> the model with random weights, in training mode and in the dtype of the run, with
         adapters if it has any, not prepared, without activation checkpointing.
     optimizer, moment_bytes: of such a model. forward: the context of a forward pass, autocast for instance.
     num_layers: of the whole model. period: layers after which their kinds repeat, 1 if all are alike.
-    dtype: of the computation. share: of the layers that recompute.
+    dtype: of the computation. share: of the layers, which recompute.
     """
 
     build: Callable[[int, torch.device], Any]
@@ -71,9 +71,9 @@ class Case:
 
 
 def cases_of(steps: Iterable[Features], collator: StepCollator, step_cost: StepCost | None) -> list[Case]:
-    """Micro-batches of all arms, of these steps and of parts of them, from the smallest to the largest.
+    """Make micro-batches for all arms, of these steps and of parts of them, from the smallest to the largest.
 
-    collator: with `dedup`, as in training. Of each step, the first and the last micro-batch, each by itself.
+    collator: with `dedup`, as in training. Of each step, the first and the last micro-batch, each one separately.
     """
     collator = replace(collator, share_across_micro_batches=False)
     cases: list[Case] = []
@@ -83,7 +83,7 @@ def cases_of(steps: Iterable[Features], collator: StepCollator, step_cost: StepC
             step, padded = collator(some), replace(collator, dedup=False)(some)
             for index in {0, len(step.micro_batches) - 1}:
                 counts = radix_counts(step.micro_batches[index], step_cost)
-                for arm in ("recomputing", "radix"):  # of equal ones the last is the first to be afforded
+                for arm in ("recomputing", "radix"):  # among equal ones, the last is affordable first
                     cases.append(Case(arm, counts, step.micro_batches[index], step.num_labels))
             for batch in padded.micro_batches[:1] + padded.micro_batches[1:][-1:]:
                 cases.append(Case("ordinary", ordinary_counts(batch), batch, padded.num_labels))
@@ -93,7 +93,7 @@ def cases_of(steps: Iterable[Features], collator: StepCollator, step_cost: StepC
 
 @dataclass(frozen=True, kw_only=True)
 class Timings:
-    """What was measured on a model of so many layers.
+    """Measurements on a model of that many layers.
 
     seconds: of each case. peaks: bytes that the smallest and the largest case of each arm add to weights and gradients.
     held: bytes of these that live from the forward pass to the backward pass.
@@ -116,7 +116,7 @@ def time_cases(
     max_seconds: float = math.inf,
     max_bytes: float = math.inf,
 ) -> Timings:
-    """Time cases on a model of so many layers, as many as time and memory allow, and the smallest ones in any case.
+    """Time cases on a model of that many layers, as many as time and memory allow, and at least the smallest ones.
 
     cases: of the arms, from the smallest to the largest.
     max_seconds: for all of them. max_bytes: that a case may add to weights, gradients and optimizer.
@@ -150,7 +150,7 @@ def time_cases(
 
 @contextmanager
 def without_messages() -> Iterator[None]:
-    """Inside, the log does not say what a prepared model would say of its first batches."""
+    """Silence what a prepared model would log about its first batches."""
     logger = logging.getLogger("radixtrain.hf")
     level = logger.level
     logger.setLevel(logging.WARNING)
@@ -161,7 +161,7 @@ def without_messages() -> Iterator[None]:
 
 
 def _one_of_each_arm(cases: Iterable[Case]) -> list[Case]:
-    """The first case of each arm."""
+    """Return the first case of each arm."""
     firsts: dict[ArmName, Case] = {}
     for case in cases:
         firsts.setdefault(case.arm, case)
@@ -185,31 +185,31 @@ class _Runner:
         (self.ordinary if arm == "ordinary" else self.radix).prepare(self.model)
 
     def run(self, case: Case) -> None:
-        """Forward and backward. Gradients are added to those that are there."""
+        """Run forward and backward. Gradients are added to those that are there."""
         self.loss(case).backward()
 
     def loss(self, case: Case) -> Tensor:
-        """The forward pass."""
+        """Run the forward pass."""
         batch = {name: x.to(self.setup.device) for name, x in case.batch.items()}
         with self.setup.forward():
             return self.radix.loss_sum(self.model, batch) / case.num_labels
 
     def peak(self, case: Case) -> int:
-        """Bytes that the case adds to weights, gradients and its batch."""
+        """Count the bytes that the case adds to weights, gradients and its batch."""
         self.enter(case.arm)
         return added_bytes(self.model, partial(self.run, case))
 
     def held(self, case: Case) -> int:
-        """Bytes of these that live after the forward pass."""
+        """Count those bytes that live after the forward pass."""
         self.enter(case.arm)
         return held_bytes(partial(self.loss, case), self.setup.device)
 
     def affordable(
         self, cases: Sequence[Case], max_seconds: float, max_bytes: float
     ) -> tuple[list[Case], dict[Case, int]]:
-        """The cases that time and memory allow, from the smallest to the largest; and the peaks of the smallest.
+        """Return the cases that time and memory allow, from the smallest to the largest, and the peaks of the smallest.
 
-        What a case takes is judged by what the smallest takes for each row. Each may take half of the time that is
+        The cost of a case is judged by that of the smallest for each row. Each may take half of the time that is
         left, the largest first: a prediction is good near the sizes that were timed.
         """
         smallest = _one_of_each_arm(cases)
@@ -229,7 +229,7 @@ class _Runner:
         return [case for case in cases if case in chosen], peaks
 
     def seconds(self, cases: Sequence[Case]) -> dict[Case, float]:
-        """The fastest of some runs of each, the arms in turns. Each turn of an arm begins without gradients."""
+        """Return the fastest run of each, alternating the arms. Each turn of an arm begins without gradients."""
         in_arms = sorted(cases, key=lambda case: ARMS.index(case.arm))
         first = _one_of_each_arm(in_arms)
 

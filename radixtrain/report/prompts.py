@@ -1,4 +1,4 @@
-"""The prompts of a data set, and which of their text several of them compute each for itself.
+"""The prompts of a data set, and which text several of them compute separately.
 
 A symbol is a token without the blanks around it; a token of blanks only has none. Symbols are compared, so that a text
 with other line ends is the same text; tokens are counted.
@@ -48,10 +48,10 @@ class Prompt:
 def draw_prompts(
     conversations: Sequence[Sequence[TokenRow]], tokenizer: PreTrainedTokenizerBase, max_conversations: int
 ) -> list[Prompt]:
-    """The prompts of conversations drawn at random, always the same ones, in the order in which they were drawn.
+    """Draw prompts of conversations at random, always the same ones, in the order of the draw.
 
     Each is that of the conversation's first sample, which the others extend. Drawing ends at `max_conversations`, or
-    once there are two million tokens. A conversation without a sample is passed over.
+    once there are two million tokens. A conversation without a sample is skipped.
     """
     drawn: list[tuple[IntArray, Sequence[TokenRow]]] = []
     num_tokens = 0
@@ -76,7 +76,7 @@ def draw_prompts(
 
 
 def shingles(symbols: IntArray) -> Hashes:
-    """(M - 7,) or (0,). a hash of each 8 symbols in a row."""
+    """Hash each 8 consecutive symbols, (M - 7,) or (0,)."""
     if len(symbols) < SHINGLE:
         return np.zeros(0, dtype=np.uint64)
     windows = np.lib.stride_tricks.sliding_window_view(_scattered(symbols), SHINGLE)
@@ -84,20 +84,20 @@ def shingles(symbols: IntArray) -> Hashes:
 
 
 def _scattered(values: IntArray | Hashes) -> Hashes:
-    """A mixing step of splitmix64: sums of what comes out collide no more than random numbers do."""
+    """Mix as splitmix64 does: sums of the results collide no more than random numbers do."""
     mixed: Hashes = (values.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return mixed ^ (mixed >> np.uint64(31))
 
 
 def runs_of(chosen: Flags) -> list[tuple[int, int]]:
-    """(start, end) of what is chosen without a gap."""
+    """Return (start, end) of each run that is chosen without a gap."""
     borders = np.diff(np.concatenate([[0], chosen.astype(np.int8), [0]])).nonzero()[0]
     return [(start, end) for start, end in borders.reshape(-1, 2).tolist()]
 
 
 def repeated_symbols(prompts: list[Prompt]) -> list[Flags]:
-    """Say for each prompt whether a symbol is one of 20 in a row that are computed at several places of the tree.
+    """Mark in each prompt the symbols that are one of 20 in a row that are computed at several places of the tree.
 
     A shingle is computed with its last token, unless the prompt shares that.
     """
@@ -118,5 +118,5 @@ def repeated_symbols(prompts: list[Prompt]) -> list[Flags]:
 
 
 def sorted_prompts(sequences: list[IntArray]) -> SortedSequences:
-    """The order of the prefix tree, and what neighbours in it share."""
+    """Return the order of the prefix tree, and what neighbours in it share."""
     return sort_sequences(*back_to_back(sequences))

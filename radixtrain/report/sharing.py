@@ -1,4 +1,4 @@
-"""How much the steps of an epoch share, by the settings that decide it: r, from a sample of steps.
+"""How much the steps of an epoch share under the settings that affect it: r, from a sample of steps.
 
 r depends on which conversations make a step (`batch_size`, `group_by_prefix`) and on how a step is cut (`max_tokens`).
 The first epoch is drawn as `fit` draws it, and some of its steps, at equal distances, are collated as `fit` does. How
@@ -40,7 +40,7 @@ from radixtrain.tree.sorting import sort_sequences
 BATCH_SIZES = (8, 16, 32, 64, 128, 256)
 MAX_TOKENS_FACTORS = (0.25, 0.5, 1, 2, 4)
 MAX_STEPS = 16
-COUNTED_TOKENS = 1_000_000  # of a setting: steps are counted until they hold so many
+COUNTED_TOKENS = 1_000_000  # per setting: steps are counted until they hold that many
 QUANTILES = {"min": 0.0, "10 %": 0.1, "50 %": 0.5, "90 %": 0.9, "99 %": 0.99, "max": 1.0}
 SHORTEST_PROMPT = 16  # tokens, the resolution of `find_prefix_groups`
 MAX_SORTED_TOKENS = 32_000_000  # 8 bytes each
@@ -49,7 +49,7 @@ Features = Sequence[Mapping[str, Any]]
 
 
 class Counts(NamedTuple):
-    """Of a micro-batch.
+    """The counts of a micro-batch.
 
     rows: that every layer computes: unique tokens, or padded ones.
     attention: what attention costs beyond rows. In a unit of its own for each arm: seconds of one layer by its
@@ -67,7 +67,7 @@ class CountedStep:
     """An optimizer step in both arms.
 
     num_tokens: T. num_whole_tokens: of the whole chats. num_unique_tokens: rows if the step were one micro-batch.
-    num_rows: that the radix arm computes, each counted once.
+    num_rows: rows that the radix arm computes, each counted once.
     radix, ordinary, whole: of each micro-batch; whole: of an ordinary step of whole chats. A micro-batch that others
         continue is followed by its second forward pass, if there is one.
     collate_seconds: that the radix collator took.
@@ -128,7 +128,7 @@ def radix_counts(batch: Mapping[str, Any], step_cost: StepCost | None) -> Counts
     if step_cost is None:
         return Counts(rows, int(positions.sum() + rows), predictions)
     inverse = layout.inverse_indices.long().numpy()
-    plan = build_prefix_plan(inverse, radix.cu_seqlens.numpy(), positions[inverse])  # a row is a token of its own
+    plan = build_prefix_plan(inverse, radix.cu_seqlens.numpy(), positions[inverse])  # each row counts as a token
     strategy = radix.strategy or step_cost.strategies[0]
     linear = plan.num_rows * step_cost.row_flops * step_cost.rates.flop
     onto_context = step_cost.context_seconds(() if layout.context is None else layout.context.bounds)
@@ -142,7 +142,7 @@ def ordinary_counts(batch: Mapping[str, Any]) -> Counts:
 
 
 def _padded_step(sequences: Sequence[tuple[int, int]], max_tokens: int | None) -> tuple[Counts, ...]:
-    """Count a step of sequences with so many tokens and labels, cut as `PaddedCollator` gets them."""
+    """Count a step of sequences with these tokens and labels, cut as for `PaddedCollator`."""
     cut = cut_by_padded_tokens([range(length) for length, _ in sequences], max_tokens)
     groups = ([sequences[index] for index in group] for group in cut)
     return tuple(
@@ -156,7 +156,7 @@ def _padded(num_sequences: int, longest: int, predictions: int) -> Counts:
 
 @dataclass(frozen=True, order=True)
 class Draw:
-    """What decides how much steps share: the keys of `data` with these names. A plain shuffle is False, not 1."""
+    """The settings that affect sharing: the keys of `data` with these names. A plain shuffle is False, not 1."""
 
     batch_size: int
     max_tokens: int
@@ -177,17 +177,17 @@ class SampledSteps:
 
     @property
     def r(self) -> float:
-        """Tokens per computed token."""
+        """Return tokens per computed token."""
         return self.num_tokens / sum(step.num_rows for step in self.steps)
 
     @property
     def whole_share(self) -> float:
-        """Tokens of whole chats for each token of the rows."""
+        """Return tokens of whole chats for each token of the rows."""
         return sum(step.num_whole_tokens for step in self.steps) / self.num_tokens
 
     @property
     def best_r(self) -> float:
-        """r if every step were one micro-batch, and every branch taken."""
+        """Return r if every step were one micro-batch, and every branch taken."""
         return self.num_tokens / sum(step.num_unique_tokens for step in self.steps)
 
 
@@ -197,7 +197,7 @@ class Epoch:
 
     lengths: (num_samples,), int64. tokens of each sample.
     weights: how often each conversation comes, as for `StepSampler`.
-    collator: with `dedup`; its `max_tokens` is replaced. step_cost: that it chooses by, or None.
+    collator: with `dedup`; its `max_tokens` is replaced. step_cost: by which it chooses, or None.
     """
 
     conversations: Sequence[Sequence[TokenRow]]
@@ -211,7 +211,7 @@ class Epoch:
 
     @property
     def size(self) -> int:
-        """Conversations, each as often as it comes."""
+        """Count conversations, each as often as it comes."""
         return len(self.conversations) if self.weights is None else epoch_size(self.weights)
 
     @cached_property
@@ -220,7 +220,7 @@ class Epoch:
         return conversation_groups(self.conversations)
 
     def sampled(self, draw: Draw) -> SampledSteps:
-        """Steps of the first epoch, until they hold `COUNTED_TOKENS`. With one batch size and order, the same steps.
+        """Sample steps of the first epoch, until they hold `COUNTED_TOKENS`: the same for one batch size and order.
 
         A last step that holds fewer conversations than the others is left out, unless it is the only one.
         """
@@ -235,11 +235,11 @@ class Epoch:
         return SampledSteps(draw=draw, steps=tuple(counted), scale=self.size / num_conversations)
 
     def features(self, batch: Sequence[int]) -> Features:
-        """The sequences of these conversations."""
+        """Return the sequences of these conversations."""
         return features_of(sample for index in batch for sample in self.conversations[index])
 
     def settings_grid(self, own: Draw, least_max_tokens: int) -> list[Draw]:
-        """Draws to compare: other batch sizes with the user's `max_tokens`, and the other way round, plain and grouped.
+        """List draws to compare: other batch sizes with the user's `max_tokens`, and vice versa, plain and grouped.
 
         own: the user's, which is one of them. least_max_tokens: the longest sequence has to fit.
 
@@ -255,14 +255,14 @@ class Epoch:
         return sorted({own} | draws | {Draw(size, budget) for size, budget in cross})
 
     def batches(self, draw: Draw) -> list[list[int]]:
-        """The conversations of some full steps."""
+        """Return the conversations of some full steps."""
         size, total = draw.batch_size, self.size
         grouping = self._grouping(size, draw.group_by_prefix)
         sampler = StepSampler(len(self.conversations), size, self.shuffle, self.seed, grouping, self.weights)
         return batches_of(sampler.order()[: max(total // size, 1) * size], size, MAX_STEPS)
 
     def _grouping(self, batch_size: int, group_by_prefix: bool | int) -> GroupedOrder | None:
-        """What draws such steps, made once; None for a plain shuffle."""
+        """Return the order that draws such steps, made once; None for a plain shuffle."""
         key = batch_size, str(group_by_prefix)  # 1 and True are equal
         if key not in self._groupings:
             wanted = group_by_prefix if isinstance(group_by_prefix, bool) else min(group_by_prefix, batch_size)
@@ -272,18 +272,17 @@ class Epoch:
 
 
 def length_quantiles(lengths: IntArray) -> dict[str, int]:
-    """Tokens of the shortest sample, of the median, ..., of the longest."""
+    """Return the tokens of the shortest sample, of the median, ..., of the longest."""
     values = np.quantile(lengths, list(QUANTILES.values()), method="nearest")
     return dict(zip(QUANTILES, map(int, values), strict=True))
 
 
 def num_shared_prompts(groups: PrefixGroups) -> int:
-    """Distinct prompts: beginnings of at least 16 tokens that several conversations share, counted where they part.
+    """Count distinct prompts: beginnings of at least 16 tokens that several conversations share until they diverge.
 
-    Of a beginning and a longer shared one that goes on from it only the longer one counts. One that saves less than a
-    tenth of its conversations' tokens is not a prompt, see `find_prefix_groups`: questions start with the same words by
+    Of a beginning and a longer shared one that continues it only the longer counts. One that saves less than a tenth of
+    its conversations' tokens is not a prompt, see `find_prefix_groups`: questions start with the same words by
     accident.
-    Conversations that share nothing have no shared prompt.
     """
     inner = set(groups.parent[1:].tolist())
     leaves = [group for group in range(1, len(groups) + 1) if group not in inner]
@@ -291,9 +290,9 @@ def num_shared_prompts(groups: PrefixGroups) -> int:
 
 
 def num_distinct_tokens(epoch: Epoch) -> tuple[int, int]:
-    """Tokens, and those left if all that begins alike were computed once: of all sequences as a single tree.
+    """Count tokens, and those left if each common beginning were computed once, in a single tree of all sequences.
 
-    Of a sample of the conversations if the epoch is longer than `MAX_SORTED_TOKENS`.
+    Counts a sample of the conversations if the epoch is longer than `MAX_SORTED_TOKENS`.
     """
     sequences = [sample.input_ids for index in _some_conversations(epoch) for sample in epoch.conversations[index]]
     packed, bounds = back_to_back(sequences)
@@ -301,7 +300,7 @@ def num_distinct_tokens(epoch: Epoch) -> tuple[int, int]:
 
 
 def splitting(epoch: Epoch) -> Splitting:
-    """Say what splitting does to the sample of `num_distinct_tokens`."""
+    """Describe the effect of splitting on the sample of `num_distinct_tokens`."""
     turns = changed = num_tokens = num_whole = 0
     for samples in (epoch.conversations[index] for index in _some_conversations(epoch)):
         num_tokens += sum(len(sample.input_ids) for sample in samples)
@@ -314,5 +313,5 @@ def splitting(epoch: Epoch) -> Splitting:
 
 
 def _some_conversations(epoch: Epoch) -> range:
-    """All of them, or every second one, every third ..., if they have more tokens than `MAX_SORTED_TOKENS`."""
+    """Select all conversations, or every n-th if they have more than `MAX_SORTED_TOKENS` tokens."""
     return range(0, len(epoch.conversations), max(1, -(-int(epoch.lengths.sum()) // MAX_SORTED_TOKENS)))

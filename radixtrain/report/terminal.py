@@ -28,14 +28,14 @@ from radixtrain.report.contents import (
 from radixtrain.screen import screen
 
 MAX_RUNS = 14  # of the tree
-WORTH_A_LINE = 0.01  # of the tokens that the run with most of them saves
+WORTH_A_LINE = 0.01  # share of the tokens that the largest run saves
 MAX_TEXT = 60  # characters of a run
 NOTHING = "-"
 NUMBERS = ("best r", "speed-\nup", "epoch", "peak\nmemory")
 
 
 def print_report(report: DataReport, console: Console | None = None) -> None:
-    """Print it. Texts of the data are shown as they are, never as markup or control codes."""
+    """Print the report. Texts of the data are never shown as markup or control codes."""
     console = console or screen(highlight=False)
     console.print(Text(f"{report.title}, for {report.model}", style="bold"))
     _paragraph(console, f"{headline(report)}.")
@@ -73,7 +73,7 @@ def _data_table(report: DataReport) -> Table:
 
 
 def _settings_table(report: DataReport) -> Table:
-    """All settings; the user's own and the best one are named."""
+    """Make a table of all settings; the user's own and the best one are named."""
     table = _table("Settings of data, and what a step and an epoch would be")
     is_split, recomputes = report.current.whole_r is not None, any(x.activation_checkpointing for x in report.settings)
     shares, rs = ["recom-\nputed"] if recomputes else [], ["r", "r,\nrows"] if is_split else ["r"]
@@ -90,7 +90,7 @@ def _settings_table(report: DataReport) -> Table:
 
 
 def _divisions_table(report: DataReport) -> Table:
-    """Data parallel, and micro-batches that ranks split."""
+    """Make a table of data parallel, and of micro-batches that ranks split."""
     table = _table("Your settings on several devices")
     for name in ("devices", "sp_size", "r", "rows of\nthe busiest", "which\nsends", "memory", "time"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -127,7 +127,7 @@ def _table(title: str) -> Table:
 
 
 def _tree(root: TreeNode, num_samples: int) -> Tree:
-    """The runs that save most, level by level: at most `MAX_RUNS`, and none that saves less than `WORTH_A_LINE`."""
+    """Draw the runs that save most, level by level: at most `MAX_RUNS`, each saving `WORTH_A_LINE` or more."""
     of = "" if root.num_sequences >= num_samples else f" of {root.num_sequences:,} of the {num_samples:,} samples"
     top = Tree(Text(f"\nThe prefix tree{of}"))
     waiting, num_shown = deque([(root, top)]), 0
@@ -150,7 +150,7 @@ def _count_of_branches(number: int, are_others_shown: bool) -> str:
 
 
 def _saved(node: TreeNode) -> int:
-    """Tokens that its sequences share, those of the runs below it too."""
+    """Count the tokens that its sequences share, those of the runs below it included."""
     saved, waiting = 0, [node]
     while waiting:
         each = waiting.pop()

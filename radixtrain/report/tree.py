@@ -19,10 +19,10 @@ MAX_CHARACTERS = 600  # of the text of a node
 
 
 def prefix_tree(sequences: Sequence[IntArray], tokenizer: PreTrainedTokenizerBase, max_nodes: int = 200) -> TreeNode:
-    """The tree of runs that these sequences share. Its root has an empty text and no tokens.
+    """Build the tree of runs that these sequences share. Its root has an empty text and no tokens.
 
     sequences: (L,) each, int64. token ids. They are in memory at once with five times their size: give a sample.
-    max_nodes: most nodes below the root. The nodes are kept through which most tokens go, those below them counted;
+    max_nodes: most nodes below the root. Keeps the nodes through which most tokens go, those below them counted;
         `num_hidden_tokens` counts the unique tokens of what is left out.
 
     Raises ValueError if `max_nodes` is below 1.
@@ -35,7 +35,7 @@ def prefix_tree(sequences: Sequence[IntArray], tokenizer: PreTrainedTokenizerBas
 
 
 class _Drawing:
-    """Nodes of the plan's segments, cut further where a sequence ends: after it fewer go on.
+    """Nodes of the plan's segments, cut further where a sequence ends, after which fewer continue.
 
     starts: (S+1,). first unique row of each run, and U. ends: (S,). one past the last row of all that follows it.
     passing: (S,). sequences that go through it.
@@ -53,7 +53,7 @@ class _Drawing:
             self.children.setdefault(parent, []).append(run)
 
     def _parents(self, segments: IntArray) -> list[int]:
-        """(S,). the run before each in its segment, or the last one of the segment above; -1 at a root."""
+        """Return the run before each in its segment, (S,), or the last one of the segment above; -1 at a root."""
         parents = np.arange(len(segments)) - 1
         above = self.plan.segment_parents[segments]
         last_rows = self.plan.segment_starts[above + 1] - 1
@@ -62,13 +62,13 @@ class _Drawing:
         return [int(parent) for parent in np.where(is_first, last_runs, parents)]
 
     def _heaviest(self, max_nodes: int) -> set[int]:
-        """A parent has at least the tokens of its child and a smaller index, so a stable sort keeps it first."""
+        """Select the nodes with most tokens; a stable sort keeps parents first, which have no fewer than a child."""
         tokens_before = cumulative(self.plan.counts)
         below = tokens_before[self.ends] - tokens_before[self.starts[:-1]]
         return set(np.argsort(-below, kind="stable")[:max_nodes].tolist())
 
     def root(self) -> TreeNode:
-        """Built from the leaves up: a conversation of 1,000 turns is 1,000 deep. -1 is the node above all runs."""
+        """Build the tree from the leaves up, as 1,000 turns are 1,000 deep. -1 is the node above all runs."""
         nodes: dict[int, TreeNode] = {}
         for run in [*sorted(self.shown, reverse=True), -1]:
             start, end = (int(self.starts[run]), int(self.starts[run + 1])) if run >= 0 else (0, 0)

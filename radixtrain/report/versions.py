@@ -1,14 +1,14 @@
 """Prompts that are versions of one text: what nearly all rows have, in the same order, and the differences between.
 
-Only the trunk of a prompt is read: up to the last text that another prompt computes too. What follows is the row's own,
-as a question is.
+Only the trunk of a prompt is read: up to the last text that another prompt computes too. What follows, such as a
+question, belongs to the row.
 
     Today is | Monday  | . You answer letters. Customer | 1044  | , be polite ...
     Today is | 3 March | . You answer letters. Customer | 20991 | , be polite ...
                a date                                     a number
 
-All prompts of one text have the same differences, some of them with an empty value. Text that changes places is none
-that they have in the same order, so that tools in another order are one difference, from the first to the last.
+All prompts of one text have the same differences, some of them with an empty value. Text that changes places is not
+common text, so that tools in another order are one difference, from the first to the last.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from radixtrain.tree.arrays import IntArray
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MIN_REPEATED = 48  # symbols of a prompt: questions made from a pattern repeat fewer
+MIN_REPEATED = 48  # symbols of a prompt: questions that follow a pattern repeat fewer
 SAMPLE = 32  # shingles of a trunk's repeated text, by which it is compared with others
-MIN_ALIKE, MIN_MIXED = 0.5, 0.6  # of the sample: to be a version of another trunk; to be put together from several
-MIN_COMMON, MIN_IN_ORDER = 0.98, 0.95  # of the rows have a text, for it to be common; and in the same order
+MIN_ALIKE, MIN_MIXED = 0.5, 0.6  # share of the sample: to be a version of another trunk; to be a mix of several
+MIN_COMMON, MIN_IN_ORDER = 0.98, 0.95  # share of rows with a text, for it to be common; and in the same order
 CONTEXT, MAX_VALUE = 16, 400  # tokens on either side of a value, and of a value, that are decoded
 
 
@@ -60,7 +60,7 @@ class Trunk:
         return set(np.unique(self.hashes[self.repeated[: len(self.hashes)]])[:SAMPLE].tolist())
 
     def end_token(self, symbol: int, blanks: bool = False) -> int:
-        """One past the token of the previous symbol. blanks: and past those of blanks, if the trunk goes on."""
+        """Return one past the token of the previous symbol; with blanks also past those, if the trunk continues."""
         if blanks and symbol < len(self.symbols):
             return int(self.prompt.places[symbol])
         return int(self.prompt.places[symbol - 1]) + 1 if symbol else 0
@@ -70,8 +70,8 @@ class Piece(NamedTuple):
     """Tokens [start, end) of a prompt.
 
     cause: why rows differ there; None if they do not. usual: the tokens of most rows.
-    value: what counts as equal there. has_other: whether it is not what more than half of the rows have; without such a
-        majority, whether it is there at all.
+        value: compared for equality. has_other: whether the value differs from that of more than half of the rows;
+        without such a majority, whether it is there at all.
     """
 
     start: int
@@ -86,13 +86,13 @@ Layout = dict[Trunk, list[Piece]]  # of each trunk, one after the other from its
 
 
 def find_layouts(prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[Layout]:
-    """The prompts that differ early from others of the same text, in pieces."""
+    """Cut the prompts that differ early from others of the same text into pieces."""
     *apart, mixed = _groups(_trunks(prompts))
     return [_one_entry(_layout(group, group is mixed, tokenizer)) for group in (*apart, mixed) if len(group) > 1]
 
 
 def _trunks(prompts: list[Prompt]) -> list[Trunk]:
-    """The trunks of the prompts with enough repeated text, those of most rows first."""
+    """Return the trunks of the prompts with enough repeated text, those of most rows first."""
     trunks: dict[bytes, Trunk] = {}
     for row, (prompt, repeated) in enumerate(zip(prompts, repeated_symbols(prompts), strict=True)):
         if np.count_nonzero(repeated) >= MIN_REPEATED:
@@ -103,7 +103,7 @@ def _trunks(prompts: list[Prompt]) -> list[Trunk]:
 
 
 def _groups(trunks: list[Trunk]) -> list[list[Trunk]]:
-    """Trunks that are versions of the first of their group; in the last group those put together from several texts."""
+    """Group trunks that are versions of the first in their group; the last group has those made of several texts."""
     groups: list[list[Trunk]] = []
     texts: list[set[int]] = []
     for trunk in trunks:
@@ -121,9 +121,9 @@ def _groups(trunks: list[Trunk]) -> list[list[Trunk]]:
 
 
 def _layout(trunks: list[Trunk], is_mixed: bool, tokenizer: PreTrainedTokenizerBase) -> Layout:
-    """All trunks in pieces, but those that lack a text which nearly all have.
+    """Cut all trunks into pieces, except those that lack a text which nearly all have.
 
-    is_mixed: whether they are put together from several texts. Only then what they end with may be drawn from a pool.
+    is_mixed: whether they are made of several texts. Only then their ends may be drawn from a pool.
     """
     texts = _common_texts(trunks)
     layout: Layout = {trunk: [] for trunk in texts}
@@ -135,10 +135,10 @@ def _layout(trunks: list[Trunk], is_mixed: bool, tokenizer: PreTrainedTokenizerB
 
 
 def _one_entry(layout: Layout) -> Layout:
-    """Several prompts that differ in several places are one cause, also where only some of them differ, or by a name.
+    """Merge differences between several prompts into one cause, also where only some differ, or by a name.
 
-    What crosses them, as a date or a stray version in the rows of each, is a cause of its own: its values and the
-    prompts, together, are as many as their product, and not as their sum.
+    A difference independent of the prompt, as a date or a stray version in the rows of each, is a cause of its own: its
+    combinations with the prompts are as many as their product, not their sum.
     """
     places = list(zip(*layout.values(), strict=True))
     meant = [[piece.value for piece in place] for place in places if place[0].cause == SEVERAL]
@@ -154,7 +154,7 @@ def _one_entry(layout: Layout) -> Layout:
 
 
 def _common_texts(trunks: list[Trunk]) -> dict[Trunk, list[tuple[int, int]]]:
-    """(start, end) of what nearly all rows have at the same rank among such texts, the same ones for each trunk.
+    """Return (start, end) of what nearly all rows have at the same rank among such texts, the same for each trunk.
 
     Before them (0, 0), and after them the end of the trunk. A shingle that a trunk has twice is not common.
     """
@@ -183,7 +183,7 @@ def _common_texts(trunks: list[Trunk]) -> dict[Trunk, list[tuple[int, int]]]:
 def _read_gap(
     layout: Layout, gaps: dict[Trunk, slice], is_last: bool, is_mixed: bool, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """The common text before a difference, which begins where the first of the rows differs, and the difference."""
+    """Add the common text before a difference, which begins where the first row differs, and the difference."""
     texts = [trunk.symbols[gap] for trunk, gap in gaps.items()]
     before = min(num_equal(text, texts[0]) for text in texts)
     gaps = {trunk: slice(gap.start + before, gap.stop) for trunk, gap in gaps.items()}
@@ -202,7 +202,7 @@ def _read_gap(
 
 
 def _by_value(values: dict[Trunk, IntArray]) -> dict[bytes, list[Trunk]]:
-    """The trunks of each value, those of most rows first."""
+    """Group the trunks by value, those of most rows first."""
     alike: dict[bytes, list[Trunk]] = {}
     for trunk, value in values.items():
         alike.setdefault(value.tobytes(), []).append(trunk)
@@ -214,14 +214,14 @@ def _num_rows(trunks: Iterable[Trunk]) -> int:
 
 
 def _is_asked_about(gaps: dict[Trunk, slice]) -> bool:
-    """Whether what looks like drawn examples is short, or no question follows it: most prompts end alike after it."""
+    """Return whether what looks like drawn examples is short, or most prompts end alike after it."""
     tails = Counter(trunk.prompt.ids[trunk.end_token(gap.stop) :].tobytes() for trunk, gap in gaps.items())
     is_short = np.median([gap.stop - gap.start for gap in gaps.values()]) < MIN_REPEATED
     return bool(is_short) or 2 * max(tails.values()) > tails.total()
 
 
 def _add(layout: Layout, ends: dict[Trunk, int], alike: dict[bytes, list[Trunk]], cause: Cause | None) -> None:
-    """A piece of each trunk up to these tokens. alike: the trunks of each value."""
+    """Add a piece of each trunk up to these tokens. alike: the trunks of each value."""
     (usual, most), *_ = alike.items()
     tokens = most[0].prompt.ids[_end_of(layout[most[0]]) : ends[most[0]]]
     is_majority = 2 * _num_rows(most) > _num_rows(layout)
@@ -232,7 +232,7 @@ def _add(layout: Layout, ends: dict[Trunk, int], alike: dict[bytes, list[Trunk]]
 
 
 def _value(trunks: list[Trunk], gap: slice, start: int, end: int, tokenizer: PreTrainedTokenizerBase) -> Value:
-    """What these trunks have at these symbols and tokens, the same in all of them."""
+    """Return what these trunks have at these symbols and tokens, the same in all of them."""
     ids, repeated = trunks[0].prompt.ids, trunks[0].repeated[gap]
     text = text_of_run(tokenizer, ids, start, min(end, start + MAX_VALUE))
     text, before = whole_words(text, text_of_run(tokenizer, ids, max(0, start - CONTEXT), start))
@@ -251,7 +251,7 @@ def _end_of(pieces: list[Piece]) -> int:
 
 
 def num_equal(one: IntArray, other: IntArray) -> int:
-    """Symbols or tokens with which both begin."""
+    """Count the symbols or tokens with which both begin."""
     size = min(len(one), len(other))
     differs = one[:size] != other[:size]
     return int(differs.argmax()) if differs.any() else size

@@ -1,4 +1,4 @@
-"""`make_report`: the data, what sharing brings by setting, the best setting, and the command to paste."""
+"""`make_report`: the data, what sharing saves by setting, the best setting, and the command to paste."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ NUM_RANKS = (2, 4, 8)
 TREE_SAMPLES, TREE_NODES = 2000, 300
 TIMED_STEPS = 2
 USABLE = 0.9  # part of the free memory that a setting may take
-CLEARLY = 1.05  # a setting is better than the user's own if its r is so many times as large
-ALONE = 0.9  # part of the time that a process has its core for if no other program wants it
+CLEARLY = 1.05  # a setting is better than the user's own if its r is this many times as large
+ALONE = 0.9  # share of time that a process has its core if no other program competes
 WORTH_A_HINT = 1.1
 MEMORY = {
     "cpu": "the peak of the whole process of fit; runs took 0.79 to 1.24 of what was predicted",
@@ -50,7 +50,7 @@ NO_GAIN = 1.05  # speed-up below which sharing does not pay
 
 
 def make_report(data: StepData, setup: RunSetup, typed: Sequence[str] = (), max_seconds: float = 45.0) -> DataReport:
-    """What an epoch of training on these data holds, shares and takes.
+    """Report what an epoch of training on these data holds, shares and takes.
 
     data: after its `setup`. setup: how the model would train.
     typed: the command line after the command, for the command to paste.
@@ -154,7 +154,7 @@ def _divisions(
     setup: RunSetup,
     prediction: Prediction | None,
 ) -> tuple[Division, ...]:
-    """The steps of the user's own setting on several devices, in every way; none for a hybrid model.
+    """Predict the steps of the user's own setting on several devices, in every way; none for a hybrid model.
 
     Their r is against whole chats, if these are split.
     """
@@ -195,7 +195,7 @@ def _setting(sampled: SampledSteps, share: float, prediction: Prediction | None)
 
 
 def _about_data(data: StepData, epoch: Epoch, notes: list[str]) -> dict[str, Any]:
-    """The fields of a `DataReport` that no setting changes."""
+    """Return the fields of a `DataReport` that no setting changes."""
     rows, corpus, tokenizer = data.reports["train"], data.conversations["train"], data.encoder().tokenizer
     num_tokens = int(corpus.lengths.sum())
     num_sorted, num_distinct = num_distinct_tokens(epoch)
@@ -227,30 +227,30 @@ def _about_data(data: StepData, epoch: Epoch, notes: list[str]) -> dict[str, Any
 
 
 def _num_epoch_tokens(corpus: Corpus) -> int:
-    """Return the average number of tokens; 0 without weights."""
+    """Return the average number of tokens in an epoch; 0 without weights."""
     if corpus.weights is None:
         return 0
     return round(float(corpus.weights @ np.add.reduceat(corpus.lengths, corpus.starts[:-1])))
 
 
 def _some_sequences(epoch: Epoch) -> list[IntArray]:
-    """Take conversations at equal distances, as many as make a picture."""
+    """Select sequences at equal distances, as many as make a picture."""
     places = np.linspace(0, len(epoch.conversations) - 1, min(TREE_SAMPLES, len(epoch.conversations))).astype(np.int64)
     return [sample.input_ids for place in places.tolist() for sample in epoch.conversations[place]][:TREE_SAMPLES]
 
 
 def _name_of(train_file: object) -> str:
-    """What the configuration says, for the title."""
+    """Name the data as the configuration does, for the title."""
     listed = train_file if isinstance(train_file, list) else [train_file]
     return ", ".join(str(each["path"] if isinstance(each, dict) else each) for each in listed)
 
 
 def best_setting(own: Setting, settings: Iterable[Setting], free_bytes: float) -> Setting:
-    """What computes least and leaves the optimization as it is: only `max_tokens` and the share of the layers that
-    recompute differ from the user's own.
+    """Choose what computes least without a change of the optimization: only `max_tokens` and the share of the layers
+    that recompute differ from the user's own.
 
-    The user's own unless it does not fit or another one computes clearly less; then the smallest that comes near the
-    least. Seconds do not count: they would choose another one each time that something else runs.
+    The choice is the user's own unless it does not fit or another one computes clearly less; then the smallest that
+    comes near the least. Seconds do not count: they would change the choice each time that something else runs.
 
     free_bytes: memory that a run can have.
     """
@@ -263,9 +263,9 @@ def best_setting(own: Setting, settings: Iterable[Setting], free_bytes: float) -
 
 
 def command_to_paste(typed: Sequence[str], own: Setting, best: Setting) -> str:
-    """`python -m radixtrain fit` with what was typed, and the keys of the best setting that differ.
+    """Write `python -m radixtrain fit` with what was typed, and the keys of the best setting that differ.
 
-    typed: the command line after `report`, whose own key is left out. A key that is there twice has its last value.
+    typed: the command line after `report`, whose own key is left out. Of a repeated key the last value counts.
     """
     for_fit, words = [], iter(typed)
     for word in words:
@@ -280,9 +280,9 @@ def command_to_paste(typed: Sequence[str], own: Setting, best: Setting) -> str:
 
 
 def hints(own: Setting, settings: Sequence[Setting], split: Splitting) -> Iterator[str]:
-    """Sentences: nothing is gained; chats need not be split; what a larger batch or `group_by_prefix` brings.
+    """Yield hints: nothing is gained; chats need not be split; what a larger batch or `group_by_prefix` brings.
 
-    These change the steps, so none is chosen.
+    These change the steps, so none is applied.
     """
     if split.turns and not split.changed:
         yield (
@@ -325,7 +325,7 @@ def _gain(own: Setting, other: Setting) -> str:
 
 
 def _computed(setting: Setting) -> float:
-    """Count for each token one forward and two backward, and another forward in layers that recompute."""
+    """Count for each token one forward pass and twice that backward, and another forward in recomputing layers."""
     return (1 + setting.activation_checkpointing / 3) / setting.least_r
 
 

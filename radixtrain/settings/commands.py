@@ -16,13 +16,13 @@ Count = Annotated[int, Limits(1)]
 class AnswerSettings(Section):
     """Answers that a model generates and a metric judges: the settings of `EvaluateGeneration`.
 
-    metric: what judges the answers after each validation: exact_match, contains, regex, or a function of yours by its
+    metric: judges the answers after each validation: exact_match, contains, regex, or a function of yours by its
         path, `module.function`; null generates nothing.
     pattern: for the metric regex: an answer is right if the first group, or the whole match, is that of the target.
     num_samples: rows to answer, drawn once; null answers all.
     max_new_tokens: most tokens of an answer. `predict` with `model.generate: true` reads this key and those below.
     do_sample: draw tokens, with the same seed each time; false takes the most likely one.
-    temperature: of the draws; null is the model's own.
+    temperature: of sampling; null is the model's own.
     generation_kwargs: more of Hugging Face's `GenerationConfig`, such as `{top_p: 0.9, stop_strings: ["###"]}`.
     batch_size: prompts at once; null leaves it to radixtrain, and is 32 with `dedup: false`.
     """
@@ -44,7 +44,7 @@ class AnswerSettings(Section):
             raise UserError("evaluate_generation.pattern needs evaluate_generation.metric: regex")
 
 
-# A key that another one fills in -> that other one. What it fills in cannot be set itself.
+# A key that another one fills in -> that other one; only that one can be set.
 LINKS = {
     "trainer.default_root_dir": "output_dir",
     "model.dedup": "dedup",
@@ -65,16 +65,16 @@ class Run(Section):
     dedup: false runs the ordinary baseline: stock attention, padded batches.
     overwrite: replace the run that is in output_dir.
     save_every_steps: optimizer steps between two checkpoints.
-    save_every_minutes: minutes between two; the end of an epoch and of the run write one, too.
+    save_every_minutes: minutes between two; the end of an epoch or the run writes one too.
     save_total_limit: checkpoints that are kept, besides the best one.
     save_best: a metric of the validations, such as eval_loss: model/ gets the weights that were best by it.
-    early_stopping: end after so many validations without a better save_best, or eval_loss.
-    sp_size: ranks that compute each micro-batch together, each a part of its unique rows.
+    early_stopping: end after this many validations without a better save_best, or eval_loss.
+    sp_size: ranks that compute each micro-batch together, each with a part of its unique rows.
     ddp_timeout: seconds that a rank waits for the others in a step.
     push_to_hub: upload model/ to the Hugging Face hub after training.
     hub_model_id: NAME or OWNER/NAME there; null takes the name of output_dir.
-    hub_private_repo: of a repository that is new.
-    seed_everything: of the initial adapters, the order of the rows and `data.val_size`.
+    hub_private_repo: whether a new repository is private.
+    seed_everything: seed of the initial adapters, the order of the rows and `data.val_size`.
     """
 
     output_dir: str = "runs/sft"
@@ -101,7 +101,7 @@ class Run(Section):
 class FromCheckpoint(Run):
     """A command that may take its weights from a checkpoint.
 
-    ckpt_path: a checkpoint to go on from (fit), or to take weights of: `last`, `best`, `auto` (or a start), or a path.
+    ckpt_path: a checkpoint to resume (fit) or take weights from: `last`, `best`, `auto` (or start anew), or a path.
     """
 
     ckpt_path: str | None = None
@@ -174,7 +174,7 @@ class Export(Section):
     chat_template_path: a Jinja file in place of the tokenizer's own chat template.
     push_to_hub: upload the folder to the Hugging Face hub.
     hub_model_id: NAME or OWNER/NAME there; null takes the name of output_dir.
-    hub_private_repo: of a repository that is new.
+    hub_private_repo: whether a new repository is private.
     """
 
     ckpt_path: str
@@ -213,7 +213,7 @@ class ShapeSettings:
     head_dim: width of a head.
     vocab_size: tokens of the vocabulary.
     tie_word_embeddings: whether the head is the embedding.
-    name: in the table; null is layers x width.
+    name: shown in the table; null is layers x width.
     family: qwen3; or qwen3_5, a hybrid: three of every four layers have a recurrent state, with keys and values twice
         as wide as the model, in heads of head_dim.
     """
@@ -245,7 +245,7 @@ class Bench(Section):
     attention: strategies on unique tokens; auto is what `fit` would choose.
     kernel: of the attention on unique tokens.
     attn_implementation: of the ordinary arm: Hugging Face's sdpa, flash_attention_2, eager.
-    device: where it runs.
+    device: cpu or cuda.
     dtype: of weights and computation.
     repeats: turns of each arm; medians are reported.
     float64_truth: compare gradients with the ordinary model in float64, by the bars of `verify`; always so with

@@ -27,10 +27,10 @@ class DataSettings(Section):
     val_size: rows of `train_file` to validate on without a `validation_file`: a share below 1, or a number of
         conversations.
     batch_size: conversations in one optimizer step. Its gradient does not depend on how the step is cut.
-    max_tokens: unique tokens in a micro-batch: what memory is spent on.
+    max_tokens: unique tokens in a micro-batch, which decide its memory.
     max_length: longest sample, in tokens.
-    excess_length_strategy: what is done with a longer one: raise, drop, or truncate (keeps the start).
-    on_bad_row: a row that cannot be used: raise stops with `file:line: reason`, skip reports and goes on.
+    excess_length_strategy: for a longer sample: raise, drop, or truncate (keeps the start).
+    on_bad_row: a row that cannot be used: raise stops with `file:line: reason`, skip reports and continues.
     on_unrendered: thinking that the chat template leaves out of a trained turn: raise refuses the row, drop trains the
         turn without it.
     assistant_only_loss: loss on the assistant's turns only; otherwise on every token of a chat.
@@ -46,20 +46,20 @@ class DataSettings(Section):
     shuffle_dataset: draw the steps of every epoch in a new order, seeded.
     group_by_prefix: draw steps in which conversations with a common prompt meet. A number is how many of a prompt stay
         together; true takes the smallest that reaches 80 % of the largest r, at most half of a step.
-    seed: of the order of the steps and of `val_size`; on the command line it is `seed_everything`, and 42 if that is
+    seed: for the order of the steps and `val_size`; on the command line it is `seed_everything`, and 42 if that is
         true or false and not a number.
     min_shared_tokens: a branch point that saves fewer tokens gets no branch; auto chooses for each batch by what a
         layer costs.
-    shared_targets: what a label counts that several sequences of a step share: every, once for each, as in an ordinary
+    shared_targets: weight of a label that several sequences of a step share: every, once for each, as in an ordinary
         trainer; once, once with the mean of their loss weights.
     share_across_micro_batches: compute a prefix once that several micro-batches of a step continue, and a sequence of
         more than max_tokens in several of them; auto: where it pays.
     pad_to_multiple_of: pad the unique tokens of a micro-batch to a multiple of it.
     dataset_num_proc: processes that tokenise; null: one for each core if the file is large.
-    cache_dir: of tokenised rows; null is `tokens` in `$RADIXTRAIN_CACHE`.
-    overwrite_cache: tokenise again, whatever is kept.
+    cache_dir: folder of tokenised rows; null is `tokens` in `$RADIXTRAIN_CACHE`.
+    overwrite_cache: tokenise again, even if cached.
     dataloader_num_workers: processes that collate and plan ahead of the training step.
-    model_name_or_path: whose tokenizer and vocabulary; on the command line it is the model's.
+    model_name_or_path: the model whose tokenizer and vocabulary to use; on the command line the trained one.
     dedup: False for the ordinary padded baseline on the same batches.
     sp_size: ranks that compute each micro-batch together, which has as many times `max_tokens`.
     predict_unlabelled: rows for `predict` need no answer, and each is one sequence; on the command line it is true if
@@ -130,7 +130,7 @@ class DataSettings(Section):
             )
 
     def _check_sizes(self) -> None:
-        """What is cut into micro-batches may be longer than one."""
+        """Check sizes against the micro-batch; what is cut into several of them may be longer than one."""
         together = f" x sp_size {self.sp_size}" if self.sp_size > 1 else ""
         sizes = {"max_length": (self.max_length, "a sequence that long has")}
         if self.dedup and self.share_across_micro_batches:
@@ -145,7 +145,7 @@ class DataSettings(Section):
 
 
 def date_of(text: str) -> datetime:
-    """Return the midnight of a date, YYYY-MM-DD. UserError for anything else."""
+    """Parse a date, YYYY-MM-DD, as its midnight. Raises UserError for anything else."""
     try:
         return datetime.strptime(text, "%Y-%m-%d")
     except ValueError:

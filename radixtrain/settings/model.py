@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from radixtrain.errors import UserError
 from radixtrain.settings.section import BELOW_1, LARGEST, Limits, Section
 
-LARGEST_FLOAT = 1e38  # below the largest float32, which torch converts these numbers to
+LARGEST_FLOAT = 1e38  # below the largest float32, since torch converts these numbers
 Number = Annotated[float, Limits(0, LARGEST_FLOAT, "from 0 to 1e+38")]
 Share = Annotated[float, Limits(0, BELOW_1, "at least 0 and below 1")]
 
@@ -23,7 +23,7 @@ class ModelSettings(Section):
     allow_dropout: dropout modules to accept by name, although a shared token then draws one mask for all its copies.
     optimizer: muon is torch's, for the matrices of hidden layers, with AdamW for the rest; adamw_8bit is that of
         bitsandbytes, with moments in 8 bits but for embeddings.
-    learning_rate: peak.
+    learning_rate: the peak.
     lr_scheduler_type: the learning rate after the warm-up, by transformers' `get_scheduler`.
     warmup_steps: optimizer steps of linear warm-up; below 1, a share of all steps.
     weight_decay: on matrices; norms and biases have none.
@@ -36,7 +36,7 @@ class ModelSettings(Section):
     max_skipped_steps: most steps that `on_nonfinite: skip` leaves out.
     activation_checkpointing: recompute activations in the backward pass: less memory, a third more time. A number from
         0 to 1 is the share of the decoder layers that do, evenly spread.
-    use_peft: train LoRA adapters and not the weights.
+    use_peft: train LoRA adapters instead of the weights.
     lora_r: rank of the adapters.
     lora_alpha: their scale, times `1 / lora_r`, or `1 / sqrt(lora_r)` with use_rslora.
     lora_dropout: must be 0 with dedup unless `allow_dropout` names it.
@@ -44,7 +44,7 @@ class ModelSettings(Section):
     use_dora: DoRA: adapters for the direction of a weight, one number for each output's length.
     use_rslora: rank-stabilised LoRA.
     load_in_4bit: QLoRA: the weights under the adapters in 4 bits. Needs bitsandbytes.
-    bnb_4bit_quant_type: how 4 bits stand for a number.
+    bnb_4bit_quant_type: how 4 bits encode a number.
     bnb_4bit_compute_dtype: of products with 4-bit weights; null takes `dtype`.
     bnb_4bit_use_double_quant: quantise their scales too: 0.4 bits less for each weight.
     dedup: False for the ordinary baseline: stock attention on padded batches.

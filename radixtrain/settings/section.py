@@ -1,4 +1,4 @@
-"""What the classes of settings have in common: their numbers have limits, which the annotation of a field names."""
+"""Common parts of the settings classes: numbers have limits, which the annotation of a field names."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ BELOW_1 = 1 - 2**-53
 
 
 class Limits(NamedTuple):
-    """The least and the largest number that a key takes. words: for the message, if these two are not what to say."""
+    """The least and the largest number that a key takes. words: for the message, if these two do not say it."""
 
     least: float
     most: float = math.inf
     words: str = ""
 
     def broken_by(self, number: float) -> str:
-        """What the number must be; empty if it is that. NaN is nothing that a key takes."""
+        """Return what the number must be; empty if it is that. NaN never is."""
         if self.least <= number <= self.most:
             return ""
         return self.words or (f"at most {self.most:,}" if number > self.most else f"at least {self.least:,}")
@@ -35,7 +35,7 @@ class Limits(NamedTuple):
 
 @dataclass
 class Section:
-    """Settings whose numbers are within their limits. Raises UserError, by the name of the key, for one that is not."""
+    """Settings whose numbers are within their limits. Raises UserError, by the name of the key, for others."""
 
     SECTION: ClassVar[str] = ""
 
@@ -45,7 +45,7 @@ class Section:
 
 
 def check_limits(key: str, kind: object, value: object) -> None:
-    """UserError for a number that is beyond a limit. kind: the annotation of the key."""
+    """Raise UserError for a number beyond a limit. kind: the annotation of the key."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
     for limits in (each for each in _annotations(kind) if isinstance(each, Limits)):
@@ -55,7 +55,7 @@ def check_limits(key: str, kind: object, value: object) -> None:
 
 
 def parts_of(kind: object) -> tuple[Any, ...]:
-    """The members of a union, or the kind itself; nothing of them is annotated."""
+    """Return the members of a union, or the kind itself, without annotations."""
     if get_origin(kind) is Annotated:
         return parts_of(get_args(kind)[0])
     if get_origin(kind) not in (Union, UnionType):
@@ -64,7 +64,7 @@ def parts_of(kind: object) -> tuple[Any, ...]:
 
 
 def meanings(settings: Any) -> dict[str, str]:
-    """What each key of a class is for, from its docstring and those of the classes that it extends."""
+    """Return the meaning of each key of a class, from its docstring and those of the classes that it extends."""
     found: dict[str, str] = {}
     for kind in reversed(settings.__mro__):
         entries = re.split(r"\n(?=\w+: )", inspect.cleandoc(kind.__doc__ or ""))
@@ -83,23 +83,23 @@ def _annotations(kind: object) -> Iterator[Any]:
 
 
 def default_of(field: Field[Any]) -> Any:
-    """The value of a key that is not set; MISSING if it must be."""
+    """Return the value of a key that is not set; MISSING if it must be set."""
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def changed_keys(settings: Any, values: Mapping[str, Any]) -> set[str]:
-    """The keys of a class of settings whose values are not the defaults."""
+    """Return the keys of a class of settings whose values are not the defaults."""
     defaults = {field.name: default_of(field) for field in fields(settings)}
     return {name for name, value in values.items() if name in defaults and value != defaults[name]}
 
 
 def value_of(settings: object, key: str) -> Any:
-    """The value of a dotted key."""
+    """Return the value of a dotted key."""
     return reduce(getattr, key.split("."), settings)
 
 
 def flat(settings: object, section: str = "") -> dict[str, Any]:
-    """Every setting by its dotted key, also of the sections inside."""
+    """Return every setting by its dotted key, also of the sections inside."""
     found: dict[str, Any] = {}
     for name, value in vars(settings).items():
         found |= flat(value, f"{section}{name}.") if is_dataclass(value) else {f"{section}{name}": value}

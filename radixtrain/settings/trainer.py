@@ -16,28 +16,28 @@ class TrainerSettings(Section):
 
     logger: wandb, trackio, swanlab, tensorboard, csv or none; a CSV file without it. A class of Lightning, or a list,
         too; its options are `trainer.logger.NAME`.
-    accelerator: cpu or cuda; auto takes CUDA if it is there.
+    accelerator: cpu or cuda; auto takes CUDA if available.
     strategy: ddp or fsdp2 for several devices; auto is ddp there. Or a class of Lightning.
-    devices: how many, a list of their numbers, or auto for all; torchrun and srun say it by their processes.
-    num_nodes: machines; torchrun and srun say it.
+    devices: how many, a list of their numbers, or auto for all; torchrun and srun set it by their processes.
+    num_nodes: machines; torchrun and srun set it.
     precision: or bf16-mixed, bf16-true, 64-true. The first word is that of products, and of the weights if true
         follows; mixed keeps the weights in 32 bits.
     callbacks: EarlyStopping, ModelCheckpoint, ...: a class of Lightning, or a list; options of the last one are
         `trainer.callbacks.NAME`.
-    fast_dev_run: a single step, or so many, to try a configuration.
+    fast_dev_run: a single step, or this many, to try a configuration.
     max_epochs: passes over the data, if max_steps is not set either. -1 has no end.
     min_epochs: passes before anything may end the run.
     max_steps: optimizer steps of the run. -1 leaves the end to max_epochs.
     min_steps: optimizer steps before anything may end the run.
     max_time: DD:HH:MM:SS, or a mapping such as {hours: 2}: how long each start of the run trains; then it is saved.
     limit_train_batches: steps of an epoch that are taken, on each device: a number, or with a point a share.
-    limit_val_batches: the same of a validation; 0 leaves validations out.
-    limit_test_batches: the same of `test`.
-    limit_predict_batches: the same of `predict`.
-    overfit_batches: train and validate on the same first steps, so many or a share.
-    val_check_interval: validate every so many steps, or after a share of the epoch. On one device also a time, as
+    limit_val_batches: likewise for a validation; 0 skips validations.
+    limit_test_batches: likewise for `test`.
+    limit_predict_batches: likewise for `predict`.
+    overfit_batches: train and validate on the same first steps: a number or a share.
+    val_check_interval: validate after this many steps, or a share of the epoch. On one device also a time, as
         max_time has it.
-    check_val_every_n_epoch: validate after so many epochs; null counts val_check_interval on over the epochs.
+    check_val_every_n_epoch: validate after this many epochs; null counts val_check_interval across epochs.
     num_sanity_val_steps: steps of the validation that are tried before training: 2 without this key; -1 all.
     log_every_n_steps: optimizer steps between two lines of the log; a shorter run logs each step.
     enable_checkpointing: false writes no checkpoint.
@@ -47,7 +47,7 @@ class TrainerSettings(Section):
     gradient_clip_val: must be null: model.max_grad_norm does it.
     gradient_clip_algorithm: has no effect: model.max_grad_norm does it.
     deterministic: only operations that give the same bits each time; warn says which do not.
-    benchmark: let cuDNN try its algorithms and take the fastest; not with deterministic.
+    benchmark: let cuDNN try its algorithms and use the fastest; not with deterministic.
     inference_mode: evaluate in torch.inference_mode, otherwise in torch.no_grad.
     use_distributed_sampler: has no effect: radixtrain divides each step among the devices.
     profiler: simple, advanced or pytorch, or a class of Lightning.
@@ -55,7 +55,7 @@ class TrainerSettings(Section):
     barebones: must be false: a run logs its steps and saves them.
     plugins: a class of Lightning, or a list, for clusters and files.
     sync_batchnorm: average the statistics of batch norms over the devices.
-    reload_dataloaders_every_n_epochs: make the DataLoaders anew after so many.
+    reload_dataloaders_every_n_epochs: create the DataLoaders again after this many.
     enable_autolog_hparams: give the loggers the settings of model and data.
     model_registry: a name in Lightning's registry of models.
     """

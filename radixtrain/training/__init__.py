@@ -1,12 +1,12 @@
 """Training under Lightning.
 
-| what | does |
+| file | does |
 |---|---|
 | `module.py` | a step: loss, gradient, optimizer; `optimizer.py` makes the optimizer and its schedule |
 | `trainer.py` | Lightning's trainer with `verify` |
 | `start/` | loads the model and refuses what cannot work |
 | `devices/` | several processes: which are accepted, how they start, exchange gradients and end |
 | `answers/` | generates answers to rows and scores them; what `predict` writes of a row |
-| `fault_tolerance/` | saves a run, stops it, and goes on |
-| `results/` | what a run leaves |
+| `fault_tolerance/` | saves, stops and resumes a run |
+| `results/` | files and lines that a run leaves |
 """

@@ -60,17 +60,17 @@ logger = logging.getLogger(__name__)
 
 
 class RadixModule(L.LightningModule):
-    """Supervised fine-tuning with warm-up and a schedule. The loss is a mean over the labelled tokens of a step.
+    """Fine-tunes with supervision, with warm-up and a schedule. The loss is a mean over the labelled tokens of a step.
 
     Head and loss are fused if the head is one matrix. Any other head (layers before the matrix, scaled or capped
     logits, an adapter) computes its own logits, [P, vocabulary] of the P predictions of a micro-batch: then only
     `data.max_tokens` bounds the memory for these, and a line in the log says so.
     """
 
-    hparams: Any  # Lightning's own type knows no attribute
+    hparams: Any  # Lightning's own type has no attributes
 
     def __init__(self, model_name_or_path: str, **settings: Any):
-        """model_name_or_path, settings: fields of `ModelSettings`, which raises UserError for what it does not take."""
+        """Take fields of `ModelSettings`, which raises UserError for any other."""
         super().__init__()
         self.save_hyperparameters(vars(ModelSettings(model_name_or_path, **settings)))
         self.automatic_optimization = False
@@ -81,12 +81,12 @@ class RadixModule(L.LightningModule):
         self.steps_per_epoch: int | None = None
         self.answers, self.position = PredictedAnswers(), Position(0, 0)
         self.is_stepping = False
-        """Whether the weights are being changed: what is saved then is no step."""
+        """Whether the weights are being changed: a checkpoint saved then would not be a step."""
         self.generators_before_step: dict[str, Any] | None = None
         self.resumed: dict[str, Any] | None = None
-        """The checkpoint that this run goes on from, without its tensors, until the first step."""
+        """The checkpoint that this run resumes from, without its tensors, until the first step."""
         self.run_settings: dict[str, Any] = {}
-        """Of the command line, neither the model's nor the data's; see `settings_of_run`. A checkpoint keeps them."""
+        """Settings of the command line besides model and data, see `settings_of_run`. A checkpoint keeps them."""
         self.base_digest: str | None = None
         self.last_step: dict[str, Any] = {}
         """The metrics of the last step, as they were logged: reading a tensor among them waits for the device."""
@@ -95,13 +95,13 @@ class RadixModule(L.LightningModule):
 
     @property
     def hparams_initial(self) -> Any:
-        """What Lightning gives to every logger: the settings without secrets. `hparams` has the real ones."""
+        """Return what Lightning gives to every logger: the settings without secrets. `hparams` has the real ones."""
         settings = super().hparams_initial
         settings.update(masked(settings))
         return settings
 
     def configure_model(self) -> None:
-        """Load and prepare the model, and look at its head, once, before a checkpoint is restored into it."""
+        """Load and prepare the model, and examine its head, once, before a checkpoint is restored into it."""
         if self.model is None:
             self.model = load_trainable(self.hparams)
             self.plain_head = has_plain_head(self.model)
@@ -109,7 +109,7 @@ class RadixModule(L.LightningModule):
     def split_rows(self) -> None:
         """Let the ranks of a group compute each micro-batch together, if there are groups; see `form_groups`.
 
-        Call it in each rank, after `configure_model`. UserError if a group does not divide the heads of queries.
+        Call it in each rank, after `configure_model`. Raises UserError if a group does not divide the query heads.
         """
         if ranks().sp_size > 1:
             assert self.model is not None
@@ -135,11 +135,11 @@ class RadixModule(L.LightningModule):
             self.scorer = scorer_of(self.hparams)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the position, the random generators and what else a run that goes on needs; see `run_state.py`."""
+        """Add the position, the random generators and what else a resumed run needs; see `run_state.py`."""
         add_run_state(checkpoint, self, self.generators_before_step)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """UserError if this is no checkpoint of this model. In `fit`, Lightning's loops go on from its position."""
+        """Raise UserError for a checkpoint of another model. In `fit`, Lightning's loops resume at its position."""
         check_same_model(checkpoint, self)
         check_weights(self, checkpoint)
         self.strict_loading = not is_partial(checkpoint)
@@ -154,14 +154,14 @@ class RadixModule(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
     def on_train_batch_start(self, batch: object, index: int) -> None:
-        """The random generators of a resumed run are set here: nothing draws between this and the step."""
+        """Set the random generators of a resumed run: nothing draws between this and the step."""
         if self.resumed and "generators" in self.resumed.get("radixtrain", {}):
             set_states_of_ranks(self.resumed["radixtrain"]["generators"])
         self.resumed = None
         self.generators_before_step = generator_states()
 
     def training_step(self, step: Step, index: int) -> None:
-        """One optimizer step over its micro-batches: those of this rank, whose gradients all ranks average."""
+        """Take one optimizer step over its micro-batches: those of this rank, whose gradients all ranks average."""
         optimizer: Any = self.optimizers()
         scheduler: Any = self.lr_schedulers()
         optimizer.zero_grad()
@@ -200,11 +200,11 @@ class RadixModule(L.LightningModule):
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """What `predict` writes."""
+        """Return the scores that `predict` writes."""
         return named_scores(self.hparams.scores)
 
     def loss_sum(self, batch: dict[str, Any]) -> Tensor:
-        """Cross-entropy summed over the labelled original tokens of a micro-batch; a float32 scalar."""
+        """Sum the cross-entropy over the labelled original tokens of a micro-batch; a float32 scalar."""
         assert self.model is not None
         return forward_rows(self.model, batch, self._has_plain_head()).loss_sum()
 
@@ -240,7 +240,7 @@ class RadixModule(L.LightningModule):
         self.speed.start()  # nor is one inside of an epoch
 
     def step_cost(self) -> StepCost | None:
-        """Return what `data.min_shared_tokens: auto` chooses by.
+        """Return the cost by which `data.min_shared_tokens: auto` chooses.
 
         None for `attention: reference` and `tree`, and on a device that is neither a CPU nor CUDA: then every branch is
         taken.
@@ -251,7 +251,7 @@ class RadixModule(L.LightningModule):
         return step_cost_of(self.model, attention, device)
 
     def sharing_across(self) -> SharingAcross:
-        """What `data.share_across_micro_batches` depends on."""
+        """Return what `data.share_across_micro_batches` depends on."""
         assert self.model is not None
         settings, is_sharded = self.hparams, isinstance(self.trainer.strategy, FSDP2Strategy)
         return SharingAcross(
@@ -262,10 +262,10 @@ class RadixModule(L.LightningModule):
         )
 
     def verify(self, features: Features, collator: StepCollator) -> EquivalenceReport:
-        """Whether an optimizer step of these sequences has the gradient that ordinary Hugging Face gives it.
+        """Check whether an optimizer step of these sequences has the gradient of ordinary Hugging Face.
 
         features: the sequences of the step; see `SFTData.features_of_step`.
-        collator: what cuts them in training.
+        collator: that cuts them in training.
         """
         assert self.model is not None
         return verify_step(
@@ -279,7 +279,7 @@ class RadixModule(L.LightningModule):
         )
 
     def _verify_first_batch(self) -> None:
-        """UserError if the first step, of all ranks, is not that of ordinary Hugging Face. The first one compares."""
+        """Raise UserError if the first step, of all ranks, differs from ordinary Hugging Face. Rank 0 compares."""
         trainer: Any = self.trainer
         data = trainer.datamodule
         if not isinstance(data, SFTData):
@@ -304,7 +304,7 @@ class RadixModule(L.LightningModule):
         self.log_dict(metrics, prog_bar=True, batch_size=1)
 
     def _log_mean_loss(self, name: str, step: Step) -> None:
-        """Lightning's mean over steps, weighted by their labelled tokens: the mean over tokens, alike on all ranks.
+        """Log Lightning's mean over steps, weighted by labelled tokens: the mean over tokens, the same on all ranks.
 
         The guard raises for a loss that is not finite, or leaves the step out.
         """

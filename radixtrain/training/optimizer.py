@@ -34,7 +34,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     """
 
     def __init__(self, groups: list[dict[str, Any]], lr: float):
-        """groups: those that have a `momentum` are Muon's."""
+        """Join groups; those that have a `momentum` are Muon's."""
         self.kinds = [torch.optim.Muon if "momentum" in group else torch.optim.AdamW for group in groups]
         self.parts = [kind([group], lr=lr) for kind, group in zip(self.kinds, groups, strict=True)]
         super().__init__([part.param_groups[0] for part in self.parts], {})
@@ -45,7 +45,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self._share_state()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """closure: computes the loss, which is returned, and the gradients. Lightning always gives one."""
+        """Take a step. closure: computes the loss, which is returned, and the gradients. Lightning always gives one."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         for part in self.parts:
@@ -58,9 +58,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def optimizer_of(module: nn.Module, settings: ModelSettings) -> torch.optim.Optimizer:
-    """What `model.optimizer` names, over what is trained. settings: of a `RadixModule`.
+    """Make the optimizer of `model.optimizer` over what is trained. settings: of a `RadixModule`.
 
-    Raises UserError if it does not work with the package, device, dtype or strategy that are there.
+    Raises UserError if it does not work with the installed package, the device, dtype or strategy.
     """
     groups, name = _parameter_groups(module, settings), settings.optimizer
     if name == "adamw":
@@ -78,20 +78,20 @@ def optimizer_of(module: nn.Module, settings: ModelSettings) -> torch.optim.Opti
     for device in {weight.device for weight in weights if not weight.is_meta}:
         _try_step(AdamW8bit, device)
     optimizer = AdamW8bit(groups, lr=settings.learning_rate, min_8bit_size=SMALLEST_8BIT)
-    optimizer.mng = object.__new__(GlobalOptimManager)  # of its own: the global one knows weights by id() for ever
+    optimizer.mng = object.__new__(GlobalOptimManager)  # not the global one, which keeps weights by id() forever
     optimizer.mng.initialize()
     optimizer.mng.override_config(list(_embeddings(module)), "optim_bits", 32)
     return optimizer
 
 
 def check_package(name: str) -> None:
-    """UserError if the package of an optimizer is missing."""
+    """Raise UserError if the package of an optimizer is missing."""
     if name == "adamw_8bit" and find_spec("bitsandbytes") is None:
         raise UserError(f"model.optimizer {name} needs the package bitsandbytes: {to_install('bitsandbytes')}")
 
 
 def _try_step(kind: type, device: torch.device) -> None:
-    """UserError if this release of bitsandbytes has no 8-bit step on the device."""
+    """Raise UserError if this release of bitsandbytes has no 8-bit step on the device."""
     weight = nn.Parameter(torch.ones(SMALLEST_8BIT, device=device))
     weight.grad = torch.ones_like(weight)
     try:
@@ -106,7 +106,7 @@ def _try_step(kind: type, device: torch.device) -> None:
 
 
 def moment_bytes(module: nn.Module, settings: ModelSettings) -> int:
-    """What the optimizer keeps for the weights that are trained. Both as for `optimizer_of`."""
+    """Count the bytes that the optimizer keeps for trained weights. Arguments as for `optimizer_of`."""
     in_32_bits = _embeddings(module) if settings.optimizer == "adamw_8bit" else set()
 
     def of(weight: nn.Parameter, group: dict[str, Any]) -> int:
@@ -119,7 +119,7 @@ def moment_bytes(module: nn.Module, settings: ModelSettings) -> int:
 
 
 def schedule(optimizer: torch.optim.Optimizer, settings: ModelSettings, num_steps: int) -> Any:
-    """Warm-up, and after it what `lr_scheduler_type` says. settings: of a `RadixModule`."""
+    """Make the schedule: warm-up, and after it what `lr_scheduler_type` says. settings: of a `RadixModule`."""
     warmup = settings.warmup_steps
     num_warmup = round(warmup * num_steps) if warmup < 1 else int(warmup)
     return get_scheduler(settings.lr_scheduler_type, optimizer, num_warmup, num_steps)
@@ -141,7 +141,7 @@ def set_hyperparameters(
 
 
 def epoch_length(trainer: L.Trainer, steps_per_epoch: int | None) -> int | None:
-    """Steps that a run takes in an epoch, with `trainer.limit_train_batches` and `overfit_batches`. None if unknown."""
+    """Count the steps of an epoch, with `trainer.limit_train_batches` and `overfit_batches`. None if unknown."""
     if steps_per_epoch is None:
         return None
     limit = trainer.limit_train_batches
@@ -149,9 +149,9 @@ def epoch_length(trainer: L.Trainer, steps_per_epoch: int | None) -> int | None:
 
 
 def num_steps_of_run(trainer: L.Trainer, steps_per_epoch: int | None) -> int:
-    """Optimizer steps of the whole run; -1 if it has no end.
+    """Count the optimizer steps of the whole run; -1 if it has no end.
 
-    steps_per_epoch: None if nobody knows. Then `trainer.estimated_stepping_batches` counts: it sets up the loader
+    steps_per_epoch: None if unknown. Then `trainer.estimated_stepping_batches` counts: it sets up the loader
         before a checkpoint is restored, after which Lightning (2.6.6) does not give the loader its state back, and a
         resumed run repeats data.
     """
@@ -165,7 +165,7 @@ def num_steps_of_run(trainer: L.Trainer, steps_per_epoch: int | None) -> int:
 
 
 def _parameter_groups(module: nn.Module, settings: ModelSettings) -> list[dict[str, Any]]:
-    """Weights with their settings, but for the learning rate. Groups with a `momentum` are Muon's."""
+    """Group weights with their settings, except the learning rate. Groups with a `momentum` are Muon's."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     hidden = _hidden_matrices(module) if settings.optimizer == "muon" else set()
     adam = {"betas": (settings.adam_beta1, settings.adam_beta2), "eps": settings.adam_epsilon}
@@ -179,7 +179,7 @@ def _parameter_groups(module: nn.Module, settings: ModelSettings) -> list[dict[s
 
 
 def _hidden_matrices(module: nn.Module) -> set[nn.Parameter]:
-    """The 2-D weights outside of embeddings and head."""
+    """Return the 2-D weights outside of embeddings and head."""
     head = model_inside(module).get_output_embeddings()
     outside = _embeddings(module) | (set() if head is None else set(head.parameters()))
     return {parameter for parameter in module.parameters() if parameter.ndim == 2} - outside

@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, single lines anywhere else. Both go to stderr."""
+"""The progress of a run: a bar on a terminal, single lines anywhere else. Both go to stderr."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ SECONDS_BETWEEN_LINES = 1.0
 
 
 def progress_bar() -> ProgressBar:
-    """A bar if a person looks at stderr, lines if it is a file or a pipe."""
+    """Make a bar if stderr is a terminal, lines if it is a file or a pipe."""
     return ProgressLine() if sys.stderr.isatty() else ProgressLines()
 
 
 class Screen:
-    """A stream that a run can do without: once it cannot be written to, the rest is dropped, and `failure` says why."""
+    """A stream that a run can do without: once writing fails, the rest is dropped, and `failure` says why."""
 
     def __init__(self, stream: Any):
         self.stream = stream
@@ -59,13 +59,13 @@ class Screen:
         except OSError as error:  # a reader that is gone, a full disk
             self.failure = error.strerror or str(error)
             nothing = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nothing, self.stream.fileno())  # also for what is in the buffer, and for libraries
+            os.dup2(nothing, self.stream.fileno())  # also for buffered text, and for libraries
             os.close(nothing)
 
 
 @contextmanager
 def screens() -> Iterator[None]:
-    """Inside, an error of stdout or stderr ends nothing: files are what counts."""
+    """Let a run go on after an error of stdout or stderr, since only files count."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = Screen(sys.stdout), Screen(sys.stderr)
     try:
@@ -76,7 +76,7 @@ def screens() -> Iterator[None]:
 
 
 def screen_failure() -> str | None:
-    """Why what a run prints is no longer seen: `stdout: Broken pipe`. None if it is, or outside of `screens`."""
+    """Say why the output of a run is lost: `stdout: Broken pipe`. None if it is not, or outside of `screens`."""
     for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
         if isinstance(stream, Screen):
             stream.flush()
@@ -116,11 +116,11 @@ class ProgressLine(TQDMProgressBar):
 
 
 class ProgressLines(ProgressBar):
-    """A line each `trainer.log_every_n_steps` steps, for the first and the last step, and after a validation.
+    """Prints a line every `trainer.log_every_n_steps` steps, for the first and the last step, and after a validation.
 
     step 120/1500  loss 1.2340  r 7.9  tokens/s 12,345  lr 2.0e-05  grad_norm 1.32  eta 4:12
 
-    At most one a second, so that a fast run does not fill the log. Other stages than `fit` have only the count.
+    At most one per second, so that a fast run does not fill the log. Stages other than `fit` show only the count.
     """
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class ProgressLines(ProgressBar):
 
     def on_train_batch_end(self, trainer: Any, pl_module: L.LightningModule, *_: Any) -> None:
         step, total = trainer.global_step, num_steps_of_run(trainer, getattr(pl_module, "steps_per_epoch", None))
-        if step == self.step:  # it was left out, since it was not finite
+        if step == self.step:  # the step was skipped: not finite
             return
         self.step = step
         is_end = step in (self.first_step + 1, total)
@@ -168,7 +168,7 @@ class ProgressLines(ProgressBar):
         self._count(trainer, "predict", args, trainer.num_predict_batches)
 
     def _count(self, trainer: L.Trainer, stage: str, args: tuple[Any, ...], num_batches: list[int | float]) -> None:
-        """A line of a run that only evaluates. args: of the hook: outputs, batch, index of the batch, of the loader."""
+        """Print a line of a run that only evaluates. args: of the hook: outputs, batch, batch index, loader index."""
         done, total = args[2] + 1, int(sum(num_batches))
         if trainer.state.fn == stage and (done == total or self._is_time()):
             self._say(f"{stage} {done}{_of(total)}")
@@ -189,7 +189,7 @@ class ProgressLines(ProgressBar):
 
 
 def _readable(metrics: Any) -> dict[str, str]:
-    """Return the metrics of `SHOWN`, in its order, and after the losses what answers are worth."""
+    """Return the metrics of `SHOWN`, in its order, with the metrics of answers after the losses."""
     of_answers = {name: (name, "{:.4f}") for name in metrics if name.startswith("eval_")}
     forms = {"loss": SHOWN["loss"], "eval_loss": SHOWN["eval_loss"], **of_answers, **SHOWN}
     return {short: form.format(float(metrics[name])) for name, (short, form) in forms.items() if name in metrics}

@@ -10,8 +10,8 @@ from radixtrain.collators.steps import Step
 class Speed:
     """Tokens per second of the last step and of the whole run: effective ones, and computed ones (rows).
 
-    num_tokens: effective ones, which others compute: those of whole chats, if they were split into turns.
-    num_row_tokens: of the same rows, T, which are more then.
+    num_tokens: effective ones, which an ordinary trainer computes: those of whole chats, if they were split into turns.
+    num_row_tokens: T of the same rows, which is more for split chats.
     num_unique_tokens: rows if every step had been one micro-batch; None with `dedup: false`.
     """
 
@@ -21,7 +21,7 @@ class Speed:
         self.seconds = self.last = 0.0
 
     def start(self) -> None:
-        """The next step begins now."""
+        """Start timing the next step."""
         self.last = time.perf_counter()
 
     def add(self, step: Step) -> tuple[float, float]:
@@ -42,22 +42,22 @@ class Speed:
 
     @property
     def rates(self) -> tuple[float, float]:
-        """Effective and computed tokens per second, of all steps."""
+        """Return effective and computed tokens per second, over all steps."""
         return self.num_tokens / self.seconds, self.num_computed_tokens / self.seconds
 
     @property
     def r(self) -> float:
-        """Tokens per computed token, of all steps."""
+        """Return tokens per computed token, over all steps."""
         return self.num_tokens / self.num_computed_tokens
 
     @property
     def best_r(self) -> float | None:
-        """What r would have been if every step had been one micro-batch. None with `dedup: false`."""
+        """Return r if every step had been one micro-batch. None with `dedup: false`."""
         return self.num_tokens / self.num_unique_tokens if self.num_unique_tokens else None
 
     @property
     def r_text(self) -> str:
-        """r, by both baselines if chats were split, and the best one."""
+        """Describe r, by both baselines if chats were split, and the best r."""
         r = f"{self.r:.2f} tokens per computed token"
         best = f"{self.best_r:.2f} at best (each step one micro-batch)" if self.best_r else ""
         is_split = self.num_tokens < self.num_row_tokens

@@ -20,14 +20,14 @@ from radixtrain.training.module import RadixModule
 from radixtrain.verification.report import EquivalenceReport
 
 RESTORING = ("_restore_modules_and_callbacks", "restore_training_state")  # of Lightning's checkpoint connector
-LOGGING = ("log_metrics", "save", "finalize")  # what loggers do while a run trains, and at its end
+LOGGING = ("log_metrics", "save", "finalize")  # methods that loggers run during training and at its end
 
 
 class Trainer(L.Trainer):
     """Adds `verify`: compare gradients with ordinary Hugging Face on these data."""
 
     def __init__(self, **settings: Any):
-        """settings: arguments of Lightning's."""
+        """Take arguments of Lightning's trainer."""
         super().__init__(**settings)
         connector = self._checkpoint_connector
         for name in RESTORING:
@@ -35,11 +35,11 @@ class Trainer(L.Trainer):
         for log in self.loggers:
             for name in LOGGING:
                 setattr(log, name, partial(_logged, log, getattr(log, name)))
-            log.log_metrics = partial(_from_1, self, log.log_metrics)  # type: ignore[method-assign]
+            log.log_metrics = partial(_log_from_step_1, self, log.log_metrics)  # type: ignore[method-assign]
 
     @property
     def received_sigterm(self) -> bool:
-        """Never: Lightning would raise at moments of its own choice. Signals are requests, see `Requests`."""
+        """Return False: Lightning would raise at moments of its own choice. Signals are requests, see `Requests`."""
         return False
 
     def verify(
@@ -88,15 +88,15 @@ def _restored(trainer: L.Trainer, method: Callable[..., None], *arguments: objec
 
 
 def _logged(log: object, method: Callable[..., None], *arguments: object, **keywords: object) -> None:
-    """Log something. What does not work is a warning; a folder of metrics that somebody has deleted is made again."""
+    """Log something. A failure is a warning; a deleted folder of metrics is made again."""
     with only_warns(f"{type(log).__name__} does not get all metrics", Exception):
         if isinstance(log, CSVLogger) and ranks().is_first and Path(log.save_dir).is_dir():
             Path(log.log_dir).mkdir(parents=True, exist_ok=True)
         method(*arguments, **keywords)
 
 
-def _from_1(trainer: L.Trainer, method: Callable[..., None], metrics: object, step: int | None = None) -> None:
-    """Count steps as everything else does. Lightning logs with a step the number of those before it."""
+def _log_from_step_1(trainer: L.Trainer, method: Callable[..., None], metrics: object, step: int | None = None) -> None:
+    """Count steps from 1, as everything else does. Lightning logs the number of steps before this one."""
     method(metrics, step=step + 1 if step is not None and trainer.state.fn == "fit" else step)
 
 

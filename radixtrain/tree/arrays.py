@@ -19,20 +19,20 @@ def read_only(array: IntArray) -> IntArray:
 
 
 def lengths_of(cu_seqlens: IntArray) -> IntArray:
-    """(n,). `np.diff` in half its time, which is 1 us."""
+    """Return the n lengths between the bounds, in half the time of `np.diff`, which is 1 us."""
     lengths: IntArray = cu_seqlens[1:] - cu_seqlens[:-1]
     return lengths
 
 
 def cumulative(lengths: IntArray) -> IntArray:
-    """(n+1,). the bounds of runs of these lengths, back to back: 0, and the sum up to each of them."""
+    """Return the bounds, (n+1,), of runs of these lengths, back to back: 0, and the sum up to each of them."""
     bounds = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.add.accumulate(lengths, out=bounds[1:])
     return bounds
 
 
 def concatenate_ranges(starts: IntArray, lengths: IntArray) -> IntArray:
-    """(sum of lengths,). the ranges [start, start + length), none of them empty, back to back."""
+    """Concatenate the ranges [start, start + length), none of them empty."""
     ends = np.add.accumulate(lengths)
     steps = np.ones(ends[-1] if len(ends) else 0, dtype=np.int64)
     steps[:1] = starts[:1]
@@ -41,7 +41,7 @@ def concatenate_ranges(starts: IntArray, lengths: IntArray) -> IntArray:
 
 
 def back_to_back(sequences: Sequence[IntArray]) -> tuple[IntArray, IntArray]:
-    """(T,), (B+1,). the sequences one after the other, and their bounds."""
+    """Concatenate the sequences, (T,), and return their bounds, (B+1,), too."""
     lengths = np.array([len(each) for each in sequences], dtype=np.int64)
     return np.concatenate([*sequences, np.zeros(0, dtype=np.int64)]), cumulative(lengths)
 
@@ -49,9 +49,9 @@ def back_to_back(sequences: Sequence[IntArray]) -> tuple[IntArray, IntArray]:
 def validated_batch(
     input_ids: object, cu_seqlens: object, position_ids: object
 ) -> tuple[IntArray, IntArray, IntArray | None]:
-    """The arrays of a batch as int64, or a ValueError that names the wrong one, its value and its place.
+    """Return the arrays of a batch as int64. Raises ValueError that names the wrong one, its value and its place.
 
-    Negative tokens and positions are not looked for: `sort_sequences` finds them on the way.
+    `sort_sequences` finds negative tokens and positions on its way.
     """
     ids = _integers("input_ids", input_ids)
     bounds = _integers("cu_seqlens", cu_seqlens).copy()  # the plan keeps it and makes it read-only

@@ -1,7 +1,7 @@
 """Blocks of rows that attend in both directions, such as the tokens of an image in Gemma 3.
 
-Causal attention gives every row the earlier ones of its block. What is left is each row onto the later ones, and with
-the rows of a block in reverse order that is causal too:
+Causal attention gives every row the earlier ones of its block. What remains is attention of each row to the later ones,
+which is causal too if the rows of a block are reversed:
 
     block  3 4 5 6    queries  5 4 3    keys  6 5 4    5 sees 6; 4 sees 6, 5; 3 sees 6, 5, 4
 
@@ -31,7 +31,7 @@ WITH_BLOCKS = ("cascade", "path", "reference")  # the attention strategies that 
 class BlockLayout(Movable):
     """The blocks of U rows, on a device.
 
-    block_of_row: (U,), int64. A number that each block has for itself; -1 for a row that only attends backwards.
+    block_of_row: (U,), int64. The number of its block; -1 for a row that only attends backwards.
     queries, keys: (L,), int64. Rows of each block in reverse order, back to back: all but its last, all but its first.
     lengths: of each block, how many queries it has. Host ints.
     """
@@ -43,7 +43,7 @@ class BlockLayout(Movable):
 
     @classmethod
     def of(cls, block_of_row: IntArray) -> BlockLayout | None:
-        """None if no block has two rows."""
+        """Find the blocks with two rows or more; None without any."""
         starts = np.flatnonzero(np.diff(block_of_row, prepend=-1))
         ends = np.append(starts[1:], len(block_of_row))
         is_block = (block_of_row[starts] >= 0) & (ends - starts > 1)
@@ -60,7 +60,7 @@ class BlockLayout(Movable):
 
     @cached_property
     def later(self) -> Piece:
-        """Every row onto the later ones of its block."""
+        """Make the call of every row onto the later ones of its block."""
         bounds = cumulative(np.array(self.lengths))
         cu_seqlens = torch.from_numpy(bounds.astype(np.int32)).to(self.queries.device, non_blocking=True)
         of_entries = tuple((start, end, start, end) for start, end in pairwise(bounds.tolist()))
@@ -70,12 +70,12 @@ class BlockLayout(Movable):
 
     @property
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """The first and the last row of each block that has two, int64."""
+        """Return the first and the last row of each block that has two or more, int64."""
         ends = cumulative(np.array(self.lengths))
         return self.queries[ends[1:] - 1], self.keys[ends[:-1]]
 
     def types(self, longest: int) -> Tensor:
-        """(1, L), int64. 1 for a row of a block, else 0; the longest sequence in tokens, and one more than the rows.
+        """Mark the rows of blocks by 1, others by 0: (1, L), int64, as long as the longest sequence and than the rows.
 
         A mask is made for as many, and shows the window of its last one, which is of no block.
         """
@@ -83,6 +83,6 @@ class BlockLayout(Movable):
         return pad(types, (0, max(1, longest - len(types))))[None]
 
     def mask(self) -> Tensor:
-        """(U, U), bool: query q sees the later key k because both are of one block."""
+        """Return the mask (U, U), bool, by which query q sees the later key k because both are in one block."""
         of_row = self.block_of_row
         return ((of_row[:, None] == of_row[None, :]) & (of_row[:, None] >= 0)).triu(1)

@@ -1,9 +1,9 @@
-"""One forward pass of generation as attention needs it: new rows, and the stored rows that they see.
+"""One forward pass of generation as attention sees it: new rows, and the stored rows that they attend to.
 
 U new rows, C slots of the store of keys and values. A pass either computes what a prompt adds to the cache (`prompts`
 is its tree), or one token of every active sequence (`lanes`).
 
-A sliding window that binds cuts through shared rows, so then every query gets its own last slots, copied (`windows`).
+A sliding window that binds cuts through shared rows: every query then gets a copy of its last slots (`windowed`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 
 @dataclass(frozen=True, eq=False)
 class Paths:
-    """The new rows as runs: rows that follow each other and are the end of one sequence. Host only.
+    """The new rows as runs: consecutive rows that are the end of one sequence. Host only.
 
     cu_seqlens: (E+1,), int64. where each run begins.
     slots_of: run -> (n,), int64. the slots of its whole sequence, its new rows last.
@@ -40,7 +40,7 @@ class Paths:
     slots_of: Callable[[int], np.ndarray]
 
     def within(self, window: int) -> tuple[np.ndarray, np.ndarray]:
-        """The slots, (J,), that the runs see through a window of that many tokens, run by run; their bounds, (E+1,)."""
+        """Return the slots, (J,), that the runs see through a window of that many tokens, and their bounds, (E+1,)."""
         new = lengths_of(self.cu_seqlens)
         slots = [self.slots_of(run)[-(window - 1 + int(count)) :] for run, count in enumerate(new)]
         return np.concatenate(slots), cumulative(np.array([len(each) for each in slots]))
@@ -73,7 +73,7 @@ class CachedLayout:
     _windows: dict[int, tuple[Tensor, Ragged]] = field(default_factory=dict, init=False, repr=False)
 
     def windowed(self, window: int) -> tuple[Tensor, Ragged]:
-        """(slots, call) of a layer whose window binds: the slots to copy, and a causal varlen call on them."""
+        """Return the slots to copy, and a causal varlen call on them, for a layer whose window binds."""
         if window not in self._windows:
             device = self.slots.device
             slots, cu_seqlens_k = self.paths.within(window)
@@ -103,7 +103,7 @@ class Continuations:
 
     @classmethod
     def of(cls, sequences: Sequence[IntArray], matches: Sequence[Any], min_shared_tokens: int = 1) -> Continuations:
-        """sequences: token ids of each, (L,), int64. matches: what `RadixCache.match_prefix` found of each, not all."""
+        """Plan what sequences, (L,), int64 each, add to the cache. matches: of `RadixCache.match_prefix`."""
         nodes = list(dict.fromkeys(match.node for match in matches))
         places = {node: place for place, node in enumerate(nodes)}
         node_of = np.array([places[match.node] for match in matches])
@@ -119,11 +119,11 @@ class Continuations:
 
     @cached_property
     def lengths(self) -> IntArray:
-        """(B,), int64. tokens of each sequence."""
+        """Return the tokens of each sequence, (B,), int64."""
         return self.num_stored + lengths_of(self.plan.cu_seqlens)
 
     def layout(self, rows: IntArray, slots: IntArray, device: torch.device) -> CachedLayout:
-        """The pass in which these rows are written to these slots, (W,), int64: all of them if a window may bind."""
+        """Lay out the pass that writes these rows to these slots, (W,), int64: all of them if a window may bind."""
         sequences, path = self.plan.path_sequences, self.paths(rows, slots)
         return CachedLayout(
             num_rows=self.plan.num_rows,
@@ -136,20 +136,20 @@ class Continuations:
         )
 
     def paths(self, rows: IntArray, slots: IntArray) -> Callable[[int], IntArray]:
-        """Place of a sequence -> slots of all its tokens, if these rows have these slots; 0 for the others."""
+        """Return a function from the place of a sequence to the slots of all its tokens; rows not given have slot 0."""
         slot_of_row, bounds = np.zeros(self.plan.num_rows, dtype=np.int64), self.plan.cu_seqlens
         slot_of_row[rows] = slots
         slots_of_tokens = slot_of_row[self.plan.inverse_indices]
         return lambda place: np.append(self.stored[place], slots_of_tokens[bounds[place] : bounds[place + 1]])
 
     def _shared(self, device: torch.device) -> tuple[Piece, ...]:
-        """Cached rows that the new rows see whole. Rows that continue one node are neighbours."""
+        """Return the cached rows that the new rows see whole. Rows that continue one node are neighbours."""
         owner = self.node_of.repeat(lengths_of(self.plan.cu_seqlens))[self.plan.gather_indices]
         return pieces_of(self.nodes, np.searchsorted(owner, np.arange(len(self.nodes) + 1)), device)
 
 
 def pieces_of(nodes: Sequence[Any], bounds: IntArray, device: torch.device) -> tuple[Piece, ...]:
-    """What rows read from the cache: those of reader i are [bounds[i], bounds[i + 1]), and it ends at nodes[i]."""
+    """Return what rows read from the cache: reader i has the rows [bounds[i], bounds[i + 1]) and ends at nodes[i]."""
     runs = [
         (np.concatenate([np.arange(*bounds[each : each + 2]) for each in readers]), slots)
         for readers, slots in shared_runs(nodes)
@@ -158,9 +158,9 @@ def pieces_of(nodes: Sequence[Any], bounds: IntArray, device: torch.device) -> t
 
 
 def shared_runs(nodes: Sequence[Any]) -> list[tuple[list[int], IntArray]]:
-    """What the sequences that end at these nodes read from the cache: (places of the readers, slots), from the root.
+    """Return what the sequences that end at these nodes read from the cache, from the root: (places of readers, slots).
 
-    nodes: where each sequence ends. Nodes that follow each other and have the same readers are one run.
+    nodes: where each sequence ends. Consecutive nodes with the same readers are one run.
     """
     readers: dict[Any, list[int]] = {}
     for place, node in enumerate(nodes):
@@ -174,19 +174,19 @@ def shared_runs(nodes: Sequence[Any]) -> list[tuple[list[int], IntArray]]:
 
 
 def path_to_root(node: Any) -> Iterator[Any]:
-    """A node of `RadixCache` and those above it."""
+    """Walk from a node of `RadixCache` to the root."""
     while node is not None:
         yield node
         node = node.parent
 
 
 def on_device(values: IntArray, device: torch.device) -> Tensor:
-    """Does not wait for the device: CUDA has copied pageable memory aside when `to` returns."""
+    """Copy to a device without waiting: CUDA has copied pageable memory aside when `to` returns."""
     return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
 
 
 def _causal_call(cu_seqlens_q: np.ndarray, cu_seqlens_k: np.ndarray, device: torch.device) -> Ragged:
-    """A call with these bounds, (E+1,) each."""
+    """Make a causal call with these bounds, (E+1,) each."""
     bounds = cu_seqlens_q, cu_seqlens_k
     q, k = (torch.from_numpy(each.astype(np.int32)).to(device) for each in bounds)
     longest_q, longest_k = (int(lengths_of(each).max(initial=0)) for each in bounds)

@@ -1,4 +1,4 @@
-"""What a plan costs in seconds under each strategy, by which `auto` chooses. (Flops: `radixtrain/bench/flops.py`.)
+"""The predicted seconds of a plan under each strategy, by which `auto` chooses. (Flops: `radixtrain/bench/flops.py`.)
 
     seconds = U row_flops flop + calls call + rectangles N rectangle + pairs N H pair + elements element
 
@@ -11,7 +11,7 @@ plan is counted here:
 - pairs: of a query and a key in them, with the hidden ones that a kernel computes;
 - elements: of the rows that are gathered, merged or added up, H to a head.
 
-A branch that is left out costs rows (`min_shared_tokens`), one that is kept costs calls and elements, and perhaps a
+Leaving a branch out costs rows (`min_shared_tokens`); keeping it costs calls and elements, and perhaps a
 fork in a recurrent layer. Which is cheaper depends on the machine and on the width of the model, so it is not a
 constant.
 """
@@ -32,7 +32,7 @@ from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan
 from radixtrain.tree.runs import RunCost, cost_of_runs
 
-CHOICES = ("cascade", "path", "expand")  # a batch carries its choice as a place in this tuple
+CHOICES = ("cascade", "path", "expand")  # a batch carries its choice as an index into this tuple
 CANDIDATES = (1, 4, 16, 64)  # values of `min_shared_tokens` that are tried
 
 
@@ -59,8 +59,8 @@ class Rates:
     pair: in one column of one head.
     element: that is moved.
     flop: of a matrix product.
-    sent_byte: that a rank sends to another one of its machine. exchange: what a layer takes beyond that and beyond its
-        rows, if ranks split a micro-batch.
+    sent_byte: from one rank to another on the same machine. exchange: of a layer beyond its rows and these bytes, if
+        ranks split a micro-batch.
     runs: of a recurrent layer; None if the model has none.
     """
 
@@ -84,14 +84,14 @@ FIXED_RATES = {
     "cpu": Rates(call=2e-4, rectangle=5e-6, pair=2e-10, element=2.5e-9, flop=8e-12, sent_byte=6e-10, exchange=5e-3),
     "cuda": Rates(call=1e-4, rectangle=0.0, pair=5e-14, element=1.5e-11, flop=4e-15, sent_byte=1e-11, exchange=2e-4),
 }
-MIN_GAIN = 2  # by how much gathering paths must be cheaper, because it takes memory and the rates were not measured
+MIN_GAIN = 2  # how many times cheaper gathering paths must be: it takes memory, and the rates were not measured
 
 
 def paths_are_cheaper(layout: TreeLayout, num_heads: int, num_key_value_heads: int, head_dim: int) -> bool:
-    """Whether one call on gathered root paths beats a call for each level of the tree, on a device.
+    """Return whether one call on gathered root paths beats a call for each level of the tree, on a device.
 
-    Both compute the same pairs. Chats that were cut into their turns have 19 to 49 levels, and a call for each of them
-    is 3 to 5 times the operations. Reads no values of the device.
+    Both compute the same pairs. Chats cut into their turns have 19 to 49 levels, and a call for each is 3 to 5
+    times the operations. Reads no values of the device.
     """
     rates = FIXED_RATES["cuda"]
     queries, keys = (sum(getattr(level, name) for level in layout.levels) for name in ("num_queries", "num_keys"))
@@ -102,7 +102,7 @@ def paths_are_cheaper(layout: TreeLayout, num_heads: int, num_key_value_heads: i
 
 @dataclass(frozen=True)
 class Choice:
-    """What `auto` chose for a batch, and what the cost model expects it to take."""
+    """What `auto` chose for a batch, and the seconds that the cost model predicts for it."""
 
     strategy: str
     min_shared_tokens: int
@@ -111,12 +111,12 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """The cost of one layer of a model on a machine, the mean one if they differ.
+    """The cost of one layer of a model on a machine, averaged if the layers differ.
 
     on_host: True if attention runs in rectangles on the CPU, False if in packed calls on a device.
     num_heads, num_key_value_heads, head_dim: of the attention, as its kernel runs it.
-    row_flops: floating-point operations of the layer's matrices on one row, forward and backward. What a recurrent
-        layer has of its own is in its `RunCost`.
+    row_flops: floating-point operations of the layer's matrices on one row, forward and backward. The rest of a
+        recurrent layer is in its `RunCost`.
     strategies: to choose from.
     attention_share, mixer_share: layers that attend, and those with a recurrent state, over all layers.
     """
@@ -133,7 +133,7 @@ class StepCost:
 
     @property
     def run_cost(self) -> RunCost | None:
-        """What its recurrent layers cost; None if there are none."""
+        """Return what the recurrent layers cost; None if there are none."""
         return self.rates.runs if self.mixer_share else None
 
     @property
@@ -144,7 +144,7 @@ class StepCost:
         return self.row_flops * self.rates.flop + in_mixer
 
     def sent_numbers(self, sp_size: int) -> float:
-        """That a rank sends for each of its rows, forward and backward, if `sp_size` ranks split a micro-batch.
+        """Count the numbers that a rank sends per row, forward and backward, if `sp_size` ranks split a micro-batch.
 
         Queries, keys and values to the ranks that have their heads, and the output back; and once more the gradients.
         """
@@ -153,21 +153,21 @@ class StepCost:
         return self.attention_share * 2 * numbers * (sp_size - 1)
 
     def of_rank(self, sp_size: int) -> StepCost:
-        """The cost of a layer in one of `sp_size` ranks that split its heads; those of keys are copied if too few."""
+        """Return the cost of a layer in one of `sp_size` ranks that split its heads; too few key heads are copied."""
         copies = sp_size // math.gcd(sp_size, self.num_key_value_heads)
         key_heads = self.num_key_value_heads * copies // sp_size
         return replace(self, num_heads=self.num_heads // sp_size, num_key_value_heads=key_heads)
 
     def seconds(self, plan: PrefixPlan, strategy: str) -> float:
-        """Seconds of forward and backward. strategy: one of `CHOICES`."""
+        """Predict the seconds of forward and backward. strategy: one of `CHOICES`."""
         return self.attention_seconds(plan, strategy) + self.run_seconds(plan) + self._matrix_seconds(plan)
 
     def attention_seconds(self, plan: PrefixPlan, strategy: str) -> float:
-        """Seconds of attention, forward and backward."""
+        """Predict the seconds of attention, forward and backward."""
         return self._work_seconds(attention_work(plan, strategy, self.on_host))
 
     def context_seconds(self, bounds: Sequence[tuple[int, int, int, int]]) -> float:
-        """Seconds of calls onto the rows of earlier passes. bounds: of a `ContextLayout`."""
+        """Predict the seconds of calls onto the rows of earlier passes. bounds: of a `ContextLayout`."""
         queries, keys = [q1 - q0 for q0, q1, _, _ in bounds], [k1 - k0 for _, _, k0, k1 in bounds]
         work = AttentionWork(
             calls=len(bounds),
@@ -184,7 +184,7 @@ class StepCost:
         return self.attention_share * attention
 
     def run_seconds(self, plan: PrefixPlan) -> float:
-        """Seconds of the mixers of recurrent layers, with the forks that cost least; 0 without any."""
+        """Predict the seconds of the mixers of recurrent layers, with the forks that cost least; 0 without any."""
         if self.run_cost is None:
             return 0.0
         return self.mixer_share * cost_of_runs(plan.segment_starts, plan.segment_parents, self.run_cost)
@@ -193,13 +193,13 @@ class StepCost:
         return plan.num_rows * self.row_flops * self.rates.flop
 
     def counts(self, work: AttentionWork) -> tuple[int, int, int, int]:
-        """How often the rates of a call, a rectangle, a pair and an element are paid, in all heads together."""
+        """Count how often the rates of a call, a rectangle, a pair and an element are paid, in all heads together."""
         rows = work.query_rows * self.num_heads + 2 * work.key_rows * self.num_key_value_heads
         pairs = work.pairs * self.num_heads * self.head_dim
         return work.calls, work.rectangles * self.num_heads, pairs, rows * self.head_dim
 
     def cheapest(self, plan_of: Callable[[int], PrefixPlan], max_rows: int | None = None) -> tuple[Choice, PrefixPlan]:
-        """The cheapest strategy and `min_shared_tokens`, with its plan.
+        """Return the cheapest strategy and `min_shared_tokens`, with its plan.
 
         plan_of: the plan of the batch by `min_shared_tokens`; called only if some branch point saves less than that.
         max_rows: plans with more rows are left out, except the one with the fewest.
@@ -225,7 +225,7 @@ def attention_work(plan: PrefixPlan, strategy: str, on_host: bool) -> AttentionW
 
 
 def _cascade(plan: PrefixPlan, on_host: bool) -> AttentionWork:
-    """Every segment onto itself, and all rows below a segment onto it."""
+    """Count every segment onto itself, and all rows below a segment onto it."""
     if on_host:
         own_bounds, below = cascade_bounds(plan.segment_starts.tolist(), plan.subtree_ends.tolist())
         own = np.diff(own_bounds)
@@ -249,13 +249,13 @@ def _cascade(plan: PrefixPlan, on_host: bool) -> AttentionWork:
 
 
 def _path(plan: PrefixPlan, on_host: bool) -> AttentionWork:
-    """The new rows of every sequence onto its whole path, whose keys are gathered."""
+    """Count the new rows of every sequence onto its whole path, whose keys are gathered."""
     new, path = np.diff(plan.path_cu_seqlens_q), np.diff(plan.path_cu_seqlens_k)
     return replace(_causal(new, path, on_host), key_rows=int(path.sum()))
 
 
 def _expand(plan: PrefixPlan, on_host: bool) -> AttentionWork:
-    """Every sequence in full: all are gathered, and the results of the unique rows again."""
+    """Count every sequence in full: all tokens are gathered, and the results of the unique rows again."""
     lengths = np.diff(plan.cu_seqlens)
     query_rows = plan.num_tokens + plan.num_rows
     return replace(_causal(lengths, lengths, on_host), query_rows=query_rows, key_rows=plan.num_tokens)
@@ -265,18 +265,18 @@ _COUNTS: Mapping[str, Callable[..., AttentionWork]] = {"cascade": _cascade, "pat
 
 
 def _causal(q_lengths: IntArray, k_lengths: IntArray, on_host: bool) -> AttentionWork:
-    """Entries of these lengths, causal from the bottom right. No rows are moved."""
+    """Count entries of these lengths, causal from the bottom right. No rows are moved."""
     return _causal_on_host(q_lengths, k_lengths) if on_host else _causal_on_device(q_lengths, k_lengths)
 
 
 def _causal_on_device(q_lengths: IntArray, k_lengths: IntArray) -> AttentionWork:
-    """One packed call, whose kernel leaves hidden pairs out."""
+    """Count one packed call, whose kernel leaves hidden pairs out."""
     pairs = q_lengths * (k_lengths - q_lengths) + q_lengths * (q_lengths + 1) // 2
     return AttentionWork(calls=1, rectangles=len(q_lengths), pairs=int(pairs.sum()))
 
 
 def _causal_on_host(q_lengths: IntArray, k_lengths: IntArray) -> AttentionWork:
-    """One call for each long entry, whose kernel leaves out most of what it would hide, and strips for the others."""
+    """Count a call for each long entry, whose kernel skips most of what it would hide, and strips for the others."""
     is_long = (q_lengths == k_lengths) & (q_lengths >= LONG)
     long = q_lengths[is_long]
     strips = _strips(q_lengths[~is_long], k_lengths[~is_long], np.cumsum(q_lengths)[~is_long])
@@ -288,7 +288,7 @@ def _causal_on_host(q_lengths: IntArray, k_lengths: IntArray) -> AttentionWork:
 
 
 def _strips(q_lengths: IntArray, k_lengths: IntArray, q_ends: IntArray) -> AttentionWork:
-    """Count causal entries as `kernels/cpu_loops.py` cuts them: equal strips equally far apart are one call."""
+    """Count causal entries as `kernels/cpu_loops.py` cuts them: equal strips at equal distances are one call."""
     filled = q_lengths > 0
     q_ends, q_lengths, k_lengths = q_ends[filled], q_lengths[filled], k_lengths[filled]
     number = -(-q_lengths // STRIP)
@@ -306,7 +306,7 @@ def _strips(q_lengths: IntArray, k_lengths: IntArray, q_ends: IntArray) -> Atten
 
 
 def _smallest_saving(plan: PrefixPlan) -> int:
-    """The fewest tokens that a branch point saves: the length of its run times its children after the first."""
+    """Return the fewest tokens that a branch point saves: the length of its run times its children after the first."""
     children = np.bincount(plan.segment_parents[plan.segment_parents >= 0], minlength=plan.num_segments)
     lengths = np.diff(plan.segment_starts)
     saved = lengths * np.maximum(children - 1, 1)

@@ -1,4 +1,4 @@
-"""Sequences that begin alike, found in a whole data set: which of them should meet in a batch.
+"""Sequences that begin alike, found in a whole data set: they should meet in a batch.
 
 One pass reads every sequence once and keeps hashes of its beginnings, 8 bytes for each 16 tokens. Sorted by these
 hashes, sequences that share most are neighbours, as in `radixtrain/tree/sorting.py`, which sorts a batch by its tokens.
@@ -36,7 +36,7 @@ fills batches with texts of that kind.
 
 @dataclass(frozen=True, eq=False)
 class PrefixGroups:
-    """A tree of groups of sequences. Group 0 holds all of them, and a group's number is above that of its parent.
+    """A tree of groups of sequences. Group 0 holds all of them, and a group has a higher number than its parent.
 
     group_of: (n,), int64. the deepest group that holds each sequence.
     parent: (G,), int64. the group around each group; 0 for group 0.
@@ -50,13 +50,13 @@ class PrefixGroups:
     lengths: IntArray
 
     def __len__(self) -> int:
-        """Groups besides group 0."""
+        """Count the groups besides group 0."""
         return len(self.parent) - 1
 
     def sorted(self, indices: IntArray) -> SortedSequences:
-        """Some of the sequences, side by side with those of their group; what they share is what their groups share.
+        """Sort some of the sequences by group; neighbours share what their groups share.
 
-        indices: (m,), int64. `order` of what is returned are places in it.
+        indices: (m,), int64. The returned `order` holds places in it.
         """
         group = self.group_of[indices]
         order = np.argsort(self._places[group], kind="stable")
@@ -69,7 +69,7 @@ class PrefixGroups:
 
     @cached_property
     def _places(self) -> IntArray:
-        """(G,), int64. groups in an order in which what is inside a group follows it."""
+        """Return the place of each group, (G,), int64, in an order in which inner groups follow the one around them."""
         sizes, parent = [1] * len(self.parent), self.parent.tolist()
         for group in range(len(parent) - 1, 0, -1):
             sizes[parent[group]] += sizes[group]
@@ -81,7 +81,7 @@ class PrefixGroups:
         return np.array(places, dtype=np.int64)
 
     def num_unique_tokens(self, order: IntArray, batch_size: int) -> int:
-        """Unique tokens of all batches of an epoch together, as far as the groups tell: an upper bound.
+        """Count the unique tokens of all batches of an epoch together, as far as the groups tell: an upper bound.
 
         order: (m,), int64. sequences by index; each `batch_size` in a row are a batch.
         """
@@ -99,11 +99,11 @@ class PrefixGroups:
 
 
 def find_prefix_groups(sequences: Iterable[IntArray], copies: bool = False) -> PrefixGroups:
-    """Groups of sequences with a common beginning. Each sequence is read once and not kept.
+    """Group sequences with a common beginning. Each sequence is read once and not kept.
 
     sequences: token ids of each, (L,), int64.
-    copies: whether copies of one sequence are a group, as prompts are without what follows them. Copies of whole rows
-        should not be in one batch: they would count there as one row of a larger weight.
+    copies: whether copies of one sequence are a group, as for prompts without their completions. Copies of whole rows
+        should not be in one batch: they would act as one row of a larger weight.
 
     What all sequences have in common makes no group: they meet in any order.
     """
@@ -124,9 +124,9 @@ def find_prefix_groups(sequences: Iterable[IntArray], copies: bool = False) -> P
 
 
 def _hashes(ids: IntArray, multipliers: npt.NDArray[np.uint64]) -> tuple[IntArray, int]:
-    """A number below 2**63 for the beginning of each of `DEPTHS` that the sequence has, and one for all of it.
+    """Hash the beginning of each of `DEPTHS` that the sequence has, and all of it, to numbers below 2**63.
 
-    Two that differ get the same number with a probability of about 2**-63. Then batches share less than they could;
+    Two different beginnings collide with a probability of about 2**-63. Then batches share less than they could;
     nothing else depends on it.
     """
     depths = DEPTHS[: np.searchsorted(DEPTHS, len(ids), side="right")]
@@ -136,9 +136,9 @@ def _hashes(ids: IntArray, multipliers: npt.NDArray[np.uint64]) -> tuple[IntArra
 
 
 def _groups(by_hash: SortedSequences, lengths: IntArray, whole: npt.NDArray[np.uint64]) -> PrefixGroups:
-    """The tree of the sorted hashes, without groups that share too little and those of copies.
+    """Build the tree of the sorted hashes, without groups that share too little and those of copies.
 
-    lengths: tokens of each sequence. whole: a number that only copies which make no group have in common.
+    lengths: tokens of each sequence. whole: a number that only copies have in common, if copies make no group.
     """
     shared = np.concatenate([[0], DEPTHS])[by_hash.lcp]
     all_share = int(shared[1:].min(initial=DEPTHS[-1])) if len(shared) == len(lengths) > 1 else 0
@@ -150,7 +150,7 @@ def _groups(by_hash: SortedSequences, lengths: IntArray, whole: npt.NDArray[np.u
 
 
 class _Branches:
-    """Every branch of sorted sequences, from what each shares with the one before it.
+    """Every branch of sorted sequences, built from what each shares with the one before it.
 
     branch_of: the deepest branch of each. depth, parent: of each branch; parents have lower numbers than children.
     """
@@ -170,7 +170,7 @@ class _Branches:
 def _worthwhile(
     tree: _Branches, branch_of: IntArray, lengths: IntArray, whole: npt.NDArray[np.uint64]
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """The group of each branch, itself or one around it, and the groups' parents and depths. See `MIN_SHARE`."""
+    """Return the group of each branch, its own or one around it, and each group's parent and depth. See `MIN_SHARE`."""
     depths, above = tree.depth.tolist(), tree.parent.tolist()
     enough = _enough_shared(above, branch_of, lengths, whole)
     kept, parent, depth = [0], [0], depths[:1]
@@ -188,7 +188,7 @@ def _worthwhile(
 def _enough_shared(
     above: list[int], branch_of: IntArray, lengths: IntArray, whole: npt.NDArray[np.uint64]
 ) -> list[float]:
-    """Tokens that make a branch a group: `MIN_SHARE` of the mean of its sequences; without end for copies.
+    """Return the tokens that make a branch a group: `MIN_SHARE` of the mean of its sequences; infinite for copies.
 
     above: the branch around each.
     """

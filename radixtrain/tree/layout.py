@@ -1,4 +1,4 @@
-"""The prefix plan as tensors: they travel in a batch, move to the device, and the attention strategies read them.
+"""The prefix plan as tensors, which travel in a batch to the device, where the attention strategies read them.
 
 T packed tokens, U unique rows, B sequences, S segments, P predictions.
 """
@@ -40,7 +40,7 @@ class TreeLayout(Movable):
     levels: one `Level` for each level of the tree that has descendants.
     level_queries, level_keys: int64. rows of the levels with several segments, back to back (single ones are slices).
     level_cu_seqlens_q, level_cu_seqlens_k: int32. bounds of the same calls, back to back, each from 0.
-    runs: for layers with a recurrent state, if they were asked for.
+    runs: for layers with a recurrent state, if requested.
     context: rows of earlier passes, if these rows attend to any. Paths and `max_seqlen` then count from the root, and
         `path_keys` from U on are context rows.
     blocks: rows that attend in both directions, if there are any.
@@ -72,9 +72,9 @@ class TreeLayout(Movable):
     def from_plan(
         cls, plan: PrefixPlan, run_cost: RunCost | None = None, blocks: BlockLayout | None = None
     ) -> TreeLayout:
-        """Copies to CPU tensors. Runs in the DataLoader worker.
+        """Copy a plan to CPU tensors. Runs in the DataLoader worker.
 
-        run_cost: None, or what the recurrent layers of the model cost, by which their runs are chosen.
+        run_cost: None, or the cost of the model's recurrent layers, by which their runs are chosen.
         blocks: of its rows, if any attend in both directions.
         """
         segments = plan.segment_starts, plan.segment_parents
@@ -98,7 +98,7 @@ class TreeLayout(Movable):
         )
 
     def after(self, context: ContextLayout, plan: PrefixPlan, paths: Sequence[IntArray]) -> TreeLayout:
-        """Add a context to these rows. plan: of the rows. paths: of each sequence, (n,), int64, its context rows."""
+        """Add a context to these rows. plan: of the rows. paths: the context rows of each sequence, (n,), int64."""
         bounds = plan.cu_seqlens.tolist()
         whole = [
             np.append(self.num_rows + path, plan.inverse_indices[start:end])
@@ -127,13 +127,13 @@ class TreeLayout(Movable):
 
     @cached_property
     def row_subtree_ends(self) -> Tensor:
-        """(U,), int32. the tree mask: query q sees key k iff `k <= q < row_subtree_ends[k]`."""
+        """Return the tree mask as (U,), int32: query q sees key k iff `k <= q < row_subtree_ends[k]`."""
         lengths = self.segment_starts.diff()
         return self.subtree_ends.repeat_interleave(lengths, output_size=self.num_rows)
 
     @cached_property
     def row_depths(self) -> Tensor:
-        """(U,), int64. place of each row in its sequence, in tokens from 0, whatever its position id; padding too."""
+        """Return the place of each row in its sequence, (U,), int64, from 0, whatever its position id; padding too."""
         return self.gather_indices - self.cu_seqlens[sequences_of(self.gather_indices, self.cu_seqlens)]
 
     @cached_property
@@ -141,7 +141,7 @@ class TreeLayout(Movable):
         return {}
 
     def block_mask(self, window: int | None = None) -> BlockMask:
-        """The tree mask for FlexAttention, made for the first layer that asks. window: None, or one that binds."""
+        """Return the tree mask for FlexAttention, made when the first layer asks. window: None, or one that binds."""
         if window not in self._block_masks:
             depths = None if window is None else self.row_depths
             self._block_masks[window] = tree_block_mask(self.row_subtree_ends, depths, window)
@@ -149,10 +149,10 @@ class TreeLayout(Movable):
 
     @cached_property
     def even_shape(self) -> tuple[int, int] | None:
-        """Sequences and their length if they share nothing and are equally long; None otherwise.
+        """Return the number of sequences and their length if they share nothing and are equally long; None otherwise.
 
-        On a GPU none for a single one, whose length is new in every batch: torch may take cuDNN, which plans each
-        shape for a tenth of a second. Equal lengths come again.
+        None for a single sequence on a GPU, since its length is new in every batch: torch may take cuDNN, which plans
+        each shape for a tenth of a second. Equal lengths come again.
         """
         if self.context is not None:
             return None
@@ -162,37 +162,37 @@ class TreeLayout(Movable):
 
     @cached_property
     def sequences(self) -> Ragged:
-        """The packed sequences onto themselves, causal: `expand`."""
+        """Return the call of `expand`: the packed sequences onto themselves, causal."""
         bounds = _host_bounds(self.cu_seqlens, self.cu_seqlens)
         return Ragged(self.cu_seqlens, self.cu_seqlens, self.max_seqlen, self.max_seqlen, True, bounds)
 
     @cached_property
     def paths(self) -> Ragged:
-        """New rows of each sequence onto its root path, causal: `path`."""
+        """Return the call of `path`: new rows of each sequence onto its root path, causal."""
         cu_seqlens = self.path_cu_seqlens_q, self.path_cu_seqlens_k
         return Ragged(*cu_seqlens, self.max_new_tokens, self.max_path, True, _host_bounds(*cu_seqlens))
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """The calls of `cascade`; the first covers every row."""
+        """Return the calls of `cascade`; the first covers every row."""
         if self.device.type == "cpu":
             return self._onto_context(bundled_pieces(self.segment_starts, self.subtree_ends, self.row_subtree_ends))
         return self.packed_pieces()
 
     @cached_property
     def separate_pieces(self) -> tuple[Piece, ...]:
-        """The calls of `cascade` on the host without a mask that hides one branch from another."""
+        """Return the calls of `cascade` on the host, without a mask that hides one branch from another."""
         return self._onto_context(
             bundled_pieces(self.segment_starts, self.subtree_ends, self.row_subtree_ends, bundle=1)
         )
 
     def packed_pieces(self) -> tuple[Piece, ...]:
-        """The calls of `cascade` on a device: one for all segments, and one for each level of the tree."""
+        """Return the calls of `cascade` on a device: one for all segments, and one for each level of the tree."""
         own = Ragged(self.segment_starts, self.segment_starts, self.max_segment, self.max_segment, causal=True)
         return self._onto_context((Piece(slice(None), slice(None), own), *self._level_pieces()))
 
     def _level_pieces(self) -> Iterator[Piece]:
-        """Descendants onto their ancestors, a call for each level of the tree."""
+        """Yield the calls of descendants onto their ancestors, one for each level of the tree."""
         entry = query = key = 0
         for level in self.levels:
             bounds = slice(entry, entry + level.num_entries + 1)
@@ -207,17 +207,17 @@ class TreeLayout(Movable):
             yield Piece(q_rows, k_rows, ragged)
 
     def _onto_context(self, own: tuple[Piece, ...]) -> tuple[Piece, ...]:
-        """The calls on the rows themselves, and those onto the context."""
+        """Add the calls onto the context, if there is one."""
         return own if self.context is None else (*own, *self.context.pieces(self.device))
 
 
 def sequences_of(token_indices: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Which sequence each packed token belongs to, int64, the shape of `token_indices`."""
+    """Return which sequence each packed token belongs to, int64, in the shape of `token_indices`."""
     return torch.bucketize(token_indices, cu_seqlens[1:].to(token_indices.dtype), right=True)
 
 
 def _levels(plan: PrefixPlan) -> dict[str, Any]:
-    """The cascade's calls of a plan: fields `levels` and `level_*` of a `TreeLayout`."""
+    """Compute the cascade's calls of a plan: fields `levels` and `level_*` of a `TreeLayout`."""
     ends = plan.segment_starts[1:]
     branching = np.flatnonzero(plan.subtree_ends > ends)
     by_level = branching[np.argsort(plan.segment_levels[branching], kind="stable")]
@@ -238,7 +238,7 @@ def _levels(plan: PrefixPlan) -> dict[str, Any]:
 
 
 def _cu_seqlens_per_level(lengths: np.ndarray, num_entries: np.ndarray) -> np.ndarray:
-    """Bounds of the lengths of each level, back to back, each from 0: one more than there are lengths."""
+    """Return the bounds of the lengths of each level, back to back, each from 0: one more than there are lengths."""
     level = np.arange(len(num_entries)).repeat(num_entries)
     ends = np.cumsum(lengths)
     before = np.concatenate([[0], ends])[np.cumsum(num_entries) - num_entries]
@@ -248,7 +248,7 @@ def _cu_seqlens_per_level(lengths: np.ndarray, num_entries: np.ndarray) -> np.nd
 
 
 def _host_bounds(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[tuple[int, int, int, int], ...] | None:
-    """Bounds as host ints if the tensors are on the host; None on a device, because reading them would wait."""
+    """Return the bounds as host ints; None on a device, because reading them would wait."""
     if cu_seqlens_q.device.type != "cpu":
         return None
     q, k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()

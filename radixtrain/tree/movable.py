@@ -12,14 +12,14 @@ Function = Callable[[Tensor], Tensor]
 
 
 class Movable:
-    """A record whose annotated fields are tensors, values of the host, other records of this kind, lists and dicts."""
+    """A record whose annotated fields are tensors, host values, other records of this kind, lists and dicts."""
 
     def fields(self) -> dict[str, Any]:
-        """Its fields, without what its properties have kept."""
+        """Return the fields, without what properties have cached."""
         return {name: vars(self)[name] for name in type(self).__annotations__}
 
     def changed(self, **fields: object) -> Self:
-        """Copy the record with other values in some fields, and without what its properties have kept."""
+        """Copy the record with other values in some fields, and without what its properties have cached."""
         copied = object.__new__(type(self))
         own = {name: x.changed() if isinstance(x, Movable) else x for name, x in self.fields().items()}
         vars(copied).update(own | fields)
@@ -35,14 +35,14 @@ class Movable:
         """Move to a device.
 
         non_blocking: as of `Tensor.to`. By default no copy is waited for, except to where the host could read before
-            the copy has arrived. Lightning gives nothing, and means that.
+            the copy has arrived; Lightning relies on that.
         """
         if non_blocking is None:
             non_blocking = torch.device(device).type not in ("cpu", "mps")
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
-        """Copy into page-locked memory of the host, from which copies to a GPU need not be waited for."""
+        """Copy into page-locked memory of the host, from which copies to a GPU are asynchronous."""
         return self.map(Tensor.pin_memory)
 
 

@@ -1,4 +1,4 @@
-"""The prefix plan: which tokens of a packed ragged batch are the same computation, and in which row it is done.
+"""The prefix plan: which tokens of a packed ragged batch are the same computation, and which row computes them.
 
 Two tokens are the same node when their whole history of (token, position) is the same. The plan numbers the distinct
 nodes of that trie in depth-first pre-order, so that
@@ -71,42 +71,42 @@ class PrefixPlan:
                 value.setflags(write=False)
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
-        """Pickled without what is derived, and read-only again afterwards."""
+        """Pickle without what is derived, and read-only again afterwards."""
         return type(self), tuple(getattr(self, field.name) for field in fields(self))
 
     @property
     def num_sequences(self) -> int:
-        """B."""
+        """Return B, the number of sequences."""
         return len(self.cu_seqlens) - 1
 
     @property
     def num_tokens(self) -> int:
-        """T, the packed original tokens."""
+        """Return T, the number of packed original tokens."""
         return len(self.inverse_indices)
 
     @property
     def num_rows(self) -> int:
-        """Rows that the model computes: the unique tokens and the padding."""
+        """Count the rows that the model computes: the unique tokens and the padding."""
         return len(self.gather_indices)
 
     @property
     def num_unique_tokens(self) -> int:
-        """U, the nodes of the token trie, without padding."""
+        """Return U, the nodes of the token trie, without padding."""
         return self.num_rows - self.num_padding
 
     @property
     def num_segments(self) -> int:
-        """S, the padding's segment included."""
+        """Return S, the number of segments, including that of the padding."""
         return len(self.segment_parents)
 
     @property
     def compression_ratio(self) -> float:
-        """r = T / U; 1.0 for an empty batch."""
+        """Return r = T / U; 1.0 for an empty batch."""
         return self.num_tokens / self.num_unique_tokens if self.num_tokens else 1.0
 
     @cached_property
     def counts(self) -> IntArray:
-        """(U,). how many packed tokens stand for each row; 0 for a padding row."""
+        """Count the packed tokens that stand for each row, (U,); 0 for a padding row."""
         return read_only(np.bincount(self.inverse_indices, minlength=self.num_rows))
 
     @cached_property
@@ -130,7 +130,7 @@ class PrefixPlan:
 
     @cached_property
     def _segments(self) -> tuple[IntArray, IntArray]:
-        """`segment_starts`, `segment_parents`: cut before each row that a path jumps to, after each that it leaves."""
+        """Return `segment_starts` and `segment_parents`: cut before each row a path enters and after each it leaves."""
         first_new, last_shared = self.path_cu_seqlens_q[:-1], self._last_shared_rows()
         jumps = last_shared != first_new - 1
         jumps[:1] = True
@@ -143,7 +143,7 @@ class PrefixPlan:
         return read_only(starts), read_only(starts.searchsorted(row_before, side="right") - 1)
 
     def _last_shared_rows(self) -> IntArray:
-        """(E,). the row before the first new one of each path, -1 at a root."""
+        """Return the row before the first new one of each path, (E,); -1 at a root."""
         num_shared = lengths_of(self.path_cu_seqlens_k) - lengths_of(self.path_cu_seqlens_q)
         rows = np.full(len(num_shared), -1)
         paths = num_shared.nonzero()[0]
@@ -152,7 +152,7 @@ class PrefixPlan:
 
     @cached_property
     def subtree_ends(self) -> IntArray:
-        """Pre-order puts descendants right after their segment, so the end of the last child travels up."""
+        """Return the end of each segment's descendants: pre-order puts them right after it, so ends travel up."""
         ends, parents = self.segment_starts[1:].tolist(), self.segment_parents.tolist()
         for segment in range(len(ends) - 1, -1, -1):
             parent = parents[segment]
@@ -162,7 +162,7 @@ class PrefixPlan:
 
     @cached_property
     def segment_levels(self) -> IntArray:
-        """(S,). branches above each segment: 0 at a root."""
+        """Count the branches above each segment, (S,): 0 at a root."""
         levels: list[int] = []
         for parent in self.segment_parents.tolist():
             levels.append(levels[parent] + 1 if parent >= 0 else 0)
@@ -170,12 +170,12 @@ class PrefixPlan:
 
     @property
     def depth(self) -> int:
-        """Levels of the radix tree; 1 if nothing branches, 0 for an empty batch."""
+        """Count the levels of the radix tree; 1 if nothing branches, 0 for an empty batch."""
         return int(self.segment_levels.max()) + 1 if self.num_segments else 0
 
     @cached_property
     def row_subtree_ends(self) -> IntArray:
-        """(U,). `subtree_ends` of each row's own segment: query q sees key k iff `k <= q < row_subtree_ends[k]`."""
+        """Return `subtree_ends` by row, (U,): query q sees key k iff `k <= q < row_subtree_ends[k]`."""
         return read_only(self.subtree_ends.repeat(lengths_of(self.segment_starts)))
 
     def __repr__(self) -> str:
@@ -194,13 +194,13 @@ def build_prefix_plan(
     min_shared_tokens: int = 1,
     pad_to_multiple_of: int | None = None,
 ) -> PrefixPlan:
-    """The prefix plan of a packed ragged batch.
+    """Build the prefix plan of a packed ragged batch.
 
     input_ids: (T,), integer. token ids of all sequences, back to back.
     cu_seqlens: (B+1,), integer. where each sequence starts, and T. Empty sequences are allowed.
     position_ids: (T,), integer. positions in tokens; default: restart at 0 in every sequence. Tokens at different
         positions are never shared.
-    min_shared_tokens: a branch point that saves fewer tokens than this is not worth a branch: the run before it is
+    min_shared_tokens: a branch point that saves fewer tokens than this gets no branch: the run before it is
         computed once per branch instead. A branch point saves the length of the run times (branches - 1).
     pad_to_multiple_of: pad the unique rows to a multiple of this many; padding rows gather token 0 and are seen by
         none.
@@ -222,7 +222,7 @@ def build_prefix_plan(
     order, lengths, starts = by_order.order, by_order.lengths, bounds[by_order.order]
     lcp = by_order.lcp if min_shared_tokens == 1 else without_small_branches(by_order.lcp, min_shared_tokens)
     num_new = lengths - lcp
-    depth_minus_row = lengths - np.add.accumulate(num_new)  # of the rows that each sequence brings, its last ones
+    depth_minus_row = lengths - np.add.accumulate(num_new)  # of the last rows that each sequence adds
     row_minus_token = np.zeros(len(bounds) - 1, dtype=np.int64)
     row_minus_token[order] = -starts - depth_minus_row
 
@@ -251,7 +251,7 @@ def _check_at_least_one(name: str, number: int | None) -> None:
 
 
 def _shifted(values: IntArray, shifts: IntArray, lengths: IntArray) -> IntArray:
-    """(sum of lengths,). the first values, cut into runs of these lengths, each plus the shift of its run."""
+    """Cut the first values into runs of these lengths, and add to each run its shift."""
     shifted = shifts.repeat(lengths)
     shifted += values[: len(shifted)]
     return shifted
@@ -261,7 +261,7 @@ def _copy_shared_heads(inverse: IntArray, starts: IntArray, lcp: IntArray) -> No
     """Write the rows of the tokens that a sequence shares with the one before it in sorted order, in place."""
     before, num_before, head = 0, 0, inverse[:0]
     for start, shared in zip(starts.tolist(), lcp.tolist(), strict=True):
-        if shared != num_before:  # else the one before took the same head from its own neighbour
+        if shared != num_before:  # else the sequence before took the same head from its neighbour
             head = inverse[before : before + shared]
         if shared:
             inverse[start : start + shared] = head
@@ -278,7 +278,7 @@ def _move_to_first_occurrences(
     places = ((order[1:] < order[:-1]) & (lcp[1:] > 0)).nonzero()[0] + 1
     if not len(places):
         return
-    places = places[order[places].argsort()]  # the earliest first, so that little is left to move for the others
+    places = places[order[places].argsort()]  # earliest first, so that the others need to move little
     first, end = starts[places], starts[places] + lcp[places]
     for start, stop, row in zip(first.tolist(), end.tolist(), inverse[end - 1].tolist(), strict=True):
         if start < gather[row]:  # else the last shared row, and so every one above it, came earlier
@@ -287,7 +287,7 @@ def _move_to_first_occurrences(
 
 
 def _padded(plan: PrefixPlan, padding: int) -> PrefixPlan:
-    """The plan with `padding` more rows at the end."""
+    """Append `padding` rows to the plan."""
     return replace(
         plan,
         gather_indices=np.append(plan.gather_indices, np.zeros(padding, dtype=np.int64)),

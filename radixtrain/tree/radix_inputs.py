@@ -1,9 +1,9 @@
-"""What a batch carries for radixtrain, beside the inputs that any model knows: one object, `batch["radix"]`.
+"""What a batch carries for radixtrain besides ordinary model inputs: one object, `batch["radix"]`.
 
-It moves as a tensor does, so that a DataLoader, Accelerate, Lightning and `{name: x.to(device)}` take it along. What
-moves only tensors (Hugging Face's `Trainer` by itself, DistributedDataParallel, FSDP) hands it on where it is, and the
-hook of a prepared model moves it. Everything that the host has to know for a kernel launch is an int that was computed
-in the DataLoader worker: on a device, nothing here is read back.
+It moves as a tensor does, so that a DataLoader, Accelerate, Lightning and `{name: x.to(device)}` move it too. What
+moves only tensors (Hugging Face's `Trainer`, DistributedDataParallel, FSDP) passes it on as it is, and the hook of a
+prepared model moves it. Everything that the host has to know for a kernel launch is an int that was computed in the
+DataLoader worker: on a device, nothing here is read back.
 
 T packed tokens, U unique rows, B sequences, R rows that predict, P predictions.
 """
@@ -25,7 +25,7 @@ RADIX = "radix"  # its key in a batch
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RadixInputs(Movable):
-    """What a prepared model and radixtrain's losses read of a batch.
+    """What a prepared model and radixtrain's losses read from a batch.
 
     layout: the plan of the unique tokens; None in a padded batch, whose B x L flattened tokens are the rows.
     cu_seqlens: (B+1,), int32. bounds of the sequences, back to back.
@@ -33,7 +33,7 @@ class RadixInputs(Movable):
     prediction_rows: (P,), int64. which of the R predictors each entry of `shift_labels` belongs to.
     place_rows: (P,), int64, on the host. `prediction_rows`, for a model that computes its own loss: its head gets a row
         for each of them. None if it gets the R predictors.
-    loss_weights: (P,). how many original tokens each entry stands for, int64; or the weight it was given, float32.
+    loss_weights: (P,). how many original tokens each entry stands for, int64; or its given weight, float32.
     label_indices: (P,), int64. the original token that each entry is, counted over all features back to back; None if
         an entry may stand for several.
     old_logprobs, advantages: (P,), float32. as they were given, if they were.
@@ -75,18 +75,18 @@ del RadixInputs.__dataclass_fields__  # Lightning and FSDP take dataclasses apar
 
 
 def radix_of(batch: Mapping[str, Any]) -> RadixInputs:
-    """The object of a batch that has one."""
+    """Return the `RadixInputs` of a batch."""
     found: RadixInputs = batch[RADIX]
     return found
 
 
 def with_radix(batch: Mapping[str, Any], **fields: object) -> dict[str, Any]:
-    """The batch with other values in some fields of its `RadixInputs`."""
+    """Copy the batch with other values in some fields of its `RadixInputs`."""
     return {**batch, RADIX: radix_of(batch).changed(**fields)}
 
 
 def layout_of(batch: Mapping[str, Any]) -> TreeLayout:
-    """The plan of a batch of a `RadixCollator`."""
+    """Return the layout of the plan of a `RadixCollator`'s batch."""
     layout = radix_of(batch).layout
     assert layout is not None, "a padded batch"
     return layout

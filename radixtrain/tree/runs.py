@@ -1,4 +1,4 @@
-"""The prefix plan as runs: what a layer with a recurrent state computes in one go, from one state to the next.
+"""The prefix plan as runs, each of which a layer with a recurrent state computes at once, from one state to the next.
 
 Attention sees a tree through a mask. A recurrent layer (gated delta rule, state space, short convolution) reads a
 sequence in order, so on a tree it works in runs: rows back to back on one path from a root. A run starts from the final
@@ -11,7 +11,7 @@ continue it start from a copy.
        └─ E           │ E                           │ E
 
 Every row of the plan has its output from exactly one run; the others that contain it only carry its state on, so values
-and gradients are those of each sequence by itself, whichever forks are chosen. A fork costs a state to keep and a call
+and gradients are those of each sequence alone, whichever forks are chosen. A fork costs a state to keep and a call
 or more; without it rows are computed again. `RunCost` decides.
 
 Runs are computed in calls of equal shape:
@@ -51,7 +51,7 @@ Pieces = tuple[tuple[int, int], ...]  # ranges of rows, [start, end), one after 
 
 @dataclass(frozen=True, kw_only=True)
 class RunCost:
-    """What recurrent layers cost, forward and backward; in seconds, or in rows if nothing was measured.
+    """The cost of recurrent layers, forward and backward; in seconds, or in rows if nothing was measured.
 
     call: of the layer, of any size.
     row: computed, a padded one included.
@@ -65,7 +65,7 @@ class RunCost:
     can_fork: bool = True
 
     def of_call(self, num_runs: Any, length: Any) -> Any:
-        """What calls of these shapes cost without their states. num_runs, length: numbers, or arrays that broadcast."""
+        """Return the cost of calls of these shapes without their states. num_runs, length: numbers or arrays."""
         return self.call + num_runs * length * self.row
 
 
@@ -73,7 +73,7 @@ class RunCall(NamedTuple):
     """One call of a layer: `num_runs` runs of `length` rows each.
 
     keeps: 1 if their final states are kept for later calls.
-    sources: pairs of a call and a number: so many runs, in order, start from states that this call kept. Empty for runs
+    sources: pairs (call, number): that many runs, in order, start from states that this call kept. Empty for runs
         that start from nothing.
     """
 
@@ -102,12 +102,12 @@ class RunLayout(Movable):
 
     @property
     def num_forks(self) -> int:
-        """States that are kept."""
+        """Count the states that are kept."""
         return sum(call.num_runs for call in self.calls if call.keeps)
 
 
 class _Run(NamedTuple):
-    """pieces: ranges of unique rows, back to back. parent: the run it continues, -1 for none. level: forks above it."""
+    """A run. pieces: ranges of unique rows, back to back. parent: the run it continues, or -1. level: forks above."""
 
     pieces: Pieces
     length: int
@@ -117,20 +117,20 @@ class _Run(NamedTuple):
 
 
 class _Choice(NamedTuple):
-    """Runs, and which of them are computed in one call; the calls in order."""
+    """Runs, and their groups that are computed in one call each; the calls in order."""
 
     runs: Sequence[_Run]
     groups: list[list[int]]
 
     def cost(self, rates: RunCost) -> float:
-        """What one layer costs with these runs."""
+        """Return the cost of one layer with these runs."""
         states = sum(run.is_fork for run in self.runs) + sum(run.parent >= 0 for run in self.runs)
         calls = sum(rates.of_call(len(group), _call_length(self.runs, group)) for group in self.groups)
         return calls + states * rates.state
 
 
 def cheapest_runs(segment_starts: IntArray, segment_parents: IntArray, rates: RunCost | None = None) -> RunLayout:
-    """The runs of a plan that cost least among several choices of forks; without any fork if none pays. On the CPU.
+    """Return the runs of a plan that cost least among several choices of forks; no forks if none pays. On the CPU.
 
     segment_starts, segment_parents: (S+1,) and (S,), int64. as in `PrefixPlan`.
     rates: what the layers cost; by default `RunCost()`.
@@ -139,7 +139,7 @@ def cheapest_runs(segment_starts: IntArray, segment_parents: IntArray, rates: Ru
 
 
 def cost_of_runs(segment_starts: IntArray, segment_parents: IntArray, rates: RunCost) -> float:
-    """What one layer costs with the cheapest runs."""
+    """Return the cost of one layer with the cheapest runs."""
     return _cheapest(segment_starts, segment_parents, rates).cost(rates)
 
 
@@ -159,7 +159,7 @@ def runs_of_segments(
     multiple: int = 1,
     rates: RunCost | None = None,
 ) -> RunLayout:
-    """The runs of a plan with these forks, on the CPU.
+    """Make the runs of a plan with these forks, on the CPU.
 
     segment_starts, segment_parents: (S+1,) and (S,), int64. as in `PrefixPlan`.
     min_saved: rows that a fork must save: its length times the branches after the first. None: no forks at all, each
@@ -176,7 +176,7 @@ def _choice(runs: Sequence[_Run], rates: RunCost) -> _Choice:
 
 
 class _Above(NamedTuple):
-    """What children of a segment begin with: the run they continue, its level, and rows that are in no run yet."""
+    """How children of a segment begin: the run they continue, its level, and rows that are in no run yet."""
 
     run: int
     level: int
@@ -185,7 +185,7 @@ class _Above(NamedTuple):
 
 
 def _runs(starts: list[int], parents: list[int], min_saved: int | None, multiple: int) -> Iterator[_Run]:
-    """The runs in the order of the segments that end them, so that a run comes after the one that it continues."""
+    """Yield the runs in the order of the segments that end them, so that a run comes after the one it continues."""
     children = Counter(parents)
     above_children = {-1: _Above(-1, 0, (), 0)}
     number = 0
@@ -206,7 +206,7 @@ def _runs(starts: list[int], parents: list[int], min_saved: int | None, multiple
 
 
 def _split(pieces: Sequence[tuple[int, int]], length: int) -> tuple[Pieces, Pieces]:
-    """The first `length` rows of some ranges, and the others."""
+    """Split some ranges into the first `length` rows and the others."""
     first, rest = [], []
     for start, end in pieces:
         cut = min(end, start + length)
@@ -217,7 +217,7 @@ def _split(pieces: Sequence[tuple[int, int]], length: int) -> tuple[Pieces, Piec
 
 
 def _fork_groups(runs: Sequence[_Run]) -> Iterator[list[int]]:
-    """Forks that are computed in one call: of one level and one length; the levels in order."""
+    """Yield the forks that are computed in one call: of one level and one length; the levels in order."""
     groups: dict[tuple[int, int], list[int]] = {}
     for number, run in enumerate(runs):
         if run.is_fork:
@@ -227,7 +227,7 @@ def _fork_groups(runs: Sequence[_Run]) -> Iterator[list[int]]:
 
 
 def _leaf_groups(runs: Sequence[_Run], rates: RunCost) -> Iterator[list[int]]:
-    """Leaves that are computed in one call: of similar lengths, those that start from nothing by themselves."""
+    """Yield the leaves that are computed in one call: of similar lengths, and with or without a state to start from."""
     for from_state in (False, True):
         leaves = [n for n, run in enumerate(runs) if not run.is_fork and (run.parent >= 0) == from_state]
         leaves.sort(key=lambda number: runs[number].length)
@@ -236,7 +236,7 @@ def _leaf_groups(runs: Sequence[_Run], rates: RunCost) -> Iterator[list[int]]:
 
 
 def _cheapest_buckets(lengths: IntArray, rates: RunCost) -> list[int]:
-    """Bounds of the buckets of these ascending lengths that cost least, each padded to its longest.
+    """Return the bounds of the buckets of these ascending lengths that cost least, each padded to its longest.
 
     By dynamic programming over the distinct lengths: the best cut of the first ones, and one more bucket.
     """
@@ -255,13 +255,13 @@ def _cheapest_buckets(lengths: IntArray, rates: RunCost) -> list[int]:
 
 
 def _call_length(runs: Sequence[_Run], group: Sequence[int]) -> int:
-    """Rows of each run of a call, with padding."""
+    """Return the rows of each run of a call, with padding."""
     longest = max(runs[number].length for number in group)
     return max(longest, SHORTEST_FROM_STATE) if runs[group[0]].parent >= 0 else longest
 
 
 def _layout(choice: _Choice, num_rows: int) -> RunLayout:
-    """Runs in calls; in a call by the call that their states come from."""
+    """Lay the runs out in calls; within a call, order them by the call that their states come from."""
     runs = choice.runs
     place_of: dict[int, tuple[int, int]] = {-1: (-1, 0)}  # run -> its call, its place in it
     calls: list[RunCall] = []
@@ -285,14 +285,14 @@ def _layout(choice: _Choice, num_rows: int) -> RunLayout:
 
 
 def _padded_rows(run: _Run, length: int) -> IntArray:
-    """(length,). the rows of a run, and its last one again as padding."""
+    """Return the rows of a run, (length,), with its last one repeated as padding."""
     pieces = [np.arange(start, end) for start, end in run.pieces]
     last = run.pieces[-1][1] - 1
     return np.concatenate([*pieces, np.full(length - run.length, last)])
 
 
 def _places(rows: IntArray, num_rows: int) -> IntArray:
-    """(num_rows,). the first place of each row: NumPy keeps the last value that is written, so write backwards."""
+    """Return the first place of each row, (num_rows,): NumPy keeps the value written last, so write backwards."""
     places = np.zeros(num_rows, dtype=np.int64)
     places[rows[::-1]] = np.arange(len(rows))[::-1]
     return places

@@ -33,12 +33,12 @@ class SortedSequences:
 
     @property
     def num_unique_tokens(self) -> int:
-        """Tokens if each common beginning is counted once."""
+        """Count the tokens, with each common beginning counted once."""
         return int((self.lengths - self.lcp).sum())
 
 
 def sort_sequences(input_ids: IntArray, cu_seqlens: IntArray, position_ids: IntArray | None = None) -> SortedSequences:
-    """Sequences sorted by their (token, position) pairs, with the LCP of neighbours.
+    """Sort sequences by their (token, position) pairs, with the LCP of neighbours.
 
     input_ids, position_ids: (T,), int64. Positions that count from 0 in every sequence are left out of the key: there
         the depth is the position.
@@ -64,7 +64,7 @@ def sort_sequences(input_ids: IntArray, cu_seqlens: IntArray, position_ids: IntA
 
 
 def _big_endian(pairs: IntArray) -> npt.NDArray[np.unsignedinteger[Any]]:
-    """(T, 1 or 2). tokens and positions in 4 bytes, or in 8 if one is too large, as negative ones are if unsigned."""
+    """Encode tokens and positions, (T, 1 or 2), in 4 bytes, or in 8 if one is too large; refuse negative ones."""
     if pairs.view(np.uint64).max(initial=0) < 2**32:
         return pairs.astype(">u4")
     for name, values in zip(("input_ids", "position_ids"), pairs.T, strict=False):
@@ -73,7 +73,7 @@ def _big_endian(pairs: IntArray) -> npt.NDArray[np.unsignedinteger[Any]]:
 
 
 def _neighbour_lcp(keys: list[bytes], step: int) -> IntArray:
-    """LCP of each key with the one before it, in pairs of `step` bytes. keys: sorted.
+    """Return the LCP of each key with the one before it, in pairs of `step` bytes. keys: sorted.
 
     Neighbours mostly part at the same depth as the last two: `head` is tried first, 0.2 us in place of 1.2.
     """
@@ -89,7 +89,7 @@ def _neighbour_lcp(keys: list[bytes], step: int) -> IntArray:
 
 
 def _common_prefix(one: bytes, other: bytes, step: int) -> int:
-    """Bytes that two keys begin with, in whole pairs of `step` bytes. The first one sorts no later than the other."""
+    """Count the common first bytes of two keys, in whole pairs of `step` bytes. one: sorts no later than other."""
     if one[:step] != other[:step]:
         return 0
     if other.startswith(one):
@@ -100,7 +100,7 @@ def _common_prefix(one: bytes, other: bytes, step: int) -> int:
 
 
 def lcp_intervals(lcp: list[int], root: int = 0) -> tuple[list[int], list[int], list[int]]:
-    """The branch points of sorted sequences: depths, parents, and the one where each sequence leaves the one before it.
+    """Find the branch points of sorted sequences: depths, parents, and where each sequence leaves the one before it.
 
     lcp: what each shares with the one before it. root: the depth of point 0, its own parent, which holds all of them.
     """
@@ -120,7 +120,7 @@ def lcp_intervals(lcp: list[int], root: int = 0) -> tuple[list[int], list[int], 
 
 
 def without_small_branches(lcp: IntArray, min_shared_tokens: int) -> IntArray:
-    """The LCP array with every branch point removed that saves fewer than `min_shared_tokens`.
+    """Remove every branch point from the LCP array that saves fewer than `min_shared_tokens`.
 
     Removing one lowers its sequences' entries to the depth of the branch point above, so that each branch computes the
     run between the two. Decided from the root downwards: a run that lost its branch point makes the runs below it

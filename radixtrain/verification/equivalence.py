@@ -1,8 +1,7 @@
-"""Radix against ordinary Hugging Face on the same model and data: loss and every parameter's gradient.
+"""Compares radixtrain with ordinary Hugging Face on the same model and data: loss and every parameter's gradient.
 
-Both arms are compared with the float64 truth of `radixtrain/verification/oracle.py`, in every precision that matters to
-the user. A close loss proves little (a wrong mask moved it by 0.07 % when it was measured), so gradients are compared,
-tensor by tensor.
+Both arms are compared with the float64 truth of `radixtrain/verification/oracle.py`, in every precision that matters. A
+close loss proves little (a wrong mask was measured to move it by 0.07 %), so gradients are compared by tensor.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def verify_equivalence(
         `images=image_inputs_of(model)` if some feature has images; then ordinary is one row at a time, too.
     precisions: of `float64`, `float32` and the model's own dtype; default all of them.
 
-    Dropout that `prepare_model` was allowed is off meanwhile, and so are a router loss and AdaLoRA's regularizer.
+    Dropout that `prepare_model` allowed is off meanwhile, and so are a router loss and AdaLoRA's regularizer.
     Raises ValueError if nothing bears loss. Raises UserError as `prepare_model` does, and if the ordinary gradient is
     not finite.
     """
@@ -95,7 +94,7 @@ def verify_arms(
     precisions: Sequence[str] | None = None,
     autocast: torch.dtype | None = None,
 ) -> EquivalenceReport:
-    """`verify_equivalence` for other ways to compute the two losses, such as a trainer's own.
+    """Do what `verify_equivalence` does for other ways to compute the two losses, such as a trainer's own.
 
     ordinary, radix: yield the terms of the loss, of the model as it came from Hugging Face and of the prepared model.
     autocast: the dtype of mixed precision, which is then the last rung.
@@ -106,7 +105,7 @@ def verify_arms(
     before = prepared_options(model)
     allowed = before["allow_dropout"] if before else ()
     rungs = []
-    with _as_it_was(model, before), without_dropout(model, allowed), _without_added_losses(model):
+    with _restored_afterwards(model, before), without_dropout(model, allowed), _without_added_losses(model):
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise UserError("no parameter of the model requires a gradient, so there is nothing to compare")
         prepare_model(model, attention=attention, kernel="auto", allow_dropout=allowed)  # refuses before it computes
@@ -139,11 +138,11 @@ def verify_step(
     The ordinary arm is the step that `dedup: false` would take; the truth is computed from the logits that Hugging
     Face's own model returns for each sequence.
 
-    model: loaded, on its device. It is returned as it was, without gradients. A fresh LoRA, which is zero and would
+    model: loaded, on its device. It is restored, without gradients. A fresh LoRA, which is zero and would
         leave half of its gradients zero, is filled at random during the comparison.
     loss_sum: micro-batch -> summed loss of `model`, as `RadixModule.loss_sum`.
     features: the sequences of the step; see `SFTData.features_of_step`.
-    collator: what cuts and collates them in training.
+    collator: the one of the training.
     attention, kernel: as for `prepare_model`.
     precision: Lightning's name of it; a mixed one adds a comparison under autocast.
     """
@@ -165,13 +164,13 @@ def verify_step(
 
 
 def _own_dtype(model: nn.Module) -> torch.dtype:
-    """What the model trains in: of parameters in several dtypes, the 16-bit one."""
+    """Return the dtype that the model trains in: of parameters in several dtypes, the 16-bit one."""
     dtypes = dict.fromkeys(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
     return next((dtype for dtype in dtypes if dtype.itemsize == 2), next(iter(dtypes)))
 
 
 def _precisions(wanted: Sequence[str] | None, own: str) -> Sequence[str]:
-    """Return those that are wanted, or all. own: the dtype of the training."""
+    """Return the wanted precisions, or all. own: the dtype of the training."""
     known = tuple(dict.fromkeys(("float64", "float32", own)))
     for precision in wanted or ():
         if precision not in known:
@@ -188,7 +187,7 @@ def _check_finite(truth: Gradients) -> None:
 def compare_gradients(
     precision: str, truth: Gradients, ordinary: Gradients, radix: Gradients, judged: bool = True
 ) -> Rung:
-    """A rung of the ladder. All three hold the same parameters; errors are computed in float64."""
+    """Compare gradients in one precision. All three hold the same parameters; errors are computed in float64."""
     tensors = tuple(
         _tensor_error(name, exact, ordinary.tensors[name], radix.tensors[name]) for name, exact in truth.tensors.items()
     )
@@ -203,7 +202,7 @@ def _has_experts(base: PreTrainedModel) -> bool:
 def _computing_in(
     precision: str, model: nn.Module, own: str, autocast: torch.dtype | None
 ) -> AbstractContextManager[object]:
-    """own: the dtype of the training, in which the weights stay as they are."""
+    """Make the context of a precision. own: the dtype of the training, in which the weights are not cast."""
     if precision == "float64":
         return float64_throughout(model)
     if precision != own:
@@ -212,12 +211,12 @@ def _computing_in(
 
 
 def _kernel_of(precision: str, kernel: str) -> str:
-    """flash-attn takes only 16 bits; the wider rungs test the same tree on another kernel."""
+    """Choose the kernel: flash-attn takes only 16 bits, so wider rungs test the same tree on another kernel."""
     return "auto" if kernel.startswith("flash") and precision in ("float64", "float32") else kernel
 
 
 @contextmanager
-def _as_it_was(model: nn.Module, before: Mapping[str, Any] | None) -> Iterator[None]:
+def _restored_afterwards(model: nn.Module, before: Mapping[str, Any] | None) -> Iterator[None]:
     try:
         with same_buffers(model):
             yield
@@ -251,7 +250,7 @@ def _tensor_error(name: str, truth: Tensor, ordinary: Tensor, radix: Tensor) -> 
 
 @contextmanager
 def _filled_adapters(model: nn.Module) -> Iterator[None]:
-    """Inside, each LoRA matrix B that is zero, as it starts, is random. The global random state does not change."""
+    """Fill each LoRA matrix B that is zero, as it starts, at random. The global random state does not change."""
     fresh = [p for name, p in model.named_parameters() if "lora_B" in name and not p.any()]
     draw = torch.Generator().manual_seed(0)
     try:
@@ -266,6 +265,6 @@ def _filled_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def _terms(loss_sum: Callable[[dict[str, Any]], Tensor], step: Step, device: torch.device) -> Iterator[Tensor]:
-    """The terms of the loss of a step, one for each pass that trains."""
+    """Yield the terms of the loss of a step, one for each pass that trains."""
     for term in loss_sums(step.to(device), loss_sum):
         yield term / step.num_labels

@@ -59,16 +59,16 @@ def gradients_of(model: nn.Module, arm: Arm) -> Gradients:
 
 
 def float64_truth(model: nn.Module, features: Features) -> Gradients:
-    """The truth: `ordinary_one_by_one` in float64. `model` must not be prepared; its weights come back unchanged."""
+    """Compute the truth: `ordinary_one_by_one` in float64. `model` must not be prepared; its weights are restored."""
     with float64_throughout(model):
         return gradients_of(model, lambda: ordinary_one_by_one(model, features))
 
 
 def ordinary_one_by_one(model: nn.Module, features: Features) -> Iterator[Tensor]:
-    """Mean cross-entropy over the labelled tokens, one sequence a call; a term for each. ValueError if none bears loss.
+    """Yield the terms of the mean cross-entropy over labelled tokens, one sequence a call. ValueError if no label.
 
     Each token's is multiplied by its loss weight, if the features have some; the divisor is the number of tokens.
-    Images of a feature are given to the model as they are.
+    The model gets the images of a feature unchanged.
 
     Written from the definition of the loss. Of radixtrain it uses only the function that reads features.
     """
@@ -89,7 +89,7 @@ def ordinary_one_by_one(model: nn.Module, features: Features) -> Iterator[Tensor
 
 
 def ordinary_padded(model: nn.Module, features: Features) -> Iterator[Tensor]:
-    """Return the loss by one call on the right-padded batch of an ordinary collator; with images a row at a time."""
+    """Yield the loss of one call on the right-padded batch of an ordinary collator; with images a row at a time."""
     if any(map(has_images, features)):
         yield from ordinary_one_by_one(model, features)
         return
@@ -110,7 +110,7 @@ def ordinary_padded(model: nn.Module, features: Features) -> Iterator[Tensor]:
 
 
 def radix_batch(model: nn.Module, batch: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The loss that a prepared model returns."""
+    """Yield the loss that a prepared model returns."""
     device = next(model.parameters()).device
     on_device = {name: x.to(device) for name, x in batch.items()}
     yield model(**on_device | _in_dtype_of(model, on_device)).loss
@@ -118,7 +118,7 @@ def radix_batch(model: nn.Module, batch: Mapping[str, Any]) -> Iterator[Tensor]:
 
 @contextmanager
 def same_buffers(model: nn.Module) -> Iterator[None]:
-    """Afterwards the model has the buffers it had; a forward pass may replace some, as rotary embeddings do."""
+    """Restore the buffers of a model afterwards; a forward pass may replace some, as rotary embeddings do."""
     buffers = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
     try:
         yield
@@ -129,7 +129,7 @@ def same_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def weights_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Parameters and floating-point buffers in another dtype for a while, in place; then what they were, bit for bit.
+    """Cast parameters and floating-point buffers to another dtype for a while, in place; then restore them bit for bit.
 
     To a wider dtype nothing is lost. The `nn.Parameter` objects stay the same, so an optimizer that holds them does not
     notice. Flash attention, which takes only 16 bits, is `sdpa` meanwhile, and weights of 4 bits are ordinary ones.
@@ -163,14 +163,14 @@ def _floating_tensors_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]
 
 @contextmanager
 def float64_throughout(model: nn.Module) -> Iterator[None]:
-    """Weights in float64, and what the model casts to float32 is cast to float64 instead."""
+    """Compute in float64: the weights, and what the model casts to float32."""
     with _plain_experts(model_inside(model)), weights_in(model, torch.float64), float64_arithmetic():
         yield
 
 
 @contextmanager
 def float64_arithmetic() -> Iterator[None]:
-    """Tensors that this thread makes without a dtype are float64, and what it casts to float32 is cast to float64."""
+    """Make this thread's tensors float64 if they get no dtype, and casts to float32 casts to float64."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -183,7 +183,7 @@ def float64_arithmetic() -> Iterator[None]:
 
 @contextmanager
 def _plain_experts(base: PreTrainedModel) -> Iterator[None]:
-    """Mixtures of experts as a loop of matrix products: torch's grouped one takes no float64."""
+    """Run mixtures of experts as a loop of matrix products: torch's grouped one takes no float64."""
     parts = [part for part in base.modules() if isinstance(part, PreTrainedModel)]
     if not any(part._can_set_experts_implementation() for part in parts):
         yield
@@ -198,7 +198,7 @@ def _plain_experts(base: PreTrainedModel) -> Iterator[None]:
 
 
 class _LiftCasts(TorchFunctionMode):
-    """Every torch function that receives float32 gets float64."""
+    """Gives float64 to every torch function that receives float32."""
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.backward:
@@ -219,7 +219,7 @@ class _LiftCasts(TorchFunctionMode):
         create_graph: bool = False,
         inputs: Any = None,
     ) -> None:
-        """Both functions `backward` under the mode, which torch's own suspend, so that checkpointing would lose it."""
+        """Run both `backward` functions under the mode, which torch's own suspend: checkpointing would lose it."""
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         grad_tensors = [grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors
         given = grad_tensors or [None] * len(tensors)
@@ -242,14 +242,14 @@ def has_images(feature: Mapping[str, Any]) -> bool:
 
 
 def _arrays_of(features: Features) -> list[TokenRow]:
-    """The collator under test has refused unclear ones, and read their images."""
+    """Read the features: the collator under test has refused unclear ones, and read their images."""
     of_images = {*OF_IMAGES, TYPES, TOKEN_TYPES}
     texts = [{name: value for name, value in each.items() if name not in of_images} for each in features]
     return token_rows(texts, loss_on_all=True)
 
 
 def _images_of(feature: Mapping[str, Any], arrays: TokenRow, model: nn.Module) -> dict[str, Tensor]:
-    """The arguments of a feature that are not text, if it has images."""
+    """Return the arguments of a feature that are not text, if it has images."""
     if not has_images(feature):
         return {}
     device = next(model.parameters()).device
@@ -264,7 +264,7 @@ def _images_of(feature: Mapping[str, Any], arrays: TokenRow, model: nn.Module) -
 
 
 def _in_dtype_of(model: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The images among these tensors, in the dtype of the model."""
+    """Cast the images among these tensors to the dtype of the model."""
     dtype = next(x.dtype for x in model.parameters() if x.is_floating_point())
     images = {name: tensors[name] for name in OF_IMAGES if name in tensors}
     return {name: value.to(dtype) for name, value in images.items() if value.is_floating_point()}
@@ -273,14 +273,14 @@ def _in_dtype_of(model: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Tens
 def _columns(
     sequences: Iterable[TokenRow],
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]]:
-    """input_ids, labels, position_ids and loss weights of each sequence, which are 1 if it has none."""
+    """Yield input_ids, labels, position_ids and loss weights of each sequence; weights are 1 by default."""
     for each in sequences:
         weights = np.ones(len(each.labels)) if each.loss_weights is None else each.loss_weights
         yield each.input_ids, each.labels, each.position_ids, weights
 
 
 def _cross_entropy(logits_BLV: Tensor, labels_BL: Tensor, weights_BL: Tensor) -> Tensor:
-    """Weighted and summed over the labelled tokens; each is predicted from the one before it. In float32 or wider."""
+    """Sum the weighted cross-entropy over labelled tokens, each predicted from the one before. In float32 or wider."""
     wide = logits_BLV.to(torch.promote_types(logits_BLV.dtype, torch.float32))
     rows, targets = wide[:, :-1].flatten(0, 1), labels_BL[:, 1:].flatten()
     each = nn.functional.cross_entropy(rows, targets, reduction="none", ignore_index=IGNORE_INDEX)

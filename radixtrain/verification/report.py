@@ -1,4 +1,4 @@
-"""How far the gradients of both arms are from the truth, how far rounding may take them, and the verdict in words.
+"""How far the gradients of both arms are from the truth, how far rounding may move them, and the verdict in words.
 
 In float64, which hardly rounds, the bar is a number: 1e-12. In lower precision it follows from the rounding of the
 ordinary arm, measured on the same weights and sequences.
@@ -49,12 +49,12 @@ class TensorError:
 
     @property
     def ordinary(self) -> float:
-        """Relative error of the ordinary arm."""
+        """Return the relative error of the ordinary arm."""
         return _relative(self.ordinary_difference, self.norm)
 
     @property
     def radix(self) -> float:
-        """Relative error of radix."""
+        """Return the relative error of radix."""
         return _relative(self.radix_difference, self.norm)
 
 
@@ -75,12 +75,12 @@ class Rung:
 
     @property
     def passed(self) -> bool:
-        """The loss and every gradient are within their bars, and at least one gradient is alive."""
+        """Return whether the loss and every gradient are within their bars, and at least one gradient is alive."""
         return not self.reason
 
     @property
     def reason(self) -> str:
-        """Why it did not pass, in one line that names the parameter; empty if it did."""
+        """Say why it did not pass, in one line that names the parameter; empty if it did."""
         return next(self._reasons() if self.judged else self._reasons_if_not_judged(), "")
 
     def _reasons_if_not_judged(self) -> Iterator[str]:
@@ -135,12 +135,12 @@ class Rung:
 
     @cached_property
     def alive(self) -> tuple[TensorError, ...]:
-        """Gradients that can be compared in this precision."""
+        """Return the gradients that can be compared in this precision."""
         return tuple(tensor for tensor in self.tensors if not self.is_dead(tensor))
 
     @cached_property
     def dead(self) -> tuple[TensorError, ...]:
-        """Gradients that are truly zero, or drowned in rounding. All they prove is that radix has no more than that.
+        """Return the gradients that are truly zero, or drowned in rounding. They only prove that radix has no more.
 
         In a fresh LoRA (B = 0) the gradients of A are dead.
         """
@@ -150,7 +150,7 @@ class Rung:
         return tensor.norm <= self._dead_norm  # written so that a NaN in the truth is alive, and fails
 
     def allowed(self, tensor: TensorError) -> float:
-        """The largest L2 difference from the truth that radix may have in this tensor."""
+        """Return the largest L2 difference from the truth that radix may have in this tensor."""
         if self.precision == "float64":
             exact = FLOAT64_BAR * tensor.norm + FLOAT64_FLOOR * self._largest
             return max(exact, min(CONDITION * tensor.ordinary_difference, AGREEMENT * tensor.norm))
@@ -158,12 +158,12 @@ class Rung:
         return TENSOR_FACTOR * max(tensor.ordinary_difference, typical)
 
     def share(self, tensor: TensorError) -> float:
-        """The difference of radix as a share of what is allowed; above 1 the tensor failed."""
+        """Return the difference of radix as a share of what is allowed; above 1 the tensor failed."""
         return _relative(_nan_as_inf(tensor.radix_difference), self.allowed(tensor))
 
     @cached_property
     def failed(self) -> tuple[TensorError, ...]:
-        """Gradients further from the truth than they may be, the furthest first; NaN is further than any number."""
+        """Return the gradients further from the truth than allowed, the furthest first; NaN is furthest of all."""
         above = [tensor for tensor in self.tensors if not tensor.radix_difference <= self.allowed(tensor)]
         return tuple(sorted(above, key=lambda tensor: -_nan_as_inf(self.share(tensor))))
 
@@ -177,17 +177,17 @@ class Rung:
 
     @property
     def worst(self) -> TensorError:
-        """The tensor with the largest relative error of radix, of those alive; of all tensors if none is alive."""
+        """Return the tensor with the largest relative error of radix among those alive; among all if none is alive."""
         return max(self.alive or self.tensors, key=lambda tensor: _nan_as_inf(tensor.radix))
 
     @property
     def worst_ordinary(self) -> float:
-        """The largest relative error of the ordinary arm."""
+        """Return the largest relative error of the ordinary arm."""
         return self._errors("ordinary")[-1]
 
     @cached_property
     def upper_quartile_ordinary(self) -> float:
-        """A quarter of the ordinary arm's tensors have a larger relative error."""
+        """Return the relative error that a quarter of the ordinary arm's tensors exceed."""
         errors = self._errors("ordinary")
         return errors[3 * (len(errors) - 1) // 4]
 
@@ -200,28 +200,28 @@ class Rung:
         return statistics.median(self._errors("ordinary"))
 
     def _errors(self, arm: str) -> list[float]:
-        """Relative errors of an arm in the gradients that are alive, the smallest first; a zero if none is."""
+        """List relative errors of an arm in the gradients that are alive, the smallest first; a zero if none is."""
         return sorted(_nan_as_inf(getattr(tensor, arm)) for tensor in self.alive) or [0.0]
 
     @property
     def median_ratio(self) -> float:
-        """Radix's error over the ordinary arm's, the median of the tensors that are alive; 1 in float64."""
+        """Return radix's error over the ordinary arm's, the median over the tensors alive; 1 in float64."""
         ratios = [_relative(_nan_as_inf(t.radix_difference), t.ordinary_difference) for t in self.alive]
         return statistics.median(ratios) if ratios and self.precision != "float64" else 1.0
 
     @property
     def loss_error(self) -> float:
-        """Relative error of the loss by radix."""
+        """Return the relative error of the loss by radix."""
         return _relative(abs(self.radix_loss - self.truth_loss), abs(self.truth_loss))
 
     @property
     def ordinary_loss_error(self) -> float:
-        """Relative error of the ordinary arm's loss."""
+        """Return the relative error of the ordinary arm's loss."""
         return _relative(abs(self.ordinary_loss - self.truth_loss), abs(self.truth_loss))
 
     @property
     def loss_bar(self) -> float:
-        """The largest relative error that the loss by radix may have."""
+        """Return the largest relative error that the loss by radix may have."""
         if self.precision == "float64":
             return max(FLOAT64_BAR, min(CONDITION * self.ordinary_loss_error, AGREEMENT))
         return 3 * max(self.ordinary_loss_error, LOSS_FLOOR[self.precision] / 3)
@@ -243,17 +243,17 @@ class EquivalenceReport:
 
     @property
     def passed(self) -> bool:
-        """Every rung passed."""
+        """Return whether every rung passed."""
         return all(rung.passed for rung in self.rungs)
 
     @property
     def conclusive(self) -> bool:
-        """No gradient is dead, so every one was tested."""
+        """Return whether no gradient is dead, so that every one was tested."""
         return not self.rungs[0].dead
 
     @property
     def reason(self) -> str:
-        """Why it did not pass, in one line that names the parameter; empty if it did."""
+        """Say why it did not pass, in one line that names the parameter; empty if it did."""
         return next(iter(_failures(self.rungs)), "")
 
     def __getitem__(self, precision: str) -> Rung:
@@ -280,7 +280,7 @@ def _summary(rungs: Sequence[Rung]) -> list[str]:
 
 
 def _worst_tensors(rungs: Sequence[Rung], count: int = 5) -> list[str]:
-    """The tensors nearest to their bar, or furthest above it, in any rung; their error in every rung."""
+    """List the tensors nearest to their bar, or furthest above it, in any rung, with their error in every rung."""
     by_name = [{tensor.name: tensor for tensor in rung.tensors} for rung in rungs]
     shares = {name: max(rung.share(of[name]) for rung, of in zip(rungs, by_name, strict=True)) for name in by_name[0]}
     worst = sorted(shares, key=lambda name: -shares[name])[:count]
@@ -296,7 +296,7 @@ def _worst_tensors(rungs: Sequence[Rung], count: int = 5) -> list[str]:
 
 
 def _verdict(rungs: Sequence[Rung]) -> list[str]:
-    """Below the table: what failed, what was not judged, what proves little."""
+    """Write the lines below the table: what failed, what was not judged, what proves little."""
     lines = _failures(rungs)
     lines += [
         f"{rung.precision}: not judged: rounding to 16 bits moves tokens between experts, with radixtrain and without"
@@ -319,5 +319,5 @@ def _relative(error: float, norm: float) -> float:
 
 
 def _nan_as_inf(error: float) -> float:
-    """Every comparison with NaN is false, so `max` and `sorted` could overlook one."""
+    """Replace NaN by infinity: every comparison with NaN is false, so `max` and `sorted` could overlook it."""
     return error if error == error else inf

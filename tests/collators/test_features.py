@@ -133,7 +133,7 @@ NO_INTEGERS = [
 ]
 PROCESSED = "RadixCollator(images=image_inputs_of(model))"
 TEXT_AND_IMAGES = "it trains on text and images only"
-ANOTHER = "a model or loss that reads it would get another gradient"
+ANOTHER = "a model or loss that reads it would train differently"
 UNREAD = [
     ("token_type_ids", [0, 0, 0], "list of 3", "return_token_type_ids=False"),
     ("token_type_ids", torch.zeros(3), "Tensor of shape (3,)", "return_token_type_ids=False"),
@@ -468,8 +468,8 @@ def test_a_models_own_loss_would_ignore_them(name, collator):
     features[0] |= {name: None} if "weights" in name else {"labels": [N, N]}
     known = "loss_weights" if name == "weights" else name
     assert refused(features, collator).startswith(
-        f"feature 1 has {known}, which the loss of a Hugging Face model ignores, so that its gradient would be "
-        f"another. Collate with merge_labels=True"
+        f"feature 1 has {known}, which the loss of a Hugging Face model ignores, so its gradient "
+        f"would differ. Collate with merge_labels=True"
     )
 
 

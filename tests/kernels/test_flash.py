@@ -226,7 +226,7 @@ HOPPER = {
         ({"torch.cuda.is_available": False}, "torch sees no CUDA device"),
         ({"torch.backends.cudnn.version": 91400}, "needs cuDNN 9.15 or newer, torch brings 91400"),
         ({"torch.are_deterministic_algorithms_enabled": True}, "adds up in no fixed order"),
-        ({"os.getenv": "1"}, "lays the log-sum-exp out otherwise"),
+        ({"os.getenv": "1"}, "lays out the log-sum-exp differently"),
     ],
 )
 def test_what_cudnn_lacks(monkeypatch: pytest.MonkeyPatch, lacks: dict, said: str | None) -> None:

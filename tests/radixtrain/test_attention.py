@@ -369,9 +369,9 @@ class TestChoice:
     )
     def test_what_tree_does_not_take(self, monkeypatch, has_triton: bool, call: tuple, modifiers: dict, reason: str):
         monkeypatch.setattr("importlib.util.find_spec", lambda name: has_triton or None)
-        with pytest.raises(UserError, match=f"='tree' cannot be used: {reason}; attention='auto' takes what can"):
+        with pytest.raises(UserError, match=f"='tree' cannot be used: {reason}; attention='auto' takes one that can"):
             choose_attention("tree", "auto", *call, **modifiers)
-        with pytest.raises(UserError, match="kernel='torch' cannot be used: attention='tree' has a kernel of its own"):
+        with pytest.raises(UserError, match="kernel='torch' cannot be used: attention='tree' has its own kernel"):
             choose_attention("tree", "torch", *call, **modifiers)
 
     def test_unknown_names(self) -> None:

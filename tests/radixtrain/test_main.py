@@ -65,7 +65,7 @@ def test_a_screen_with_few_characters_and_none(arguments, monkeypatch, tmp_path)
     out = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="ascii", write_through=True))
     assert main(arguments(trainer__max_steps=1)) == 0
-    assert b"loss on what stands in ? ?" in out.getvalue()
+    assert b"loss on what is in ? ?" in out.getvalue()
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setattr(sys, "stderr", None)
     assert main(arguments(trainer__max_steps=1, output_dir=tmp_path / "closed")) == 0

@@ -1,1 +1,1 @@
-"""Files to rows: what is read, and how each kind of file is read."""
+"""Files to rows: which files are read, and how each kind is read."""

@@ -1,4 +1,4 @@
-"""A row of a file: strict JSON to columns, and the config's `columns`, which says whose names they have."""
+"""A row of a file: strict JSON to columns, and the config's `columns`, which maps their names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TOO_DEEP = "not valid JSON: nested too deeply to be read"
 
 
 class Row(NamedTuple):
-    """One row of a data file, as it was read.
+    """One row of a data file, as read.
 
     fields: column name to value.
     where: `train.jsonl:17` (line, counted from 1) or `train.parquet:row 17` (row, counted from 1).
@@ -24,7 +24,7 @@ class Row(NamedTuple):
     unused: tuple[str, ...] = ()
 
     def read(self) -> Row:
-        """Itself, as an `UnreadRow` gives it."""
+        """Return the row itself, as `UnreadRow.read` does."""
         return self
 
 
@@ -42,7 +42,7 @@ class UnreadRow(NamedTuple):
     filled: bool = False
 
     def read(self) -> Row:
-        """The row, its columns renamed by the mapping. Raises DataError if it is bad, or lacks a mapped column."""
+        """Parse the row and rename its columns by the mapping. Raises DataError if it is bad or a column is missing."""
         if isinstance(self.content, DataError):
             raise self.content
         fields = read_fields(self.content, self.where) if isinstance(self.content, bytes) else self.content
@@ -53,7 +53,7 @@ class UnreadRow(NamedTuple):
 
 
 def read_fields(line: bytes, where: str) -> dict[str, Any]:
-    """The columns of a line of JSON. Raises DataError if it is not valid JSON in UTF-8, or not an object."""
+    """Parse a line of JSON. Raises DataError if it is not valid JSON in UTF-8, or not an object."""
     try:
         text = line.decode("utf-8")
         fields = parse(text)
@@ -66,15 +66,15 @@ def read_fields(line: bytes, where: str) -> dict[str, Any]:
 
 
 def parse(text: str) -> Any:
-    """What a JSON text holds; an object holds each key once.
+    """Parse a JSON text, whose objects must hold each key once.
 
-    Raises ValueError or RecursionError, which `explain` puts in words.
+    Raises ValueError or RecursionError, for which `explain` has the words.
     """
     return DECODER.decode(text)
 
 
 def explain(error: ValueError | RecursionError) -> str:
-    """What is wrong with a JSON text or its bytes, in a line."""
+    """Say what is wrong with a JSON text or its bytes, in a line."""
     if isinstance(error, RecursionError):
         return TOO_DEEP
     if isinstance(error, UnicodeDecodeError):
@@ -87,7 +87,7 @@ def explain(error: ValueError | RecursionError) -> str:
 
 
 def check_text(text: str, value: object, where: str) -> None:
-    r"""Raises DataError if the value holds half of a surrogate pair: Python's parser accepts it, and no tokenizer does.
+    r"""Raise DataError if the value holds half of a surrogate pair, which Python's parser accepts but no tokenizer.
 
     text: the JSON that the value was parsed from. Only an escape `\ud8..` can write such a half.
     """
@@ -100,7 +100,7 @@ def check_text(text: str, value: object, where: str) -> None:
 
 
 def check_encodable(text: str, where: str) -> None:
-    """Raises DataError if a text holds half of a surrogate pair, on which tokenizers fail without naming the row."""
+    """Raise DataError if a text holds half of a surrogate pair, on which tokenizers fail without naming the row."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -109,7 +109,7 @@ def check_encodable(text: str, where: str) -> None:
 
 
 def kind_of(value: object) -> str:
-    """What JSON calls a value: an array, an object, a string ..."""
+    """Return what JSON calls a value: an array, an object, a string ..."""
     names = {list: "an array", dict: "an object", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
 
@@ -144,12 +144,12 @@ MAY_BE_ABSENT = ("input", "history", *RIDERS)
 
 
 def check_columns(columns: object, where: str) -> dict[str, str | None] | None:
-    """The mapping, checked. `{prompt: question, completion: answer}` reads the file's `question` as our `prompt`.
+    """Check the mapping: `{prompt: question, completion: answer}` reads the file's `question` as our `prompt`.
 
     columns: ours to theirs, or a column of the file to null, which leaves it out. None or empty: no mapping.
     where: the config key, for the error.
 
-    Raises UserError if a name is not one of ours, or one of theirs is not text or is named twice.
+    Raises UserError if a name is not one of our columns, or one of theirs is not text or is named twice.
     """
     if not columns:
         return None
@@ -163,16 +163,16 @@ def check_columns(columns: object, where: str) -> dict[str, str | None] | None:
             raise UserError(f"{where}: {_unknown(ours, theirs)}")
     named = [theirs for theirs in columns.values() if theirs is not None]
     if twice := sorted({theirs for theirs in named if named.count(theirs) > 1}):
-        raise UserError(f"{where}: {', '.join(twice)} is named more than once; one column of the file is one of ours")
+        raise UserError(f"{where}: {', '.join(twice)} is named more than once; each column of the file may have one")
     return dict(columns)
 
 
 def map_columns(
     fields: dict[str, Any], columns: Mapping[str, str | None], where: str
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The columns of a row under our names, and the names of those that are not read.
+    """Return the columns of a row under our names, and the names of those that are not read.
 
-    Only what the mapping names is read, and system, tools and chat_template_kwargs; beside `input_ids` also labels,
+    Reads only what the mapping names, and system, tools and chat_template_kwargs; beside `input_ids` also labels,
     masks and weights. A mapping that only leaves columns out, such as `{label: null}`, reads all the others.
 
     Raises DataError if the row lacks a column that the mapping names, unless it is one that a row may go without.
@@ -195,4 +195,4 @@ def _unknown(ours: object, theirs: object) -> str:
     if theirs in OURS:
         return f"write {theirs}: {ours} (our name first, then the file's)"
     meant = did_you_mean(str(ours), OURS, f"; ours are {', '.join(OURS)}")
-    return f"{ours!r} is none of our columns{meant}"
+    return f"{ours!r} is not one of our columns{meant}"

@@ -1,4 +1,4 @@
-"""Where rows come from: a file, a folder of files, a glob, a saved data set or one of the hub."""
+"""Sources of rows: a file, a folder of files, a glob, a saved data set or one of the hub."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # owner/name
 
 @dataclass(frozen=True)
 class Source:
-    """One place that rows come from.
+    """One source of rows.
 
     path: a file, a folder of files, a glob, a folder written by `save_to_disk`, or `owner/name` on the Hugging Face
         hub. What exists as a path is a path.
@@ -33,7 +33,7 @@ class Source:
     split: of a saved or hub data set with several; of a folder whose files are named train, test ...
     weight: how often each of its rows occurs in an epoch.
     columns: our columns to those of the file; see `check_columns`.
-    system_prompt: that of the configuration for these rows; empty for none.
+    system_prompt: replaces that of the configuration for these rows; empty for none.
     max_row_bytes: of a line of a text file. A longer one is refused before it fills the memory.
     """
 
@@ -48,12 +48,12 @@ class Source:
 
     @property
     def label(self) -> str:
-        """Its name, or what it was called by."""
+        """Return the name of the source, or else its path, subset and split."""
         return str(masked(self.name or "/".join(part for part in (self.path, self.subset, self.split) if part)))
 
 
 def as_sources(value: object, columns: object = None, key: str = KEY) -> list[Source]:
-    """The sources that a config key names.
+    """Return the sources that a config key names.
 
     value: a path; or a mapping with the fields of `Source`; or a list of these.
     columns: the mapping for all sources that have none of their own.
@@ -68,12 +68,12 @@ def as_sources(value: object, columns: object = None, key: str = KEY) -> list[So
     sources = [_source(item, mapping, key) for item in items]
     labels = [source.label for source in sources]
     if twice := sorted({label for label in labels if labels.count(label) > 1}):
-        raise UserError(f"{key}: {', '.join(twice)} is there more than once; give each a name, or a weight to one")
+        raise UserError(f"{key}: {', '.join(twice)} occurs more than once; give each a name, or one a weight")
     return sources
 
 
 def files_of(source: Source) -> list[str]:
-    """The files that a source reads, sorted. Of a hub name those of the local cache; none if they cannot be known.
+    """List the files that a source reads, sorted; of a hub name those of the local cache, none if unknown.
 
     Raises UserError if there is no such source.
     """
@@ -87,7 +87,7 @@ def files_of(source: Source) -> list[str]:
 
 
 def found_in(source: Source) -> Iterable[UnreadRow]:
-    """What the files of a source hold, one after the other. Raises UserError at the call if there is no such source."""
+    """Return the rows of a source's files, in order. Raises UserError at the call if there is no such source."""
     path = _place(source)
     if is_saved(path):
         name, dataset = saved_dataset(path, source.split)
@@ -135,7 +135,7 @@ def _place(source: Source) -> str:
 
 
 def _check_name(path: str) -> None:
-    """UserError for a name that no log and no table can hold: each of its rows is named after it."""
+    """Raise UserError for a name that no log and no table can hold: each of its rows is named after it."""
     try:
         path.encode("utf-8")
     except UnicodeEncodeError:
@@ -144,7 +144,7 @@ def _check_name(path: str) -> None:
 
 
 def _data_files(source: Source) -> list[str] | None:
-    """The files of a path or a glob; None if it can only be a name on the hub."""
+    """Return the files of a path or a glob; None if it can only be a name on the hub."""
     path = _place(source)
     if os.path.isdir(path):
         return data_files_of(path, source.split)
@@ -190,7 +190,7 @@ KINDS = f"{', '.join(READERS)}, each also with .gz or .zst"
 
 
 def kind_of_file(path: str) -> str:
-    """The suffix that tells the kind, without that of a compression; empty if the kind is not known."""
+    """Return the suffix of the kind, without that of a compression; empty if the kind is not known."""
     stem, suffix = os.path.splitext(path.lower())
     kind = os.path.splitext(stem)[1] if suffix in COMPRESSIONS else suffix
     return kind if kind in READERS else ""
@@ -202,23 +202,23 @@ SPLITS = {word: split for split, words in WORDS.items() for word in (split, *wor
 
 
 def is_saved(path: str) -> bool:
-    """Whether `save_to_disk` wrote the folder: one data set, or several splits."""
+    """Return whether `save_to_disk` wrote the folder: one data set, or several splits."""
     return any(os.path.isfile(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json"))
 
 
 def saved_files(path: str, split: str | None) -> list[str]:
-    """The files of a saved data set, sorted."""
+    """List the files of a saved data set, sorted."""
     folder = Path(path) / split if split and (Path(path) / split).is_dir() else Path(path)
     return sorted(str(file) for file in folder.rglob("*") if file.is_file())
 
 
 def data_files_of(folder: str, split: str | None) -> list[str]:
-    """The data files in a folder and in those inside of it, sorted. Documentation and hidden files are left out.
+    """List the data files in a folder and its subfolders, sorted, without documentation and hidden files.
 
     split: takes only the files whose name has it, or a word for the same: `data/train-00000-of-00002.parquet`.
 
     Raises UserError if there are none, or files of several kinds or splits, and for a file that is neither data nor
-    documentation: nothing is left out in silence.
+    documentation: nothing is skipped silently.
     """
     files = _visible_files(folder)
     data = [file for file in files if kind_of_file(file)]
@@ -226,7 +226,7 @@ def data_files_of(folder: str, split: str | None) -> list[str]:
     if not data:
         raise UserError(f"{folder}: holds no data file; expected {KINDS}, or a folder written by save_to_disk")
     if other:
-        raise UserError(f"{folder}: {Path(other[0]).name} is no data file that can be read; {_choose(folder, data)}")
+        raise UserError(f"{folder}: {Path(other[0]).name} is not a data file that can be read; {_choose(folder, data)}")
     data = _of_split(folder, data, split)
     kinds = sorted({kind_of_file(file) for file in data})
     if len(kinds) > 1:
@@ -236,7 +236,7 @@ def data_files_of(folder: str, split: str | None) -> list[str]:
 
 
 def _visible_files(folder: str) -> list[str]:
-    """All files, those that links lead to as well; a folder that is met again, as in a circle of links, only once."""
+    """List all visible files, through links too; a folder that links reach several times only once."""
     found: list[str] = []
     seen = {os.path.realpath(folder)}
     for root, folders, names in os.walk(folder, followlinks=True):
@@ -255,11 +255,11 @@ def _visible_files(folder: str) -> list[str]:
 
 def _check_ends(file: str) -> None:
     if os.path.exists(file) and not os.path.isfile(file):
-        raise UserError(f"{file}: is a pipe or a device, which may never end; save what it gives as a file")
+        raise UserError(f"{file}: is a pipe or a device, which may never end; save its content as a file")
 
 
 def _is_beside_data(file: Path) -> bool:
-    """README, LICENSE and other documentation; but not `part-00001`."""
+    """Recognize README, LICENSE and other documentation; but not `part-00001`."""
     return file.suffix.lower() in BESIDE_DATA if file.suffix else file.name.isupper()
 
 
@@ -269,7 +269,7 @@ def _of_split(folder: str, files: list[str], split: str | None) -> list[str]:
         named = sorted({found for found in splits.values() if found})
         if len(named) > 1:
             choice = f"{{path: {folder}, split: {'train' if 'train' in named else named[0]}}}"
-            found = f"by the names of its files it holds the splits {', '.join(named)}"
+            found = f"its file names show the splits {', '.join(named)}"
             raise UserError(f"{folder}: {found}; name one, as in {choice}, or name the files")
         return files
     chosen = [file for file, found in splits.items() if found == SPLITS.get(split, split)]

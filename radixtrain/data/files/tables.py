@@ -20,19 +20,19 @@ Read = tuple[Fields, bool]  # a row, and whether nulls were left out of its tool
 
 
 def read_parquet(path: str) -> Iterator[UnreadRow]:
-    """The rows of a parquet file. Columns of images, audio and video are neither decoded nor read."""
+    """Read the rows of a parquet file. Columns of images, audio and video are neither decoded nor read."""
     return _read(path, "parquet", _parquet_batches(path))
 
 
 def read_arrow(path: str) -> Iterator[UnreadRow]:
-    """The rows of an Arrow file, of the kind for streams or for files. Media columns as in `read_parquet`."""
+    """Read the rows of an Arrow file, of the kind for streams or for files. Media columns as in `read_parquet`."""
     return _read(path, "Arrow", _arrow_batches(path))
 
 
 def read_dataset(name: str, dataset: object) -> Iterator[UnreadRow]:
-    """The rows of a `datasets.Dataset`. Media columns as in `read_parquet`.
+    """Read the rows of a `datasets.Dataset`. Media columns as in `read_parquet`.
 
-    name: what the rows are named after, for errors: `name:row 17`.
+    name: for errors, which call a row `name:row 17`.
     """
     return _read(name, "a data set", _dataset_batches(dataset))
 
@@ -68,7 +68,7 @@ def _dataset_batches(dataset: Any) -> Iterator[list[Read]]:
 
 
 def _read(name: str, kind: str, batches: Iterator[list[Read]]) -> Iterator[UnreadRow]:
-    """name: what rows are named after. kind: for the error."""
+    """Number the rows. name: what rows are named after. kind: for the error."""
     try:
         rows = (row for batch in batches for row in batch)
         for number, (fields, filled) in enumerate(rows, start=1):
@@ -80,7 +80,7 @@ def _read(name: str, kind: str, batches: Iterator[list[Read]]) -> Iterator[Unrea
 
 
 def _seekable(path: str) -> Any:
-    """The file, decompressed into a temporary one if need be: its index is at its end."""
+    """Open a file, decompressed into a temporary one if need be: its index is at its end."""
     if os.path.splitext(path)[1].lower() not in COMPRESSIONS:
         return open_bytes(path)
     file = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it)
@@ -92,8 +92,8 @@ def _seekable(path: str) -> Any:
 class _Decoder:
     """Batches of a table to rows.
 
-    In a table every object of a column has the keys of all of them, with null for those that it does not have; so these
-    nulls are left out, as TRL's `remove_none_values` does. What `datasets` keeps as JSON is as it was written.
+    In a table every object of a column has the keys of all objects, with null for those it lacks; so these nulls are
+    left out, as by TRL's `remove_none_values`. What `datasets` keeps as JSON stays as it was written.
 
     names: columns that are read. Those of images, audio and so on are not: their value is a text that says so.
     """
@@ -120,7 +120,7 @@ class _Decoder:
 
 
 def _given(value: Any, kind: Any, path: tuple[str, ...], left_out: set[str]) -> Any:
-    """The value without the keys of its objects that are null.
+    """Drop the keys of a value's objects that are null.
 
     kind: its Arrow type. path: the keys above it. left_out: receives the keys of tools and arguments.
     """
@@ -140,7 +140,7 @@ def _given(value: Any, kind: Any, path: tuple[str, ...], left_out: set[str]) -> 
 
 
 def _features(schema: Any) -> Any:
-    """How the `datasets` library wrote the columns; None for a table of another program."""
+    """Return the columns as the `datasets` library wrote them; None for a table of another program."""
     if b"huggingface" not in (schema.metadata or {}):
         return None
     import datasets
@@ -150,7 +150,7 @@ def _features(schema: Any) -> Any:
 
 
 def _undecoded(feature: Any) -> Any:
-    """The feature without the decoding of images and the like, which may lie inside of messages."""
+    """Copy the feature without the decoding of images and the like, which may lie inside of messages."""
     if isinstance(feature, dict):
         return {name: _undecoded(inner) for name, inner in feature.items()}
     if isinstance(feature, list | tuple):
@@ -161,7 +161,7 @@ def _undecoded(feature: Any) -> Any:
 
 
 def _media(feature: object) -> str:
-    """What an image, an audio and the like is, or a list of these; empty for what is text, numbers or JSON."""
+    """Name the kind of an image, an audio and the like, or a list of these; empty for text, numbers or JSON."""
     if hasattr(feature, "feature"):
         return _media(feature.feature)
     kind = type(feature).__name__
@@ -169,7 +169,7 @@ def _media(feature: object) -> str:
 
 
 def saved_dataset(path: str, split: str | None) -> tuple[str, Any]:
-    """A data set that `save_to_disk` wrote, and the path that its rows are named after.
+    """Load a data set that `save_to_disk` wrote, and the path that its rows are named after.
 
     split: one of a folder with several.
 
@@ -198,7 +198,7 @@ def saved_dataset(path: str, split: str | None) -> tuple[str, Any]:
 
 
 def hub_dataset(name: str, subset: str | None, split: str | None) -> Any:
-    """A data set of the hub, from the local cache if it is there.
+    """Load a data set of the hub, from the local cache if it is there.
 
     Raises UserError if it cannot be loaded, or has several splits and none is named.
     """

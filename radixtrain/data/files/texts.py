@@ -35,7 +35,7 @@ MAGIC = {
 
 
 def read_jsonl(path: str, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[UnreadRow]:
-    """One JSON object a line, not parsed yet. Blank lines are left out.
+    """Read one JSON object a line, not parsed yet, without blank lines.
 
     Raises UserError if the file cannot be read, or begins as a file of another kind, and DataError for a longer line.
     """
@@ -47,7 +47,7 @@ def read_jsonl(path: str, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[Unread
 
 
 def read_csv(path: str, max_row_bytes: int = MAX_ROW_BYTES, delimiter: str = ",") -> Iterator[UnreadRow]:
-    """Separated values; the first line names the columns. A quoted field may hold line breaks.
+    """Read separated values; the first line names the columns. A quoted field may hold line breaks.
 
     A row is named by the line that it begins at. A row with another number of fields than the header is bad.
     Raises DataError if the header names a column twice.
@@ -106,7 +106,7 @@ def _check_utf8(values: list[str], where: str) -> None:
 
 
 def open_bytes(path: str) -> Any:
-    """The file as a buffered stream of bytes, decompressed. Raises UserError if it cannot be read."""
+    """Open a file as a buffered stream of bytes, decompressed. Raises UserError if it cannot be read."""
     compression = COMPRESSIONS.get(os.path.splitext(path)[1].lower())
     try:
         if compression is None:
@@ -119,7 +119,7 @@ def open_bytes(path: str) -> Any:
 
 
 def _lines(path: str, max_row_bytes: int) -> Iterator[bytes]:
-    """The lines of a text file. They end at a line feed only: texts hold other separators."""
+    """Yield the lines of a text file. They end at a line feed only: texts hold other separators."""
     with open_bytes(path) as stream:
         try:
             for number, line in enumerate(iter(lambda: stream.readline(max_row_bytes + 1), b""), start=1):
@@ -135,14 +135,14 @@ def _lines(path: str, max_row_bytes: int) -> Iterator[bytes]:
 
 
 def content_of(path: str) -> bytes:
-    """The content of a text file. Raises as `unpacked`, and UserError if it begins as a file of another kind."""
+    """Read a text file. Raises as `unpacked`, and UserError if it begins as a file of another kind."""
     content = b"".join(unpacked(path))
     _check_text(path, content)
     return content
 
 
 def unpacked(path: str) -> Iterator[bytes]:
-    """The content of a file, decompressed. UserError if it cannot be read, or has too much that is compressed."""
+    """Yield the content of a file, decompressed. Raises UserError if it cannot be read or is too large unpacked."""
     left = MAX_UNPACKED_BYTES if os.path.splitext(path)[1].lower() in COMPRESSIONS else math.inf
     with open_bytes(path) as stream:
         try:
@@ -179,9 +179,9 @@ HINT = "; a file of one object per line is named .jsonl"
 
 
 def read_json(path: str, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[UnreadRow]:
-    """The rows of an array, or of the only array in an object, such as `{"data": [...]}`.
+    """Read the rows of an array, or of the only array in an object, such as `{"data": [...]}`.
 
-    Also a file of one object per line: many are named `.json`. The file is held in memory while it is read.
+    Also reads a file of one object per line: many are named `.json`. The file is held in memory while it is read.
 
     Raises UserError if the document is something else, and DataError if it stops being JSON: no row can follow.
     """
@@ -190,7 +190,7 @@ def read_json(path: str, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[UnreadR
 
 
 def _is_lines(content: bytes) -> bool:
-    """Whether the first line is a whole object, and another line follows it."""
+    """Return whether the first line is a whole object, and another line follows it."""
     first, _, rest = content.removeprefix(codecs.BOM_UTF8).strip().partition(b"\n")
     try:
         return bool(rest) and isinstance(parse(first.decode("utf-8")), dict)
@@ -218,7 +218,7 @@ def _read_document(path: str, content: bytes) -> Iterator[UnreadRow]:
 
 
 def _rows(path: str, here: _Place) -> Iterator[UnreadRow]:
-    """The rows of the array that has begun. What is wrong with only one of them is found when it is read."""
+    """Yield the rows of the array that has begun. A fault in only one of them is found when that row is read."""
     for number, _ in enumerate(here.items("]"), start=1):
         yield UnreadRow(here.value().encode(), f"{path}:row {number}")
 
@@ -243,14 +243,14 @@ def _rows_of_object(path: str, here: _Place) -> Iterator[UnreadRow]:
 
 
 class _Place:
-    """A place in a JSON text, and never before blanks."""
+    """A position in a JSON text, never before blanks."""
 
     def __init__(self, text: str):
         self.text = text
         self._go_to(0)
 
     def takes(self, character: str, is_needed: bool = False) -> bool:
-        """Whether a character stands here; then the place is after it. JSONDecodeError if it is needed and does not."""
+        """Return whether a character is here, and pass it. Raises JSONDecodeError if it is needed and is not here."""
         stands = self.text.startswith(character, self.at)
         if stands:
             self._go_to(self.at + 1)
@@ -259,7 +259,7 @@ class _Place:
         return stands
 
     def items(self, end: str) -> Iterator[None]:
-        """Gives way to every item of an array or object, to be taken, and stops after its end."""
+        """Yield at every item of an array or object, which the caller takes, and stop after the end."""
         if not self.takes(end):
             yield
             while not self.takes(end):
@@ -267,7 +267,7 @@ class _Place:
                 yield
 
     def value(self) -> str:
-        """The text of the value that begins here; then the place is after it."""
+        """Return the text of the value that begins here, and pass it."""
         start, (_, end) = self.at, DECODER.raw_decode(self.text, self.at)
         self._go_to(end)
         return self.text[start:end]

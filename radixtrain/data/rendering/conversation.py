@@ -1,4 +1,4 @@
-"""One conversation as the tokenizer's chat template renders it, with proof that the template left nothing out."""
+"""One conversation as the tokenizer's chat template renders it, with proof that the template leaves nothing out."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Conversation:
     messages: as `check_messages` returns them.
     template_kwargs: variables of the template: `tools`, `documents`, `enable_thinking` and others that it reads.
     drops_thinking: whether a turn whose thinking the template leaves out is trained without it.
-    template: in place of the tokenizer's own.
+    template: replaces the tokenizer's own.
 
     Every method raises DataError if the template cannot render the messages, and UserError if there is no usable
     template, or if it writes more than `MAX_CHARACTERS`. Templates run in transformers' sandbox: no file, no import.
@@ -53,25 +53,25 @@ class Conversation:
             raise DataError(self.where, reason)
 
     def assistant_turns(self) -> list[int]:
-        """Indices of the assistant's messages."""
+        """List the indices of the assistant's messages."""
         return [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
 
     @property
     def has_markers(self) -> bool:
-        """Whether the template encloses what the assistant writes in `{% generation %}` markers."""
+        """Return whether the template encloses what the assistant writes in `{% generation %}` markers."""
         template = self.tokenizer.get_chat_template(None, self.template_kwargs.get("tools"))
         return GENERATION_MARKER.search(template) is not None
 
     def text(self) -> str:
-        """The whole conversation, rendered."""
+        """Render the whole conversation."""
         return self._checked(self.messages, self.render(self.messages))
 
     def prompt(self) -> str:
-        """What the model reads before it answers: the whole conversation and the generation prompt."""
+        """Render what the model reads before it answers: the whole conversation and the generation prompt."""
         return self._checked(self.messages, self.render(self.messages, add_generation_prompt=True))
 
     def prompt_and_target(self, start: int, end: int) -> tuple[str, str]:
-        """What the model reads before message `start`, and what it should write up to message `end`.
+        """Render what the model reads before message `start`, and what it should write up to message `end`.
 
         The prompt is rendered from only `messages[:start]`, as at inference, so it ends in the generation prompt.
         Templates render a turn differently when others follow (Qwen3 drops earlier thinking), so `messages[end:]` are
@@ -91,12 +91,12 @@ class Conversation:
             found = f"{full[at : at + 30]!r} and {prompt[at : at + 30]!r}"
             raise DataError(self.where, f"{reason} ({found}); {FIX} that renders both alike{self._switch(start, end)}")
         target = full[len(shown) :]
-        begun = THINK_END if prompt.rstrip().endswith(THINK_END) else ""  # a block that the prompt has closed
+        begun = THINK_END if prompt.rstrip().endswith(THINK_END) else ""  # the prompt has closed the thinking block
         self.check_turns(f"{begun}{target}", range(start, end), thinking_from=start)
         return prompt, target
 
     def _switch(self, start: int, end: int) -> str:
-        """Another way out: the `enable_thinking` with which the prompt is how the turn begins, if there is one."""
+        """Name the `enable_thinking` with which the prompt is how the turn begins, as another fix, if there is one."""
         if "enable_thinking" not in self.template_kwargs:
             for value in (False, True):
                 with suppress(DataError):
@@ -127,7 +127,7 @@ class Conversation:
                 raise DataError(self.where, f"the chat template {lost} in turn {turn + 1}; {fix}{other}")
 
     def tokens_and_mask(self) -> tuple[list[int], list[int]]:
-        """The whole conversation's token ids, and 1 for each inside the template's `{% generation %}` markers."""
+        """Return the conversation's token ids, and 1 for each inside the template's `{% generation %}` markers."""
         self.text()
         encoding = self._apply(self.messages, return_dict=True, return_assistant_tokens_mask=True)
         if not any(encoding["assistant_masks"]):
@@ -141,7 +141,7 @@ class Conversation:
         return ids, mask
 
     def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = False) -> str:
-        """What the template makes of any messages, with these variables. It is not checked."""
+        """Render any messages with these variables, unchecked."""
         text: str = self._apply(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
         return text
 
@@ -164,7 +164,7 @@ class Conversation:
         if isinstance(rendered, str) and len(rendered) > MAX_CHARACTERS:
             whose = f"the chat template (chat_template_path, or that of {self.tokenizer.name_or_path})"
             reason = f"{whose} makes more than {MAX_CHARACTERS:,} characters of text"
-            raise UserError(f"{self.where}: {reason}; {FIX} that does less, or leave this row out")
+            raise UserError(f"{self.where}: {reason}; {FIX} that writes less, or leave this row out")
         return rendered
 
     def _checked(self, messages: list[dict[str, Any]], text: str) -> str:
@@ -197,7 +197,7 @@ def _reserved_names() -> set[str]:
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """A message that calls tools with their arguments as JSON, and with a content, empty if it has none."""
+    """Copy a message with the arguments of its tool calls as JSON text, and with a content, empty if it has none."""
     calls = [_as_text(call) for call in message.get("tool_calls") or ()]
     return {"content": "", **message, "tool_calls": calls} if calls else message
 
@@ -210,7 +210,7 @@ def _as_text(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def text_of(fields: dict[str, Any], name: str, where: str) -> str:
-    """The text of a row's field. Raises DataError if it is not text, or not one that a tokenizer can read."""
+    """Return the text of a row's field. Raises DataError if it is not text that a tokenizer can read."""
     if not isinstance(fields[name], str):
         raise DataError(where, f"{name}: expected text, found {type(fields[name]).__name__}")
     check_encodable(fields[name], where)

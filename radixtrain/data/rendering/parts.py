@@ -21,7 +21,7 @@ ESCAPES = re.compile(r"""\\+[nrt]|[\s\\"']""")  # what some templates escape in 
 
 
 def lost_part(message: Message, text: str, with_thinking: bool = True) -> str:
-    """Say what the template does wrong with a part of an assistant's turn, for an error; empty if it writes all.
+    """Name a part of an assistant's turn that the template writes wrongly, for an error; empty if it writes all.
 
     message: as `check_messages` returns it. text: the rendering of the turn.
     with_thinking: whether its thinking has to be there too.
@@ -40,14 +40,14 @@ def lost_part(message: Message, text: str, with_thinking: bool = True) -> str:
 
 
 def without_thinking(message: Message) -> Message:
-    """The message without what was thought before it."""
+    """Copy the message without its thinking."""
     kept = {name: value for name, value in message.items() if name not in THOUGHTS}
     spoken = (kept.get("content") or "").rpartition(THINK_END)[2]
     return kept | {"content": spoken.lstrip()} if THINK_END in (kept.get("content") or "") else kept
 
 
 def _lost_call(calls: Any, text: str) -> str:
-    """The first call whose name does not follow that of the one before, or one of whose arguments is nowhere."""
+    """Name the first call whose name does not follow that of the one before, or one of whose arguments is missing."""
     place = 0
     for number, call in enumerate(calls, start=1):
         function = call["function"]
@@ -63,7 +63,7 @@ def _lost_call(calls: Any, text: str) -> str:
 
 
 def _leaves(value: object) -> Iterator[str]:
-    """Names, texts and numbers of the arguments. True, false and null have other spellings in every template."""
+    """Yield names, texts and numbers of the arguments, but not true, false and null, which templates spell freely."""
     if isinstance(value, dict):
         for name, each in value.items():
             yield name
@@ -76,7 +76,7 @@ def _leaves(value: object) -> Iterator[str]:
 
 
 def _holds(text: str, pieces: list[str]) -> bool:
-    """Whether the pieces occur in this order, each in one of its spellings."""
+    """Return whether the pieces occur in this order, each in one of its spellings."""
     place = 0
     for piece in filter(None, map(str.strip, pieces)):
         found = (text.find(form, place) for form in _spellings(piece))

@@ -1,4 +1,4 @@
-"""Where the assistant's turns stand in the rendering of a whole chat, for a template that does not mark them.
+"""Where the assistant's turns are in the rendering of a whole chat, for a template that does not mark them.
 
 A mark is a word that occurs nowhere in the chat. The chat is rendered with and without one in every message:
 
@@ -43,21 +43,21 @@ Span = tuple[int, int]
 INSTRUCTING = ("system", "developer")
 MAX_BEFORE_ARGUMENTS = 40  # characters between the name of a tool and its arguments
 NEIGHBOURS = 4  # messages, at least, that are rendered for a turn with those that begin the chat
-TURNS_TRIED = 16  # of a chat that is refused, each with all before it
+TURNS_TRIED = 16  # of a refused chat, each with all before it
 WITHOUT_PROMPT = "the chat template does not write its generation prompt before turn {}"
 
 
 def sample_of_chat(chat: Conversation, turns: list[int], tokenize: DraftTokenizer) -> TokenRow:
-    """The whole chat as one sample, with loss on some of the assistant's turns.
+    """Make the whole chat one sample, with loss on some of the assistant's turns.
 
     turns: indices of their messages.
 
-    The borders of a turn are borders of tokens, as in `split_turns: true`. Raises as `find_turns`.
+    Tokens end at the borders of a turn, as in `split_turns: true`. Raises as `find_turns`.
     """
     try:
         text, spans = find_turns(chat, turns, tokenize)
     except DataError:
-        for turn in filter(None, turns[:TURNS_TRIED]):  # if split_turns: true trains it no more, this is the reason
+        for turn in filter(None, turns[:TURNS_TRIED]):  # if split_turns: true fails too, its error is the reason
             chat.prompt_and_target(turn, turn + 1)
         raise
     for turn, (start, end) in zip(turns, spans, strict=True):
@@ -69,7 +69,7 @@ def sample_of_chat(chat: Conversation, turns: list[int], tokenize: DraftTokenize
 
 
 def find_turns(chat: Conversation, turns: list[int], tokenize: DraftTokenizer) -> tuple[str, list[Span]]:
-    """`chat.text()`, and first character and end of each turn in it: from after the generation prompt to the end token.
+    """Return `chat.text()`, and the start and end of each turn in it, from the generation prompt to the end token.
 
     turns: indices of assistant messages, rising.
 
@@ -99,10 +99,10 @@ class _Finder:
             raise self.unproven(self._first_changed(), "what the chat template writes depends on the text of turn {}")
 
     def spans(self, turns: list[int]) -> list[Span]:
-        """Find each turn from what only the messages around it tell, since all before each one would cost O(turns^2).
+        """Find each turn from the messages around it, since rendering all before each one would cost O(turns^2).
 
-        All are rendered for the first four turns, for turn 16, 64 ... and the last one, and for a turn that the others
-        do not tell. If one of these stands elsewhere, the template looks further back, and all are for every turn.
+        All are rendered for the first four turns, for turn 16, 64 ... and the last one, and for a turn that its
+        neighbours do not show. If one of these is elsewhere, the template looks further back: all, for every turn.
         """
         spans: list[Span] = []
         due = 16
@@ -117,7 +117,7 @@ class _Finder:
         return spans
 
     def _span_by_neighbours(self, turn: int) -> Span | None:
-        """Find a turn as if most of what precedes it were unsaid; roles still alternate, as some templates want."""
+        """Find a turn as if most of what precedes it were unsaid; roles still alternate, as some templates require."""
         first = self.num_before_second
         role = self.messages[first]["role"] if first < turn else ""
         again = next((n for n in range(turn - NEIGHBOURS, first, -1) if self.messages[n]["role"] == role), first)
@@ -127,20 +127,20 @@ class _Finder:
         for rest in (self._likely_rest, self._rest):
             with suppress(DataError):
                 span = self._span(turn, messages, rest)
-                header = self._header_in_turn(turn, span)  # more of it may be this turn's prompt than of another one's
+                header = self._header_in_turn(turn, span)  # may hold more of this turn's prompt than another turn does
                 if header in self.headers or rest == self._rest:
                     self.headers.add(header)
                     return span
         return None
 
     def _header_in_turn(self, turn: int, span: Span) -> str:
-        """What the template writes in a turn before its text, or before the mark in a call of a tool."""
+        """Return what the template writes in a turn before its text, or before the mark in a tool call."""
         place = next(place for place in self.rendering.places[turn] if place >= span[0])
         own, is_marked, _ = self.messages[turn].get("content", "").partition(self.marks.word(turn))
         return self.whole[span[0] : place].removesuffix(own.lstrip() if is_marked else "")
 
     def _span(self, turn: int, messages: list[Message], rest: Rest) -> Span:
-        """messages: up to the turn. rest: what to ask for what follows the mark of the last message of some."""
+        """Find a turn. messages: up to the turn. rest: renders what follows the mark of the last of some messages."""
         start = self._start(turn, messages[:-1], rest) if turn else self._start_of_first()
         place, end = self._end(turn, messages, rest)
         inside = self.by_place[bisect_left(self.by_place, (start,)) : bisect_left(self.by_place, (end,))]
@@ -158,7 +158,7 @@ class _Finder:
         raise self.unproven(turn, WITHOUT_PROMPT)
 
     def _header(self, turn: int) -> str:
-        """What the template writes from the mark before a turn to its content, in the whole chat.
+        """Return what the template writes from the mark before a turn to its content, in the whole chat.
 
         This may be less than the generation prompt: with `enable_thinking: false` Qwen3's has an empty thinking block,
         which is not written in earlier turns.
@@ -170,7 +170,7 @@ class _Finder:
 
     @cached_property
     def _plain(self) -> Rendering:
-        """The chat with a mark for the text of every assistant turn, and without its thinking."""
+        """Render the chat with a mark for the text of every assistant turn, and without its thinking."""
         return self._render([self._without_text(n) for n in range(len(self.messages))])
 
     def _without_text(self, n: int) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class _Finder:
         return kept | {"content": self.marks.word(n)}
 
     def _start_of_first(self) -> int:
-        """If the assistant begins, no mark stands before it: its header is the generation prompt of what follows it."""
+        """Find where the assistant begins the chat, without a mark before it: its header is its generation prompt."""
         first = self.chat.render(self.chat.messages[:1])
         prompt = self.chat.render(self.chat.messages[:1], add_generation_prompt=True)
         before = self._plain.text[: self._plain.places.get(0, [0])[0]]
@@ -193,15 +193,15 @@ class _Finder:
         return end
 
     def _end(self, turn: int, messages: list[Message], rest: Rest) -> Span:
-        """The place of a turn's mark, and where the turn ends."""
+        """Return the place of a turn's mark, and where the turn ends."""
         place, ending = self._ending(turn, messages, rest)
         for known in self._endings(turn, ending, messages[:-1], rest):
             if self.whole.startswith(known, place):
                 return place, place + len(known)
-        raise self.unproven(turn, "the chat template ends turn {} in another way once others follow")
+        raise self.unproven(turn, "the chat template ends turn {} differently once others follow")
 
     def _endings(self, turn: int, ending: str, before: list[Message], rest: Rest) -> Iterator[str]:
-        """How a turn may end in the whole chat: as it does by itself, and as templates end turns that are not the last.
+        """Yield the ways in which a turn may end in the whole chat: as it does alone, and as earlier turns end.
 
         Phi-3's writes an EOS only after the last message. gpt-oss ends the last turn with <|return|> and earlier ones
         with the token that ends the other messages.
@@ -220,12 +220,12 @@ class _Finder:
         return place, self.tokenize.until_end_of_turn(text)
 
     def _last_token(self, text: str) -> tuple[str, str]:
-        """A text without the special token at its end, and that token; it is empty if there is none."""
+        """Split the special token off the end of a text; it is empty if there is none."""
         token = max((token for token in self.tokenize.special_tokens if text.endswith(token)), key=len, default="")
         return text.removesuffix(token), token
 
     def _after(self, n: int, marks_and_text: tuple[int, str]) -> tuple[int, str]:
-        """The place in the whole of the mark of message n that was the last one in a part of the chat; and the text."""
+        """Return the place in the whole of message n's mark that was the last in a part of the chat, and the text."""
         num_marks, text = marks_and_text
         here = self.rendering.places.get(n, [])
         if not num_marks or len(here) < num_marks:
@@ -233,7 +233,7 @@ class _Finder:
         return here[num_marks - 1], text
 
     def _rest(self, n: int, messages: list[Message], add_generation_prompt: bool) -> tuple[int, str]:
-        """How often message n, the last of some, is marked in their rendering, and what follows its last mark."""
+        """Count the marks of message n, the last of some, in their rendering; return what follows the last mark too."""
         part = self.rendering
         if add_generation_prompt or len(messages) < len(self.messages):
             part = self._render(messages, add_generation_prompt)
@@ -241,7 +241,7 @@ class _Finder:
         return len(places), part.text[places[-1] :] if places else ""
 
     def _likely_rest(self, n: int, messages: list[Message], add_generation_prompt: bool) -> tuple[int, str]:
-        """Guess `_rest` from a message that had the same before it: the end of its content, and what comes after."""
+        """Guess `_rest` from a message with the same text before it: the end of its content, and what comes after."""
         own = self._after_mark(n)
         forms = (own, own.rstrip(), json.dumps(own, ensure_ascii=False)[1:-1])  # as a template may write it
         key = (add_generation_prompt, *map(own.__eq__, forms), *((each["role"], *each) for each in messages))
@@ -266,18 +266,18 @@ class _Finder:
         return self.marks.read(self.chat.render(messages, add_generation_prompt))
 
     def _first_changed(self) -> int:
-        """The message whose mark is the last one before the first character that the marks changed."""
+        """Return the message whose mark is the last one before the first character that the marks changed."""
         both = zip(self.rendering.text, self.whole, strict=False)
         at = next((i for i, (marked, plain) in enumerate(both) if marked != plain), len(self.whole))
         return next((n for place, n in reversed(self.by_place) if place <= at), 0)
 
     def unproven(self, turn: int, reason: str, fix: str = "set split_turns: true") -> DataError:
-        found = f"{reason.format(turn + 1)}, so where the answers stand in the whole chat is not certain"
+        found = f"{reason.format(turn + 1)}, so where the answers are in the whole chat is not certain"
         return DataError(self.chat.where, f"split_turns: false: {found}; {fix}, or {FIX_MARKERS}")
 
 
 def _token_ids(pieces: list[str], tokenize: DraftTokenizer) -> list[np.ndarray]:
-    """The ids of each piece. A tokenizer that marks where a text begins sees each with what stands before it."""
+    """Tokenise each piece, after what comes before it if the tokenizer marks where a text begins."""
     separate = tokenize.token_ids(pieces)
     if not tokenize.marks_text_start:
         return separate
@@ -317,11 +317,11 @@ class Marks:
         self.pattern = re.compile(self.stem + r"(\d+)Z")
 
     def word(self, n: int) -> str:
-        """The mark of message n."""
+        """Return the mark of message n."""
         return f"{self.stem}{n}Z"
 
     def into(self, message: Message, n: int) -> Message:
-        """A message as `check_messages` returns it, with its mark where templates neither trim nor look for a word.
+        """Mark a message of `check_messages` where templates neither trim nor look for a word.
 
         That is in the name of its last tool call, at the end of the assistant's text, or in the middle of any other.
         """
@@ -337,7 +337,7 @@ class Marks:
         return message | {"content": content[:at] + self.word(n) + content[at:]}
 
     def read(self, marked: str) -> Rendering:
-        """What was rendered, and where the marks stood in it."""
+        """Separate the rendered text from its marks, and return their places."""
         texts = self.pattern.split(marked)
         places: dict[int, list[int]] = {}
         place = 0

@@ -41,7 +41,7 @@ WARNING = (
 
 
 def template_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str] | None:
-    """The variables that the chat template reads; None if it has none or cannot be parsed."""
+    """Return the variables that the chat template reads; None if it has none or cannot be parsed."""
     import jinja2
     from jinja2 import meta, nodes
     from jinja2.ext import Extension, loopcontrols
@@ -64,7 +64,7 @@ def template_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str] | N
 
 
 def template_words(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
-    """The words of the chat template after a point or a quote: a key of a message that is not one is not read."""
+    """Return the words of the chat template after a point or a quote: it reads no other keys of a message."""
     return frozenset(re.findall(r"""[.'"](\w+)""", " ".join(_sources(tokenizer))))
 
 
@@ -83,21 +83,21 @@ def _sources(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def with_date(template: str, day: datetime) -> str:
-    """Return the template with a `strftime_now` that says what this day is.
+    """Define `strftime_now` in the template, so that it returns this day.
 
-    transformers hands a template no functions but its own, whose day is today; so this one replaces each directive.
+    transformers gives a template only its own functions, whose day is today; so this one replaces each directive.
     """
     known = "".join(f" | replace('%{each}', {json.dumps(day.strftime(f'%{each}'))})" for each in DIRECTIVES)
     return f"{{%- macro strftime_now(format) -%}}{{{{ format{known} }}}}{{%- endmacro -%}}{template}"
 
 
 def writes_date(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template asks what day it is, as those of Llama 3 and gpt-oss do."""
+    """Return whether the chat template writes the date, as those of Llama 3 and gpt-oss do."""
     return "strftime_now" in "".join(_sources(tokenizer))
 
 
 def unread_variable(kwargs: dict[str, Any], variables: frozenset[str] | None) -> str:
-    """What is wrong with `chat_template_kwargs`: one that the template does not read would change nothing.
+    """Say what is wrong with `chat_template_kwargs`: a variable that the template does not read would change nothing.
 
     variables: from `template_variables`. Empty if all of them are read.
     """
@@ -109,7 +109,7 @@ def unread_variable(kwargs: dict[str, Any], variables: frozenset[str] | None) ->
 
 
 def renders_developer(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template renders a turn of the role developer. Qwen3's leaves it out."""
+    """Return whether the chat template renders a turn of the role developer. Qwen3's leaves it out."""
     messages = [{"role": "developer", "content": MARK}, {"role": "user", "content": "Hello."}]
     try:
         return MARK in str(tokenizer.apply_chat_template(messages, tokenize=False))
@@ -118,13 +118,13 @@ def renders_developer(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def rewrites_history(encoder: Any, row: Row | UnreadRow) -> bool:
-    """Whether a chat of this row, up to one of the assistant's turns, is not how the whole chat begins.
+    """Return whether a chat of this row, up to one of the assistant's turns, is not how the whole chat begins.
 
     encoder: a `ChatEncoder`.
 
-    Only the first turns are tried, each with all before it. What a template writes after the text of the turn, such as
-    its end-of-turn token, does not count. False for a row that is no chat, or of which no turn can be rendered with the
-    prompt that it has at inference.
+    Tries only the first turns, each with all before it. What a template writes after the text of the turn, such as
+    its end-of-turn token, does not count. False for a row that is not a chat, or of which no turn can be rendered with
+    the prompt that it has at inference.
     """
     try:
         chats = encoder.chats(row, completions=False)
@@ -134,14 +134,14 @@ def rewrites_history(encoder: Any, row: Row | UnreadRow) -> bool:
 
 
 def warn_of_rewritten_history(encoder: Any, rows: Iterable[Row | UnreadRow]) -> None:
-    """One line in the log if whole chats are trained and the template rewrites the history of one of these rows."""
+    """Log one line if whole chats are trained and the template rewrites the history of one of these rows."""
     trains_whole_chats = encoder.assistant_only_loss and not encoder.split_turns
     if trains_whole_chats and any(rewrites_history(encoder, row) for row in rows):
         logger.warning(WARNING)
 
 
 def warn_of_endless_turns(encoder: Any, rows: Iterable[Row | UnreadRow], stops: Iterable[int]) -> None:
-    """One line in the log if the last turns of these chats are trained to end where no generation stops.
+    """Log one line if the last turns of these chats are trained to end where no generation stops.
 
     encoder: a `ChatEncoder`. stops: ids at which the model stops generating.
     """
@@ -160,14 +160,14 @@ def warn_of_endless_turns(encoder: Any, rows: Iterable[Row | UnreadRow], stops: 
         add = ", or add the token to eos_token_id in the model's generation_config.json" if is_end else ""
         logger.warning(
             "%d of the last turns of %d chats are trained to end in %r, where generation does not stop (it does at %r "
-            "...): after its answer the model will go on; set chat_template_path to a template that ends turns with "
+            "...): after its answer the model will continue; set chat_template_path to a template that ends turns with "
             "such a token%s",
             *(endless.total(), endings.total(), last, stop, add),
         )
 
 
 def warn_of_likely_mistakes(encoder: Any, rows: Iterable[Row | UnreadRow]) -> None:
-    """One line in the log, with a count, for each thing that is trained as it stands and is seldom meant.
+    """Log one line, with a count, for each thing that is trained as it is and is seldom intended.
 
     encoder: a `ChatEncoder`.
     """
@@ -187,7 +187,7 @@ def _mistakes_of_chat(chat: Conversation) -> Iterator[str]:
     if any("name" in tool and "function" not in tool for tool in tools):
         yield "list tools as {name, ...}: so does the prompt; a server's has {type: function, function: {name, ...}}"
     if any("tool_calls" in message for message in chat.messages) and not tools:
-        yield "call tools and have no `tools`: the prompt does not say which there are, at inference it will"
+        yield "call tools and have no `tools`: the prompt does not list them, but at inference it will"
     calls = [call["function"] for each in chat.messages for call in each.get("tool_calls", ())]
     if any(None in call["arguments"].values() for call in calls):
         yield "call tools with nulls, which are learned: leave out those that a table has put there, as datasets does"
@@ -207,7 +207,7 @@ def _is_rewritten(chat: Conversation, special_tokens: tuple[str, ...]) -> bool:
 
 
 def _without_end(text: str, special_tokens: tuple[str, ...]) -> str:
-    """A text without the special tokens and blanks at its end."""
+    """Strip the special tokens and blanks from the end of a text."""
     text = text.rstrip()
     while token := max((token for token in special_tokens if text.endswith(token)), key=len, default=""):
         text = text.removesuffix(token).rstrip()

@@ -1,1 +1,1 @@
-"""What a row means: the columns of any format, as one of four standard forms."""
+"""The meaning of a row: the columns of any format, as one of four standard forms."""

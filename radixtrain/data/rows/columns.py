@@ -1,4 +1,4 @@
-"""What the columns of a row mean: one of four forms, whatever the format is called."""
+"""The meaning of the columns of a row: one of four forms, whatever the format is called."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ CONTEXTS = ("context", "passage", "document", "article", "choices", "options", "
 
 
 def standard_row(row: Row, answered: bool = True) -> Row:
-    """The row in one of four forms. Its `unused` are the columns that nothing reads.
+    """Convert the row to one of four forms. Its `unused` are the columns that nothing reads.
 
     - `input_ids`, with the masks, labels and weights beside it;
     - `messages`, checked, with `tools` and `chat_template_kwargs` if the row has them. Read from a chat column in the
@@ -107,13 +107,13 @@ def _read(fields: Fields, answered: bool, where: str) -> Read | None:
 
 
 def _check_beside_tokens(fields: Fields, where: str) -> None:
-    """Refuse a column that says which tokens bear loss or how they are packed, by a name that is not read."""
+    """Refuse a column that says which tokens bear loss or how they are packed, under a name that is not read."""
     for name in (name for name in fields if name in MISNAMED):
         raise DataError(where, f"{name}: {MISNAMED[name]}")
 
 
 def _is_chat(name: str, value: object) -> bool:
-    """Whether a column holds a conversation: by its name, or by another common name and what it holds."""
+    """Return whether a column holds a conversation: by its name, or by another common name and its value."""
     if name in ("messages", "conversations"):
         return True
     if isinstance(value, str):
@@ -126,7 +126,7 @@ def _chat(fields: Fields, name: str, where: str) -> Read:
     for beside in ("prompt", "completion"):
         if beside in fields and not _is_part(fields[beside], messages):
             choices = f"{{messages: {name}}} or {{prompt: prompt, completion: completion}}"
-            raise DataError(where, f"{beside} beside {name}, and it is no part of it: write data.columns: {choices}")
+            raise DataError(where, f"{beside} beside {name}, and it is not part of it: write data.columns: {choices}")
     return _with_columns(messages, {name}, fields, where)
 
 
@@ -152,7 +152,7 @@ def _pair(fields: Fields, pair: Pair, where: str) -> Read:
 
 
 def _with_columns(messages: list[Fields], used: set[str], fields: Fields, where: str) -> Read:
-    """The conversation with the columns that chats may carry."""
+    """Return the conversation with the columns that chats may carry."""
     standard: Fields = {name: fields[name] for name in OF_CHATS if name in fields}
     if functions := standard.pop("functions", None):  # what OpenAI had before tools
         standard.setdefault("tools", functions)
@@ -209,7 +209,7 @@ def _text(fields: Fields, where: str) -> Read:
         if name in fields:
             raise DataError(
                 where,
-                f"{name} beside text: nobody would learn it; to answer with it, write data.columns: "
+                f"{name} beside text would not be learned; to answer with it, write data.columns: "
                 f"{{user: text, assistant: {name}}}; to learn only the text, {{text: text}}",
             )
     _refuse_system(fields, where)
@@ -224,9 +224,9 @@ def _refuse_system(fields: Fields, where: str) -> None:
 
 
 def _refuse_verdict(fields: Fields, where: str) -> None:
-    """Refuse rows of preference training such as KTO's, in which some completions are examples of what not to write."""
+    """Refuse rows of preference training such as KTO's, whose completions include examples of what not to write."""
     if str(fields.get("label")).lower() in ("true", "false", "0", "1", "0.0", "1.0"):
-        reason = "says whether the completion is a good one, and all of them would be imitated"
+        reason = "says whether the completion is good, but all would be imitated"
         raise DataError(where, f"label: {reason}; keep the good rows and write data.columns: {{label: null}}")
 
 
@@ -239,7 +239,7 @@ def _check_media(fields: Fields, where: str) -> None:
 
 
 def _is_part(value: object, messages: list[Fields]) -> bool:
-    """Whether the conversation holds this text, or these messages, too."""
+    """Return whether the conversation holds this text, or these messages, too."""
     contents = [str(message.get("content", "")).strip() for message in messages]
     if isinstance(value, str):
         return not value.strip() or value.strip() in contents
@@ -277,7 +277,7 @@ def _holds_messages(value: object) -> bool:
 
 
 def _is_id(name: str, value: str) -> bool:
-    """Whether a text says which row it is, and not what is in it: by its name, or a word with a digit."""
+    """Return whether a text identifies the row, not describes it: by its name, or as a word with a digit."""
     return bool(IDS.search(name)) or (" " not in value.strip() and any(map(str.isdigit, value)))
 
 
@@ -294,7 +294,7 @@ class Pair(NamedTuple):
 
 
 def find_pair(fields: Fields, answered: bool, where: str) -> Pair | None:
-    """The columns of a question and an answer, if their names say it; None if there are none.
+    """Find the columns of a question and an answer by their names; None if there are none.
 
     answered: whether a row needs an answer.
 
@@ -318,7 +318,7 @@ def find_pair(fields: Fields, answered: bool, where: str) -> Pair | None:
 
 
 def pair_messages(fields: Fields, pair: Pair, where: str) -> list[Fields]:
-    """The pair as messages, not checked yet: an earlier `history`, the question, a context below it, the answer."""
+    """Make messages of the pair, unchecked: an earlier `history`, the question, a context below it, the answer."""
     question = _cell_text(fields, pair.question, where)
     if pair.context is not None and (context := _cell_text(fields, pair.context, where)).strip():
         question = f"{question}\n{context}"
@@ -332,7 +332,7 @@ def pair_messages(fields: Fields, pair: Pair, where: str) -> list[Fields]:
 
 
 def _check_context(fields: Fields, pair: Pair, where: str) -> None:
-    """Raises DataError if a column that is not read may hold what the question is about."""
+    """Raise DataError if a column that is not read may hold what the question is about."""
     others = [name for name in CONTEXTS if name not in pair.columns and _holds_text(fields.get(name))]
     if others:
         name, answer = others[0], pair.answer or "answer"
@@ -345,7 +345,7 @@ def _check_context(fields: Fields, pair: Pair, where: str) -> None:
 
 
 def _history(fields: Fields, where: str) -> list[Fields]:
-    """Alpaca's earlier turns: `[[question, answer], ...]`."""
+    """Return Alpaca's earlier turns: `[[question, answer], ...]`."""
     turns = fields.get("history") or []
     if not isinstance(turns, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
         raise DataError(where, f"history: expected a list of [question, answer], found {repr(turns)[:60]}")

@@ -1,4 +1,4 @@
-"""Logs of model calls that are not read as they are: a refusal names the log that a row looks like."""
+"""Logs of model calls that cannot be read: a refusal names the log that a row looks like."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ RESPONSES = {"function_call", "function_call_output"}
 
 
 def log_hint(fields: dict[str, Any]) -> str:
-    """The end of an error about a row: which log it looks like, and where its converter is; empty if like none."""
+    """Return the end of an error about a row: which log it looks like, and its converter; empty if like none."""
     types = {*_types(fields)}
     given = fields.get("input")
     if types & ANTHROPIC or isinstance(fields.get("system"), list):
@@ -25,13 +25,13 @@ def log_hint(fields: dict[str, Any]) -> str:
 
 
 def converter_of(calls: str) -> str:
-    """The end of such an error. calls: of what, as the heading of the page says it."""
+    """Return the end of such an error. calls: of what, as in the heading of the page."""
     place = f"docs/data-formats.md#logs-of-{calls.lower().replace(' ', '-')}"
     return f"; this looks like a log of {calls}, for which {place} has a converter"
 
 
 def _types(value: object) -> Iterator[str]:
-    """The `type` of every object in a value."""
+    """Yield the `type` of every object in a value."""
     remaining = [value]
     while remaining:
         value = remaining.pop()

@@ -32,7 +32,7 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
 def check_messages(messages: object, where: str, field: str = "messages") -> list[Message]:
-    """The messages as `{"role", "content", ...}`, ready for a chat template.
+    """Check the messages and return them as `{"role", "content", ...}`, ready for a chat template.
 
     messages: a list of `{role, content}`, or of ShareGPT's `{from, value}`, or the JSON of such a list. Further keys
         (`reasoning_content`, `name` ...) pass through; null keys go. The parts of a content are joined. A function's
@@ -40,8 +40,8 @@ def check_messages(messages: object, where: str, field: str = "messages") -> lis
     where: file and line, for the error.
     field: the column they came from, for the error.
 
-    Raises DataError for no list, an empty list, an unknown role, content that is no text, an empty answer, tool calls
-    of the wrong kind, a weight other than 0 and 1.
+    Raises DataError for anything but a list, an empty list, an unknown role, content that is not text, an empty
+    answer, tool calls of the wrong kind, a weight other than 0 and 1.
     """
     expected = "expected a non-empty list of {role, content}"
     if isinstance(messages, str):
@@ -52,7 +52,7 @@ def check_messages(messages: object, where: str, field: str = "messages") -> lis
 
 
 def with_system(messages: list[Message], system: str, where: str) -> list[Message]:
-    """The messages after a system turn with this text, unless it is empty or they begin with it already.
+    """Put a system turn with this text before the messages, unless it is empty or they begin with it already.
 
     Raises DataError if they begin with another system turn.
     """
@@ -122,13 +122,13 @@ def _checked(message: Message, name: str, where: str) -> Message:
 
 
 def _called(content: object, name: str, where: str) -> list[Any]:
-    """The calls of a turn of ShareGPT's function_call: its text is their JSON."""
+    """Return the calls of a turn of ShareGPT's function_call, whose text is their JSON."""
     calls = _parse(content, name, "expected the JSON of a call", where) if isinstance(content, str) else content
     return calls if isinstance(calls, list) else [calls]
 
 
 def _check_weight(message: Message, name: str, where: str) -> None:
-    """Leaves the key only on a turn without loss. Refuses what other trainers call it, if it says no."""
+    """Leave `weight` only on a turn without loss. Refuses other trainers' names for it, if they turn loss off."""
     for key in WEIGHTS_ELSEWHERE:
         if message.get(key) in (False, 0, "false", "no"):
             raise DataError(
@@ -140,7 +140,7 @@ def _check_weight(message: Message, name: str, where: str) -> None:
     if message["role"] == "assistant" and weight == 0:
         message["weight"] = 0
     elif message["role"] != "assistant" and weight == 1:
-        raise DataError(where, f"{name}: weight: 1 asks for loss on the turn; only assistant turns bear loss")
+        raise DataError(where, f"{name}: weight: 1 requests loss on the turn; only assistant turns bear loss")
 
 
 def _is_empty(message: Message) -> bool:
@@ -178,7 +178,7 @@ def _describe(value: object) -> str:
 
 
 def read_calls(calls: object, name: str, where: str) -> list[Message]:
-    """The calls as templates expect them, with their arguments as objects: text would be rendered as it stands.
+    """Return the calls as templates expect them, with arguments as objects: text would be rendered literally.
 
     calls: a list of `{"type": "function", "function": {"name", "arguments"}}`, or of `{"name", "arguments"}`; arguments
         are an object, or its JSON as text. All come back in the first form, which every template reads.
@@ -192,9 +192,9 @@ def read_calls(calls: object, name: str, where: str) -> list[Message]:
 
 
 def read_tools(tools: object, where: str) -> list[Message]:
-    """The function descriptions of a row: a list, or its JSON as text. Raises DataError for anything else.
+    """Read the function descriptions of a row: a list, or its JSON as text. Raises DataError for anything else.
 
-    Anthropic's are refused too: every template writes them as they stand, and no model is served with that.
+    Anthropic's are refused too: every template would write them unchanged, and no model is served with that.
     """
     if isinstance(tools, str):
         try:

@@ -1,6 +1,6 @@
-"""What each message or call of a run adds, as the stores of rollouts keep it -> a row for each path of the tree.
+"""The messages or calls of a run, as stores of rollouts keep what each adds -> a row for each path of the tree.
 
-A store says where its tokens are (`Store`), and the rest is the same for all. An item names its parent; or it is a call
+A `Store` says where its tokens are, and the rest is the same for all. An item names its parent; or it is a call
 with its whole prompt, and continues the longest earlier call whose tokens the prompt begins with.
 """
 
@@ -17,7 +17,7 @@ MEDIA = ("multi_modal_data", "multimodal_inputs", "multimodal_train_inputs")
 UNTRAINED = ("delivery_uncertain", "remove_sample")
 """How SkyRL-capture and miles mark an item whose tokens are context only."""
 WHOLE = ("completed", "truncated")
-"""What miles says of a sample that did not fail."""
+"""The status of a sample that did not fail, in miles."""
 UNRECORDED = "the run was not recorded for training; use its messages"
 
 
@@ -42,7 +42,7 @@ class Store(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What an item adds. The lists have an entry for each token; the store has no logprobs or advantages if None."""
+    """What an item adds. The lists have an entry for each token; None if the store has no logprobs or advantages."""
 
     token_ids: list[Any]
     mask: list[int]
@@ -52,7 +52,7 @@ class Piece(NamedTuple):
 
 
 def row_of(item: Fields, store: Store, where: str, what: str = "") -> Fields:
-    """The row of an item that is a whole sequence: `input_ids`, `mask`, and `old_logprobs` and `advantages` if any.
+    """Return the row of an item that is a whole sequence: `input_ids`, `mask`, perhaps `old_logprobs` and `advantages`.
 
     what: which item of the row it is, for errors.
 
@@ -62,7 +62,7 @@ def row_of(item: Fields, store: Store, where: str, what: str = "") -> Fields:
 
 
 def rows_of_tree(items: list[Fields], store: Store, name: str, where: str) -> list[Fields]:
-    """The row of each path from a root to a leaf; those without a sampled token are left out if others have some.
+    """Return the row of each path from root to leaf; those without a sampled token are dropped if others have some.
 
     name: of the list, for errors.
 
@@ -82,7 +82,7 @@ def rows_of_tree(items: list[Fields], store: Store, name: str, where: str) -> li
 
 
 def value_at(item: object, place: str) -> Any:
-    """What is at a place of an item, see `Store`; None if nothing is."""
+    """Return what is at a place of an item, see `Store`; None if nothing is."""
     key, _, rest = place.partition(".")
     if key == "*":
         return [value_at(each, rest) for each in item] if isinstance(item, list) else None
@@ -94,7 +94,7 @@ def value_at(item: object, place: str) -> Any:
 
 
 def list_at(item: Fields, place: str, where: str, what: str = "") -> list[Any]:
-    """The list at a place, see `Store`. Raises DataError if there is none."""
+    """Return the list at a place, see `Store`. Raises DataError if there is none."""
     values = value_at(item, place)
     if not isinstance(values, list):
         found = "nothing" if values is None else repr(values)[:40]
@@ -132,14 +132,14 @@ def _check_item(item: Fields, store: Store, where: str, what: str) -> None:
 
 
 def check_text(item: Fields, where: str, what: str) -> None:
-    """Raises DataError if a message of an item has a part that is not text, or the item has other media."""
+    """Raise DataError if a message of an item has a part that is not text, or the item has other media."""
     kinds = [str(part.get("type", "text")) for part in _parts(item)]
     if any(kind != "text" for kind in kinds) or any(item.get(name) for name in MEDIA):
         raise DataError(where, f"{what}only text is read, found {', '.join(kinds) or 'images'}")
 
 
 def _parts(item: Fields) -> Iterator[Fields]:
-    """The parts of all messages of an item whose content is a list."""
+    """Yield the parts of all messages of an item whose content is a list."""
     remaining: list[Any] = [item]
     while remaining:
         value = remaining.pop()
@@ -167,7 +167,7 @@ def _mask(item: Fields, store: Store, length: int, where: str, what: str) -> lis
 
 
 def _numbers(item: Fields, place: str, store: Store, mask: list[int], where: str, what: str) -> list[Any] | None:
-    """One for each token, 0.0 for those that were not sampled; None if there are none."""
+    """Return a number for each token, 0.0 for those that were not sampled; None if there are none."""
     values = value_at(item, place) if place else None
     if values is None or (values == [] and any(mask)):
         return None
@@ -199,7 +199,7 @@ def _parents(items: list[Fields], store: Store, noun: str, pieces: list[Piece], 
 
 
 def _continued(calls: list[Piece]) -> tuple[list[Piece], list[int | None]]:
-    """What each call adds to the longest earlier one whose tokens its prompt begins with, and which one that is."""
+    """Return what each call adds to the longest earlier one with whose tokens its prompt begins, and which that is."""
     pieces: list[Piece] = []
     parents: list[int | None] = []
     for number, call in enumerate(calls):
@@ -213,13 +213,13 @@ def _continued(calls: list[Piece]) -> tuple[list[Piece], list[int | None]]:
 
 
 def _begins_with(call: Piece, tokens: list[Any]) -> bool:
-    """Whether the prompt of a call begins with the tokens. The last one is compared first: it mostly differs."""
+    """Return whether the prompt of a call begins with the tokens. Compares the last one first, as it mostly differs."""
     size, prompt = len(tokens), call.mask.count(0)
     return size <= prompt and call.token_ids[size - 1] == tokens[-1] and call.token_ids[:size] == tokens
 
 
 def _leaves(items: list[Fields], parents: list[int | None]) -> list[int]:
-    """Items that none continues. A summary that verifiers' agent did not go on from is none."""
+    """List the items that none continues, without summaries from which verifiers' agent did not go on."""
     links = [[link for link in item.get("semantic_parents") or [] if isinstance(link, dict)] for item in items]
     accepted = {link.get("node") for each in links for link in each if link.get("type") == "compaction"}
     lost = {n for n, each in enumerate(links) for link in each if link.get("type") == "compaction_attempt"} - accepted
@@ -236,7 +236,7 @@ def _path(parents: list[int | None], leaf: int) -> list[int]:
 
 
 def _joined(path: list[Piece], where: str) -> Fields:
-    """The columns of the pieces one after the other."""
+    """Join the columns of the pieces."""
     row: Fields = {
         "input_ids": [token for piece in path for token in piece.token_ids],
         "mask": [sampled for piece in path for sampled in piece.mask],

@@ -1,4 +1,4 @@
-"""Agents' runs as other projects save them, one run a row -> plain rows, one for each sequence that a model saw.
+"""Agents' runs as other projects save them, one run per row -> plain rows, one for each sequence that a model saw.
 
 | project | a row holds | a plain row for |
 |---|---|---|
@@ -51,15 +51,15 @@ SEQUENCES = {
     ("prompt_token_ids", "completion_token_ids"): CALL,
     ("request.input_ids", "response", "status_code"): RECORD,
 }
-"""The columns that tell that a row is one sequence of a store."""
+"""The columns that mark a row as one sequence of a store, and how it is read."""
 CUT = ("length", "content_filter")
 """Why an answer ended before the model had ended it."""
 PLAIN = frozenset({"input_ids", "messages", "prompt", "conversations", "text"})
-"""Another row with one of these is no run."""
+"""A row with one of these is not a run."""
 
 
 def plain_rows(row: Row) -> list[Row]:
-    """The sequences of an agent's run, as rows that any reader of `input_ids` or `messages` takes; or the row itself.
+    """Split an agent's run into its sequences, as rows of `input_ids` or `messages`; or return the row itself.
 
     Tokens become `input_ids`, `mask` (1 for a token that the model sampled) and, if the store has them, `old_logprobs`
     and `advantages`, one for each token, as a collator takes them. A sequence without a sampled token is left out if
@@ -90,7 +90,7 @@ def _reader_of(fields: Fields) -> Reader | None:
 
 
 def _has(items: object, hints: tuple[str, ...]) -> bool:
-    """Whether there are items and the first has one of the columns: other data have lists of these names too."""
+    """Return whether there are items and the first has one of the columns: other data have lists of these names too."""
     first = items[0] if isinstance(items, list) and items else None
     return items is not None if not hints else (isinstance(first, dict) and any(name in first for name in hints))
 
@@ -102,7 +102,7 @@ def _sequence(store: Store, fields: Fields, where: str) -> Iterator[Fields]:
 
 
 def _branch(fields: Fields, where: str) -> Iterator[Fields]:
-    """A flat branch, with the weights of its tokens."""
+    """Read a flat branch, with the weights of its tokens."""
     if fields.get("parent") is not None:
         raise DataError(where, "parent: this is a node of a trace; the row has to be the whole trace")
     tokens = {name: value for name, value in fields.items() if name not in WEIGHT_NAMES}
@@ -119,7 +119,7 @@ def _branches(fields: Fields, where: str) -> Iterator[Fields]:
 
 
 def _nodes(fields: Fields, where: str) -> Iterator[Fields]:
-    """A graph of messages."""
+    """Read a graph of messages."""
     _check_succeeded(fields, "nodes", where)
     if not _is_trainable(fields):
         raise DataError(where, "nodes: this trace is not trainable; leave it out")
@@ -176,7 +176,7 @@ def _trajectories(fields: Fields, where: str) -> Iterator[Fields]:
 
 
 def _trajectory(fields: Fields, where: str) -> Iterator[Fields]:
-    """ART's: the main history, and those of sub-agents or from before a compaction."""
+    """Read a trajectory of ART: the main history, and those of sub-agents or from before a compaction."""
     if fields.get("exchanges"):
         _exchanges(fields, where)
     for history in (fields, *_objects({"additional_histories": [], **fields}, "additional_histories", where)):
@@ -192,7 +192,7 @@ def _trajectory(fields: Fields, where: str) -> Iterator[Fields]:
 
 
 def _call(fields: Fields, where: str) -> Iterator[Fields]:
-    """A request of Chat Completions, and what was sampled for it."""
+    """Read a request of Chat Completions, and the answers sampled for it."""
     check_unweighted(fields, where)
     prompt = list_at(fields, "request.messages", where)
     beside = {name: value for name in OF_CHATS if (value := value_at(fields, f"request.{name}"))}
@@ -208,7 +208,7 @@ def _exchanges(fields: Fields, where: str) -> Iterator[Fields]:
 
 
 def _check_sampled(messages: list[Fields], is_choice: list[bool], first: int, where: str) -> None:
-    """Refuse an assistant message after the first choice that is no choice: it would be trained too."""
+    """Refuse an assistant message after the first choice that is not a choice: it would be trained too."""
     for number in range(first, len(messages)):
         if messages[number].get("role") == "assistant" and not is_choice[number]:
             raise DataError(
@@ -239,4 +239,4 @@ READERS: dict[str, tuple[tuple[str, ...], Reader]] = {
     "samples": (("response_length",), _samples),
     "response.choices": (("message",), _call),
 }
-"""A place that tells that a row is a run; the columns of which its first item has to have one; and how it is read."""
+"""A place that marks a row as a run; the columns of which its first item must have one; and how it is read."""

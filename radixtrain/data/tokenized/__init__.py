@@ -1,1 +1,1 @@
-"""Tokenised rows on disk: encoded once, in parallel, and memory-mapped from then on."""
+"""Tokenised rows on disk: encoded once, in parallel, then memory-mapped."""

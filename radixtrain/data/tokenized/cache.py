@@ -1,8 +1,8 @@
 """A source of rows -> its token store: found in the cache, or encoded into it.
 
-An entry is a folder of `<cache>/tokens`, named after everything that its samples depend on. It is written beside its
-place and renamed, so an entry is whole or absent. Entries can be deleted at any time; those that no run has used for
-`DAYS_KEPT` days are deleted when another one is written.
+An entry is a folder of `<cache>/tokens`, named after everything that its samples depend on. It is written under
+another name and renamed, so an entry is whole or absent. Entries can be deleted at any time; those that no run has used
+for `DAYS_KEPT` days are deleted when another one is written.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ logger = logging.getLogger(__name__)
 
 NAME, LEFT = re.compile(r"[0-9a-f]{32}"), re.compile(r"\.[0-9a-f]{32}\..+")  # of an entry; of what a killed run left
 DAYS_KEPT = 30
-SECONDS_BETWEEN_LINES = 10.0  # in a log that is no terminal
+SECONDS_BETWEEN_LINES = 10.0  # in a log that is not a terminal
 FREE_SPACE = 256 << 20  # bytes to leave on the disk of the cache
 
 
 def cache_folder() -> Path:
-    """`$RADIXTRAIN_CACHE`, or `radixtrain` in `$XDG_CACHE_HOME` or `~/.cache`."""
+    """Return `$RADIXTRAIN_CACHE`, or `radixtrain` in `$XDG_CACHE_HOME` or `~/.cache`."""
     if os.environ.get("RADIXTRAIN_CACHE"):
         return Path(os.environ["RADIXTRAIN_CACHE"])
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "radixtrain"
@@ -49,7 +49,7 @@ def cache_folder() -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizingOptions:
-    """How rows are tokenised, beside what their encoder says.
+    """How rows are tokenised, apart from the settings of their encoder.
 
     skip_bad_rows: count rows that cannot be used; otherwise the first one is an error.
     dataset_num_proc: processes; None chooses by the size of the files.
@@ -64,13 +64,13 @@ class TokenizingOptions:
 
     @property
     def folder(self) -> Path:
-        """Where entries are kept, whether it exists or not."""
+        """Return the folder of the entries, whether it exists or not."""
         return Path(self.cache_dir).expanduser().absolute() if self.cache_dir else cache_folder() / "tokens"
 
 
 @dataclass(frozen=True)
 class Tokenized:
-    """The samples of a source, and what became of its rows. digest: of the samples."""
+    """The samples of a source, and a report on its rows. digest: of the samples."""
 
     store: TokenStore
     report: EncodeReport
@@ -78,7 +78,7 @@ class Tokenized:
 
 
 def tokenized(source: Source, encoder: ChatEncoder, options: TokenizingOptions) -> Tokenized:
-    """The samples of a source, in the order of its rows.
+    """Return the samples of a source, in the order of its rows.
 
     Raises what `open_rows` and `ChatEncoder` raise; UserError if no row can be used, if samples are longer than
     `max_length` and that is an error, or if the cache cannot be written.
@@ -90,7 +90,7 @@ def tokenized(source: Source, encoder: ChatEncoder, options: TokenizingOptions) 
     about["skip_bad_rows"] = options.skip_bad_rows
     entry = options.folder / fingerprint(encoder, about, files)
     if not options.overwrite_cache and _is_whole(entry):
-        with suppress(OSError):  # a folder that others fill may be read-only
+        with suppress(OSError):  # a shared folder may be read-only
             os.utime(entry / ABOUT)  # when it was last used
         return _opened(source, entry, " (tokenised by an earlier run)")
     _delete_unused(options.folder)
@@ -107,7 +107,7 @@ def tokenized(source: Source, encoder: ChatEncoder, options: TokenizingOptions) 
 
 
 def _is_whole(entry: Path) -> bool:
-    """Whether there is an entry, and its files are as they were written."""
+    """Return whether there is an entry, and its files are as they were written."""
     if not entry.is_dir():
         return False
     damage = damage_in(entry)
@@ -117,7 +117,7 @@ def _is_whole(entry: Path) -> bool:
 
 
 def damage_in(entry: Path) -> str | None:
-    """What is wrong with an entry, or None if its files are as they were written. Reads them all."""
+    """Say what is wrong with an entry, or None if its files are as they were written. Reads them all."""
     try:
         written = read_about(entry)["checksum"]
         found = digest_of_file(entry / SAMPLES).xxh3_128
@@ -127,14 +127,14 @@ def damage_in(entry: Path) -> str | None:
 
 
 def _check_unchanged(files: Mapping[str, FileContents]) -> None:
-    """UserError if a file is not what it was before its rows were read."""
+    """Raise UserError if a file has changed since before its rows were read."""
     for path, contents in files.items():
         if contents_of(path) != contents:
-            raise UserError(f"{path}: changed while it was read; start again when it is written")
+            raise UserError(f"{path}: changed while it was read; start again when it is complete")
 
 
 def _without_cache(source: Source, encoder: ChatEncoder, options: TokenizingOptions) -> Tokenized:
-    """Encode for this process only."""
+    """Encode without the cache, for this process only."""
     folder = tempfile.TemporaryDirectory(prefix="radixtrain-tokens-")
     _encode(source, encoder, options, Path(folder.name), {})
     return _opened(source, Path(folder.name), "", folder)
@@ -168,7 +168,7 @@ def _encode(
 
 
 def _num_rows(files: Mapping[str, FileContents]) -> int | None:
-    """About how many, if a line is a row."""
+    """Estimate the number of rows, if a line is a row."""
     is_known = files and all(path.endswith((".jsonl", ".ndjson")) for path in files)
     return sum(contents.num_lines for contents in files.values()) if is_known else None
 
@@ -185,7 +185,7 @@ def _opened(
 
 
 def _all_long(first: TooLongError, report: EncodeReport) -> DataError:
-    """The error of the first sample that is too long; it names how many there are, and the longest."""
+    """Make the error of the first sample that is too long; it names how many there are, and the longest."""
     others = report.num_long_samples - 1
     if not others:
         return first
@@ -195,7 +195,7 @@ def _all_long(first: TooLongError, report: EncodeReport) -> DataError:
 
 
 def _place(staging: Path, entry: Path) -> None:
-    """Rename an entry to its name. Another process may have written the same one meanwhile."""
+    """Rename a finished entry. Another process may have written the same one meanwhile."""
     try:
         staging.rename(entry)
     except OSError:
@@ -208,25 +208,25 @@ def _place(staging: Path, entry: Path) -> None:
 
 
 def _delete_unused(folder: Path) -> None:
-    """Entries that were not used for long, and what runs that were killed left a day ago or earlier.
+    """Delete entries that were not used for long, and what killed runs left a day ago or earlier.
 
-    The folder may have other files: names that no entry has are left alone.
+    The folder may have other files: names that no entry has are not touched.
     """
     for entry in folder.iterdir() if folder.is_dir() else ():
         is_left = LEFT.fullmatch(entry.name) is not None
         is_entry = NAME.fullmatch(entry.name) is not None and (entry / SAMPLES).is_file()
-        with suppress(OSError):  # another run deletes it too, or it is of another user
+        with suppress(OSError):  # another run deletes it too, or it belongs to another user
             if (is_left or is_entry) and _days_unused(entry) > (1 if is_left else DAYS_KEPT):
                 shutil.rmtree(entry, ignore_errors=True)
 
 
 def _days_unused(folder: Path) -> float:
-    """Count the days of the newest of its files: that of a run that still encodes is young, whenever it began."""
+    """Return the age of the newest file in days: an entry that is still written is young, whenever it began."""
     return (time.time() - max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))) / 86400
 
 
 def _check_space(folder: Path, files: Collection[FileContents]) -> None:
-    """Token ids take about as much space as their text, rarely more than twice as much."""
+    """Raise UserError without space: token ids take about as much as their text, rarely more than twice as much."""
     folder.mkdir(parents=True, exist_ok=True)
     needed, free = sum(file.num_bytes for file in files) + FREE_SPACE, shutil.disk_usage(folder).free
     if free < needed:
@@ -238,17 +238,17 @@ def _check_space(folder: Path, files: Collection[FileContents]) -> None:
 
 @contextmanager
 def _written_to(folder: Path) -> Iterator[None]:
-    """Names the cache folder in an error of the file system."""
+    """Name the cache folder in an error of the file system."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or error
-        raise UserError(f"data.cache_dir {folder}: cannot be written: {reason}; name a folder that can") from None
+        raise UserError(f"data.cache_dir {folder}: cannot be written: {reason}; name a writable folder") from None
 
 
 @contextmanager
 def _progress(name: str, num_rows: int | None) -> Iterator[Callable[[int, int], None]]:
-    """Gives a function that takes the rows and the tokens done so far: a bar on a terminal, else lines in the log.
+    """Yield a function that takes the rows and the tokens done so far: a bar on a terminal, else lines in the log.
 
     name: what is tokenised. num_rows: of all, None if that is not known.
     """

@@ -1,4 +1,4 @@
-"""Conversations of several sources back to back, or a selection of them; and which turns are trained.
+"""The conversations of several sources, or a selection of them; and which turns are trained.
 
 Rows may be nested: a log of an agent's requests holds each turn in all later rows too.
 """
@@ -57,12 +57,12 @@ class Corpus(Sequence[list[TokenRow]]):
         return self.parts[part].conversations[place - int(self.bounds[part])]
 
     def select(self, indices: IntArray) -> Corpus:
-        """Some of the conversations, in this order."""
+        """Select some of the conversations, in this order."""
         return Corpus(self.parts, indices if self.chosen is None else self.chosen[indices])
 
     @property
     def weights(self) -> np.ndarray | None:
-        """(num_conversations,), float64. how often each occurs in an epoch; None if each occurs once."""
+        """Return how often each conversation occurs in an epoch, (num_conversations,), float64; None if once."""
         if all(part.weight == 1 for part in self.parts):
             return None
         weights = np.repeat([part.weight for part in self.parts], np.diff(self.bounds))
@@ -81,7 +81,7 @@ class Corpus(Sequence[list[TokenRow]]):
 
     @property
     def digest(self) -> str:
-        """Tells these conversations, in this order, from others."""
+        """Return a digest that distinguishes these conversations, in this order, from others."""
         digest = xxhash.xxh3_128(" ".join(f"{part.digest} {part.weight!r}" for part in self.parts).encode())
         if self.chosen is not None:
             digest.update(self.chosen.astype(np.int64).tobytes())
@@ -93,21 +93,21 @@ class Corpus(Sequence[list[TokenRow]]):
 
     @property
     def _sizes(self) -> IntArray:
-        """Samples of each conversation."""
+        """Return the number of samples of each conversation."""
         return self._all_sizes if self.chosen is None else self._all_sizes[self.chosen]
 
 
 def last_turns(store: TokenStore) -> np.ndarray:
-    """(num_samples,), bool. The last sample of each conversation."""
+    """Mark the last sample of each conversation, (num_samples,), bool."""
     is_last = np.zeros(len(store.lengths), dtype=bool)
     is_last[store.starts[1:] - 1] = True
     return is_last
 
 
 def distinct_turns(store: TokenStore) -> np.ndarray:
-    """(num_samples,), bool. Every turn once, in the conversation that has most turns.
+    """Mark every turn once, (num_samples,), bool, in the conversation that has most turns.
 
-    Of turns that are samples, those with the same tokens, labels and weights are one. A whole chat is left out if
+    Samples of turns are one turn if their tokens, labels and weights are the same. A whole chat is left out if
     another one begins with its tokens and labels. Rows that are equal as a whole stay, as often as they occur.
     """
     if len(store) < len(store.lengths):
@@ -141,13 +141,13 @@ def _key(sample: TokenRow) -> bytes:
 
 
 def _answer_ends(chat: TokenRow) -> list[int]:
-    """The place after each run of labels."""
+    """Return the place after each run of labels."""
     bears_loss = np.append(chat.labels != IGNORE_INDEX, False)
     return (np.flatnonzero(bears_loss[:-1] & ~bears_loss[1:]) + 1).tolist()
 
 
 def _shorter_chats(chat: TokenRow, tails: set[int]) -> Iterator[TokenRow]:
-    """What other chats may be that this one continues: each ends after an answer and what follows every answer.
+    """Yield the chats that this one may continue: each ends after an answer and what follows every answer.
 
     tails: lengths of what follows the last answer of a chat.
     """

@@ -29,7 +29,7 @@ AnyRow = Row | UnreadRow
 
 
 class Block(NamedTuple):
-    """Some rows of a file, encoded. first_long: the error of the first row that is too long, if that is an error."""
+    """Some encoded rows of a file. first_long: the error of the first row that is too long, if that is an error."""
 
     batch: pa.RecordBatch
     report: EncodeReport
@@ -37,21 +37,21 @@ class Block(NamedTuple):
 
 
 def num_processes(asked: int | None, num_bytes: int) -> int:
-    """How many processes tokenise. asked: `dataset_num_proc`; None is one for each core if the file is large."""
+    """Choose how many processes tokenise. asked: `dataset_num_proc`; None is one per core if the file is large."""
     if asked is not None:
         return asked
     return min(num_cores(), MAX_PROCESSES) if num_bytes >= LARGE else 1
 
 
 def encode_blocks(encoder: ChatEncoder, rows: Iterable[AnyRow], num_proc: int, skip_bad_rows: bool) -> Iterator[Block]:
-    """The blocks of a file, in its order.
+    """Yield the blocks of a file, in order.
 
     rows: from `open_rows`.
     num_proc: processes; 1 works in this one.
     skip_bad_rows: True counts rows that cannot be used; otherwise the first one raises its DataError. Rows that are too
-        long do not raise here: a person wants to know how many there are.
+        long do not raise here, so that the error can count them.
 
-    Raises UserError if a process is killed, which is what a machine does that runs out of memory.
+    Raises UserError if a process is killed, as happens when memory runs out.
     """
     if num_proc == 1:
         yield from (_encode(encoder, block, skip_bad_rows) for block in _blocks(rows))
@@ -108,7 +108,7 @@ _worker: tuple[ChatEncoder, bool] | None = None
 def _start(encoder: ChatEncoder, skip_bad_rows: bool) -> None:
     global _worker
     _worker = encoder, skip_bad_rows
-    end_with_parent()  # if it was killed, nobody would send rows again, nor say that there are no more
+    end_with_parent()  # if the parent was killed, nothing would send rows or say that there are no more
 
 
 def _encode_here(rows: list[AnyRow]) -> Block:

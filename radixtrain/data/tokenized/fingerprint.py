@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve().parents[1]
 
 
 class FileContents(NamedTuple):
-    """A file's digest, its bytes and its line ends: what a pass over it gives."""
+    """A file's digest, its bytes and its line ends, found in one pass over it."""
 
     digest: str
     num_bytes: int
@@ -32,7 +32,7 @@ class FileContents(NamedTuple):
 
 
 def contents_of(path: str) -> FileContents:
-    """Reads the whole file once."""
+    """Read the whole file once and describe its contents."""
     digest = xxhash.xxh3_128()
     num_bytes = num_lines = 0
     with open(path, "rb") as file:
@@ -44,7 +44,7 @@ def contents_of(path: str) -> FileContents:
 
 
 def fingerprint(encoder: ChatEncoder, source: dict[str, Any], files: Mapping[str, FileContents]) -> str:
-    """A name for the samples that `encoder` makes of these files.
+    """Name the samples that `encoder` makes of these files.
 
     source: what else they depend on: its path, columns, split, policies.
     files: by their paths, which are part of `where`.
@@ -66,7 +66,7 @@ def fingerprint(encoder: ChatEncoder, source: dict[str, Any], files: Mapping[str
 
 
 def _digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Digest all files that it saves, its chat template among them."""
+    """Digest all files that the tokenizer saves, including its chat template."""
     digest = xxhash.xxh3_128(type(tokenizer).__name__.encode())
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)

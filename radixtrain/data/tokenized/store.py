@@ -33,7 +33,7 @@ SAMPLES, ABOUT = "samples.arrow", "about.txt"
 
 
 def packed(conversations: Iterable[Sequence[TokenRow]]) -> pa.RecordBatch:
-    """The samples of some conversations as rows of the file. Conversations without a sample leave no trace."""
+    """Pack the samples of some conversations as rows of the file. Conversations without a sample leave no trace."""
     rows = [_row(sample, not place) for samples in conversations for place, sample in enumerate(samples)]
     return pa.RecordBatch.from_pylist(rows, schema=SCHEMA)
 
@@ -53,7 +53,7 @@ def _row(sample: TokenRow, is_first: bool) -> dict[str, Any]:
 class TokenWriter:
     """Writes the file of a store into a folder.
 
-    `close` returns a digest of tokens, labels, weights and conversations, which other samples do not have.
+    `close` returns a digest of tokens, labels, weights and conversations, which differs for other samples.
     """
 
     def __init__(self, folder: Path):
@@ -61,7 +61,7 @@ class TokenWriter:
         self.digest = xxhash.xxh3_128()
 
     def add(self, batch: pa.RecordBatch) -> None:
-        """batch: from `packed`."""
+        """Write a batch from `packed`."""
         if not batch.num_rows:
             return
         self.file.write_batch(batch)
@@ -72,7 +72,7 @@ class TokenWriter:
         self.digest.update(batch["is_first"].to_numpy(zero_copy_only=False).tobytes())
 
     def close(self) -> str:
-        """Finish the file. Returns the digest."""
+        """Finish the file and return the digest."""
         self.file.close()
         return self.digest.hexdigest()
 
@@ -84,10 +84,10 @@ class TokenStore(Sequence[list[TokenRow]]):
     starts: (num_conversations + 1,), int64. the first sample of each conversation, and the end.
 
     owned: a temporary folder, which is removed together with the store.
-    numbers: (num_samples,), int64. which samples of the file these are; None for all. A conversation that keeps none is
+    numbers: (num_samples,), int64. which samples of the file these are; None for all. Conversations without any are
         left out.
 
-    It travels to other processes as the name of its folder.
+    It is pickled as the name of its folder.
     """
 
     def __init__(self, folder: Path, owned: TemporaryDirectory[str] | None = None, numbers: np.ndarray | None = None):
@@ -97,12 +97,12 @@ class TokenStore(Sequence[list[TokenRow]]):
         return {"folder": self.folder, "owned": None, "numbers": self.numbers}
 
     def opened(self) -> TokenStore:
-        """Itself, with the file open: it and the processes forked from this one can read on if the folder goes."""
+        """Open the file and return the store; this process and its forks can read on if the folder goes."""
         _ = self.lengths, self.starts
         return self
 
     def select(self, is_chosen: np.ndarray) -> TokenStore:
-        """Some of the samples, by conversation as here. is_chosen: (num_samples,), bool."""
+        """Select some of the samples, grouped by conversation as here. is_chosen: (num_samples,), bool."""
         chosen = np.flatnonzero(is_chosen)
         numbers = chosen if self.numbers is None else self.numbers[chosen]
         return TokenStore(self.folder, self.owned, numbers).opened()
@@ -127,12 +127,12 @@ class TokenStore(Sequence[list[TokenRow]]):
         return np.append(np.flatnonzero(np.diff(conversations, prepend=0)), len(conversations))
 
     def has_several_answers(self) -> bool:
-        """Whether a sample has labels in more than one run, of those whose labels are tokens of the sample."""
+        """Return whether a sample has several runs of labels, among those whose labels are tokens of the sample."""
         return bool((pc.list_value_length(self._columns["loss_spans"]).to_numpy() > 2).any())
 
     @cached_property
     def about(self) -> dict[str, Any]:
-        """What was written beside the samples."""
+        """Return what was written beside the samples."""
         return read_about(self.folder)
 
     @cached_property
@@ -141,7 +141,7 @@ class TokenStore(Sequence[list[TokenRow]]):
         return dict(zip(table.column_names, table.columns, strict=True))
 
     def sample(self, number: int) -> TokenRow:
-        """One of all, counted from 0."""
+        """Return one of all samples, counted from 0."""
         place = number if self.numbers is None else int(self.numbers[number])
         row = {name: column[place] for name, column in self._columns.items()}
         ids, spans, labels, weights = (row[name].values for name in LISTS)
@@ -157,7 +157,7 @@ class TokenStore(Sequence[list[TokenRow]]):
 
 
 def _loss_spans(sample: TokenRow) -> np.ndarray | None:
-    """Pairs of start and end, flat; None if a label is not the token at its place."""
+    """Return the start and end of each run of labels, flat; None if a label is not the token at its place."""
     bears_loss = sample.labels != IGNORE_INDEX
     if not np.array_equal(sample.labels[bears_loss], sample.input_ids[bears_loss]):
         return None
@@ -173,13 +173,13 @@ def _labels_in(spans: pa.Array, ids: np.ndarray) -> np.ndarray:
 
 
 def write_about(entry: Path, about: Mapping[str, Any]) -> None:
-    """A line with the checksum of what follows it. about: what JSON can hold."""
+    """Write a line with the checksum of what follows it. about: what JSON can hold."""
     text = json.dumps(about).encode()
     (entry / ABOUT).write_bytes(b"%s\n%s" % (_checksum(text), text))
 
 
 def read_about(entry: Path) -> dict[str, Any]:
-    """What was written. ValueError if the file was changed since, OSError if it cannot be read."""
+    """Read what was written. Raises ValueError if the file was changed since, OSError if it cannot be read."""
     checksum, _, text = (entry / ABOUT).read_bytes().partition(b"\n")
     if checksum != _checksum(text):
         raise ValueError(f"{ABOUT} is not as it was written")

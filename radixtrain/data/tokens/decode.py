@@ -1,4 +1,4 @@
-"""Token ids to text, run by run: the texts of the runs, one after the other, are the text of the whole."""
+"""Token ids to text, run by run: joined, the texts of the runs are the text of the whole."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from radixtrain.tree.arrays import IntArray
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for bytes that are no character, or not one yet
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for bytes that are not, or not yet, a character
 CONTEXT = 8  # tokens before a run that are decoded with it: a character has at most 4 bytes
 
 
 def decode_runs(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | IntArray, bounds: Iterable[int]) -> list[str]:
-    """The text of each run of a sequence, special tokens included.
+    """Return the text of each run of a sequence, special tokens included.
 
     ids: (L,). the whole sequence; a run deep in a prefix tree is given with the tokens above it.
     bounds: (n + 1,). rising, from 0 to L: run i is `ids[bounds[i] : bounds[i + 1]]`.
 
-    A character whose bytes lie on both sides of a bound is in the run in which it is complete, so that a shared run
+    A character whose bytes lie on both sides of a bound is in the run that completes it, so that a shared run
     has the same text whatever follows it. Each token is decoded a constant number of times.
 
     Raises ValueError if the bounds do not rise from 0 to L.
@@ -47,7 +47,7 @@ def decode_runs(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | IntArra
 
 
 def text_of_run(tokenizer: PreTrainedTokenizerBase, ids: IntArray, start: int, end: int) -> str:
-    """The text of the tokens [start, end) of a sequence, its special tokens included.
+    """Return the text of the tokens [start, end) of a sequence, its special tokens included.
 
     ids: (L,), int64. the whole sequence, since the text of a run depends on what precedes it.
 
@@ -58,7 +58,7 @@ def text_of_run(tokenizer: PreTrainedTokenizerBase, ids: IntArray, start: int, e
 
 
 def shortened(text: str, max_characters: int) -> str:
-    """The text, with its middle replaced by an ellipsis if it has more characters."""
+    """Replace the middle of a text by an ellipsis if it has more characters."""
     if len(text) <= max_characters:
         return text
     end = max_characters // 3
@@ -66,7 +66,7 @@ def shortened(text: str, max_characters: int) -> str:
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> list[str]:
-    """The text that each token adds after a letter: there no decoder drops a leading blank."""
+    """Return the text that each token adds after a letter: there no decoder drops a leading blank."""
     anchor = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     letter = _decode(tokenizer, anchor)
     return [_decode(tokenizer, [*anchor, token])[len(letter) :] for token in ids]
@@ -83,7 +83,7 @@ def _integers(values: Iterable[int] | IntArray) -> list[int]:
 
 
 def next_token_ids(tokenizer: PreTrainedTokenizerBase, words: Iterable[str]) -> dict[str, int]:
-    """The token id of each word as it continues a text: without the space that some tokenizers put before a first word.
+    """Return the token id of each word as it continues a text, without the space that some tokenizers put before it.
 
     A blank in the word counts: " yes" and "yes" are different tokens.
 
@@ -100,7 +100,7 @@ def next_token_ids(tokenizer: PreTrainedTokenizerBase, words: Iterable[str]) -> 
 
 
 def _check(tokenizer: PreTrainedTokenizerBase, word: str, ids: list[int], found: dict[str, int]) -> None:
-    """found: the earlier words, with their ids."""
+    """Refuse a word that is not a token of its own. found: the earlier words, with their ids."""
     if len(ids) != 1:
         tokens = ", ".join(repr(tokenizer.decode([token])) for token in ids) or "none"
         raise UserError(f"model.next_tokens: {word!r} is {len(ids)} tokens ({tokens}); expected words of one token")

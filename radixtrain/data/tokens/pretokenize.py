@@ -5,7 +5,7 @@
 
 A tokenizer of the `tokenizers` library cuts a text at its added tokens (`<|im_start|>`, `</s>`, `<think>` ...) before
 it does anything else, and then treats each piece on its own. So the ids of a text are those of its pieces, and a prompt
-that a million rows share is tokenised once. A tokenizer for which that is not sure to hold gets whole texts.
+that a million rows share is tokenised once. A tokenizer for which that is not certain gets whole texts.
 """
 
 from __future__ import annotations
@@ -62,21 +62,21 @@ class PieceTokenizer:
             self.is_checked = True
             if not all(map(np.array_equal, self._joined(sample, self.borders), self._whole(sample))):
                 logger.warning(
-                    "this tokenizer does not treat the text between special tokens on its own: rows are slow"
+                    "this tokenizer does not tokenise the text between special tokens separately: rows are slow"
                 )
                 self.borders = None
                 return list(self._whole(texts))
         return self._joined(texts, self.borders)
 
     def _joined(self, texts: list[str], borders: re.Pattern[str]) -> list[np.ndarray]:
-        """Every odd part of a split is an added token, every even one a piece, which may be empty."""
+        """Tokenise texts in parts: every odd part of a split is an added token, every even one a piece or empty."""
         parts = [[part for part in borders.split(text) if part] for text in texts]
         known = self._ids_of(part for text_parts in parts for part in text_parts)
         nothing = np.zeros(0, dtype=np.int64)
         return [np.concatenate([nothing, *(known[part] for part in text_parts)]) for text_parts in parts]
 
     def _ids_of(self, pieces: Iterable[str]) -> dict[str, np.ndarray]:
-        """The ids of each distinct piece. Those that are not remembered are tokenised together."""
+        """Return the ids of each distinct piece. Those that are not remembered are tokenised together."""
         known: dict[str, np.ndarray] = {}
         new: dict[str, None] = {}
         for piece in pieces:
@@ -101,13 +101,13 @@ class PieceTokenizer:
 
 
 def _sample(texts: list[str], borders: re.Pattern[str]) -> list[str]:
-    """The surroundings of the first added token of a few texts; none if no text has one."""
+    """Return the surroundings of the first added token of a few texts; none if no text has one."""
     firsts = islice(((text, found.start()) for text in texts if (found := borders.search(text))), SAMPLED_TEXTS)
     return [text[max(0, at - SAMPLED_CHARACTERS) : at + SAMPLED_CHARACTERS] for text, at in firsts]
 
 
 def _borders(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
-    """What texts are split at: the added tokens that are found before anything else. None if pieces are not safe."""
+    """Return the pattern at which texts are split: added tokens, found first. None if splitting is not safe."""
     if not tokenizer.is_fast or getattr(tokenizer, "split_special_tokens", False):
         return None
     backend = tokenizer.backend_tokenizer
@@ -125,10 +125,9 @@ def _borders(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
 
 
 def _longest_of(words: Iterable[str], depth: int = 0) -> str:
-    """A pattern that matches the longest of these words, as the library does: what several begin with is tried once.
+    """Return a pattern that matches the longest of these words, as the library does; common beginnings are tried once.
 
-    Gemma 3 has 6,415 added tokens, which one after the other took as long as the tokenizer. depth: of nested groups, of
-    which `re` takes only so many.
+    Gemma 3 has 6,415 added tokens; trying each took as long as the tokenizer. depth: of groups, which `re` limits.
     """
     longest_first = sorted(set(words), key=lambda word: (-len(word), word))
     if depth == MOST_NESTED:
@@ -146,7 +145,7 @@ def _longest_of(words: Iterable[str], depth: int = 0) -> str:
 
 
 def _pre_tokenizer(backend: Any) -> dict[str, Any] | None:
-    """What `tokenizer.json` says of it, told by a tokenizer without words: Gemma 3's 262,144 take over a second."""
+    """Return the pre-tokenizer of `tokenizer.json`, without the words: Gemma 3's 262,144 take over a second."""
     from tokenizers import Tokenizer, models
 
     small = Tokenizer(models.BPE())
@@ -156,14 +155,14 @@ def _pre_tokenizer(backend: Any) -> dict[str, Any] | None:
 
 
 def _kinds(pre_tokenizer: dict[str, Any] | None) -> set[str]:
-    """The kinds of a pre-tokenizer and of those inside it."""
+    """Return the kinds of a pre-tokenizer and of those inside it."""
     if pre_tokenizer is None:
         return set()
     return {pre_tokenizer["type"]}.union(*map(_kinds, pre_tokenizer.get("pretokenizers", ())))
 
 
 def _may_overlap(border: str, other: str) -> bool:
-    """Whether the two can cover the same characters of a text, or white space at a border could be taken from it."""
+    """Return whether two tokens can cover the same characters, or white space could be taken at a border."""
     if border in other or other in border or border != border.strip():
         return True
     lengths = range(1, min(len(border), len(other)))
@@ -171,15 +170,15 @@ def _may_overlap(border: str, other: str) -> bool:
 
 
 class TokenizerFailed(UserError):
-    """A tokenizer cannot tokenise a text, or cannot be made. Its message has no place in the data."""
+    """A tokenizer cannot tokenise a text, or cannot be made. The message does not name a place in the data."""
 
 
 @contextmanager
 def failures_of(name_or_path: str) -> Iterator[None]:
-    """Inside, an error or a panic of the library `tokenizers` is raised as TokenizerFailed.
+    """Raise an error or a panic of the library `tokenizers` as TokenizerFailed.
 
-    A panic is no Exception: it would pass every `except` and end a run with a traceback. It occurs, for instance, when
-    a regular expression of `tokenizer.json` has tried too long.
+    A panic is not an Exception: it would pass every `except` and end a run with a traceback. It occurs, for instance,
+    when a regular expression of `tokenizer.json` backtracks for too long.
     """
     try:
         yield
@@ -190,5 +189,5 @@ def failures_of(name_or_path: str) -> Iterator[None]:
 
 
 def _is_of_library(error: BaseException) -> bool:
-    """Its own errors have no class, and the class of a panic cannot be imported."""
+    """Return whether an error is the library's: they have no class of their own, and a panic's cannot be imported."""
     return type(error) is Exception or type(error).__name__ == "PanicException"

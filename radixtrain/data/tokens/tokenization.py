@@ -33,7 +33,7 @@ class Draft(NamedTuple):
 
 
 class DraftTokenizer:
-    """Turns drafts into samples. Prompt and target are tokenised apart: at inference the prompt's tokens are given."""
+    """Turns drafts into samples. Prompt and target are tokenised separately, as the prompt is given at inference."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer = tokenizer
@@ -48,7 +48,7 @@ class DraftTokenizer:
         self.marks_text_start = both.tolist() != [*newline, *letter]
 
     def __call__(self, drafts: list[Draft]) -> Iterator[TokenRow]:
-        """The drafts' samples, in their order. DataError that names the first row at which the tokenizer breaks off."""
+        """Yield the drafts' samples, in order. Raises DataError that names the first row on which it fails."""
         try:
             prompts = self.token_ids([draft.prompt for draft in drafts])
             targets = self._target_ids(drafts, prompts)
@@ -76,9 +76,9 @@ class DraftTokenizer:
         return draft.target + self.eos if is_open else draft.target
 
     def _without_next_prompt(self, draft: Draft) -> str:
-        """The target up to its end-of-turn token, if the template writes a generation prompt after every text.
+        """Cut the target after its end-of-turn token, if the template writes a generation prompt after every text.
 
-        That of the first Llama 3 does: prompt and target end alike, in more than one special token.
+        The template of the first Llama 3 does: prompt and target end alike, in more than one special token.
         """
         pairs = zip(reversed(draft.prompt), reversed(draft.target), strict=False)
         num_alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -90,7 +90,7 @@ class DraftTokenizer:
         return draft.target[: len(draft.target) - len(alike) + place + len(end)]
 
     def until_end_of_turn(self, target: str) -> str:
-        """Cuts what a template writes after the last end-of-turn token (ChatML: a newline): it is never generated."""
+        """Cut what a template writes after the last end-of-turn token (ChatML: a newline): it is never generated."""
         stripped = target.rstrip()
         if stripped.endswith(self.special_tokens):  # a base model's EOS is not always what ends its turns
             return stripped
@@ -111,7 +111,7 @@ class DraftTokenizer:
 
 
 def load_tokenizer(path: str, chat_template_path: str | os.PathLike[str] | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or hub name.
+    """Load the tokenizer of a model folder or hub name.
 
     path: `model_name_or_path`.
     chat_template_path: a Jinja file whose template replaces the tokenizer's own.
@@ -138,14 +138,14 @@ def load_tokenizer(path: str, chat_template_path: str | os.PathLike[str] | None 
 
 
 def _why_none(path: str) -> str:
-    """What is wrong with a path that is a folder without a tokenizer, or is neither a folder nor a hub name."""
+    """Say what is wrong with a path that is a folder without a tokenizer, or is neither a folder nor a hub name."""
     if os.path.isdir(path):
         return "" if any(name.startswith("tokenizer") for name in os.listdir(path)) else "the folder has none"
     return "" if path.count(os.sep) < 2 and not path.startswith((".", "~", os.sep)) else "there is no such folder"
 
 
 def read_text(path: str | os.PathLike[str], key: str, kind: str) -> str:
-    """What a file of text holds. UserError that names the key of the configuration, and the kind it should be of."""
+    """Read a text file. Raises UserError that names the key of the configuration, and the expected kind."""
     try:
         return text_files.read_text(path)
     except (OSError, UnicodeDecodeError) as error:

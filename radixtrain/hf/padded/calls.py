@@ -1,10 +1,9 @@
 """Which calls of a backbone are shared: padded `[B, L]` ids, no cache, and nothing whose result would change.
 
-Any other call runs as if nothing had been installed, and the report counts it under the reason that is found here.
+Any other call runs as if nothing had been installed, and the report counts it under the reason found here.
 
 transformers separates the sequences of a packed row at the jumps of `position_ids`, but only in models that pass these
-to their mask. In all others every sequence attends to those before it in the row. Which it is, is found by running the
-model.
+to their mask. In all others every sequence attends to those before it in the row. Running the model shows which.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ UNREAD = {
 
 
 def why_unshared(model: nn.Module, backbone: PreTrainedModel, given: Mapping[str, Any], generates: bool) -> str | None:
-    """Why a call cannot be shared, as far as this is known without reading the ids; None if it can.
+    """Say why a call cannot be shared, as far as this is known without reading the ids; None if it can.
 
     model: around the backbone.
     given: as `arguments_of` returns them.
-    generates: whether the caller may want a cache that only the configuration asks for.
+    generates: whether the caller may want a cache that only the configuration requests.
     """
     decoder = text_decoder_of(backbone)
     if given.get("input_ids") is None:
@@ -59,7 +58,7 @@ def why_unshared(model: nn.Module, backbone: PreTrainedModel, given: Mapping[str
 
 
 def why_rows_are_not_shared(backbone: PreTrainedModel, given: Mapping[str, Any], rows: PaddedRows) -> str | None:
-    """Why these rows cannot be shared; None if they can."""
+    """Say why these rows cannot be shared; None if they can."""
     decoder = text_decoder_of(backbone)
     if not rows.kept.any():
         return "attention_mask hides every token"
@@ -87,7 +86,7 @@ def why_rows_are_not_shared(backbone: PreTrainedModel, given: Mapping[str, Any],
 def _why_cache(
     backbone: PreTrainedModel, decoder: PreTrainedModel, given: Mapping[str, Any], generates: bool
 ) -> str | None:
-    """Generation needs a cache. Training and score heads do not, whatever the configuration says."""
+    """Say why a call needs a cache, as generation does. Training and score heads do not, whatever the configuration."""
     if not torch.is_grad_enabled() and is_generating():
         return GENERATION
     if "past_key_values" in given:
@@ -103,7 +102,7 @@ def _why_cache(
 
 
 def option(name: str, config: PreTrainedConfig, given: Mapping[str, Any], default: bool = False) -> bool:
-    """An option of a call, or what the configuration says about it."""
+    """Return an option of a call, or else of the configuration."""
     return bool(given.get(name, getattr(config, name, default)))
 
 
@@ -125,7 +124,7 @@ def _why_shapes(given: Mapping[str, Any], of_images: set[str]) -> str | None:
 
 
 def _why_outputs(config: PreTrainedConfig, given: Mapping[str, Any]) -> str | None:
-    """Attention weights exist only for the whole batch, and in a tuple it is not known which output is which."""
+    """Name outputs that cannot be shared: attention weights, and those in a tuple, where their order is not known."""
     if option("output_attentions", config, given):
         return "output_attentions"
     wanted = any(option(name, config, given) for name in ("output_hidden_states", "output_router_logits"))
@@ -135,7 +134,7 @@ def _why_outputs(config: PreTrainedConfig, given: Mapping[str, Any]) -> str | No
 
 
 def _why_other_inputs(backbone: PreTrainedModel, given: Mapping[str, Any]) -> str | None:
-    """A further tensor that a layer may read. It may have one entry for each token or each row."""
+    """Name a further tensor that a layer may read. It may have one entry for each token or each row."""
     if "pixel_values" in given:
         reason = why_not(backbone, given)
         if reason is not None:
@@ -159,26 +158,26 @@ def _why_state(model: nn.Module, backbone: PreTrainedModel, decoder: PreTrainedM
 
 
 def why_others_look(backbone: nn.Module) -> str | None:
-    """Why more is done with the tokens of this call than the model does; None if it is not."""
+    """Say what reads the tokens of this call besides the model; None if nothing does."""
     if torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0:
         return "torch.func or forward-mode differentiation runs"
     return why_hooked_inside(backbone)
 
 
 def _names_adapters(model: nn.Module) -> bool:
-    """Whether PEFT hands every layer the names of adapters for this call, by a hook on each of them."""
+    """Return whether PEFT hands every layer the names of adapters for this call, by a hook on each of them."""
     layers = (module for module in model.modules() if type(module).__module__.startswith("peft."))
     hooks = (hook for layer in islice(layers, 1) for hook in layer._forward_pre_hooks.values())
     return any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks)
 
 
 def is_generating() -> bool:
-    """Whether `generate` of transformers is on the stack. Without a cache its calls look like any other."""
+    """Return whether `generate` of transformers is on the stack. Without a cache its calls look like any other."""
     return is_called_by("generate", "transformers")
 
 
 def is_compiled() -> bool:
-    """Whether `torch.compile` runs the call: it traces ordinary tensors only. Its hooks on us are not compiled."""
+    """Return whether `torch.compile` runs the call: it traces only ordinary tensors. Its hooks on us stay eager."""
     return is_called_by("compile_wrapper")
 
 
@@ -189,7 +188,7 @@ MAX_ERROR = 16  # units of rounding: a mixture of experts groups its tokens in a
 
 @torch.no_grad()
 def separates_packed_sequences(backbone: PreTrainedModel) -> bool:
-    """Whether a sequence has the same hidden states after another sequence in its row.
+    """Return whether a sequence has the same hidden states after another sequence in its row.
 
     Runs the untouched model on two rows of 4 tokens, in evaluation mode and without gradients. Waits for the device. In
     16 bits the states have to be equal bit for bit, because a unit of rounding may hide the other sequence.
@@ -206,7 +205,7 @@ def separates_packed_sequences(backbone: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def reads_zeros(backbone: PreTrainedModel, name: str) -> bool:
-    """Whether an argument of zeros, one for each token, changes what the model computes. As above."""
+    """Return whether an argument of zeros, one for each token, changes what the untouched model computes."""
     if name not in inspect.signature(backbone.forward).parameters:
         return False
     ids = torch.tensor([SECOND], device=_device_of_ids(backbone))
@@ -219,7 +218,7 @@ def reads_zeros(backbone: PreTrainedModel, name: str) -> bool:
 
 
 def _device_of_ids(backbone: Any) -> torch.device:
-    """Return the device of the embeddings. That of the first parameter may be a vision tower's, by a device_map."""
+    """Return the device of the embeddings. The first parameter may be a vision tower's, elsewhere by a device_map."""
     device: torch.device = backbone.get_input_embeddings().weight.device
     return device
 

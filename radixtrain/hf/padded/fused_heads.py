@@ -1,8 +1,8 @@
-"""Head and loss in one function of another library, which gets distinct rows: TRL's log-probabilities, Liger's loss.
+"""Head and loss in one function of another library, computed on distinct rows: TRL's log-probabilities, Liger's loss.
 
 These functions take hidden rows, the matrix of the head and labels, and are autograd functions, to which torch gives
-whole tensors. So ours stand in their place, in the modules that call them. What is not one of our hidden states goes to
-the function as it is, and what ours does not compute, as whole rows. What they compute is known to be one of tokens.
+whole tensors. So ours replace them, in the modules that call them. Other tensors than our hidden states go to the
+original function, and so do calls that ours does not compute, as whole rows. Both are known to be losses over tokens.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from radixtrain.loss import linear_cross_entropy
 
 
 class FusedHead:
-    """Stands in for an autograd function of hidden rows.
+    """Replaces an autograd function of hidden rows.
 
-    on_rows: computes its result from the `Spread`, given the function and its arguments; NotImplemented for a call that
-        needs whole rows.
+    on_rows: computes the result from the function, the `Spread` and the other arguments; NotImplemented for a call
+        that needs whole rows.
     """
 
     def __init__(self, ordinary: Any, on_rows: Callable[..., Any]):
@@ -53,7 +53,7 @@ def trl_logprobs(
 ) -> Any:
     """Score each pair of a row and a label once. Without Triton TRL scores every place of the batch."""
     vocab_size = len(weight)
-    kinds = labels.clamp(-1, vocab_size) + 1  # TRL has a number for what is no token, too
+    kinds = labels.clamp(-1, vocab_size) + 1  # TRL has a number for "not a token", too
     pairs, back = (hidden.rows * (vocab_size + 2) + kinds).unique(return_inverse=True)
     rows, labels = gather_rows(hidden.table, pairs // (vocab_size + 2)), pairs % (vocab_size + 2) - 1
     hidden.report.count_head(len(back), len(pairs))
@@ -106,7 +106,7 @@ HEADS = (
 
 
 def share_fused_heads() -> None:
-    """Put a `FusedHead` in place of each function whose library has been imported."""
+    """Replace each function whose library has been imported by a `FusedHead`."""
     for module, name, on_rows in HEADS:
         ordinary = getattr(sys.modules.get(module), name, None)
         if ordinary is not None and not isinstance(ordinary, FusedHead):

@@ -1,4 +1,4 @@
-"""Images of a padded call: every placeholder is one row of the features that the tower computes of distinct images."""
+"""The images of a padded call: each placeholder is a row of the features that the tower computes of distinct images."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Images:
 
     @classmethod
     def read(cls, backbone: PreTrainedModel, given: Mapping[str, Any], rows: PaddedRows, axes: Tensor | None) -> Images:
-        """Read the images of a call, and wait for the device. NotShared if they cannot be shared.
+        """Read the images of a call, and wait for the device. Raises NotShared if they cannot be shared.
 
         axes: (A, B, L), positions on several axes; None if they count along each row.
         """
@@ -55,7 +55,7 @@ class Images:
     def in_place_of(
         self, backbone: PreTrainedModel, arguments: Mapping[str, Any], tokens: IntArray, layout: TreeLayout
     ) -> dict[str, Any]:
-        """Return the arguments of a call with the features of its unique tokens. NotShared if they do not fit.
+        """Return the arguments of a call with the features of its unique tokens. Raises NotShared if they do not fit.
 
         tokens: (U,), which of the T each one is. layout: of these.
         """
@@ -76,7 +76,7 @@ def _types(inputs: ImageInputs, given: Mapping[str, Any]) -> Tensor | None:
 
 
 def _check_blocks(backbone: PreTrainedModel, rows: PaddedRows, blocks: IntArray | None) -> None:
-    """NotShared if tokens of an image would see others of it than in the call. blocks: as in `ImageTokens`."""
+    """Raise NotShared if tokens of an image would see more of it than in the call. blocks: as in `ImageTokens`."""
     if blocks is not None and rows.is_packed:  # transformers reads the types at other places
         raise NotShared("a row has several sequences, and its images attend in both directions")
     longest = 0 if blocks is None else int(np.unique(blocks[blocks >= 0], return_counts=True)[1].max(initial=0))

@@ -1,12 +1,12 @@
-"""Prompts of a frozen model that are computed once in a run: a padded call on what its cache does not hold.
+"""Prompts of a frozen model, computed once per run: a padded call computes only what its cache does not hold.
 
     cache  7 8 9    input_ids  7 8 9 1 0    computed  1 5 6    hidden states  7 8 9 1 5 6    places  0 1 2 3 6
                                7 8 9 5 6                                                             0 1 2 4 5
 
 The cache keeps keys and values of every layer and what the backbone returns, since callers read the logits of prompts
 too. The last token of each row is always computed, so that no call is empty. Rows that several sequences of a batch
-read, such as the prompt of a group, may evict others; what only one reads, such as a completion, is kept while there is
-room: mostly it never comes again.
+read, such as the prompt of a group, may evict others; rows that only one reads, such as a completion, are kept while
+there is room: mostly they never come again.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ FSDP = "FullyShardedDataParallel"
 class KeptCall(CachedCall):
     """A forward pass on the tokens of a padded batch that are not kept.
 
-    ends: of its sequences. to_keep: token ids and slots of what each has in the cache afterwards.
+    ends: of its sequences. to_keep: token ids and slots of what each sequence has in the cache afterwards.
     stored_slots: (R,), int64. kept rows that stand in the batch.
     places: where they stand, and after them the new rows. misses_cache: as in `RadixCall`.
-    held: what it holds of the cache.
+    held: what this call holds of the cache.
     """
 
     ends: Continuations
@@ -61,7 +61,7 @@ NONE: IntArray = np.zeros(0, dtype=np.int64)
 class Held:
     """What a call holds of a cache: locked nodes, slots that are reserved, and slots outside of its tree.
 
-    A call that nothing ends, as with Ctrl-C, gives them back when it is gone.
+    A call that never ends, as with Ctrl-C, gives them back when it is collected.
     """
 
     cache: Any
@@ -85,30 +85,30 @@ class Held:
 
 @dataclass(eq=False)
 class KeptPrefixes:
-    """Runs the calls of a frozen backbone on what a cache does not hold of them.
+    """Runs the calls of a frozen backbone on what its cache does not hold.
 
-    cache: a `RadixCache`, which is of a floor above this one.
-    running: what calls hold that have not ended. Those of one thread may run in each other.
+    cache: a `RadixCache`, which is defined on a floor above this one.
+    running: what unfinished calls hold. Calls of one thread may be nested.
     """
 
     cache: Any
     running: WeakSet[Held] = field(default_factory=WeakSet)
 
     def __reduce__(self) -> tuple[type, tuple[Any]]:
-        """The copy of a model has an empty cache, and no call runs in it."""
+        """Pickle with an empty cache in which no call runs, also for the copy of a model."""
         return type(self), (self.cache,)
 
     def why_not(
         self, model: nn.Module, backbone: PreTrainedModel, given: Mapping[str, Any], rows: PaddedRows
     ) -> str | None:
-        """Why a call that can be shared cannot use the cache; None if it can: then `start` it. given: its arguments."""
+        """Say why a call that can be shared cannot use the cache; None if it can: then `start` it. given: arguments."""
         if "pixel_values" in given:
-            return "images are given, and it knows tokens by their ids"
+            return "images are given, and the cache compares token ids"
         if not is_frozen(backbone):
             if torch.is_grad_enabled():
                 return "it has gradients"
-            if getattr(model, "peft_config", None):  # its weights change, while those below it are to stay
-                return "an adapter that is trained is on"
+            if getattr(model, "peft_config", None):  # its weights change, while those of the base model must stay
+                return "a trained adapter is active"
         is_sharded = any(hasattr(weight, name) for weight in backbone.parameters() for name in SHARDED)
         if is_sharded or any(type(module).__name__ == FSDP for module in backbone.modules()):
             return "its weights are spread over ranks"
@@ -123,9 +123,9 @@ class KeptPrefixes:
     def start(
         self, backbone: PreTrainedModel, rows: PaddedRows, min_shared_tokens: int, kernel: str
     ) -> KeptCall | None:
-        """The call for the tokens of a batch that are not kept; None while another call uses the cache.
+        """Make the call for the tokens of a batch that are not kept; None while another call uses the cache.
 
-        One of this thread, which this call runs in, is no hindrance, unless the model has changed since it began.
+        An outer call of this thread does not count, unless the model has changed since it began.
         """
         held = Held(self.cache)
         with self.cache.exclusive():
@@ -176,7 +176,7 @@ class KeptPrefixes:
         return call
 
     def _rows_to_keep(self, plan: PrefixPlan) -> BoolArray:
-        """(U,), bool. Those that most sequences read come first, so none comes before the one above it."""
+        """Choose the rows to keep, (U,), bool: those that most sequences read first, so none precedes the one above."""
         room = max(self.cache.num_free, min(self.cache.num_available, int((plan.counts > 1).sum())))
         is_kept = np.zeros(plan.num_rows, dtype=bool)
         is_kept[np.lexsort((plan.position_ids, -plan.counts))[:room]] = True
@@ -185,13 +185,13 @@ class KeptPrefixes:
     def _write(self, call: int, new_rows: tuple[Tensor, ...], layout: CachedLayout) -> tuple[Tensor, ...]:
         if any(rows.requires_grad for rows in new_rows):
             raise UserError(
-                "a cache keeps what has no gradient, and a hook asks for one (enable_input_require_grads?): call the "
-                "model under torch.no_grad(), or leave out cache"
+                "a cache keeps rows without gradients, and a hook requests them (enable_input_require_grads?): call "
+                "the model under torch.no_grad(), or leave out cache"
             )
         return self.cache.store.write(call, new_rows, layout)
 
     def finish(self, call: KeptCall, hidden: Tensor) -> Tensor:
-        """(R + U, D). The hidden states of the kept rows of the batch, then those of the new ones, (U, D), kept now."""
+        """Return the hidden states, (R + U, D), of the kept rows of the batch and of the new ones, (U, D), kept now."""
         (stored,) = self._write(len(call.calls), (hidden[:, None],), call.layout)
         kept = stored[:, 0].index_select(0, on_device(call.stored_slots, hidden.device))
         call.held.reserved = NONE

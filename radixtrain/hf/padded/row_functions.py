@@ -1,8 +1,8 @@
 """Functions that read the table of a `Spread` in place of the whole tensor.
 
-What computes each row by itself (the head, a scale, a cast, a softmax) computes the rows of the table, and a view of
-the batch is a view of `place_rows`. What has one number for each row (cross-entropy, the log-probability of a label)
-computes it once, and puts it at the places.
+A function of each row (the head, a scale, a cast, a softmax) is computed on the rows of the table, and a view of the
+batch is a view of `place_rows`. A function with one number per row (cross-entropy, the log-probability of a label) is
+computed once and put at the places.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from radixtrain.hf.token_losses import for_token_loss
 from radixtrain.loss import logits_cross_entropy, logits_logprobs
 
 PLAIN = int | float | torch.dtype | None
-MIN_SAVING = 1.1  # rows asked for / rows computed: below this, the copies cost more than the head saves
+MIN_SAVING = 1.1  # rows requested / rows computed: below this, the copies cost more than the head saves
 Others: TypeAlias = tuple[Any, ...]
 Named: TypeAlias = Mapping[str, Any]
 # What func(x, *others, **named) is: a Spread for a lazy tensor, or several; itself for x; or an ordinary tensor.
@@ -32,7 +32,7 @@ Rule: TypeAlias = Callable[[Spread, Any, Others, Named], Any]
 
 
 def _by_row(x: Spread, func: Any, others: Others, named: Named) -> Any:
-    """Each number by itself, or with a Python number. A few rows of a large table are not worth its gradient."""
+    """Compute each number independently, or with a Python number. A few rows of a large table are not worth it."""
     if func is Tensor.to and not named and others in ((x.table.dtype,), (x.table.device,)):
         return x
     steps = [step for size, step in zip(x.shape, x.shaped.stride(), strict=True) if size > 1]
@@ -53,7 +53,7 @@ def _by_row(x: Spread, func: Any, others: Others, named: Named) -> Any:
 
 
 def _is_last(x: Spread, others: Others, named: Named) -> bool:
-    """Whether the axis is that of the numbers of a row, and no other option changes the shape."""
+    """Return whether the axis is that of the numbers of a row, and no other option changes the shape."""
     given = {**dict(zip(("dim", "?"), others, strict=False)), **named}
     changing = {name for name in given if not name.startswith("_")} - {"dim", "dtype"}
     return given.get("dim") in (-1, len(x.shape) - 1) and not changing
@@ -64,7 +64,7 @@ def _softmax(x: Spread, func: object, others: Others, named: Named) -> Any:
 
 
 def _linear(x: Spread, func: Callable[..., Any], others: Others, named: Named) -> Any:
-    """The rows that are asked for, once each."""
+    """Compute the rows that are needed, once each."""
     num_places, num_rows = x.place_rows.size, len(x.asked_rows)
     weight = others[0] if others else named.get("weight")
     if num_places < MIN_SAVING * num_rows or getattr(weight, "ndim", 0) != 2:
@@ -79,7 +79,7 @@ def _linear(x: Spread, func: Callable[..., Any], others: Others, named: Named) -
 
 
 def _shaped(x: Spread, func: Callable[..., Any], others: Others, named: Named) -> Any:
-    """What the ordinary tensor gives, without its numbers; NotImplemented for an error."""
+    """Return the shape of the ordinary result, without its numbers; NotImplemented for an error."""
     with x.modes._replace(grad=False, inference=False).entered(x.shaped):
         try:
             return func(x.shaped, *others, **named)
@@ -88,7 +88,7 @@ def _shaped(x: Spread, func: Callable[..., Any], others: Others, named: Named) -
 
 
 def _view(x: Spread, func: Callable[..., Any], others: Others, named: Named) -> Any:
-    """A view whose last axis is that of x, or several; or a copy of all of x in the same order."""
+    """Return a view whose last axis is that of x, or several; or a copy of all of x in the same order."""
     if any(isinstance(each, Tensor | torch.dtype) for each in tree_leaves((others, named))):
         return _masked(x, func, *others) if func is Tensor.__getitem__ else NotImplemented
     shaped = _shaped(x, func, others, named)
@@ -103,7 +103,7 @@ def _view(x: Spread, func: Callable[..., Any], others: Others, named: Named) -> 
 
 
 def _masked(x: Spread, func: Callable[..., Any], mask: object) -> Any:
-    """A copy of the places of a mask, as TRL takes them on a GPU. torch itself waits for the device here, too."""
+    """Copy the places of a mask, as TRL takes them on a GPU. torch itself waits for the device here, too."""
     if not _is_plain(mask) or mask.dtype != torch.bool or mask.shape != x.place_rows.shape or _copies_otherwise(x):
         return NotImplemented
     index, mask = x.place_rows[mask.cpu().numpy()], mask.clone()
@@ -112,12 +112,12 @@ def _masked(x: Spread, func: Callable[..., Any], mask: object) -> Any:
 
 
 def _copies_otherwise(x: Spread) -> bool:
-    """Whether a copy is an inference tensor, and x is not."""
+    """Return whether a copy is an inference tensor, and x is not."""
     return torch.is_inference_mode_enabled() and not x.table.is_inference()
 
 
 def _part(x: Spread, func: Callable[..., Any], shaped: Any, again: Callable[[Tensor], Tensor]) -> Any:
-    """What has the strides of `shaped` in the memory of x, each step of which has to be one of whole rows."""
+    """Return what has the strides of `shaped` in the memory of x, each step of which has to be one of whole rows."""
     width = x.shape[-1]
     if shaped is NotImplemented or not shaped.numel() or shaped.shape[-1:] != (width,):
         return NotImplemented
@@ -139,7 +139,7 @@ def _iter(x: Spread, func: object, others: Others, named: Named) -> Any:
 
 
 def _logsumexp(x: Spread, func: Callable[..., Any], others: Others, named: Named) -> Any:
-    """Computed once for the table, as TRL asks for one row of the batch after the other."""
+    """Compute once for the table, as TRL requests one row of the batch after the other."""
     if not _is_last(x, others, named):
         return NotImplemented
     x.mark_read()
@@ -151,7 +151,7 @@ def _logsumexp(x: Spread, func: Callable[..., Any], others: Others, named: Named
 
 
 def _sum(x: Spread, func: Callable[..., Any], others: Others, named: Named) -> Any:
-    """One number for each row, as label smoothing reads it."""
+    """Compute one number for each row, as label smoothing reads it."""
     given = {**dict(zip(("dim", "keepdim"), others, strict=False)), **named}
     if given.get("dim") not in (-1, len(x.shape) - 1) or not given.keys() <= {"dim", "keepdim", "dtype"}:
         return NotImplemented
@@ -161,12 +161,12 @@ def _sum(x: Spread, func: Callable[..., Any], others: Others, named: Named) -> A
 
 
 def _is_plain(x: object) -> TypeGuard[Tensor]:
-    """Whether x is a tensor that is no other kind than itself: torch's own, or a fake of it."""
+    """Return whether x is a plain tensor: torch's own class, or a fake of it."""
     return type(x) is Tensor or hasattr(x, "fake_mode")
 
 
 def _gather(x: Spread, func: object, others: Others, named: Named) -> Any:
-    """Some numbers of each row, such as the log-probabilities of labels."""
+    """Select some numbers of each row, such as the log-probabilities of labels."""
     given = {**dict(zip(("dim", "index"), others, strict=False)), **named}
     index, width = given.get("index"), x.shape[-1]
     if given.keys() != {"dim", "index"} or given["dim"] not in (-1, len(x.shape) - 1) or not _is_plain(index):
@@ -215,7 +215,7 @@ def _for_token_loss(x: Spread, func: Callable[..., Any], others: Others, named: 
 
 
 def _named(*names: str) -> list[Any]:
-    """The functions of these names, of Tensor, torch and torch.nn.functional."""
+    """Return the functions of these names, of Tensor, torch and torch.nn.functional."""
     return [getattr(room, name) for name in names for room in (Tensor, torch, functional) if hasattr(room, name)]
 
 

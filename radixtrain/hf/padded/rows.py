@@ -6,10 +6,10 @@
 A place is one entry of the `[B, L]` batch. The row of a place that the mask hides is U, one past the last.
 
 In an ordinary batch the hidden states of padding are numbers that no one should read. Here they are those of a token of
-the batch, in reverse. A loss may read them all the same, for instance if labels of padding are not -100. Its gradient
-would not be the ordinary one, so the backward pass raises an error. For that a gradient must arrive there: the hidden
-states of padding are finite, not zero, and not a token's own, because the gradient of a square is zero at zero, and so
-is that of a distance between equal rows.
+the batch, in reverse. A loss may still read them, for instance if labels of padding are not -100. Its gradient would
+not be the ordinary one, so the backward pass raises an error. For that a gradient must arrive there: the hidden states
+of padding are finite, not zero, and not a token's own, because the gradient of a square is zero at zero, and so is that
+of a distance between equal rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class PaddedRows(NamedTuple):
-    """input_ids: (B, L), int64.
+    """The rows of a padded batch.
+
+    input_ids: (B, L), int64.
     kept: (B, L), bool. False for padding.
     position_ids: (B, L), int64, or None if they count the columns.
     is_packed: one row that has several sequences, each of which counts its positions from 0.
@@ -42,7 +44,7 @@ class PaddedRows(NamedTuple):
 
     @classmethod
     def read(cls, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> PaddedRows:
-        """Copies the tensors to the host, in one copy if they are on a device.
+        """Copy the tensors to the host, in one copy if they are on a device.
 
         input_ids: (B, L). attention_mask: (B, L), or None if nothing is hidden. position_ids: (B, L) or (1, L) or None.
         """
@@ -58,7 +60,7 @@ class PaddedRows(NamedTuple):
 
     @property
     def has_holes(self) -> bool:
-        """Whether some row has padding between its tokens."""
+        """Return whether some row has padding between its tokens."""
         return bool((np.diff(self.kept, axis=1, prepend=False, append=False).sum(axis=1) > 2).any())
 
     @property
@@ -72,23 +74,23 @@ class PaddedRows(NamedTuple):
 
     @property
     def packing_is_plain(self) -> bool:
-        """Whether the sequences of a packed batch stand in one row, and each counts its positions from 0."""
+        """Return whether the sequences of a packed batch stand in one row, and each counts its positions from 0."""
         assert self.position_ids is not None
         return len(self.kept) == 1 and not self.position_ids[0][self.cu_seqlens[:-1]].any()
 
     @property
     def max_position(self) -> int:
-        """The largest position that Hugging Face computes, of padding too."""
+        """Return the largest position that Hugging Face computes, of padding too."""
         return self.kept.shape[1] - 1 if self.position_ids is None else int(self.position_ids.max(initial=0))
 
     @property
     def kept_positions(self) -> IntArray | None:
-        """(T,), int64. positions of the kept tokens; None if they count from 0 in every sequence."""
+        """Return the positions of the kept tokens, (T,), int64; None if they count from 0 in every sequence."""
         return None if self.position_ids is None or self.is_packed else self.position_ids[self.kept]
 
     @property
     def cu_seqlens(self) -> IntArray:
-        """Where each sequence starts among the kept tokens, and their number."""
+        """Return where each sequence starts among the kept tokens, and their number."""
         if self.is_packed:
             assert self.position_ids is not None
             starts = np.flatnonzero(np.diff(self.position_ids[0], prepend=-2) != 1)
@@ -96,7 +98,7 @@ class PaddedRows(NamedTuple):
         return np.concatenate([[0], np.cumsum(self.kept.sum(axis=1))])
 
     def places(self, row_of_token: IntArray, num_rows: int) -> Places:
-        """Where rows stand. row_of_token: (T,), int64. num_rows: U."""
+        """Return where rows stand. row_of_token: (T,), int64. num_rows: U."""
         rows = np.full(self.kept.shape, num_rows)
         rows[self.kept] = row_of_token
         return Places(rows, len(row_of_token))
@@ -120,7 +122,7 @@ class Places:
         return self.num_tokens < self.rows.size
 
     def with_padding(self, rows: Tensor) -> Tensor:
-        """The unique rows, (U, ...), and with padding one more: the first of them in reverse, without gradient."""
+        """Append to the unique rows, (U, ...), one for padding, if any: the first row reversed, without gradient."""
         if not self.has_padding:
             return rows
         table = torch.cat([rows, rows[:1].detach().flip(-1)])
@@ -130,7 +132,7 @@ class Places:
 
 
 def check_gradient_at(places: Tensor, x: Tensor) -> None:
-    """The backward pass raises UserError if the gradient of x shows that the loss reads these of its places."""
+    """Make the backward pass raise UserError if the gradient of x shows that the loss reads these of its places."""
     if len(places) and x.requires_grad:
         x.register_hook(lambda grad: check_unread(places, grad))
 
@@ -138,8 +140,8 @@ def check_gradient_at(places: Tensor, x: Tensor) -> None:
 def check_unread(places: Tensor, grad: Tensor | None) -> None:
     """Raise UserError if a gradient is not zero at places of padding; None is zero. Waits for the device.
 
-    If a loss overflows, its gradient at padding is 0 times infinity, which is NaN. So it is in the ordinary run, which
-    goes on without this step. Therefore what is not finite at padding passes if it is not finite elsewhere either.
+    If a loss overflows, its gradient at padding is 0 times infinity, which is NaN. The ordinary run has the same and
+    goes on without this step. So what is not finite at padding passes if it is not finite elsewhere either.
     """
     if grad is None or not len(places):
         return
@@ -150,7 +152,7 @@ def check_unread(places: Tensor, grad: Tensor | None) -> None:
 
 
 def _is_lost(places: Tensor, grad: Tensor) -> bool:
-    """Say whether a gradient has only zeros and what is not finite at these places, and the latter elsewhere too."""
+    """Return whether a gradient has only zeros and non-finite numbers at these places, and the latter elsewhere."""
     is_padding = torch.zeros(len(grad), dtype=torch.bool, device=grad.device).index_fill_(0, places, True)
     is_finite = grad.isfinite()
     is_read = ((grad != 0) & is_finite)[is_padding].any()
@@ -158,7 +160,7 @@ def _is_lost(places: Tensor, grad: Tensor) -> bool:
 
 
 def refuse_reading(num_read: Tensor | int) -> None:
-    """UserError if the loss reads places of padding. Waits for the device, once in a backward pass."""
+    """Raise UserError if the loss reads places of padding. Waits for the device, once in a backward pass."""
     if num_read:
         raise UserError(
             f"the loss reads {int(num_read)} places that attention_mask hides, and share_prefixes does not compute "

@@ -1,4 +1,4 @@
-"""`PaddedSharing`: a padded call of the backbone -> a call on unique tokens, and its outputs back in `[B, L]`."""
+"""`PaddedSharing`: a padded call of the backbone -> a call on unique tokens, with its outputs put back in `[B, L]`."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class PaddedSharing:
     generates: whether the model can generate, with a cache.
     run_cost: of its recurrent layers, to choose their runs on the host; None without any.
     kept: prompts of earlier calls; None without a cache.
-    separates: whether it separates the sequences of a packed row; None until such a row comes.
+    separates: whether the model separates the sequences of a packed row; None until such a row comes.
     left_padding: why rows with padding on the left cannot be shared without position_ids, empty if they can; None until
         such a row comes.
     leaks: why they cannot be shared with position_ids either; empty if they can.
-    leaves_refused: a call that is refused, as for a dropout that draws, runs as it is, too.
+    leaves_refused: whether a call that would be refused, as for a dropout that draws, runs unshared instead.
     """
 
     attention: str
@@ -79,7 +79,7 @@ class PaddedSharing:
     def call_on_unique_tokens(
         self, model: nn.Module, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> dict[str, Any] | None:
-        """The arguments of the call that computes unique tokens; None for a call that is not shared.
+        """Return the arguments of the call that computes unique tokens; None for a call that is not shared.
 
         model: around the backbone, which is called with args and kwargs.
         """
@@ -99,7 +99,7 @@ class PaddedSharing:
         return None
 
     def _planned(self, model: nn.Module, backbone: PreTrainedModel, given: Mapping[str, Any]) -> dict[str, Any] | str:
-        """The arguments of the shared call, or why there is none."""
+        """Return the arguments of the shared call, or why there is none."""
         decoder = text_decoder_of(backbone)
         of_images = given_of_images(backbone, given)
         axes = axes_of(backbone, given) if of_images else None
@@ -144,7 +144,7 @@ class PaddedSharing:
     def _kept_call(
         self, model: nn.Module, backbone: PreTrainedModel, given: Mapping[str, Any], rows: PaddedRows
     ) -> KeptCall | None:
-        """The call on what the cache does not hold; None without a cache, or, counted, if it cannot be used."""
+        """Return the call on what the cache does not hold; None without a cache, or, counted, if it cannot be used."""
         if self.kept is None:
             return None
         reason = self.kept.why_not(model, backbone, given, rows)
@@ -154,7 +154,7 @@ class PaddedSharing:
         return call
 
     def _why_left_padding_matters(self, decoder: PreTrainedModel, rows: PaddedRows) -> str | None:
-        """Why padding on the left cannot be shared, found once: with LoRA in 28 layers it takes 9 ms."""
+        """Say why padding on the left cannot be shared, found once: with LoRA in 28 layers it takes 9 ms."""
         if self.left_padding is None:
             reason = why_padding_matters(decoder)
             self.left_padding = f"left padding without position_ids, and {reason}" if reason else ""
@@ -162,7 +162,7 @@ class PaddedSharing:
         return self.leaks or (self.left_padding if rows.position_ids is None else "") or None
 
     def count(self, call: RadixCall | KeptCall) -> None:
-        """A call that runs on unique tokens."""
+        """Count a call that runs on unique tokens."""
         assert call.places is not None
         if isinstance(call, KeptCall):
             self.report.num_cached_tokens += int(call.ends.num_stored.sum())
@@ -175,7 +175,7 @@ class PaddedSharing:
     def _arguments(
         self, given: Mapping[str, Any], call: RadixCall | KeptCall, ids: IntArray, position_ids: IntArray
     ) -> dict[str, Any]:
-        """The call, with the tokens that it computes in place of the padded ones. ids, position_ids: (U,), int64."""
+        """Return the arguments with the tokens to compute in place of the padded ones. ids, position_ids: (U,)."""
         device = given["input_ids"].device
         return {
             **{name: value for name, value in given.items() if name != "cache_position"},
@@ -188,7 +188,7 @@ class PaddedSharing:
 
     @torch.compiler.disable  # the indices are new in every call
     def outputs_at_places(self, output: Any, call: RadixCall | KeptCall) -> Any:
-        """The output of the backbone with its hidden states, (1, U, D), back in (B, L, D)."""
+        """Put the hidden states of the backbone's output, (1, U, D), back in (B, L, D)."""
         places = call.places
         assert places is not None
         _check_outputs(output)
@@ -212,9 +212,9 @@ class PaddedSharing:
         return with_rows(output, hidden)
 
     def _of_images(self, images: Images, returned: object) -> SpreadRows | None:
-        """The features of every image of the batch; None in place of all that a tower returns, as SmolVLM has it.
+        """Return the features of every image of the batch; None if a tower returns more than these, as SmolVLM's.
 
-        returned: those of the unique tokens, which the model has cast, under autocast to float32, and perhaps joined.
+        returned: the features of the unique tokens, perhaps joined, and cast by the model: to float32 under autocast.
         """
         if not isinstance(returned, Tensor):
             return None
@@ -223,12 +223,12 @@ class PaddedSharing:
         return SpreadRows.of(features.to(returned.dtype), rows, NO_ROW, self.report)
 
     def at_places(self, rows: Tensor, places: Places) -> SpreadRows:
-        """(B, L, W). rows: (U, W), the unique ones."""
+        """Put the unique rows, (U, W), at their places, (B, L, W)."""
         padding_row = len(rows) if places.has_padding else NO_ROW
         return SpreadRows.of(places.with_padding(rows), places.rows, padding_row, self.report)
 
     def _state(self, state: Tensor, places: Places) -> Tensor:
-        """The hidden states of a layer, (1, U, D), in (B, L, D)."""
+        """Put the hidden states of a layer, (1, U, D), at their places, (B, L, D)."""
         if state.ndim != 3:  # Gemma 3n has several streams of them, (4, 1, U, D)
             raise UserError(
                 f"output_hidden_states: a layer returns states of shape {tuple(state.shape)}, whose places in the "
@@ -238,11 +238,11 @@ class PaddedSharing:
 
 
 class MissingCacheError(UserError, AttributeError):
-    """Refuses to read a cache that does not exist. `hasattr` and `getattr` take it for no attribute."""
+    """Refuses to read a cache that does not exist. `hasattr` and `getattr` see a missing attribute."""
 
 
 class MissingCache:
-    """Stands for the cache that an ordinary call would have returned, and raises `MissingCacheError` when it is read.
+    """Replaces the cache that an ordinary call would have returned, and raises `MissingCacheError` when it is read.
 
     None would refuse nothing: a model that gets it as `past_key_values` computes without what came before. Programs
     that look through the outputs of a model (Accelerate, pickle, a tree map) find an object without attributes.

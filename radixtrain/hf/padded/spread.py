@@ -1,4 +1,4 @@
-"""What stands for hidden states or logits of a padded batch: a small table, and which of its rows is at each place.
+"""What represents hidden states or logits of a padded batch: a small table, and which of its rows is at each place.
 
 table  a b c    place_rows  0 1 2    stands for  a b c
                             0 1 0                a b a
@@ -31,12 +31,12 @@ CHANGED = "one of the variables needed for gradient computation has been modifie
 
 
 def is_checkpointed() -> bool:
-    """Say whether hooks get what torch saves for the backward pass, as in a checkpoint, which counts it in both."""
+    """Return whether hooks get what torch saves for the backward pass, as in a checkpoint, which counts it in both."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def version_of(x: Tensor) -> int:
-    """Count the changes in place; an inference tensor does not."""
+    """Count the changes in place; 0 for an inference tensor, which counts none."""
     return 0 if x.is_inference() else x._version
 
 
@@ -123,17 +123,17 @@ class Spread:
 
     @cached_property
     def rows(self) -> Tensor:
-        """(places,), int64. the index on the device of the table, flat."""
+        """Return the rows of the places, flat, as an index on the device of the table, (places,), int64."""
         return self.on_device(self.place_rows.reshape(-1))
 
     @cached_property
     def padding(self) -> Tensor:
-        """int64. The places of padding, flat and ascending."""
+        """Return the places of padding, flat and ascending, int64."""
         return self.on_device(np.flatnonzero(self.place_rows == self.padding_row))
 
     @cached_property
     def asked_rows(self) -> IntArray:
-        """Which rows of the table stand at some place, ascending."""
+        """Return which rows of the table stand at some place, ascending."""
         is_asked = np.zeros(len(self.table), dtype=bool)
         is_asked[self.place_rows] = True
         return np.flatnonzero(is_asked)
@@ -147,7 +147,7 @@ class Spread:
             return torch.from_numpy(index).to(self.table.device, non_blocking=True)
 
     def with_asked_rows(self) -> Spread:
-        """Return it without the rows that stand nowhere."""
+        """Drop the rows that stand at no place."""
         rows = self.asked_rows
         if len(rows) == len(self.table):
             return self
@@ -162,7 +162,7 @@ class Spread:
             return self.at_places(table)
 
     def at_places(self, values: Tensor) -> Tensor:
-        """(..., ...). An ordinary tensor of values of the rows, (R, ...)."""
+        """Put values of the rows, (R, ...), at their places, as an ordinary tensor, (..., ...)."""
         found: Tensor = _AtPlaces.apply(values, self)
         return found
 
@@ -178,7 +178,7 @@ class Spread:
             loss.register_hook(lambda grad: refuse_reading(num_read * (grad != 0)))
 
     def needed_by(self, found: Tensor) -> Tensor:
-        """Return found, whose backward pass raises torch's own error if what this stands for has been changed."""
+        """Return `found`, whose backward pass raises torch's own error if what this represents has been changed."""
 
         def check(grad: Tensor) -> None:
             if became and version_of(became[0]):
@@ -190,7 +190,7 @@ class Spread:
         return found
 
     def mark_read(self, inside: bool = False) -> None:
-        """Note that rows were read, here and in what this comes from.
+        """Note that rows were read, here and in what this was made from.
 
         inside: by a function of the user's, whose gradient comes to the lazy tensor; torch runs it without gradients.
         """
@@ -202,11 +202,11 @@ class Spread:
 
 
 class _AtPlaces(torch.autograd.Function):
-    """Values of rows at their places. It saves no tensor, so a checkpoint counts as many whenever this runs."""
+    """Values of rows at their places. Saves no tensor, so a checkpoint counts the same whenever this runs."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, spread: Spread) -> Tensor:
-        ctx.set_materialize_grads(False)  # or rows that nothing read got zeros (DistributedDataParallel asks for them)
+        ctx.set_materialize_grads(False)  # or rows that nothing read got zeros (DistributedDataParallel wants them)
         ctx.way_back = gradient_of_rows(spread)
         rows = spread.rows.view(spread.place_rows.shape)
         return functional.embedding(rows, values) if values.ndim == 2 else values[rows]
@@ -217,7 +217,7 @@ class _AtPlaces(torch.autograd.Function):
 
 
 def gradient_of_rows(spread: Spread) -> Callable[[Tensor], Tensor]:
-    """Sum a gradient at the places for each row. It refers to no tensor, not even to `spread`, which refers to it."""
+    """Return a function that sums a gradient at the places for each row. It holds no tensor, not even `spread`."""
     place_rows, padding_row, num_rows = spread.place_rows, spread.padding_row, len(spread.table)
 
     def summed(grad: Tensor) -> Tensor:

@@ -1,12 +1,12 @@
-"""Hidden states and logits of a padded batch that are a `Spread` as long as nobody needs more of them.
+"""Hidden states and logits of a padded batch that are a `Spread` as long as nothing needs more of them.
 
 Functions of a short list read its table (`row_functions.py`). Everything else gets the ordinary tensor. It is made
-then, once, and takes the place of the lazy one: the same Python object is a `torch.Tensor` from then on. What came from
-it and is still lazy comes again from the ordinary one, by the same function in the modes of that time: a view is a view
-of it, and a copy is a copy, before anything is written.
+then, once, and replaces the lazy one: the same Python object is a `torch.Tensor` from then on. Lazy tensors made from
+it are made again from the ordinary one, by the same function in the modes of that time: a view is a view of it, and a
+copy is a copy, before anything is written.
 
 If rows of the table were read with gradients, the gradient at each place does not exist. The lazy tensor then stays in
-front of the ordinary one, to raise a UserError when that gradient is asked for. It also stays while torch holds it.
+front of the ordinary one, to raise a UserError when that gradient is requested. It also stays while torch holds it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from radixtrain.hf.padded.spread import CHANGED, Spread, gradient_of_rows, is_ch
 
 
 class SpreadRows(Tensor):
-    """(..., W): an ordinary tensor for everybody.
+    """A tensor, (..., W), that everybody sees as an ordinary one.
 
     made_by: the node that takes its gradient to the table.
     """
@@ -36,7 +36,7 @@ class SpreadRows(Tensor):
 
     @classmethod
     def of(cls, *spread: Any) -> SpreadRows:
-        """Stand for `Spread(*spread)`."""
+        """Represent `Spread(*spread)`."""
         return cls.lazy(Spread(*spread))
 
     @classmethod
@@ -53,36 +53,36 @@ class SpreadRows(Tensor):
 
     @property
     def node(self) -> Any:
-        """What gets our gradient."""
+        """Return the node that gets our gradient."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.grad_fn
 
     @property
     def is_held(self) -> bool:
-        """Whether torch holds this object: a function of the user's has it as an argument, or saved it."""
+        """Return whether torch holds this object: a function of the user's has it as an argument, or saved it."""
         return self._use_count() > 1  # type: ignore[attr-defined]
 
     @property
     def is_read(self) -> bool:
-        """Whether the gradient at the places is not complete."""
+        """Return whether the gradient at the places is not complete."""
         return self.spread.was_read or self.is_held
 
     @property
     def is_lazy(self) -> bool:
-        """Whether functions may read the table.
+        """Return whether functions may read the table.
 
-        No more if a function of the user's returned us, and gets our gradient. In a checkpoint they do again what they
-        did before.
+        Not after a function of the user's returned this tensor, and gets its gradient. In a checkpoint they repeat what
+        they did before.
         """
         spread = self.spread
         if torch._C._are_functorch_transforms_active() or self.node is not self.made_by:
             return False
         if spread.table.is_inference() and torch.is_grad_enabled():
-            return False  # torch's own error, if it is one
+            return False  # if it is an error, torch raises its own
         return spread.dense is None or (spread.was_read and not version_of(spread.dense) and is_checkpointed())
 
     def enter_function(self) -> None:
-        """Note that a function of the user's reads us. Its gradient comes to our node, before any change in place.
+        """Note that a function of the user's reads this tensor. Its gradient reaches our node before in-place changes.
 
         torch runs such a function without gradients; a checkpoint that is not reentrant has none for what it gets. What
         was held before the change gets torch's own error.
@@ -97,7 +97,7 @@ class SpreadRows(Tensor):
         spread.mark_read(inside=True)
 
     def whole(self) -> Tensor:
-        """The ordinary tensor, which is this object from now on unless the module's last paragraph says otherwise."""
+        """Return the ordinary tensor, which this object becomes unless the last paragraph of the module applies."""
         spread, source = self.spread, self.spread.source
         if self.node is not self.made_by:
             self._leave(source)
@@ -110,21 +110,21 @@ class SpreadRows(Tensor):
         return self if type(self) is not SpreadRows else spread.dense  # type: ignore[return-value]
 
     def _leave(self, source: object) -> None:
-        """Come from a function of the user's, and no more from the lazy tensor that it got."""
+        """Come from a function of the user's from now on, and not from the lazy tensor that it got."""
         self.made_by, self.spread.source = self.node, None
         if type(source) is SpreadRows:
             source.spread.derived = [each for each in source.spread.derived if each() is not self]
 
     def _settle(self, dense: Tensor) -> None:
-        """Be this tensor if we can; and what came from us comes from it."""
+        """Become this tensor if possible, and make what came from this object come from it."""
         spread, spread.dense = self.spread, dense
         spread.dense_node = spread.dense_node or dense.grad_fn
         spread.held = None if not self.is_held else version_of(dense) if spread.held is None else spread.held
         if spread.held is not None:
             if version_of(dense) != spread.held and torch._C._current_graph_task_id() >= 0:
                 raise RuntimeError(CHANGED)
-        elif not spread.was_read or dense.grad_fn is not spread.dense_node:  # what was changed has another gradient
-            dense = self._become(dense)
+        elif not spread.was_read or dense.grad_fn is not spread.dense_node:  # a changed tensor has another gradient
+            dense = self._turn_into(dense)
         spread.became[:] = spread.became or [dense]
         derived, spread.derived = [each() for each in spread.derived], []  # torch swaps none with a weak reference
         for each in derived:
@@ -134,8 +134,8 @@ class SpreadRows(Tensor):
                 each.spread.source = None
                 each._settle(found)
 
-    def _become(self, dense: Tensor) -> Tensor:
-        """This object as the ordinary tensor, with the attributes that others set; `dense` if torch cannot do it."""
+    def _turn_into(self, dense: Tensor) -> Tensor:
+        """Turn this object into the ordinary tensor, keeping attributes that others set; `dense` if torch cannot."""
         spread, spread.dense = self.spread, None
         others = {name: value for name, value in self.__dict__.items() if name not in ("spread", "made_by")}
         try:
@@ -168,7 +168,7 @@ class SpreadRows(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Below autograd, of what calls an `autograd.Function` with us. `_Lazy` is the way back of its gradient."""
+        """Compute values below autograd, for a call of an `autograd.Function`. `_Lazy` takes its gradient back."""
 
         def values(x: object) -> Any:
             if type(x) is not SpreadRows:
@@ -196,7 +196,7 @@ class _Lazy(torch.autograd.Function):
 
 
 def _of_table(func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What a function makes of the table of its first argument; NotImplemented if it needs the whole tensor."""
+    """Return what a function makes of the table of its first argument; NotImplemented if it needs the whole tensor."""
     x = args[0] if args else None
     if type(x) is not SpreadRows or not x.is_lazy:
         return NotImplemented
@@ -210,7 +210,7 @@ def _of_table(func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 
 def _of_whole(func: Callable[..., Any], args: Any, kwargs: Any, ours: list[SpreadRows]) -> Any:
-    """What a function makes of ordinary tensors. ours: the lazy ones among its arguments."""
+    """Return what a function makes of ordinary tensors. ours: the lazy ones among its arguments."""
     if func in WANTS_GRADIENT:
         _check_not_read(func, args, kwargs)
     args, kwargs = tree_map(lambda each: each.whole() if type(each) is SpreadRows else each, (args, kwargs))
@@ -222,7 +222,7 @@ def _of_whole(func: Callable[..., Any], args: Any, kwargs: Any, ours: list[Sprea
 
 
 def _check_not_read(func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Refuse what wants a gradient that no longer comes."""
+    """Refuse a request for a gradient that no longer comes."""
     wanted = tree_leaves(kwargs.get("inputs", args[1:2]) if func is torch.autograd.grad else (args, kwargs))
     if any(type(each) is SpreadRows and each.is_read for each in wanted):
         _refuse_gradient()
@@ -237,7 +237,7 @@ def _refuse_gradient(*wanted: object) -> NoReturn:
 
 
 class _NoGradient(Tensor):
-    """What a hook gets that waits for a gradient which does not exist: it may see the shape, and pass it on."""
+    """What a hook gets if it waits for a gradient that does not exist: it may read the shape, and pass it on."""
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -263,7 +263,7 @@ def _register_hook(x: SpreadRows, hook: Callable[[Tensor], Any]) -> RemovableHan
 
 
 def _without_hooks(node: Any) -> Any:
-    """Let others look at a node, as DistributedDataParallel does, though not all of its gradient comes there."""
+    """Let others look at a node, as DistributedDataParallel does, though not all of its gradient arrives there."""
     if node is not None:
         node.register_hook = node.register_prehook = _refuse_gradient
     return node

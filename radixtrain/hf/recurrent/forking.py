@@ -1,7 +1,7 @@
 """Whether a mixer can fork: tried on a few random rows, with the kernels that it runs with.
 
-A mixer that starts from a state has to read it and to return its gradient, and the gradient of the state that it
-leaves. Not all do: Mamba's first version does not read it, and a kernel for generation may have no gradient. A mixer
+A mixer that starts from a state has to read it and return its gradient, and the gradient of its final state. Not
+all do: Mamba's first version does not read it, and a kernel for generation may have no gradient. A mixer
 that cannot fork is still exact on whole sequences.
 
 The weights are random as well: with fresh ones, or with those of a mixer whose state fades fast, a lost state may not
@@ -33,7 +33,7 @@ REPLACED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # weig
 
 
 def why_it_cannot_fork(module: nn.Module, forward: Callable[..., Any], given: Mapping[str, Any]) -> str | None:
-    """Why runs of this mixer cannot start from a state; empty if they can, None if zero gradients leave it open.
+    """Say why runs of this mixer cannot start from a state; empty if they can, None if zero gradients leave it open.
 
     module: the mixer; its weights are replaced while this runs. forward: its `forward`.
     given: its arguments on unique rows, the hidden rows first; random ones take the place of tensors (1, U, ...).
@@ -51,8 +51,8 @@ def why_it_cannot_fork(module: nn.Module, forward: Callable[..., Any], given: Ma
 
 
 def can_fork(module: nn.Module, hidden_size: int) -> bool:
-    """Whether a mixer may start from a state, tried before a batch comes: on its input only, in its weights' dtype."""
-    forward = type(module).forward  # a prepared model has another in its place
+    """Return whether a mixer may start from a state, tried before a batch comes: on its input only, in its dtype."""
+    forward = type(module).forward  # a prepared model has another one set on it
     weights = (x for x in module.parameters() if x.is_floating_point())  # quantized ones are whole numbers
     like = max(weights, key=lambda x: min(x.ndim, 2))  # a matrix: vectors may be wider
     hidden = torch.zeros(1, 1, hidden_size, device=like.device, dtype=like.dtype)
@@ -61,14 +61,14 @@ def can_fork(module: nn.Module, hidden_size: int) -> bool:
 
 
 def _agree(found: Tensor, expected: Tensor) -> bool:
-    """Whether all rows are equal but for rounding. False for NaN."""
+    """Return whether all rows are equal but for rounding. False for NaN."""
     size, off = expected.norm(dim=-1), (found - expected).norm(dim=-1)
     return bool(((off <= ALLOWED * size) | (size <= NEGLIGIBLE * size.max())).all())
 
 
 @contextmanager
 def _unnoticed() -> Iterator[None]:
-    """Compute with gradients, also under `no_grad`, and hidden from what is on outside.
+    """Compute with gradients, also under `no_grad`, and unnoticed by contexts outside.
 
     Activation checkpointing would count the saved tensors, and does not run this again. Autocast would keep the 16-bit
     copies of the random weights.
@@ -84,7 +84,7 @@ def _unnoticed() -> Iterator[None]:
 
 @contextmanager
 def _random_weights(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Weights of order one inside, then the mixer's own again. Gradients and the global random state stay."""
+    """Set weights of order one, then the mixer's own again. Gradients and the global random state stay."""
     generator = torch.Generator(device).manual_seed(1)
     kinds = (Tensor, nn.Parameter)  # subclasses are sharded or quantized, and keep their values
     own = [
@@ -104,17 +104,17 @@ def _random_weights(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def _try(module: nn.Module, forward: Callable[..., Any], given: Mapping[str, Any], runs: RunLayout) -> Any:
-    """`_rows_around_fork`, or the first line of the error that it ends with."""
+    """Call `_rows_around_fork`, or return the first line of the error that it ends with."""
     try:
         return _rows_around_fork(module, forward, given, runs)
-    except Exception as error:  # of a kernel, which may be any
+    except Exception as error:  # a kernel may raise anything
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _rows_around_fork(
     module: nn.Module, forward: Callable[..., Any], given: Mapping[str, Any], runs: RunLayout
 ) -> dict[str, Tensor]:
-    """(rows, channels), float32 or wider. The value of the rows after the fork; the gradient of those before it.
+    """Return the values of the rows after the fork and the gradients of those before it, (rows, channels).
 
     The gradient is that of a random sum of the values.
     """
@@ -135,7 +135,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _random_like(value: object, num_rows: int, generator: torch.Generator) -> Any:
-    """Random rows in place of an argument's: tensors (1, U, ...) -> (1, 22, ...), anything else as it is."""
+    """Draw random rows for an argument: tensors (1, U, ...) -> (1, 22, ...), anything else as it is."""
     if isinstance(value, tuple):
         return tuple(_random_like(each, num_rows, generator) for each in value)
     if not isinstance(value, Tensor) or value.shape[:2] != (1, num_rows) or not value.is_floating_point():

@@ -1,7 +1,7 @@
 """The recurrent layers of a prepared model: their mixers run on the tree while a radix batch passes.
 
-A mixer is reached in place of its `forward`, because it has to be called several times. It learns which batch passes
-from hooks on its decoder layer: the call is among the layer's keyword arguments, or on the mask, or, for models that
+The `forward` of a mixer is replaced, because it has to be called several times. It learns which batch passes from
+hooks on its decoder layer: the call is among the layer's keyword arguments, or on the mask, or, for models that
 pass nothing on, the layer's input is marked with it.
 
 Activation checkpointing computes a layer again in the backward pass. If it wraps the whole layer, these hooks run
@@ -31,7 +31,7 @@ CHECKPOINT = "_gradient_checkpointing_func"  # of a module that transformers may
 
 
 class Mixer:
-    """Stands in for the `forward` of a mixer.
+    """Replaces the `forward` of a mixer.
 
     module: the mixer. replaced: the `forward` that the module itself had, such as that of Accelerate's hooks, if any.
     trials: what `why_it_cannot_fork` found for the mixers of the model: by kind, device and dtype.
@@ -48,12 +48,12 @@ class Mixer:
         return self._on_tree(args, kwargs)
 
     def original(self, *args: object, **kwargs: object) -> Any:
-        """The mixer as it was."""
+        """Run the mixer without any change."""
         if self.replaced is not None:
             return self.replaced(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
-    @torch.compiler.disable  # host integers: traced, it would be compiled anew for every tree
+    @torch.compiler.disable  # host integers: traced, it would be recompiled for every tree
     def _on_tree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self.progress.call
         arguments = arguments_by_name(self.module, args, kwargs).items()
@@ -65,21 +65,21 @@ class Mixer:
         return _each(call.own_rows, call.layout.num_rows, run_on_tree(self.module, self.original, given, runs))
 
     def _must_be_whole(self, given: dict[str, Any]) -> bool:
-        """Whether this mixer cannot fork, tried once for all of its kind on a device, in a dtype."""
+        """Return whether this mixer cannot fork, tried once for all of its kind on a device, in a dtype."""
         hidden = next(iter(given.values()))
         key = *self._kind, hidden.device, hidden.dtype, torch.is_autocast_enabled(hidden.device.type)
         if self.trials.get(key) is None:
             self.trials[key] = why_it_cannot_fork(self.module, self.original, given)
             if self.trials[key]:
                 logger.warning(
-                    "%s of layer %s computes every sequence from its first token on: %s (said once for all its layers)",
+                    "%s of layer %s computes every sequence from its first token on: %s (logged once for all layers)",
                     *(type(self.module).__name__, getattr(self.module, "layer_idx", "?"), self.trials[key]),
                 )
         return self.trials[key] != ""
 
     @cached_property
     def _kind(self) -> tuple[Any, ...]:
-        """Equal for mixers that compute alike: the same modules and shapes. A replaced `forward` is its own kind."""
+        """Return a key, equal for mixers with the same modules and shapes. A replaced `forward` is its own kind."""
         modules = tuple((path, type(module)) for path, module in self.module.named_modules())
         weights = tuple((path, x.shape, x.dtype) for path, x in self.module.named_parameters())
         return modules, weights, self.replaced and id(self.module)
@@ -118,9 +118,9 @@ class LayerHooks:
 
 
 class Checkpoint:
-    """In place of `original`, transformers' activation checkpointing of a module.
+    """Replaces `original`, transformers' activation checkpointing of a module.
 
-    What it computes again in the backward pass is part of the same call as at first.
+    What it recomputes in the backward pass is part of the original call.
     """
 
     def __init__(self, original: Callable[..., Any], progress: Progress) -> None:
@@ -138,7 +138,7 @@ class Checkpoint:
 
 
 def _each(change: Callable[[Tensor], Tensor], num_rows: int, value: Any) -> Any:
-    """A value with every tensor (1, rows, ...) of it changed along its rows, those of tuples too."""
+    """Change every tensor (1, rows, ...) of a value along its rows, those of tuples too."""
     if isinstance(value, tuple):
         return tuple(_each(change, num_rows, each) for each in value)
     is_changed = isinstance(value, Tensor) and value.shape[:2] == (1, num_rows)
@@ -163,7 +163,7 @@ def _marked_call(value: object) -> Any:
 
 
 def install_mixers(decoder: nn.Module, progress: Progress) -> list[nn.Module]:
-    """Put a `Mixer` in place of every mixer's `forward`. Returns the modules; none if all layers only attend.
+    """Replace every mixer's `forward` by a `Mixer`. Returns the modules; none if all layers only attend.
 
     Raises UserError for a mixer outside of the decoder layers, and for one that does not name its cache.
     """
@@ -191,7 +191,7 @@ def install_mixers(decoder: nn.Module, progress: Progress) -> list[nn.Module]:
 
 
 def _around(layer: nn.Module, inside: set[int]) -> list[nn.Module]:
-    """The modules of a layer that have one of its mixers in them. inside: the ids of these."""
+    """List the modules of a layer that have one of its mixers in them. inside: the ids of these."""
     return [module for module in layer.modules() if inside & {id(each) for each in module.modules()}]
 
 

@@ -39,7 +39,7 @@ MASK = re.compile("mask")  # in the name of an argument: runs have no padding th
 
 
 def run_on_tree(module: nn.Module, forward: Forward, given: Mapping[str, Any], runs: RunLayout) -> Any:
-    """What a mixer returns for U unique rows, each computed after the rows above it on its path.
+    """Return what a mixer returns for U unique rows, each computed after the rows above it on its path.
 
     module: the mixer. forward: its `forward`, or what stands in for that.
     given: its arguments by name, as the layer passes them. Tensors (1, U, ...), also in tuples, are cut into runs, a
@@ -62,13 +62,13 @@ def run_on_tree(module: nn.Module, forward: Forward, given: Mapping[str, Any], r
 
 
 def _split(runs: RunLayout) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """The rows and the parents of each call."""
+    """Return the rows and the parents of each call."""
     from_states = [sum(number for _, number in call.sources) for call in runs.calls]
     return runs.rows.split([call.num_runs * call.length for call in runs.calls]), runs.parents.split(from_states)
 
 
 def _past(kept: Sequence[States], call: RunCall, parents: Tensor) -> States:
-    """The states that the runs of a call start from. `gather_rows` sums the gradients of children in their order."""
+    """Return the states that the runs of a call start from. `gather_rows` sums the gradients of children in order."""
     numbers = parents.split([number for _, number in call.sources])
     past: dict[tuple[str, int], list[Tensor]] = {}
     for (source, _), places in zip(call.sources, numbers, strict=True):
@@ -78,7 +78,7 @@ def _past(kept: Sequence[States], call: RunCall, parents: Tensor) -> States:
 
 
 def _rows_of(value: object, rows: Tensor, call: RunCall, num_rows: int) -> Any:
-    """An argument of the mixer for the runs of a call: tensors (1, U, ...) -> (R, L, ...), anything else as it is."""
+    """Cut an argument of the mixer into the runs of a call: tensors (1, U, ...) -> (R, L, ...), others as they are."""
     if isinstance(value, Tensor) and value.shape[:2] == (1, num_rows):
         return gather_rows(value[0], rows).unflatten(0, (call.num_runs, call.length))
     if isinstance(value, tuple):
@@ -87,7 +87,7 @@ def _rows_of(value: object, rows: Tensor, call: RunCall, num_rows: int) -> Any:
 
 
 def _joined(outputs: Sequence[Any], runs: RunLayout) -> Any:
-    """The outputs of all calls at the places of the unique rows; a mixer may return several tensors."""
+    """Put the outputs of all calls at the places of the unique rows; a mixer may return several tensors."""
     first = outputs[0]
     if isinstance(first, tuple):
         return tuple(_joined(each, runs) for each in zip(*outputs, strict=True))
@@ -98,12 +98,12 @@ def _joined(outputs: Sequence[Any], runs: RunLayout) -> Any:
 
 
 def cache_argument(module: nn.Module) -> str:
-    """The name of the argument by which a mixer takes Hugging Face's cache. UserError if it has no such argument."""
+    """Return the name of a mixer's argument for Hugging Face's cache. Raises UserError if it has none."""
     return next(name for name in CACHE_ARGUMENTS if name in _arguments_of(module))
 
 
 def _arguments_of(module: nn.Module) -> list[str]:
-    """The arguments of a mixer's `forward`, as the first class names them that names the cache.
+    """List the arguments of a mixer's `forward`, as the first class names them that names the cache.
 
     A subclass may pass on what it gets by `*args` and `**kwargs`.
     """
@@ -120,7 +120,7 @@ def _arguments_of(module: nn.Module) -> list[str]:
 
 
 def arguments_by_name(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of the mixer, without the call of the batch, which its runs stand for."""
+    """Return the arguments of a call of the mixer, without the call of the batch, which its runs replace."""
     names = _arguments_of(module)[1:]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     given.pop("radix_call", None)
@@ -133,7 +133,7 @@ States = dict[tuple[str, int], Tensor]
 
 @dataclass(frozen=True)
 class StatesOfLayer:
-    """What mixers read before transformers 5.21, by the number of the state; a state that is not there is None."""
+    """What mixers read before transformers 5.21, by the number of the state; a missing state is None."""
 
     conv_states: Mapping[int, Tensor | None]
     recurrent_states: Mapping[int, Tensor | None]
@@ -141,7 +141,7 @@ class StatesOfLayer:
 
 
 class ForkedStates:
-    """What stands in for Hugging Face's cache.
+    """Replaces Hugging Face's cache.
 
     past: the states that the runs start from; empty for runs that start from nothing.
     final: the states after the last row, those of padding included, so only calls without padding may be read.
@@ -153,7 +153,7 @@ class ForkedStates:
 
     @property
     def layers(self) -> Mapping[int, StatesOfLayer]:
-        """The states that the runs start from, which are those of every layer that is asked for."""
+        """Return the states that the runs start from, the same for every layer."""
         states = StatesOfLayer(self._past_of("conv"), self._past_of("recurrent"))
         return defaultdict(lambda: states)
 
@@ -163,11 +163,11 @@ class ForkedStates:
         return states
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The last columns of the inputs of a convolution: (runs, channels, width). None: start from nothing."""
+        """Return the last inputs of a convolution: (runs, channels, width). None: start from nothing."""
         return self.past.get(("conv", state_idx))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The recurrent state: (runs, ...) in the shape and dtype that the mixer left. None: start from nothing."""
+        """Return the recurrent state, (runs, ...), in the mixer's shape and dtype. None: start from nothing."""
         return self.past.get(("recurrent", state_idx))
 
     def update_conv_state(
@@ -197,37 +197,37 @@ class ForkedStates:
         return recurrent_states
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """True keeps a mixer off the path for one generated token, which writes into the state in place."""
+        """Return True, which keeps a mixer from its path for one generated token, where it writes into the state."""
         return True
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Whether the runs start from states."""
+        """Return whether the runs start from states."""
         return bool(self.past)
 
 
 class TreeRuns:
-    """layout: of the batch. Its runs are made once, when the first mixer asks for them."""
+    """The runs of a batch, made once, when the first mixer needs them. layout: of the batch."""
 
     def __init__(self, layout: TreeLayout) -> None:
         self.layout = layout
 
     @cached_property
     def forked(self) -> RunLayout:
-        """The runs that cost least."""
+        """Return the runs that cost least."""
         if self.layout.runs is not None:
             return self.layout.runs
         return cheapest_runs(*self._segments).to(self.layout.device, non_blocking=True)
 
     @cached_property
     def whole(self) -> RunLayout:
-        """Runs without forks: each sequence from its first token on, as an ordinary batch has them."""
+        """Return runs without forks: each sequence from its first token on, as an ordinary batch has them."""
         if not self.forked.num_forks:
             return self.forked
         return runs_of_segments(*self._segments, min_saved=None).to(self.layout.device, non_blocking=True)
 
     @cached_property
     def _segments(self) -> tuple[IntArray, IntArray]:
-        """`segment_starts` (S+1,) and `segment_parents` (S,) of the plan, on the host."""
+        """Return `segment_starts` (S+1,) and `segment_parents` (S,) of the plan, on the host."""
         starts, ends = (
             x.cpu().numpy().astype(np.int64) for x in (self.layout.segment_starts, self.layout.subtree_ends)
         )
@@ -235,7 +235,7 @@ class TreeRuns:
 
 
 def parents_of(segment_starts: IntArray, subtree_ends: IntArray) -> IntArray:
-    """(S,), int64. The segment that each one continues, -1 at a root: in pre-order the last one whose subtree goes on.
+    """Return the segment that each one continues, (S,), int64, -1 at a root: the last one whose subtree goes on.
 
     segment_starts, subtree_ends: (S+1,) and (S,). as in `PrefixPlan`.
     """

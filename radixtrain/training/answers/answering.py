@@ -1,6 +1,6 @@
-"""Prompts -> the model's answers: by generation on a radix cache, or in the ordinary arm on padded rows.
+"""Prompts -> the model's answers: by generation on a radix cache, or for the ordinary baseline on padded rows.
 
-With several ranks each answers a share of the prompts, and all get all answers.
+With several ranks, each answers a share of the prompts, and all receive all answers.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class AnswerOptions:
     """How answers are generated.
 
     max_new_tokens: most tokens of an answer.
-    do_sample: draw tokens; otherwise the most likely one is taken, whatever the model's generation config says.
-    temperature: of the draws; None is the model's.
+    do_sample: draw tokens; otherwise take the most likely one, whatever the model's generation config says.
+    temperature: of the draws; None for the model's.
     generation_kwargs: more fields of `GenerationConfig`.
     batch_size: prompts at once; None leaves it to `radixtrain.generate`.
     seed: of the draws.
@@ -67,7 +67,7 @@ class AnswerOptions:
             raise UserError(f"{KEY}.generation_kwargs: num_return_sequences must be 1, since a row gets one answer")
 
     def fields(self, tokenizer: PreTrainedTokenizerBase, model: object, prompts: Sequence[Prompt]) -> dict[str, Any]:
-        """Fields of `GenerationConfig`, with the tokens that end an answer."""
+        """Return fields of `GenerationConfig`, with the tokens that end an answer."""
         fields = {"eos_token_id": _end_tokens(tokenizer, model, prompts), "max_new_tokens": self.max_new_tokens}
         fields |= {"do_sample": self.do_sample, "temperature": self.temperature, **self.generation_kwargs}
         if fields["temperature"] is None:
@@ -78,7 +78,7 @@ class AnswerOptions:
 
 
 def _end_tokens(tokenizer: PreTrainedTokenizerBase, model: object, prompts: Sequence[Prompt]) -> list[int]:
-    """The model's end tokens, the tokenizer's, and what ends a turn in training, which a base model's config lacks."""
+    """Return the end tokens of the model, the tokenizer and training's turns; a base model's config lacks these."""
     known = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     own = {*(known if isinstance(known, list) else [known]), tokenizer.eos_token_id}
     ends = (own - {None}) | end_tokens(tokenizer, prompts)
@@ -92,8 +92,8 @@ Row = tuple[list[int], float, str]
 
 
 class Answer(NamedTuple):
-    """text: without special tokens. token_ids: with the token that ended it. logprob: of all of them, under the model;
-    0 if it was not asked for. finish_reason: `stop`, at an end token or a stop string, or `length`.
+    """An answer. text: without special tokens. token_ids: with the token that ended it. logprob: of all of them, under
+    the model; 0 if not requested. finish_reason: `stop`, at an end token or a stop string, or `length`.
     """
 
     text: str
@@ -104,7 +104,7 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Answers:
-    """Of prompts, in their order. num_prompt_tokens: of all prompts. num_computed_tokens: rows computed for them.
+    """Answers to prompts, in order. num_prompt_tokens: of all prompts. num_computed_tokens: rows computed for them.
 
     seconds: of the rank that took longest.
     """
@@ -118,9 +118,9 @@ class Answers:
 def check_answering(
     model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], options: AnswerOptions, dedup: bool
 ) -> None:
-    """UserError if the model or an option is not supported. Nothing is computed.
+    """Raise UserError if the model or an option is not supported, before anything is computed.
 
-    With `dedup: false` Hugging Face's `generate` refuses what it cannot do when it is called.
+    With `dedup: false` Hugging Face's `generate` refuses when it is called.
     """
     fields = options.fields(tokenizer, model, prompts)
     if not dedup:
@@ -144,12 +144,12 @@ def answer_prompts(
     logprobs: bool = False,
     cache: RadixCache | None = None,
 ) -> Answers:
-    """One answer for each prompt. With several ranks, each calls this with all prompts.
+    """Generate one answer for each prompt. With several ranks, each calls this with all prompts.
 
     model: is in evaluation mode meanwhile, and every module has its own mode afterwards.
     dedup: False for Hugging Face's `generate`, on rows that are padded on the left.
     logprobs: whether the ordinary arm computes them, which costs the memory of all logits; otherwise they are 0.
-    cache: for prompts that come in several calls and share a beginning.
+    cache: for prompts of several calls that share a beginning.
 
     The global random generators are not touched. Raises UserError if the model or an option is not supported.
     """
@@ -179,7 +179,7 @@ def answer_prompts(
 
 
 def _shares(prompts: Sequence[Prompt], num_ranks: int) -> list[list[int]]:
-    """The prompts of each rank, by index: equally many or one more, neighbours in sorted order."""
+    """Divide the prompts among the ranks, by index: equally many or one more, neighbours in sorted order."""
     if num_ranks == 1:
         return [list(range(len(prompts)))]
     ids = [prompt.token_ids for prompt in prompts]
@@ -195,7 +195,7 @@ def answers_of_padded_rows(
     batch_size: int,
     logprobs: bool,
 ) -> tuple[list[Row], int]:
-    """An answer to each prompt, and the rows that were computed for the prompts, padding among them.
+    """Generate an answer to each prompt, and count the rows that were computed for the prompts, padding included.
 
     model: not prepared, in evaluation mode. Draws come from torch's generator.
     fields: of `GenerationConfig`, with `eos_token_id` as a list, or None.
@@ -246,7 +246,7 @@ def _left_padded(rows: Sequence[np.ndarray], device: torch.device) -> dict[str, 
 def _until_end(
     tokens: list[int], fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[int], str]:
-    """An answer without the end tokens that pad it, and why it ended."""
+    """Cut an answer after its end token, and say why it ended."""
     length = next((index for index, token in enumerate(tokens) if token in (fields["eos_token_id"] or ())), len(tokens))
     stop_strings = fields.get("stop_strings") or ()
     text = tokenizer.decode(tokens[:length]) if stop_strings else ""

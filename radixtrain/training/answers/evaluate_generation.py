@@ -1,4 +1,4 @@
-"""After each validation: the model answers prompts of the validation rows, and a metric says how well."""
+"""After each validation the model answers prompts of validation rows, and a metric judges the answers."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from radixtrain.training.answers.metrics import Metric, load_metric
 logger = logging.getLogger(__name__)
 
 NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
-NUM_TRIED = 2  # rows that are answered before the first step, so that what fails does so then
+NUM_TRIED = 2  # rows that are answered before the first step, to fail early
 TAKEN = ("metric", "pattern", "num_samples", "generation_kwargs")  # settings that are not those of `AnswerOptions`
 MOST_ROWS_LOGGED = 1_000  # wandb uploads a whole table at every validation
 
 
 class Judged(NamedTuple):
-    """A row of the table, and its columns.
+    """A row of the table of answers.
 
     row: file and line. prompt: all that the model read, with special tokens. answer, target: without them.
     score: by the metric. finish_reason: `stop`, or `length` for an answer that `max_new_tokens` cut.
@@ -48,15 +48,15 @@ class Judged(NamedTuple):
 
 
 class EvaluateGeneration(L.Callback):
-    """Judges a model by what it says: it answers validation rows, cut before their last answer, after each validation.
+    """Judges a model by its answers to validation rows, cut before their last answer, after each validation.
 
     The metric is logged as `eval_` and its name, before checkpoints and early stopping look at it. The answers are
-    written into `answers/` of the output folder. Training goes on as if nothing had been generated: no random generator
+    written into `answers/` of the output folder. Training is not affected by the generation: no random generator
     is touched.
     """
 
     def __init__(self, **settings: Any):
-        """settings: fields of `AnswerSettings`, which raises UserError for what it does not take."""
+        """Take fields of `AnswerSettings`, which raises UserError for any other."""
         own = vars(AnswerSettings(**settings))
         metric, pattern, self.num_samples, kwargs = (own.pop(name) for name in TAKEN)
         self.options = AnswerOptions(**own, generation_kwargs=kwargs or {})
@@ -67,7 +67,7 @@ class EvaluateGeneration(L.Callback):
 
     @property
     def logged(self) -> str | None:
-        """The name of the metric in the log; None if nothing is generated."""
+        """Return the name of the metric in the log; None if nothing is generated."""
         return None if self.metric is None else f"eval_{self.metric.name}"
 
     def line(self) -> str:
@@ -78,7 +78,7 @@ class EvaluateGeneration(L.Callback):
         return f"{len(self.prompts):,} {longest} after each validation, judged by {name}, in answers/"
 
     def prepare(self, module: Any, data: SFTData) -> None:
-        """Choose the rows, and look for what would fail. Needs the model and the data; nothing is generated.
+        """Choose the rows, and check what would fail. Needs the model and the data; nothing is generated.
 
         Raises UserError if no row has an answer after a prompt, the pattern finds nothing in a target, or the model or
         an option of the generation is not supported.
@@ -114,7 +114,7 @@ class EvaluateGeneration(L.Callback):
             ranks().broadcast_from_rank0(lambda: self._write(trainer, judged))
 
     def _write(self, trainer: L.Trainer, judged: Sequence[Judged]) -> None:
-        """Into a file, which replaces one of its name; and the first rows to every `WandbLogger`."""
+        """Write a file, replacing one of its name, and the first rows to every `WandbLogger`."""
         name = f"step={trainer.global_step}" if trainer.state.fn == "fit" else "validate"
         path = Path(trainer.default_root_dir) / "answers" / f"{name}.csv"
         with only_warns(f"the answers in {path.parent} cannot be written"):
@@ -128,13 +128,13 @@ class EvaluateGeneration(L.Callback):
                     log.log_table("answers", columns=list(Judged._fields), data=rows)
 
     def _judged(self, trainer: Any, module: Any, prompts: Sequence[Prompt], options: AnswerOptions) -> list[Judged]:
-        """The answers, generated in the precision of the run, and what they are worth."""
+        """Generate the answers in the precision of the run, and judge them."""
         metric, tokenizer = self.metric, trainer.datamodule.tokenizer()
         assert metric is not None
         with self.interruptible(), trainer.precision_plugin.forward_context():
             answers = answer_prompts(module.model, prompts, tokenizer, options, module.hparams.dedup).answers
         rows, targets = _rows(prompts, tokenizer), _targets(prompts, tokenizer)
-        with isolate_rng():  # a metric of the user may draw, and reads what it likes
+        with isolate_rng():  # a metric of the user may draw random numbers
             scores = ranks().broadcast_from_rank0(lambda: metric([answer.text for answer in answers], targets, rows))
         return [
             Judged(row["row"], row["prompt"], answer.text, target, score, answer.finish_reason)
@@ -155,7 +155,7 @@ class EvaluateGeneration(L.Callback):
 
 
 def _rows(prompts: Sequence[Prompt], tokenizer: Any) -> list[dict[str, str]]:
-    """What a metric receives of each row beside its answer and target."""
+    """Return what a metric receives of each row besides its answer and target."""
     texts = tokenizer.batch_decode([prompt.token_ids for prompt in prompts])
     return [{"row": prompt.where, "prompt": text} for prompt, text in zip(prompts, texts, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Per-answer metrics: built in, or a function of the user."""
+"""Metrics of answers: built in, or a function of the user."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from radixtrain.errors import UserError, did_you_mean, first_line
 
 KEY = "evaluate_generation.metric"
 OWN_METRICS = ("exact_match", "contains", "regex")
-LOGGED = ("loss",)  # names that `eval_` already stands before
+LOGGED = ("loss",)  # names that have an `eval_` metric already
 
 Rows = Sequence[Mapping[str, str]]
 Judge = Callable[[list[str], list[str], Rows], Any]
@@ -23,13 +23,13 @@ Judge = Callable[[list[str], list[str], Rows], Any]
 
 @dataclass(frozen=True)
 class Metric:
-    """name: in the log, after `eval_`. judge: answers, targets and rows to a number for each answer."""
+    """A metric of answers. name: in the log, after `eval_`. judge: answers, targets and rows to a number per answer."""
 
     name: str
     judge: Judge
 
     def __call__(self, answers: list[str], targets: list[str], rows: Rows) -> list[float]:
-        """The score of each answer. UserError, in one line, if a user's function fails or returns anything else."""
+        """Score each answer. Raises UserError, in one line, if a user's function fails or does not return numbers."""
         try:
             scores = self.judge(answers, targets, rows)
         except UserError:
@@ -53,7 +53,7 @@ class Metric:
 
 
 def _numbers(scores: Any) -> list[float] | None:
-    """What a function of the user returned, as a list of numbers; None if it is none."""
+    """Convert what a user's function returned to a list of numbers; None if that is not possible."""
     try:
         return [float(score) for score in scores]
     except (TypeError, ValueError):
@@ -61,7 +61,7 @@ def _numbers(scores: Any) -> list[float] | None:
 
 
 def load_metric(name: str, pattern: str | None = None) -> Metric:
-    """A metric by its name, or a function by its path `package.module.function`.
+    """Load a metric by its name, or a function by its path `package.module.function`.
 
     exact_match: 1 if answer and target are equal but for blanks at their ends.
     contains: 1 if the target, without blanks at its ends, is a part of the answer.
@@ -97,7 +97,7 @@ def _regex(pattern: str | None) -> Judge:
     try:
         compiled = re.compile(pattern)
     except re.error as error:
-        raise UserError(f"evaluate_generation.pattern: {pattern!r} is no regular expression: {error}") from None
+        raise UserError(f"evaluate_generation.pattern: {pattern!r} is not a regular expression: {error}") from None
 
     def judge(answers: list[str], targets: list[str], rows: Rows) -> list[bool]:
         expected = [_found(compiled, target) for target in targets]

@@ -28,14 +28,14 @@ from radixtrain.training.speed import Speed
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MAX_TOKENS = 65_536  # of prompts and answers that are kept
+MAX_TOKENS = 65_536  # of the prompts and answers to keep
 NOT_FINITE = re.compile(r"(?<![\w\"])(NaN|-?Infinity)(?![\w\"])")
 
 
 class PredictedAnswers:
     """Answers batch after batch of prompts. A cache keeps what these share from one batch to the next.
 
-    options: how; the command line sets them. The counts are of all answers so far.
+    options: of the generation; set by the command line. The counts cover all answers so far.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class PredictedAnswers:
 
     @property
     def speed(self) -> str:
-        """How many answers a second, and how much of their prompts was shared."""
+        """Report answers per second, and how much of their prompts was shared."""
         r = self.num_prompt_tokens / self.num_computed_tokens
         answers, tokens = self.num_answers / self.seconds, self.num_new_tokens / self.seconds
         rates = f"{answers:,.1f} answers/s, {tokens:,.0f} new tokens/s, {self.seconds:.0f} s"
@@ -71,7 +71,7 @@ class PredictedAnswers:
 
 
 def scorer_of(settings: Any) -> Scorer:
-    """What computes the scores. settings: of a `RadixModule`. Reads the tokenizer if words are scored.
+    """Make what computes the scores. settings: of a `RadixModule`. Reads the tokenizer if words are scored.
 
     Raises UserError if a word is not one token.
     """
@@ -93,7 +93,7 @@ def scored_records(scorer: Scorer, model: nn.Module, step: Step, plain_head: boo
 
 
 def _scored(scorer: Scorer, model: nn.Module, step: Step, plain_head: bool) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Index and scores of each sequence of this rank. A micro-batch of weight zero is computed, and has none."""
+    """Yield index and scores of each sequence of this rank; none for a micro-batch of weight zero."""
     for batch, members in zip(step.micro_batches, step.members, strict=True):
         scores = scorer(model, batch, plain_head)
         if members:
@@ -106,8 +106,8 @@ class PredictionWriter(L.Callback):
     {"row": "test.jsonl:1", "tokens": [3, 17], "logprobs": [-0.12, -0.03]}
     {"row": "test.jsonl:1", "answer": "Shelf two.", "num_tokens": 4, "logprob": -0.31, "finish_reason": "stop"}
 
-    The file appears when it is complete and on the disk; nothing is left of one that is not. Then it prints where it
-    is, r, and sequences and tokens per second.
+    The file appears when it is complete and on the disk; an incomplete one is removed. Then it prints its path, r, and
+    sequences and tokens per second.
     """
 
     def __init__(self, output_dir: Path):

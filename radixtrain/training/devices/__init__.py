@@ -1,4 +1,4 @@
-"""A run on several devices: which are accepted, how its processes start and find one another, and how they end.
+"""A run on several devices: which devices are accepted, how processes start and find one another, and how they end.
 
 | file | what |
 |---|---|

@@ -1,4 +1,4 @@
-"""`trainer.strategy: fsdp2`: weights, gradients and moments of the optimizer are divided among the ranks."""
+"""`trainer.strategy: fsdp2`: weights, gradients and optimizer moments are sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ METHODS = ("loss_sum", "predict_step")  # of a `RadixModule`: those that use its
 class FSDP2Strategy(DDPStrategy):
     """Lightning's DDP, but with a sharded `RadixModule` in place of DDP's wrapper around it.
 
-    Of Lightning's strategies DDP is nearest: processes, barriers and reductions are the same, and a checkpoint is
+    DDP is the nearest of Lightning's strategies: processes, barriers and reductions are the same, and a checkpoint is
     loaded before the weights are moved, when each rank has them whole on the host. `ModelParallelStrategy` restores
     later, from checkpoints of its own kind, and `FSDPStrategy` is FSDP1.
 
@@ -47,8 +47,8 @@ class FSDP2Strategy(DDPStrategy):
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            loop.inference_mode = False  # training could not use weights that were gathered in it
-        if not isinstance(self.model, FSDPModule):  # by an earlier run
+            loop.inference_mode = False  # training cannot use weights that were gathered under it
+        if not isinstance(self.model, FSDPModule):  # unless an earlier run did it
             self.precision_plugin.convert_module(self.model)
             self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -60,14 +60,14 @@ class FSDP2Strategy(DDPStrategy):
         shard(module, module.model, self.root_device, self.world_size, METHODS)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
-        """Rank 0 writes, and raises if it cannot; the others return once it has received their parts."""
+        """Write on rank 0, which raises if it cannot; the others return once it has received their parts."""
         if self.is_global_zero:
             self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
         else:
             gathering_of(checkpoint).finish()
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> Any:
-        """Weights and moments are mapped: they stay on the disk until each rank takes its parts."""
+        """Map weights and moments: they stay on the disk until each rank takes its parts."""
         return read_checkpoint(Path(checkpoint_path), in_memory=False)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -76,7 +76,7 @@ class FSDP2Strategy(DDPStrategy):
         module.load_state_dict(parts_like(checkpoint["state_dict"], module.state_dict()), strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Each rank keeps its parts of the moments."""
+        """Keep this rank's parts of the moments."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             numbers = [number for group in state["param_groups"] for number in group["params"]]
             weights = [weight for group in optimizer.param_groups for weight in group["params"]]
@@ -100,15 +100,15 @@ StrategyRegistry.register("fsdp2", FSDP2Strategy, description="weights, gradient
 
 
 def shard(module: nn.Module, model: object, device: torch.device, num_ranks: int, methods: Iterable[str]) -> None:
-    """Divide the weights of a module among all ranks, by rows. Each holds its part on `device`, and all buffers.
+    """Shard the weights of a module over all ranks, by rows. Each rank holds its part on `device`, and all buffers.
 
     module: around the model; all its weights are those of the model. It is changed in place, and keeps their names.
     model: a `PreTrainedModel`, or one wrapped by PEFT, with the same weights on every rank.
-    methods: of the module; its weights are used in no other. Every rank calls them equally often.
+    methods: of the module, the only ones that use its weights. Every rank calls them equally often.
 
     Gradients are means over the ranks, in the dtype of the weights, or summed in float32 if that has 16 bits.
 
-    Raises UserError for a model that cannot be divided so.
+    Raises UserError for a model that cannot be sharded so.
     """
     check_shardable(model)
     mesh = init_device_mesh(device.type, (num_ranks,))
@@ -124,7 +124,7 @@ def shard(module: nn.Module, model: object, device: torch.device, num_ranks: int
 
 
 def check_shardable(model: Any) -> None:
-    """UserError for what cannot be divided exactly; it names the weight, the reason and the way out."""
+    """Raise UserError for what cannot be sharded exactly; it names the weight, the reason and the fix."""
     if four_bit_layers(model):
         raise UserError("trainer.strategy fsdp2 cannot shard weights of 4 bits (model.load_in_4bit); use ddp")
     owner: dict[nn.Parameter, int] = {}
@@ -136,7 +136,7 @@ def check_shardable(model: Any) -> None:
             if owner.setdefault(parameter, number) != number:
                 raise UserError(
                     f"trainer.strategy fsdp2: layers {owner[parameter]} and {number} of {type(model).__name__} share a "
-                    f"weight, and each layer is sharded by itself; use ddp"
+                    f"weight, and each layer is sharded separately; use ddp"
                 )
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and path.endswith("experts"):
@@ -147,12 +147,12 @@ def check_shardable(model: Any) -> None:
 
 
 def _layers(model: Any) -> list[nn.Module]:
-    """Its decoder layers, each once."""
+    """List the decoder layers, each once."""
     return list(dict.fromkeys(text_layers(parts_of(model).decoder)))
 
 
 def _policy(unit: nn.Module) -> MixedPrecisionPolicy:
-    """Weights and inputs are not cast: autocast does it, as in a single process."""
+    """Return a policy that casts neither weights nor inputs: autocast does it, as in a single process."""
     trained = {parameter.dtype for parameter in _weights_of(unit) if parameter.requires_grad}
     if len(trained) > 1:
         names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in trained))
@@ -165,7 +165,7 @@ def _policy(unit: nn.Module) -> MixedPrecisionPolicy:
 
 
 def _weights_of(unit: nn.Module) -> Iterator[nn.Parameter]:
-    """Return the weights of a unit that are in none of the units inside."""
+    """Yield the weights of a unit that are in none of the units inside."""
     yield from unit.parameters(recurse=False)
     for child in unit.children():
         if not isinstance(child, FSDPModule):
@@ -174,7 +174,7 @@ def _weights_of(unit: nn.Module) -> Iterator[nn.Parameter]:
 
 @contextmanager
 def _without_cached_casts() -> Iterator[None]:
-    """Inside, autocast keeps no copies of weights in 16 bits: in a pass these would add up to all weights, whole."""
+    """Let autocast keep no copies of weights in 16 bits, which would add up to all weights in a pass."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -205,7 +205,7 @@ def gather_on_first(model: nn.Module) -> None:
 
 
 def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Module and name for each place where a model keeps a parameter, and the parameter."""
+    """Yield module, name and parameter for each place where a model keeps a parameter."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             yield module, name, parameter

@@ -1,10 +1,10 @@
 """When the ranks exchange gradients: under DDP with the last micro-batch of a step, under FSDP2 with each.
 
 DDP's reducer waits until every trained parameter has a gradient. If the last micro-batch of a rank does not reach one,
-such as an expert that no token is routed to, the other ranks would wait for ever. So a second backward pass, of
-gradients that are zero, reaches the rest, and what the earlier micro-batches have added up is exchanged all the same.
+such as an expert that no token is routed to, the other ranks would wait forever. So a second backward pass, of
+gradients that are zero, reaches the rest, and what the earlier micro-batches have added up is exchanged too.
 
-The gradients are views of DDP's buckets, and each step adds up in those of the step before: a rank holds them once.
+The gradients are views of DDP's buckets, and each step reuses those of the previous one: a rank holds them once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def backward(module: Any, loss: Tensor, is_last: bool) -> None:
     module: a `LightningModule` under manual optimization, in its `training_step`, which sets gradients to None before
         the first micro-batch. loss: (). is_last: of the step.
 
-    A parameter that no rank has reached in the step keeps the gradient None, which an optimizer passes over.
+    A parameter that no rank has reached in the step keeps the gradient None, which an optimizer skips.
     """
     wrapper = _wrapper(module)
     if wrapper is None:
@@ -48,21 +48,21 @@ def warm_up_buckets(module: Any) -> None:
     """Exchange gradients that are zero before the first step, after which DDP lays out its buckets for good.
 
     It does so after the first exchange of a process, and the order in which three or more ranks add depends on the
-    place in a bucket: the first step of a resumed run would be rounded otherwise than in the run that was not stopped.
+    place in a bucket: the first step of a resumed run would be rounded differently than without the interruption.
     """
     wrapper = _wrapper(module)
-    if wrapper is None or wrapper.find_unused_parameters:  # then DDP leaves them as they are
+    if wrapper is None or wrapper.find_unused_parameters:  # then DDP does not change them
         return
     trained = _trained(module)
     module.trainer.strategy.pre_backward(torch.zeros((), device=module.device))
-    for parameter in reversed(trained):  # about the order in which gradients are ready
+    for parameter in reversed(trained):  # roughly the order in which gradients are ready
         torch.autograd.backward([parameter], [torch.zeros_like(parameter)])
     for parameter in trained:
         parameter.grad = None
 
 
 def rebuild_ddp(strategy: Any) -> None:
-    """Have DDP look at the parameters anew, on all ranks, after one of them has had other types in between.
+    """Make DDP look at the parameters again, on all ranks, after one of them has had other types in between.
 
     Torch then replaces the node that adds up its gradient, and DDP would wait for the old one. strategy: Lightning's.
     """
@@ -72,7 +72,7 @@ def rebuild_ddp(strategy: Any) -> None:
 
 
 def _wrapper(module: Any) -> DistributedDataParallel | None:
-    """None for a single process, and under FSDP2."""
+    """Return the DDP wrapper; None for a single process and under FSDP2."""
     wrapper = module.trainer.strategy.model if ranks().size > 1 else None
     return wrapper if isinstance(wrapper, DistributedDataParallel) else None
 
@@ -91,9 +91,9 @@ class _Gradients:
         self.trained = trained
         self.held: list[Tensor | None] = [None] * len(trained)
         self.reached: set[int] = set()
-        """Places in `trained`, by any micro-batch of the step."""
+        """Indices in `trained` of the parameters that any micro-batch of the step has reached."""
         self.reached_last: set[int] = set()
-        """The same, by the last one."""
+        """Likewise, those that the last micro-batch has reached."""
 
     def add(self, run: Callable[[], None]) -> None:
         """Run the backward pass of a micro-batch."""
@@ -104,7 +104,7 @@ class _Gradients:
         self.reached |= self.reached_last
 
     def complete(self) -> None:
-        """Have the pass in which DDP exchanges gradients reach every parameter; None for those that none reached."""
+        """Make the pass in which DDP exchanges gradients reach every parameter; None for those that none reached."""
         unreached = [parameter for place, parameter in enumerate(self.trained) if place not in self.reached_last]
         if unreached:
             torch.autograd.backward(unreached, [torch.zeros_like(parameter) for parameter in unreached])
@@ -119,7 +119,7 @@ class _Gradients:
 
 
 def _reached(trained: Sequence[nn.Parameter], run: Callable[[], None]) -> set[int]:
-    """The places of parameters that a backward pass reaches, seen where DDP sees it: at the nodes that add them up."""
+    """Return the places of parameters that a backward pass reaches, seen at the nodes that add them up, as in DDP."""
     reached: set[int] = set()
     handles = [
         get_gradient_edge(parameter).node.register_hook(lambda *_, place=place: reached.add(place))

@@ -1,4 +1,4 @@
-"""Launch one process per device: all ranks meet before rows are read or weights are loaded, and one tells an error."""
+"""Launches one process per device: all ranks meet before rows are read or weights loaded, and one reports an error."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from radixtrain.training.devices.rank_monitor import GRACE, RankMonitor, first_t
 Value = TypeVar("Value")
 Start = Mapping[str, str]
 PATIENCE = 2.0  # seconds that a rank waits for rank 0, which may have found the same error
-SECONDS_TO_END = 10.0  # for a process that has nothing left to do
+SECONDS_TO_END = 10.0  # for a process to end once its work is done
 
 
 class Processes:
-    """A context around a run. If no launcher has started the other processes, this one does, as Lightning would.
+    """A context around a run, which starts the other processes, as Lightning would, if no launcher has.
 
     strategy: Lightning's, of a trainer.
     arguments: the command line, from the command on, with which the other processes are started.
     timeout: how long a rank waits for the others in a step.
-    start: what must be alike on all ranks, by name; see `described_start`.
+    start: what must be the same on all ranks, by name; see `described_start`.
 
-    At the end of the context no process that was started here is left.
+    At its end no process that was started here remains.
     """
 
     def __init__(self, strategy: Any, arguments: Sequence[str], timeout: timedelta, start: Callable[[], Start] = dict):
@@ -49,7 +49,7 @@ class Processes:
 
     @property
     def starts_others(self) -> bool:
-        """Whether this process is the one that starts the others."""
+        """Return whether this process starts the others."""
         if not hasattr(self.strategy, "cluster_environment") or self.strategy.num_processes == 1:
             return False
         return not self.strategy.cluster_environment.creates_processes_externally
@@ -75,12 +75,12 @@ class Processes:
                 os.environ.update(self._environment)
 
     def joined(self, prepare: Callable[[], Value]) -> Value:
-        """What `prepare` returns on rank 0, on every rank. Afterwards `ranks()` are those of the run.
+        """Call `prepare` on rank 0 and return its result on every rank. Afterwards `ranks()` are those of the run.
 
         prepare: called on rank 0 only; if this process starts the others, before it does, so that an error comes at
             once.
 
-        Raises UserError on every rank if one of them was started otherwise than rank 0.
+        Raises UserError on every rank if one of them was started with other settings than rank 0.
         """
         prepared = []
         if self.starts_others:
@@ -97,7 +97,7 @@ class Processes:
         return ranks().broadcast_from_rank0(lambda: prepared[0] if prepared else prepare(), long_timeout=True)
 
     def _join(self) -> Ranks:
-        """UserError if the ranks of several machines have met, over NCCL or gloo, and gloo then does not connect."""
+        """Join the ranks. Raises UserError if several machines have met, over NCCL or gloo, but gloo cannot connect."""
         try:
             return join(self.timeout)
         except RuntimeError as error:
@@ -126,7 +126,7 @@ class Processes:
         watch_children(self.children, self._has_monitor)
 
     def gone(self) -> str:
-        """`rank 1 was killed by SIGKILL`, or `rank 1 is gone: ...`; empty if none is after `SECONDS_TO_END`.
+        """Describe a lost rank: `rank 1 was killed by SIGKILL`, or `rank 1 is gone: ...`; empty after `SECONDS_TO_END`.
 
         Empty at once if another rank reports why the run ends.
         """
@@ -157,7 +157,7 @@ class Processes:
 
 
 def check_alike(starts: Sequence[Start]) -> None:
-    """UserError that names the first difference. starts: of the ranks, by rank."""
+    """Raise UserError that names the first difference. starts: of the ranks, by rank."""
     first = starts[0]
     for rank, other in enumerate(starts):
         for name in (*first, *other):
@@ -175,7 +175,7 @@ def check_alike(starts: Sequence[Start]) -> None:
 
 @contextmanager
 def _ignoring_interrupts() -> Any:
-    """Processes that are started inside ignore Ctrl-C: the one that starts them gets it, and all stop at one step."""
+    """Start processes that ignore Ctrl-C: the one that starts them gets it, and all stop at one step."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
@@ -184,14 +184,14 @@ def _ignoring_interrupts() -> Any:
 
 
 def reported_error(error: BaseException, monitor: RankMonitor) -> BaseException:
-    """What this rank raises in place of an error: the error, with the number of the rank, or one that prints nothing.
+    """Return what this rank raises for an error: the error with the number of the rank, or one that prints nothing.
 
-    Rank 0 reports its own, unless another one has; another rank does if no other one has. A way out that is no error,
-    such as `sys.exit()` of a callback, is left as it is: the others report that this rank is gone. The process ends
-    within `GRACE` seconds.
+    Rank 0 reports its own error, unless another rank has reported one; another rank reports if no other has. An exit
+    that is not an error, such as `sys.exit()` of a callback, is kept: the others report that this rank is gone. The
+    process ends within `GRACE` seconds.
     """
     rank, code = ranks().rank, error.code if isinstance(error, Stopped) else 1
-    ending = threading.Timer(GRACE, os._exit, (code,))  # whatever libraries wait for when Python ends
+    ending = threading.Timer(GRACE, os._exit, (code,))  # even if libraries block at Python's exit
     ending.daemon = True
     ending.start()
     if isinstance(error, Stopped):

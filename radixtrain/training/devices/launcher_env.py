@@ -1,4 +1,4 @@
-"""What has started this process, and as which of how many: from the environment, before there is a process group."""
+"""What started this process, its rank and their number: from the environment, before there is a process group."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PARENT = "RADIXTRAIN_PARENT"  # in the environment of a process that `fit` has started itself: the process that did
+PARENT = "RADIXTRAIN_PARENT"  # variable of a process that `fit` has started itself: the id of the parent
 ON_SEVERAL = ("fit", "validate", "test", "predict")  # commands that run on several devices
-# Counts of copies of a process that do not know of one another, by what starts them.
+# Variables that count copies of a process without a launcher, by what starts them.
 COPIES = {"mpirun": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"), "a launcher": ("WORLD_SIZE",)}
-INTERACTIVE = ("bash", "interactive")  # names of the jobs that `srun --pty` and `salloc` make: their tasks are no ranks
+INTERACTIVE = ("bash", "interactive")  # job names that `srun --pty` and `salloc` give: their tasks are not ranks
 
 
 @dataclass(frozen=True)
 class LauncherEnv:
-    """by: torchrun, srun or radixtrain; empty for a process that is not one of several.
+    """The launcher of this process. by: torchrun, srun or radixtrain; empty for a process that is not one of several.
 
     rank, size: of this process among all of them. local_rank, local_size: among those of this machine.
     """
@@ -37,7 +37,7 @@ class LauncherEnv:
 
     @property
     def is_silent(self) -> bool:
-        """Whether another process of this machine reports what all find before they know of one another."""
+        """Return whether another process of this machine reports the mistakes that each finds on its own."""
         return self.by in ("torchrun", "srun") and self.local_rank > 0
 
     @property
@@ -46,7 +46,7 @@ class LauncherEnv:
 
 
 def launcher_env() -> LauncherEnv:
-    """Find who launched: torchrun, or who sets its variables, as `accelerate launch` does; `srun`; `fit` itself."""
+    """Find the launcher: torchrun, or what sets its variables, as `accelerate launch` does; `srun`; `fit` itself."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         return LauncherEnv("torchrun", *(int(os.environ[name]) for name in names))
@@ -62,18 +62,18 @@ def launcher_env() -> LauncherEnv:
 
 
 def is_launched() -> bool:
-    """Whether torchrun or srun has started this process and others."""
+    """Return whether torchrun or srun has started this process and others."""
     return launcher_env().by in ("torchrun", "srun")
 
 
 def default_devices() -> dict[str, int]:
-    """Keys of `trainer` with their defaults: one device, or as many as torchrun or srun have started processes."""
+    """Return keys of `trainer` with defaults: one device, or as many as torchrun or srun have started processes."""
     launcher = launcher_env()
     return {"trainer.devices": launcher.local_size, "trainer.num_nodes": launcher.num_nodes} if is_launched() else {}
 
 
 def one_device(config: TrainerSettings, command: str) -> dict[str, Any]:
-    """The keys of `trainer` for a command that runs on one device, whatever is set for `fit`: the first of those."""
+    """Return the keys of `trainer` for a command that runs on one device: the first of those that are set for `fit`."""
     devices = config.devices
     if isinstance(devices, str) and "," in devices:
         devices = [int(number) for number in devices.split(",") if number.strip().isdecimal()]
@@ -85,9 +85,9 @@ def one_device(config: TrainerSettings, command: str) -> dict[str, Any]:
 
 
 def check_started(command: str) -> None:
-    """UserError if this is one of several copies that would all do the same, and write the same files.
+    """Raise UserError if this is one of several copies that would all do the same, and write the same files.
 
-    Only the first one of each machine tells; the others raise EndedElsewhere.
+    Only the first one of each machine reports; the others raise EndedElsewhere.
     """
     found = launcher_env()
     if found.size > 1 and command in ON_SEVERAL:
@@ -107,7 +107,7 @@ def check_started(command: str) -> None:
 
 
 def _tasks_per_node(num_tasks: str) -> int:
-    """Read 4 from `4(x2)`, two nodes of four tasks. UserError if nodes do not have the same number."""
+    """Parse 4 from `4(x2)`, two nodes of four tasks. Raises UserError if nodes do not have the same number."""
     names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     name, text = next(((name, os.environ[name]) for name in names if os.environ.get(name)), ("SLURM_NTASKS", num_tasks))
     found = re.fullmatch(r"(\d+)(?:\(x\d+\))?", text)

@@ -1,7 +1,7 @@
-"""Side channel (TCP) from every rank to rank 0, beside torch.distributed: which rank prints an error, who is gone.
+"""Side channel (TCP) from every rank to rank 0, beside torch.distributed: which rank prints an error, which is gone.
 
-A background thread reads it, so a rank that is blocked in a collective still learns of a failure. Until it is there, a
-watchdog ends the processes that one of a machine has started once one of them dies.
+A background thread reads it, so a rank that is blocked in a collective still learns of a failure. Before it runs, a
+watchdog ends the processes that a process has started once one of them dies.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from weakref import WeakSet
 
 from radixtrain.distributed import ranks
 
-GRACE = 15.0  # seconds for a process to end by itself once another is gone, or reports why the run ends
+GRACE = 15.0  # seconds for a process to end on its own once another is gone, or reports why the run ends
 POLL_SECONDS = 0.5
 CONNECTING = 60.0  # seconds
-ASK, YES, NO, END = b"T", b"Y", b"H", b"E"  # may I report? yes; another rank does; the run has ended well
+ASK, YES, NO, END = b"T", b"Y", b"H", b"E"  # "may I report?"; "yes"; "no, another rank does"; "the run ended well"
 
 Children = Sequence[subprocess.Popen[bytes]]  # the other ranks, from 1 on
 
 
 class RankMonitor:
-    """Make one on each rank once the ranks have found one another, and `close` it on each when the run has ended well.
+    """Connects each rank to rank 0. Make one once the ranks have found one another, and `close` it after a good end.
 
     children: the other ranks, from 1 on, if this process has started them.
     is_reported: set when another rank reports why the run ends, or when one is known to be gone.
-    gone: the ranks that are known to be gone: any of them on rank 0, only rank 0 on the others.
+    gone: the ranks known to be gone: any rank on rank 0, only rank 0 on the others.
 
     `GRACE` seconds after `is_reported` is set, the process and its children end with exit code 1 if they still run.
     """
@@ -61,17 +61,17 @@ class RankMonitor:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def close(self) -> None:
-        """Let another rank end without an effect on this one from now on."""
+        """Let other ranks end without an effect on this one from now on."""
         self._ended = True
         self._send(END)
 
     @property
     def is_reported_elsewhere(self) -> bool:
-        """Whether another rank, which is not gone, reports why the run ends."""
+        """Return whether another rank, which is not gone, reports why the run ends."""
         return self.is_reported.is_set() and not self.gone
 
     def claim_report(self, patience: float) -> bool:
-        """Whether this rank is the one that reports why the run ends: rank 0 is, unless another one has begun to.
+        """Return whether this rank reports why the run ends: rank 0 does, unless another one has begun to.
 
         patience: seconds to wait for another one that may report the same, and for the answer of rank 0.
         """
@@ -87,7 +87,7 @@ class RankMonitor:
         return self._is_mine.is_set() or (ranks().rank == 1 and not self.is_reported.is_set())  # rank 0 hangs
 
     def _accept(self, server: socket.socket, key: bytes) -> None:
-        """Take the connection of each of the other ranks, and close any other one, which does not send the key."""
+        """Accept the connection of each other rank, and close any other connection, which does not send the key."""
         server.settimeout(CONNECTING)
         with server:
             while len(self._connections) < ranks().size - 1:
@@ -101,7 +101,7 @@ class RankMonitor:
                     connection.close()
 
     def _listen(self) -> None:
-        """Runs in a thread until the run ends, well or not."""
+        """Listen in a thread until the run ends, well or not."""
         with selectors.DefaultSelector() as selector:
             for connection in self._connections:
                 selector.register(connection, selectors.EVENT_READ)
@@ -116,7 +116,7 @@ class RankMonitor:
                 _end_all(self.children, lost if ranks().rank <= 1 else "")
 
     def _receive(self, connection: Any) -> bool:
-        """Take the next message of a connection. False once no more will come."""
+        """Receive the next message of a connection. Returns False once no more will come."""
         try:
             message = connection.recv(1)
         except OSError:
@@ -145,7 +145,7 @@ class RankMonitor:
 
 
 def watch_children(children: Children, until: threading.Event) -> None:
-    """Kill all, and end this process with a line, `GRACE` seconds after one of them fails, from now on.
+    """Kill the children and end this process with a line, from now on, `GRACE` seconds after one of them fails.
 
     until: ends the watch.
     """
@@ -153,7 +153,7 @@ def watch_children(children: Children, until: threading.Event) -> None:
 
 
 def watch_parent(parent: int, until: threading.Event) -> None:
-    """End this process, without a line, `GRACE` seconds after the one that has started it, from now on.
+    """End this process without a line, from now on, `GRACE` seconds after the one that has started it.
 
     parent: its id. until: ends the watch.
     """
@@ -161,7 +161,7 @@ def watch_parent(parent: int, until: threading.Event) -> None:
 
 
 def first_to_end(children: Children) -> str:
-    """`rank 1 was killed by SIGKILL` or `rank 1 ended with exit code 1`; empty while all run or have ended well."""
+    """Describe the first failure: `rank 1 was killed by SIGKILL` or `ended with exit code 1`; empty without any."""
     for rank, code in enumerate((child.poll() for child in children), 1):
         if code:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -174,7 +174,7 @@ def _watch(is_gone: Callable[[], Any], until: threading.Event, children: Childre
         while not is_gone():
             if until.wait(POLL_SECONDS):
                 return
-        time.sleep(GRACE)  # to find out by itself that another is gone, and to say what is saved
+        time.sleep(GRACE)  # so that it notices itself that another is gone, and says what is saved
         _end_all(children, first_to_end(children))
 
     threading.Thread(target=watch, daemon=True).start()
@@ -182,14 +182,14 @@ def _watch(is_gone: Callable[[], Any], until: threading.Event, children: Childre
 
 def _end_all(children: Children, reason: str) -> None:
     if reason:
-        os.write(2, f"error: {reason}; go on with --ckpt_path last\n".encode())
+        os.write(2, f"error: {reason}; resume with --ckpt_path last\n".encode())
     for child in children:
         child.kill()
     os._exit(1)
 
 
 def _server(address: str, backlog: int) -> socket.socket:
-    """Listens at any free port: of this machine only if the ranks meet there, else of IPv4 and, if there is, IPv6."""
+    """Listen at any free port: of this machine if the ranks meet there, else of IPv4 and, if possible, IPv6."""
     if address in ("127.0.0.1", "localhost"):
         return socket.create_server(("127.0.0.1", 0), backlog=backlog)
     if socket.has_dualstack_ipv6():
@@ -201,7 +201,7 @@ _monitors: WeakSet[RankMonitor] = WeakSet()
 
 
 def _close_in_child() -> None:
-    """A forked process, such as a DataLoader worker, must not hold open the connection that shows a rank is gone."""
+    """Close connections in a forked process, such as a DataLoader worker: open ones would hide that a rank is gone."""
     for monitor in _monitors:
         for connection in monitor._connections:
             connection.close()

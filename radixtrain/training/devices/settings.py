@@ -1,4 +1,4 @@
-"""Which devices and strategies of Lightning's trainer a command accepts; every other is refused by name."""
+"""The devices and strategies of Lightning's trainer that a command accepts; every other is refused by name."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     import lightning as L
 
 
-FIRST_PORT = 15_000  # of those that jobs of SLURM meet at
+FIRST_PORT = 15_000  # for the ranks of SLURM jobs to meet at
 DDP = ("ddp", "ddp_find_unused_parameters_false", "ddp_find_unused_parameters_true")
 ACCEPTED = ("auto", *DDP, "fsdp2")
 
 
-# How names of Lightning that are refused begin, the longest first, and what to do in place of them.
+# Prefixes of Lightning's names that are refused, the longest first, and what to use instead.
 REFUSED = {
     "ddp_notebook": "it forks a process that has imported CUDA; ddp starts new ones",
     "ddp_fork": "it forks a process that has imported CUDA; ddp starts new ones",
@@ -41,11 +41,11 @@ REFUSED = {
 }
 
 
-# Options of Lightning's DDP that do not leave the gradient of a step as it is.
+# Options of Lightning's DDP that change the gradient of a step.
 CHANGING = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period", "mixed_precision")
 
 
-# Keys that need whole weights outside of a pass through the model, by the commands that read them.
+# Keys that need whole weights outside of a forward pass, by the commands that read them.
 WHOLE = {
     "model.load_in_4bit": ON_SEVERAL,
     "model.verify_first_batch": ("fit",),
@@ -58,14 +58,14 @@ SPLITTING = ("fit", "validate", "test")  # commands that split a micro-batch ove
 
 
 def sp_size_of(settings: Any, command: str) -> int:
-    """Ranks that compute each micro-batch together. Every other command computes whole sequences on each rank."""
+    """Return how many ranks compute each micro-batch together; 1 for commands that compute whole sequences."""
     return int(settings.sp_size) if command in SPLITTING else 1
 
 
 def device_settings(settings: Any, command: str) -> dict[str, Any]:
-    """What Lightning's trainer receives in place of what is configured.
+    """Return what Lightning's trainer receives in place of what is configured.
 
-    settings: of a command, as they were parsed. UserError for what cannot run.
+    settings: of a command, as parsed. Raises UserError for what cannot run.
     """
     config, fixed = settings.trainer, {"use_distributed_sampler": False}
     if command not in ON_SEVERAL:
@@ -90,7 +90,7 @@ def device_settings(settings: Any, command: str) -> dict[str, Any]:
 
 
 def check_devices(trainer: L.Trainer, timeout: timedelta, sp_size: int = 1) -> None:
-    """UserError if Lightning has made something else of the settings than can run here; completes the strategy.
+    """Raise UserError if Lightning has made something of the settings that cannot run here; complete the strategy.
 
     timeout: how long a rank waits for the others. sp_size: of these ranks, see `sp_size_of`.
     """
@@ -98,7 +98,7 @@ def check_devices(trainer: L.Trainer, timeout: timedelta, sp_size: int = 1) -> N
     if isinstance(strategy, DDPStrategy):
         is_nccl = any(device.type == "cuda" for device in strategy.parallel_devices or ())
         strategy._timeout = timeout + NCCL_LATER if is_nccl else timeout
-        # Otherwise gradients are held twice. False is no wish: a class in a configuration file has every default set.
+        # Otherwise gradients are held twice. False is not a choice: a class in a file has every default set.
         strategy._ddp_kwargs["gradient_as_bucket_view"] = True
     elif not isinstance(strategy, SingleDeviceStrategy):
         raise UserError(f"trainer.strategy {type(strategy).__name__}: use {' or '.join(ACCEPTED[1:])}")
@@ -112,7 +112,7 @@ def check_devices(trainer: L.Trainer, timeout: timedelta, sp_size: int = 1) -> N
 
 
 def _check_strategy(strategy: Any) -> None:
-    """strategy: a name, or a class and its options."""
+    """Refuse a strategy that is not accepted: a name, or a class and its options."""
     if isinstance(strategy, str):
         if strategy not in ACCEPTED:
             refused = next((name for name in REFUSED if strategy.startswith(name)), None)
@@ -132,7 +132,7 @@ def _check_strategy(strategy: Any) -> None:
 
 
 def _check_visible(accelerator: str) -> None:
-    """UserError if SLURM shows each task only GPUs of its own: rank N of a machine takes its GPU N."""
+    """Raise UserError if SLURM shows each task only its own GPUs: rank N of a machine takes its GPU N."""
     num_visible, num_tasks = torch.cuda.device_count(), launcher_env().local_size
     if accelerator in ("auto", "gpu", "cuda") and 0 < num_visible < num_tasks:
         raise UserError(
@@ -142,7 +142,7 @@ def _check_visible(accelerator: str) -> None:
 
 
 def _class_of(strategy: Any) -> str:
-    """The name of a strategy that is written out as a class; empty for one that is a name."""
+    """Return the class name of a strategy that is written as a class; empty for one that is a name."""
     return "" if isinstance(strategy, str) else strategy["class_path"].rpartition(".")[2]
 
 
@@ -157,7 +157,7 @@ def _check_split(settings: Any, command: str) -> None:
         raise UserError(f"sp_size {settings.sp_size}: only unique rows are split, and dedup is false; set sp_size: 1")
     if command == "fit" and settings.model.verify_first_batch:
         raise UserError(
-            f"model.verify_first_batch: not with sp_size {settings.sp_size}, since one rank compares by itself; "
+            f"model.verify_first_batch: not with sp_size {settings.sp_size}, since one rank compares alone; "
             f"leave it out, and run the command verify"
         )
 
@@ -167,10 +167,10 @@ def as_list(value: object) -> list[Any]:
 
 
 class SlurmTasks(TorchElasticEnvironment):
-    """The tasks that `srun` has started, as Lightning knows the processes of torchrun.
+    """The tasks that `srun` has started, in the form in which Lightning knows torchrun's processes.
 
-    Its own `SLURMEnvironment` also saves and requeues at signals, as `Requests` does here, takes any fresh run for one
-    that goes on, and refuses `--ntasks` without `--ntasks-per-node`. SLURM's variables are read here once: Lightning
+    Lightning's `SLURMEnvironment` also saves and requeues at signals, as `Requests` does here, resumes fresh runs, and
+    refuses `--ntasks` without `--ntasks-per-node`. SLURM's variables are read here once: Lightning
     does not see them while it trains.
 
     task: this one. The host of rank 0 is the first one of the step, unless MASTER_ADDR and MASTER_PORT name a place.
@@ -205,4 +205,4 @@ class SlurmTasks(TorchElasticEnvironment):
         return self.node
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """`check_devices` does."""
+        """Do nothing: `check_devices` validates the settings."""

@@ -1,12 +1,12 @@
-"""Fault tolerance: where a run is between two steps, when it is saved, what asks it to stop, and how it resumes.
+"""Fault tolerance: where a run is between two steps, when it is saved, what stops it, and how it resumes.
 
 | file | what |
 |---|---|
 | `position.py` | three numbers that say where a run is, and Lightning's loops made from them |
 | `saving.py` | when a checkpoint is written, and Lightning's `CheckpointIO` for our folders |
 | `run_state.py` | what else it keeps, random generators included; its weights into a module; the check of the model |
-| `resume.py` | how a run goes on from it, and which settings may differ |
-| `signals.py`, `slurm.py` | signals, request files, and a scheduler, which ask to save and to stop |
+| `resume.py` | how a run continues from it, and which settings may differ |
+| `signals.py`, `slurm.py` | requests to save and to stop: signals, files, and a scheduler |
 | `nonfinite_guard.py` | NaN and Inf in losses, gradients and weights, before they do harm |
 | `failures.py` | errors of the machine and of lost ranks in one line, with a remedy |
 | `run_folder.py` | one run in a folder, and one command at a time |

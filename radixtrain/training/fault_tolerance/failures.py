@@ -52,20 +52,20 @@ OF_GLOO = r"gloo/transport|Application timeout caused pair closure|ProcessGroupG
 
 
 def explain(error: BaseException, output_dir: Path | None, gone: Callable[[], str] = str) -> str | None:
-    """One line: what happened, what to change, and the last checkpoint. None for an error of another kind.
+    """Explain an error in one line: the cause, what to change, and the last checkpoint. None for another kind.
 
-    output_dir: of a training run; None for other commands, which have no checkpoint to go on from.
+    output_dir: of a training run; None for other commands, which have no checkpoint to resume from.
     gone: see `lost_rank`.
     """
     if isinstance(error, UserError):
         return None
     causes = [(cause, f"{type(cause).__name__}: {cause}") for cause in _chain(error)]
-    of_workers = (_not_handed_over(text) for _, text in causes)  # torch says of their codes in the cause of its error
+    of_workers = (_not_handed_over(text) for _, text in causes)  # torch has their exit codes in the cause of its error
     if reason := next(filter(None, of_workers), None):
         return f"{reason}{_last_checkpoint(output_dir)}"
     for cause, text in causes:
         if isinstance(cause, FileNotFoundError) and output_dir is not None and not output_dir.exists():
-            way_out = "give it its name again, and go on with --ckpt_path auto"
+            way_out = "restore its name, and resume with --ckpt_path auto"
             return f"output_dir {output_dir} is gone, renamed or removed while the run wrote into it: {way_out}"
         reason = _no_room(cause, text, output_dir) or _no_memory(cause, text)
         reason = reason or _killed_worker(cause, text) or lost_rank(cause, gone)
@@ -76,7 +76,7 @@ def explain(error: BaseException, output_dir: Path | None, gone: Callable[[], st
 
 @contextmanager
 def restoring(path: object) -> Iterator[None]:
-    """Around what takes over the state of a checkpoint, which may be of another program, or forged: one line then.
+    """Turn an error into one line while the state of a checkpoint, perhaps of another program or forged, is restored.
 
     path: of the checkpoint. Errors of the machine stay what they are.
     """
@@ -92,7 +92,7 @@ def restoring(path: object) -> Iterator[None]:
 
 
 def _out_of_files(needed: int, has_workers: bool = True) -> str:
-    """The line for a process that may not open as many files as it needs."""
+    """Write the line for a process that may not open as many files as it needs."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     otherwise = f", or {LESS_DATA_MEMORY}" if has_workers else ""
     return f"too many open files: the limit is {limit:,}; raise it (`ulimit -n {needed}`){otherwise}"
@@ -101,7 +101,7 @@ def _out_of_files(needed: int, has_workers: bool = True) -> str:
 def raise_file_limit(num_workers: int) -> None:
     """Let this process open as many files as the machine allows, since each tensor of a waiting batch is one.
 
-    num_workers: of the DataLoader. UserError if these are fewer than any run needs.
+    num_workers: of the DataLoader. Raises UserError if the limit is lower than any run needs.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
@@ -113,7 +113,7 @@ def raise_file_limit(num_workers: int) -> None:
 
 
 def lost_rank(error: BaseException, known: Callable[[], str]) -> str | None:
-    """What an error of gloo, NCCL or torch's store between ranks means, and what to do; None for any other error.
+    """Explain an error of gloo, NCCL or torch's store between ranks, and say what to do; None for any other error.
 
     known: returns what is known of a rank that has ended, such as `rank 1 was killed by SIGKILL`, or nothing.
     """
@@ -134,7 +134,7 @@ def lost_rank(error: BaseException, known: Callable[[], str]) -> str | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and what it was raised from, outermost first."""
+    """Yield the error and what it was raised from, outermost first."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
@@ -155,7 +155,7 @@ def _not_handed_over(text: str) -> str | None:
 
 
 def _no_room(error: BaseException, text: str, output_dir: Path | None) -> str | None:
-    """Judge by the number of the error, or by the words of libraries that keep only these."""
+    """Judge by the number of the error, or by the words of libraries that keep only those."""
     number = getattr(error, "errno", None)
     if number not in NO_ROOM:
         number = next((each for each in NO_ROOM if re.search(rf"(Errno|os error) {each}\b", text, re.I)), None)
@@ -172,7 +172,7 @@ def _no_room(error: BaseException, text: str, output_dir: Path | None) -> str | 
 def _no_memory(error: BaseException, text: str) -> str | None:
     amount = re.search(ASKED_FOR, text)
     size = bytes_text(int(amount[1])) if amount and amount[1].isdecimal() else amount and amount[1]
-    asked_for = f" when {size} more were asked for" if size else ""
+    asked_for = f" when {size} more were requested" if size else ""
     if isinstance(error, torch.OutOfMemoryError) or re.search(NO_DEVICE_MEMORY, text):
         return f"the device ran out of memory{asked_for}: {LESS_MEMORY}, or model.activation_checkpointing: true"
     if isinstance(error, MemoryError) or re.search(NO_MEMORY, text):
@@ -182,7 +182,7 @@ def _no_memory(error: BaseException, text: str) -> str | None:
 
 
 def _killed_worker(error: BaseException, text: str) -> str | None:
-    """torch notices a dead worker by itself, or only that the connection to it broke."""
+    """Recognize a dead worker, which torch notices itself or only by its broken connection."""
     match = re.search(WORKER, text)
     frames = (frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__))
     lost = isinstance(error, ConnectionError | EOFError | FileNotFoundError) and any(
@@ -193,7 +193,7 @@ def _killed_worker(error: BaseException, text: str) -> str | None:
     worker = f"a DataLoader worker (process {match[1]})" if match else "a DataLoader worker"
     how = f"was killed by signal {match[2]}" if match and match[2] else "was killed"
     return (
-        f"{worker} {how}, which is what a machine does that runs out of memory: {LESS_DATA_MEMORY}, or set "
+        f"{worker} {how}, probably because the machine ran out of memory: {LESS_DATA_MEMORY}, or set "
         f"data.max_tokens to a smaller number"
     )
 
@@ -205,7 +205,7 @@ def _last_checkpoint(output_dir: Path | None) -> str:
     if not os.path.lexists(last):
         return ". No checkpoint was written yet; --ckpt_path auto starts again"
     name = os.readlink(last) if last.is_symlink() else last.read_text(encoding="utf-8").strip()
-    return f". The last checkpoint is {last.parent / name}; go on with --ckpt_path last"
+    return f". The last checkpoint is {last.parent / name}; resume with --ckpt_path last"
 
 
 def _free(path: Path) -> str:

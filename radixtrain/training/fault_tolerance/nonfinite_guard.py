@@ -1,4 +1,4 @@
-"""Losses, gradients and weights that are no finite numbers: found before they do harm, with the rows they came from."""
+"""Losses, gradients and weights that are not finite: found before they do harm, with the rows they came from."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class NonFinite(UserError):
 
 
 class NonFiniteGuard:
-    """What becomes of a training step whose loss or gradient is not finite.
+    """How to treat a training step whose loss or gradient is not finite.
 
     on_nonfinite: raise ends the run. skip leaves the step out: neither weights nor optimizer nor schedule change.
     max_skipped: most steps of a run that are left out.
-    num_skipped: those so far. Every checkpoint keeps it, so that a resumed run counts on.
+    num_skipped: steps left out so far. Every checkpoint keeps it, so that a resumed run continues the count.
     """
 
     def __init__(self, on_nonfinite: Literal["raise", "skip"], max_skipped: int):
@@ -34,7 +34,7 @@ class NonFiniteGuard:
         self.num_skipped = 0
 
     def allows(self, module: nn.Module, loss: Tensor, grad_norm: Tensor, where: Sequence[str], step: int) -> bool:
-        """Whether the optimizer may step. The only place where a training step waits for the device.
+        """Return whether the optimizer may step. Nothing else in a training step waits for the device.
 
         module: whose weights the step would change.
         loss, grad_norm: (), of the step.
@@ -56,7 +56,7 @@ class NonFiniteGuard:
         return False
 
     def accepts(self, name: str, loss: Tensor, where: Sequence[str], is_fit: bool) -> bool:
-        """Whether the loss of an evaluated step counts in the mean.
+        """Return whether the loss of an evaluated step counts in the mean.
 
         name: `eval_loss` or `test_loss`. loss: (). where: `file:line` of the sequences of the step.
         is_fit: whether it is a validation of a run that trains, which `on_nonfinite: skip` does not end.
@@ -73,7 +73,7 @@ class NonFiniteGuard:
         return False
 
     def _why_to_stop(self, module: nn.Module) -> str:
-        """Nothing if the step may be left out."""
+        """Say why the run has to stop; empty if the step may be left out."""
         name = nonfinite_weight(module)
         if name is not None:
             return f"the weight {name} has not been finite since the step before; a lower model.learning_rate may help"
@@ -85,7 +85,7 @@ class NonFiniteGuard:
 
 
 def check_weights_finite(module: nn.Module, what: str) -> None:
-    """NonFinite that names the first weight of the module with a number that is not finite, on whichever rank.
+    """Raise NonFinite that names the first weight of the module with a non-finite number, on whichever rank.
 
     what: how the message begins, for instance the key that names the weights.
     """
@@ -96,7 +96,7 @@ def check_weights_finite(module: nn.Module, what: str) -> None:
 
 @torch.no_grad()
 def nonfinite_weight(module: nn.Module) -> str | None:
-    """The name of the first parameter with a number that is infinite or not a number, on the first rank that has one.
+    """Return the name of the first parameter with a non-finite number, on the first rank that has one.
 
     Waits for the device once.
     """
@@ -117,7 +117,7 @@ def _nonfinite_here(module: nn.Module) -> str | None:
 
 
 def _extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Its smallest and its largest number, NaN if there is one: no second copy, as a mask would be."""
+    """Return the smallest and the largest number, NaN if there is one; no second copy is made, as for a mask."""
     found = torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)  # float8 has no comparison
     return found.min, found.max
 

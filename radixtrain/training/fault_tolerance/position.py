@@ -1,4 +1,4 @@
-"""Where a run is between two optimizer steps, and how Lightning's loops are set to go on from there.
+"""The position of a run between two optimizer steps, and how Lightning's loops are set to resume there.
 
 Lightning keeps a dozen counters. They are right for a resume only if a checkpoint is written in one of a few hooks, and
 not after every kind of stop. Here a checkpoint keeps three numbers, and the counters are made from them.
@@ -18,7 +18,7 @@ from radixtrain.errors import UserError
 
 @dataclass(frozen=True)
 class Position:
-    """Between two optimizer steps.
+    """A position between two optimizer steps.
 
     num_batches: DataLoader items that were trained on, over all epochs.
     num_steps: optimizer steps among them; a step that was skipped is an item without one.
@@ -30,7 +30,7 @@ class Position:
     validation_pending: bool = False
 
     def loops(self, epoch_length: int) -> dict[str, Any]:
-        """The state of Lightning's (2.6.6) fit loop at this position. epoch_length: batches in an epoch of this run.
+        """Return the state of Lightning's (2.6.6) fit loop at this position. epoch_length: batches in an epoch.
 
         Inside an epoch it is the state in `on_train_batch_end`, from which Lightning goes on with the next batch; at an
         end of an epoch it is that before the next one has begun.
@@ -53,7 +53,7 @@ class Position:
 
 
 def check_not_beyond(trainer: L.Trainer, position: Position, epoch_length: int) -> None:
-    """UserError if more steps or epochs were taken than this run has."""
+    """Raise UserError if more steps or epochs were taken than this run has."""
     epochs = -(-position.num_batches // epoch_length)
     for name, taken, limit in (
         ("max_steps", position.num_steps, trainer.max_steps),
@@ -62,15 +62,14 @@ def check_not_beyond(trainer: L.Trainer, position: Position, epoch_length: int) 
         if limit not in (None, -1) and taken > limit:
             what = name.removeprefix("max_")
             raise UserError(
-                f"ckpt_path: {taken:,} {what} were begun, and trainer.{name} is {limit:,}; raise it to go on"
+                f"ckpt_path: {taken:,} {what} were begun, and trainer.{name} is {limit:,}; raise it to continue"
             )
 
 
 def sync_loop_counters(trainer: L.Trainer) -> None:
-    """Called when training starts, after Lightning has restored its loops: an epoch that begins is no restarted one.
+    """Mark the epoch as not restarted when training starts, after Lightning has restored its loops.
 
-    Otherwise a run with `max_steps` spends its first turn of the loop on finding that out, and counts it as a step in
-    the log.
+    Otherwise a run with `max_steps` spends its first loop iteration on finding that out, and logs it as a step.
     """
     loop = trainer.fit_loop.epoch_loop
     if loop.batch_progress.current.ready == 0:
@@ -78,7 +77,7 @@ def sync_loop_counters(trainer: L.Trainer) -> None:
 
 
 def run_pending_validation(module: Any) -> None:
-    """The validation that was due when the checkpoint was written, as the epoch loop would have run it.
+    """Run the validation that was due when the checkpoint was written, as the epoch loop would have run it.
 
     module: a `RadixModule`, in whose position it is pending.
     """
@@ -96,7 +95,7 @@ def _counts(number: int) -> dict[str, int]:
 
 
 def leave_out_added_validation(trainer: Any) -> None:
-    """Call it after a step, when Lightning's timer has looked at the clock. A validation that is due here takes place.
+    """Drop the validation that Lightning's timer adds. Call it after a step, when the timer has looked at the clock.
 
     All ranks do the same, by the clock of rank 0.
     """
@@ -110,6 +109,6 @@ def leave_out_added_validation(trainer: Any) -> None:
 
 
 def is_out_of_time(callback: object) -> bool:
-    """Whether it is a timer, such as that of `trainer.max_time`, and its time has passed."""
+    """Return whether it is a timer, such as that of `trainer.max_time`, whose time has passed."""
     left = callback.time_remaining() if isinstance(callback, Timer) else None
     return left is not None and left <= 0

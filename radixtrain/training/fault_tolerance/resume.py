@@ -1,4 +1,4 @@
-"""Resume a run from a checkpoint, with the settings of now: each that changed is applied, and said, or refused."""
+"""Resumes a run from a checkpoint with the current settings: each that changed is applied and logged, or refused."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from radixtrain.training.optimizer import epoch_length, num_steps_of_run, set_hy
 
 logger = logging.getLogger(__name__)
 
-# Keys that are part of what the model computes.
+# Keys that change what the model computes.
 PARTS_OF_THE_MODEL = (
     *("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "use_dora", "use_rslora"),
     *("load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "bnb_4bit_use_double_quant"),
 )
-# Keys that no step of training reads, or that are compared by what they lead to: weights, rows, steps.
+# Keys that no training step reads, or whose effects are compared: weights, rows, steps.
 WITHOUT_EFFECT = (
     *("model_name_or_path", "scores", "next_tokens", "normalize_embeddings", "generate", "verify_first_batch"),
     *("train_file", "validation_file", "test_file", "predict_file", "columns", "predict_unlabelled", "predict_prompts"),
     *("dataset_num_proc", "cache_dir", "overwrite_cache", "dataloader_num_workers", "on_bad_row", "sp_size"),
 )
-# Keys of `data` by which the steps are drawn: a position among others would mean nothing.
+# Keys of `data` that decide how steps are drawn: a position among other steps would mean nothing.
 DRAWING = ("batch_size", "shuffle_dataset", "group_by_prefix", "seed", "val_size")
-# Keys of `data` on which the rows depend, and their labels.
+# Keys of `data` that decide the rows and their labels.
 OF_ROWS = (
     *("train_file", "columns", "max_length", "excess_length_strategy", "on_bad_row", "assistant_only_loss"),
     *("completion_only_loss", "split_turns", "train_on", "chat_template_path", "chat_template_kwargs", "system_prompt"),
@@ -45,7 +45,7 @@ BESIDE_STEPS = (
 
 
 def settings_of_run(settings: Any) -> dict[str, Any]:
-    """Keys that are neither the model's nor the data's, with their values, as a checkpoint keeps them.
+    """Return keys that are neither the model's nor the data's, with their values, as a checkpoint keeps them.
 
     settings: of `fit`.
     """
@@ -55,17 +55,17 @@ def settings_of_run(settings: Any) -> dict[str, Any]:
 
 
 def changed_settings(checkpoint: Path, module: object, data: object) -> list[str]:
-    """`model.lora_r was 8 and is 16` for each setting of a run that is another one now, whatever it does.
+    """List `model.lora_r was 8 and is 16` for each setting of a run that has changed, whatever its effect.
 
-    checkpoint: of the run. module, data: a `RadixModule` and an `SFTData` with the settings of now.
+    checkpoint: of the run. module, data: a `RadixModule` and an `SFTData` with the current settings.
     """
     return _changed(read_settings(checkpoint), module, data)
 
 
 def template_date(checkpoint: str | None) -> str:
-    """Return the date that the chat template of a run sees: that on which it began, today if it begins now.
+    """Return the date that the chat template of a run sees: that of its beginning, today if it begins now.
 
-    checkpoint: from which the run goes on, or None.
+    checkpoint: from which the run resumes, or None.
     """
     today = date.today().isoformat()
     saved = {} if checkpoint is None else read_settings(Path(checkpoint))["datamodule_hyper_parameters"]
@@ -73,14 +73,14 @@ def template_date(checkpoint: str | None) -> str:
 
 
 def check_settings_of_run(checkpoint: Path, module: Any, data: Any) -> None:
-    """UserError, before any row is read, if the settings show that the run cannot go on. As `changed_settings`."""
+    """Raise UserError, before rows are read, if the settings show that the run cannot resume. As `changed_settings`."""
     saved = read_settings(checkpoint)
     was, now = (_drawing(each) for each in (saved["datamodule_hyper_parameters"], data.hparams))
     if changed := parts_of_the_model(saved["hyper_parameters"], module.hparams):
-        raise UserError(f"ckpt_path: {', '.join(changed)}, which would be another model; give the value of the run")
+        raise UserError(f"ckpt_path: {', '.join(changed)}, which would change the model; use the value of the run")
     _check_optimizer(saved["hyper_parameters"], module.hparams)
     if changed := [f"data.{change}".replace("data.seed", "seed_everything") for _, change in _changes(was, now)]:
-        raise UserError(f"ckpt_path: {', '.join(changed)}, which would draw other steps; give the value of the run")
+        raise UserError(f"ckpt_path: {', '.join(changed)}, which would change the steps; use the value of the run")
 
 
 def restore_position(checkpoint: dict[str, Any], module: Any) -> None:
@@ -89,7 +89,7 @@ def restore_position(checkpoint: dict[str, Any], module: Any) -> None:
     Called before Lightning reads the loops and callbacks of the checkpoint, which are changed here: it forgets the time
     that the run had taken, since `trainer.max_time` is that of each start.
 
-    Raises UserError if the optimizer or the data are others, an epoch has another number of steps than before, or more
+    Raises UserError if the optimizer or the data differ, an epoch has another number of steps than before, or more
     steps or epochs were taken than this run has.
     """
     _check_optimizer(checkpoint["hyper_parameters"], module.hparams)
@@ -101,7 +101,7 @@ def restore_position(checkpoint: dict[str, Any], module: Any) -> None:
     length, was = epoch_length(module.trainer, module.steps_per_epoch), state["epoch_length"]
     if not length:
         return
-    # Lightning compares the data after the model is restored: too late, since others have epochs of another length.
+    # Lightning compares the data after it restores the model: too late, since epochs may have another length.
     data = module.trainer.datamodule
     if (data_state := checkpoint.get(type(data).__qualname__)) is not None:
         try:
@@ -126,18 +126,18 @@ def apply_settings(module: Any) -> None:
     optimizer, scheduler = module.trainer.optimizers[0], module.trainer.lr_scheduler_configs[0].scheduler
     set_hyperparameters(optimizer, scheduler, module, module.hparams)
     rate = optimizer.param_groups[0]["lr"]
-    logger.info("goes on after step %s, with a learning rate of %.3g", f"{module.position.num_steps:,}", rate)
+    logger.info("resumes after step %s, with a learning rate of %.3g", f"{module.position.num_steps:,}", rate)
 
 
 def _check_optimizer(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """UserError if the moments of the checkpoint are another optimizer's. It was AdamW before there was a choice."""
+    """Raise UserError if the checkpoint's moments are of another optimizer. Without a choice it was AdamW."""
     was, now = saved.get("optimizer", "adamw"), current["optimizer"]
     if was != now:
         raise UserError(f"ckpt_path: model.optimizer was {was} and is {now}, which keeps other moments; set {was}")
 
 
 def _say_changes(checkpoint: Mapping[str, Any], module: Any, data: Any) -> None:
-    """Say what changed, also if nothing is left to train: what is in `model/` may be another step's."""
+    """Say what changed, even if nothing is left to train: what is in `model/` may be of another step."""
     trainer, state = module.trainer, checkpoint["radixtrain"]
     num_steps, precision = num_steps_of_run(trainer, module.steps_per_epoch), str(trainer.precision)
     changed = _changed(checkpoint, module, data, WITHOUT_EFFECT)
@@ -150,7 +150,7 @@ def _say_changes(checkpoint: Mapping[str, Any], module: Any, data: Any) -> None:
 
 
 def _other_rows(error: UserError, saved: Mapping[str, Any], data: Any) -> UserError:
-    """Word an error as the configuration does, if it is the rows that are not those of the run."""
+    """Reword an error in terms of the configuration, if the rows are not those of the run."""
     if "digest" not in str(error):
         return error
     changed = [f"data.{change}" for name, change in _changes(saved, data.hparams) if name in OF_ROWS]
@@ -159,7 +159,7 @@ def _other_rows(error: UserError, saved: Mapping[str, Any], data: Any) -> UserEr
 
 
 def parts_of_the_model(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """`model.lora_r was 8 and is 16` for each change that makes another model. Both: settings of a `RadixModule`."""
+    """List `model.lora_r was 8 and is 16` for each change that makes another model, of settings of `RadixModule`."""
     return [f"model.{change}" for name, change in _changes(saved, current) if name in PARTS_OF_THE_MODEL]
 
 
@@ -179,25 +179,25 @@ def _changed(saved: Mapping[str, Any], module: Any, data: Any, left_out: Sequenc
 
 
 def _drawing(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What is drawn by, of the settings of an `SFTData`. `val_size` is not read beside a `validation_file`."""
+    """Return the settings of an `SFTData` that affect draws. With a `validation_file`, `val_size` does not."""
     found = {name: settings[name] for name in DRAWING if name in settings}
     return {**found, "val_size": 0} if settings.get("validation_file") else found
 
 
 def _changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Keys that both have, and `lora_r was 8 and is 16` for values that differ; secrets are compared as `***`."""
+    """Yield keys that both have, and `lora_r was 8 and is 16` for values that differ; secrets are compared as `***`."""
     for name, now in current.items():
         if name in saved and not name.startswith("_") and _plain(saved[name]) != _plain(masked(now, name)):
             yield name, f"{name} was {_in_yaml(saved[name])} and is {_in_yaml(now)}"
 
 
 def _in_yaml(value: object) -> Any:
-    """Write it as a configuration does: true, false and null for Python's words, anything else as it is."""
+    """Write it as a configuration does: true, false and null for Python's words, anything else unchanged."""
     return json.dumps(value) if value is None or isinstance(value, bool) else value
 
 
 def _plain(value: object) -> Any:
-    """The value with lists for tuples, as JSON would give it back."""
+    """Return the value with lists for tuples, as JSON would give it back."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

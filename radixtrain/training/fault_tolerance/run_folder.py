@@ -1,7 +1,7 @@
-"""The folder of a run: whether it can be used, whether it holds another run, which `overwrite` replaces, and its lock.
+"""The folder of a run: whether it can be used or holds another run, which `overwrite` replaces, and its lock.
 
 A run is what `fit` leaves: `checkpoints/`, `model/`, and metrics of its training in `logs/`. Data files, `report.html`,
-predictions and the logs of `validate` are none, and stay whatever happens.
+predictions and the logs of `validate` are not part of it, and are never touched.
 
 The lock is POSIX's, on a file that says who holds it. The kernel releases it when the process ends, however it does,
 and forked DataLoader workers do not inherit it.
@@ -43,7 +43,7 @@ _held: set[Path] = set()  # by this process: POSIX would grant it a second time,
 
 
 def check_output_dir(output_dir: str | os.PathLike[str]) -> Path:
-    """The folder as a path. UserError if it is no folder of this machine, is a file, or cannot be written to."""
+    """Return the folder as a path. Raises UserError if it is not local, is a file, or cannot be written to."""
     text = os.fspath(output_dir)
     if not text.strip():
         raise UserError("output_dir is empty; name a folder")
@@ -65,14 +65,14 @@ def check_output_dir(output_dir: str | os.PathLike[str]) -> Path:
 
 
 def is_resumed(output_dir: Path, ckpt_path: str | os.PathLike[str] | None) -> bool:
-    """Whether the run in this folder goes on: `ckpt_path` is a word, or lies in it and in no run below it."""
+    """Return whether the run in this folder continues: `ckpt_path` is a word, or lies in it and in no run below it."""
     if ckpt_path is None or str(ckpt_path) in WORDS:
         return ckpt_path is not None
     path, home = Path(ckpt_path).resolve(), output_dir.resolve()
     if not path.is_relative_to(home):
         return False
     inside = path.relative_to(home)
-    is_log = inside.parts[:1] == ("logs",)  # `logs/version_N` is no run of its own
+    is_log = inside.parts[:1] == ("logs",)  # `logs/version_N` is not a separate run
     return is_log or not any(_parts_of_run(home / folder) for folder in (inside, *inside.parents) if folder != Path())
 
 
@@ -82,32 +82,32 @@ def check_new_run(
     overwrite: bool,
     changes: Callable[[Path], Sequence[str]] = lambda _: (),
 ) -> None:
-    """UserError if another run is in the folder, and this one neither goes on from it nor may replace it.
+    """Raise UserError if another run is in the folder, and this one neither resumes it nor may replace it.
 
-    Call it under the folder's lock: what a killed run had set aside is put back first. It goes on only if a checkpoint
-    of it is named: `last` and the like would mean the run that was to replace it.
+    Call it under the folder's lock: what a killed run had set aside is put back first. That run resumes only if one of
+    its checkpoints is named: `last` and the like would mean the run that was to replace it.
 
-    changes: called with a checkpoint: which of its settings this run does not have.
+    changes: called with a checkpoint, returns which of its settings this run does not have.
     """
     if ckpt_path == AUTO and overwrite:
-        raise UserError("ckpt_path auto goes on and never replaces a run: leave out overwrite, or ckpt_path")
-    has_come_back, goes_on = _recover(output_dir), is_resumed(output_dir, ckpt_path)
+        raise UserError("ckpt_path auto resumes and never replaces a run: leave out overwrite, or ckpt_path")
+    has_come_back, continues = _recover(output_dir), is_resumed(output_dir, ckpt_path)
     found, parts = committed(output_dir / "checkpoints"), _parts_of_run(output_dir)
-    if has_come_back and goes_on and found and not _is_named(Path(ckpt_path or "")):
+    if has_come_back and continues and found and not _is_named(Path(ckpt_path or "")):
         (manifest, path), *_ = found
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime((path / "manifest.json").stat().st_mtime))
         other = "; ".join(list(changes(path))[:3])
-        EarlierRun(output_dir).__enter__()  # until somebody names a checkpoint of it, or replaces it
+        EarlierRun(output_dir).__enter__()  # until a checkpoint of it is named, or it is replaced
         raise UserError(
             f"ckpt_path {ckpt_path}: the run that was to replace the one in {output_dir} was killed before its first "
             f"checkpoint, and only the earlier one is left, of {since}, step {manifest.step:,}, with "
-            f"{f'other settings ({other})' if other else 'the same settings'}; go on from that with --ckpt_path "
+            f"{f'other settings ({other})' if other else 'the same settings'}; resume that one with --ckpt_path "
             f"{path}, or replace it with --overwrite true"
         )
     if ckpt_path == AUTO and not any(_checkpoints(output_dir)) and "model/" in parts:
-        goes_on = False  # what a run without checkpoints has left is not discarded
-    if parts and not overwrite and not goes_on:
-        way_out = "go on from it with --ckpt_path auto, " if parts != ["model/"] and ckpt_path != AUTO else ""
+        continues = False  # files of a run without checkpoints are not discarded
+    if parts and not overwrite and not continues:
+        way_out = "resume it with --ckpt_path auto, " if parts != ["model/"] and ckpt_path != AUTO else ""
         raise UserError(
             f"output_dir {output_dir} holds another run ({', '.join(parts)}); {way_out}replace it with "
             f"--overwrite true, or set another output_dir"
@@ -115,12 +115,12 @@ def check_new_run(
 
 
 def is_set_aside(output_dir: Path) -> bool:
-    """Whether a run was killed while it replaced another one, before its first checkpoint."""
+    """Return whether a run was killed while it replaced another one, before its first checkpoint."""
     return (output_dir / MOVING).is_dir() or ((output_dir / ASIDE).is_dir() and not any(_checkpoints(output_dir)))
 
 
 class EarlierRun:
-    """A context around a run that may replace the one in its folder: that is kept until the new one has a checkpoint.
+    """A context around a run that may replace the one in its folder, which is kept until the new one has a checkpoint.
 
     On entering, what belongs to the earlier run moves into `.earlier_run/`: its checkpoints, model, logs, answers and
     pictures, and no other file of the folder. The first checkpoint deletes it (`forget`), and so does an end without an
@@ -134,7 +134,7 @@ class EarlierRun:
     def __enter__(self) -> EarlierRun:
         _recover(self.output_dir)
         moving = self.output_dir / MOVING
-        for path in _belongings(self.output_dir):
+        for path in _files_of_run(self.output_dir):
             _move(path, self.output_dir, moving)
         if moving.is_dir():
             moving.rename(self.output_dir / ASIDE)
@@ -156,18 +156,18 @@ class EarlierRun:
 
 @contextmanager
 def logs_of_run(folders: Sequence[Path], has_begun: Callable[[], bool]) -> Iterator[None]:
-    """A context around a run: if it never begins, the files that its loggers have written are removed at the end.
+    """Remove, if the run around which this is a context never begins, the files that its loggers have written.
 
     Files of other names stay: a logger may write into a folder that it shares with another run or a model.
 
-    folders: that loggers write into; Weights & Biases keeps its own account. has_begun: whether training has.
+    folders: that loggers write into; Weights & Biases keeps its own files. has_begun: whether training has begun.
     """
     before = {path for folder in folders for path in (folder, *folder.parents, *_of_loggers(folder)) if path.exists()}
     try:
         yield
     finally:
         for folder in () if has_begun() else folders:
-            with suppress(OSError):  # what the run ends with is not to be replaced by this
+            with suppress(OSError):  # do not hide the error that ends the run
                 for path in set(_of_loggers(folder)) - before:
                     path.unlink()
                 _remove_empty(each for each in (folder, *folder.parents) if each not in before)
@@ -175,10 +175,10 @@ def logs_of_run(folders: Sequence[Path], has_begun: Callable[[], bool]) -> Itera
 
 @contextmanager
 def locked(output_dir: Path, command: str) -> Iterator[None]:
-    """Inside, no other command of radixtrain writes into a run's folder, which is made, or into its `model/`.
+    """Lock a run's folder, which is made, and its `model/` against other commands of radixtrain.
 
     Raises UserError if another process has the lock; it names the process, its command and when it started. A folder
-    that is made and still empty at the end is removed again.
+    that was made and is empty at the end is removed.
     """
     model = output_dir / "model"
     model_lock = output_dir / MODEL_LOCK.format(model.name)
@@ -188,20 +188,20 @@ def locked(output_dir: Path, command: str) -> Iterator[None]:
 
 @contextmanager
 def locked_model(folder: Path, command: str) -> Iterator[None]:
-    """Inside, no other command replaces the model in this folder, as a run would its own. Otherwise as `locked`."""
+    """Lock a model's folder, so that no other command replaces the model as a run would. Otherwise as `locked`."""
     target = folder.resolve()
     with _created(target.parent), _lock(target.parent / MODEL_LOCK.format(target.name), folder, command):
         yield
 
 
 def _of_loggers(folder: Path) -> list[Path]:
-    """Files of this process: TensorBoard writes the process id into their names."""
+    """List files of this process: TensorBoard writes the process id into their names."""
     names = "metrics.csv", "hparams.yaml", f"events.out.tfevents.*.{os.getpid()}.*"
     return [path for name in names for path in folder.glob(name)]
 
 
 def _parts_of_run(output_dir: Path) -> list[str]:
-    """What there is of a run, for a message."""
+    """List the parts of a run that exist, for a message."""
     parts = {
         "checkpoints/": any(_checkpoints(output_dir)),
         "model/": any(output_dir.glob("model/*")),
@@ -211,7 +211,7 @@ def _parts_of_run(output_dir: Path) -> list[str]:
 
 
 def _checkpoints(output_dir: Path) -> Iterator[Path]:
-    """Whole ones, whoever chose their names: folders with a manifest."""
+    """Yield whole checkpoints, whoever chose their names: folders with a manifest."""
     return (path for path in output_dir.glob("checkpoints/[!.]*") if (path / "manifest.json").is_file())
 
 
@@ -220,20 +220,20 @@ def _has_trained(metrics: Path) -> bool:
         return OF_TRAINING in file.readline().strip().split(",")
 
 
-def _belongings(output_dir: Path) -> list[Path]:
-    """Everything of the run, and nothing else: of `checkpoints/` and `logs/` only what a run writes there."""
+def _files_of_run(output_dir: Path) -> list[Path]:
+    """List everything of the run, and nothing else: of `checkpoints/` and `logs/` only what a run writes there."""
     unfinished, logs = output_dir.glob("checkpoints/.*.*"), output_dir.glob("logs/version_*")
     paths = (*_checkpoints(output_dir), *unfinished, *logs, *(output_dir / name for name in OF_A_RUN))
     return [path for path in dict.fromkeys(paths) if os.path.lexists(path)]
 
 
 def _is_named(path: Path) -> bool:
-    """Whether it is a checkpoint itself, and no link to one."""
+    """Return whether it is a checkpoint itself, not a link to one."""
     return is_checkpoint(path) and not path.is_symlink()
 
 
 def _recover(output_dir: Path) -> bool:
-    """Put an earlier run back that is still aside, or delete it if the new one has a checkpoint. Whether it is back."""
+    """Put back an earlier run that is still aside, and return True; delete it if the new one has a checkpoint."""
     aside, moving = output_dir / ASIDE, output_dir / MOVING
     for path in (aside, moving):
         if path.is_symlink():
@@ -243,7 +243,7 @@ def _recover(output_dir: Path) -> bool:
         EarlierRun(output_dir).forget()
     elif aside.is_dir():
         aside.rename(moving)
-    for path in _belongings(moving):
+    for path in _files_of_run(moving):
         delete(output_dir / path.relative_to(moving))
         _move(path, moving, output_dir)
     if moving.is_dir():
@@ -252,7 +252,7 @@ def _recover(output_dir: Path) -> bool:
 
 
 def _move(path: Path, source: Path, target: Path) -> None:
-    """Move from below one folder to the same place below another one."""
+    """Move a path from below one folder to the same place below another."""
     moved = target / path.relative_to(source)
     moved.parent.mkdir(parents=True, exist_ok=True)
     path.rename(moved)
@@ -277,7 +277,7 @@ def _lock(path: Path, folder: Path, command: str) -> Iterator[None]:
 
 
 def _acquire(path: Path, folder: Path) -> int:
-    """An open file that this process has locked, and that is still the one of this name."""
+    """Open a file and lock it, making sure that it is still the one of this name."""
     if path in _held:
         raise UserError(_in_use(folder, "this process"))
     while True:
@@ -297,7 +297,7 @@ def _acquire(path: Path, folder: Path) -> int:
 
 
 def _opened(path: Path) -> int:
-    """The file of a lock, which is made if there is none. UserError if it is a link, or anything but a lock of ours."""
+    """Open the file of a lock, made if there is none. Raises UserError if it is a link, or not our lock."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     except OSError as error:
@@ -314,7 +314,7 @@ def _opened(path: Path) -> int:
 
 
 def _no_lock(path: Path) -> str:
-    return f"{path} is there and is no lock of radixtrain (a link, or something of others): move it away"
+    return f"{path} is not a lock of radixtrain (but a link, or another program's): move it away"
 
 
 def _in_use(folder: Path, holder: str) -> str:
@@ -323,7 +323,7 @@ def _in_use(folder: Path, holder: str) -> str:
 
 @contextmanager
 def _created(folder: Path) -> Iterator[None]:
-    """Makes the folder and those above it; those that are empty at the end are removed."""
+    """Make the folder and those above it; remove those that are empty at the end."""
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -333,7 +333,7 @@ def _created(folder: Path) -> Iterator[None]:
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:
-    """folders: the innermost first."""
+    """Remove empty folders. folders: the innermost first."""
     with suppress(OSError):  # not empty
         for path in folders:
             path.rmdir()

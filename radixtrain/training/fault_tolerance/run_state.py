@@ -36,7 +36,7 @@ def add_run_state(checkpoint: dict[str, Any], module: Any, in_step: Mapping[str,
     in_step: states of this rank's random generators before the step that is being computed; None between two steps.
         Those of all ranks are kept.
 
-    Of a model whose weights are partly frozen only the trained ones are kept, and a digest of the others.
+    If the weights are partly frozen, only the trained ones are kept, and a digest of the others.
     """
     trained, frozen = trained_names(module), _frozen(module)
     has_base = bool(frozen and trained)
@@ -62,12 +62,12 @@ def add_run_state(checkpoint: dict[str, Any], module: Any, in_step: Mapping[str,
 
 
 def check_same_model(checkpoint: Mapping[str, Any], module: Any) -> None:
-    """UserError if the checkpoint is of another model: other adapters, configuration or frozen weights."""
+    """Raise UserError if the checkpoint is of another model: other adapters, configuration or frozen weights."""
     state = checkpoint.get("radixtrain")
     if state is None:
         raise UserError("ckpt_path: not a checkpoint of `radixtrain fit`; name one of those in its output_dir")
     if changed := parts_of_the_model(checkpoint["hyper_parameters"], module.hparams):
-        raise UserError(f"ckpt_path: {', '.join(changed)}, which would be another model; give the value of the run")
+        raise UserError(f"ckpt_path: {', '.join(changed)}, which would change the model; use the value of the run")
     if differs := _first_difference(state["config"], _config_of(module.model)):
         raise UserError(f"ckpt_path: the checkpoint is of a model with another configuration: {differs}")
     if state["base"]:
@@ -84,7 +84,7 @@ def _frozen(module: nn.Module) -> list[Tensor]:
 
 
 def _digest(tensors: Iterable[Tensor]) -> str:
-    """Digest their bytes, one tensor after the other. Sharded ones are gathered: every rank calls this."""
+    """Digest the bytes of tensors, one after the other. Sharded ones are gathered: every rank calls this."""
     digest = xxhash.xxh3_128()
     for tensor in tensors:
         digest.update(whole(tensor.detach()).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -92,7 +92,7 @@ def _digest(tensors: Iterable[Tensor]) -> str:
 
 
 def _config_of(model: nn.Module) -> dict[str, Any]:
-    """What the configuration says of the computation, without names of folders and versions."""
+    """Return what in the configuration determines the computation, without names of folders and versions."""
     config = pretrained_model_of(model).config.to_dict()
     left_out = ("transformers_version", "architectures", "dtype", "torch_dtype", "use_cache")
     return {name: _json(value) for name, value in config.items() if name not in left_out and not name.startswith("_")}
@@ -107,7 +107,7 @@ def _json(value: object) -> Any:
 
 
 def _first_difference(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
-    """Keys that only one of them has may come with another version of transformers."""
+    """Describe the first difference; keys that only one of them has may come with another version of transformers."""
     changes = (name for name in saved if name in current and saved[name] != current[name])
     return next((f"{name} was {saved[name]} and is {current[name]}" for name in changes), "")
 
@@ -115,7 +115,7 @@ def _first_difference(saved: Mapping[str, Any], current: Mapping[str, Any]) -> s
 def generator_states() -> dict[str, Any]:
     """Return the states of Python's, NumPy's and torch's random generators, of all CUDA devices too.
 
-    A process that has not used CUDA has drawn nothing there, and asking would start it, which a forked one cannot.
+    A process that has not used CUDA has drawn nothing there, and a query would start it, which a forked one cannot.
     """
     name, keys, *rest = cast(Any, np.random.get_state())  # noqa: NPY002
     return {
@@ -127,7 +127,7 @@ def generator_states() -> dict[str, Any]:
 
 
 def set_generator_states(states: Mapping[str, Any]) -> None:
-    """What `generator_states` gave. With another number of CUDA devices theirs are left alone; a warning says so."""
+    """Set what `generator_states` returned. With another number of CUDA devices theirs stay, and a warning says so."""
     random.setstate(states["python"])
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
@@ -155,7 +155,7 @@ def set_states_of_ranks(states: list[Mapping[str, Any]]) -> None:
 
 
 def seed_per_rank() -> None:
-    """Seed this rank for dropout masks of its own; rank 0 goes on as one process would.
+    """Seed this rank for its own dropout masks; rank 0 continues as a single process would.
 
     Called once all that must be equal on the ranks, such as a new adapter, has been drawn from the seed of the run.
     """
@@ -164,11 +164,11 @@ def seed_per_rank() -> None:
 
 
 def read_checkpoint(ckpt_path: str) -> dict[str, Any]:
-    """A checkpoint that `fit` wrote, without the optimizer: `hyper_parameters`, `state_dict` and others, on the CPU.
+    """Read a checkpoint of `fit` without the optimizer: `hyper_parameters`, `state_dict` and others, on the CPU.
 
     ckpt_path: see `resolve`; the output_dir of a run stands for its newest checkpoint.
 
-    Raises UserError if there is none, if it is damaged, or if it is no checkpoint of radixtrain. No code in it is run.
+    Raises UserError if there is none, if it is damaged, or not a checkpoint of radixtrain. No code in it is run.
     """
     checkpoint = folder.read_checkpoint(resolve(ckpt_path, Path()), leave_out=["optimizer_states"])
     if not {"hyper_parameters", "state_dict"} <= checkpoint.keys():
@@ -189,17 +189,17 @@ def load_weights(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
 
 
 def is_partial(checkpoint: Mapping[str, Any]) -> bool:
-    """Whether it holds only what is trained, such as adapters, and a digest of the other weights."""
+    """Return whether it holds only what is trained, such as adapters, and a digest of the other weights."""
     return bool((checkpoint.get("radixtrain") or {}).get("partial"))
 
 
 def trained_names(module: nn.Module) -> set[str]:
-    """The names in a module's `state_dict` of what training changes: all that a partial checkpoint holds."""
+    """Return the names in a module's `state_dict` of what training changes: all that a partial checkpoint holds."""
     return {name for name, weight in module.named_parameters() if weight.requires_grad}
 
 
 def check_weights(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-    """UserError if the weights of a checkpoint do not fit this module: another model, or LoRA in only one of them."""
+    """Raise UserError if a checkpoint's weights do not fit this module: another model, or LoRA in only one of them."""
     state: Mapping[str, Tensor] = module.state_dict()
     names = trained_names(module) if is_partial(checkpoint) else state.keys()
     own = {name: tuple(tensor.shape) for name, tensor in state.items() if name in names}

@@ -1,7 +1,7 @@
-"""When a run writes a checkpoint: on a schedule, at the end of every epoch, when it is asked to, and when it ends.
+"""When a run writes a checkpoint: on a schedule, at the end of every epoch, on request, and when it ends.
 
-Checkpoints are written between optimizer steps, after the validation of the step if there is one. What asks a run to
-save or to stop, a signal or a file, is looked at there too, and after every batch of a validation.
+Checkpoints are written between optimizer steps, after the validation of the step if there is one. Requests to
+save or to stop, by a signal or a file, are handled there too, and after every batch of a validation.
 
 With several ranks, all write the same checkpoint at the same step: each calls what is here in the same order.
 """
@@ -33,12 +33,12 @@ logger = logging.getLogger(__name__)
 
 
 class SaveCheckpoints(L.Callback):
-    """Writes `step=N/` folders and the link `last`, and ends the run when `requests` asks for it.
+    """Writes `step=N/` folders and the link `last`, and ends the run when `requests` says so.
 
     folder: of the checkpoints.
-    requests: what signals and files ask for.
+    requests: of signals and files.
     every_steps: optimizer steps between two checkpoints; None for no such schedule.
-    every_minutes: minutes between two checkpoints, the same.
+    every_minutes: minutes between two checkpoints; None: not by time.
     total_limit: checkpoints that are kept; the one in `keep` does not count.
     is_scheduled: False where the user's own callback writes the checkpoints: then only a request to save or to stop,
         and an error, write one.
@@ -60,43 +60,43 @@ class SaveCheckpoints(L.Callback):
         self.every_seconds = None if every_minutes is None else 60 * every_minutes
         self.is_scheduled, self.is_enabled = is_scheduled, is_enabled
         self.last: Path | None = None
-        """The newest one that this run has written, or from which it went on if that is in the same folder."""
+        """The newest checkpoint that this run wrote, or resumed from if it is in the same folder."""
         self.keep: Path | None = None
-        """Never removed."""
+        """A checkpoint that is never removed: the best one."""
         self.on_saved: list[Callable[[Path], None]] = []
-        """Called on every rank, with the path of a checkpoint that is whole."""
-        self._goes_on_from: Path | None = None
+        """Functions that every rank calls with the path of each complete checkpoint."""
+        self._resumed_from: Path | None = None
         self._saved_at: Position | None = None
         self._saved_when = time.monotonic()
         self._asked = self._is_writing = self._has_started = False
 
     def ask(self) -> None:
-        """Have a checkpoint written before the next step, or at the end of the run."""
+        """Request a checkpoint before the next step, or at the end of the run."""
         self._asked = True
 
     def on_fit_start(self, trainer: L.Trainer, module: object) -> None:
-        """Called even if nothing is left to train."""
+        """Note the checkpoint that the run resumes from; called even if nothing is left to train."""
         if not trainer.ckpt_path:
             return
-        self._goes_on_from = Path(trainer.ckpt_path)
-        resumed = self._goes_on_from.resolve()
+        self._resumed_from = Path(trainer.ckpt_path)
+        resumed = self._resumed_from.resolve()
         if resumed.parent == self.folder.resolve():
             self.last = self.folder / resumed.name
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
-        """What the run went on from need not be written again. Lightning has put its own signal handlers in by now."""
+        """Install the signal handlers, after Lightning has put its own in, and note what is saved already."""
         self.requests.install()
         self._has_started, self._saved_when = True, time.monotonic()
         self._saved_at = module.position if module.position.num_batches else None
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
-        self._look(trainer, module)
+        self._handle_requests(trainer, module)
         if self._asked or (self.is_scheduled and self._is_due(module.position)):
             self._save(trainer, module)
 
     def on_validation_batch_end(self, trainer: L.Trainer, module: object, *_: object) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._look(trainer, module, validation_pending=True)
+            self._handle_requests(trainer, module, validation_pending=True)
 
     def on_train_epoch_end(self, trainer: L.Trainer, module: object) -> None:
         self._asked |= self.is_scheduled
@@ -106,16 +106,16 @@ class SaveCheckpoints(L.Callback):
             self._save(trainer, module)
 
     def on_fit_end(self, trainer: L.Trainer, module: Any) -> None:
-        """A run that was stopped in its last validation has nothing to train when it goes on, but that to do."""
+        """Run a validation in which the run was stopped, if it is all that is left to do."""
         if module.position.validation_pending:
             run_pending_validation(module)
             self.on_train_end(trainer, module)
 
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
-        """The last good step is saved, unless the error came from saving or in the middle of an optimizer step.
+        """Save the last good step, unless the error came from saving or in the middle of an optimizer step.
 
         A signal while answers are generated comes this way, too. Several ranks save only after an error that all of
-        them have found: after any other one, some may be waiting for a rank that has ended.
+        them have found: after any other, some may be waiting for a rank that has ended.
         """
         if self._is_writing or module.is_stepping or not self._has_started:
             return
@@ -124,27 +124,27 @@ class SaveCheckpoints(L.Callback):
         try:
             self._save(trainer, module, validation_pending=bool(trainer.validating))
             if isinstance(exception, NonFinite) and self.last:
-                logger.warning("the last good step is saved; go on from it with --ckpt_path %s", self.last)
-        except Exception as error:  # the one that ends the run is the one to tell
+                logger.warning("the last good step is saved; resume it with --ckpt_path %s", self.last)
+        except Exception as error:  # report the error that ends the run instead
             logger.warning("the last good step could not be saved: %s", error)
 
-    def _look(self, trainer: L.Trainer, module: Any, validation_pending: bool = False) -> None:
-        """Do what signals and files ask for. Raises Stopped."""
+    def _handle_requests(self, trainer: L.Trainer, module: Any, validation_pending: bool = False) -> None:
+        """Do what signals and files request. Raises Stopped."""
         stop, save = self.requests.poll()
         if stop is not None:
             self._save(trainer, module, validation_pending)
-            raise Stopped(self._farewell(stop.name, module.position), stop.code)
+            raise Stopped(self._stop_message(stop.name, module.position), stop.code)
         if save and not validation_pending:
             self.requests.save = False
             self._save(trainer, module)
 
-    def _farewell(self, name: str, position: Position) -> str:
+    def _stop_message(self, name: str, position: Position) -> str:
         done = f"stopped by {name} after step {position.num_steps}"
         if not position.num_batches:
             return f"stopped by {name} before the first step: nothing to save"
         if self._saved_at is None or self._saved_at.num_batches != position.num_batches:
             return f"{done}: nothing was saved, since trainer.enable_checkpointing is false"
-        return f"{done}, which is saved; go on with --ckpt_path {self.last or self._goes_on_from}"
+        return f"{done}, which is saved; resume with --ckpt_path {self.last or self._resumed_from}"
 
     def _is_due(self, position: Position) -> bool:
         since = position.num_batches - (self._saved_at.num_batches if self._saved_at else 0)
@@ -160,17 +160,17 @@ class SaveCheckpoints(L.Callback):
         return here.any(here.is_first and time.monotonic() - self._saved_when >= self.every_seconds)
 
     def _save(self, trainer: L.Trainer, module: Any, validation_pending: bool = False) -> None:
-        """Unless this position is saved already."""
+        """Save, unless this position is saved already."""
         position = replace(module.position, validation_pending=validation_pending)
         self._asked = False
         if not self.is_enabled or not position.num_batches or position == self._saved_at:
             return
         check_weights_finite(module, f"the checkpoint of step {position.num_steps} was not written")
         path = self.folder / f"step={position.num_steps}"
-        if not self.folder.parent.is_dir():  # else it would be made again, beside the run that was moved
+        if not self.folder.parent.is_dir():  # or it would be created again, next to the run that was moved
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.folder.parent))
         before, module.position = module.position, position
-        self._is_writing = True  # still after an error, which ends the run: `on_exception` does not write once more
+        self._is_writing = True  # also after an error, which ends the run, so that `on_exception` does not write again
         try:
             _write(trainer, path)
         finally:
@@ -189,7 +189,7 @@ class SaveCheckpoints(L.Callback):
 
 
 def _write(trainer: L.Trainer, path: Path) -> None:
-    """Save on all ranks. An error of one ends the others with EndedElsewhere, which leaves it to that one to tell."""
+    """Save on all ranks. An error of one ends the others with EndedElsewhere, since that one reports it."""
     failed: Exception | None = None
     try:
         trainer.save_checkpoint(path)
@@ -200,19 +200,19 @@ def _write(trainer: L.Trainer, path: Path) -> None:
         if ranks().size > 1:
             try:
                 trainer.strategy.barrier()  # where the others wait after they have saved
-            except Exception:  # they wait elsewhere, and do not come
+            except Exception:  # the others wait elsewhere, and never arrive
                 raise error from None
     if ranks().any(failed is not None):
         raise failed or EndedElsewhere
 
 
 class FolderCheckpointIO(CheckpointIO):
-    """Writes a folder whatever its name is, such as `x.ckpt`; reads one, or a `.ckpt` file of an earlier version."""
+    """Writes a folder, even if its name is `x.ckpt`; reads one, or a `.ckpt` file of an earlier version."""
 
     def save_checkpoint(
         self, checkpoint: Mapping[str, Any], path: str | os.PathLike[str], storage_options: object = None
     ) -> None:
-        """UserError if it cannot be written; the one that was there is whole then."""
+        """Write a checkpoint. Raises UserError if that fails; the one that was there is then still whole."""
         if storage_options is not None:
             raise UserError("storage_options: a checkpoint is written to a local disk")
         write_checkpoint(_local(path), checkpoint)
@@ -220,7 +220,7 @@ class FolderCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: object = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """The state, on the CPU. No code in it is run, whatever `weights_only` says.
+        """Read the state, on the CPU. No code in it is run, whatever `weights_only` says.
 
         Raises UserError if there is none, DamagedCheckpoint if it is not whole.
         """

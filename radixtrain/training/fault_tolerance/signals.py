@@ -1,4 +1,4 @@
-"""What asks a run to save or to stop while it trains: signals, and files named `save` and `stop` in its folder."""
+"""Requests to save or to stop a run while it trains: signals, and files named `save` and `stop` in its folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FILES = ("save", "stop")
 
 @dataclass(frozen=True)
 class Stop:
-    """Why a run ends. name: for messages. code: the exit code. requeue: whether SLURM shall run the job again."""
+    """Why a run ends. name: for messages. code: the exit code. requeue: whether SLURM should run the job again."""
 
     name: str
     code: int
@@ -44,21 +44,21 @@ STOPS = (
     Stop(signal.SIGUSR1.name, 128 + signal.SIGUSR1, requeue=True),
     Stop("the file stop", 128 + signal.SIGINT),
 )
-"""Ranks tell one another a stop by its place here."""
+"""Why a run may stop. Ranks exchange the index."""
 
 
 class Requests:
     """A context around a run, in which signals become requests that the run looks at between its steps.
 
-    SIGTERM, SIGHUP and Ctrl-C ask to stop: exit codes 143, 129 and 130. A second one, at least a second later, leaves
-    at once with its own code. SIGUSR1 asks to save; in a SLURM job it asks to stop and to be requeued (138). A signal
+    SIGTERM, SIGHUP and Ctrl-C request a stop: exit codes 143, 129 and 130. A second one, at least a second later, exits
+    at once with its own code. SIGUSR1 requests a save; in a SLURM job a stop and a requeue (138). A signal
     that was ignored before, as SIGHUP under `nohup`, stays ignored. Outside the main thread there are only the files.
-    What one rank is asked, all do at the same step.
+    All ranks do what is requested of one, at the same step.
 
-    output_dir: a new file `save` or `stop` there (`touch`) asks the same, and is removed; `stop` ends with the exit
-        code of Ctrl-C. A file of that name that was there before the run is left alone.
+    output_dir: a new file `save` or `stop` there (`touch`) requests the same, and is removed; `stop` ends with the exit
+        code of Ctrl-C. A file of that name that was there before the run is not touched.
     stop: set by the first request to stop that has come to this rank. What all ranks do is what `poll` returns.
-    save: set by a request to save; the saver resets it.
+    save: set by a request to save, and reset by the saver.
     """
 
     def __init__(self, output_dir: Path):
@@ -76,7 +76,7 @@ class Requests:
     def __enter__(self) -> Requests:
         self._known = {name: _identity(self.output_dir / name) for name in FILES}
         for path in (self.output_dir / name for name in FILES if self._known[name]):
-            logger.warning("%s: there before the run, and left alone; touch it to ask", path)
+            logger.warning("%s: was there before the run, and is ignored; touch it to request", path)
         if threading.current_thread() is threading.main_thread():
             before = {number: signal.getsignal(number) for number in HANDLED}
             self._before = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}
@@ -86,7 +86,7 @@ class Requests:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Signals do again what they did before. A job that stops for SIGUSR1 is requeued, by rank 0."""
+        """Restore the previous signal handlers. A job that stops for SIGUSR1 is requeued, by rank 0."""
         try:
             if isinstance(error, Stopped) and self.stop is not None and self.stop.requeue and ranks().is_first:
                 slurm.requeue()
@@ -100,7 +100,7 @@ class Requests:
             signal.signal(number, self._on_signal)
 
     def poll(self) -> tuple[Stop | None, bool]:
-        """Why the ranks stop here, and whether they save; the same on all of them.
+        """Return why the ranks stop here, and whether they save; the same on all of them.
 
         Looks for the files, at most once a second. Sets `save` and `stop`.
         """
@@ -110,9 +110,9 @@ class Requests:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Inside, a signal only sets `stop`, for the run to stop between two steps. Outside it raises Stopped at once.
+        """Let a signal only set `stop`, so that the run stops between two steps. Outside it raises Stopped at once.
 
-        Raises Stopped on the way out, on all ranks, if a signal has come that nobody has looked at.
+        Raises Stopped at the end, on all ranks, if a signal has not been handled.
         """
         self._is_deferred = True
         try:
@@ -126,9 +126,9 @@ class Requests:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Inside `deferred()`, for what takes long and changes nothing: a signal raises Stopped there too.
+        """Let a signal raise Stopped even inside `deferred()`, for what takes long and changes nothing.
 
-        With several ranks it waits for the end: the others would wait for the answers of one that has left.
+        With several ranks the signal waits for the end: the others would wait for the answers of a rank that has left.
         """
         if ranks().size > 1:
             yield
@@ -153,7 +153,7 @@ class Requests:
             self._request_stop(number)
 
     def _request_stop(self, number: int) -> None:
-        """Set `stop`; raise unless that is deferred. What SLURM sends after its SIGUSR1 changes nothing."""
+        """Set `stop`; raise unless that is deferred. What SLURM sends after its SIGUSR1 has no effect."""
         if number in ENDING:
             self._signalled_at = time.monotonic()
         if self.stop is not None:
@@ -171,14 +171,14 @@ class Requests:
 
     def _stopped(self, stop: Stop) -> Stopped:
         if self._is_answering:
-            text = "while answers were generated; what was trained is saved, and --ckpt_path last goes on"
+            text = "while answers were generated; what was trained is saved, and --ckpt_path last resumes"
             return Stopped(f"stopped by {stop.name} {text}", stop.code)
         if self._has_trained:
             return Stopped(f"stopped by {stop.name} after the last step; --ckpt_path last writes the model", stop.code)
         return Stopped(f"stopped by {stop.name}; nothing was saved", stop.code)
 
     def _agreed(self) -> tuple[Stop | None, bool]:
-        """What any rank was asked before this call. A signal that comes during it is left for the next one."""
+        """Return what was requested of any rank before this call. Signals during it are left for the next one."""
         place, save = ranks().largest(STOPS.index(self.stop), int(self.save))
         self.stop, self.save = STOPS[place] or self.stop, bool(save) or self.save
         return STOPS[place], bool(save)
@@ -194,7 +194,7 @@ class Requests:
             self.stop = STOPS[-1]
 
     def _take(self, name: str) -> bool:
-        """Whether there is a new file of this name; removes it."""
+        """Return whether there is a new file of this name, and remove it."""
         path = self.output_dir / name
         found = _identity(path)
         if found is None or found == self._known[name]:
@@ -203,12 +203,12 @@ class Requests:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
-            logger.warning("%s cannot be removed (%s); touch it to ask again", path, error.strerror)
+            logger.warning("%s cannot be removed (%s); touch it to request again", path, error.strerror)
         return True
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Changes when the file is made anew or touched. None if there is no file."""
+    """Identify a file, so that a replaced or touched one differs. None if there is no file."""
     try:
         status = path.stat()
     except OSError:

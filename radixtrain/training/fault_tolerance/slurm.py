@@ -1,4 +1,4 @@
-"""SLURM: SIGUSR1 before the time limit saves and requeues the job, and the requeued job goes on from there.
+"""SLURM: SIGUSR1 before the time limit saves and requeues the job, and the requeued job resumes.
 
 With `#SBATCH --signal=SIGUSR1@90` a job gets the signal 90 seconds before its limit, if it was started by `srun`.
 """
@@ -18,20 +18,20 @@ from radixtrain.training.devices.launcher_env import INTERACTIVE
 
 logger = logging.getLogger(__name__)
 
-RECORD = ".slurm_job"  # in the output folder: which job wrote it
+RECORD = ".slurm_job"  # in the output folder: names the job that wrote it
 SECONDS = 60  # for `scontrol` to answer
 SEEN_BY_LIGHTNING = "SLURM_NTASKS"  # by this variable Lightning knows that it runs under SLURM
 
 
 def job_id() -> str | None:
-    """`123`, or `120_4` for a task of an array; None outside SLURM."""
+    """Return the job's id, `123`, or `120_4` for a task of an array; None outside SLURM."""
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     found = f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID", "")
     return found if re.fullmatch(r"\d+(_\d+)?", found) else None
 
 
 def is_batch_job() -> bool:
-    """Whether SLURM runs this process as a job that can be requeued, and not in a terminal."""
+    """Return whether SLURM runs this process as a job that can be requeued, and not in a terminal."""
     return job_id() is not None and os.environ.get("SLURM_JOB_NAME") not in INTERACTIVE
 
 
@@ -53,7 +53,7 @@ def requeue() -> None:
 
 
 def remember_job(output_dir: Path) -> None:
-    """Write down which job runs in this folder, for `is_restarted`. Nothing outside SLURM."""
+    """Record which job runs in this folder, for `is_restarted`. Does nothing outside SLURM."""
     job = job_id()
     if job is None:
         return
@@ -62,10 +62,10 @@ def remember_job(output_dir: Path) -> None:
 
 
 def is_restarted(output_dir: Path) -> bool:
-    """Whether SLURM has started this job again, and the run in the folder is its own.
+    """Return whether SLURM has started this job again, and the run in the folder is its own.
 
-    Then `fit` goes on from the newest valid checkpoint there, whatever `ckpt_path` says, and starts anew if there is
-    none yet. A folder that another job has written is not taken over.
+    Then `fit` resumes from the newest valid checkpoint there, whatever `ckpt_path` says, and starts anew if there is
+    none yet. A folder that another job has written is not resumed.
     """
     count = os.environ.get("SLURM_RESTART_COUNT", "0")
     record = output_dir / RECORD
@@ -76,7 +76,7 @@ def is_restarted(output_dir: Path) -> bool:
 
 @contextmanager
 def hidden() -> Iterator[None]:
-    """Inside, Lightning does not know of SLURM.
+    """Hide SLURM from Lightning.
 
     It would save inside a step on SIGUSR1, and start any fresh run from an `hpc_ckpt_N.ckpt` in its output folder.
     """

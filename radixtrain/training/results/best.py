@@ -27,14 +27,14 @@ LOWER_IS_BETTER = ("loss", "perplexity", "grad_norm")
 
 @dataclass(frozen=True)
 class Validation:
-    """step: optimizer steps before it. metrics: what it measured, by name: eval_loss, ..."""
+    """The results of a validation. step: optimizer steps before it. metrics: by name: eval_loss, ..."""
 
     step: int
     metrics: dict[str, float]
 
     @classmethod
     def of(cls, trainer: L.Trainer) -> Validation:
-        """The one that has just ended."""
+        """Read the results of the validation that has just ended."""
         measured = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("eval_")}
         return cls(trainer.global_step, measured)
 
@@ -44,7 +44,7 @@ class Best(L.Callback):
 
     metric: one that every validation logs; see `is_lower_better`. Of equal values the earlier one is kept, and a value
         that is not finite, or that is not there, is never the best.
-    saver: is asked for a checkpoint when a validation is the best so far, and keeps that one.
+    saver: writes a checkpoint when a validation is the best so far, and keeps that one.
 
     validation: the best one; None before the first one. path: of its checkpoint; None until it is written.
     """
@@ -65,11 +65,11 @@ class Best(L.Callback):
         return self.validation.metrics[self.monitor]
 
     def on_fit_start(self, trainer: Any, module: L.LightningModule) -> None:
-        """Take over the best checkpoint of the run that goes on, if it is there and whole."""
+        """Take over the best checkpoint of the resumed run, if it is there and whole."""
         if not self._loaded:
             return
         if self._loaded["metric"] != self.monitor:
-            logger.warning("save_best: the best so far was by %s, and starts anew", self._loaded["metric"])
+            logger.warning("save_best: the best so far was by %s, and starts over", self._loaded["metric"])
         elif self._loaded["step"] is not None:
             self._take(Path(trainer.ckpt_path))
 
@@ -82,7 +82,7 @@ class Best(L.Callback):
             self.saver.ask()
 
     def load_into(self, module: nn.Module) -> bool:
-        """Put the weights of the best checkpoint into the module. False, and a warning, if they cannot be read."""
+        """Load the weights of the best checkpoint into the module. Returns False, with a warning, if that fails."""
         if self.path is None:
             return False
         try:
@@ -94,7 +94,7 @@ class Best(L.Callback):
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """path: None if this state is written into the best checkpoint, a name if that one is in the same folder."""
+        """Return the best so far. path: None in the best checkpoint itself, a name if it is in the same folder."""
         best, path = self.validation, self.path and str(self.path.absolute())
         if self.path and self.path.parent.absolute() == self.saver.folder.absolute():
             path = self.path.name
@@ -105,13 +105,13 @@ class Best(L.Callback):
         self._loaded = state_dict
 
     def _take(self, resumed: Path) -> None:
-        """Look for the best checkpoint of before, from the one that the run resumes from."""
+        """Look for the earlier best checkpoint, starting from the one that the run resumes from."""
         path = resumed.resolve().parent / (self._loaded["path"] or resumed.resolve().name)
         best = f"{self.monitor} {self._loaded['metrics'][self.monitor]:.4f} at step {self._loaded['step']}"
         try:
             verify_checkpoint(path)
         except (UserError, OSError) as error:
-            logger.warning("save_best: the best so far, %s, is lost, and starts anew: %s", best, error)
+            logger.warning("save_best: the best so far, %s, is lost, and starts over: %s", best, error)
             return
         self.validation = Validation(self._loaded["step"], self._loaded["metrics"])
         self._keep(path)
@@ -129,8 +129,8 @@ class Best(L.Callback):
             self._keep(path)
 
     def _keep(self, path: Path) -> None:
-        """This checkpoint in the place of the previous best one."""
-        self.saver.keep = self.path = path  # until the next best one is written
+        """Keep this checkpoint in place of the previous best one."""
+        self.saver.keep = self.path = path  # until a better one is written
         if ranks().is_first:
             with only_warns(f"{self.saver.folder / 'best'} cannot be written"):
                 self.saver.folder.mkdir(parents=True, exist_ok=True)
@@ -138,10 +138,9 @@ class Best(L.Callback):
 
 
 class StopEarly(EarlyStopping):
-    """Ends a run after `patience` validations without a better value of the metric; the patience is the configured one,
-    not that of a checkpoint.
+    """Ends a run after `patience` validations without a better value; the configured patience always applies.
 
-    A run that is resumed after it was stopped so takes no step, unless its patience is larger now.
+    A run that is resumed after such an end takes no step, unless its patience is larger now.
     """
 
     configured_by = "early_stopping"
@@ -152,7 +151,7 @@ class StopEarly(EarlyStopping):
 
     @property
     def why(self) -> str:
-        """Why it stops the run; empty if it does not."""
+        """Say why it stops the run; empty if it does not."""
         if self.stopping_reason is EarlyStoppingReason.NON_FINITE_METRIC:
             return f"{self.monitor} was not finite"
         count = f"{self.patience} validations" if self.patience > 1 else "a validation"
@@ -168,10 +167,10 @@ class StopEarly(EarlyStopping):
 
 
 def is_lower_better(metric: str) -> bool:
-    """Say yes for losses, perplexities and norms of gradients; of every other metric, higher is better."""
+    """Return whether lower is better: for losses, perplexities and gradient norms, and for no other metric."""
     return any(word in metric for word in LOWER_IS_BETTER)
 
 
 def is_validation(trainer: Any) -> bool:
-    """Whether a validation of `fit` counts: not the two batches that Lightning tries first, nor a `fast_dev_run`."""
+    """Return whether a validation of `fit` counts: not Lightning's sanity check, nor that of a `fast_dev_run`."""
     return trainer.state.fn == "fit" and not trainer.sanity_checking and not trainer.fast_dev_run

@@ -35,14 +35,14 @@ PANELS = {  # metric -> title of its panel, and the second metric that is drawn 
     "tokens_per_second": ("tokens/s", "computed_tokens_per_second"),
 }
 LABELS = {"best_r": "at best", "tokens_per_second": "effective", "computed_tokens_per_second": "computed"}
-FEW = 30  # points up to which each is marked
-SMOOTHED = 60  # points from which on a line through the noise is drawn
-LOGARITHMIC = 20  # largest loss / smallest one, from which on the axis is logarithmic
-WINDOW = 1 / 25  # of the points, that one point of that line averages
+FEW = 30  # up to this number of points, each is marked
+SMOOTHED = 60  # from this number of points on, a smoothed line is drawn
+LOGARITHMIC = 20  # from this ratio of the largest loss to the smallest on, the axis is logarithmic
+WINDOW = 1 / 25  # share of the points that each point of the smoothed line averages
 
 
 class LogPart(NamedTuple):
-    """A folder of a CSV logger, and the steps that were taken before it was begun. A resumed run has several."""
+    """A folder of a CSV logger, and the steps taken before it was begun. A resumed run has several."""
 
     folder: str
     first_step: int
@@ -56,16 +56,16 @@ class BestStep(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """steps: (n,), float64. optimizer steps taken, ascending. values: (n,), float64, finite."""
+    """A metric over steps. steps: (n,), float64. optimizer steps taken, ascending. values: (n,), float64, finite."""
 
     steps: np.ndarray
     values: np.ndarray
 
 
 def write_curves(parts: Sequence[LogPart], path: Path, best: BestStep | None = None) -> bool:
-    """Draw the picture, and put it in its place once it is whole. False, and no picture, if there are no metrics.
+    """Draw the picture, and put it in place once it is whole. Returns False without one if there are no metrics.
 
-    parts: of the run, in their order; steps that a later part repeats are taken from it.
+    parts: of the run, in order; steps that a later part repeats are taken from that part.
     best: the best validation, which is marked.
     """
     curves = read_curves(parts)
@@ -77,7 +77,7 @@ def write_curves(parts: Sequence[LogPart], path: Path, best: BestStep | None = N
 
 
 def read_curves(parts: Sequence[LogPart]) -> dict[str, Curve]:
-    """The metrics of a run by name: the finite numbers of all lines that were written to their end."""
+    """Read the metrics of a run by name: the finite numbers of all complete lines."""
     points: dict[str, array[float]] = {}  # step, value, step, value, ...
     for index, part in enumerate(parts):
         end = min((later.first_step for later in parts[index + 1 :]), default=math.inf)
@@ -90,7 +90,7 @@ def read_curves(parts: Sequence[LogPart]) -> dict[str, Curve]:
     curves = {}
     for name, pairs in points.items():
         steps, values = np.asarray(pairs).reshape(-1, 2)[::-1].T
-        steps, indices = np.unique(steps, return_index=True)  # of two values of a step the later one
+        steps, indices = np.unique(steps, return_index=True)  # the later of two values of a step
         curves[name] = Curve(steps, values[indices])
     return curves
 
@@ -102,7 +102,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _number(text: Any) -> float:
-    """NaN for what is no number."""
+    """Parse a number; NaN for anything else."""
     try:
         return float(text)
     except (TypeError, ValueError):
@@ -110,9 +110,9 @@ def _number(text: Any) -> float:
 
 
 def _draw(curves: Mapping[str, Curve], resumed: Sequence[int], best: BestStep | None, title: str, path: Path) -> None:
-    """The losses in a wide panel, and a row of small ones below it. A dotted line is where the run was resumed.
+    """Draw the losses in a wide panel above a row of small ones. A dotted line is where the run was resumed.
 
-    Matplotlib's settings are as before afterwards.
+    Restores Matplotlib's settings.
     """
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -166,7 +166,7 @@ def _draw_small(panel: Axes, name: str, curves: Mapping[str, Curve], best: BestS
 
 
 def _plot(panel: Axes, curve: Curve, color: str, label: str, style: str = "-", is_noisy: bool = True) -> None:
-    """Every point, and through noise a smooth line: the mean over a window, which is narrower at the ends."""
+    """Plot every point, and through noise a smooth line: the mean over a window, which is narrower at the ends."""
     if len(curve.steps) < SMOOTHED or not is_noisy:
         panel.plot(*curve, style, color=color, label=label, marker="." if len(curve.steps) < FEW else "")
         return
@@ -177,7 +177,7 @@ def _plot(panel: Axes, curve: Curve, color: str, label: str, style: str = "-", i
 
 
 def _plot_validations(panel: Axes, name: str, curves: Mapping[str, Curve], best: BestStep | None) -> None:
-    """A point for each validation; the best one is full, and the panel of its metric names its value."""
+    """Plot a point for each validation; the best one is filled, and the panel of its metric names its value."""
     steps, values = curves[name]
     panel.plot(steps, values, "o-", color=ORANGE, label=name, markersize=4, markerfacecolor="white", zorder=3)
     if best is None or best.step not in steps:

@@ -72,7 +72,7 @@ MODEL_FILES = [
 
 
 def check_model_folder(output_dir: str | os.PathLike[str], reads: Iterable[str | os.PathLike[str] | None] = ()) -> Path:
-    """The folder, if a model may be written there: absent, empty, or a previous model that can be replaced.
+    """Return the folder, if a model may be written there: absent, empty, or a previous model that can be replaced.
 
     reads: files and folders that the run reads; none of them may lie inside.
 
@@ -92,7 +92,7 @@ def check_model_folder(output_dir: str | os.PathLike[str], reads: Iterable[str |
     if foreign or (inside and not (target / "config.json").is_file()):
         named = ", ".join(sorted(foreign)[:3]) or "no config.json"
         way_out = "move that away, or choose another folder"
-        raise UserError(f"{output_dir} holds what is no model ({named}) and would be replaced; {way_out}")
+        raise UserError(f"{output_dir} holds files that are not a model ({named}) and would be replaced; {way_out}")
     return target
 
 
@@ -104,13 +104,13 @@ def save_hf_folder(
 ) -> Path:
     """Write `model` and `tokenizer` so that `from_pretrained(output_dir)` loads them.
 
-    Every rank of a run calls it; rank 0 writes, and an error there ends the others too.
+    Every rank of a run calls this; rank 0 writes, and an error there ends the others too.
 
     model: a `PreTrainedModel`, or a PEFT model, whose adapters go into `adapter/` and are merged into the weights.
-        It loses its radix hooks. One that sees images gets the processor's files of the folder or hub name that the
-        tokenizer was loaded from. One that is sharded is gathered, and is whole on rank 0 only afterwards.
+        It loses its radix hooks. A model for images gets the processor's files of the folder or hub name that the
+        tokenizer was loaded from. A sharded model is gathered, and is afterwards whole on rank 0 only.
     output_dir: replaced as a whole once the new one is complete; see `check_model_folder`.
-    documents: names and texts of files beside them, see `card_and_settings`.
+    documents: names and texts of further files, see `card_and_settings`.
     """
     target = ranks().broadcast_from_rank0(lambda: check_model_folder(output_dir))
     check_weights_finite(model, f"{output_dir} is not written")
@@ -134,7 +134,7 @@ def _write(model: Any, tokenizer: PreTrainedTokenizerBase, target: Path, documen
 
 
 def _copy_processor(source: str, staging: Path) -> None:
-    """The files that say how images become tensors, as they are: loading them would need torchvision."""
+    """Copy the files that say how images become tensors, since loading them would need torchvision."""
     for name in OF_PROCESSOR:
         with suppress(OSError):  # a checkpoint has some of them
             path = str(cached_file(source, name))
@@ -143,7 +143,7 @@ def _copy_processor(source: str, staging: Path) -> None:
 
 
 def _is_written_by_us(path: Path) -> bool:
-    """A README.md only if it is a model card of ours."""
+    """Return whether radixtrain wrote a file: a README.md only if it is one of our model cards."""
     if path.name == CARD and path.is_file():
         return MARK in path.read_text(encoding="utf-8", errors="replace")
     return any(path.match(pattern) for pattern in MODEL_FILES)
@@ -156,11 +156,11 @@ def card_and_settings(
     has_chat_template: bool,
     system: str = "",
 ) -> dict[str, str]:
-    """Names and texts of the files: the card, and the configuration without secrets.
+    """Return names and texts of the files: the card, and the configuration without secrets.
 
     config: with the sections `model` and `data`, and whatever else made the model.
-    results: what the run reached, by name: loss, r, ...
-    data: what it was trained on, by name: rows, tokens, ...
+    results: of the run, by name: loss, r, ...
+    data: of the training, by name: rows, tokens, ...
     system: the system turn of its chats, if it is the same in all, for the example.
     """
     clean = masked(dict(config))
@@ -173,7 +173,7 @@ def card_and_settings(
 def _card(config: Mapping[str, Any], results: Mapping[str, str], data: Mapping[str, str], inputs: str) -> str:
     settings = {**config.get("data", {}), **config.get("model", {})}
     base, sources = str(settings["model_name_or_path"]), _sources(settings.get("train_file"))
-    path = Path(base).resolve()  # no folder of this machine is shown; that of a run of ours says more than `model`
+    path = Path(base).resolve()  # hide folders of this machine; the name of a run's folder says more than `model`
     shown = base if _is_of_hub(base) else path.parent.name if (path / SETTINGS).is_file() else path.name
     files = ", ".join(Path(source).name for source in sources)
     names = (*SHOWN, *(LORA if settings.get("use_peft") else ()))
@@ -193,7 +193,7 @@ def _card(config: Mapping[str, Any], results: Mapping[str, str], data: Mapping[s
 
 
 def _front_matter(base: str, sources: Iterable[str], is_lora: bool) -> str:
-    """Only names of the hub are links there, so a folder of this machine is not named."""
+    """Write the front matter. Only names of the hub are links there, so a folder of this machine is not named."""
     card = ModelCardData(
         base_model=base if _is_of_hub(base) else None,
         datasets=[source for source in sources if _is_of_hub(source)] or None,
@@ -209,7 +209,7 @@ def _is_of_hub(name: str) -> bool:
 
 
 def _sources(files: object) -> list[str]:
-    """What `data.train_file` names: a path, or a list of paths and of mappings with a `path`."""
+    """List what `data.train_file` names: a path, or a list of paths and of mappings with a `path`."""
     listed = files if isinstance(files, list | tuple) else [files] if files else []
     return [str(source["path"]) if isinstance(source, Mapping) else str(source) for source in listed]
 

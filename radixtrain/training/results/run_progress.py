@@ -1,4 +1,4 @@
-"""What a run has reached so far, kept in every checkpoint, and why it ended, in words."""
+"""The progress of a run, kept in every checkpoint, and why it ended, in words."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WIDTH = 12  # of the names of printed lines
 
 class Exported(NamedTuple):
     """The weights in `model/`. kind: "best" or "last". step: optimizer steps that they took. validation: the last one
-    until then; None if there was none.
+    until then; None without any.
     """
 
     kind: str
@@ -41,7 +41,9 @@ class Exported(NamedTuple):
 
 @dataclass
 class RunProgress:
-    """step: optimizer steps. first_loss: of the first step; None before it. last_step: the metrics of the last one.
+    """The progress of a run.
+
+    step: optimizer steps. first_loss: of the first step; None before it. last_step: the metrics of the last one.
     validation: the last one; None before it. parts: where the metrics are. seconds: of training, in all processes.
     """
 
@@ -53,7 +55,7 @@ class RunProgress:
     seconds: float = 0.0
 
     def as_dict(self, output_dir: Path) -> dict[str, Any]:
-        """Give it to a checkpoint. Folders inside the run's become relative, so that a run can be moved."""
+        """Convert it for a checkpoint. Folders inside the run's become relative, so that a run can be moved."""
         return {
             **asdict(self),
             "parts": [[inside(Path(part.folder), output_dir), part.first_step] for part in self.parts],
@@ -72,7 +74,7 @@ class RunProgress:
             self.parts[index] = LogPart(str(path), step)
 
     def results(self, exported: Exported, speed: Speed) -> dict[str, str]:
-        """What the run reached, by name. Empty if no step was taken. speed: of this process."""
+        """Return the results of the run, by name. Empty if no step was taken. speed: of this process."""
         if self.first_loss is None:
             return {}
         entries = {
@@ -91,7 +93,7 @@ class RunProgress:
 
 
 def _validation_of(exported: Exported) -> dict[str, str]:
-    """The metrics of the exported weights; if these were not validated, of the validation before, and its step."""
+    """Return the metrics of the exported weights, or else of the last validation before them, with its step."""
     if (validation := exported.validation) is None:
         return {}
     at = "" if validation.step == exported.step else f" at step {validation.step:,}, the last validation"
@@ -102,13 +104,13 @@ def _validation_of(exported: Exported) -> dict[str, str]:
 
 
 def print_line(name: str, text: object, width: int = WIDTH) -> None:
-    """A line on stdout, from rank 0. width: of the name."""
+    """Print a line on stdout, from rank 0. width: of the name."""
     if ranks().is_first:
         screen(soft_wrap=True, highlight=False, markup=False).print(f"{name:<{width}} {text}")
 
 
 def print_lines(lines: Mapping[str, str]) -> None:
-    """Lines with their texts in one column, without those that have no text."""
+    """Print lines with their texts in one column, without those that have no text."""
     width = max([WIDTH, *(len(name) for name, text in lines.items() if text)])
     for name, text in lines.items():
         if text:
@@ -123,7 +125,7 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
 
 
 def weights_text(model_name_or_path: str, ckpt_path: str | None) -> str:
-    """Which weights `validate`, `test` or `predict` evaluates: the path; the step, if a run of ours wrote them."""
+    """Say which weights `validate`, `test` or `predict` evaluates: the path; the step, if a run here wrote them."""
     if ckpt_path is not None:
         path = Path(ckpt_path)
         return f"{path} (step {Manifest.read(path).step:,})" if path.is_dir() else str(path)
@@ -138,7 +140,7 @@ def weights_text(model_name_or_path: str, ckpt_path: str | None) -> str:
 
 
 def inside(path: Path, folder: Path) -> str:
-    """The path, from the folder if it is inside."""
+    """Return the path, relative to the folder if it is inside."""
     path, folder = path.absolute(), folder.absolute()
     return path.relative_to(folder).as_posix() if path.is_relative_to(folder) else str(path)
 
@@ -153,7 +155,9 @@ def _finite(value: object) -> Any:
 
 @dataclass(frozen=True)
 class ExitStatus:
-    """reason: max_steps, max_epochs, early_stopping, max_time or callback; the type of an error. text: for people.
+    """Why a run ended.
+
+    reason: max_steps, max_epochs, early_stopping, max_time or callback; the type of an error. text: for people.
     is_complete: nothing is left to do.
     """
 
@@ -163,9 +167,9 @@ class ExitStatus:
 
 
 def status_of_run(trainer: Any, module: Any, first_step: int, has_checkpoint: bool) -> ExitStatus:
-    """Return the status of a `fit` that returned.
+    """Return the status of a finished `fit`.
 
-    module: a `RadixModule`. first_step: optimizer steps that were taken before this process.
+    module: a `RadixModule`. first_step: optimizer steps taken before this process.
     has_checkpoint: whether the run can be resumed.
     """
     step, is_new = trainer.global_step, trainer.global_step > first_step
@@ -178,28 +182,28 @@ def status_of_run(trainer: Any, module: Any, first_step: int, has_checkpoint: bo
             name = limit if getattr(trainer, limit) == 0 else "limit_train_batches"
             text = f"no step to take: trainer.{name} is {getattr(trainer, name)}"
         else:
-            text = f"nothing left to do: {at} was reached before; raise trainer.{limit} to go on"
+            text = f"nothing left to do: {at} was reached before; raise trainer.{limit} to continue"
         return ExitStatus(limit, text, is_complete=True)
     if why := next(filter(None, map(_why_early, trainer.callbacks)), ""):
         text = f"stopped early at {at}: {why}"
         if not is_new:
-            text = f"nothing left to do: {text}; raise early_stopping to go on"
+            text = f"nothing left to do: {text}; raise early_stopping to continue"
         return ExitStatus("early_stopping", text, is_complete=True)
     reason = "max_time" if any(map(is_out_of_time, trainer.callbacks)) else "callback"
     by = "trainer.max_time" if reason == "max_time" else "a callback"
-    how = "go on with --ckpt_path last" if has_checkpoint else "no checkpoint was written to go on from"
+    how = "resume with --ckpt_path last" if has_checkpoint else "no checkpoint was written to resume from"
     return ExitStatus(reason, f"stopped by {by} at {at}; {how}", is_complete=False)
 
 
 def status_of_error(error: BaseException) -> ExitStatus:
-    """Return the status of a `fit` that raised."""
+    """Return the status of a `fit` that raised an error."""
     name = type(error).__name__
     text = first_line(error) if isinstance(error, Exception) else str(error) or name
     return ExitStatus(name, text, is_complete=False)
 
 
 def _limit_reached(trainer: Any, module: Any) -> str:
-    """`max_steps` or `max_epochs`; nothing if the run ended before either."""
+    """Return `max_steps` or `max_epochs`; empty if the run ended before either."""
     if 0 <= trainer.max_steps <= trainer.global_step:
         return "max_steps"
     length = epoch_length(trainer, module.steps_per_epoch)
@@ -208,7 +212,7 @@ def _limit_reached(trainer: Any, module: Any) -> str:
 
 
 def _why_early(callback: object) -> str:
-    """Why a callback has stopped the run early; nothing if it has not."""
+    """Say why a callback has stopped the run early; empty if it has not."""
     if isinstance(callback, StopEarly):
         return callback.why
     if isinstance(callback, EarlyStopping):

@@ -35,17 +35,17 @@ LOGGED = frozenset(
 )
 
 
-OF_ONE_COMMAND = ("overwrite", "ckpt_path", "weights_only")  # the same configuration again discards and resumes nothing
+OF_ONE_COMMAND = ("overwrite", "ckpt_path", "weights_only")  # or a second run would discard or resume something
 
 
 class SaveMaskedConfig(Callback):
-    """Writes config.yaml into the folder of the logs, without secrets and without what was meant for one command only.
+    """Writes config.yaml into the folder of the logs, without secrets and without keys for one command only.
 
     In `fit` it is written when training starts, so that a run that is refused replaces no file of the one before.
     """
 
     def __init__(self, config: Mapping[str, Any]):
-        """config: every key with its value, as a file of settings has them."""
+        """Take every key with its value, as a settings file has them."""
         self.config = config
 
     def setup(self, trainer: L.Trainer, pl_module: object, stage: str) -> None:
@@ -63,18 +63,18 @@ class SaveMaskedConfig(Callback):
                 partial.write_text(self.text(), encoding="utf-8")
 
     def text(self) -> str:
-        """The configuration in YAML, with `***` for every secret."""
+        """Return the configuration in YAML, with `***` for every secret."""
         kept = {name: value for name, value in self.config.items() if name not in OF_ONE_COMMAND}
         return str(yaml.safe_dump(masked(kept), sort_keys=False, allow_unicode=True))
 
 
 def defaults_of_model(model_name_or_path: str, system_prompt: str | None = None) -> dict[str, Any]:
-    """Keys with their values for the evaluation of a model, if a run of ours has trained it: how it read its rows, its
-    seed, which drew `data.val_size`, and its folder if the model is still there. Empty for any other model.
+    """Return keys with values for the evaluation of a model that radixtrain has trained; empty for any other model.
 
-    The settings beside the model may be those of anybody: they name no file. system_prompt: as it was typed.
+    They are how the run read its rows, its seed, which drew `data.val_size`, and its folder if the model is still
+    there. The settings beside the model may come from anybody, so they cannot name a file. system_prompt: as typed.
 
-    UserError if they cannot be read, or the system prompt is a file.
+    Raises UserError if they cannot be read, or the system prompt is a file.
     """
     folder = Path(model_name_or_path)
     path = folder / SETTINGS
@@ -102,7 +102,7 @@ def defaults_of_model(model_name_or_path: str, system_prompt: str | None = None)
 
 
 def log_folder(trainer: L.Trainer) -> Path:
-    """Lightning's `trainer.log_dir`, which is a broadcast; this one rank may call without the others."""
+    """Return Lightning's `trainer.log_dir` without its broadcast, so that one rank may call it alone."""
     first = trainer.loggers[0] if trainer.loggers else None
     folder = first.log_dir if isinstance(first, CSVLogger | TensorBoardLogger) else getattr(first, "save_dir", None)
     return Path(folder or trainer.default_root_dir)
@@ -114,7 +114,7 @@ def own_log_folders(trainer: L.Trainer) -> list[Path]:
 
 
 def mask_what_is_logged(loggers: object) -> None:
-    """Mask, in the settings of loggers, what they write into their files or send away: names, notes, their own config.
+    """Mask what loggers write into their files or send away: names, notes, their own config.
 
     loggers: `trainer.logger`, its classes written out: none, true, a name, a mapping, or a list of these.
     """

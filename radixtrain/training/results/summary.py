@@ -1,4 +1,4 @@
-"""A callback that collects what a run reaches, and writes `summary.json`, `loss.png` and the last lines."""
+"""A callback that collects the results of a run, and writes `summary.json`, `loss.png` and the last lines."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from radixtrain.versions import versions
 logger = logging.getLogger(__name__)
 
 PICTURE = "loss.png"
-DRAWING_SHARE = 0.01  # of the time of a run, that drawing at checkpoints may take
+DRAWING_SHARE = 0.01  # share of a run's time that drawing at checkpoints may take
 FIRST_DRAWING = 1.0  # seconds that the first one is assumed to take; on two CPU cores it took 0.5 to 1.0
 CUT_COST = 0.2  # share of computed tokens that a cut may add before the last lines advise against it
 
 
 class RunSummary(L.Callback):
-    """Collects what a run reaches, over all processes that take part in it.
+    """Collects the results of a run, over all processes that take part in it.
 
     output_dir, saver: of the run. best: of the run; None if it has none.
 
-    `summary.json` and `loss.png` are written when a checkpoint is, and when the run ends, whatever ends it. The metrics
-    of the CSV logger are on the disk before a checkpoint is, and the first and the last step are among them.
+    `summary.json` and `loss.png` are written with each checkpoint, and when the run ends, for whatever reason. The
+    metrics of the CSV logger are on the disk before a checkpoint is, and the first and the last step are among them.
     """
 
     def __init__(self, output_dir: Path, saver: SaveCheckpoints, best: Best | None):
@@ -64,8 +64,8 @@ class RunSummary(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, module: Any) -> None:
         """Begin after a checkpoint was read, whether or not anything is left to train."""
         self._module, self.speed, self._earlier_seconds = module, module.speed, self.progress.seconds
-        for name in (PICTURE, SUMMARY) if ranks().is_first else ():  # of a run that was killed while it wrote one
-            with only_warns(f"what a killed run left in {self.output_dir} cannot be deleted"):
+        for name in (PICTURE, SUMMARY) if ranks().is_first else ():  # left by a run that was killed while it wrote one
+            with only_warns(f"leftovers of a killed run in {self.output_dir} cannot be deleted"):
                 (self.output_dir / f".{name}.partial").unlink(missing_ok=True)
         if trainer.ckpt_path:
             self.progress.locate_logs(Path(trainer.ckpt_path).resolve().parent.parent, self.output_dir)
@@ -82,7 +82,7 @@ class RunSummary(L.Callback):
                 self._log_step(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Lightning keeps the metrics of the previous one, which this one may leave out."""
+        """Drop the metrics of the previous validation, which Lightning keeps and this one may leave out."""
         if is_validation(trainer):
             for name in [name for name in trainer.callback_metrics if name.startswith("eval_")]:
                 del trainer.callback_metrics[name]
@@ -116,9 +116,9 @@ class RunSummary(L.Callback):
         self.progress = RunProgress.from_dict(state_dict)
 
     def choose_weights(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, str]:
-        """Put the weights to export into the module: the best ones with `save_best`, else it has the last ones.
+        """Load the weights to export into the module: the best ones with `save_best`, else it has the last ones.
 
-        Returns what the run reached, by name. Empty if no step was taken.
+        Returns the results of the run, by name. Empty if no step was taken.
         """
         step, best = trainer.global_step, self.best
         self.exported = Exported("last", step, self.progress.validation)
@@ -158,25 +158,25 @@ class RunSummary(L.Callback):
         )
 
     def _logs(self, trainer: L.Trainer) -> str:
-        """Name the logs of this process if it has trained, else of the previous one; nothing if there are none."""
+        """Name the logs of this process if it has trained, else of the previous one; empty if there are none."""
         if self.first_step is not None:
             return str(log_folder(trainer))
         parts = self.progress.parts
         return str(self.output_dir / inside(Path(parts[-1].folder), self.output_dir)) if parts else ""
 
     def _on_saved(self, path: Path) -> None:
-        """Drawing takes at most `DRAWING_SHARE` of the time."""
+        """Write; drawing takes at most `DRAWING_SHARE` of the time."""
         self._write(with_picture=time.monotonic() - self._drawn_at >= self._drawing_seconds / DRAWING_SHARE)
 
     def _read_module(self) -> None:
-        """Take over what the last step left in the module. Not after each step: reading it waits for the device."""
+        """Read what the last step left in the module. Not after each step, since it waits for the device."""
         module, progress = self._module, self.progress
         if module is not None and module.last_step:
             progress.step, progress.seconds = module.position.num_steps, self._earlier_seconds + self.speed.seconds
             progress.last_step = {name: float(value) for name, value in module.last_step.items()}
 
     def _write(self, with_picture: bool = True) -> None:
-        """`summary.json` and `loss.png`. One that cannot be written is a warning, and does not end a run."""
+        """Write `summary.json` and `loss.png`. A failure is a warning, and does not end a run."""
         self._read_module()
         if not ranks().is_first:
             return
@@ -186,7 +186,7 @@ class RunSummary(L.Callback):
             self._draw()
 
     def _record(self) -> dict[str, Any]:
-        """Paths are relative to the run's folder if they are inside; `ended` is null while the run goes on.
+        """Return the record. Paths are relative to the run's folder if inside; `ended` is null while the run continues.
 
         screen: why nothing more was printed; null if all was.
         """
@@ -228,7 +228,7 @@ class RunSummary(L.Callback):
         self._drawing_seconds = self._drawn_at - started
 
     def _log_step(self, trainer: L.Trainer) -> None:
-        """Log the step that was just taken, if it has not been: the first one and the last one."""
+        """Log the last step, if that has not been done: the first one and the last one."""
         self._read_module()
         step = self._module.position.num_batches
         for log in _csv_loggers(trainer):
@@ -240,7 +240,7 @@ class RunSummary(L.Callback):
 
 
 def _advice(speed: Speed) -> str:
-    """Empty, unless `data.max_tokens` cuts steps and costs more than `CUT_COST`."""
+    """Advise a larger `data.max_tokens` if it cuts steps and costs more than `CUT_COST`; empty otherwise."""
     per_step = speed.num_micro_batches / max(1, speed.num_steps)
     if speed.best_r is None or per_step <= 1 or speed.best_r < (1 + CUT_COST) * speed.r:
         return ""
@@ -251,7 +251,7 @@ def _advice(speed: Speed) -> str:
 
 
 def _best_of_callbacks(trainer: Any) -> str:
-    """The checkpoints with the best value of a metric, of callbacks of the user that watch one."""
+    """Name the best checkpoints of the user's callbacks that watch a metric."""
     return ", ".join(
         f"{callback.best_model_path} ({callback.monitor} {callback.best_model_score:.4f})"
         for callback in trainer.checkpoint_callbacks
@@ -264,5 +264,5 @@ def _as_record(validation: Validation | None) -> dict[str, Any] | None:
 
 
 def _csv_loggers(trainer: L.Trainer) -> list[CSVLogger]:
-    """Return the loggers that write here: Lightning's write on rank 0."""
+    """Return the loggers that write in this process: Lightning's write on rank 0."""
     return [log for log in trainer.loggers if isinstance(log, CSVLogger) and ranks().is_first]

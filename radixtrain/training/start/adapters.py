@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def quantization(settings: ModelSettings) -> Any:
-    """transformers' `BitsAndBytesConfig` if the settings of a `RadixModule` ask for 4-bit weights, else None.
+    """Return transformers' `BitsAndBytesConfig` if the settings of a `RadixModule` want 4-bit weights, else None.
 
-    Raises UserError if bitsandbytes is missing, or if another setting does not go with it.
+    Raises UserError if bitsandbytes is missing, or if another setting does not fit.
     """
     if not settings.load_in_4bit:
         return None
@@ -43,7 +43,7 @@ def quantization(settings: ModelSettings) -> Any:
 
 
 def check_quantized(model: nn.Module, settings: ModelSettings) -> None:
-    """Refuse a checkpoint that was stored quantised, unless it is of 4 bits by bitsandbytes and only adapters train."""
+    """Refuse a checkpoint that was stored quantised, unless it has 4 bits of bitsandbytes and only adapters train."""
     method = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
     if method is None:
         return
@@ -59,7 +59,7 @@ def check_quantized(model: nn.Module, settings: ModelSettings) -> None:
 
 
 def with_adapters(model: nn.Module, settings: ModelSettings) -> Any:
-    """The model wrapped by PEFT. UserError that names the key if it cannot be."""
+    """Wrap the model by PEFT. Raises UserError that names the key if that is not possible."""
     try:
         from peft import LoraConfig, get_peft_model  # optional, and four seconds to import
     except ImportError:
@@ -84,10 +84,10 @@ def with_adapters(model: nn.Module, settings: ModelSettings) -> Any:
 
 
 def merged(model: Any) -> Any:
-    """The Hugging Face model of a PEFT model, with the adapters merged into its weights. The PEFT model is used up.
+    """Merge the adapters of a PEFT model into the weights of its Hugging Face model. The PEFT model is used up.
 
     Weights of 4 bits become ordinary ones first, in the dtype of the model: merged into 4 bits, the adapters would be
-    rounded away with them. What comes out computes what was trained, up to the rounding of that dtype.
+    rounded away with them. The result computes what was trained, up to the rounding of that dtype.
     """
     if not four_bit_layers(model):
         return model.merge_and_unload()
@@ -100,7 +100,7 @@ def merged(model: Any) -> Any:
 
 
 def _check_all_targeted(targets: object, targeted: list[str], linear: list[str]) -> None:
-    """Refuse a name without a layer: PEFT passes over it in silence if another one has some."""
+    """Refuse a name without a layer: PEFT skips it silently if another name has some."""
     names = targets if isinstance(targets, list) else []
     missing = [name for name in names if not any(f".{path}".endswith(f".{name}") for path in targeted)]
     if missing:
@@ -110,14 +110,14 @@ def _check_all_targeted(targets: object, targeted: list[str], linear: list[str])
 
 
 def _names_of_linear(model: Any) -> list[str]:
-    """What `all-linear` stands for: the last names of the linear layers, without the head."""
+    """List what `all-linear` stands for: the last names of the linear layers, without the head."""
     head = model.get_output_embeddings()
     modules = model.named_modules()
     return sorted({path.rpartition(".")[2] for path, x in modules if isinstance(x, nn.Linear) and x is not head})
 
 
 def _why_not_adapted(error: ValueError, targets: object, linear: list[str]) -> str:
-    """PEFT's reason. If it finds no layer, or refuses one that `all-linear` has chosen, those that can be named are."""
+    """Return PEFT's reason; if it finds no layer, or refuses one of `all-linear`, with the layers that can be named."""
     if "not found in the base model" in str(error):
         return f"model.lora_target_modules: no layer has a name of {targets}; linear layers are {', '.join(linear)}"
     refused = re.search(r"Module '(\w+)' is incompatible with Mamba", str(error))

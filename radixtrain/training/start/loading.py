@@ -50,7 +50,7 @@ LOADERS: dict[Any, Any] = {
 
 
 def load_trainable(settings: ModelSettings) -> Any:
-    """The model that the settings of a `RadixModule` describe, in training mode. UserError if it cannot be made."""
+    """Load the model that the settings of a `RadixModule` describe, in training mode. Raises UserError if it cannot."""
     model = load_model(
         settings.model_name_or_path, settings.dtype, settings.attn_implementation, quantization(settings)
     )
@@ -65,7 +65,7 @@ def load_trainable(settings: ModelSettings) -> Any:
 
 
 def with_training_options(model: Any, settings: ModelSettings) -> Any:
-    """The model with checkpointing and adapters as the settings say. UserError for a loss beside the cross-entropy."""
+    """Add checkpointing and adapters as the settings say. Raises UserError for a loss besides the cross-entropy."""
     if model.dtype == torch.float64 and model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # torch's grouped product of experts takes no float64
     if settings.activation_checkpointing:
@@ -79,9 +79,9 @@ def with_training_options(model: Any, settings: ModelSettings) -> Any:
 def load_model(
     model_name_or_path: str, dtype: str, attn_implementation: str, quantization_config: object = None
 ) -> Any:
-    """A causal language model, or a multimodal one to train on text. UserError, in one line, if it cannot be loaded.
+    """Load a causal language model, or a multimodal one to train on text. Raises UserError, in one line, if it cannot.
 
-    quantization_config: transformers', for the weights; None leaves them as they are.
+    quantization_config: transformers', for the weights; None for no quantization.
     """
     check_json_files(model_name_or_path, MODEL_JSON)
     check_attention_name(attn_implementation)
@@ -96,7 +96,7 @@ def load_model(
                 attn_implementation=attn_implementation,
                 use_safetensors=True,
                 trust_remote_code=False,
-                ignore_mismatched_sizes=True,  # otherwise transformers refuses them without a name
+                ignore_mismatched_sizes=True,  # otherwise transformers refuses them without naming one
                 output_loading_info=True,
                 **({} if quantization_config is None else {"quantization_config": quantization_config}),
             )
@@ -117,7 +117,7 @@ def load_model(
 
 @contextmanager
 def _without_table() -> Iterator[None]:
-    """Inside, transformers prints no table of missing and unread weights; `_check_loaded` says it in a line."""
+    """Keep transformers from printing a table of missing and unread weights; `_check_loaded` says it in a line."""
     library = logging.getLogger("transformers.modeling_utils")
     level = library.level
     library.setLevel(logging.ERROR)
@@ -156,7 +156,7 @@ def _and_more(names: Sequence[Any]) -> str:
 
 
 def auto_class(model_name_or_path: str) -> Any:
-    """transformers' loader of this checkpoint: the one that makes the class which wrote it, else the first that can.
+    """Return transformers' loader of this checkpoint: of the class that wrote it, else the first that can load it.
 
     A class for text and images keeps its tower for images: for Qwen3.5, `AutoModelForCausalLM` would leave it out.
     """
@@ -171,7 +171,7 @@ def _names(classes: object) -> set[str]:
 
 
 def num_parameters(model: nn.Module) -> tuple[int, int]:
-    """All of them, and those that train. Two of 4 bits are one number of the weight."""
+    """Count all parameters, and those that train. Two of 4 bits are one number of the weight."""
     parameters = list(model.parameters())
     packed = sum(layer.weight.numel() for layer in four_bit_layers(model).values())
     return packed + sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
@@ -181,16 +181,16 @@ MAX_PERIOD = 8
 
 
 def random_trainable(settings: ModelSettings, num_layers: int, device: torch.device) -> Any:
-    """The model that the settings of a `RadixModule` describe, with the first layers only and random weights.
+    """Make the model that the settings of a `RadixModule` describe, with the first layers only and random weights.
 
     It is in training mode, with adapters and activation checkpointing as configured, and not prepared. On the meta
-    device nothing is allocated. The global random state does not change. UserError if the model cannot be made so.
+    device nothing is allocated. The global random state does not change. Raises UserError if the model cannot be made.
     """
     check_attention_name(settings.attn_implementation)
     config = _cut(read_config(settings.model_name_or_path), num_layers)
     dtype = getattr(torch, settings.dtype) if settings.dtype != "auto" else config.dtype or torch.float32
     options = {"dtype": dtype, "attn_implementation": settings.attn_implementation}
-    drawn_on = [device] if device.type == "cuda" else []  # by default all GPUs of the machine, with a warning
+    drawn_on = [device] if device.type == "cuda" else []  # the default is all GPUs of the machine, with a warning
     try:
         with torch.random.fork_rng(drawn_on), device:
             model = auto_class(settings.model_name_or_path).from_config(config, trust_remote_code=False, **options)
@@ -201,9 +201,9 @@ def random_trainable(settings: ModelSettings, num_layers: int, device: torch.dev
 
 
 def layer_period(config: Any) -> int:
-    """Layers after which their kinds repeat, by the configuration's `layer_types`; 1 if it has none.
+    """Return the number of layers after which their kinds repeat, by `layer_types`; 1 if the configuration has none.
 
-    The number of layers if they repeat only after more than `MAX_PERIOD`: then no part stands for the whole.
+    Returns the number of all layers if the period is above `MAX_PERIOD`: then no part represents the whole.
     """
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
@@ -212,7 +212,7 @@ def layer_period(config: Any) -> int:
 
 
 def _cut(config: Any, num_layers: int) -> Any:
-    """The configuration with fewer layers; what it lists for each layer is cut too."""
+    """Reduce the configuration to fewer layers; what it lists for each layer is cut too."""
     config = deepcopy(config)
     text = config.get_text_config()
     whole = text.num_hidden_layers

@@ -1,4 +1,4 @@
-"""Checks before a row is read: the weights, room on the disk, and that all ranks start alike."""
+"""Checks before a row is read: the weights, room on the disk, and that all ranks start with the same settings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float64": 8, "auto": 2}
 
 
 def num_stored_parameters(model_name_or_path: str) -> int | None:
-    """Numbers in the weights of a folder, or of a hub name that was downloaded. Reads only the files' headers.
+    """Count the numbers in the weights of a folder or a downloaded hub name, from the files' headers.
 
     None if that is not known: the weights are not downloaded yet, or the folder holds only an adapter.
 
@@ -43,9 +43,9 @@ def num_stored_parameters(model_name_or_path: str) -> int | None:
 
 
 def check_room(output_dir: Path, num_parameters: int | None, settings: ModelSettings, copies: int) -> int:
-    """Bytes that the run writes into `output_dir`, at least.
+    """Return the bytes that the run writes into `output_dir`, at least.
 
-    settings: of a `RadixModule`. copies: checkpoints that are there at once; those of adapters are left out.
+    settings: of a `RadixModule`. copies: checkpoints that exist at once; those of adapters are not counted.
 
     Raises UserError if the disk has less room.
     """
@@ -64,9 +64,9 @@ def check_room(output_dir: Path, num_parameters: int | None, settings: ModelSett
 
 
 def described_start(settings: Run) -> dict[str, str]:
-    """What the ranks of a run must have alike, by name: settings, versions of packages, the files of the model.
+    """Describe what the ranks of a run must have in common: settings, versions of packages, the files of the model.
 
-    settings: of the command, as they were parsed.
+    settings: of the command, as parsed.
     """
     alike = {name: value for name, value in flat(settings).items() if name not in OF_A_MACHINE}
     found = {name: str(masked(value, name)) for name, value in alike.items()}
@@ -90,12 +90,12 @@ def _digest_of_model(model_name_or_path: str) -> str:
                     file.seek(place)
                     digest.update(file.read(SAMPLED_BYTES))
         return digest.hexdigest()
-    except (OSError, UserError):  # said by the rank that reads them
+    except (OSError, UserError):  # reported by the rank that reads them
         return ""
 
 
 def earlier_run(subcommand: str, model_folder: Path, model_name_or_path: str, ckpt_path: str | None) -> str:
-    """A notice, or nothing: a command takes weights from elsewhere although its folder holds a run.
+    """Return a notice if a command takes weights from elsewhere although its folder holds a run; else empty.
 
     model_folder: where `fit` leaves the model.
     """
@@ -119,7 +119,7 @@ def _weight_files(model_name_or_path: str) -> list[Path] | None:
         downloaded = next((Path(path).parent for path in cached if isinstance(path, str)), None)
         if downloaded is None and constants.HF_HUB_OFFLINE:
             raise UserError(
-                f"{name}: no such folder, no downloaded weights of that name, and HF_HUB_OFFLINE forbids to download "
+                f"{name}: no such folder, no downloaded weights of that name, and HF_HUB_OFFLINE forbids downloading "
                 f"them"
             )
         if downloaded is None:

@@ -1,4 +1,4 @@
-"""An overview of a run, printed after tokenising and before the first step: what a person wants to see before hours."""
+"""An overview of a run, printed after tokenising and before the first step, for people to check before hours pass."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from radixtrain.data.datamodule import SFTData
 
 MOST_CONVERSATIONS = 20_000
-"""Prompts are looked for in so many conversations, drawn by the seed: 0.5 s, however many there are."""
+"""Prompts are looked for in this many conversations, drawn by the seed: 0.5 s, however many there are."""
 SAMPLE_CHARS = 800
 ROWS_LOOKED_AT = 32  # of each source, for a system prompt that they share
 
@@ -66,7 +66,7 @@ def print_overview(
 ) -> None:
     """Print it, coloured on a terminal.
 
-    module, data: a `RadixModule` with its model, and an `SFTData` with its rows. config: of the trainer, as it was set.
+    module, data: a `RadixModule` with its model, and an `SFTData` with its rows. config: of the trainer, as set.
     written: bytes, see `check_room`. evaluates: what is generated after each validation; empty for nothing.
     """
     corpus, report, settings = data.conversations["train"], data.reports["train"], data.hparams
@@ -77,7 +77,7 @@ def print_overview(
         *model_entries(module, trainer, data.steps_per_epoch, written),
     ]
     sample, tokenizer = corpus[0][0], load_tokenizer(settings.model_name_or_path, settings.chat_template_path)
-    text = Text.assemble(f"{sample.where}, loss on what stands in ⟦ ⟧:\n", marked_text(sample, tokenizer, SAMPLE_CHARS))
+    text = Text.assemble(f"{sample.where}, loss on what is in ⟦ ⟧:\n", marked_text(sample, tokenizer, SAMPLE_CHARS))
     console = screen(soft_wrap=True, highlight=False, markup=False)
     lines: list[tuple[str, str | Text]] = [*entries, ("sample", text)]
     for name, line in lines:
@@ -85,13 +85,13 @@ def print_overview(
 
 
 def steps_between_logs(trainer: Any, data: SFTData) -> int:
-    """Return the configured number, but 1 for a run that is shorter, which would leave no metrics."""
+    """Return the configured number, but 1 for a run that is shorter, which would otherwise leave no metrics."""
     num_steps = num_steps_of_run(trainer, data.steps_per_epoch)
     return 1 if 0 < num_steps < trainer.log_every_n_steps else trainer.log_every_n_steps
 
 
 def data_entries(corpus: Corpus, report: EncodeReport, max_length: int | None, unused: Sequence[str]) -> list[Entry]:
-    """Rows, samples and lengths; what is longer than `max_length`; columns and keys that nothing reads.
+    """Describe rows, samples and lengths; what is longer than `max_length`; columns and keys that nothing reads.
 
     unused: see `unused_keys`.
     """
@@ -114,7 +114,7 @@ def data_entries(corpus: Corpus, report: EncodeReport, max_length: int | None, u
 
 
 def sharing_entries(data: SFTData) -> list[Entry]:
-    """Prompts that several conversations share, the r to expect, and what another order would bring."""
+    """Describe prompts that conversations share, the expected r, and what another order would bring."""
     corpus, settings, num_groups = data.conversations["train"], data.hparams, ranks().num_groups
     drawn, seen = corpus, ""
     if len(corpus) > MOST_CONVERSATIONS:
@@ -143,7 +143,7 @@ def sharing_entries(data: SFTData) -> list[Entry]:
 
 
 def model_entries(module: Any, trainer: L.Trainer, steps_per_epoch: int, written: int) -> list[Entry]:
-    """Ranks, steps, memory and disk. written: bytes, see `check_room`."""
+    """Describe ranks, steps, memory and disk. written: bytes, see `check_room`."""
     num_all, num_trained = num_parameters(module.model)
     sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in module.parameters()]
     held = sum(size * (2 if trained else 1) for size, trained in sizes) + moment_bytes(module, module.hparams)
@@ -171,7 +171,7 @@ def model_entries(module: Any, trainer: L.Trainer, steps_per_epoch: int, written
 
 
 def _arrangement(data: SFTData, drawn: Corpus, groups: PrefixGroups, r: float, whole_share: float) -> Arrangement:
-    """r of the run, and that `group_by_prefix: true` would reach, estimated from a part of the conversations."""
+    """Estimate r of the run, and that of `group_by_prefix: true`, from a part of the conversations."""
     settings = data.hparams
     grouped = grouped_order(drawn, settings.batch_size, True, settings.seed, groups)
     if grouped is None or settings.group_by_prefix is not False or not settings.shuffle_dataset:
@@ -184,11 +184,11 @@ def _arrangement(data: SFTData, drawn: Corpus, groups: PrefixGroups, r: float, w
 
 
 def unused_keys(model: Any, data: Any, trainer: Any) -> list[str]:
-    """`model.lora_r (only with use_peft: true)` and the like: keys that a run of `fit` has set and does not read.
+    """List keys that a run of `fit` has set and does not read: `model.lora_r (only with use_peft: true)` and so on.
 
     model, data: a `RadixModule` and an `SFTData`. trainer: keys of `trainer` with their values.
 
-    A key counts as set if it does not have its default. Rows are no chats if no source begins with one.
+    A key counts as set if it differs from its default. Rows are not chats if no source begins with one.
     """
     of_model, of_data = model.hparams, data.hparams
     set_keys = {
@@ -210,7 +210,7 @@ def unused_keys(model: Any, data: Any, trainer: Any) -> list[str]:
         ("data", ("val_size",), bool(of_data.validation_file), "beside validation_file"),
         ("data", COLLATING, not of_data.dedup, "not with dedup: false"),
         ("data", ("excess_length_strategy",), of_data.max_length is None, "only with max_length"),
-        ("data", CHATS, no_chats, "the rows are no chats"),
+        ("data", CHATS, no_chats, "the rows are not chats"),
         ("data", ("test_file",), True, "only for test and predict"),
         ("data", ("predict_file",), True, "only for predict"),
         ("trainer", VALIDATING, not (of_data.validation_file or of_data.val_size), "there are no rows to validate on"),
@@ -224,7 +224,7 @@ def unused_keys(model: Any, data: Any, trainer: Any) -> list[str]:
 
 
 def system_prompt(data: SFTData) -> str:
-    """The system turn with which the first rows of all training data begin; empty if they do not have the same."""
+    """Return the system turn with which the first rows of all training data begin; empty if these differ."""
     sources = as_sources(data.hparams.train_file, data.hparams.columns)
     chats = [chat for source in sources for chat in islice(_chats(source), ROWS_LOOKED_AT)]
     turns = [chat[0] if chat else {} for chat in chats]
@@ -234,12 +234,12 @@ def system_prompt(data: SFTData) -> str:
 
 
 def _begins_with_a_chat(source: object) -> bool:
-    """Whether the first row of a source is rendered by the chat template; True if it cannot be read."""
+    """Return whether the first row of a source is rendered by the chat template; True if it cannot be read."""
     return next(_chats(source), []) is not None
 
 
 def _chats(source: Any) -> Iterator[list[dict[str, Any]] | None]:
-    """The messages of each row, None if it is no chat, and no messages if it cannot be read."""
+    """Yield the messages of each row: None if it is not a chat, and no messages if it cannot be read."""
     for first in open_rows(source):
         try:
             fields = [standard_row(plain).fields for plain in plain_rows(first.read())]

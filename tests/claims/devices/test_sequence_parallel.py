@@ -543,7 +543,7 @@ def test_refusals() -> None:
     for kind in (int, float, np.float32, torch.tensor, lambda n: ((torch.tensor(n),),)):
         assert "got different batches" in refused(partial(counted, kind=kind))
     assert "more than once" in refused(partial(own_loss, count=2))
-    assert "computes its loss by itself" in refused(partial(own_loss, count=0))
+    assert "computes its loss without its loss_function" in refused(partial(own_loss, count=0))
     assert "without merge_labels" in refused(lambda group, rank: call(group, merge_labels=True))
     assert "these numbers do: 1, 2, 4" in refused(lambda group, rank: call(group), ranks=3)
     assert "has no head" in refused(lambda group, rank: prepare_model(tiny().model, sp_group=group))

@@ -70,7 +70,7 @@ REASONS = {
     r"does not take its attention from AttentionInterface": "attention code of its own",
     r"does not take position_ids": "takes no position_ids",
     r"counts positions from padding_idx": "positions start at padding_idx + 1",
-    r"which is no PreTrainedModel": "layers in a class that is no PreTrainedModel",
+    r"which is not a PreTrainedModel": "layers in a class that is no PreTrainedModel",
     r"not a plain decoder, but an encoder and a decoder": "an encoder and a decoder",
     r"not a plain decoder \(one stack": "more than one stack of layers",
     r"does not predict next tokens: (.*?);": "...",

@@ -45,7 +45,7 @@ def test_one_flipped_bit(arguments: Callable[..., list[str]], tmp_path: Path, ca
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             assert main(arguments(output_dir=folder, **flags, ckpt_path="last")) == 0
-        said = [record.getMessage() for record in caplog.records if "passed over" in record.getMessage()]
+        said = [record.getMessage() for record in caplog.records if "skipped: " in record.getMessage()]
         assert len(said) == 1 and "step=8" in said[0] and name in said[0] and "step=7" in said[0], (name, bit, said)
         assert_same_run(folder, whole)
         assert_nothing_left(folder)

@@ -63,7 +63,7 @@ def test_a_signal_at_a_known_place(start, line, tmp_path, place):
     go_on_after_pause(folder)
     assert run.wait() == 143, run.said()
     saved = 3 + (place == "step 4")
-    assert f"stopped by SIGTERM after step {saved}, which is saved; go on with --ckpt_path" in run.error()
+    assert f"stopped by SIGTERM after step {saved}, which is saved; resume with --ckpt_path" in run.error()
     run.wait_for_workers()
     last = start(line(folder, **flags, ckpt_path="last"))
     assert last.wait() == 0, last.said()

@@ -131,8 +131,8 @@ MISTAKES: dict[str, Mistake] = {
     "made in the modes of the reader": Mistake(Modes, "entered", ambient),
     "made in the grad mode of the reader": Mistake(Modes, "entered", without("grad")),
     "made in inference mode": Mistake(Modes, "entered", without("inference")),
-    "made anew each time": Mistake(SpreadRows, "_become", lambda before: lambda self, dense: dense.clone()),
-    "two objects": Mistake(SpreadRows, "_become", lambda before: lambda self, dense: dense),
+    "made anew each time": Mistake(SpreadRows, "_turn_into", lambda before: lambda self, dense: dense.clone()),
+    "two objects": Mistake(SpreadRows, "_turn_into", lambda before: lambda self, dense: dense),
     "without a gradient": Mistake(
         Spread, "at_places", lambda before: lambda self, values: before(self, values.detach())
     ),

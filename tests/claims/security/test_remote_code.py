@@ -71,7 +71,7 @@ def test_it_is_not_run(load: Callable[[str], Any], evil: Path, tmp_path: Path) -
         load(str(evil))
     assert not (tmp_path / "ran").exists(), refused.value
     if load is not auto_class:  # which is asked by those that say it
-        assert "brings code of its own (auto_map), which radixtrain does not run" in str(refused.value)
+        assert "comes with its own code (auto_map), which radixtrain does not run" in str(refused.value)
 
 
 @pytest.mark.usefixtures("answers_yes")
@@ -83,7 +83,7 @@ def test_a_command_says_it_in_one_line(
     (evil.parent / "x.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
     assert main(arguments(command, model__model_name_or_path=evil, **files)) == 1
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert "trust_remote_code=True and hand it to radixtrain.prepare_model" in line
+    assert "trust_remote_code=True and pass it to radixtrain.prepare_model" in line
     assert not (tmp_path / "ran").exists()
 
 

@@ -38,7 +38,7 @@ class TestNewest:
         newest = newest_valid(folder)
         assert newest.path == folder / "step=3"
         assert sorted(line.removeprefix(f"{folder}/") for line in newest.passed_over) == [
-            "step=5: manifest.json is missing: it was not written to its end",
+            "step=5: manifest.json is missing: writing did not finish",
             "step=7: model.safetensors is damaged: its checksum is not the one in the manifest",
         ]
         damage(folder / "step=3")
@@ -115,7 +115,7 @@ class TestResolve:
             ("{}/step=4", "no such checkpoint: .*step=4; .*step=5 is whole"),
             ("nope.ckpt", "no such checkpoint: nope.ckpt$"),
             ("{}/step=5/model.safetensors", "a file; a checkpoint of radixtrain is a folder"),
-            ("{}/model", "a model and no checkpoint; give it as model.model_name_or_path"),
+            ("{}/model", "a model, not a checkpoint; give it as model.model_name_or_path"),
             ("{}/empty", "no whole checkpoint in .*empty; --ckpt_path auto starts"),
             ("{}/empty/last", "no whole checkpoint in .*empty; --ckpt_path auto starts"),
             ("{}/none/last", "no whole checkpoint in .*none; --ckpt_path auto starts"),

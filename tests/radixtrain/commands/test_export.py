@@ -75,8 +75,6 @@ def test_what_is_refused_before_training(
     assert "hub_model_id: expected NAME or OWNER/NAME; " in says(push_to_hub="true", hub_model_id="a/b/c")
     assert "hub_model_id a/b: nothing would be uploaded; set push_to_hub: true" in says(hub_model_id="a/b")
     monkeypatch.setattr(export, "get_token", lambda: None)
-    assert "nobody is logged in to the Hugging Face hub: run `hf auth login`, or set HF_TOKEN" in says(
-        push_to_hub="true"
-    )
+    assert "not logged in to the Hugging Face hub: run `hf auth login`, or set HF_TOKEN" in says(push_to_hub="true")
     monkeypatch.setattr(export.constants, "HF_HUB_OFFLINE", True)
     assert "push_to_hub: HF_HUB_OFFLINE forbids the upload" in says(push_to_hub="true")

@@ -51,7 +51,7 @@ def test_every_key_has_a_meaning_and_values():
 def test_a_key_in_every_part_and_keys_of_one_command():
     [key] = [key for key in keys_of("fit") if key.name == "data.excess_length_strategy"]
     assert key.kind == "raise, drop, truncate" and key.default == "raise"
-    assert key.help == "what is done with a longer one: raise, drop, or truncate (keeps the start)."
+    assert key.help == "for a longer sample: raise, drop, or truncate (keeps the start)."
     assert "num_sequences" in {key.name for key in keys_of("verify")} - {key.name for key in keys_of("fit")}
     of_hub = ["push_to_hub", "hub_model_id", "hub_private_repo"]
     names = [key.name for key in keys_of("export")]

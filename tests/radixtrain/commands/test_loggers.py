@@ -59,14 +59,14 @@ def test_short_names_and_other_loggers(tmp_path, nobody, monkeypatch):
     assert loggers_of(own, tmp_path) is own and loggers_of([own], tmp_path) == [own]
     named, last = loggers_of(["csv", own], tmp_path)
     assert named.name == "logs" and last is own
-    with pytest.raises(UserError, match=r"trainer\.logger: none stands alone, not in a list"):
+    with pytest.raises(UserError, match=r"trainer\.logger: none must be alone, not in a list"):
         loggers_of(["none", own], tmp_path)
     monkeypatch.setenv("WANDB_PROJECT", "theirs")
     assert loggers_of("wandb", tmp_path)[1].name == "theirs"
 
 
 def test_nobody_is_logged_in(says, nobody, tmp_path):
-    expected = "trainer.logger: nobody is logged in to Weights & Biases: run `wandb login`, or set WANDB_API_KEY; "
+    expected = "trainer.logger: not logged in to Weights & Biases: run `wandb login`, or set WANDB_API_KEY; "
     for logger in ("wandb", "WandbLogger", "[wandb, csv]"):
         assert says(trainer__logger=logger) == expected + OFFLINE
     (tmp_path / "my.yaml").write_text(yaml.safe_dump({"trainer": {"logger": "wandb"}}))

@@ -21,7 +21,7 @@ GOOD = {"messages": [{"role": "user", "content": "Where is the pear?"}, {"role":
 ROBOT = {"messages": [{"role": "robot", "content": "x"}]}
 NO_KEY = " (`radixtrain fit --help` lists the keys)"
 NOT_IMPORTED = "class_path 'evil.Callback' is not imported: a configuration may name only classes of radixtrain, "
-LOGGERS = "no key foo in trainer.logger, which is no section (`radixtrain fit --help trainer.logger` says more)"
+LOGGERS = "no key foo in trainer.logger, which is not a section (`radixtrain fit --help trainer.logger` says more)"
 LONG = "x" * 99
 NO_KEYS = "--config: expected keys with their values, such as `output_dir: runs/a`; got "
 BOMB = "a: &a0 [x, x]\n" + "".join(f"b{n}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(9))
@@ -37,7 +37,7 @@ KEYS = {
     "--data.zzz 1": f"no key data.zzz{NO_KEY}",  # whose section is near to that of others
     "--dta.batch_size=1 --model.dtyp=2": "no key dta.batch_size, did you mean data.batch_size?; no key model.dtyp, did "
     "you mean model.dtype?",
-    "stray": "stray is no key: write --key value, and --config FILE for a YAML file",
+    "stray": "stray is not a key: write --key value, and --config FILE for a YAML file",
     "--save_best": "save_best needs a value: --save_best VALUE",
     "--config": "config needs a value: --config VALUE",
     "--num_train_epochs 3 --bf16 true": "no key num_train_epochs: here it is trainer.max_epochs; no key bf16: "
@@ -47,7 +47,7 @@ KEYS = {
     "--model.use_dora --model.use_rslora": "model.use_dora is set without model.use_peft",
     "--data.columns " + "[" * 100_000: "more than 50 lists or sections inside of one another",
     "--seed_everything " + "9" * 5000: "a number of 5,000 digits; as a text, write it in quotes",
-    "--output_dir \udcff": "a value is no text in UTF-8: '\\udcff'",
+    "--output_dir \udcff": "a value is not UTF-8 text: '\\udcff'",
     "--overwrite --model.nope 1": f"no key model.nope{NO_KEY}",  # a switch takes no value, and not the next key
 }
 VALUES = {
@@ -63,7 +63,7 @@ VALUES = {
     "--model.allow_dropout='{a: 1}'": "model.allow_dropout must be list of text or null; got {a: 1} (`radixtrain "
     "fit --help model.allow_dropout` says more)",
     f"--data.batch_size={LONG}": f"data.batch_size must be an integer; got {LONG[:80]} ...",
-    "--data.batch_size.foo=1": "no key foo in data.batch_size, which is no section (`radixtrain fit --help data.batch_",
+    "--data.batch_size.foo=1": "no key foo in data.batch_size, which is not a section (`radixtrain fit --help data.b",
     "--data.val_size.foo=1": "data.val_size must be a number; got {'foo': 1}",
     "--sp_size=some": "sp_size must be an integer; got some",
 }
@@ -90,12 +90,12 @@ FILES = {
     "hello": f"{NO_KEYS}a text",
     "config: /etc/passwd\n": "--config {config}: the key config names another file, which is not read",
     "trainer: {callbacks: [/etc/passwd]}\n": "trainer.callbacks: no '/etc/passwd'; there are EarlyStopping, Model",
-    "model: {learning_rate: null}\n": "model.learning_rate must be a number; got null; without the key it is 2e-05",
+    "model: {learning_rate: null}\n": "model.learning_rate must be a number; got null; the default is 2e-05",
     "a: [\n": "{config}:2: not YAML: did not find expected node content",
     "a:\n\t b: 1\n": "{config}:2: not YAML: found character that cannot start any token",
     "[" * 100_000: "{config}:1: more than 50 lists or sections inside of one another",
     BOMB: "{config}:6: more than 100,000 values, with those that aliases repeat",
-    "a: &x [*x]\n": "{config}:1: *x names what holds it, or nothing",
+    "a: &x [*x]\n": "{config}:1: *x refers to its own container, or to nothing",
     "model: {learning_rate: "
     + "9" * 5000
     + "}\n": "{config}:1: a number of 5,000 digits; as a text, write it in quotes",

@@ -123,7 +123,7 @@ def test_adapters_with_the_learning_rate_of_all_weights(
     for rate, told in ((None, True), (1e-4, False)):
         caplog.clear()
         assert main(arguments(model__learning_rate=rate, **none)) == 1
-        assert ("model.learning_rate is 2e-05, as for training all weights; LoRA wants" in caplog.text) == told
+        assert ("model.learning_rate is 2e-05, as for training all weights; LoRA usually needs" in caplog.text) == told
 
 
 QUIET = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}

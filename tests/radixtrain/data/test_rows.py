@@ -206,8 +206,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "chosen and rejected are preference data, which a trainer such as",
     ),
     ({"messages": CHAT, "conversations": SHAREGPT}, "messages and conversations beside each other: write data.columns"),
-    ({"messages": CHAT, "prompt": "x"}, "prompt beside messages, and it is no part of it: write data.columns:"),
-    ({"conversations": SHAREGPT, "completion": [user("b")]}, "completion beside conversations, and it is no part of"),
+    ({"messages": CHAT, "prompt": "x"}, "prompt beside messages, and it is not part of it: write data.columns:"),
+    ({"conversations": SHAREGPT, "completion": [user("b")]}, "completion beside conversations, and it is not part of"),
     ({"conversations": [{"from": "system", "value": "t"}, *SHAREGPT], "system": "s"}, "system: differs from the sys"),
     ({"messages": CHAT, "system": ["s"]}, "system: expected text, found ['s']"),
     ({"messages": CHAT, "system": "s", "system_prompt": "t"}, "system and system_prompt differ: write data.columns"),
@@ -221,19 +221,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"question": "q", "answer": " "}, f"answer: the answer {EMPTY}"),
     ({"question": "q", "answer": 1}, "answer: expected text, found 1"),
     ({"instruction": "q", "output": "a", "history": ["x"]}, "history: expected a list of [question, answer]"),
-    ({"text": "t", "label": 0}, "label beside text: nobody would learn it; to answer with it, write data.columns"),
-    ({"text": "t", "category": "c"}, "category beside text: nobody would learn it"),
-    ({"text": "q", "completion": "a"}, "completion beside text: nobody would learn it"),
-    ({"text": "q", "summary": "a"}, "summary beside text: nobody would learn it"),
+    ({"text": "t", "label": 0}, "label beside text would not be learned; to answer with it, write data.columns"),
+    ({"text": "t", "category": "c"}, "category beside text would not be learned"),
+    ({"text": "q", "completion": "a"}, "completion beside text would not be learned"),
+    ({"text": "q", "summary": "a"}, "summary beside text would not be learned"),
     ({"text": "t", "system": "s"}, "system: 's' beside plain text, which has no system turn"),
     ({"text": 7}, "text: expected text, found int"),
     ({"text": ""}, "no token bears loss: of 1 tokens none after the first has a label other than -100"),
     ({"text": "\ud800"}, HALF),
     ({"prompt": "q", "completion": CHAT[1:]}, "prompt and completion: expected both as text or both as lists"),
     ({"prompt": "q", "completion": " "}, f"completion: it {EMPTY}"),
-    ({"prompt": "q", "completion": "a", "label": False}, "label: says whether the completion is a good one, and all"),
-    ({"prompt": "q", "completion": "a", "label": 0}, "label: says whether the completion is a good one, and all"),
-    ({"prompt": "q", "completion": "a", "label": "False"}, "label: says whether the completion is a good one, and all"),
+    ({"prompt": "q", "completion": "a", "label": False}, "label: says whether the completion is good, but all"),
+    ({"prompt": "q", "completion": "a", "label": 0}, "label: says whether the completion is good, but all"),
+    ({"prompt": "q", "completion": "a", "label": "False"}, "label: says whether the completion is good, but all"),
     ({"prompt": "q", "completion": "a", "system": "s"}, "system: 's' beside plain text, which has no system turn"),
     ({"prompt": CHAT[:1], "completion": []}, "completion: expected a non-empty list of {role, content}, found a list"),
     ({"prompt": CHAT[:1], "completion": [Q]}, "expected at least one assistant turn to learn from; found the roles"),
@@ -316,7 +316,7 @@ TURNS_REFUSED: list[tuple[Any, str]] = [
         for blank in ("", " \n")
     ),
     (assistant("x", weight=0.5), " (role 'assistant'): weight: expected 0 (no loss on the turn) or 1, found 0.5"),
-    ({**Q, "weight": 1}, " (role 'user'): weight: 1 asks for loss on the turn; only assistant turns bear loss"),
+    ({**Q, "weight": 1}, " (role 'user'): weight: 1 requests loss on the turn; only assistant turns bear loss"),
     *(
         (assistant("x", **{key: False}), f" (role 'assistant'): {key}: False is not read; write weight: 0 for a turn")
         for key in ("train", "trainable", "loss")
@@ -387,7 +387,7 @@ def test_the_raw_files() -> None:
     first, *others = map(standard_row, mapped)
     assert first.fields == {"messages": [user("I am still waiting on my card?"), assistant("card_arrival")]}
     assert not any(row.unused for row in [first, *others])
-    with pytest.raises(DataError, match=r"train\.csv:2: category beside text: nobody would learn it"):
+    with pytest.raises(DataError, match=r"train\.csv:2: category beside text would not be learned"):
         standard_row(next(read_rows(banking)))
     rows = [standard_row(row) for row in read_rows(gsm8k)]
     mapping = {"user": "question", "assistant": "answer"}

@@ -165,7 +165,7 @@ def test_system_prompt(
     assert found == [*expected, expected[0]]
     is_set = bool(expected[0])
     assert module.reports["train"].num_own_system == is_set
-    assert ("1 rows keep a system turn of their own" in str(module.reports["train"])) == is_set
+    assert ("1 rows have their own system turn" in str(module.reports["train"])) == is_set
 
 
 def test_sources_in_a_list_with_weights(data: Callable[..., SFTData], tmp_path: Path) -> None:

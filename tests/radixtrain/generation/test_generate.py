@@ -302,7 +302,7 @@ class TestErrors:
             ([[1]], {"batch_size": 2.0}, r"batch_size must be a whole number of at least 1, got 2\.0"),
             ([[1]], {"batch_size": True}, "batch_size must be a whole number of at least 1, got True"),
             ([[1]], {"kernel": "fast"}, "kernel must be auto, .*; got 'fast'"),
-            ([[1]], {"kernel": "flash_attn"}, "kernel='flash_attn' cannot be used: .*; kernel='auto' takes what can"),
+            ([[1]], {"kernel": "flash_attn"}, "kernel='flash_attn' cannot be used: .*; kernel='auto' takes one"),
             ([[1]], {"num_beams": 2}, "num_beams"),
             ([[1]], {"max_new_token": 2}, "max_new_tokens"),
             ([[1]], {"max_new_tokens": 0}, "max_new_tokens"),

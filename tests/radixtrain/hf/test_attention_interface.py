@@ -47,7 +47,7 @@ def test_values_of_another_head_dim(attention, v_head_dim):
 def test_sinks_that_do_not_reach_the_attention_function(tiny_qwen3):
     model = prepare_model(tiny_qwen3())
     model.model.layers[1].self_attn.sinks = nn.Parameter(torch.zeros(4))
-    with pytest.raises(UserError, match=r"Qwen3Attention of layer 1 has sinks and does not hand it .* as s_aux"):
+    with pytest.raises(UserError, match=r"Qwen3Attention of layer 1 has sinks and does not pass it .* as s_aux"):
         model(**RadixCollator()(FEATURES))
 
 
@@ -105,13 +105,13 @@ def one_token(**kwargs):
 
 
 BROUGHT = {  # the name of the attention, what somebody puts where, and why it is not taken over
-    "registered": ("half", [(ATTENTION, "half", half), (MASKS, "half", sdpa_mask)], "'half' is none of transformers'"),
+    "registered": ("half", [(ATTENTION, "half", half), (MASKS, "half", sdpa_mask)], "'half' is not one of"),
     "a kernel": ("org/kernel", [(ATTENTION, "org/kernel", half), (MASKS, "org/kernel", sdpa_mask)], "'org/kernel'"),
-    "in the place of sdpa": ("sdpa", [(ATTENTION, "sdpa", half)], r"\.half takes the place of transformers' own"),
-    "in one mapping": ("sdpa", [(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", half)], r"\.half takes the place"),
-    "a mask": ("sdpa", [(MASKS, "sdpa", one_token)], r"\.one_token takes the place of transformers' own 'sdpa'"),
-    "in torch": ("sdpa", [(FUNCTIONAL, SDPA.__name__, half_of_torch)], r"half_of_torch takes the place of torch's own"),
-    "eager": ("eager", [(FILE, "eager_attention_forward", half_eager)], r"eager_attention_forward takes the place"),
+    "in the place of sdpa": ("sdpa", [(ATTENTION, "sdpa", half)], r"\.half replaces transformers' own"),
+    "in one mapping": ("sdpa", [(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", half)], r"\.half replaces"),
+    "a mask": ("sdpa", [(MASKS, "sdpa", one_token)], r"\.one_token replaces transformers' own 'sdpa'"),
+    "in torch": ("sdpa", [(FUNCTIONAL, SDPA.__name__, half_of_torch)], r"half_of_torch replaces torch's own"),
+    "eager": ("eager", [(FILE, "eager_attention_forward", half_eager)], r"eager_attention_forward replaces"),
 }
 
 

@@ -26,7 +26,7 @@ def test_no_json(tmp_path: Path) -> None:
     ("content", "reason"),
     [
         (b'{"a": 1,\n "b" 2}', "line 2 column 6: Expecting ':' delimiter"),
-        (b"", "the file is no JSON"),
+        (b"", "the file is not JSON"),
         (b"[]", "found a list"),
         (b"null", "found a NoneType"),
         (b"\xff", "the file is not UTF-8"),

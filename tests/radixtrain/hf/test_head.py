@@ -191,7 +191,7 @@ class TestRefusals:
             output = super(type(self), self).forward(input_ids)
             return type(output)(logits=output.logits.cumsum(1))
 
-        assert "gives a hidden row other logits if other rows are beside it" in self.refused(forward)
+        assert "gives a hidden row other logits if other rows are next to it" in self.refused(forward)
 
 
 class TestTheModelIsLeftAsItWas:

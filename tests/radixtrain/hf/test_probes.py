@@ -59,7 +59,7 @@ def test_a_mask_with_a_renamed_keyword(family, prepare, monkeypatch):
     model = model_of(family)
     for name in ("create_sliding_window_causal_mask", "create_masks_for_generate"):
         monkeypatch.setattr(file_of(family), name, getattr(changed, name), raising=False)
-    with pytest.raises(UserError, match="asks for its mask with window_size, which this version"):
+    with pytest.raises(UserError, match="requests its mask with window_size, which this version"):
         verify_equivalence(prepare(model), FEATURES, precisions=["float64"])
 
 

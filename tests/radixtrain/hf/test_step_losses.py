@@ -180,8 +180,8 @@ NOT_ITS_LOSS: dict[str, tuple[Callable[[Any], Any], str]] = {
         with_adalora,
         r"adds a regularizer of AdaLoRA \(orth_reg_weight=0\.5\), .* set orth_reg_weight to 0\.0",
     ),
-    "its own": (with_another_loss, r"has a loss_function of its own \(torch\.nn\.functional\)"),
-    "a hook on PEFT": (with_lora_and_a_hook, "calls the Qwen3ForCausalLM inside of PeftModel.*, so what hangs on that"),
+    "its own": (with_another_loss, r"has its own loss_function \(torch\.nn\.functional\)"),
+    "a hook on PEFT": (with_lora_and_a_hook, "calls the Qwen3ForCausalLM inside of PeftModel.*, so hooks on that"),
 }
 
 

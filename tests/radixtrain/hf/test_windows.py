@@ -78,7 +78,7 @@ SLIDING, BOTH_WAYS = sliding_window_causal_mask_function(4), bidirectional_mask_
         ({"q_length": 2}, 0),
         ({"mask_function": BOTH_WAYS}, "the model of Qwen3Config has a mask of other tokens than the last ones"),
         ({"use_vmap": True, "local_size": 4}, r"the model of Qwen3Config adds a mask of its own.*max_length to 4"),
-        ({"window_size": 4}, "asks for its mask with window_size, which this version of radixtrain cannot read"),
+        ({"window_size": 4}, "requests its mask with window_size, which this version of radixtrain cannot read"),
     ],
 )
 def test_a_mask_is_asked_for_its_window(tiny_qwen3, asked, window):

@@ -259,7 +259,7 @@ def test_a_command_that_loads_no_model(capfd):
 def test_mistakes_are_one_line(capsys):
     assert main(["run", "--", "no-such-program", "--x"]) == 2
     assert capsys.readouterr().err == (
-        "error: radixtrain run: no command 'no-such-program'; after -- stands what you would type without it\n"
+        "error: radixtrain run: no command 'no-such-program'; after -- write what you would type without it\n"
     )
     assert main(["run", "--min-ratio", "high", "--", "true"]) == 2
     assert "argument --min-ratio: invalid float value: 'high'" in capsys.readouterr().err

@@ -124,7 +124,7 @@ def test_what_cannot_be_resumed(arguments, tmp_path, capsys):
     assert main(arguments(trainer__max_epochs=2)) == 0  # ten steps
     saved = tmp_path / "out" / "checkpoints" / "last"
     for flags, message in (
-        ({"trainer__max_epochs": 1}, "ckpt_path: 2 epochs were begun, and trainer.max_epochs is 1; raise it to go on"),
+        ({"trainer__max_epochs": 1}, "2 epochs were begun, and trainer.max_epochs is 1; raise it to continue"),
         ({"trainer__max_steps": 9}, "10 steps were begun, and trainer.max_steps is 9"),
     ):
         assert main(arguments(output_dir=tmp_path / "other", ckpt_path=saved, **flags)) == 1
@@ -134,7 +134,7 @@ def test_what_cannot_be_resumed(arguments, tmp_path, capsys):
 def test_a_loss_that_is_not_finite_stops_before_the_step(arguments, shop, tmp_path, capsys, caplog):
     assert main(arguments(model__learning_rate=1e30, model__max_grad_norm=0)) == 1
     message = capsys.readouterr().err.strip().splitlines()[-1]
-    assert f"go on from it with --ckpt_path {tmp_path / 'out' / 'checkpoints' / 'step=1'}" in caplog.text
+    assert f"resume it with --ckpt_path {tmp_path / 'out' / 'checkpoints' / 'step=1'}" in caplog.text
     assert message.startswith("error: loss")
     assert "are not both finite; the weights were not changed" in message
     assert f"{shop / 'train.jsonl'}:" in message

@@ -58,8 +58,8 @@ def test_as_sources() -> None:
             "data.train_file: max_row_bytes: expected a number of bytes above 0, ",
         ),
         ({"path": "x", "split": 1}, None, "data.train_file: split: expected text, found 1"),
-        (["x", "x"], None, "data.train_file: x is there more than once; give each a name, or a weight to one"),
-        ("x", {"promt": "q"}, "data.columns: 'promt' is none of our columns, did you mean prompt?"),
+        (["x", "x"], None, "data.train_file: x occurs more than once; give each a name, or one a weight"),
+        ("x", {"promt": "q"}, "data.columns: 'promt' is not one of our columns, did you mean prompt?"),
         ("x", {"question": "prompt"}, "data.columns: write prompt: question (our name first, then the file's)"),
         ("x", {"prompt": "q", "completion": "q"}, "data.columns: q is named more than once"),
         ("x", {"prompt": 1}, "data.columns: expected a mapping of our columns"),
@@ -118,7 +118,7 @@ def test_a_split_of_a_folder(tmp_path: Path) -> None:
         assert texts(Source(str(tmp_path), split=split)) == expected
     write(tmp_path / "plain", a__jsonl="a")
     for path, split, error in (
-        ("", None, r"holds the splits test, train, validation; name one, as in \{.*split: train\}"),
+        ("", None, r"file names show the splits test, train, validation; name one, as in \{.*split: train\}"),
         ("", "full", "no file is named after the split 'full'; found test, train, validation"),
         ("plain", "train", "no file is named after the split 'train'; found none"),
         ("dev.jsonl", "train", "a file has no split; remove the key split"),
@@ -140,7 +140,7 @@ def test_a_row_without_an_end_is_refused_before_it_fills_the_memory(tmp_path: Pa
     path.unlink()
     os.mkfifo(path)
     for source in (path, tmp_path, f"{tmp_path}/*"):
-        with pytest.raises(UserError, match=rf"{name}: is a pipe or a device, which may never end; save what it gives"):
+        with pytest.raises(UserError, match=rf"{name}: is a pipe or a device, which may never end; save its content"):
             files_of(Source(str(source)))
 
 
@@ -224,7 +224,7 @@ def test_a_file_without_a_suffix_is_named(tmp_path: Path) -> None:
     write(tmp_path / "data", a__jsonl="a", README="about", LICENSE="free")
     assert texts(str(tmp_path / "data")) == ["a"]
     (tmp_path / "data" / "part-00001").write_text("{}")
-    with pytest.raises(UserError, match="part-00001 is no data file that can be read"):
+    with pytest.raises(UserError, match="part-00001 is not a data file that can be read"):
         files_of(Source(str(tmp_path / "data")))
 
 

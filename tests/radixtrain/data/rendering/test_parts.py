@@ -175,7 +175,7 @@ def test_turns_that_end_where_generation_goes_on_are_told(caplog: pytest.LogCapt
 
 SELDOM_MEANT = [
     "1 of 4 rows are text that begins with <|bos|>, which the tokenizer writes too",
-    "1 of 4 rows call tools and have no `tools`: the prompt does not say which there are",
+    "1 of 4 rows call tools and have no `tools`: the prompt does not list them",
     "1 of 4 rows call tools with nulls, which are learned: leave out those that a table has put there",
     "1 of 4 rows list tools as {name, ...}: so does the prompt; a server's has {type: function, function: {",
 ]

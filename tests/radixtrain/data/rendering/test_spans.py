@@ -306,7 +306,7 @@ def test_found_is_what_is_marked_or_refused(
 # What is refused
 
 WAY_OUT = "; set split_turns: true, or set chat_template_path to a template with generation markers"
-ENDING = "so where the answers stand in the whole chat is not certain"
+ENDING = "so where the answers are in the whole chat is not certain"
 REFUSED = [
     (
         CHATML.replace("{%- else %}{{- m.content", "{%- else %}{{- m.content + ' ' ~ m.content|length"),
@@ -316,7 +316,7 @@ REFUSED = [
         CHATML.replace(
             "m.content + '<|im_end|>' }}{% endgen", "m.content + ('<|im_end|>' if loop.last else '') }}{% endgen"
         ),
-        "the chat template ends turn 2 in another way once others follow",
+        "the chat template ends turn 2 differently once others follow",
     ),
     (
         CHATML.replace("'<|im_start|>assistant\\n' }}{% endif %}", "'<|im_start|>bot\\n' }}{% endif %}"),

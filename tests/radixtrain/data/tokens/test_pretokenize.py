@@ -166,7 +166,7 @@ def test_a_tokenizer_that_sees_over_its_borders_is_found(
     texts = [f"the fox{START}the fox{END}"]
     with caplog.at_level(logging.WARNING):
         first = tokenize(texts)
-    assert tokenize.borders is None and "does not treat the text between special tokens" in caplog.text
+    assert tokenize.borders is None and "does not tokenise the text between special tokens separately" in caplog.text
     assert [ids.tolist() for ids in first] == [ids.tolist() for ids in tokenize(texts)] == whole(tokenizer, texts)
 
 

@@ -191,7 +191,7 @@ class TestAdapters:
                     assert (one - other).abs().max() <= BAR
                 assert (policy[0] - reference[0]).abs().max() > 1e-3
                 assert sharing_report(shared).num_cached_tokens == 8 * step
-        reasons = {"it has gradients": 3, "an adapter that is trained is on": 3}
+        reasons = {"it has gradients": 3, "a trained adapter is active": 3}
         assert dict(sharing_report(shared).not_cached) == reasons
 
     def test_a_switch_of_frozen_adapters_is_seen(self, adapted: tuple[Any, Any]) -> None:
@@ -266,7 +266,7 @@ def test_a_gradient_that_no_parameter_asks_for_is_refused(tiny_qwen3: Callable[.
     cache = RadixCache()
     model = share_prefixes(tiny_qwen3().train().requires_grad_(False), cache=cache)
     model.enable_input_require_grads()
-    with pytest.raises(UserError, match=r"keeps what has no gradient, and a hook asks"):
+    with pytest.raises(UserError, match=r"keeps rows without gradients, and a hook requests"):
         model(**ids_of(FIRST))
     logits_of(model, FIRST)
     assert cache.num_tokens == 6 and not cache.num_reserved and not cache.root.locks

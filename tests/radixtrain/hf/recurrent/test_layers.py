@@ -77,7 +77,7 @@ class TestTheTrial:
             losses = [model(**batch_of()).loss.item() for _ in range(2)]
         assert [record.message for record in ours(caplog)] == [
             "Qwen3_5GatedDeltaNet of layer 0 computes every sequence from its first token on: it is a stone "
-            "(said once for all its layers)"
+            "(logged once for all layers)"
         ]
         assert losses[0] == losses[1]
         assert len(asked) == 1

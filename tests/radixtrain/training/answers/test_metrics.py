@@ -75,7 +75,7 @@ def test_a_function_that_fails(module, body, message):
         ("exact_macht", None, "evaluate_generation.metric: no metric 'exact_macht', did you mean exact_match?"),
         ("bleu", None, "no metric 'bleu'; expected one of exact_match, contains, regex, or a function of yours by"),
         ("regex", None, "evaluate_generation.pattern is missing: the metric regex compares what it finds"),
-        ("regex", "(", "pattern: '(' is no regular expression: missing ), unterminated subpattern at position 0"),
+        ("regex", "(", "pattern: '(' is not a regular expression: missing ), unterminated subpattern at position 0"),
         ("contains", "a", "evaluate_generation.pattern is read only by the metric regex, not by contains"),
         (
             "nowhere.f",

@@ -92,7 +92,7 @@ def test_the_first_to_fail_is_named_and_the_others_end():
         watch_children([shell("exit 0"), shell("exit 3"), shell("exec sleep 600")], threading.Event())
         time.sleep(600.0)
 
-    assert in_a_process(work) == (1, "error: rank 2 ended with exit code 3; go on with --ckpt_path last\n")
+    assert in_a_process(work) == (1, "error: rank 2 ended with exit code 3; resume with --ckpt_path last\n")
 
 
 def test_a_process_ends_after_the_one_that_has_started_it():

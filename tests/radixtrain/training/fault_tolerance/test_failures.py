@@ -30,11 +30,11 @@ NO_MEMORY = [
     (MemoryError(), "the machine ran out of memory: set data.max_tokens"),
     (
         RuntimeError(ON_CPU),
-        "the machine ran out of memory when 4 GiB more were asked for: set data.max_tokens to a smaller number",
+        "the machine ran out of memory when 4 GiB more were requested: set data.max_tokens to a smaller number",
     ),
     (
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.50 GiB. GPU 0 has a total capacity of 79 GiB"),
-        "the device ran out of memory when 3.50 GiB more were asked for: set data.max_tokens to a smaller number",
+        "the device ran out of memory when 3.50 GiB more were requested: set data.max_tokens to a smaller number",
     ),
     (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"), "the device ran out of memory: set"),
     (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), "the device ran out of memory: set"),
@@ -45,12 +45,12 @@ NO_MEMORY = [
 WORKERS = [
     (
         RuntimeError("DataLoader worker (pid 812) is killed by signal: Killed. "),
-        "a DataLoader worker (process 812) was killed by signal Killed, which is what a machine does that runs out of "
+        "a DataLoader worker (process 812) was killed by signal Killed, probably because the machine ran out of "
         "memory: set data.dataloader_num_workers: 0",
     ),
     (
         RuntimeError("DataLoader worker (pid(s) 812, 813) exited unexpectedly"),
-        "a DataLoader worker (process 812, 813) was killed, which",
+        "a DataLoader worker (process 812, 813) was killed, probably",
     ),
     (
         RuntimeError(BUS_ERROR),
@@ -119,7 +119,7 @@ def test_an_output_folder_that_is_gone(tmp_path: Path) -> None:
     error = FileNotFoundError(errno.ENOENT, "No such file or directory", str(tmp_path / "run" / "logs" / "metrics.csv"))
     assert explain(error, tmp_path) is None
     said = explain(error, tmp_path / "run") or ""
-    assert said.startswith(f"output_dir {tmp_path / 'run'} is gone") and said.endswith("go on with --ckpt_path auto")
+    assert said.startswith(f"output_dir {tmp_path / 'run'} is gone") and said.endswith("resume with --ckpt_path auto")
 
 
 class TestCheckpoint:
@@ -135,7 +135,7 @@ class TestCheckpoint:
             (folder / "last").symlink_to("step=7")
         else:
             (folder / "last").write_text("step=7\n")
-        said = f". The last checkpoint is {folder / 'step=7'}; go on with --ckpt_path last"
+        said = f". The last checkpoint is {folder / 'step=7'}; resume with --ckpt_path last"
         assert (explain(MemoryError(), tmp_path) or "").endswith(said)
 
 

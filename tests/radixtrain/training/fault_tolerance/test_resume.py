@@ -144,7 +144,7 @@ def test_a_start_without_a_step_names_the_checkpoint_that_it_went_on_from(ran, c
     capsys.readouterr()
     ran("short", ckpt_path="last", trainer__max_time="00:00:00:00", **EXACT)
     said = capsys.readouterr().out
-    assert "stopped by trainer.max_time at step 3 of 10; go on with --ckpt_path last" in said
+    assert "stopped by trainer.max_time at step 3 of 10; resume with --ckpt_path last" in said
     assert str(at(folder, 3)) in said
 
 
@@ -197,11 +197,11 @@ def test_a_run_that_is_extended_takes_no_step_at_learning_rate_zero(ran, caplog)
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"model__lora_alpha": 8}, "model.lora_alpha was 32 and is 8, which would be another model"),
+    ({"model__lora_alpha": 8}, "model.lora_alpha was 32 and is 8, which would change the model"),
     ({"model__lora_r": 8}, "model.lora_r was 4 and is 8"),
     ({"model__optimizer": "muon"}, "model.optimizer was adamw and is muon, which keeps other moments; set adamw"),
     ({"model__use_peft": "false"}, "model.use_peft was true and is false"),
-    ({"data__batch_size": 5}, "data.batch_size was 4 and is 5, which would draw other steps"),
+    ({"data__batch_size": 5}, "data.batch_size was 4 and is 5, which would change the steps"),
     ({"data__val_size": 4}, "data.val_size was 0.0 and is 4"),
     ({"seed_everything": 7}, "seed_everything was 42 and is 7"),
     ({"trainer__limit_train_batches": 3}, "an epoch of the run had 5 steps and has 3 here"),

@@ -113,12 +113,12 @@ class TestNewRun:
     )
     def test_another_run(self, name: str, said: str, tmp_path: Path) -> None:
         write(tmp_path / name, "epoch,loss,step\n")
-        way_out = "replace" if said == "model/" else "go on from it with --ckpt_path auto"
+        way_out = "replace" if said == "model/" else "resume it with --ckpt_path auto"
         with pytest.raises(UserError, match=rf"holds another run \({said}\); {way_out}"):
             check_new_run(tmp_path, None, overwrite=False)
         with pytest.raises(UserError, match="holds another run") if said == "model/" else nullcontext():
             check_new_run(tmp_path, "auto", overwrite=False)
-        with pytest.raises(UserError, match="ckpt_path auto goes on and never replaces a run"):
+        with pytest.raises(UserError, match="ckpt_path auto resumes and never replaces a run"):
             check_new_run(tmp_path, "auto", overwrite=True)
         check_new_run(tmp_path, None, overwrite=True)
         check_new_run(tmp_path, "last", overwrite=False)

@@ -50,7 +50,7 @@ def test_a_stop_of_a_run_that_goes_on_from_elsewhere(tmp_path, is_enabled):
     trainer.module.position, trainer.ckpt_path = Position(4, 4), "elsewhere/step=4"
     trainer.saver.on_fit_start(trainer, trainer.module)
     trainer.start().requests.stop = TERM
-    with pytest.raises(Stopped, match="after step 4, which is saved; go on with --ckpt_path elsewhere/step=4"):
+    with pytest.raises(Stopped, match="after step 4, which is saved; resume with --ckpt_path elsewhere/step=4"):
         trainer.steps(1)
     trainer.module.position = Position(5, 5)
     with pytest.raises(Stopped, match="step=5" if is_enabled else "nothing was saved, since"):

@@ -144,6 +144,6 @@ class TestFiles:
             requests.poll()
             assert requests.stop
         assert [record.message for record in caplog.records] == [
-            f"{tmp_path / 'stop'}: there before the run, and left alone; touch it to ask"
+            f"{tmp_path / 'stop'}: was there before the run, and is ignored; touch it to request"
         ]
         assert [path.name for path in tmp_path.iterdir()] == ["save"]

@@ -46,7 +46,7 @@ def test_a_signal_saves(
 ) -> None:
     at_step(2, send(number))
     assert main(arguments(trainer__max_steps=4)) == code
-    message = f"stopped by {number.name} after step 2, which is saved; go on with --ckpt_path"
+    message = f"stopped by {number.name} after step 2, which is saved; resume with --ckpt_path"
     assert message in capsys.readouterr().err
     out = tmp_path / "out"
     assert names(out / "checkpoints") == ["last", "step=2"] and not [*out.glob(".*")]

@@ -40,7 +40,7 @@ def test_a_previous_model_is_replaced_and_files_of_ones_own_are_never_lost(parts
     ):
         path = tmp_path / folder / name
         path.write_text("years")
-        with pytest.raises(UserError, match=rf"holds what is no model \({re.escape(name)}\)"):
+        with pytest.raises(UserError, match=rf"holds files that are not a model \({re.escape(name)}\)"):
             save_hf_folder(*parts, tmp_path / folder)
         assert path.read_text() == "years"
         path.unlink()
@@ -115,7 +115,7 @@ def test_a_folder_of_this_machine_is_not_named():
 def test_a_readme_of_ones_own_is_never_lost(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / CARD).write_text("my notes")
-    with pytest.raises(UserError, match=r"holds what is no model \(README\.md\)"):
+    with pytest.raises(UserError, match=r"holds files that are not a model \(README\.md\)"):
         check_model_folder(tmp_path)
     (tmp_path / CARD).write_text(f"---\n---\n{MARK}\n")
     check_model_folder(tmp_path)

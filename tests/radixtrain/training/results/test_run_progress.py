@@ -46,8 +46,8 @@ def of_lightning() -> EarlyStopping:
         (21, {"limit_train_batches": 7}, "max_epochs", "step 21 of 21: trainer.max_epochs 3 reached"),
         (20, {"callbacks": [ended_early()]}, "early_stopping", "stopped early at step 20 of 30: eval_loss did not "),
         (20, {"callbacks": [of_lightning()]}, "early_stopping", "stopped early at step 20 of 30: Monitored metric r"),
-        (18, {"callbacks": [TimeIsUp("00:00:00:01")]}, "max_time", "stopped by trainer.max_time at step 18 of 30; go"),
-        (18, {"callbacks": [Timer("00:00:00:09")]}, "callback", "stopped by a callback at step 18 of 30; go on with"),
+        (18, {"callbacks": [TimeIsUp("00:00:00:01")]}, "max_time", "stopped by trainer.max_time at step 18 of 30; "),
+        (18, {"callbacks": [Timer("00:00:00:09")]}, "callback", "stopped by a callback at step 18 of 30; resume"),
         (18, {"max_epochs": -1, "callbacks": [TimeIsUp("00:00:00:01")]}, "max_time", "stopped by trainer.max_time at"),
     ],
 )
@@ -60,8 +60,8 @@ def test_after_steps(step: int, changes: dict[str, Any], reason: str, text: str)
 @pytest.mark.parametrize(
     ("step", "changes", "text"),
     [
-        (30, {}, "nothing left to do: step 30 of 30 was reached before; raise trainer.max_epochs to go on"),
-        (12, {"max_steps": 12}, "nothing left to do: step 12 of 12 was reached before; raise trainer.max_steps to go"),
+        (30, {}, "nothing left to do: step 30 of 30 was reached before; raise trainer.max_epochs to continue"),
+        (12, {"max_steps": 12}, "nothing left to do: step 12 of 12 was reached before; raise trainer.max_steps to "),
         (0, {"max_steps": 0}, "no step to take: trainer.max_steps is 0"),
         (0, {"max_epochs": 0}, "no step to take: trainer.max_epochs is 0"),
         (0, {"limit_train_batches": 0}, "no step to take: trainer.limit_train_batches is 0"),
@@ -75,7 +75,7 @@ def test_without_a_step(step: int, changes: dict[str, Any], text: str) -> None:
 
 def test_without_a_checkpoint_and_by_an_error() -> None:
     status = status_of_run(*run_at(18, callbacks=[TimeIsUp("00:00:00:01")]), first_step=0, has_checkpoint=False)
-    assert status.text.endswith("; no checkpoint was written to go on from") and not status.is_complete
+    assert status.text.endswith("; no checkpoint was written to resume from") and not status.is_complete
     for error, reason, text in (
         (Stopped("stopped by SIGTERM after step 12", 143), "Stopped", "stopped by SIGTERM after step 12"),
         (UserError("one\ntwo"), "UserError", "one"),

@@ -204,5 +204,5 @@ def test_the_chat_template_of_rows_that_are_no_chats(unused):
         ({"input_ids": [1, 2]}, False),
         ({"nothing": 1}, True),  # an error elsewhere
     ):
-        expected = [] if is_chat else ["data.chat_template_kwargs (the rows are no chats)"]
+        expected = [] if is_chat else ["data.chat_template_kwargs (the rows are not chats)"]
         assert unused(row, chat_template_kwargs={"enable_thinking": False}) == expected
