@@ -162,6 +162,8 @@ def why_others_look(backbone: nn.Module) -> str | None:
     """Why more is done with the tokens of this call than the model does; None if it is not."""
     if torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0:
         return "torch.func or forward-mode differentiation runs"
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        return "torch.export or torch.jit.trace records the call, for other tokens too"
     return why_hooked_inside(backbone)
 
 
