@@ -338,7 +338,7 @@ def _batch(ids: IntArray, plan: PrefixPlan, layout: TreeLayout, targets: _Target
     radix = RadixInputs(layout=layout, cu_seqlens=layout.cu_seqlens, **targets.of_predictions, **known)
     return {
         "input_ids": torch.from_numpy(ids)[None],
-        "position_ids": torch.tensor(plan.position_ids)[None],
+        "position_ids": torch.tensor(plan.position_ids, device="cpu")[None],
         **targets.labels,
         RADIX: radix,
     }

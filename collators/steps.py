@@ -317,7 +317,7 @@ class PaddedCollator:
                 layout=None,
                 cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)),
                 predictor_indices=torch.from_numpy(np.flatnonzero(is_token)[tokens] - 1),
-                prediction_rows=torch.arange(len(tokens)),
+                prediction_rows=torch.arange(len(tokens), device="cpu"),
                 loss_weights=torch.from_numpy(weights[tokens]),
                 label_indices=torch.from_numpy(tokens),
                 **policy_fields(floats, tokens),

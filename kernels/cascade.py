@@ -80,7 +80,7 @@ def _bundles(starts: list[int], bundle: int) -> list[int]:
 
 def _own_call(rows: list[int], starts: list[int], row_subtree_ends: Tensor) -> Ragged:
     """Make the call of bundles onto themselves: causal for a single segment, else with its part of the tree mask."""
-    cu_seqlens = torch.tensor(rows, dtype=torch.int32)
+    cu_seqlens = torch.tensor(rows, dtype=torch.int32, device="cpu")
     segment_at = dict(pairwise(starts))
     bounds = tuple((start, end, start, end) for start, end in pairwise(rows))
     masks = tuple(
@@ -92,9 +92,9 @@ def _own_call(rows: list[int], starts: list[int], row_subtree_ends: Tensor) -> R
 
 def _tree_mask(start: int, end: int, row_subtree_ends: Tensor) -> Tensor:
     """Make the mask, float32, of the rows [start, end): 0 if `k <= q < row_subtree_ends[k]`, else -inf."""
-    rows = torch.arange(start, end)
+    rows = torch.arange(start, end, device="cpu")
     hidden = (rows[:, None] < rows) | (rows[:, None] >= row_subtree_ends[start:end])
-    return torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+    return torch.zeros(hidden.shape, device="cpu").masked_fill_(hidden, float("-inf"))
 
 
 def _after_their_bundle(

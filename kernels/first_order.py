@@ -1,4 +1,4 @@
-"""Refuses second derivatives of autograd functions that compute only the first.
+"""Refuses second derivatives, and several gradients at once, of autograd functions that compute only the first.
 
 torch's `once_differentiable` does not: it raises only if the second pass runs through its node, from which no
 weight is reached. `torch.autograd.grad(..., weights)` leaves such nodes out, and `grad` without a graph of its own is
@@ -12,6 +12,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from radixtrain.errors import UserError
 
@@ -29,3 +30,12 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
         return backward(ctx, *gradients)
 
     return checked
+
+
+def refuse_batched(gradient: Tensor) -> None:
+    """Raise UserError for several gradients as one tensor, over which torch maps: nothing in them can be looked at."""
+    if torch._C._functorch.is_legacy_batchedtensor(gradient):
+        raise UserError(
+            "is_grads_batched=True (torch.autograd.functional: vectorize=True) asks for several gradients in one pass, "
+            "which shared prefixes do not have: call restore_model(model) before, or ask for one after the other"
+        )

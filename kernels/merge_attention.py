@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from radixtrain.kernels.first_order import first_order
+from radixtrain.kernels.first_order import first_order, refuse_batched
 from radixtrain.kernels.rows import gather_rows
 from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
 
@@ -92,6 +92,7 @@ class _Pieces(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_batched(dout)
         q, sinks, out, lse, *keys = ctx.saved_tensors
         first, *rest = ctx.pieces
         grads = ctx.kernel.backward(dout, q, keys[0], keys[1], out, lse, first.ragged, ctx.scoring)

@@ -65,7 +65,8 @@ class Ragged:
     def whole(cls, num_queries: int, num_keys: int, device: torch.device | str = "cpu") -> Ragged:
         """Make a call of one entry in which every query sees every key. It does not wait for the device."""
         cu_q, cu_k = (
-            torch.tensor([0, n], dtype=torch.int32).to(device, non_blocking=True) for n in (num_queries, num_keys)
+            torch.tensor([0, n], dtype=torch.int32, device="cpu").to(device, non_blocking=True)
+            for n in (num_queries, num_keys)
         )
         return cls(cu_q, cu_k, num_queries, num_keys, causal=False, bounds=((0, num_queries, 0, num_keys),))
 

@@ -375,7 +375,7 @@ def _deal_on_host(
     if is_outside.any():
         raise IndexError(f"Target {int(labels[is_outside][0])} is out of bounds.")
     order = rows.argsort(stable=True)
-    bounds = torch.searchsorted(rows[order], torch.tensor([0, *(taken.stop for taken in slices)])).tolist()
+    bounds = torch.searchsorted(rows[order], rows.new_tensor([0, *(taken.stop for taken in slices)])).tolist()
     for taken, (begin, end) in zip(slices, pairwise(bounds), strict=True):
         places = order[begin:end]
         yield _Chunk(taken, places, labels[places], rows[places] - taken.start, loss_weights[places])

@@ -52,6 +52,9 @@ TABLE: dict[str, dict[str, str]] = {
         "torch.ops.aten._efficient_attention_forward": "takes float32 and any head dim, and returns the log-sum-exp",
         "torch.ops.aten._efficient_attention_backward": "is its backward pass, with a merged log-sum-exp",
     },
+    "kernels/first_order.py": {
+        "torch._C._functorch.is_legacy_batchedtensor": "says whether a gradient is several, of is_grads_batched=True",
+    },
     "kernels/flash.py": {
         "torch.ops.aten._flash_attention_forward.default._schema": (
             "says whether torch's flash attention takes a window"

@@ -182,7 +182,7 @@ def path_to_root(node: Any) -> Iterator[Any]:
 
 def on_device(values: IntArray, device: torch.device) -> Tensor:
     """Copy to a device without waiting: CUDA has copied pageable memory aside when `to` returns."""
-    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+    return torch.tensor(values, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
 
 
 def _causal_call(cu_seqlens_q: np.ndarray, cu_seqlens_k: np.ndarray, device: torch.device) -> Ragged:

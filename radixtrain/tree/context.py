@@ -100,7 +100,7 @@ def _level_piece(level: list[Bounds]) -> Piece:
     low, high = min(each[2] for each in level), max(each[3] for each in level)
     bounds = tuple((q0 - first, q1 - first, k0 - low, k1 - low) for q0, q1, k0, k1 in level)
     # With gaps, `cu_seqlens` would not say what each query sees: kernels of the host read `bounds`.
-    q, k = (torch.tensor([0, *(each[side] for each in bounds)], dtype=torch.int32) for side in (1, 3))
+    q, k = (torch.tensor([0, *(each[side] for each in bounds)], dtype=torch.int32, device="cpu") for side in (1, 3))
     longest_q, longest_k = (max(each[side + 1] - each[side] for each in bounds) for side in (0, 2))
     return Piece(
         slice(first, end), slice(low, high), Ragged(q, k, longest_q, longest_k, False, bounds), of_further=True

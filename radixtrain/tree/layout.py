@@ -260,7 +260,7 @@ def _longest(cu_seqlens: np.ndarray) -> int:
 
 
 def _int64(array: np.ndarray) -> Tensor:
-    return torch.tensor(array, dtype=torch.int64)
+    return torch.tensor(array, dtype=torch.int64, device="cpu")
 
 
 def _int32(array: np.ndarray) -> Tensor:

@@ -280,7 +280,7 @@ def _layout(choice: _Choice, num_rows: int) -> RunLayout:
         calls=tuple(calls),
         rows=torch.from_numpy(flat),
         places=torch.from_numpy(_places(flat, num_rows)),
-        parents=torch.tensor(parents, dtype=torch.int64),
+        parents=torch.tensor(parents, dtype=torch.int64, device="cpu"),
     )
 
 

@@ -161,6 +161,8 @@ def why_others_look(backbone: nn.Module) -> str | None:
     """Say what reads the tokens of this call besides the model; None if nothing does."""
     if torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0:
         return "torch.func or forward-mode differentiation runs"
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        return "torch.export or torch.jit.trace records the call, for other tokens too"
     return why_hooked_inside(backbone)
 
 

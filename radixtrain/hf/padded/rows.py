@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from radixtrain.errors import UserError
+from radixtrain.kernels.first_order import refuse_batched
 from radixtrain.tree.arrays import IntArray
 
 BoolArray = npt.NDArray[np.bool_]
@@ -145,6 +146,7 @@ def check_unread(places: Tensor, grad: Tensor | None) -> None:
     """
     if grad is None or not len(places):
         return
+    refuse_batched(grad)
     parts = [grad[some].reshape(len(some), -1) for some in places.split(PLACES_AT_A_TIME)]
     num_read = sum(part.any(dim=1).sum() for part in parts)
     if num_read and not _is_lost(places, grad):

@@ -227,8 +227,10 @@ class PaddedSharing:
         padding_row = len(rows) if places.has_padding else NO_ROW
         return SpreadRows.of(places.with_padding(rows), places.rows, padding_row, self.report)
 
-    def _state(self, state: Tensor, places: Places) -> Tensor:
-        """Put the hidden states of a layer, (1, U, D), at their places, (B, L, D)."""
+    def _state(self, state: Tensor | None, places: Places) -> Tensor | None:
+        """Put the hidden states of a layer, (1, U, D), at their places, (B, L, D); None if they were not asked for."""
+        if state is None:
+            return None
         if state.ndim != 3:  # Gemma 3n has several streams of them, (4, 1, U, D)
             raise UserError(
                 f"output_hidden_states: a layer returns states of shape {tuple(state.shape)}, whose places in the "

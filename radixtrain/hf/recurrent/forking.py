@@ -152,9 +152,9 @@ def _runs(calls: tuple[RunCall, ...], rows: list[int], parents: list[int]) -> Ru
     places = [rows.index(row) for row in range(ABOVE + 2 * BELOW)]
     return RunLayout(
         calls=calls,
-        rows=torch.tensor(rows),
-        places=torch.tensor(places),
-        parents=torch.tensor(parents, dtype=torch.int64),
+        rows=torch.tensor(rows, device="cpu"),
+        places=torch.tensor(places, device="cpu"),
+        parents=torch.tensor(parents, dtype=torch.int64, device="cpu"),
     )
 
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 from padded_batches import PaddedBatch, pad
+from tiny_models import tiny_hybrid, tiny_qwen3
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from radixtrain import share_prefixes, sharing_report
+from radixtrain import RadixCollator, prepare_model, share_prefixes, sharing_report
 from radixtrain.errors import UserError
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import float64_throughout, gradients_of
@@ -73,6 +74,41 @@ def test_values(tiny_qwen3: Callable[..., Any], batch: PaddedBatch, mode: Any, t
         assert found.shape == truth.shape
         assert (found - truth)[batch.kept].norm() <= BAR * truth[batch.kept].norm()
     assert sharing_report(shared).num_shared == 1
+
+
+@pytest.mark.parametrize("layers", [[0, -1], [1], -1, []])
+def test_hidden_states_of_some_layers(tiny_qwen3: Callable[..., Any], batch: PaddedBatch, layers: Any) -> None:
+    """The others are None."""
+    ordinary = tiny_qwen3()
+    wanted = {**batch.inputs, "use_cache": False, "output_hidden_states": layers}
+    with float64_throughout(ordinary):
+        shared = share_prefixes(deepcopy(ordinary), min_ratio=0.0)
+        truth, found = (model(**wanted).hidden_states or () for model in (ordinary, shared))
+    assert [each is None for each in found] == [each is None for each in truth]
+    for one, other in zip(truth, found, strict=True):
+        assert one is None or (other - one)[batch.kept].norm() <= BAR * one[batch.kept].norm()
+    assert sharing_report(shared).num_shared == 1
+
+
+def collated(model: Any, batch: PaddedBatch) -> Any:
+    """The loss of a `RadixCollator`'s batch."""
+    return prepare_model(model)(**RadixCollator()([{"input_ids": row, "labels": row} for row in ROWS])).loss
+
+
+def padded(model: Any, batch: PaddedBatch) -> Any:
+    return model(**batch.inputs, use_cache=False).logits[batch.kept].log_softmax(-1)[:, 3].mean()
+
+
+@pytest.mark.parametrize("loss", [padded, collated], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("make", ["tiny_qwen3", "tiny_hybrid"])
+def test_a_default_device_of_another_kind(make: str, batch: PaddedBatch, loss: Any) -> None:
+    """As after `torch.set_default_device("cuda")`; what stays on the host says so."""
+    model = tiny_qwen3() if make == "tiny_qwen3" else tiny_hybrid("Qwen3.5")
+    share_prefixes(model, min_ratio=0.0)
+    expected = gradients_of(model, lambda: [loss(model, batch)])
+    with torch.device("meta"):
+        found = gradients_of(model, lambda: [loss(model, batch)])
+    assert all(torch.equal(found.tensors[name], gradient) for name, gradient in expected.tensors.items())
 
 
 READERS = {

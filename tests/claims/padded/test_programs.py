@@ -177,6 +177,19 @@ def test_a_gradient_of_a_gradient_is_refused(name):
         torch.autograd.grad(loss, list(model.parameters()), create_graph=True, allow_unused=True)
 
 
+@pytest.mark.parametrize("has_padding", [False, True])
+def test_several_gradients_at_once_are_refused(has_padding):
+    """One for each row, say: torch maps over them, and nothing in them can be looked at."""
+    model = share_prefixes(causal(), min_ratio=0.0)
+    mask = MASK if has_padding else torch.ones_like(MASK)
+    logits = model(input_ids=IDS, attention_mask=mask, use_cache=False).logits
+    losses = logits[:, 0].square().sum(-1)
+    with pytest.raises(UserError, match=r"is_grads_batched=True.* restore_model"):
+        torch.autograd.grad(
+            losses, list(model.parameters()), torch.eye(len(losses)), is_grads_batched=True, allow_unused=True
+        )
+
+
 @pytest.mark.parametrize("label", [-1, 50])
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_label_that_is_no_token(name, label):

@@ -218,6 +218,31 @@ class TestState:
 
         assert_untouched(make, call, "torch.func or forward-mode differentiation runs")
 
+    @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+    @pytest.mark.parametrize("record", cases(["export", "trace"], quick=["trace"]))
+    def test_recorded(self, record):
+        """What is shared depends on the tokens of one call, and the program that is recorded gets others."""
+
+        class Logits(torch.nn.Module):
+            def __init__(self, model: Any) -> None:
+                super().__init__()
+                self.model = model
+
+            def forward(self, ids: Tensor) -> Tensor:
+                return self.model(ids, use_cache=False).logits
+
+        def call(model: Any) -> list[Tensor]:
+            module = Logits(model.eval())
+            with torch.no_grad():
+                recorded = (
+                    torch.export.export(module, (IDS,), strict=False).module()
+                    if record == "export"
+                    else torch.jit.trace(module, (IDS,), check_trace=False)
+                )
+                return [recorded(IDS), recorded(IDS.flip(1))]
+
+        assert_untouched(qwen3, call, "torch.export or torch.jit.trace records the call, for other tokens too")
+
     @pytest.mark.parametrize("share_first", [True, False])
     def test_adapters_by_row(self, share_first):
         """PEFT gives every layer of a call the names of the adapters, one for each row."""
