@@ -15,6 +15,8 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     ProgressBar,
     SpikeDetection,
+    StochasticWeightAveraging,
+    WeightAveraging,
 )
 
 from radixtrain.errors import UserError, did_you_mean
@@ -32,7 +34,7 @@ METRICS = (
     *("loss", "grad_norm", "learning_rate", "r", "best_r"),
     *("tokens_per_second", "computed_tokens_per_second", "eval_loss", "epoch", "step"),
 )
-# Callbacks of Lightning that fail on a step of `RadixModule`, or do nothing to it, and what to set instead.
+# Callbacks of Lightning that do not work with the steps of `RadixModule` and its checkpoints, and what to do instead.
 REFUSED: dict[type, str] = {
     BackboneFinetuning: "the model has no attribute backbone; set model.use_peft: true to train a part of it",
     BatchSizeFinder: "data.max_tokens is what memory holds; `radixtrain report` proposes a value",
@@ -40,6 +42,9 @@ REFUSED: dict[type, str] = {
     LearningRateFinder: "Lightning sees no loss of a step, so it would find nothing; set model.learning_rate",
     ModelPruning: "it prunes the weight of a layer that is called, and the loss reads the head without; prune model/",
     SpikeDetection: "Lightning sees no loss of a step; set model.on_nonfinite, or watch the metric loss",
+    StochasticWeightAveraging: "its learning rate counts epochs, and here steps; average checkpoints afterwards",
+    WeightAveraging: "a checkpoint of a validation, or of the end, would hold averages for weights, and no run go on; "
+    "average checkpoints afterwards",
 }
 VALIDATION_METRICS = "eval_loss is, and eval_ before the name of evaluate_generation.metric"
 
@@ -110,11 +115,11 @@ def _has(callbacks: list[Any], kind: type) -> bool:
 
 
 def check_usable(own: Iterable[Any]) -> None:
-    """UserError if a callback of the configuration works on Lightning's own steps only."""
+    """UserError if a callback of the configuration does not work here."""
     for callback in own:
         for kind, reason in REFUSED.items():
             if isinstance(callback, kind):
-                raise UserError(f"trainer.callbacks: {kind.__name__}: {reason}")
+                raise UserError(f"trainer.callbacks: {type(callback).__name__}: {reason}")
 
 
 def check_monitors(callbacks: Iterable[Any], has_validation: bool, of_answers: str | None = None) -> None:
