@@ -30,6 +30,7 @@ from radixtrain.commands.reading import print_settings, printed, read
 from radixtrain.commands.run_callbacks import RunCallbacks
 from radixtrain.commands.trainer_settings import (
     check_interval,
+    check_precision,
     check_settings,
     check_trainer_settings,
 )
@@ -135,6 +136,7 @@ class Command:
                 trainer = Trainer(**parts, default_root_dir=settings.output_dir)
         except REFUSED_BY_LIGHTNING as error:
             raise UserError(f"trainer: {first_line(error)}") from None
+        check_precision(trainer.precision)
         check_devices(trainer, self.timeout, self.sp_size)
         trainer.strategy.checkpoint_io = FolderCheckpointIO()
         return trainer

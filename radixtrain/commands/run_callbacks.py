@@ -6,7 +6,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BatchSizeFinder,
+    Checkpoint,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelPruning,
+    ProgressBar,
+    SpikeDetection,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 
 from radixtrain.errors import UserError, did_you_mean
 from radixtrain.settings.commands import Run
@@ -23,6 +34,18 @@ METRICS = (
     *("loss", "grad_norm", "learning_rate", "r", "best_r"),
     *("tokens_per_second", "computed_tokens_per_second", "eval_loss", "epoch", "step"),
 )
+# Callbacks of Lightning that do not work with the steps of `RadixModule` and its checkpoints, and what to do instead.
+REFUSED: dict[type, str] = {
+    BackboneFinetuning: "the model has no attribute backbone; set model.use_peft: true to train a part of it",
+    BatchSizeFinder: "data.max_tokens is what memory holds; `radixtrain report` proposes a value",
+    GradientAccumulationScheduler: "a step is cut by data.max_tokens; set data.batch_size instead",
+    LearningRateFinder: "Lightning sees no loss of a step, so it would find nothing; set model.learning_rate",
+    ModelPruning: "it prunes the weight of a layer that is called, and the loss reads the head without; prune model/",
+    SpikeDetection: "Lightning sees no loss of a step; set model.on_nonfinite, or watch the metric loss",
+    StochasticWeightAveraging: "its learning rate counts epochs, and here steps; average checkpoints afterwards",
+    WeightAveraging: "a checkpoint of a validation, or of the end, would hold averages for weights, and no run go on; "
+    "average checkpoints afterwards",
+}
 VALIDATION_METRICS = "eval_loss is, and eval_ before the name of evaluate_generation.metric"
 
 
@@ -36,10 +59,11 @@ class RunCallbacks:
     requests: of signals and files. saver: writes the checkpoints. best: the best one; None without
     `save_best`. evaluation: generates answers after a validation. summary: of the results. all: the callbacks.
 
-    Raises UserError if one of them watches a metric that the run does not measure.
+    Raises UserError if one of them cannot work here, or watches a metric that the run does not measure.
     """
 
     def __init__(self, settings: Run, own: list[Any], evaluation: Any, output_dir: Path, has_validation: bool):
+        check_usable(own)
         self.requests = Requests(output_dir)
         self.evaluation = evaluation
         self.evaluation.interruptible = self.requests.at_once
@@ -88,6 +112,14 @@ def _saver(settings: Run, output_dir: Path, requests: Requests, is_scheduled: bo
 
 def _has(callbacks: list[Any], kind: type) -> bool:
     return any(isinstance(callback, kind) for callback in callbacks)
+
+
+def check_usable(own: Iterable[Any]) -> None:
+    """Raise UserError if a callback of the configuration does not work here."""
+    for callback in own:
+        for kind, reason in REFUSED.items():
+            if isinstance(callback, kind):
+                raise UserError(f"trainer.callbacks: {type(callback).__name__}: {reason}")
 
 
 def check_monitors(callbacks: Iterable[Any], has_validation: bool, of_answers: str | None = None) -> None:

@@ -35,8 +35,13 @@ def check_trainer_settings(config: TrainerSettings) -> None:
         raise UserError("trainer.gradient_clip_val: set model.max_grad_norm instead")
     if config.barebones:
         raise UserError("trainer.barebones: a run logs its steps and saves them; leave it out")
-    if str(config.precision) in ("16", "16-mixed", "16-true"):
-        raise UserError(f"trainer.precision {config.precision}: float16 needs a loss scale; use bf16-mixed or 32-true")
+    check_precision(config.precision)
+
+
+def check_precision(precision: object) -> None:
+    """Raise UserError for float16. precision: of the configuration, or of the trainer (a plugin may set it)."""
+    if str(precision) in ("16", "16-mixed", "16-true"):
+        raise UserError(f"trainer.precision {precision}: float16 needs a loss scale; use bf16-mixed or 32-true")
 
 
 def check_settings(settings: Run, command: str) -> None:

@@ -83,7 +83,7 @@ class Trainer(L.Trainer):
 
 
 def _restored(trainer: L.Trainer, method: Callable[..., None], *arguments: object, **keywords: object) -> None:
-    with restoring(trainer.ckpt_path):
+    with restoring(next(iter(arguments), trainer.ckpt_path)):  # the first method gets the path, and sets the trainer's
         method(*arguments, **keywords)
 
 

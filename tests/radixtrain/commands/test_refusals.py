@@ -142,12 +142,23 @@ SETTINGS = {
     "--ckpt_path={shop}/train.jsonl": "ckpt_path {shop}/train.jsonl: a file; a checkpoint of radixtrain is a folder",
     "--ckpt_path={shop}": "ckpt_path {shop}: no whole checkpoint in {shop}",
 }
+SCALED = "{class_path: lightning.pytorch.plugins.MixedPrecision, init_args: {precision: 16-mixed, device: cpu}}"
 TRAINER = {
     "--trainer.callbacks=" + shlex.quote(MONITOR): "trainer.callbacks: EarlyStopping: monitor: no metric 'eval_los', d",
+    "--trainer.callbacks=BackboneFinetuning": "trainer.callbacks: BackboneFinetuning: the model has no ",
+    "--trainer.callbacks=BatchSizeFinder": "trainer.callbacks: BatchSizeFinder: data.max_tokens is what memory holds",
+    "--trainer.callbacks='{class_path: GradientAccumulationScheduler, init_args: {scheduling: {0: 2}}}'": "trainer.",
+    "--trainer.callbacks=LearningRateFinder": "trainer.callbacks: LearningRateFinder: Lightning sees no loss of a step",
+    "--trainer.callbacks='{class_path: ModelPruning, init_args: {pruning_fn: l1_unstructured}}'": "trainer.callbacks: ",
+    "--trainer.callbacks=SpikeDetection": "trainer.callbacks: SpikeDetection: Lightning sees no loss of a step",
+    "--trainer.callbacks='{class_path: StochasticWeightAveraging, init_args: {swa_lrs: 0.1}}'": "trainer.callbacks: St",
+    "--trainer.callbacks=WeightAveraging": "trainer.callbacks: WeightAveraging: a checkpoint of a validation, or",
+    "--trainer.callbacks=EMAWeightAveraging": "trainer.callbacks: EMAWeightAveraging: a checkpoint of a validation, or",
     "--trainer.accumulate_grad_batches=4": "trainer.accumulate_grad_batches: a step is cut by",
     "--trainer.barebones=true": "trainer.barebones: a run logs its steps and saves them; leave it out",
     "--trainer.gradient_clip_val=1.0": "trainer.gradient_clip_val: set model.max_grad_norm instead",
     "--trainer.precision=16-mixed": "trainer.precision 16-mixed: float16 needs a loss scale",
+    "--trainer.plugins=" + shlex.quote(SCALED): "trainer.precision 16-mixed: float16 needs a loss scale",
     "--trainer.num_nodes=2": "trainer.num_nodes 2: start the command on each machine with torchrun, or with srun",
     "--trainer.val_check_interval=0": "trainer.val_check_interval must be above 0, or null; got 0",
     "--trainer.val_check_interval=6 --data.validation_file={shop}/validation.jsonl": "trainer.val_check_interval 6: an "
