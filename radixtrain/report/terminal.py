@@ -175,7 +175,7 @@ def _breaks(console: Console, breaks: Sequence[Break]) -> None:
 
 
 def _saves(cause: Break) -> str:
-    return f"a fix of only this saves {rounded(cause.tokens_saved)} computed tokens of an epoch{with_others(cause)}"
+    return f"fixing only this saves {rounded(cause.tokens_saved)} computed tokens of an epoch{with_others(cause)}"
 
 
 def _list(console: Console, title: str, sentences: Iterable[str]) -> None:

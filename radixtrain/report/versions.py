@@ -69,9 +69,9 @@ class Trunk:
 class Piece(NamedTuple):
     """Tokens [start, end) of a prompt.
 
-    cause: why rows differ there; None if they do not. usual: the tokens of most rows.
-        value: compared for equality. has_other: whether the value differs from that of more than half of the rows;
-        without such a majority, whether it is there at all.
+    cause: why rows differ there; None if they do not. usual: the tokens of most rows. value: compared for equality.
+    has_other: whether the value differs from that of more than half of the rows; without such a majority, whether it
+        is there at all.
     """
 
     start: int
