@@ -23,7 +23,7 @@ METRICS = (
     *("loss", "grad_norm", "learning_rate", "r", "best_r"),
     *("tokens_per_second", "computed_tokens_per_second", "eval_loss", "epoch", "step"),
 )
-VALIDATION_METRICS = "eval_loss is, and eval_ before the name of evaluate_generation.metric"
+VALIDATION_METRICS = "eval_loss is, and eval_ followed by the name of evaluate_generation.metric"
 
 
 class RunCallbacks:
