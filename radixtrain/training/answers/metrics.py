@@ -18,7 +18,7 @@ LOGGED = ("loss",)  # names that have an `eval_` metric already
 
 Rows = Sequence[Mapping[str, str]]
 Judge = Callable[[list[str], list[str], Rows], Any]
-"""Answers, targets and rows to a number for each. A row has its `row`, file and line, and its `prompt`, as text."""
+"""Takes answers, targets and rows, and returns a number for each. A row has `row`, its `file:line`, and `prompt`."""
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def sp_size_of(settings: Any, command: str) -> int:
 
 
 def device_settings(settings: Any, command: str) -> dict[str, Any]:
-    """Return what Lightning's trainer receives in place of what is configured.
+    """Return the arguments that Lightning's trainer receives in place of the configured ones.
 
     settings: of a command, as parsed. Raises UserError for what cannot run.
     """
@@ -90,7 +90,7 @@ def device_settings(settings: Any, command: str) -> dict[str, Any]:
 
 
 def check_devices(trainer: L.Trainer, timeout: timedelta, sp_size: int = 1) -> None:
-    """Raise UserError if Lightning has made something of the settings that cannot run here; complete the strategy.
+    """Raise UserError if what Lightning made of the settings cannot run here; complete the strategy.
 
     timeout: how long a rank waits for the others. sp_size: of these ranks, see `sp_size_of`.
     """

@@ -100,7 +100,7 @@ def merged(model: Any) -> Any:
 
 
 def _check_all_targeted(targets: object, targeted: list[str], linear: list[str]) -> None:
-    """Refuse a name without a layer: PEFT skips it silently if another name has some."""
+    """Refuse a name without a layer: PEFT skips it silently if another name has layers."""
     names = targets if isinstance(targets, list) else []
     missing = [name for name in names if not any(f".{path}".endswith(f".{name}") for path in targeted)]
     if missing:

@@ -165,7 +165,7 @@ def test_rows_without_an_answer(run, tmp_path, capsys, caplog):
     flags = {"data__validation_file": path, "trainer__max_steps": 5, **GREEDY}
     with caplog.at_level("WARNING", logger="radixtrain"):
         assert run(**flags) == 0
-    assert "leaves rows out: 1 validation rows have no answer after a prompt, or one" in caplog.text
+    assert "leaves out 1 validation rows have no answer after a prompt, or one" in caplog.text
     assert f"the first is {path}:1" in caplog.text
     assert run(**flags, output_dir=tmp_path / "other", data__completion_only_loss="false") == 1
     message = capsys.readouterr().err.splitlines()[-1]
