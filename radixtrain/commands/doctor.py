@@ -26,7 +26,7 @@ from radixtrain.versions import FIT, OLDEST, WHY, installed, is_older, to_instal
 WIDTH = 24  # of the column of names
 NEEDED = (*OLDEST, *FIT, "tokenizers")
 OPTIONAL = {  # package -> what it is for
-    "accelerate": "Hugging Face's Trainer and those of TRL, in scripts of your own",
+    "accelerate": "the trainers of Hugging Face and TRL, in scripts of your own",
     "peft": "LoRA, DoRA",
     "bitsandbytes": "QLoRA (model.load_in_4bit)",
     "flash-attn": "attention on CUDA, with a CUDA toolchain",

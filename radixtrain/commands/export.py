@@ -47,7 +47,7 @@ def export(settings: Export) -> Path:
     check_model_folder(output_dir, [ckpt_path])
     with locked_model(Path(output_dir), "export"):
         if ckpt_path in ("last", "best"):
-            raise UserError(f"ckpt_path {ckpt_path}: of which run? write RUN/checkpoints/{ckpt_path}")
+            raise UserError(f"ckpt_path {ckpt_path} names no run; write RUN/checkpoints/{ckpt_path}")
         checkpoint = read_checkpoint(ckpt_path)
         with restoring(ckpt_path):
             module = _restored(checkpoint)

@@ -189,7 +189,7 @@ class Tower:
         elif self.is_uniform:
             lengths = [total // self.num_distinct] * self.num_distinct
         if not lengths or sum(lengths) != total:
-            raise NotShared("images whose features are in one piece, so that those of each are not known")
+            raise NotShared("images whose features are in one piece, so that each image's are unknown")
         return np.array(lengths, dtype=np.int64)
 
     def rows_of(self, images: IntArray) -> IntArray:

@@ -43,7 +43,7 @@ class TrainerSettings(Section):
     enable_checkpointing: false writes no checkpoint.
     enable_progress_bar: a bar on a terminal, single lines in a file.
     enable_model_summary: print the layers of the model.
-    accumulate_grad_batches: must be 1: data.batch_size is that of the optimizer step.
+    accumulate_grad_batches: must be 1: data.batch_size is the batch of the whole optimizer step.
     gradient_clip_val: must be null: model.max_grad_norm does it.
     gradient_clip_algorithm: has no effect: model.max_grad_norm does it.
     deterministic: use only operations that give the same bits each time; warn names those that do not.

@@ -125,7 +125,7 @@ class Rung:
         else:
             meaning = (
                 f"So do their losses, {self.ordinary_loss:.9g} and {self.truth_loss:.9g}: either the model computes "
-                f"something else for a sequence that has padding or other sequences beside it, or the padded batch "
+                f"something else for a sequence next to padding or other sequences, or the padded batch "
                 f"does not have the model's own loss"
             )
         return (

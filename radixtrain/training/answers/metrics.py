@@ -104,7 +104,7 @@ def _regex(pattern: str | None) -> Judge:
         if None in expected:
             first = rows[expected.index(None)]["row"]
             count = f"{expected.count(None)} of {len(expected)} targets"
-            raise UserError(f"evaluate_generation.pattern: finds nothing in {count}, the first is that of {first}")
+            raise UserError(f"evaluate_generation.pattern: finds nothing in {count}, first in that of {first}")
         return [_found(compiled, answer) == each for answer, each in zip(answers, expected, strict=True)]
 
     return judge

@@ -104,8 +104,8 @@ class Processes:
             if getattr(self.strategy, "num_nodes", 1) == 1:
                 raise
             raise UserError(
-                f"the machines cannot connect over gloo ({first_line(error)}): its address of a machine is that of the "
-                f"host's name, often 127.0.1.1; set GLOO_SOCKET_IFNAME on each to the network interface that they share"
+                f"the machines cannot connect over gloo ({first_line(error)}): gloo takes the address of the host's "
+                f"name, often 127.0.1.1; set GLOO_SOCKET_IFNAME on each to the network interface that they share"
             ) from error
 
     def _start(self) -> None:

@@ -86,9 +86,7 @@ def restoring(path: object) -> Iterator[None]:
         if isinstance(error, UserError | EndedElsewhere) or explain(error, None):
             raise
         reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(
-            f"ckpt_path {path}: its state is not that of such a run ({reason}); take another one"
-        ) from error
+        raise UserError(f"ckpt_path {path}: its state does not fit such a run ({reason}); name another one") from error
 
 
 def _out_of_files(needed: int, has_workers: bool = True) -> str:

@@ -247,7 +247,7 @@ def test_exports(said_of: Any, tmp_path: Path) -> None:
     (tmp_path / "x.ckpt").write_text("not a checkpoint")
     for name, expected in (
         (tmp_path / "none.ckpt", "no such checkpoint"),
-        ("last", "ckpt_path last: of which run? write RUN/checkpoints/last"),
+        ("last", "ckpt_path last names no run; write RUN/checkpoints/last"),
         (tmp_path / "x.ckpt", "a file; a checkpoint of radixtrain is a folder"),
     ):
         assert expected in said_of(1, ["export", f"--ckpt_path={name}", f"--output_dir={tmp_path / 'out'}"])

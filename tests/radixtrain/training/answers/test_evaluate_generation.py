@@ -132,7 +132,7 @@ def test_wandb_gets_a_table(run, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"metric": "regex", "pattern": "[0-9]"}, "finds nothing in 5 of 5 targets, the first is that of"),
+        ({"metric": "regex", "pattern": "[0-9]"}, "finds nothing in 5 of 5 targets, first in that of"),
         ({"num_samples": 0}, "evaluate_generation.num_samples must be at least 1, or null"),
         ({"generation_kwargs": "{top_pp: 1}"}, "top_pp"),
         ({"generation_kwargs": "{num_beams: 4}"}, "num_beams=4 is not supported: .* set dedup: false"),
