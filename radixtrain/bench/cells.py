@@ -68,7 +68,7 @@ class ModelShape(ShapeSettings):
 class Cell:
     """One point of the grid.
 
-    prompt_length, suffix_length: tokens that sequences share, and tokens of each alone, which bear the loss.
+    prompt_length, suffix_length: tokens that all sequences share, and tokens of each one's own, which bear the loss.
     tree: `flat`, one prompt for all; or `nested`, three levels: all sequences share the first half of the prompt, every
         four of them the second half, and each has a suffix of its own.
     mode: `step`, forward and backward; or `forward`, without gradients.

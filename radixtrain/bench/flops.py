@@ -110,7 +110,7 @@ def _counted_on_meta(config: PreTrainedConfig) -> tuple[LayerKinds, int]:
 
 
 def _multiply_adds(mixer: nn.Module, config: Any) -> int:
-    """Count what a mixer on the meta device multiplies and adds for a token."""
+    """Count the multiply-adds of a mixer, which is on the meta device, for a token."""
     states = ForkedStates()
     x = torch.empty(1, 2, config.hidden_size, dtype=config.dtype)
     with torch.no_grad():

@@ -56,14 +56,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Measured:
-    """One attention strategy on one piece of work, beside the ordinary arm.
+    """The results of an attention strategy on one piece of work, next to the ordinary arm.
 
     num_tokens, num_unique_tokens: T without padding, and U.
     least_unique_tokens: U if the step were not cut into micro-batches; None if it is one.
     ideal_speedup: the ratio of floating-point operations (`radixtrain/bench/flops.py`).
     ordinary_turns, radix_turns: seconds of each turn; turn i of both arms ran consecutively.
     *_peak_bytes: see `added_bytes`.
-    error: the worst relative L2 distance of a gradient to what it was checked against.
+    error: the worst relative L2 distance of a gradient from its reference.
     """
 
     cell: Cell | GivenBatch

@@ -156,7 +156,7 @@ class DataReport:
 
     @property
     def times(self) -> tuple[float, ...]:
-        """Divide predicted seconds of each division by those of data parallel on as many devices."""
+        """Return the predicted seconds of each division over those of data parallel on as many devices."""
         parallel = {each.num_ranks: each.seconds for each in self.divisions if each.sp_size == 1}
         return tuple(each.seconds / parallel[each.num_ranks] for each in self.divisions)
 
@@ -249,7 +249,7 @@ def prediction(setting: Setting) -> str:
 
 
 def with_others(each: Break) -> str:
-    """Say what the fix adds to those of the other breaks, if that differs much from what it saves alone."""
+    """Say what the fix saves on top of the other fixes, if that differs much from what it saves alone."""
     if 0.8 * each.tokens_with_others <= each.tokens_saved <= 1.25 * each.tokens_with_others:
         return ""
     return f"; {rounded(each.tokens_with_others)} once the others here are fixed"

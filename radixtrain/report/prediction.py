@@ -179,7 +179,7 @@ def predict_seconds(
 
 
 def _shares(setup: RunSetup) -> tuple[float, ...]:
-    """Return the shares of layers that can recompute, with that of the setup. Raises UserError if that one cannot."""
+    """Return the shares of layers that can recompute, the setup's included. Raises UserError if the setup's cannot."""
     model = setup.build(setup.num_layers, torch.device("meta"))
     with without_messages():
         recompute(model, setup.share)
@@ -192,7 +192,7 @@ def _shares(setup: RunSetup) -> tuple[float, ...]:
 
 
 def _recomputing(seconds: Mapping[Case, float]) -> float:
-    """Return seconds of micro-batches whose layers all recompute, over those of the same ones if none does."""
+    """Return the seconds of micro-batches with all layers recomputing, over those of the same ones with none."""
     without = {case.counts: each for case, each in seconds.items() if case.arm == "radix"}
     both = {case: each for case, each in seconds.items() if case.arm == "recomputing" and case.counts in without}
     return max(1.0, sum(both.values()) / sum(without[case.counts] for case in both)) if both else 1.0
@@ -214,7 +214,7 @@ def free_bytes(device: torch.device) -> float:
 
 
 def _container_bytes() -> float:
-    """Return what is left of the memory limit of the container; infinite without one."""
+    """Return the free part of the container's memory limit; infinite without one."""
     limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
     if not limit.exists() or not used.exists() or limit.read_text().strip() == "max":
         return math.inf
@@ -236,7 +236,7 @@ def process_of_fit(device: torch.device) -> Process:
 
 
 def _free_beside(setup: RunSetup, num_layers: int) -> float:
-    """Return the bytes left to micro-batches beside that many layers. Raises UserError if the layers take too many."""
+    """Return the bytes left for micro-batches after that many layers. Raises UserError if the layers take too many."""
     free, needed = free_bytes(setup.device), _state_bytes(setup, num_layers)
     if needed > SPARE * free:
         raise UserError(
@@ -284,7 +284,7 @@ def _fitted(measured: Mapping[Case, float], arm: ArmName, num_rates: int = 4) ->
 
 
 def _terms(counts: Counts) -> np.ndarray:
-    """Return what the rates are multiplied by, the most important first."""
+    """Return the counts that the rates multiply, the most important first."""
     return np.array([counts.rows, 1.0, counts.attention, counts.predictions])
 
 

@@ -150,7 +150,7 @@ def time_cases(
 
 @contextmanager
 def without_messages() -> Iterator[None]:
-    """Silence what a prepared model would log about its first batches."""
+    """Silence the log lines of a prepared model about its first batches."""
     logger = logging.getLogger("radixtrain.hf")
     level = logger.level
     logger.setLevel(logging.WARNING)

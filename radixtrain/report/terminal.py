@@ -150,7 +150,7 @@ def _count_of_branches(number: int, are_others_shown: bool) -> str:
 
 
 def _saved(node: TreeNode) -> int:
-    """Count the tokens that its sequences share, those of the runs below it included."""
+    """Count the tokens that sharing saves in a run and in the runs below it."""
     saved, waiting = 0, [node]
     while waiting:
         each = waiting.pop()

@@ -92,7 +92,7 @@ def find_layouts(prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase) -> l
 
 
 def _trunks(prompts: list[Prompt]) -> list[Trunk]:
-    """Return the trunks of the prompts with enough repeated text, those of most rows first."""
+    """Return the trunks of prompts with enough repeated text, the one with most rows first."""
     trunks: dict[bytes, Trunk] = {}
     for row, (prompt, repeated) in enumerate(zip(prompts, repeated_symbols(prompts), strict=True)):
         if np.count_nonzero(repeated) >= MIN_REPEATED:
@@ -202,7 +202,7 @@ def _read_gap(
 
 
 def _by_value(values: dict[Trunk, IntArray]) -> dict[bytes, list[Trunk]]:
-    """Group the trunks by value, those of most rows first."""
+    """Group the trunks by value, the value of most rows first."""
     alike: dict[bytes, list[Trunk]] = {}
     for trunk, value in values.items():
         alike.setdefault(value.tobytes(), []).append(trunk)

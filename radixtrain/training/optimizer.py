@@ -58,7 +58,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def optimizer_of(module: nn.Module, settings: ModelSettings) -> torch.optim.Optimizer:
-    """Make the optimizer of `model.optimizer` over what is trained. settings: of a `RadixModule`.
+    """Make the optimizer of `model.optimizer` over the trained weights. settings: of a `RadixModule`.
 
     Raises UserError if it does not work with the installed package, the device, dtype or strategy.
     """

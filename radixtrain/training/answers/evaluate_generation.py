@@ -155,7 +155,7 @@ class EvaluateGeneration(L.Callback):
 
 
 def _rows(prompts: Sequence[Prompt], tokenizer: Any) -> list[dict[str, str]]:
-    """Return what a metric receives of each row besides its answer and target."""
+    """Return the fields of each row that a metric receives besides answer and target."""
     texts = tokenizer.batch_decode([prompt.token_ids for prompt in prompts])
     return [{"row": prompt.where, "prompt": text} for prompt, text in zip(prompts, texts, strict=True)]
 

@@ -53,7 +53,7 @@ class Metric:
 
 
 def _numbers(scores: Any) -> list[float] | None:
-    """Convert what a user's function returned to a list of numbers; None if that is not possible."""
+    """Convert the result of a user's function to a list of numbers; None if that is not possible."""
     try:
         return [float(score) for score in scores]
     except (TypeError, ValueError):

@@ -39,7 +39,7 @@ class FSDP2Strategy(DDPStrategy):
     loaded before the weights are moved, when each rank has them whole on the host. `ModelParallelStrategy` restores
     later, from checkpoints of its own kind, and `FSDPStrategy` is FSDP1.
 
-    Checkpoints are those of a single process: tensors are gathered one at a time while rank 0 writes.
+    Checkpoints look like those of a single process: tensors are gathered one at a time while rank 0 writes.
     """
 
     def setup(self, trainer: L.Trainer) -> None:

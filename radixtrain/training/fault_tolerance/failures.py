@@ -76,7 +76,7 @@ def explain(error: BaseException, output_dir: Path | None, gone: Callable[[], st
 
 @contextmanager
 def restoring(path: object) -> Iterator[None]:
-    """Turn an error into one line while the state of a checkpoint, perhaps of another program or forged, is restored.
+    """Turn errors from restoring a checkpoint, which another program may have written or forged, into one line.
 
     path: of the checkpoint. Errors of the machine stay what they are.
     """
@@ -132,7 +132,7 @@ def lost_rank(error: BaseException, known: Callable[[], str]) -> str | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error and what it was raised from, outermost first."""
+    """Yield the error and its causes, outermost first."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:

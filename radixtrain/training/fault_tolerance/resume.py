@@ -137,7 +137,7 @@ def _check_optimizer(saved: Mapping[str, Any], current: Mapping[str, Any]) -> No
 
 
 def _say_changes(checkpoint: Mapping[str, Any], module: Any, data: Any) -> None:
-    """Say what changed, even if nothing is left to train: what is in `model/` may be of another step."""
+    """Log what changed, even if nothing is left to train, since `model/` may hold the weights of another step."""
     trainer, state = module.trainer, checkpoint["radixtrain"]
     num_steps, precision = num_steps_of_run(trainer, module.steps_per_epoch), str(trainer.precision)
     changed = _changed(checkpoint, module, data, WITHOUT_EFFECT)
@@ -150,7 +150,7 @@ def _say_changes(checkpoint: Mapping[str, Any], module: Any, data: Any) -> None:
 
 
 def _other_rows(error: UserError, saved: Mapping[str, Any], data: Any) -> UserError:
-    """Reword an error in terms of the configuration, if the rows are not those of the run."""
+    """Reword, in terms of the configuration, an error about rows that are not the run's."""
     if "digest" not in str(error):
         return error
     changed = [f"data.{change}" for name, change in _changes(saved, data.hparams) if name in OF_ROWS]

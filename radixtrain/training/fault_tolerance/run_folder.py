@@ -221,7 +221,7 @@ def _has_trained(metrics: Path) -> bool:
 
 
 def _files_of_run(output_dir: Path) -> list[Path]:
-    """List everything of the run, and nothing else: of `checkpoints/` and `logs/` only what a run writes there."""
+    """List all files of the run and no others: in `checkpoints/` and `logs/`, only those that a run writes."""
     unfinished, logs = output_dir.glob("checkpoints/.*.*"), output_dir.glob("logs/version_*")
     paths = (*_checkpoints(output_dir), *unfinished, *logs, *(output_dir / name for name in OF_A_RUN))
     return [path for path in dict.fromkeys(paths) if os.path.lexists(path)]

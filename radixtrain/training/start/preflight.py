@@ -64,7 +64,7 @@ def check_room(output_dir: Path, num_parameters: int | None, settings: ModelSett
 
 
 def described_start(settings: Run) -> dict[str, str]:
-    """Describe what the ranks of a run must have in common: settings, versions of packages, the files of the model.
+    """Describe what must be the same on all ranks: settings, versions of packages, the files of the model.
 
     settings: of the command, as parsed.
     """
