@@ -169,7 +169,7 @@ class RunSummary(L.Callback):
         self._write(with_picture=time.monotonic() - self._drawn_at >= self._drawing_seconds / DRAWING_SHARE)
 
     def _read_module(self) -> None:
-        """Read the results of the last step from the module. Not done after each step, since it waits for the device."""
+        """Read the results of the last step from the module; not after each step, since it waits for the device."""
         module, progress = self._module, self.progress
         if module is not None and module.last_step:
             progress.step, progress.seconds = module.position.num_steps, self._earlier_seconds + self.speed.seconds
