@@ -74,7 +74,7 @@ def check_same_model(checkpoint: Mapping[str, Any], module: Any) -> None:
         module.base_digest = _digest(_frozen(module))
         if module.base_digest != state["base"]:
             raise UserError(
-                f"ckpt_path: the checkpoint holds only the trained weights, and the others, in "
+                f"ckpt_path: the checkpoint holds only the trained weights, and the others in "
                 f"{module.hparams.model_name_or_path} are not those of the run; give the model that it started from"
             )
 

@@ -77,7 +77,7 @@ CLASSES = {
     "--trainer.callbacks=evil.Callback": NOT_IMPORTED,
     """--trainer.callbacks='[{"class_path": "evil.Callback"}]'""": NOT_IMPORTED,
     """--trainer.callbacks='[{"class_path": "torch.hub.load"}]'""": "trainer.callbacks: class_path 'torch.hub.load' is "
-    "not made: expected a subclass of Callback",
+    "not accepted: expected a subclass of Callback",
     "--trainer.callbacks='{class_path: Timer, a: 1}'": "no key a in trainer.callbacks (`radixtrain fit --help trainer.",
     "--trainer.callbacks='{class_path: Timer, init_args: [a]}'": "trainer.callbacks: init_args must be a mapping of na",
     "--trainer.callbacks='{class_path: Timer, dict_kwargs: {1: 2}}'": "trainer.callbacks: dict_kwargs must be a mappin",
