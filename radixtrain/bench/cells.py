@@ -28,7 +28,7 @@ from radixtrain.collators.token_row import IGNORE_INDEX
 from radixtrain.errors import UserError, first_line
 from radixtrain.settings.commands import Mode, ShapeSettings, Tree
 
-LEAST = {"prompt_length": 0, "suffix_length": 2, "num_sequences": 1}  # of the axes of a grid
+LEAST = {"prompt_length": 0, "suffix_length": 2, "num_sequences": 1}  # along the axes of a grid
 SEQUENCES_IN_A_GROUP = 4  # of a nested tree
 MODELS: dict[str, type[PreTrainedModel]] = {"qwen3": Qwen3ForCausalLM, "qwen3_5": Qwen3_5ForCausalLM}
 
@@ -68,7 +68,7 @@ class ModelShape(ShapeSettings):
 class Cell:
     """One point of the grid.
 
-    prompt_length, suffix_length: tokens that sequences share, and tokens of each alone, which bear the loss.
+    prompt_length, suffix_length: tokens that all sequences share, and tokens of each one's own, which bear the loss.
     tree: `flat`, one prompt for all; or `nested`, three levels: all sequences share the first half of the prompt, every
         four of them the second half, and each has a suffix of its own.
     mode: `step`, forward and backward; or `forward`, without gradients.
@@ -92,7 +92,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class GivenBatch:
-    """Sequences of another origin. sequences: their name in the table, such as `64 of train.jsonl`."""
+    """Sequences from elsewhere. sequences: their name in the table, such as `64 of train.jsonl`."""
 
     model: ModelShape
     sequences: str
@@ -119,7 +119,7 @@ def build_model(shape: ModelShape, device: torch.device, dtype: torch.dtype, att
 def features_of_cell(cell: Cell) -> list[dict[str, np.ndarray]]:
     """Make `input_ids` and `labels` of each sequence, (L,), int64: random, the same every time. Suffixes have labels.
 
-    Branches differ from their first token on.
+    Branches differ in their first token.
     """
     rng = np.random.default_rng(0)
 

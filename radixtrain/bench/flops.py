@@ -7,7 +7,7 @@ ratio is that of a training step.
 - recurrent layers: the same, and 6 x numbers of their state x tokens. The state's value for a token is removed, the
   token is added, and the output is read: the gated delta rule (arXiv 2412.06464, section 3),
   `S_t = a_t (S_{t-1} - b_t (S_{t-1} k_t) k_t') + b_t v_t k_t'`, `o_t = S_t q_t`. A state space (Mamba 2, arXiv
-  2405.21060) takes nothing out and is counted the same. Kernels that work in chunks do more;
+  2405.21060) removes nothing and is counted the same. Kernels that work in chunks do more;
 - attention: 2 x heads x (head dim of keys + of values) x (query, key) pairs in each layer that attends: `sum L (L + 1)
   / 2` against those of the trie;
 - head and loss: 2 x hidden x vocabulary x rows (labelled tokens against distinct predictors).
@@ -110,7 +110,7 @@ def _counted_on_meta(config: PreTrainedConfig) -> tuple[LayerKinds, int]:
 
 
 def _multiply_adds(mixer: nn.Module, config: Any) -> int:
-    """Count what a mixer on the meta device multiplies and adds for a token."""
+    """Count the multiply-adds of a mixer, which is on the meta device, for a token."""
     states = ForkedStates()
     x = torch.empty(1, 2, config.hidden_size, dtype=config.dtype)
     with torch.no_grad():

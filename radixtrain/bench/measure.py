@@ -1,4 +1,4 @@
-"""One training step, ordinary and on unique tokens: whether it is the same, how long it takes, and its memory.
+"""Measures a training step, ordinary and on unique tokens: whether both agree, their time and their memory.
 
 Both arms run the same weights on the same sequences in one process, and take turns (A B A B ...), so that a machine
 that slows down slows both. The ordinary arm is the best that a user has: Hugging Face's own attention on padded batches
@@ -39,8 +39,8 @@ from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import Gradients, float64_throughout, gradients_of, ordinary_one_by_one, weights_in
 from radixtrain.verification.report import EquivalenceReport, Rung
 
-# Float32 against float32, in the middle between rounding and a mistake: two orders of summation are 1e-6 apart, on one
-# processor more than on another, and a missing branch label 1e-2.
+# Float32 against float32, between rounding and a mistake: two orders of summation are 1e-6 apart, which varies with the
+# processor, and a missing branch label 1e-2.
 DIRECT_BAR = 1e-4
 
 
@@ -56,14 +56,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Measured:
-    """One attention strategy on one piece of work, beside the ordinary arm.
+    """The results of an attention strategy on one piece of work, next to the ordinary arm.
 
     num_tokens, num_unique_tokens: T without padding, and U.
     least_unique_tokens: U if the step were not cut into micro-batches; None if it is one.
     ideal_speedup: the ratio of floating-point operations (`radixtrain/bench/flops.py`).
     ordinary_turns, radix_turns: seconds of each turn; turn i of both arms ran consecutively.
     *_peak_bytes: see `added_bytes`.
-    error: the worst relative L2 distance of a gradient to what it was checked against.
+    error: the worst relative L2 distance of a gradient from its reference.
     """
 
     cell: Cell | GivenBatch
@@ -85,7 +85,7 @@ class Measured:
 
     @property
     def best_r(self) -> float | None:
-        """Return r without the cut into micro-batches; None if there is none."""
+        """Return r without the cut into micro-batches; None if the step is not cut."""
         return None if self.least_unique_tokens is None else self.num_tokens / self.least_unique_tokens
 
     @property
@@ -108,7 +108,7 @@ class Measured:
 
     @property
     def efficiency(self) -> float:
-        """Return the share of the ideal that was measured."""
+        """Return the measured share of the ideal speed-up."""
         return self.measured_speedup / self.ideal_speedup
 
     @property
@@ -140,9 +140,9 @@ class Measured:
 
 
 def measure(model: PreTrainedModel, work: Work, settings: Settings) -> list[Measured]:
-    """Check work, then measure it: one result for each of `settings.attention`. The model comes back restored.
+    """Check work, then measure it: one result for each of `settings.attention`. Restores the model.
 
-    Raises UserError that names the parameter if an arm does not compute what the ordinary one does.
+    Raises UserError that names the parameter if an arm does not compute the ordinary gradient.
     """
     work = work.to(next(model.parameters()).device)
     plain_head = has_plain_head(model)
@@ -177,7 +177,7 @@ def measure(model: PreTrainedModel, work: Work, settings: Settings) -> list[Meas
 def _check(
     model: PreTrainedModel, work: Work, ordinary: Arm, radix: Sequence[Arm], float64_truth: bool
 ) -> dict[Arm, float]:
-    """Return the worst error of each radix arm. Raises UserError that names the parameter if one is not ordinary."""
+    """Return the worst error of each radix arm. Raises UserError that names the parameter if one is too large."""
     expected = _answer(model, work, ordinary)
     truth = _truth(model, work, ordinary, float64_truth or bool(mixers_of(model))) or expected
     errors = {}
@@ -193,7 +193,7 @@ def _check(
 
 
 def _difference(rung: Rung) -> str:
-    """Say why two float32 runs are not the same, with the name of the tensor; empty if they are."""
+    """Say why two float32 runs differ, with the name of the tensor; empty if they agree."""
     worst = rung.worst
     if not worst.radix <= DIRECT_BAR:
         radix, ordinary, _ = worst.values
@@ -219,7 +219,7 @@ def _truth(model: PreTrainedModel, work: Work, ordinary: Arm, in_float64: bool) 
 
 
 def _answer(model: PreTrainedModel, work: Work, arm: Arm) -> Gradients:
-    """Return loss and gradients of an arm; on the host, which has room for two more of them."""
+    """Return loss and gradients of an arm, on the host, which has room for two more copies."""
     arm.prepare(model)
     return _on_host(gradients_of(model, lambda: arm.loss_terms(model, work)))
 

@@ -1,4 +1,4 @@
-"""Results as a table and a picture for people, and as a CSV for programs."""
+"""Writes results as a table and a picture for people, and as a CSV for programs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RESULT_FIELDS = (
     *("microseconds_per_unique_token", "ordinary_tokens_per_second", "radix_tokens_per_second"),
     *("ordinary_peak_bytes", "radix_peak_bytes", "memory_ratio", "error"),
 )
-NOTHING = "-"  # in place of the best r of a step that is not cut
+NOTHING = "-"  # shown for the best r of a step that is not cut
 # Columns of the table.
 COLUMNS: dict[str, Callable[[Measured], str]] = {
     "model": lambda m: str(m.cell.model),
@@ -85,7 +85,7 @@ def write_csv(path: Path, results: Iterable[Measured], environment: dict[str, An
 
 def draw(results: Sequence[Measured], path: Path) -> None:
     """Plot measured against ideal, a point for each result; points on the diagonal reach the ideal."""
-    from matplotlib.figure import Figure  # here, so that a benchmark without a picture does not need it
+    from matplotlib.figure import Figure  # here, since only a benchmark with a picture needs it
     from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
     points = [(m.attention, m.ideal_speedup, m.measured_speedup) for m in results]

@@ -42,7 +42,7 @@ class Work:
     features: the sequences, as a collator takes them.
     ordinary, radix: the step of either arm.
     plans: of each micro-batch of `radix`.
-    auto: as `radix`, with what a `StepCost` chose for each micro-batch; None without one.
+    auto: like `radix`, with what a `StepCost` chose for each micro-batch; None without a `StepCost`.
     """
 
     cell: Cell | GivenBatch
@@ -74,7 +74,7 @@ class Work:
 
     @property
     def least_unique_tokens(self) -> int | None:
-        """Return U if the step were not cut; None if it is one micro-batch."""
+        """Return U as if the step were not cut; None if it is one micro-batch."""
         return self.radix.num_unique_tokens if len(self.radix.micro_batches) > 1 else None
 
     @property
@@ -89,7 +89,7 @@ class Work:
         return self.radix.num_tokens
 
     def num_unique_tokens(self, attention: str) -> int:
-        """Return U, which a radix arm computes: a prefix that is in two micro-batches counts twice."""
+        """Return the U that a radix arm computes; a prefix in two micro-batches counts twice."""
         return self.step(attention).num_computed_tokens
 
     def ideal_speedup(self, config: PreTrainedConfig) -> float:
@@ -99,7 +99,7 @@ class Work:
         return self._ordinary_flops(config) / sum(unique)
 
     def ordinary_teraflops(self, config: PreTrainedConfig) -> float:
-        """Return 1e12 floating-point operations of the ordinary arm's forward pass, or three times that for a step."""
+        """Return the teraflops (1e12 operations) of the ordinary arm's forward pass, or three times that for a step."""
         return self._ordinary_flops(config) * (3 if self.cell.mode == "step" else 1) / 1e12
 
     def _ordinary_flops(self, config: PreTrainedConfig) -> float:
@@ -212,16 +212,16 @@ class Arm:
                     term.backward()
 
     def peak(self, model: PreTrainedModel, work: Work) -> int:
-        """Return what `added_bytes` counts of this arm's step."""
+        """Return the `added_bytes` of this arm's step."""
         self.prepare(model)
         return added_bytes(model, partial(self.run_step, model, work), trains=work.cell.mode == "step")
 
 
 def added_bytes(model: PreTrainedModel, run: Callable[[], object], trains: bool = True) -> int:
-    """Return the most bytes that a step adds to what is there before: weights, batch and, if it trains, gradients.
+    """Return the peak bytes that a step adds to weights, batch and, if it trains, gradients.
 
-    The gradients are there as in the second micro-batch of an optimizer step. So what is counted is activations, the
-    loss with its gradient of the head, and the one gradient at a time that autograd is about to add.
+    The gradients exist already, as in the second micro-batch of an optimizer step. So this counts activations, the loss
+    with its gradient of the head, and the one gradient at a time that autograd is about to add.
     """
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if trains and parameter.requires_grad else None

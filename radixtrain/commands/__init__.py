@@ -31,7 +31,7 @@ TABLE = (
     Command(
         "predict",
         "lightning",
-        "scores of the rows of data.predict_file: log-probabilities, yes or no, embeddings; or answers to them",
+        "scores of the rows of data.predict_file (log-probabilities, yes or no, embeddings), or answers to them",
     ),
     Command("report", "without_training", "what the data share, and the gain predicted for this machine", "", FOR_ROWS),
     Command("verify", "lightning", "is the gradient that of ordinary Hugging Face, on this model and data?"),

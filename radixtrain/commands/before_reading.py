@@ -26,7 +26,7 @@ def checkpoint_of_fit(
 ) -> tuple[str | None, bool]:
     """Return the checkpoint that `fit` resumes from, None if it starts anew, and whether it replaces an earlier run.
 
-    A job that SLURM has started again resumes as with `auto`. Leftovers of killed runs are removed.
+    A job that SLURM has restarted resumes as with `auto`. Leftovers of killed runs are removed.
 
     model, data: a `RadixModule` and an `SFTData`.
 
@@ -52,7 +52,7 @@ def checkpoint_to_evaluate(output_dir: Path, ckpt_path: str | None) -> str | Non
 def check_weights_and_room(
     command: str, model: Any, output_dir: Path, ckpt_path: str | None, num_checkpoints: int
 ) -> int:
-    """Return the bytes that `fit` writes, at least; 0 for other commands. Evaluations print which weights they take.
+    """Return the bytes that `fit` writes, at least; 0 for other commands. Evaluations print which weights they use.
 
     model: settings of a `RadixModule`. num_checkpoints: on the disk at once.
 

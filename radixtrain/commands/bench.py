@@ -1,4 +1,4 @@
-"""`radixtrain bench`: how much faster deduplication is on this machine, over a grid of shapes, beside the ideal."""
+"""`radixtrain bench`: the speed-up by deduplication on this machine, over a grid of shapes, next to the ideal."""
 
 from __future__ import annotations
 

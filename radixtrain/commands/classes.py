@@ -60,7 +60,7 @@ def describe_classes(trainer: object, command: str) -> None:
 def made(key: str, value: Any, command: str) -> Any:
     """Make the objects that `describe_classes` has written, also inside arguments; the rest is returned unchanged.
 
-    Raises UsageError for an argument that a class does not have, lacks, or does not take.
+    Raises UsageError for an argument that is unknown or missing, or whose value a class does not take.
     """
     if isinstance(value, list):
         return [made(key, each, command) for each in value]
@@ -86,7 +86,7 @@ def _called(kind: Any, options: Mapping[str, Any]) -> Any:
     """Make an object, converting each option to the type of its class: `00:30:00` to a timedelta."""
     try:
         adapter = TypeAdapter(kind.__init__, config=ConfigDict(arbitrary_types_allowed=True))
-    except (NameError, PydanticUserError):  # a type that only type checkers import, as WandbLogger has one
+    except (NameError, PydanticUserError):  # annotated with a type that only type checkers import, such as WandbLogger
         return kind(**options)
     instance = kind.__new__(kind)
     adapter.validate_python(ArgsKwargs((instance,), dict(options)))
@@ -94,7 +94,7 @@ def _called(kind: Any, options: Mapping[str, Any]) -> Any:
 
 
 def _refusal(key: str, kind: Any, refused: ValidationError, command: str) -> str:
-    """Write the message for an option that a class does not have; otherwise for one that it lacks or does not take."""
+    """Write the message for an unknown option; without any, for one that is missing or has a wrong value."""
     error = min(refused.errors(), key=lambda each: each["type"] != UNKNOWN)
     option = str(error["loc"][0])
     if error["type"] == UNKNOWN:
@@ -129,7 +129,7 @@ def _inside(key: str, value: object, command: str) -> Any:
 
 
 def _is_name(key: str, text: str, kinds: tuple[type, ...]) -> bool:
-    """Return whether a text stands for itself, and is not the name of a class."""
+    """Return whether a text is a short name such as `csv` or `simple`, not the name of a class."""
     if key in SUGGESTED:
         return key == "trainer.logger" and text in LOGGERS
     return "." not in text and text not in _subclasses(kinds)
@@ -153,14 +153,14 @@ def _class_named(key: str, name: str, kinds: tuple[type, ...]) -> Any:
         raise UsageError(f"{key}: class_path {name!r}: {first_line(error)}") from None
     if not (isinstance(kind, type) and issubclass(kind, kinds)):
         raise UsageError(
-            f"{key}: class_path {name!r} is not made: expected a subclass of "
+            f"{key}: class_path {name!r} is not accepted: expected a subclass of "
             f"{' or '.join(each.__name__ for each in kinds)}; for anything else, call radixtrain from your own script"
         )
     return kind
 
 
 def _meant(name: str, classes: tuple[str, ...]) -> str:
-    """Suggest a class: `wandb` is near to WandbLogger, and so is `WandbLoger`."""
+    """Suggest a class: WandbLogger for `wandb` and for `WandbLoger`."""
     spelt = {spelling: each for each in reversed(classes) for spelling in (each.lower(), each.lower()[:-6])}
     close = get_close_matches(name.lower(), spelt, n=1, cutoff=0.5)
     if close:

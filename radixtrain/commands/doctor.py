@@ -1,6 +1,6 @@
 """`radixtrain doctor`: whether training can run here, what is missing, and the command that installs it.
 
-Imports nothing at the top that may be missing, since a finding reports it.
+Imports packages that may be missing only inside functions, since a finding reports them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from radixtrain.screen import printable
 from radixtrain.settings.commands import Doctor
 from radixtrain.versions import FIT, OLDEST, WHY, installed, is_older, to_install
 
-WIDTH = 24  # of the names
+WIDTH = 24  # of the column of names
 NEEDED = (*OLDEST, *FIT, "tokenizers")
 OPTIONAL = {  # package -> what it is for
-    "accelerate": "Hugging Face's Trainer and those of TRL, in scripts of your own",
+    "accelerate": "the trainers of Hugging Face and TRL, in scripts of your own",
     "peft": "LoRA, DoRA",
     "bitsandbytes": "QLoRA (model.load_in_4bit)",
     "flash-attn": "attention on CUDA, with a CUDA toolchain",
@@ -44,7 +44,7 @@ HEAD_DIM = 128  # of most models
 
 
 def run(settings: Doctor, typed: Typed) -> None:
-    """Print versions, devices and the attention that would run, and their problems.
+    """Print versions, devices, the attention that would run, and any problems.
 
     Raises:
         UserError: training cannot run here, or should not: a package is missing, or has a known vulnerability.
@@ -94,7 +94,7 @@ class Finding(NamedTuple):
 
 
 def findings() -> list[Finding]:
-    """List all findings. A failed look is a finding itself."""
+    """List all findings. A check that fails is a finding itself."""
     found: list[Finding] = []
     for section, look in {"packages": _packages, "devices": _devices, "attention": _attention}.items():
         try:
@@ -114,7 +114,7 @@ def _packages() -> Iterator[Finding]:
             problem = "not installed" if is_needed else f"not installed; it is for {OPTIONAL[name]}"
             yield Finding("packages", name, "", problem, to_install(name), is_needed)
         elif is_older(name, version):
-            problem = WHY.get(name, "older ones lack what radixtrain calls")
+            problem = WHY.get(name, "older ones lack functions that radixtrain calls")
             yield Finding("packages", name, version, problem, to_install(name), is_needed)
         else:
             yield Finding("packages", name, version)

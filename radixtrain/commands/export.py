@@ -47,7 +47,7 @@ def export(settings: Export) -> Path:
     check_model_folder(output_dir, [ckpt_path])
     with locked_model(Path(output_dir), "export"):
         if ckpt_path in ("last", "best"):
-            raise UserError(f"ckpt_path {ckpt_path}: of which run? write RUN/checkpoints/{ckpt_path}")
+            raise UserError(f"ckpt_path {ckpt_path} names no run; write RUN/checkpoints/{ckpt_path}")
         checkpoint = read_checkpoint(ckpt_path)
         with restoring(ckpt_path):
             module = _restored(checkpoint)
@@ -100,7 +100,7 @@ def export_run(
     settings: Run,
     config: dict[str, Any],
 ) -> None:
-    """Write `model/` and the end of the summary, print it, and upload it. With several ranks, each calls this.
+    """Write `model/` and the end of the summary, print that, and upload the model. With several ranks, each calls this.
 
     module, data: a `RadixModule` and an `SFTData` after a `fit` of the trainer. settings: of the command.
     config: what `config.yaml` of the run holds.
@@ -151,7 +151,7 @@ def push(folder: Path, hub_model_id: str, private: bool) -> None:
         api = HfApi()
         repo = api.create_repo(hub_model_id, private=private, exist_ok=True)
         api.upload_folder(repo_id=repo.repo_id, folder_path=folder, commit_message="Model trained with radixtrain")
-    except Exception as error:  # of the network, of the hub, of permissions: the trained model counts more than any
+    except Exception as error:  # of the network, the hub or permissions; none may lose the trained model
         logger.warning(
             "push_to_hub: not uploaded: %s. The model is in %s; upload it with: hf upload %s %s",
             *(first_line(error), folder, hub_model_id, folder),

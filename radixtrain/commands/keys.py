@@ -109,7 +109,7 @@ TRAINER = {
 }
 SECTIONS = ("model", "data", "evaluate_generation")
 WIDEST = 120
-INDENT = 42  # of the explanations
+INDENT = 42  # column in which explanations begin
 
 
 def topic_of(arguments: Sequence[str]) -> str | None:
@@ -152,7 +152,7 @@ def _page(command: str, width: int) -> str:
 
 
 def _line(key: Key, width: int) -> str:
-    """Name, default and the first sentence, on one line."""
+    """Write name, default and the first sentence on one line."""
     default = "required" if key.default is None else "" if key.default == "null" else key.default
     sentence = key.help.partition(". ")[0].removesuffix(".") if not key.help.endswith("...") else key.help
     room = max(20, width - INDENT - 1)

@@ -65,8 +65,8 @@ from radixtrain.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
-# What Lightning raises for settings that it refuses: in turn for `devices: 0`, `strategy: nonsense`, `devices: -1` on a
-# CPU, and `strategy: xla` without torch_xla. None of our code runs while it makes the trainer.
+# What Lightning raises for settings that it refuses, for, in this order, `devices: 0`, `strategy: nonsense`,
+# `devices: -1` on a CPU, and `strategy: xla` without torch_xla. None of our code runs while it makes the trainer.
 REFUSED_BY_LIGHTNING = (MisconfigurationException, ValueError, TypeError, ModuleNotFoundError, OverflowError)
 WRITING = ("fit", "validate", "test", "predict")  # into output_dir
 DEFAULT_EPOCHS = 3  # Hugging Face's num_train_epochs; if only trainer.max_steps is set, the run has that many steps
@@ -80,7 +80,7 @@ class Command:
     """
 
     def __init__(self, settings: Run, typed: Typed):
-        """Take the settings as read, and the command line that they are from."""
+        """Take the parsed settings, and the command line that they come from."""
         self.typed = tuple(typed.arguments)
         self.name = self.typed[0]
         self.settings = self._with_settings_of_model(settings, typed)
@@ -88,7 +88,7 @@ class Command:
         describe_classes(self.settings.trainer, self.name)
 
     def _with_settings_of_model(self, before: Run, typed: Typed) -> Run:
-        """Return the settings on top of those of its run, if a model that was trained here is evaluated."""
+        """Return the settings over those of the training run, if a model that radixtrain trained is evaluated."""
         name = before.model.model_name_or_path
         found = defaults_of_model(name, before.data.system_prompt) if self.name in EVALUATING else {}
         if not found:
@@ -152,12 +152,12 @@ class Command:
 
     @property
     def sp_size(self) -> int:
-        """Return the ranks that compute each micro-batch together, as far as known before the data are read."""
+        """Return how many ranks compute each micro-batch together, as far as known before the data are read."""
         return sp_size_of(self.settings, self.name)
 
     @property
     def is_try(self) -> bool:
-        """Return whether nothing is written."""
+        """Return whether this only tries a configuration, and writes nothing."""
         return bool(self.settings.trainer.fast_dev_run)
 
     def arguments(self) -> dict[str, Any]:

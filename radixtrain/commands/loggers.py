@@ -1,4 +1,4 @@
-"""Loggers by short names, and what they lack, found before the data are read: a package, a login, a connection."""
+"""Loggers by short names. A missing package, login or connection is found before the data are read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from radixtrain.errors import UserError, first_line
 from radixtrain.settings.trainer import TrainerSettings
 from radixtrain.versions import to_install
 
-PROJECT = "radixtrain"  # unless WANDB_PROJECT, TRACKIO_PROJECT or SWANLAB_PROJECT names another
+PROJECT = "radixtrain"  # default; WANDB_PROJECT, TRACKIO_PROJECT or SWANLAB_PROJECT overrides it
 PACKAGES = {name: (name,) for name in ("wandb", "trackio", "swanlab")} | {
     "tensorboard": ("tensorboard", "tensorboardX")
 }
@@ -120,7 +120,7 @@ def check_loggers(trainer: TrainerSettings) -> None:
 
 @contextmanager
 def errors_of_wandb() -> Iterator[None]:
-    """Turn a refusal of Weights & Biases, of a key, a project or a setting as a run starts, into one line."""
+    """Turn an error of Weights & Biases about a key, a project or a setting, as a run starts, into one line."""
     try:
         yield
     except Exception as error:

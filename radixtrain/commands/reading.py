@@ -1,4 +1,4 @@
-"""Reads typed settings of a command: each value is fitted to its key, or refused in one line that names it."""
+"""Reads typed settings of a command: converts each value to the type of its key, or refuses it in one line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ QUOTES = (
 def read(command: str, given: Sequence[tuple[str, Any]], defaults: Mapping[str, Any]) -> Any:
     """Build the settings of a command, an instance of its class of `settings/commands.py`.
 
-    given: dotted keys with their values, texts or what YAML made of them; later ones win.
+    given: dotted keys with their values, as text or parsed by YAML; later ones win.
     defaults: of keys that are not given, instead of those of the class.
 
     Raises UsageError for a value that its key does not take; UserError for a number beyond its limits.
@@ -119,7 +119,7 @@ def _shapes(key: Key, value: Any, shape: Any, command: str) -> Any:
 
 
 def refusal(key: Key, value: object, command: str = "") -> str:
-    """Write the message for a value that does not fit: what the key takes, what came, and the nearest word."""
+    """Write the message for a value that does not fit: what was expected, what came, and the nearest word."""
     if key.name == "model.next_tokens" and isinstance(_loaded(value), list):
         return QUOTES
     parts = [part for part in parts_of(key.type) if not _is_list_of_words(part)]
@@ -154,7 +154,7 @@ def _built(settings: Any, found: Mapping[str, Any], section: str = "") -> Any:
 
 
 def _linked(name: str, found: Mapping[str, Any]) -> Any:
-    """Return what another key says that fills in this one; not for `data.seed` if `seed_everything` is a boolean."""
+    """Return the value of the key that fills in this one; not for `data.seed` if `seed_everything` is a boolean."""
     source = LINKS.get(name, "")
     value = found.get(source, MISSING) if name != "data.predict_unlabelled" else MISSING
     return MISSING if name == "data.seed" and isinstance(value, bool) else value

@@ -46,7 +46,7 @@ def _parsed(arguments: Sequence[str]) -> tuple[dict[str, object], list[str]]:
         prog="radixtrain run",
         usage="radixtrain run [options] -- COMMAND ...",
         description="Run a program with every model that it loads by from_pretrained sharing prefixes. The last lines "
-        "say for each model what was shared, or why it was not; then it ran as without radixtrain.",
+        "say for each model what was shared, or why it ran unshared.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )

@@ -46,7 +46,7 @@ REFUSED: dict[type, str] = {
     WeightAveraging: "a checkpoint of a validation, or of the end, would hold averages for weights, and no run go on; "
     "average checkpoints afterwards",
 }
-VALIDATION_METRICS = "eval_loss is, and eval_ before the name of evaluate_generation.metric"
+VALIDATION_METRICS = "eval_loss is, and eval_ followed by the name of evaluate_generation.metric"
 
 
 class RunCallbacks:

@@ -1,4 +1,4 @@
-"""Refuses, by the key's name, settings that would change a step, and values of the right type that no run can use."""
+"""Refuses, naming the key, settings that would change a step, and values of the right type that no run can use."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _parts(key: str, value: object) -> Iterator[tuple[str, Any]]:
 
 
 def _check_devices(devices: object) -> None:
-    """Refuse a large number before Lightning makes a list of it, which takes all memory."""
+    """Refuse a large number before Lightning makes a list of that length, which would take all memory."""
     number = int(devices) if isinstance(devices, str) and devices.isdecimal() else devices
     if isinstance(number, int) and number > MOST_DEVICES:
         raise UserError(f"trainer.devices {number:,}: at most {MOST_DEVICES:,} on a machine")

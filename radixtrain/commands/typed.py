@@ -18,7 +18,7 @@ from radixtrain.settings.commands import LINKS
 from radixtrain.yaml_text import check_yaml, parse_yaml, read_yaml
 
 MOST_SHOWN = 80  # characters of a value
-PRINTING = ("help", "print_config")  # need no value, and nothing else
+PRINTING = ("help", "print_config")  # need no value, and no other key
 PEFT = "model.use_peft"
 LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_dora", "use_rslora")
 # Key here -> its names in Transformers and TRL, Axolotl, LLaMA-Factory. docs/configuration.md has the table.
@@ -174,7 +174,7 @@ def prefixes(name: str) -> dict[str, str]:
 
 
 def _meant(name: str, keys: dict[str, Key], command: str) -> str:
-    """Guess the intended key: another tool's name, the same last part in another section, or the nearest spelling."""
+    """Suggest a key: by another tool's name, by the same last part in another section, or by spelling."""
     if command == "bench" and name.startswith(("model.", "data.")):
         return ": it times random tokens on random weights; `radixtrain report` times your model on your data"
     last = name.rpartition(".")[2].replace("-", "_")

@@ -70,7 +70,7 @@ class ImageTokens:
     """T tokens of some sequences, back to back, of which P are placeholders of images.
 
     ids: (T,), int64. is_image: (T,), bool.
-    rows: (P,), int64. which row of the features stands at each placeholder.
+    rows: (P,), int64. the row of the features at each placeholder.
     positions: (T,), or (A, T) on several axes, int64; None if they count from 0 in each sequence.
     blocks: (T,), int64. a number for each block of each sequence, whose tokens attend to each other, -1 outside; None
         if all tokens attend only backwards.
@@ -103,7 +103,7 @@ class ImageTokens:
     def blocks_of(self, plan: PrefixPlan, tokens: IntArray | None = None) -> BlockLayout | None:
         """Find the blocks of unique rows; None if none has two.
 
-        tokens: (U,). which of the T each row is the same as, if the plan is not of these. Equal images of two sequences
+        tokens: (U,). for each row, an equal one of the T, if the plan is not of these. Equal images of two sequences
             may then be neighbours.
         """
         if self.blocks is None:
@@ -115,7 +115,7 @@ class ImageTokens:
 
 
 def numbered_apart(blocks: IntArray, owners: IntArray) -> IntArray:
-    """Number blocks so that those of different owners differ, -1 outside. owners: of each, broadcast."""
+    """Number blocks so that those of different owners differ, -1 outside. owners: of each block, broadcast."""
     return np.where(blocks < 0, -1, blocks + owners * (blocks.max(initial=-1) + 1))
 
 

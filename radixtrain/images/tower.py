@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative
 
-# What a tower may get of each image, one entry of the first axis for each, and what fills up smaller images beside
+# Arguments of a tower with one entry on the first axis for each image, and the value that pads smaller images next to
 # larger ones. The patches of all image grids are in one list.
 OF_IMAGES = {
     "pixel_values": 0,
@@ -62,7 +62,7 @@ def split_images(tensors: Mapping[str, Tensor]) -> SplitImages:
     parts |= {name: list(each.split(1)) for name, each in rest.items()}
     numbers = {len(each) for each in parts.values()}
     if len(numbers) != 1 or not min(numbers):
-        raise NotShared("images whose tensors are not one for each")
+        raise NotShared("images without a tensor for each")
     return SplitImages([dict(zip(parts, each, strict=True)) for each in zip(*parts.values(), strict=True)], is_nested)
 
 
@@ -73,7 +73,7 @@ def joined(images: Sequence[Image], is_nested: bool) -> dict[str, Tensor]:
 
 
 def distinct_images(images: Sequence[Image]) -> tuple[IntArray, list[int]]:
-    """Return the distinct image of each one, and list the first of each. Compares only images of equal sums in full.
+    """Return the distinct image of each image, and the first copy of each. Compares in full only images of equal sums.
 
     Compares bits: sums of integers are the same in any order, and NaN is equal to itself.
     """
@@ -189,7 +189,7 @@ class Tower:
         elif self.is_uniform:
             lengths = [total // self.num_distinct] * self.num_distinct
         if not lengths or sum(lengths) != total:
-            raise NotShared("images whose features are in one piece, so that those of each are not known")
+            raise NotShared("images whose features are in one piece, so that each image's are unknown")
         return np.array(lengths, dtype=np.int64)
 
     def rows_of(self, images: IntArray) -> IntArray:
@@ -213,7 +213,7 @@ class Tower:
             _check_number(num_placeholders, len(self.features))
 
     def features_at_each(self, rows: IntArray) -> tuple[Tensor, IntArray]:
-        """Return all features, and the row of each placeholder, in the shape that the model returns."""
+        """Return all features, and the row of each placeholder, arranged as the model's output is."""
         pooled = self.output.pooler_output
         is_whole = isinstance(pooled, Tensor) and pooled.ndim == 3
         return self.features, rows.reshape(-1, pooled.shape[1]) if is_whole else rows
@@ -243,6 +243,6 @@ def _flat(features: Any) -> Tensor:
 
 
 def _taken(features: object, index: Tensor) -> Any:
-    """Select these rows, as a tensor of as many dimensions or as a tuple of one, like the features."""
+    """Select these rows, in the form of the features: a tensor of as many dimensions, or a tuple of one."""
     rows = _flat(features).index_select(0, index)
     return rows.view(*[1] * (features.ndim - 2), *rows.shape) if isinstance(features, Tensor) else (rows,)

@@ -1,1 +1,1 @@
-"""What training sees, for a person to check: a micro-batch, a sample, one row of a file through every stage."""
+"""Shows a person what training sees: a micro-batch, a sample, one row of a file through every stage."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-CONTEXT = 16  # tokens before a run that are decoded with it: characters may begin there, and blanks depend on it
+CONTEXT = 16  # tokens before a run to decode with it: a character may begin there, and blanks depend on it
 MOST_NAMES = 3
 
 
@@ -36,11 +36,11 @@ MOST_NAMES = 3
 class MicroBatch:
     """What the model receives at once, and its source.
 
-    place: the part and the optimizer step of the first epoch, counted from 0, in words.
+    place: its number and the optimizer step of the first epoch, counted from 0, in words.
     samples: its sequences, in the order of `cu_seqlens`.
     batch: as `RadixCollator` makes it for radixtrain's own loss.
     num_step_labels: labelled tokens of the whole step, by which its loss is divided.
-    num_whole_tokens: of its chats, each up to the end of its last turn here; T if none is split into its turns.
+    num_whole_tokens: tokens of its chats, each up to the end of its last turn here; T if no chat is split into turns.
     """
 
     place: str
@@ -87,7 +87,7 @@ def micro_batches(data: StepData, step: int) -> list[MicroBatch]:
     Raises UserError if there is no such step, and with `dedup: false`, whose batches share nothing.
     """
     if not data.settings.dedup:
-        raise UserError("inspect shows what a batch shares, and with dedup: false nothing is; leave it out")
+        raise UserError("inspect shows what a batch shares, which is nothing with dedup: false; leave that out")
     steps = data.train_steps()
     if not 0 <= step < len(steps):
         raise UserError(f"step: an epoch has the steps 0 to {len(steps) - 1}, got {step}")
@@ -114,7 +114,7 @@ def micro_batches(data: StepData, step: int) -> list[MicroBatch]:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the loss wants a row to predict: the text of a token, and the weight of its cross-entropy."""
+    """A token that the loss trains a row to predict: its text, and the weight of its cross-entropy."""
 
     row: int
     text: str
@@ -129,7 +129,7 @@ class Run:
     tokens: one for each row. Its weight is the sum over the sequences that learn it.
     sequences: all that pass through, by their index in the micro-batch. ends: those whose last token is the last row.
     predictions: of the last row.
-    children: what follows, in the order of the rows, by index.
+    children: indices of the runs that follow, in the order of the rows.
     """
 
     rows: tuple[int, int]
@@ -144,8 +144,8 @@ class Run:
 class RunTree:
     """The runs of a micro-batch.
 
-    runs: in the order of the rows. roots: those that nothing precedes, by index. strays: predictions of a token that is
-    next in no sequence, because a row has labels of its own.
+    runs: in the order of the rows. roots: indices of those that nothing precedes. strays: predictions of a token that
+    comes next in no sequence, because a row has labels of its own.
     """
 
     runs: list[Run]
@@ -209,7 +209,7 @@ def _run_starts(parents: IntArray, last_rows: list[int]) -> IntArray:
 
 
 def _predictions(part: MicroBatch, tokenizer: PreTrainedTokenizerBase) -> dict[tuple[int, int], Prediction]:
-    """Group predictions by predicting row and label; weights that were given one by one are added up."""
+    """Group predictions by predicting row and label, and sum their weights."""
     radix, labels = radix_of(part.batch), part.batch["shift_labels"][0].tolist()
     rows = radix.predictor_indices[radix.prediction_rows].tolist()
     weights: dict[tuple[int, int], float] = defaultdict(float)

@@ -28,7 +28,7 @@ from radixtrain.inspection.micro_batch import MicroBatch, micro_batches, named_r
 from radixtrain.inspection.tokens import marked, sample_tokens, token_cells, visible
 from radixtrain.settings.section import value_of
 
-MOST_CHARS = 800  # of a field, and of a rendered text
+MOST_CHARS = 800  # to show of a field, or of a rendered text
 REFUSED = "bold red"
 SPLITS = ("train", "validation", "test", "predict")
 
@@ -38,7 +38,7 @@ def row_stages(data: StepData, row: int | str, full: bool = False) -> Iterator[R
 
     row: see `find_row`. full: shorten nothing.
 
-    Raises UserError if there is no such row, if the tokenizer or its template cannot be read, or a file cannot.
+    Raises UserError if there is no such row, or if the tokenizer, its template or a file cannot be read.
     """
     found = find_row(data, row)
     yield _title(f"{found.where}: row {found.number:,} of data.{found.split}_file")
@@ -81,7 +81,7 @@ def _fields(row: Row, full: bool) -> RenderableType:
 
 
 def _taken_as(row: Row, encoder: ChatEncoder, full: bool) -> Iterator[RenderableType]:
-    """Show what the columns mean, and which nothing reads. A row that is refused here is refused as a draft too."""
+    """Show what the columns mean, and which are not read. Skips a bad row, whose draft shows the error."""
     try:
         sequences = plain_rows(row)
         standard = [standard_row(each, encoder.answered) for each in sequences]
@@ -93,11 +93,11 @@ def _taken_as(row: Row, encoder: ChatEncoder, full: bool) -> Iterator[Renderable
             yield _named({name: _as_text(value) for name, value in each.fields.items()}, full)
     unused = sorted({*row.unused, *(name for each in standard for name in each.unused)})
     if unused:
-        yield _indented(Text(f"nothing reads: {', '.join(unused)}", style=REFUSED))
+        yield _indented(Text(f"not read: {', '.join(unused)}", style=REFUSED))
 
 
 def _named(texts: Mapping[str, str], full: bool) -> RenderableType:
-    """Show a line or more for each text, with its name before it."""
+    """Show each text after its name, on one line or more."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -152,7 +152,7 @@ def _computed(data: StepData, where: str) -> Iterator[RenderableType]:
         data.setup("inspect")
         locations = sample_locations(data, where)
     except UserError as error:
-        yield Text.assemble(("not known: the steps cannot be made: ", REFUSED), str(error))
+        yield Text.assemble(("unknown, since the steps cannot be made: ", REFUSED), str(error))
         return
     if not locations:
         yield _indented(Text("not trained: data.val_size took the row for validation"))
@@ -209,7 +209,7 @@ def find_row(data: StepData, row: int | str) -> FoundRow:
     row: N for the N-th row of `train_file`; or `file:line` or `file:row N` as errors name it, with or without the
         folders, of any file of the configuration.
 
-    Raises UserError if there is no such row, and as `open_rows`.
+    Raises UserError if there is no such row, or from `open_rows`.
     """
     if not data.settings.train_file:
         raise UserError("data.train_file is missing: name the file that the row is in")

@@ -36,9 +36,9 @@ def show(
 ) -> None:
     """Print a micro-batch of the first epoch, or one row if given. Reads the tokenizer, not the weights.
 
-    data: needs no `setup`. The other arguments: see `Inspect`.
+    data: its `setup` is called here, if needed. The other arguments: see `Inspect`.
 
-    Raises UserError if there is no such step, micro-batch or row, and as `StepData.setup`.
+    Raises UserError if there is no such step, micro-batch or row, or from `StepData.setup`.
     """
     for name, index in (("step", step), ("micro_batch", micro_batch)):
         if index < 0:
@@ -102,7 +102,7 @@ def numbers(part: MicroBatch, tree: RunTree) -> Table:
         (
             "predicting tokens",
             f"{len(radix_of(batch).predictor_indices):,}",
-            "R, those that the head computes logits for",
+            "R, rows for which the head computes logits",
         ),
         ("segments", f"{layout.subtree_ends.numel():,}", "S, runs of tokens without a branch"),
         ("depth", f"{len(layout.levels) + 1:,}", "segments on the longest way through the tree"),

@@ -105,7 +105,7 @@ def number(value: float) -> str:
 
 
 def _run(run: Sequence[Token], limit: int | None, usual_weight: float) -> Text:
-    """Write tokens that all bear loss, or none; shortened in their middle if longer than the limit."""
+    """Write tokens that either all bear loss or all do not; beyond the limit, their middle is left out."""
     if limit is None or _num_chars(run) <= limit:
         body = _joined(run)
     else:
@@ -135,13 +135,13 @@ def _weight(run: Sequence[Token], usual_weight: float) -> str:
 
 
 def _shown_runs(num_runs: int, max_chars: int | None) -> tuple[int, int]:
-    """Return the first and the last run, exclusive, that are left out."""
+    """Return the range of runs that are left out, its end excluded."""
     most = num_runs if max_chars is None else max(2, max_chars // LEAST_RUN)
     return (num_runs, num_runs) if num_runs <= most else (most - most // 2, num_runs - most // 2)
 
 
 def _limit(lengths: list[int], max_chars: int) -> int:
-    """Return the most characters of a run so that all have at most `max_chars`, or `LEAST_RUN` if that is more."""
+    """Return the length to which runs are cut so that together they fit `max_chars`; at least `LEAST_RUN`."""
     left = max_chars
     for place, length in enumerate(sorted(lengths)):
         share = left // (len(lengths) - place)
@@ -201,7 +201,7 @@ def _cells(sample: TokenRow, tokens: Sequence[Token], full: bool) -> Iterator[Te
 
 
 def _shown(tokens: Sequence[Token]) -> list[int]:
-    """Return places within `AROUND` of an end or a change, and those that would be the only ones left out in a gap."""
+    """Return places within `AROUND` of an end or a change, and each single place between two of them."""
     bears_loss = np.array([token.bears_loss for token in tokens], dtype=bool)
     changes = [0, *(np.flatnonzero(np.diff(bears_loss)) + 1).tolist(), len(tokens)]
     kept = np.zeros(len(tokens) + 2, dtype=bool)

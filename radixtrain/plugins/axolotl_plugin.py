@@ -36,7 +36,7 @@ class RadixtrainArgs(BaseModel):
 
 
 class RadixtrainPlugin(BasePlugin):
-    """Shares the model with its adapters, and prints what was shared after training."""
+    """Shares the model, adapters included, and prints after training what was shared."""
 
     def get_input_args(self) -> str:
         return f"{RadixtrainArgs.__module__}.{RadixtrainArgs.__name__}"

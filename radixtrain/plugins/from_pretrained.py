@@ -6,9 +6,9 @@ The file `radixtrain-run.pth` lies beside the installed package. Python reads it
 and it does nothing unless RADIXTRAIN is set. RADIXTRAIN_OPTIONS holds the options of `share_prefixes` as JSON, and
 
     only: names of models to share, by class, by the path that `from_pretrained` got, or by the last part of it;
-    reports: a folder where each process leaves what it shared, for `radixtrain run` to add up. Without it, each prints.
+    reports: a folder where each process writes what it shared, for `radixtrain run` to sum. Without it, each prints.
 
-A model that cannot be shared runs as if nothing had been installed. Whatever it is, the last lines name the reason.
+A model that cannot be shared runs as if radixtrain were not installed, and the last lines of the output say why.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class LoadedModel:
     report: dict[str, Any] = field(default_factory=dict)
 
     def add(self, other: LoadedModel) -> None:
-        """Add what another process reports of the same model."""
+        """Add the report of another process about the same model."""
         self.num_processes += other.num_processes
         for key in SUMMED & other.report.keys():
             self.report[key] += other.report[key]
         self.report["not_shared"] = Counter(self.report.get("not_shared")) + Counter(other.report.get("not_shared"))
 
     def __str__(self) -> str:
-        """Write one line."""
+        """Summarize in one line."""
         processes = f" on {self.num_processes} processes" if self.num_processes > 1 else ""
         return f"radixtrain: {self.name}{processes}: {f'not shared: {self.reason}' if self.reason else self._calls()}"
 
@@ -110,7 +110,7 @@ def read_options() -> dict[str, Any]:
         raise UserError(f"RADIXTRAIN_OPTIONS: expected a JSON object, got {text[:SHOWN]}")
     only, folder = options.get("only") or [], options.get("reports") or ""
     if not (isinstance(only, list) and all(isinstance(name, str) for name in only) and isinstance(folder, str)):
-        raise UserError(f"RADIXTRAIN_OPTIONS: only is a list of names, and reports a folder; got {text[:SHOWN]}")
+        raise UserError(f"RADIXTRAIN_OPTIONS: only must be a list of names, and reports a folder; got {text[:SHOWN]}")
     return options
 
 
@@ -154,7 +154,7 @@ def _wrap_from_pretrained() -> None:
 
 
 def _share(model: Any, name: str, options: dict[str, Any]) -> tuple[LoadedModel, Any]:
-    """Share a model; return its entry, and its SharingReport, None if it cannot be shared."""
+    """Share a model. Return its entry and its SharingReport, which is None if it cannot be shared."""
     from radixtrain.versions import check_versions
 
     try:
@@ -168,7 +168,7 @@ def _share(model: Any, name: str, options: dict[str, Any]) -> tuple[LoadedModel,
 
 
 def _report(loaded: Iterable[tuple[LoadedModel, Any]], folder: str | None) -> None:
-    """Leave the entries for `radixtrain run` when the process ends, or print them."""
+    """Write the entries for `radixtrain run` when the process ends, or print them."""
     for model, report in loaded:
         model.report = vars(report) if report is not None else {}
     models = [model for model, _ in loaded]

@@ -14,8 +14,8 @@ from radixtrain.plugins.from_pretrained import LoadedModel
 class SharePrefixesCallback(L.Callback):
     """Shares the Hugging Face model in a module before a strategy wraps it; prints what was shared after training.
 
-    options: of `share_prefixes`, whose errors it raises. A module that makes its model in `configure_model` calls that
-        function itself.
+    options: of `share_prefixes`, whose errors it raises. A module that makes its model in `configure_model` must call
+        that function itself.
     """
 
     def __init__(self, **options: Any) -> None:

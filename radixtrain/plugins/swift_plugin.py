@@ -16,7 +16,7 @@ from radixtrain.plugins.trainer_callback import SharePrefixesCallback
 
 
 class SwiftCallback(SharePrefixesCallback):
-    """Takes the arguments that swift gives to every callback."""
+    """Takes the arguments that swift passes to every callback."""
 
     def __init__(self, args: Any, trainer: Any) -> None:
         super().__init__(**read_options())

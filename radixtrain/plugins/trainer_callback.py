@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 def log_sharing(trainer: Any) -> None:
     """Make a trainer log `r` beside its loss, to every tracker that it has, and print what was shared at the end.
 
-    trainer: a `transformers.Trainer` or one of TRL's, whose model is one of `prepare_model` or `share_prefixes`.
+    trainer: a `transformers.Trainer` or one of TRL's, with a model from `prepare_model` or `share_prefixes`.
 
     `r` is tokens per unique token of the model's calls in the training steps since the loss was last logged, without
     evaluations; each of several processes has its own. The last line covers all calls, as `sharing_report` does.
 
-    Raises UserError for a model that is neither.
+    Raises UserError for any other model.
     """
     unshared = sharing_report(trainer).unshared_models
     callbacks = trainer.callback_handler.callbacks
@@ -40,12 +40,12 @@ def log_sharing(trainer: Any) -> None:
 class SharingCallback(TrainerCallback):
     """Adds `r` to the logs of a trainer, for the callbacks after it, and prints what was shared when training ends.
 
-    models: prepared or shared, by name. `r` is that of the first.
+    models: prepared or shared models by name. The logged `r` is that of the first.
     """
 
     def __init__(self, models: dict[str, nn.Module] | None = None) -> None:
         self.models = models or {}
-        self.before = self.in_steps = (0, 0)  # tokens, and unique ones
+        self.before = self.in_steps = (0, 0)  # tokens, unique tokens
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -81,7 +81,7 @@ class SharingCallback(TrainerCallback):
 
 
 class SharePrefixesCallback(SharingCallback):
-    """Shares the model of a trainer that is made with it. `log_sharing(trainer)` puts it before the trackers.
+    """Shares the model of the trainer that it is passed to. `log_sharing(trainer)` moves it before the trackers.
 
     options: of `share_prefixes`, whose errors it raises.
     """

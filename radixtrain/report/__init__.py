@@ -1,1 +1,1 @@
-"""What radixtrain saves on a data set, before anything is trained."""
+"""Reports what radixtrain would save on a data set, before anything is trained."""

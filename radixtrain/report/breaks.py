@@ -51,8 +51,8 @@ def find_breaks(
     `tokens_saved` is by this fix only, `tokens_with_others` what it adds to the other reported fixes. A cause for which
     both are below 1 % of the computed prompt tokens is not reported.
 
-    `num_sequences` is scaled in the same way: samples that differ from what more than half of them have there; all that
-    have a value if no value is as frequent. `num_values` is of the drawn conversations.
+    `num_sequences` is scaled in the same way. It counts samples that differ from the value of more than half of them,
+    or all that have a value if none is that frequent. `num_values` counts values in the drawn conversations.
     """
     prompts = draw_prompts(conversations, tokenizer, MAX_CONVERSATIONS)
     scale = len(conversations) / max(1, len(prompts))

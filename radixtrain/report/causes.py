@@ -26,8 +26,8 @@ MAX_ENTRY = 8  # words in a line of a list; examples have more
 class Cause(NamedTuple):
     """A reason why prompts diverge early.
 
-    name: in the report. advice: what to do, a sentence.
-    moves: whether it is moved to the end of the common text; otherwise all rows get the same.
+    name: as the report shows it. advice: a sentence on what to do.
+    moves: whether the fix moves it to the end of the common text; otherwise the fix gives all rows the same.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Value(NamedTuple):
     """What some rows have at a difference.
 
     text: of the value. before, after: the text around it. symbols: (n,), int64, of the value.
-    num_rows: that have it. repeated: share of the value that other prompts compute too.
+    num_rows: rows with it. repeated: share of the value that other prompts compute too.
     """
 
     text: str
@@ -60,18 +60,18 @@ MOVED = {
     **dict.fromkeys(("a date or time", "a number", "a name"), f"W{_MOVE}"),
     **dict.fromkeys(("a UUID", "an id or hash"), _REMOVE),
     "a text of the row's own": "Write the instructions that all rows have first, and this text after them.",
-    "several prompts": "Each is used by many rows, so they may well be meant: rows of one prompt share it, and "
-    "data.group_by_prefix brings them together. More is shared if what all have in common stands first and this after "
-    "it; or, if they are versions of one text, with one of them.",
+    "several prompts": "Many rows use each of them, so they may well be intended: rows of one prompt share it, and "
+    "data.group_by_prefix brings them together. To share more, put what all have in common first and this after it; "
+    "or, if they are versions of one text, keep one of them.",
 }
 MADE_ALIKE = {
     "the order of the tools": "Sort the tools, for instance by name, in every row.",
     "the order of the examples": "Keep the examples in one order in every row.",
     "the order of a list": "Keep the list in one order in every row.",
-    "the choice of the examples": "Give all rows the same examples, or draw them from a few fixed sets. What a row "
-    "needs, as a passage that was found for its question, can only stand after everything else.",
+    "the choice of the examples": "Give all rows the same examples, or draw them from a few fixed sets. What only "
+    "one row needs, such as a passage retrieved for its question, must come after everything else.",
     "another version of the template": "Write the prompts of all rows with one version of the template.",
-    "white space": "Write the same blanks and line ends in every row.",
+    "white space": "Use the same blanks and line endings in every row.",
 }
 DRAWN, WHITE_SPACE = (Cause(name, MADE_ALIKE[name], False) for name in ("the choice of the examples", "white space"))
 SEVERAL = Cause("several prompts", MOVED["several prompts"], True)

@@ -30,7 +30,7 @@ class TreeNode:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A run with these settings, predicted.
+    """The predicted effect of a run with these settings.
 
     r: tokens of the rows per computed token. whole_r: tokens of the whole chats per computed token, which is less; None
         if no chat is split into its turns.
@@ -95,11 +95,11 @@ class Break:
     """Why near-identical prompts diverge early.
 
     cause: a date, a UUID, a name, the order of tools, white space, several prompts, the order of the examples ...
-    num_sequences: that it touches. num_values: different values there, none included.
+    num_sequences: sequences affected. num_values: distinct values there; no value counts as one.
     at_token: where they diverge, the median.
-        tokens_saved: computed tokens of an epoch that are saved if it were at the end of the prompt; for an order,
-        white space or a stray version: if all rows had the same. tokens_with_others: once other breaks are fixed.
-    advice: what to do about it, a sentence.
+    tokens_saved: computed tokens of an epoch that moving it to the end of the prompt saves; for an order, white space
+        or a stray version: that giving all rows the same saves. tokens_with_others: once other breaks are fixed.
+    advice: a sentence on what to do about it.
     """
 
     cause: str
@@ -119,9 +119,9 @@ class DataReport:
     length_quantiles: of the samples in tokens: `{"min": 12, "10 %": 40, "50 %": ..., "90 %", "99 %", "max"}`.
     num_prompts: shared prompts, each counted once. tree: its root has an empty text.
     splitting: of chats into their turns.
-    settings: a grid of batch sizes and max_tokens; best: one of them, None if nothing was predicted; command: it as a
-        command to paste.
-    num_epoch_tokens: of an epoch, in which weighted sources come more or less often; 0 if each row comes once.
+    settings: a grid of batch sizes and max_tokens; best: one of them, None if nothing was predicted; command: the best
+        one as a command to paste.
+    num_epoch_tokens: tokens of an epoch with weighted sources; 0 if each row occurs once.
     environment: machine and versions, for the foot of the page.
     divisions: of the steps of the current setting on several devices, every branch taken; sent_bytes are of all layers.
     notes: sentences: what was not predicted and why, what is estimated from a sample of how many rows.
@@ -156,7 +156,7 @@ class DataReport:
 
     @property
     def times(self) -> tuple[float, ...]:
-        """Divide predicted seconds of each division by those of data parallel on as many devices."""
+        """Return the predicted seconds of each division over those of data parallel on as many devices."""
         parallel = {each.num_ranks: each.seconds for each in self.divisions if each.sp_size == 1}
         return tuple(each.seconds / parallel[each.num_ranks] for each in self.divisions)
 
@@ -249,7 +249,7 @@ def prediction(setting: Setting) -> str:
 
 
 def with_others(each: Break) -> str:
-    """Say what the fix adds to those of the other breaks, if that differs much from what it saves alone."""
+    """Say what the fix saves on top of the other fixes, if that differs much from what it saves alone."""
     if 0.8 * each.tokens_with_others <= each.tokens_saved <= 1.25 * each.tokens_with_others:
         return ""
     return f"; {rounded(each.tokens_with_others)} once the others here are fixed"

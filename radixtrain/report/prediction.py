@@ -1,16 +1,16 @@
 """Predicts the time and memory of a step on this machine from micro-batches timed on fewer layers.
 
-Two depths are timed, and every layer beyond takes as long as those between them: with 1 and 3 layers, the 28th costs
-half of the difference. To the seconds of the timed micro-batches, for each arm,
+Two depths are timed, and every further layer is taken to cost as much as those between them: with 1 and 3 layers, the
+28th costs half of the difference. To the seconds of the timed micro-batches, for each arm,
 
     seconds = rows a + b + attention c + predictions d
 
 is fitted (least squares of the relative errors, no rate below 0), which gives micro-batches of other sizes: other
 settings. A step adds clipping, the optimizer, and the overhead of a step of `fit`.
 
-Peak memory is that of the deeper model, and for every layer beyond what lives after its forward pass. The peaks do not
-give the slope: in a model of few layers, the gradient of the embeddings may be above what all activations hold. It is
-fitted in the same way, a and b only, and added to weights, gradients, the optimizer's moments and, on a CPU, what the
+Peak memory is that of the deeper model plus, for every further layer, what lives after its forward pass. The peaks do
+not give the slope: in a model of few layers, the gradient of the embeddings may exceed all activations. It is fitted in
+the same way, a and b only, and added to weights, gradients, the optimizer's moments and, on a CPU, what the
 process of `fit` holds before it has a model, and what its allocator keeps.
 
 A third arm is the first with all layers recomputing their activations; a share of them is interpolated.
@@ -40,13 +40,13 @@ from radixtrain.report.sharing import CountedStep, Counts, SampledSteps
 from radixtrain.timing import non_negative_fit
 from radixtrain.tree.cost_model import CHOICES, StepCost
 
-# Of a step of `fit`, between its optimizer steps: Lightning's loop and the log, on an x86-64 core.
+# Time that `fit` spends between two optimizer steps: Lightning's loop and the log, on an x86-64 core.
 STEP_SECONDS = 8e-3
-# What `fit` has imported and started before its first step beyond what `report` has: Lightning, the DataLoader.
+# What `fit` imports and starts before its first step, and `report` does not: Lightning, the DataLoader.
 TRAINER_BYTES = 110 << 20
-# Resident bytes for each that a step holds beside its state, since glibc leaves holes in what was freed: 1.1 to 2.2 in
-# six runs of fit with 28M and 135M weights on x86-64, from the second step on, by which this was chosen. Two others
-# took 0.79 (a wide model) and 1.24 (LoRA) of the prediction.
+# Resident bytes per byte that a step holds besides its state, since glibc leaves holes in freed memory. Chosen from six
+# runs of fit with 28M and 135M weights on x86-64, which had 1.1 to 2.2 from the second step on. Two others took 0.79 (a
+# wide model) and 1.24 (LoRA) of the prediction.
 MALLOC = 1.35
 DEEPER = 3  # times the layers of the shorter model
 SPARE = 0.5  # part of the free memory that the timed model may take
@@ -56,7 +56,7 @@ SHARES = (0.25, 0.75, 0.0, 0.5, 1.0)  # of layers that recompute; if two are the
 class Process(NamedTuple):
     """The memory of a process.
 
-    base_bytes: what it holds besides the model and its steps. malloc: resident bytes for each that a step holds.
+    base_bytes: what it holds besides the model and its steps. malloc: resident bytes per byte that a step holds.
     """
 
     base_bytes: int
@@ -121,11 +121,11 @@ class Prediction:
         return sampled.scale * sum(map(self.radix_seconds, sampled.steps))
 
     def memory_bytes(self, sampled: SampledSteps) -> int:
-        """Predict the most bytes of a step, in the micro-batch that needs most."""
+        """Predict the peak bytes of a step: those of the micro-batch that needs most."""
         return self.bytes_of_rows(max(counts.rows for step in sampled.steps for counts in step.radix))
 
     def bytes_of_rows(self, num_rows: int) -> int:
-        """Predict the most bytes of a process whose largest micro-batch has that many rows."""
+        """Predict the peak bytes of a process whose largest micro-batch has that many rows."""
         activations = self.peak[0] * num_rows + self.peak[1]
         return round(self.process.base_bytes + self.state_bytes + self.process.malloc * activations)
 
@@ -179,7 +179,7 @@ def predict_seconds(
 
 
 def _shares(setup: RunSetup) -> tuple[float, ...]:
-    """Return the shares of layers that can recompute, with that of the setup. Raises UserError if that one cannot."""
+    """Return the shares of layers that can recompute, the setup's included. Raises UserError if the setup's cannot."""
     model = setup.build(setup.num_layers, torch.device("meta"))
     with without_messages():
         recompute(model, setup.share)
@@ -192,14 +192,14 @@ def _shares(setup: RunSetup) -> tuple[float, ...]:
 
 
 def _recomputing(seconds: Mapping[Case, float]) -> float:
-    """Return seconds of micro-batches whose layers all recompute, over those of the same ones if none does."""
+    """Return the seconds of micro-batches with all layers recomputing, over those of the same ones with none."""
     without = {case.counts: each for case, each in seconds.items() if case.arm == "radix"}
     both = {case: each for case, each in seconds.items() if case.arm == "recomputing" and case.counts in without}
     return max(1.0, sum(both.values()) / sum(without[case.counts] for case in both)) if both else 1.0
 
 
 def free_bytes(device: torch.device) -> float:
-    """Return the memory that a process can still get on a device. On the host it is read from /proc, infinite without.
+    """Return the memory that a process can still get on a device. On the host it is read from /proc; infinite without.
 
     On CUDA that includes what torch's allocator keeps of tensors that are gone, which the driver counts as used.
     """
@@ -214,7 +214,7 @@ def free_bytes(device: torch.device) -> float:
 
 
 def _container_bytes() -> float:
-    """Return what is left of the memory limit of the container; infinite without one."""
+    """Return the free part of the container's memory limit; infinite without one."""
     limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
     if not limit.exists() or not used.exists() or limit.read_text().strip() == "max":
         return math.inf
@@ -224,7 +224,7 @@ def _container_bytes() -> float:
 def process_of_fit(device: torch.device) -> Process:
     """Return what `fit` would hold on the device, by what this process holds. Call it before a model is built.
 
-    On CUDA nothing: what is predicted there is what torch allocates.
+    On CUDA it holds nothing, since only what torch allocates is predicted there.
     """
     if device.type == "cuda":
         return Process(0, 1.0)
@@ -236,7 +236,7 @@ def process_of_fit(device: torch.device) -> Process:
 
 
 def _free_beside(setup: RunSetup, num_layers: int) -> float:
-    """Return the bytes left to micro-batches beside that many layers. Raises UserError if the layers take too many."""
+    """Return the bytes left for micro-batches after that many layers. Raises UserError if the layers take too many."""
     free, needed = free_bytes(setup.device), _state_bytes(setup, num_layers)
     if needed > SPARE * free:
         raise UserError(
@@ -247,7 +247,7 @@ def _free_beside(setup: RunSetup, num_layers: int) -> float:
 
 
 def _state_bytes(setup: RunSetup, num_layers: int) -> int:
-    """Count weights, gradients and moments of the model with that many layers, which is not allocated."""
+    """Count bytes of weights, gradients and moments of the model with that many layers, without allocating it."""
     model = setup.build(num_layers, torch.device("meta"))
     return sum(p.nbytes * (2 if p.requires_grad else 1) for p in model.parameters()) + setup.moment_bytes(model)
 
@@ -273,7 +273,7 @@ def _extra_bytes(num_layers: int, first: Timings, last: Timings, case: Case) -> 
 def _fitted(measured: Mapping[Case, float], arm: ArmName, num_rates: int = 4) -> np.ndarray:
     """Fit the rates of an arm, (4,), scaled so that they sum to what was measured.
 
-    num_rates: the others are 0, and with fewer cases than rates the last ones are too.
+    num_rates: rates to fit; the others are 0, and with fewer cases than rates the last ones are too.
     """
     cases = [case for case in measured if case.arm == arm]
     work, values = np.stack([_terms(case.counts) for case in cases]), np.array([measured[case] for case in cases])
@@ -284,7 +284,7 @@ def _fitted(measured: Mapping[Case, float], arm: ArmName, num_rates: int = 4) ->
 
 
 def _terms(counts: Counts) -> np.ndarray:
-    """Return what the rates are multiplied by, the most important first."""
+    """Return the counts that the rates multiply, the most important first."""
     return np.array([counts.rows, 1.0, counts.attention, counts.predictions])
 
 

@@ -28,7 +28,7 @@ from radixtrain.report.sharing import Counts, Features, ordinary_counts, radix_c
 from radixtrain.timing import held_bytes, seconds_in_turns, seconds_of
 from radixtrain.tree.cost_model import StepCost
 
-ArmName = Literal["radix", "ordinary", "recomputing"]  # the last: radix, and all layers recompute their activations
+ArmName = Literal["radix", "ordinary", "recomputing"]  # the last: radix with all layers recomputing their activations
 ARMS: tuple[ArmName, ...] = ("radix", "ordinary", "recomputing")
 PARTS = (0.0, 0.125, 0.25, 0.5, 1.0)  # shares of a step to try as micro-batches: from one sequence to all
 REPEATS = 3  # keep the minimum: other load can only slow a run down
@@ -42,7 +42,7 @@ class RunSetup:
         adapters if it has any, not prepared, without activation checkpointing.
     optimizer, moment_bytes: of such a model. forward: the context of a forward pass, autocast for instance.
     num_layers: of the whole model. period: layers after which their kinds repeat, 1 if all are alike.
-    dtype: of the computation. share: of the layers, which recompute.
+    dtype: of the computation. share: of the layers that recompute.
     """
 
     build: Callable[[int, torch.device], Any]
@@ -73,7 +73,7 @@ class Case:
 def cases_of(steps: Iterable[Features], collator: StepCollator, step_cost: StepCost | None) -> list[Case]:
     """Make micro-batches for all arms, of these steps and of parts of them, from the smallest to the largest.
 
-    collator: with `dedup`, as in training. Of each step, the first and the last micro-batch, each one separately.
+    collator: with `dedup`, as in training. Takes the first and the last micro-batch of each step.
     """
     collator = replace(collator, share_across_micro_batches=False)
     cases: list[Case] = []
@@ -150,7 +150,7 @@ def time_cases(
 
 @contextmanager
 def without_messages() -> Iterator[None]:
-    """Silence what a prepared model would log about its first batches."""
+    """Silence the log lines of a prepared model about its first batches."""
     logger = logging.getLogger("radixtrain.hf")
     level = logger.level
     logger.setLevel(logging.WARNING)
@@ -209,8 +209,8 @@ class _Runner:
     ) -> tuple[list[Case], dict[Case, int]]:
         """Return the cases that time and memory allow, from the smallest to the largest, and the peaks of the smallest.
 
-        The cost of a case is judged by that of the smallest for each row. Each may take half of the time that is
-        left, the largest first: a prediction is good near the sizes that were timed.
+        The cost of a case is estimated from the cost per row of the smallest. Each may take half of the time left,
+        the largest first, since a prediction is good near the sizes that were timed.
         """
         smallest = _one_of_each_arm(cases)
         peaks = {case: self.peak(case) for case in smallest}  # warms up, too

@@ -48,7 +48,7 @@ class Prompt:
 def draw_prompts(
     conversations: Sequence[Sequence[TokenRow]], tokenizer: PreTrainedTokenizerBase, max_conversations: int
 ) -> list[Prompt]:
-    """Draw prompts of conversations at random, always the same ones, in the order of the draw.
+    """Draw prompts of conversations at random with a fixed seed, in the order of the draw.
 
     Each is that of the conversation's first sample, which the others extend. Drawing ends at `max_conversations`, or
     once there are two million tokens. A conversation without a sample is skipped.
@@ -97,7 +97,7 @@ def runs_of(chosen: Flags) -> list[tuple[int, int]]:
 
 
 def repeated_symbols(prompts: list[Prompt]) -> list[Flags]:
-    """Mark in each prompt the symbols that are one of 20 in a row that are computed at several places of the tree.
+    """Mark in each prompt the runs of 20 or more symbols that are computed at several places of the tree.
 
     A shingle is computed with its last token, unless the prompt shares that.
     """

@@ -165,7 +165,7 @@ class Draw:
 
 @dataclass(frozen=True, kw_only=True)
 class SampledSteps:
-    """Some steps of an epoch. scale: conversations of the whole epoch for each one of the sample."""
+    """Some steps of an epoch. scale: conversations of the epoch per conversation of the sample."""
 
     draw: Draw
     steps: tuple[CountedStep, ...]
@@ -196,7 +196,7 @@ class Epoch:
     """The conversations of an epoch, and how they are drawn.
 
     lengths: (num_samples,), int64. tokens of each sample.
-    weights: how often each conversation comes, as for `StepSampler`.
+    weights: how often each conversation occurs, as for `StepSampler`.
     collator: with `dedup`; its `max_tokens` is replaced. step_cost: by which it chooses, or None.
     """
 
@@ -211,7 +211,7 @@ class Epoch:
 
     @property
     def size(self) -> int:
-        """Count conversations, each as often as it comes."""
+        """Count conversations, each as often as it occurs."""
         return len(self.conversations) if self.weights is None else epoch_size(self.weights)
 
     @cached_property
@@ -243,7 +243,7 @@ class Epoch:
 
         own: the user's, which is one of them. least_max_tokens: the longest sequence has to fit.
 
-        Grouped ones are left out if they would be plain: conversations are not shuffled, or a shuffle is good enough.
+        Leaves out grouped draws that would be plain: conversations are not shuffled, or a shuffle is good enough.
         """
         sizes = {size for size in BATCH_SIZES if size <= self.size} | {own.batch_size}
         budgets = {int(own.max_tokens * factor) for factor in MAX_TOKENS_FACTORS}
@@ -280,7 +280,7 @@ def length_quantiles(lengths: IntArray) -> dict[str, int]:
 def num_shared_prompts(groups: PrefixGroups) -> int:
     """Count distinct prompts: beginnings of at least 16 tokens that several conversations share until they diverge.
 
-    Of a beginning and a longer shared one that continues it only the longer counts. One that saves less than a tenth of
+    If a longer shared beginning continues a shorter one, only the longer counts. One that saves less than a tenth of
     its conversations' tokens is not a prompt, see `find_prefix_groups`: questions start with the same words by
     accident.
     """

@@ -150,7 +150,7 @@ def _count_of_branches(number: int, are_others_shown: bool) -> str:
 
 
 def _saved(node: TreeNode) -> int:
-    """Count the tokens that its sequences share, those of the runs below it included."""
+    """Count the tokens that sharing saves in a run and in the runs below it."""
     saved, waiting = 0, [node]
     while waiting:
         each = waiting.pop()
@@ -175,7 +175,7 @@ def _breaks(console: Console, breaks: Sequence[Break]) -> None:
 
 
 def _saves(cause: Break) -> str:
-    return f"a fix of only this saves {rounded(cause.tokens_saved)} computed tokens of an epoch{with_others(cause)}"
+    return f"fixing only this saves {rounded(cause.tokens_saved)} computed tokens of an epoch{with_others(cause)}"
 
 
 def _list(console: Console, title: str, sentences: Iterable[str]) -> None:

@@ -21,7 +21,7 @@ MAX_CHARACTERS = 600  # of the text of a node
 def prefix_tree(sequences: Sequence[IntArray], tokenizer: PreTrainedTokenizerBase, max_nodes: int = 200) -> TreeNode:
     """Build the tree of runs that these sequences share. Its root has an empty text and no tokens.
 
-    sequences: (L,) each, int64. token ids. They are in memory at once with five times their size: give a sample.
+    sequences: (L,) each, int64. token ids. They need five times their size in memory, so pass a sample.
     max_nodes: most nodes below the root. Keeps the nodes through which most tokens go, those below them counted;
         `num_hidden_tokens` counts the unique tokens of what is left out.
 

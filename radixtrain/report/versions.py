@@ -69,9 +69,9 @@ class Trunk:
 class Piece(NamedTuple):
     """Tokens [start, end) of a prompt.
 
-    cause: why rows differ there; None if they do not. usual: the tokens of most rows.
-        value: compared for equality. has_other: whether the value differs from that of more than half of the rows;
-        without such a majority, whether it is there at all.
+    cause: why rows differ there; None if they do not. usual: the tokens of most rows. value: compared for equality.
+    has_other: whether the value differs from that of more than half of the rows; without such a majority, whether it
+        is there at all.
     """
 
     start: int
@@ -92,7 +92,7 @@ def find_layouts(prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase) -> l
 
 
 def _trunks(prompts: list[Prompt]) -> list[Trunk]:
-    """Return the trunks of the prompts with enough repeated text, those of most rows first."""
+    """Return the trunks of prompts with enough repeated text, the one with most rows first."""
     trunks: dict[bytes, Trunk] = {}
     for row, (prompt, repeated) in enumerate(zip(prompts, repeated_symbols(prompts), strict=True)):
         if np.count_nonzero(repeated) >= MIN_REPEATED:
@@ -202,7 +202,7 @@ def _read_gap(
 
 
 def _by_value(values: dict[Trunk, IntArray]) -> dict[bytes, list[Trunk]]:
-    """Group the trunks by value, those of most rows first."""
+    """Group the trunks by value, the value of most rows first."""
     alike: dict[bytes, list[Trunk]] = {}
     for trunk, value in values.items():
         alike.setdefault(value.tobytes(), []).append(trunk)

@@ -43,8 +43,8 @@ CLEARLY = 1.05  # a setting is better than the user's own if its r is this many 
 ALONE = 0.9  # share of time that a process has its core if no other program competes
 WORTH_A_HINT = 1.1
 MEMORY = {
-    "cpu": "the peak of the whole process of fit; runs took 0.79 to 1.24 of what was predicted",
-    "cuda": "what torch allocates on the GPU at most; the CUDA context and what the allocator keeps come on top",
+    "cpu": "the peak of the whole fit process; measured runs took 0.79 to 1.24 of the prediction",
+    "cuda": "torch's peak allocation on the GPU; the CUDA context and what the allocator keeps come on top",
 }
 NO_GAIN = 1.05  # speed-up below which sharing does not pay
 
@@ -95,8 +95,8 @@ def make_report(data: StepData, setup: RunSetup, typed: Sequence[str] = (), max_
         )
         if prediction.cpu_share < ALONE:
             notes.append(
-                f"Measured beside other programs: they took {1 - prediction.cpu_share:.0%} of the time, so seconds are "
-                f"too long and the speed-up is uncertain. Run it again when the machine is idle. r is not affected."
+                f"Measured while other programs ran: they took {1 - prediction.cpu_share:.0%} of the time, so seconds "
+                f"are too long and the speed-up is uncertain. Run it again when the machine is idle. r is not affected."
             )
     settings = [_setting(sampled[draw], setup.share, prediction) for draw in grid]
     current, best = settings[grid.index(own)], None
@@ -250,7 +250,7 @@ def best_setting(own: Setting, settings: Iterable[Setting], free_bytes: float) -
     that recompute differ from the user's own.
 
     The choice is the user's own unless it does not fit or another one computes clearly less; then the smallest that
-    comes near the least. Seconds do not count: they would change the choice each time that something else runs.
+    comes near the least. Seconds do not count: they vary with the load of the machine.
 
     free_bytes: memory that a run can have.
     """

@@ -68,7 +68,7 @@ class Run(Section):
     save_every_minutes: minutes between two; the end of an epoch or the run writes one too.
     save_total_limit: checkpoints that are kept, besides the best one.
     save_best: a metric of the validations, such as eval_loss: model/ gets the weights that were best by it.
-    early_stopping: end after this many validations without a better save_best, or eval_loss.
+    early_stopping: end after this many validations without an improvement of save_best, or else of eval_loss.
     sp_size: ranks that compute each micro-batch together, each with a part of its unique rows.
     ddp_timeout: seconds that a rank waits for the others in a step.
     push_to_hub: upload model/ to the Hugging Face hub after training.
@@ -127,7 +127,8 @@ class Verify(Run):
     """`verify`.
 
     num_steps: optimizer steps to compare, each from its own rows; the weights do not change.
-    num_sequences: only the first ones of each step: it runs three times in float64 and twice in every other precision.
+    num_sequences: compare only the first ones of each step, which runs three times in float64 and twice in any other
+        precision.
     ckpt_path: a checkpoint of the run, whose weights are used.
     """
 
@@ -251,7 +252,7 @@ class Bench(Section):
     float64_truth: compare gradients with the ordinary model in float64, by the bars of `verify`; always so with
         recurrent layers. Otherwise float32 is compared with the ordinary arm (1e-4, relative L2 of each tensor),
         bfloat16 with float32.
-    max_teraflops: leave out cells whose ordinary step takes more 1e12 floating-point operations.
+    max_teraflops: leave out cells whose ordinary step takes more than this many 1e12 floating-point operations.
     num_threads: of torch on CPU.
     csv: a file to write, a line for each cell and strategy.
     plot: a .png or .svg file: measured against ideal speed-up. Needs matplotlib.

@@ -48,8 +48,8 @@ class DataSettings(Section):
         together; true takes the smallest that reaches 80 % of the largest r, at most half of a step.
     seed: for the order of the steps and `val_size`; on the command line it is `seed_everything`, and 42 if that is
         true or false and not a number.
-    min_shared_tokens: a branch point that saves fewer tokens gets no branch; auto chooses for each batch by what a
-        layer costs.
+    min_shared_tokens: a branch point that saves fewer tokens gets no branch; auto chooses for each batch by the cost
+        of a layer.
     shared_targets: weight of a label that several sequences of a step share: every, once for each, as in an ordinary
         trainer; once, once with the mean of their loss weights.
     share_across_micro_batches: compute a prefix once that several micro-batches of a step continue, and a sequence of

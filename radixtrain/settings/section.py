@@ -15,7 +15,7 @@ from radixtrain.errors import UserError
 
 LARGEST = 2**31 - 1
 FINITE = 1.7976931348623157e308
-TINY = 5e-324  # the least number above 0
+TINY = 5e-324  # the smallest number above 0
 BELOW_1 = 1 - 2**-53
 
 
@@ -27,7 +27,7 @@ class Limits(NamedTuple):
     words: str = ""
 
     def broken_by(self, number: float) -> str:
-        """Return what the number must be; empty if it is that. NaN never is."""
+        """Say which limit the number breaks, such as `at least 0`; empty if none. NaN breaks every limit."""
         if self.least <= number <= self.most:
             return ""
         return self.words or (f"at most {self.most:,}" if number > self.most else f"at least {self.least:,}")

@@ -20,7 +20,7 @@ class TrainerSettings(Section):
     strategy: ddp or fsdp2 for several devices; auto is ddp there. Or a class of Lightning.
     devices: how many, a list of their numbers, or auto for all; torchrun and srun set it by their processes.
     num_nodes: machines; torchrun and srun set it.
-    precision: or bf16-mixed, bf16-true, 64-true. The first word is that of products, and of the weights if true
+    precision: or bf16-mixed, bf16-true, 64-true. The first word is the dtype of products, and of the weights if true
         follows; mixed keeps the weights in 32 bits.
     callbacks: EarlyStopping, ModelCheckpoint, ...: a class of Lightning, or a list; options of the last one are
         `trainer.callbacks.NAME`.
@@ -29,8 +29,8 @@ class TrainerSettings(Section):
     min_epochs: passes before anything may end the run.
     max_steps: optimizer steps of the run. -1 leaves the end to max_epochs.
     min_steps: optimizer steps before anything may end the run.
-    max_time: DD:HH:MM:SS, or a mapping such as {hours: 2}: how long each start of the run trains; then it is saved.
-    limit_train_batches: steps of an epoch that are taken, on each device: a number, or with a point a share.
+    max_time: DD:HH:MM:SS, or a mapping such as {hours: 2}: how long each start of the run trains before it is saved.
+    limit_train_batches: steps of an epoch to take on each device: a number, or a share if written with a point.
     limit_val_batches: likewise for a validation; 0 skips validations.
     limit_test_batches: likewise for `test`.
     limit_predict_batches: likewise for `predict`.
@@ -38,15 +38,15 @@ class TrainerSettings(Section):
     val_check_interval: validate after this many steps, or a share of the epoch. On one device also a time, as
         max_time has it.
     check_val_every_n_epoch: validate after this many epochs; null counts val_check_interval across epochs.
-    num_sanity_val_steps: steps of the validation that are tried before training: 2 without this key; -1 all.
+    num_sanity_val_steps: steps of the validation to try before training: 2 by default; -1 for all.
     log_every_n_steps: optimizer steps between two lines of the log; a shorter run logs each step.
     enable_checkpointing: false writes no checkpoint.
     enable_progress_bar: a bar on a terminal, single lines in a file.
     enable_model_summary: print the layers of the model.
-    accumulate_grad_batches: must be 1: data.batch_size is that of the optimizer step.
+    accumulate_grad_batches: must be 1: data.batch_size is the batch of the whole optimizer step.
     gradient_clip_val: must be null: model.max_grad_norm does it.
     gradient_clip_algorithm: has no effect: model.max_grad_norm does it.
-    deterministic: only operations that give the same bits each time; warn says which do not.
+    deterministic: use only operations that give the same bits each time; warn names those that do not.
     benchmark: let cuDNN try its algorithms and use the fastest; not with deterministic.
     inference_mode: evaluate in torch.inference_mode, otherwise in torch.no_grad.
     use_distributed_sampler: has no effect: radixtrain divides each step among the devices.

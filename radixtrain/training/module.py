@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 
 class RadixModule(L.LightningModule):
-    """Fine-tunes with supervision, with warm-up and a schedule. The loss is a mean over the labelled tokens of a step.
+    """Supervised fine-tuning with warm-up and a schedule. The loss is a mean over the labelled tokens of a step.
 
     Head and loss are fused if the head is one matrix. Any other head (layers before the matrix, scaled or capped
     logits, an adapter) computes its own logits, [P, vocabulary] of the P predictions of a micro-batch: then only
@@ -81,10 +81,10 @@ class RadixModule(L.LightningModule):
         self.steps_per_epoch: int | None = None
         self.answers, self.position = PredictedAnswers(), Position(0, 0)
         self.is_stepping = False
-        """Whether the weights are being changed: a checkpoint saved then would not be a step."""
+        """Whether the weights are being changed; a checkpoint saved then would be in the middle of a step."""
         self.generators_before_step: dict[str, Any] | None = None
         self.resumed: dict[str, Any] | None = None
-        """The checkpoint that this run resumes from, without its tensors, until the first step."""
+        """The checkpoint that this run resumes from, without its tensors; None from the first step on."""
         self.run_settings: dict[str, Any] = {}
         """Settings of the command line besides model and data, see `settings_of_run`. A checkpoint keeps them."""
         self.base_digest: str | None = None
@@ -120,7 +120,7 @@ class RadixModule(L.LightningModule):
     def setup(self, stage: str) -> None:
         """Give an `SFTData` the cost of this model, once its data are read, and take its steps per epoch.
 
-        The words of `predict` are looked up, so that one that is not a token ends the run before it has written.
+        Looks up the words of `predict`, so that one that is not a token ends the run before anything is written.
         """
         trainer: Any = self.trainer
         data = trainer.datamodule
@@ -231,13 +231,13 @@ class RadixModule(L.LightningModule):
         check_weights_finite(self, "predict cannot start")
 
     def on_train_end(self) -> None:
-        check_weights_finite(self, "the last step of the run spoilt the weights")
+        check_weights_finite(self, "the last step of the run damaged the weights")
 
     def on_train_epoch_start(self) -> None:
-        self.speed.start()  # validation between the epochs is not training
+        self.speed.start()  # validation between epochs does not count as training
 
     def on_validation_end(self) -> None:
-        self.speed.start()  # nor is one inside of an epoch
+        self.speed.start()  # nor does one inside an epoch
 
     def step_cost(self) -> StepCost | None:
         """Return the cost by which `data.min_shared_tokens: auto` chooses.
@@ -265,7 +265,7 @@ class RadixModule(L.LightningModule):
         """Check whether an optimizer step of these sequences has the gradient of ordinary Hugging Face.
 
         features: the sequences of the step; see `SFTData.features_of_step`.
-        collator: that cuts them in training.
+        collator: the one that cuts them in training.
         """
         assert self.model is not None
         return verify_step(

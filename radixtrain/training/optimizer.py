@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from radixtrain.settings.model import ModelSettings
 
 
-SMALLEST_8BIT = 4096  # bitsandbytes keeps moments of fewer numbers in 32 bits
-# The scale of Moonlight (arXiv 2502.16982, section 2.2): an update as large as AdamW's, so both take one learning rate.
+SMALLEST_8BIT = 4096  # bitsandbytes keeps the moments of smaller weights in 32 bits
+# The scale of Moonlight (arXiv 2502.16982, section 2.2): updates as large as AdamW's, so one learning rate fits both.
 MUON = {"momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
 WHOLE_MATRICES = "needs whole matrices, and trainer.strategy fsdp2 divides them by rows; use ddp, or adamw"
 
@@ -34,7 +34,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     """
 
     def __init__(self, groups: list[dict[str, Any]], lr: float):
-        """Join groups; those that have a `momentum` are Muon's."""
+        """Take groups of both; those with a `momentum` are Muon's."""
         self.kinds = [torch.optim.Muon if "momentum" in group else torch.optim.AdamW for group in groups]
         self.parts = [kind([group], lr=lr) for kind, group in zip(self.kinds, groups, strict=True)]
         super().__init__([part.param_groups[0] for part in self.parts], {})
@@ -58,7 +58,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def optimizer_of(module: nn.Module, settings: ModelSettings) -> torch.optim.Optimizer:
-    """Make the optimizer of `model.optimizer` over what is trained. settings: of a `RadixModule`.
+    """Make the optimizer of `model.optimizer` over the trained weights. settings: of a `RadixModule`.
 
     Raises UserError if it does not work with the installed package, the device, dtype or strategy.
     """

@@ -1,4 +1,4 @@
-"""The progress of a run: a bar on a terminal, single lines anywhere else. Both go to stderr."""
+"""Shows the progress of a run on stderr: a bar on a terminal, single lines anywhere else."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def progress_bar() -> ProgressBar:
 
 
 class Screen:
-    """A stream that a run can do without: once writing fails, the rest is dropped, and `failure` says why."""
+    """A stream that may fail without ending the run: the rest is dropped, and `failure` says why."""
 
     def __init__(self, stream: Any):
         self.stream = stream
@@ -56,7 +56,7 @@ class Screen:
     def _dropped(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:  # a reader that is gone, a full disk
+        except OSError as error:  # the reader is gone, the disk is full
             self.failure = error.strerror or str(error)
             nothing = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nothing, self.stream.fileno())  # also for buffered text, and for libraries
@@ -65,7 +65,7 @@ class Screen:
 
 @contextmanager
 def screens() -> Iterator[None]:
-    """Let a run go on after an error of stdout or stderr, since only files count."""
+    """Let a run continue after an error of stdout or stderr, since only files count."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = Screen(sys.stdout), Screen(sys.stderr)
     try:
@@ -100,7 +100,7 @@ class ProgressLine(TQDMProgressBar):
         return self._bar(self.train_description, leave=True)
 
     def init_validation_tqdm(self) -> Tqdm:
-        """Put it under the bar of the training, if there is one."""
+        """Put the bar of a validation under that of the training, if there is one."""
         is_second = self.trainer.state.fn != "validate"
         return self._bar(self.validation_description, leave=not is_second, position=int(is_second))
 
@@ -168,7 +168,7 @@ class ProgressLines(ProgressBar):
         self._count(trainer, "predict", args, trainer.num_predict_batches)
 
     def _count(self, trainer: L.Trainer, stage: str, args: tuple[Any, ...], num_batches: list[int | float]) -> None:
-        """Print a line of a run that only evaluates. args: of the hook: outputs, batch, batch index, loader index."""
+        """Print a line in a run that only evaluates. args: outputs, batch, batch index and loader index of the hook."""
         done, total = args[2] + 1, int(sum(num_batches))
         if trainer.state.fn == stage and (done == total or self._is_time()):
             self._say(f"{stage} {done}{_of(total)}")
@@ -177,7 +177,7 @@ class ProgressLines(ProgressBar):
         return time.perf_counter() - self.last_line >= SECONDS_BETWEEN_LINES
 
     def _eta(self, step: int, total: int) -> str:
-        """Estimate the steps that are left at the pace of this run so far, its validations included."""
+        """Estimate the time for the remaining steps at the pace so far, validations included."""
         pace = (time.perf_counter() - self.started) / (step - self.first_step)
         return f"eta {tqdm.format_interval(round(pace * (total - step)))}" if total > step else ""
 
@@ -189,7 +189,7 @@ class ProgressLines(ProgressBar):
 
 
 def _readable(metrics: Any) -> dict[str, str]:
-    """Return the metrics of `SHOWN`, in its order, with the metrics of answers after the losses."""
+    """Format the metrics of `SHOWN`, in its order, with the metrics of answers after the losses."""
     of_answers = {name: (name, "{:.4f}") for name in metrics if name.startswith("eval_")}
     forms = {"loss": SHOWN["loss"], "eval_loss": SHOWN["eval_loss"], **of_answers, **SHOWN}
     return {short: form.format(float(metrics[name])) for name, (short, form) in forms.items() if name in metrics}

@@ -1,4 +1,4 @@
-"""Tokens per second of training, without what happens between the steps."""
+"""Measures tokens per second of training, without what happens between the steps."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Trainer(L.Trainer):
 
     @property
     def received_sigterm(self) -> bool:
-        """Return False: Lightning would raise at moments of its own choice. Signals are requests, see `Requests`."""
+        """Return False, or Lightning would raise at a moment of its own choice. `Requests` handles signals."""
         return False
 
     def verify(
@@ -96,7 +96,7 @@ def _logged(log: object, method: Callable[..., None], *arguments: object, **keyw
 
 
 def _log_from_step_1(trainer: L.Trainer, method: Callable[..., None], metrics: object, step: int | None = None) -> None:
-    """Count steps from 1, as everything else does. Lightning logs the number of steps before this one."""
+    """Log with steps counted from 1, as everywhere else. Lightning logs the number of steps before this one."""
     method(metrics, step=step + 1 if step is not None and trainer.state.fn == "fit" else step)
 
 

@@ -60,13 +60,13 @@ def verify_equivalence(
 
     model: a `PreTrainedModel` or PEFT model, prepared or not. It is unchanged afterwards, and has no gradients. While
         it computes in float64 it takes 24 bytes for each trained parameter and 8 for each frozen one.
-    features: as a `RadixCollator` takes them; some token of them must bear loss.
+    features: as a `RadixCollator` takes them; at least one token must bear loss.
     attention, kernel: as for `prepare_model`. A kernel that takes only 16-bit tensors is used only on 16-bit rungs.
-    collator: default `RadixCollator()`, which takes no features without labels; see its `loss_on_all`. With
-        `images=image_inputs_of(model)` if some feature has images; then ordinary is one row at a time, too.
+    collator: default `RadixCollator()`, which takes no features without labels; see its `loss_on_all`. Features with
+        images need `images=image_inputs_of(model)`; the ordinary arm then computes one row at a time, too.
     precisions: of `float64`, `float32` and the model's own dtype; default all of them.
 
-    Dropout that `prepare_model` allowed is off meanwhile, and so are a router loss and AdaLoRA's regularizer.
+    Meanwhile dropout that `prepare_model` allowed, a router loss and AdaLoRA's regularizer are off.
     Raises ValueError if nothing bears loss. Raises UserError as `prepare_model` does, and if the ordinary gradient is
     not finite.
     """
@@ -94,7 +94,7 @@ def verify_arms(
     precisions: Sequence[str] | None = None,
     autocast: torch.dtype | None = None,
 ) -> EquivalenceReport:
-    """Do what `verify_equivalence` does for other ways to compute the two losses, such as a trainer's own.
+    """Compare as `verify_equivalence` does, but with other ways to compute the two losses, such as a trainer's own.
 
     ordinary, radix: yield the terms of the loss, of the model as it came from Hugging Face and of the prepared model.
     autocast: the dtype of mixed precision, which is then the last rung.
@@ -142,7 +142,7 @@ def verify_step(
         leave half of its gradients zero, is filled at random during the comparison.
     loss_sum: micro-batch -> summed loss of `model`, as `RadixModule.loss_sum`.
     features: the sequences of the step; see `SFTData.features_of_step`.
-    collator: the one of the training.
+    collator: as in training.
     attention, kernel: as for `prepare_model`.
     precision: Lightning's name of it; a mixed one adds a comparison under autocast.
     """
@@ -174,7 +174,7 @@ def _precisions(wanted: Sequence[str] | None, own: str) -> Sequence[str]:
     known = tuple(dict.fromkeys(("float64", "float32", own)))
     for precision in wanted or ():
         if precision not in known:
-            raise UserError(f"precisions must be of {', '.join(known)} for this model, got {precision!r}")
+            raise UserError(f"precisions must be among {', '.join(known)} for this model, got {precision!r}")
     return wanted or known
 
 

@@ -65,12 +65,12 @@ def float64_truth(model: nn.Module, features: Features) -> Gradients:
 
 
 def ordinary_one_by_one(model: nn.Module, features: Features) -> Iterator[Tensor]:
-    """Yield the terms of the mean cross-entropy over labelled tokens, one sequence a call. ValueError if no label.
+    """Yield the terms of the mean cross-entropy over labelled tokens, one call per sequence.
 
-    Each token's is multiplied by its loss weight, if the features have some; the divisor is the number of tokens.
-    The model gets the images of a feature unchanged.
+    A token's cross-entropy is multiplied by its loss weight, if given; the divisor is the number of labelled tokens.
+    The model gets the images of a feature unchanged. Raises ValueError without labels.
 
-    Written from the definition of the loss. Of radixtrain it uses only the function that reads features.
+    Written from the definition of the loss. The only code of radixtrain that it uses reads the features.
     """
     device = next(model.parameters()).device
     sequences = _arrays_of(features)
@@ -131,8 +131,8 @@ def same_buffers(model: nn.Module) -> Iterator[None]:
 def weights_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Cast parameters and floating-point buffers to another dtype for a while, in place; then restore them bit for bit.
 
-    To a wider dtype nothing is lost. The `nn.Parameter` objects stay the same, so an optimizer that holds them does not
-    notice. Flash attention, which takes only 16 bits, is `sdpa` meanwhile, and weights of 4 bits are ordinary ones.
+    A wider dtype loses nothing. The `nn.Parameter` objects stay the same, so an optimizer that holds them does not
+    notice. Flash attention, which takes only 16 bits, is `sdpa` meanwhile, and 4-bit weights are dequantized.
     """
     with plain_weights(model), _floating_tensors_in(model, dtype):
         yield
@@ -170,7 +170,7 @@ def float64_throughout(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def float64_arithmetic() -> Iterator[None]:
-    """Make this thread's tensors float64 if they get no dtype, and casts to float32 casts to float64."""
+    """Make float64 this thread's default dtype, and turn casts to float32 into casts to float64."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -198,7 +198,7 @@ def _plain_experts(base: PreTrainedModel) -> Iterator[None]:
 
 
 class _LiftCasts(TorchFunctionMode):
-    """Gives float64 to every torch function that receives float32."""
+    """Passes float64 to torch functions wherever a caller passes the dtype float32."""
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.backward:
@@ -242,7 +242,7 @@ def has_images(feature: Mapping[str, Any]) -> bool:
 
 
 def _arrays_of(features: Features) -> list[TokenRow]:
-    """Read the features: the collator under test has refused unclear ones, and read their images."""
+    """Read the features without images. Unlabelled ones are allowed, since the tested collator checks for them."""
     of_images = {*OF_IMAGES, TYPES, TOKEN_TYPES}
     texts = [{name: value for name, value in each.items() if name not in of_images} for each in features]
     return token_rows(texts, loss_on_all=True)

@@ -103,7 +103,7 @@ class Rung:
         if not self.median_ratio <= MEDIAN_FACTOR:
             yield (
                 f"the gradients are {self.median_ratio:.1f} times as far from the truth as the ordinary ones, in the "
-                f"median tensor; at most {MEDIAN_FACTOR:.0f} times is luck"
+                f"median tensor; up to {MEDIAN_FACTOR:.0f} times may be luck"
             )
 
     def _say_failed(self, tensor: TensorError) -> str:
@@ -125,7 +125,7 @@ class Rung:
         else:
             meaning = (
                 f"So do their losses, {self.ordinary_loss:.9g} and {self.truth_loss:.9g}: either the model computes "
-                f"something else for a sequence that has padding or other sequences beside it, or the padded batch "
+                f"something else for a sequence next to padding or other sequences, or the padded batch "
                 f"does not have the model's own loss"
             )
         return (
@@ -140,7 +140,7 @@ class Rung:
 
     @cached_property
     def dead(self) -> tuple[TensorError, ...]:
-        """Return the gradients that are truly zero, or drowned in rounding. They only prove that radix has no more.
+        """Return the gradients that are truly zero, or drowned in rounding. They only show that radix's are no larger.
 
         In a fresh LoRA (B = 0) the gradients of A are dead.
         """

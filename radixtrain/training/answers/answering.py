@@ -1,4 +1,4 @@
-"""Prompts -> the model's answers: by generation on a radix cache, or for the ordinary baseline on padded rows.
+"""Generates the model's answers to prompts: on a radix cache, or for the ordinary baseline on padded rows.
 
 With several ranks, each answers a share of the prompts, and all receive all answers.
 """
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 KEY = "evaluate_generation"
 OWN_KEYS = ("max_new_tokens", "do_sample", "temperature")
-ORDINARY_BATCH = 32  # prompts at once of Hugging Face's `generate`, if `batch_size` does not say it
+ORDINARY_BATCH = 32  # prompts that Hugging Face's `generate` takes at once by default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,7 @@ def answer_prompts(
 ) -> Answers:
     """Generate one answer for each prompt. With several ranks, each calls this with all prompts.
 
-    model: is in evaluation mode meanwhile, and every module has its own mode afterwards.
+    model: is put into evaluation mode meanwhile; afterwards every module has its previous mode.
     dedup: False for Hugging Face's `generate`, on rows that are padded on the left.
     logprobs: whether the ordinary arm computes them, which costs the memory of all logits; otherwise they are 0.
     cache: for prompts of several calls that share a beginning.

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 NUM_TRIED = 2  # rows that are answered before the first step, to fail early
-TAKEN = ("metric", "pattern", "num_samples", "generation_kwargs")  # settings that are not those of `AnswerOptions`
+TAKEN = ("metric", "pattern", "num_samples", "generation_kwargs")  # settings that `AnswerOptions` does not take
 MOST_ROWS_LOGGED = 1_000  # wandb uploads a whole table at every validation
 
 
@@ -71,7 +71,7 @@ class EvaluateGeneration(L.Callback):
         return None if self.metric is None else f"eval_{self.metric.name}"
 
     def line(self) -> str:
-        """Describe it for the first screen. Empty if nothing is generated."""
+        """Describe the evaluation for the overview of the run. Empty if nothing is generated."""
         if self.metric is None or self.prompts is None:
             return ""
         longest, name = f"of at most {self.options.max_new_tokens:,} tokens", self.metric.name
@@ -114,7 +114,7 @@ class EvaluateGeneration(L.Callback):
             ranks().broadcast_from_rank0(lambda: self._write(trainer, judged))
 
     def _write(self, trainer: L.Trainer, judged: Sequence[Judged]) -> None:
-        """Write a file, replacing one of its name, and the first rows to every `WandbLogger`."""
+        """Write the answers to a file, replacing an earlier one, and the first rows to every `WandbLogger`."""
         name = f"step={trainer.global_step}" if trainer.state.fn == "fit" else "validate"
         path = Path(trainer.default_root_dir) / "answers" / f"{name}.csv"
         with only_warns(f"the answers in {path.parent} cannot be written"):
@@ -148,14 +148,14 @@ class EvaluateGeneration(L.Callback):
             hint = "chats need data.assistant_only_loss: true, prompts with completions data.completion_only_loss: true"
             raise UserError(f"evaluate_generation: no row can be judged: {left_out}; {hint}")
         if found.num_left_out:
-            logger.warning("evaluate_generation leaves rows out: %s", left_out)
+            logger.warning("evaluate_generation leaves out %s", left_out)
         longest, most = max(len(prompt.target_ids) for prompt in found.prompts), self.options.max_new_tokens
         if longest > most:
             logger.warning("evaluate_generation.max_new_tokens %s is less than the longest target, %s", most, longest)
 
 
 def _rows(prompts: Sequence[Prompt], tokenizer: Any) -> list[dict[str, str]]:
-    """Return what a metric receives of each row besides its answer and target."""
+    """Return the fields of each row that a metric receives besides answer and target."""
     texts = tokenizer.batch_decode([prompt.token_ids for prompt in prompts])
     return [{"row": prompt.where, "prompt": text} for prompt, text in zip(prompts, texts, strict=True)]
 

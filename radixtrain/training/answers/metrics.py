@@ -18,7 +18,7 @@ LOGGED = ("loss",)  # names that have an `eval_` metric already
 
 Rows = Sequence[Mapping[str, str]]
 Judge = Callable[[list[str], list[str], Rows], Any]
-"""Answers, targets and rows to a number for each. A row has its `row`, file and line, and its `prompt`, as text."""
+"""Takes answers, targets and rows, and returns a number for each. A row has `row`, its `file:line`, and `prompt`."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Metric:
 
 
 def _numbers(scores: Any) -> list[float] | None:
-    """Convert what a user's function returned to a list of numbers; None if that is not possible."""
+    """Convert the result of a user's function to a list of numbers; None if that is not possible."""
     try:
         return [float(score) for score in scores]
     except (TypeError, ValueError):
@@ -104,7 +104,7 @@ def _regex(pattern: str | None) -> Judge:
         if None in expected:
             first = rows[expected.index(None)]["row"]
             count = f"{expected.count(None)} of {len(expected)} targets"
-            raise UserError(f"evaluate_generation.pattern: finds nothing in {count}, the first is that of {first}")
+            raise UserError(f"evaluate_generation.pattern: finds nothing in {count}, first in that of {first}")
         return [_found(compiled, answer) == each for answer, each in zip(answers, expected, strict=True)]
 
     return judge

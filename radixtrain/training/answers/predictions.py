@@ -28,7 +28,7 @@ from radixtrain.training.speed import Speed
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MAX_TOKENS = 65_536  # of the prompts and answers to keep
+MAX_TOKENS = 65_536  # of prompts and answers to keep in the cache
 NOT_FINITE = re.compile(r"(?<![\w\"])(NaN|-?Infinity)(?![\w\"])")
 
 
@@ -47,7 +47,7 @@ class PredictedAnswers:
     def records(
         self, model: object, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, dedup: bool
     ) -> list[dict[str, Any]]:
-        """Return for each prompt its file row and its answer. Arguments, and errors, as of `answer_prompts`."""
+        """Return for each prompt its file row and its answer. Arguments and errors are those of `answer_prompts`."""
         longest = max(len(prompt.token_ids) for prompt in prompts)
         cache = self.cache if 2 * longest <= MAX_TOKENS else None
         answers = answer_prompts(model, prompts, tokenizer, self.options, dedup, logprobs=True, cache=cache)

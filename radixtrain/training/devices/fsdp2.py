@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-METHODS = ("loss_sum", "predict_step")  # of a `RadixModule`: those that use its weights
+METHODS = ("loss_sum", "predict_step")  # methods of a `RadixModule` that use its weights
 
 
 class FSDP2Strategy(DDPStrategy):
@@ -39,7 +39,7 @@ class FSDP2Strategy(DDPStrategy):
     loaded before the weights are moved, when each rank has them whole on the host. `ModelParallelStrategy` restores
     later, from checkpoints of its own kind, and `FSDPStrategy` is FSDP1.
 
-    Checkpoints are those of a single process: tensors are gathered one at a time while rank 0 writes.
+    Checkpoints look like those of a single process: tensors are gathered one at a time while rank 0 writes.
     """
 
     def setup(self, trainer: L.Trainer) -> None:
@@ -60,7 +60,7 @@ class FSDP2Strategy(DDPStrategy):
         shard(module, module.model, self.root_device, self.world_size, METHODS)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
-        """Write on rank 0, which raises if it cannot; the others return once it has received their parts."""
+        """Write on rank 0, which raises if that fails; the others return once it has received their parts."""
         if self.is_global_zero:
             self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
         else:
@@ -83,7 +83,7 @@ class FSDP2Strategy(DDPStrategy):
             for number, weight in zip(numbers, weights, strict=True):
                 moments = state["state"].get(number, {})
                 for name, moment in moments.items():
-                    is_count = moment.shape != weight.shape  # of steps, a single number
+                    is_count = moment.shape != weight.shape  # the count of steps, a single number
                     moments[name] = moment.clone() if is_count else part_like(moment, weight)
             optimizer.load_state_dict(state)
 
@@ -108,7 +108,7 @@ def shard(module: nn.Module, model: object, device: torch.device, num_ranks: int
 
     Gradients are means over the ranks, in the dtype of the weights, or summed in float32 if that has 16 bits.
 
-    Raises UserError for a model that cannot be sharded so.
+    Raises UserError for a model that cannot be sharded this way.
     """
     check_shardable(model)
     mesh = init_device_mesh(device.type, (num_ranks,))

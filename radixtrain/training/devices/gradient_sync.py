@@ -1,8 +1,8 @@
-"""When the ranks exchange gradients: under DDP with the last micro-batch of a step, under FSDP2 with each.
+"""Exchanges gradients between ranks: under DDP in the last micro-batch of a step, under FSDP2 in each.
 
 DDP's reducer waits until every trained parameter has a gradient. If the last micro-batch of a rank does not reach one,
 such as an expert that no token is routed to, the other ranks would wait forever. So a second backward pass, of
-gradients that are zero, reaches the rest, and what the earlier micro-batches have added up is exchanged too.
+gradients that are zero, reaches the rest, so that the sums of the earlier micro-batches are exchanged too.
 
 The gradients are views of DDP's buckets, and each step reuses those of the previous one: a rank holds them once.
 """
@@ -45,7 +45,7 @@ def backward(module: Any, loss: Tensor, is_last: bool) -> None:
 
 
 def warm_up_buckets(module: Any) -> None:
-    """Exchange gradients that are zero before the first step, after which DDP lays out its buckets for good.
+    """Exchange zero gradients before the first step, after which DDP lays out its buckets for good.
 
     It does so after the first exchange of a process, and the order in which three or more ranks add depends on the
     place in a bucket: the first step of a resumed run would be rounded differently than without the interruption.
@@ -62,7 +62,7 @@ def warm_up_buckets(module: Any) -> None:
 
 
 def rebuild_ddp(strategy: Any) -> None:
-    """Make DDP look at the parameters again, on all ranks, after one of them has had other types in between.
+    """Make DDP look at the parameters again, on all ranks, after one had another dtype for a while.
 
     Torch then replaces the node that adds up its gradient, and DDP would wait for the old one. strategy: Lightning's.
     """
@@ -82,7 +82,7 @@ def _trained(module: nn.Module) -> list[nn.Parameter]:
 
 
 class _Gradients:
-    """The gradients of one DDP wrapper: which were reached in a step, and the tensors that hold them from then on.
+    """The gradients of a DDP wrapper: which of them a step has reached, and the tensors that hold them afterwards.
 
     trained: parameters, in the same order on all ranks.
     """
@@ -93,7 +93,7 @@ class _Gradients:
         self.reached: set[int] = set()
         """Indices in `trained` of the parameters that any micro-batch of the step has reached."""
         self.reached_last: set[int] = set()
-        """Likewise, those that the last micro-batch has reached."""
+        """Indices in `trained` of the parameters that the last micro-batch has reached."""
 
     def add(self, run: Callable[[], None]) -> None:
         """Run the backward pass of a micro-batch."""
@@ -119,7 +119,7 @@ class _Gradients:
 
 
 def _reached(trained: Sequence[nn.Parameter], run: Callable[[], None]) -> set[int]:
-    """Return the places of parameters that a backward pass reaches, seen at the nodes that add them up, as in DDP."""
+    """Return the indices of parameters that a backward pass reaches, seen at the nodes that sum them, as in DDP."""
     reached: set[int] = set()
     handles = [
         get_gradient_edge(parameter).node.register_hook(lambda *_, place=place: reached.add(place))

@@ -77,8 +77,8 @@ class Processes:
     def joined(self, prepare: Callable[[], Value]) -> Value:
         """Call `prepare` on rank 0 and return its result on every rank. Afterwards `ranks()` are those of the run.
 
-        prepare: called on rank 0 only; if this process starts the others, before it does, so that an error comes at
-            once.
+        prepare: called on rank 0 only, and before this process starts the others, if it does, so that an error comes
+            at once.
 
         Raises UserError on every rank if one of them was started with other settings than rank 0.
         """
@@ -104,8 +104,8 @@ class Processes:
             if getattr(self.strategy, "num_nodes", 1) == 1:
                 raise
             raise UserError(
-                f"the machines cannot connect over gloo ({first_line(error)}): its address of a machine is that of the "
-                f"host's name, often 127.0.1.1; set GLOO_SOCKET_IFNAME on each to the network interface that they share"
+                f"the machines cannot connect over gloo ({first_line(error)}): gloo takes the address of the host's "
+                f"name, often 127.0.1.1; set GLOO_SOCKET_IFNAME on each to the network interface that they share"
             ) from error
 
     def _start(self) -> None:
@@ -141,10 +141,10 @@ class Processes:
         if self.children:
             return first_to_end(self.children)
         known = self._monitor.gone if self._monitor else []
-        return f"rank {known[0]} is gone: its own message, or that of what started it, says why" if known else ""
+        return f"rank {known[0]} is gone: its own message, or its launcher's, says why" if known else ""
 
     def _end_well(self) -> None:
-        """Leave the group once every rank has come to its end."""
+        """Leave the group once every rank has finished."""
         ranks().barrier()
         if self._monitor is not None:
             self._monitor.close()

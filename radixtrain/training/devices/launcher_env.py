@@ -1,4 +1,4 @@
-"""What started this process, its rank and their number: from the environment, before there is a process group."""
+"""Reads from the environment, before there is a process group, what started this process, its rank and their number."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 PARENT = "RADIXTRAIN_PARENT"  # variable of a process that `fit` has started itself: the id of the parent
 ON_SEVERAL = ("fit", "validate", "test", "predict")  # commands that run on several devices
-# Variables that count copies of a process without a launcher, by what starts them.
+# Variables that count copies of a process without a launcher, and the program that starts the copies.
 COPIES = {"mpirun": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"), "a launcher": ("WORLD_SIZE",)}
 INTERACTIVE = ("bash", "interactive")  # job names that `srun --pty` and `salloc` give: their tasks are not ranks
 

@@ -25,7 +25,7 @@ from radixtrain.distributed import ranks
 GRACE = 15.0  # seconds for a process to end on its own once another is gone, or reports why the run ends
 POLL_SECONDS = 0.5
 CONNECTING = 60.0  # seconds
-ASK, YES, NO, END = b"T", b"Y", b"H", b"E"  # "may I report?"; "yes"; "no, another rank does"; "the run ended well"
+ASK, YES, NO, END = b"T", b"Y", b"H", b"E"  # "may I report?", "yes", "no, another rank does", "the run ended well"
 
 Children = Sequence[subprocess.Popen[bytes]]  # the other ranks, from 1 on
 
@@ -174,7 +174,7 @@ def _watch(is_gone: Callable[[], Any], until: threading.Event, children: Childre
         while not is_gone():
             if until.wait(POLL_SECONDS):
                 return
-        time.sleep(GRACE)  # so that it notices itself that another is gone, and says what is saved
+        time.sleep(GRACE)  # lets the rank notice itself that another is gone, and say what is saved
         _end_all(children, first_to_end(children))
 
     threading.Thread(target=watch, daemon=True).start()

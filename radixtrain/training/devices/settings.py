@@ -63,7 +63,7 @@ def sp_size_of(settings: Any, command: str) -> int:
 
 
 def device_settings(settings: Any, command: str) -> dict[str, Any]:
-    """Return what Lightning's trainer receives in place of what is configured.
+    """Return the arguments that Lightning's trainer receives in place of the configured ones.
 
     settings: of a command, as parsed. Raises UserError for what cannot run.
     """
@@ -90,7 +90,7 @@ def device_settings(settings: Any, command: str) -> dict[str, Any]:
 
 
 def check_devices(trainer: L.Trainer, timeout: timedelta, sp_size: int = 1) -> None:
-    """Raise UserError if Lightning has made something of the settings that cannot run here; complete the strategy.
+    """Raise UserError if what Lightning made of the settings cannot run here; complete the strategy.
 
     timeout: how long a rank waits for the others. sp_size: of these ranks, see `sp_size_of`.
     """
@@ -149,7 +149,7 @@ def _class_of(strategy: Any) -> str:
 def _check_sharded(settings: object, command: str) -> None:
     for key, commands in WHOLE.items():
         if command in commands and value_of(settings, key):
-            raise UserError(f"{key}: not with trainer.strategy fsdp2, which divides the weights; set it to ddp")
+            raise UserError(f"{key} does not work with trainer.strategy fsdp2, which divides the weights; use ddp")
 
 
 def _check_split(settings: Any, command: str) -> None:
@@ -157,7 +157,7 @@ def _check_split(settings: Any, command: str) -> None:
         raise UserError(f"sp_size {settings.sp_size}: only unique rows are split, and dedup is false; set sp_size: 1")
     if command == "fit" and settings.model.verify_first_batch:
         raise UserError(
-            f"model.verify_first_batch: not with sp_size {settings.sp_size}, since one rank compares alone; "
+            f"model.verify_first_batch does not work with sp_size {settings.sp_size}, since a single rank compares; "
             f"leave it out, and run the command verify"
         )
 

@@ -24,7 +24,7 @@ from radixtrain.data.workers import OUT_OF_FILES, OUT_OF_SHARED_MEMORY
 from radixtrain.errors import EndedElsewhere, UserError, bytes_text, first_line
 
 MOST_FILES = 65_536
-FILES, FILES_OF_WORKER = 64, 64  # of any run: 50 without a worker; two batches of one micro-batch are 60 tensors
+FILES, FILES_OF_WORKER = 64, 64  # least for any run: 50 without a worker; two batches of one micro-batch are 60 tensors
 
 NO_ROOM = {
     errno.ENOSPC: "is full",
@@ -52,7 +52,7 @@ OF_GLOO = r"gloo/transport|Application timeout caused pair closure|ProcessGroupG
 
 
 def explain(error: BaseException, output_dir: Path | None, gone: Callable[[], str] = str) -> str | None:
-    """Explain an error in one line: the cause, what to change, and the last checkpoint. None for another kind.
+    """Explain an error of a known kind in one line: the cause, what to change, and the last checkpoint; else None.
 
     output_dir: of a training run; None for other commands, which have no checkpoint to resume from.
     gone: see `lost_rank`.
@@ -76,7 +76,7 @@ def explain(error: BaseException, output_dir: Path | None, gone: Callable[[], st
 
 @contextmanager
 def restoring(path: object) -> Iterator[None]:
-    """Turn an error into one line while the state of a checkpoint, perhaps of another program or forged, is restored.
+    """Turn errors from restoring a checkpoint, which another program may have written or forged, into one line.
 
     path: of the checkpoint. Errors of the machine stay what they are.
     """
@@ -86,13 +86,11 @@ def restoring(path: object) -> Iterator[None]:
         if isinstance(error, UserError | EndedElsewhere) or explain(error, None):
             raise
         reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(
-            f"ckpt_path {path}: its state is not that of such a run ({reason}); take another one"
-        ) from error
+        raise UserError(f"ckpt_path {path}: its state does not fit such a run ({reason}); name another one") from error
 
 
 def _out_of_files(needed: int, has_workers: bool = True) -> str:
-    """Write the line for a process that may not open as many files as it needs."""
+    """Write the message for a process that may not open as many files as it needs."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     otherwise = f", or {LESS_DATA_MEMORY}" if has_workers else ""
     return f"too many open files: the limit is {limit:,}; raise it (`ulimit -n {needed}`){otherwise}"
@@ -129,12 +127,12 @@ def lost_rank(error: BaseException, known: Callable[[], str]) -> str | None:
             "set a larger ddp_timeout"
         )
     if re.search(GONE, text):
-        return known() or "another rank is gone: its own message, or that of what started it, says why"
+        return known() or "another rank is gone: its own message, or its launcher's, says why"
     return None
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error and what it was raised from, outermost first."""
+    """Yield the error and its causes, outermost first."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
@@ -155,7 +153,7 @@ def _not_handed_over(text: str) -> str | None:
 
 
 def _no_room(error: BaseException, text: str, output_dir: Path | None) -> str | None:
-    """Judge by the number of the error, or by the words of libraries that keep only those."""
+    """Recognize a full disk by the number of the error, or by its text from libraries that keep only that."""
     number = getattr(error, "errno", None)
     if number not in NO_ROOM:
         number = next((each for each in NO_ROOM if re.search(rf"(Errno|os error) {each}\b", text, re.I)), None)
@@ -182,7 +180,7 @@ def _no_memory(error: BaseException, text: str) -> str | None:
 
 
 def _killed_worker(error: BaseException, text: str) -> str | None:
-    """Recognize a dead worker, which torch notices itself or only by its broken connection."""
+    """Recognize a dead worker, which torch notices as such or only as a broken connection."""
     match = re.search(WORKER, text)
     frames = (frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__))
     lost = isinstance(error, ConnectionError | EOFError | FileNotFoundError) and any(

@@ -1,4 +1,4 @@
-"""Losses, gradients and weights that are not finite: found before they do harm, with the rows they came from."""
+"""Finds losses, gradients and weights that are not finite before they do harm, and names the rows they came from."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class NonFiniteGuard:
         self.num_skipped = 0
 
     def allows(self, module: nn.Module, loss: Tensor, grad_norm: Tensor, where: Sequence[str], step: int) -> bool:
-        """Return whether the optimizer may step. Nothing else in a training step waits for the device.
+        """Return whether the optimizer may step. This is the only wait for the device in a training step.
 
         module: whose weights the step would change.
         loss, grad_norm: (), of the step.
@@ -117,7 +117,7 @@ def _nonfinite_here(module: nn.Module) -> str | None:
 
 
 def _extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the smallest and the largest number, NaN if there is one; no second copy is made, as for a mask."""
+    """Return the smallest and the largest number, or NaN if there is one, without a copy such as a mask."""
     found = torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)  # float8 has no comparison
     return found.min, found.max
 

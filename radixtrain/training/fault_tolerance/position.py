@@ -32,8 +32,8 @@ class Position:
     def loops(self, epoch_length: int) -> dict[str, Any]:
         """Return the state of Lightning's (2.6.6) fit loop at this position. epoch_length: batches in an epoch.
 
-        Inside an epoch it is the state in `on_train_batch_end`, from which Lightning goes on with the next batch; at an
-        end of an epoch it is that before the next one has begun.
+        Inside an epoch it is the state in `on_train_batch_end`, from which Lightning continues with the next
+        batch; at the end of an epoch it is the state before the next one begins.
         """
         epoch, inside = divmod(self.num_batches, epoch_length)
         is_inside = int(inside > 0)
@@ -97,7 +97,7 @@ def _counts(number: int) -> dict[str, int]:
 def leave_out_added_validation(trainer: Any) -> None:
     """Drop the validation that Lightning's timer adds. Call it after a step, when the timer has looked at the clock.
 
-    All ranks do the same, by the clock of rank 0.
+    All ranks follow the clock of rank 0.
     """
     if not trainer.should_stop or not ranks().any(ranks().is_first and any(map(is_out_of_time, trainer.callbacks))):
         return
@@ -109,6 +109,6 @@ def leave_out_added_validation(trainer: Any) -> None:
 
 
 def is_out_of_time(callback: object) -> bool:
-    """Return whether it is a timer, such as that of `trainer.max_time`, whose time has passed."""
+    """Return whether a callback is a timer, such as that of `trainer.max_time`, whose time has passed."""
     left = callback.time_remaining() if isinstance(callback, Timer) else None
     return left is not None and left <= 0

@@ -37,7 +37,7 @@ OF_ROWS = (
     *("completion_only_loss", "split_turns", "train_on", "chat_template_path", "chat_template_kwargs", "system_prompt"),
     *("on_unrendered", "template_date"),
 )
-# What a run does besides its steps: keys of the top level, and those of `trainer` that say when it validates.
+# Keys for what a run does besides its steps: those of the top level, and those of `trainer` for validations.
 BESIDE_STEPS = (
     *("save_best", "early_stopping", "save_every_steps", "save_every_minutes", "save_total_limit"),
     *("trainer.val_check_interval", "trainer.check_val_every_n_epoch", "trainer.limit_val_batches"),
@@ -63,7 +63,7 @@ def changed_settings(checkpoint: Path, module: object, data: object) -> list[str
 
 
 def template_date(checkpoint: str | None) -> str:
-    """Return the date that the chat template of a run sees: that of its beginning, today if it begins now.
+    """Return the date that the chat template of a run sees: that of its start, today if it starts now.
 
     checkpoint: from which the run resumes, or None.
     """
@@ -73,7 +73,7 @@ def template_date(checkpoint: str | None) -> str:
 
 
 def check_settings_of_run(checkpoint: Path, module: Any, data: Any) -> None:
-    """Raise UserError, before rows are read, if the settings show that the run cannot resume. As `changed_settings`."""
+    """Raise UserError, before rows are read, if a setting prevents the resume. Arguments as for `changed_settings`."""
     saved = read_settings(checkpoint)
     was, now = (_drawing(each) for each in (saved["datamodule_hyper_parameters"], data.hparams))
     if changed := parts_of_the_model(saved["hyper_parameters"], module.hparams):
@@ -137,7 +137,7 @@ def _check_optimizer(saved: Mapping[str, Any], current: Mapping[str, Any]) -> No
 
 
 def _say_changes(checkpoint: Mapping[str, Any], module: Any, data: Any) -> None:
-    """Say what changed, even if nothing is left to train: what is in `model/` may be of another step."""
+    """Log what changed, even if nothing is left to train, since `model/` may hold the weights of another step."""
     trainer, state = module.trainer, checkpoint["radixtrain"]
     num_steps, precision = num_steps_of_run(trainer, module.steps_per_epoch), str(trainer.precision)
     changed = _changed(checkpoint, module, data, WITHOUT_EFFECT)
@@ -150,7 +150,7 @@ def _say_changes(checkpoint: Mapping[str, Any], module: Any, data: Any) -> None:
 
 
 def _other_rows(error: UserError, saved: Mapping[str, Any], data: Any) -> UserError:
-    """Reword an error in terms of the configuration, if the rows are not those of the run."""
+    """Reword, in terms of the configuration, an error about rows that are not the run's."""
     if "digest" not in str(error):
         return error
     changed = [f"data.{change}" for name, change in _changes(saved, data.hparams) if name in OF_ROWS]
@@ -192,7 +192,7 @@ def _changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[t
 
 
 def _in_yaml(value: object) -> Any:
-    """Write it as a configuration does: true, false and null for Python's words, anything else unchanged."""
+    """Write a value as a configuration does: true, false and null for Python's words, anything else unchanged."""
     return json.dumps(value) if value is None or isinstance(value, bool) else value
 
 

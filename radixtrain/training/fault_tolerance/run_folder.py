@@ -37,7 +37,7 @@ OF_A_RUN = ("model", "answers", "loss.png", "summary.json", "checkpoints/last", 
 OF_TRAINING = "loss"  # a column of `metrics.csv` that `validate` does not write
 WORDS = ("last", "best", AUTO)  # of `ckpt_path`, for checkpoints of this folder
 HOLDER = b"`radixtrain "  # how the text of a lock begins
-LOCK, MODEL_LOCK = ".lock", ".{}.lock"  # inside of a run's folder; beside a model, which is replaced as a whole
+LOCK, MODEL_LOCK = ".lock", ".{}.lock"  # inside a run's folder; beside a model's, which is replaced as a whole
 
 _held: set[Path] = set()  # by this process: POSIX would grant it a second time, and closing one would release both
 
@@ -84,10 +84,10 @@ def check_new_run(
 ) -> None:
     """Raise UserError if another run is in the folder, and this one neither resumes it nor may replace it.
 
-    Call it under the folder's lock: what a killed run had set aside is put back first. That run resumes only if one of
-    its checkpoints is named: `last` and the like would mean the run that was to replace it.
+    Call it under the folder's lock: a run that a killed one had set aside is put back first. It resumes only if one of
+    its checkpoints is named, since `last` and the like would mean the run that was to replace it.
 
-    changes: called with a checkpoint, returns which of its settings this run does not have.
+    changes: returns, for a checkpoint, which of its settings differ in this run.
     """
     if ckpt_path == AUTO and overwrite:
         raise UserError("ckpt_path auto resumes and never replaces a run: leave out overwrite, or ckpt_path")
@@ -149,14 +149,14 @@ class EarlierRun:
             _recover(self.output_dir)
 
     def forget(self, checkpoint: Path | None = None) -> None:
-        """Delete the earlier run. checkpoint: the new one's first."""
+        """Delete the earlier run. checkpoint: the first of the new one."""
         with only_warns(f"the earlier run in {self.output_dir / ASIDE} cannot be deleted"):
             delete(self.output_dir / ASIDE)
 
 
 @contextmanager
 def logs_of_run(folders: Sequence[Path], has_begun: Callable[[], bool]) -> Iterator[None]:
-    """Remove, if the run around which this is a context never begins, the files that its loggers have written.
+    """Remove the files that loggers wrote during this context if the run in it never begins.
 
     Files of other names stay: a logger may write into a folder that it shares with another run or a model.
 
@@ -221,14 +221,14 @@ def _has_trained(metrics: Path) -> bool:
 
 
 def _files_of_run(output_dir: Path) -> list[Path]:
-    """List everything of the run, and nothing else: of `checkpoints/` and `logs/` only what a run writes there."""
+    """List all files of the run and no others: in `checkpoints/` and `logs/`, only those that a run writes."""
     unfinished, logs = output_dir.glob("checkpoints/.*.*"), output_dir.glob("logs/version_*")
     paths = (*_checkpoints(output_dir), *unfinished, *logs, *(output_dir / name for name in OF_A_RUN))
     return [path for path in dict.fromkeys(paths) if os.path.lexists(path)]
 
 
 def _is_named(path: Path) -> bool:
-    """Return whether it is a checkpoint itself, not a link to one."""
+    """Return whether the path is a checkpoint itself, not a link to one."""
     return is_checkpoint(path) and not path.is_symlink()
 
 

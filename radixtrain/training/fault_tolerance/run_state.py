@@ -74,7 +74,7 @@ def check_same_model(checkpoint: Mapping[str, Any], module: Any) -> None:
         module.base_digest = _digest(_frozen(module))
         if module.base_digest != state["base"]:
             raise UserError(
-                f"ckpt_path: the checkpoint holds only what was trained, and the weights beside it in "
+                f"ckpt_path: the checkpoint holds only the trained weights, and the others in "
                 f"{module.hparams.model_name_or_path} are not those of the run; give the model that it started from"
             )
 
@@ -115,7 +115,8 @@ def _first_difference(saved: Mapping[str, Any], current: Mapping[str, Any]) -> s
 def generator_states() -> dict[str, Any]:
     """Return the states of Python's, NumPy's and torch's random generators, of all CUDA devices too.
 
-    A process that has not used CUDA has drawn nothing there, and a query would start it, which a forked one cannot.
+    Skips CUDA if the process has not used it: it has drawn nothing there, and a query would initialize CUDA, which a
+    forked process cannot do.
     """
     name, keys, *rest = cast(Any, np.random.get_state())  # noqa: NPY002
     return {
@@ -127,7 +128,7 @@ def generator_states() -> dict[str, Any]:
 
 
 def set_generator_states(states: Mapping[str, Any]) -> None:
-    """Set what `generator_states` returned. With another number of CUDA devices theirs stay, and a warning says so."""
+    """Restore what `generator_states` returned. If the number of CUDA devices differs, warn and leave theirs."""
     random.setstate(states["python"])
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
@@ -189,7 +190,7 @@ def load_weights(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
 
 
 def is_partial(checkpoint: Mapping[str, Any]) -> bool:
-    """Return whether it holds only what is trained, such as adapters, and a digest of the other weights."""
+    """Return whether a checkpoint holds only trained weights, such as adapters, and a digest of the others."""
     return bool((checkpoint.get("radixtrain") or {}).get("partial"))
 
 

@@ -40,8 +40,8 @@ class SaveCheckpoints(L.Callback):
     every_steps: optimizer steps between two checkpoints; None for no such schedule.
     every_minutes: minutes between two checkpoints; None: not by time.
     total_limit: checkpoints that are kept; the one in `keep` does not count.
-    is_scheduled: False where the user's own callback writes the checkpoints: then only a request to save or to stop,
-        and an error, write one.
+    is_scheduled: False if the user's own callback writes the checkpoints: then only a request to save or to stop, or an
+        error, writes one.
     is_enabled: False writes none at all.
     """
 
@@ -84,7 +84,7 @@ class SaveCheckpoints(L.Callback):
             self.last = self.folder / resumed.name
 
     def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
-        """Install the signal handlers, after Lightning has put its own in, and note what is saved already."""
+        """Install the signal handlers, after Lightning has installed its own, and note what is saved already."""
         self.requests.install()
         self._has_started, self._saved_when = True, time.monotonic()
         self._saved_at = module.position if module.position.num_batches else None
@@ -114,7 +114,7 @@ class SaveCheckpoints(L.Callback):
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
         """Save the last good step, unless the error came from saving or in the middle of an optimizer step.
 
-        A signal while answers are generated comes this way, too. Several ranks save only after an error that all of
+        A signal while answers are generated ends here too. Several ranks save only after an error that all of
         them have found: after any other, some may be waiting for a rank that has ended.
         """
         if self._is_writing or module.is_stepping or not self._has_started:
@@ -125,7 +125,7 @@ class SaveCheckpoints(L.Callback):
             self._save(trainer, module, validation_pending=bool(trainer.validating))
             if isinstance(exception, NonFinite) and self.last:
                 logger.warning("the last good step is saved; resume it with --ckpt_path %s", self.last)
-        except Exception as error:  # report the error that ends the run instead
+        except Exception as error:  # so that the error that ends the run is reported instead
             logger.warning("the last good step could not be saved: %s", error)
 
     def _handle_requests(self, trainer: L.Trainer, module: Any, validation_pending: bool = False) -> None:
@@ -183,7 +183,7 @@ class SaveCheckpoints(L.Callback):
         ranks().broadcast_from_rank0(lambda: prune(self.folder, self.total_limit, self.keep))
 
     def _point(self, path: Path) -> None:
-        """Make the link `last`. Without it, the newest whole checkpoint counts as the last one."""
+        """Point the link `last` at it. Without the link, the newest whole checkpoint counts as the last one."""
         with only_warns(f"{self.folder / 'last'} cannot be written"):
             point(self.folder, "last", path)
 
@@ -199,8 +199,8 @@ def _write(trainer: L.Trainer, path: Path) -> None:
             raise  # the others notice: it is rank 0 that writes
         if ranks().size > 1:
             try:
-                trainer.strategy.barrier()  # where the others wait after they have saved
-            except Exception:  # the others wait elsewhere, and never arrive
+                trainer.strategy.barrier()  # the others wait here after they have saved
+            except Exception:  # the others wait elsewhere and never get here
                 raise error from None
     if ranks().any(failed is not None):
         raise failed or EndedElsewhere
@@ -227,7 +227,7 @@ class FolderCheckpointIO(CheckpointIO):
         return read_checkpoint(_local(path))
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Delete it so that no part of it is ever found under its name."""
+        """Delete a checkpoint so that no part of it is ever found under its name."""
         remove(_local(path))
 
 

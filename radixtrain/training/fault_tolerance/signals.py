@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 HANDLED = (*ENDING, signal.SIGUSR1)
-# `timeout`, shells and launchers send a signal to the process and to its group, so that it comes twice.
+# `timeout`, shells and launchers send a signal to the process and to its group, so that it arrives twice.
 SAME_SIGNAL_SECONDS = 1.0
 POLL_SECONDS = 1.0
 FILES = ("save", "stop")
@@ -53,11 +53,11 @@ class Requests:
     SIGTERM, SIGHUP and Ctrl-C request a stop: exit codes 143, 129 and 130. A second one, at least a second later, exits
     at once with its own code. SIGUSR1 requests a save; in a SLURM job a stop and a requeue (138). A signal
     that was ignored before, as SIGHUP under `nohup`, stays ignored. Outside the main thread there are only the files.
-    All ranks do what is requested of one, at the same step.
+    What is requested of one rank, all do at the same step.
 
     output_dir: a new file `save` or `stop` there (`touch`) requests the same, and is removed; `stop` ends with the exit
         code of Ctrl-C. A file of that name that was there before the run is not touched.
-    stop: set by the first request to stop that has come to this rank. What all ranks do is what `poll` returns.
+    stop: set by the first request to stop on this rank. What all ranks do is what `poll` returns.
     save: set by a request to save, and reset by the saver.
     """
 
@@ -126,7 +126,7 @@ class Requests:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Let a signal raise Stopped even inside `deferred()`, for what takes long and changes nothing.
+        """Let a signal raise Stopped even inside `deferred()`, for long work that changes nothing.
 
         With several ranks the signal waits for the end: the others would wait for the answers of a rank that has left.
         """
@@ -153,7 +153,7 @@ class Requests:
             self._request_stop(number)
 
     def _request_stop(self, number: int) -> None:
-        """Set `stop`; raise unless that is deferred. What SLURM sends after its SIGUSR1 has no effect."""
+        """Set `stop`, and raise unless deferred. Signals that SLURM sends after its SIGUSR1 have no effect."""
         if number in ENDING:
             self._signalled_at = time.monotonic()
         if self.stop is not None:
@@ -178,7 +178,7 @@ class Requests:
         return Stopped(f"stopped by {stop.name}; nothing was saved", stop.code)
 
     def _agreed(self) -> tuple[Stop | None, bool]:
-        """Return what was requested of any rank before this call. Signals during it are left for the next one."""
+        """Return what any rank was requested to do before this call. Signals during it wait for the next one."""
         place, save = ranks().largest(STOPS.index(self.stop), int(self.save))
         self.stop, self.save = STOPS[place] or self.stop, bool(save) or self.save
         return STOPS[place], bool(save)

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 RECORD = ".slurm_job"  # in the output folder: names the job that wrote it
 SECONDS = 60  # for `scontrol` to answer
-SEEN_BY_LIGHTNING = "SLURM_NTASKS"  # by this variable Lightning knows that it runs under SLURM
+SEEN_BY_LIGHTNING = "SLURM_NTASKS"  # the variable by which Lightning recognizes SLURM
 
 
 def job_id() -> str | None:
@@ -36,7 +36,7 @@ def is_batch_job() -> bool:
 
 
 def requeue() -> None:
-    """Ask SLURM to run this job again. If it refuses, a warning says why and how to go on."""
+    """Ask SLURM to run this job again. If it refuses, a warning says why, and how to continue."""
     job = job_id()
     assert job is not None
     try:

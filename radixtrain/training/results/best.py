@@ -40,10 +40,10 @@ class Validation:
 
 
 class Best(L.Callback):
-    """Keeps the checkpoint with the best value of a metric; `checkpoints/best` is a link to it.
+    """Keeps the checkpoint with the best value of a metric; the link `checkpoints/best` points to it.
 
-    metric: one that every validation logs; see `is_lower_better`. Of equal values the earlier one is kept, and a value
-        that is not finite, or that is not there, is never the best.
+    metric: one that every validation logs; see `is_lower_better`. Of equal values the earlier one is kept; a value that
+        is missing or not finite is never the best.
     saver: writes a checkpoint when a validation is the best so far, and keeps that one.
 
     validation: the best one; None before the first one. path: of its checkpoint; None until it is written.
@@ -138,9 +138,9 @@ class Best(L.Callback):
 
 
 class StopEarly(EarlyStopping):
-    """Ends a run after `patience` validations without a better value; the configured patience always applies.
+    """Ends a run after `patience` validations without a better value.
 
-    A run that is resumed after such an end takes no step, unless its patience is larger now.
+    A run that is resumed after such an end takes no step, unless its configured patience is larger now.
     """
 
     configured_by = "early_stopping"

@@ -38,7 +38,7 @@ LABELS = {"best_r": "at best", "tokens_per_second": "effective", "computed_token
 FEW = 30  # up to this number of points, each is marked
 SMOOTHED = 60  # from this number of points on, a smoothed line is drawn
 LOGARITHMIC = 20  # from this ratio of the largest loss to the smallest on, the axis is logarithmic
-WINDOW = 1 / 25  # share of the points that each point of the smoothed line averages
+WINDOW = 1 / 25  # share of the points to average for each point of the smoothed line
 
 
 class LogPart(NamedTuple):

@@ -28,7 +28,7 @@ WIDTH = 12  # of the names of printed lines
 
 class Exported(NamedTuple):
     """The weights in `model/`. kind: "best" or "last". step: optimizer steps that they took. validation: the last one
-    until then; None without any.
+    before that; None without any.
     """
 
     kind: str
@@ -86,7 +86,7 @@ class RunProgress:
         effective, computed = speed.rates
         seconds = f"{speed.seconds:.0f} s of training"
         if self.seconds > speed.seconds:
-            seconds += f" since the run went on, {self.seconds:.0f} s in all"
+            seconds += f" since the run resumed, {self.seconds:.0f} s in all"
         on = f" on {ranks().size} ranks" if ranks().size > 1 else ""
         rates = f"{effective:,.0f} effective, {computed:,.0f} computed{on}, {seconds}"
         return {**entries, "r": speed.r_text, "tokens/s": rates}
@@ -157,7 +157,7 @@ def _finite(value: object) -> Any:
 class ExitStatus:
     """Why a run ended.
 
-    reason: max_steps, max_epochs, early_stopping, max_time or callback; the type of an error. text: for people.
+    reason: max_steps, max_epochs, early_stopping, max_time, callback, or the type of an error. text: for people.
     is_complete: nothing is left to do.
     """
 

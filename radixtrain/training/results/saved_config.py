@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import lightning as L
 
 
-# How rows are read, and of which type each is: what evaluates a model that was trained here reads them as the run did.
+# Keys that say how rows are read, with their types: a command that evaluates a trained model reads them as its run did.
 # The chat template is in the model's folder.
 READING: dict[str, type] = {
     **{"columns": dict, "system_prompt": str, "chat_template_kwargs": dict, "split_turns": bool, "max_length": int},
@@ -35,13 +35,13 @@ LOGGED = frozenset(
 )
 
 
-OF_ONE_COMMAND = ("overwrite", "ckpt_path", "weights_only")  # or a second run would discard or resume something
+OF_ONE_COMMAND = ("overwrite", "ckpt_path", "weights_only")  # else a second run would discard or resume something
 
 
 class SaveMaskedConfig(Callback):
     """Writes config.yaml into the folder of the logs, without secrets and without keys for one command only.
 
-    In `fit` it is written when training starts, so that a run that is refused replaces no file of the one before.
+    In `fit` it is written when training starts, so that a refused run replaces no file of the previous one.
     """
 
     def __init__(self, config: Mapping[str, Any]):
@@ -71,7 +71,7 @@ class SaveMaskedConfig(Callback):
 def defaults_of_model(model_name_or_path: str, system_prompt: str | None = None) -> dict[str, Any]:
     """Return keys with values for the evaluation of a model that radixtrain has trained; empty for any other model.
 
-    They are how the run read its rows, its seed, which drew `data.val_size`, and its folder if the model is still
+    They say how the run read its rows, its seed, which drew `data.val_size`, and its folder if the model is still
     there. The settings beside the model may come from anybody, so they cannot name a file. system_prompt: as typed.
 
     Raises UserError if they cannot be read, or the system prompt is a file.

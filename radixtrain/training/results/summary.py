@@ -64,7 +64,7 @@ class RunSummary(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, module: Any) -> None:
         """Begin after a checkpoint was read, whether or not anything is left to train."""
         self._module, self.speed, self._earlier_seconds = module, module.speed, self.progress.seconds
-        for name in (PICTURE, SUMMARY) if ranks().is_first else ():  # left by a run that was killed while it wrote one
+        for name in (PICTURE, SUMMARY) if ranks().is_first else ():  # left by a run that was killed while writing one
             with only_warns(f"leftovers of a killed run in {self.output_dir} cannot be deleted"):
                 (self.output_dir / f".{name}.partial").unlink(missing_ok=True)
         if trainer.ckpt_path:
@@ -116,7 +116,7 @@ class RunSummary(L.Callback):
         self.progress = RunProgress.from_dict(state_dict)
 
     def choose_weights(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, str]:
-        """Load the weights to export into the module: the best ones with `save_best`, else it has the last ones.
+        """Load the weights to export into the module: the best ones with `save_best`, else the last ones stay.
 
         Returns the results of the run, by name. Empty if no step was taken.
         """
@@ -169,7 +169,7 @@ class RunSummary(L.Callback):
         self._write(with_picture=time.monotonic() - self._drawn_at >= self._drawing_seconds / DRAWING_SHARE)
 
     def _read_module(self) -> None:
-        """Read what the last step left in the module. Not after each step, since it waits for the device."""
+        """Read the results of the last step from the module; not after each step, since it waits for the device."""
         module, progress = self._module, self.progress
         if module is not None and module.last_step:
             progress.step, progress.seconds = module.position.num_steps, self._earlier_seconds + self.speed.seconds
@@ -228,7 +228,7 @@ class RunSummary(L.Callback):
         self._drawing_seconds = self._drawn_at - started
 
     def _log_step(self, trainer: L.Trainer) -> None:
-        """Log the last step, if that has not been done: the first one and the last one."""
+        """Log the last step unless it was logged, so that the first and the last step of a run are."""
         self._read_module()
         step = self._module.position.num_batches
         for log in _csv_loggers(trainer):

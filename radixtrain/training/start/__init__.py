@@ -1,1 +1,1 @@
-"""Before the first step: load the model, fail early, and print an overview of the run."""
+"""Prepares the first step: loads the model, fails early, and prints an overview of the run."""

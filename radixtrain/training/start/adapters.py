@@ -100,7 +100,7 @@ def merged(model: Any) -> Any:
 
 
 def _check_all_targeted(targets: object, targeted: list[str], linear: list[str]) -> None:
-    """Refuse a name without a layer: PEFT skips it silently if another name has some."""
+    """Refuse a name without a layer: PEFT skips it silently if another name has layers."""
     names = targets if isinstance(targets, list) else []
     missing = [name for name in names if not any(f".{path}".endswith(f".{name}") for path in targeted)]
     if missing:
@@ -110,7 +110,7 @@ def _check_all_targeted(targets: object, targeted: list[str], linear: list[str])
 
 
 def _names_of_linear(model: Any) -> list[str]:
-    """List what `all-linear` stands for: the last names of the linear layers, without the head."""
+    """List the layers that `all-linear` means: the last part of the names of the linear layers, without the head."""
     head = model.get_output_embeddings()
     modules = model.named_modules()
     return sorted({path.rpartition(".")[2] for path, x in modules if isinstance(x, nn.Linear) and x is not head})

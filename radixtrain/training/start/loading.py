@@ -100,7 +100,7 @@ def load_model(
                 output_loading_info=True,
                 **({} if quantization_config is None else {"quantization_config": quantization_config}),
             )
-    except Exception as error:  # a value of a wrong type in config.json ends in any kind of error
+    except Exception as error:  # a value of a wrong type in config.json may raise anything
         reason = reason_of(error)
         if attn_implementation == "sdpa" and "scaled_dot_product_attention" in str(error):
             reason = "its class has no sdpa attention; set model.attn_implementation: eager"
@@ -130,7 +130,7 @@ def _without_table() -> Iterator[None]:
 def _check_loaded(model: object, loaded: Mapping[str, Any], model_name_or_path: str) -> None:
     """Refuse weights that transformers filled with random numbers: the checkpoint has none, or of another shape.
 
-    loaded: transformers' loading info. A head tied to the embedding is not missing, nor what a class computes itself.
+    loaded: transformers' loading info. A tied head, or what a class computes itself, does not count as missing.
     """
     source, name = f"model.model_name_or_path {model_name_or_path!r}", type(model).__name__
     mismatched = sorted(loaded["mismatched_keys"])
@@ -138,7 +138,7 @@ def _check_loaded(model: object, loaded: Mapping[str, Any], model_name_or_path: 
         weight, stored, expected = mismatched[0]
         raise UserError(
             f"{source}: {weight} is {list(stored)} in the checkpoint and {list(expected)} in {name} as config.json "
-            f"describes it{_and_more(mismatched)}; the two are not of one model"
+            f"describes it{_and_more(mismatched)}; the two belong to different models"
         )
     missing, unread = sorted(loaded["missing_keys"]), sorted(loaded["unexpected_keys"])
     if missing:
@@ -171,7 +171,7 @@ def _names(classes: object) -> set[str]:
 
 
 def num_parameters(model: nn.Module) -> tuple[int, int]:
-    """Count all parameters, and those that train. Two of 4 bits are one number of the weight."""
+    """Count all parameters, and those that train. Torch counts two 4-bit parameters as one; here they are two."""
     parameters = list(model.parameters())
     packed = sum(layer.weight.numel() for layer in four_bit_layers(model).values())
     return packed + sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 WHOLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
 MODEL_SUFFIXES = (".json", ".safetensors", ".jinja", ".model", ".txt")
-SAMPLES, SAMPLED_BYTES = 64, 1 << 16  # of each file: other weights differ nearly everywhere
+SAMPLES, SAMPLED_BYTES = 64, 1 << 16  # per file: enough, since other weights differ nearly everywhere
 OF_A_MACHINE = ("config", "data.cache_dir", "data.dataset_num_proc", "data.dataloader_num_workers")
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8, "auto": 2}
 
@@ -34,7 +34,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float64": 8, "auto": 2}
 def num_stored_parameters(model_name_or_path: str) -> int | None:
     """Count the numbers in the weights of a folder or a downloaded hub name, from the files' headers.
 
-    None if that is not known: the weights are not downloaded yet, or the folder holds only an adapter.
+    Returns None if unknown: the weights are not downloaded yet, or the folder holds only an adapter.
 
     Raises UserError if there are no weights, or a file of them is incomplete.
     """
@@ -64,7 +64,7 @@ def check_room(output_dir: Path, num_parameters: int | None, settings: ModelSett
 
 
 def described_start(settings: Run) -> dict[str, str]:
-    """Describe what the ranks of a run must have in common: settings, versions of packages, the files of the model.
+    """Describe what must be the same on all ranks: settings, versions of packages, the files of the model.
 
     settings: of the command, as parsed.
     """
@@ -97,7 +97,7 @@ def _digest_of_model(model_name_or_path: str) -> str:
 def earlier_run(subcommand: str, model_folder: Path, model_name_or_path: str, ckpt_path: str | None) -> str:
     """Return a notice if a command takes weights from elsewhere although its folder holds a run; else empty.
 
-    model_folder: where `fit` leaves the model.
+    model_folder: where `fit` writes the model.
     """
     is_evaluation = subcommand in ("validate", "test", "predict") and ckpt_path is None
     is_other = Path(model_name_or_path).resolve() != model_folder.resolve()

@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from radixtrain.data.datamodule import SFTData
 
 MOST_CONVERSATIONS = 20_000
-"""Prompts are looked for in this many conversations, drawn by the seed: 0.5 s, however many there are."""
+"""Conversations to search for prompts, drawn by the seed: it takes 0.5 s, however many there are."""
 SAMPLE_CHARS = 800
-ROWS_LOOKED_AT = 32  # of each source, for a system prompt that they share
+ROWS_LOOKED_AT = 32  # per source, in search of a common system prompt
 
 LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_dora", "use_rslora")
 FOUR_BITS = ("bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "bnb_4bit_use_double_quant")
@@ -58,13 +58,13 @@ CHATS = ("split_turns", "assistant_only_loss", "chat_template_path", "chat_templ
 VALIDATING = ("val_check_interval", "check_val_every_n_epoch", "limit_val_batches", "num_sanity_val_steps")
 
 Entry = tuple[str, str]
-"""A name and a line of text."""
+"""Name and text of a line."""
 
 
 def print_overview(
     trainer: L.Trainer, module: object, data: SFTData, config: object, written: int, evaluates: str = ""
 ) -> None:
-    """Print it, coloured on a terminal.
+    """Print the overview, coloured on a terminal.
 
     module, data: a `RadixModule` with its model, and an `SFTData` with its rows. config: of the trainer, as set.
     written: bytes, see `check_room`. evaluates: what is generated after each validation; empty for nothing.
@@ -85,7 +85,7 @@ def print_overview(
 
 
 def steps_between_logs(trainer: Any, data: SFTData) -> int:
-    """Return the configured number, but 1 for a run that is shorter, which would otherwise leave no metrics."""
+    """Return the configured number, or 1 for a shorter run, which would otherwise log no metrics."""
     num_steps = num_steps_of_run(trainer, data.steps_per_epoch)
     return 1 if 0 < num_steps < trainer.log_every_n_steps else trainer.log_every_n_steps
 
@@ -134,7 +134,7 @@ def sharing_entries(data: SFTData) -> list[Entry]:
     text = f"about {r * on_one.whole_share:.1f} tokens per computed token in this order"
     if on_one.whole_share < 1:
         text += f" against whole chats, as TRL trains them, {r:.1f} against the same rows"
-    if num_groups > 1:  # they share nothing with one another
+    if num_groups > 1:  # the groups share nothing with each other
         what = "devices" if ranks().sp_size == 1 else "groups"
         text += f" on {num_groups} {what}, {on_one.r * on_one.whole_share:.1f} on one"
     entries.append(("r", text))

@@ -43,11 +43,15 @@ def test_packages_that_are_too_old(monkeypatch, capsys):
     captured = capsys.readouterr()
     assert captured.err.startswith("error: training cannot run here: ")
     for name in needed:
-        why = WHY.get(name, "older ones lack what radixtrain calls")
+        why = WHY.get(name, "older ones lack functions that radixtrain calls")
         assert f"ERROR: {why}" in captured.out
         assert f"{name} 0.0.3+cu1: {why}: pip install -U '{name}>={oldest[name]}'" in captured.err
     assert of("packages")["peft"] == Finding(
-        "packages", "peft", "0.0.3+cu1", "older ones lack what radixtrain calls", "pip install -U 'peft>=0.20'"
+        "packages",
+        "peft",
+        "0.0.3+cu1",
+        "older ones lack functions that radixtrain calls",
+        "pip install -U 'peft>=0.20'",
     )
 
 

@@ -77,7 +77,7 @@ CLASSES = {
     "--trainer.callbacks=evil.Callback": NOT_IMPORTED,
     """--trainer.callbacks='[{"class_path": "evil.Callback"}]'""": NOT_IMPORTED,
     """--trainer.callbacks='[{"class_path": "torch.hub.load"}]'""": "trainer.callbacks: class_path 'torch.hub.load' is "
-    "not made: expected a subclass of Callback",
+    "not accepted: expected a subclass of Callback",
     "--trainer.callbacks='{class_path: Timer, a: 1}'": "no key a in trainer.callbacks (`radixtrain fit --help trainer.",
     "--trainer.callbacks='{class_path: Timer, init_args: [a]}'": "trainer.callbacks: init_args must be a mapping of na",
     "--trainer.callbacks='{class_path: Timer, dict_kwargs: {1: 2}}'": "trainer.callbacks: dict_kwargs must be a mappin",
@@ -258,7 +258,7 @@ def test_exports(said_of: Any, tmp_path: Path) -> None:
     (tmp_path / "x.ckpt").write_text("not a checkpoint")
     for name, expected in (
         (tmp_path / "none.ckpt", "no such checkpoint"),
-        ("last", "ckpt_path last: of which run? write RUN/checkpoints/last"),
+        ("last", "ckpt_path last names no run; write RUN/checkpoints/last"),
         (tmp_path / "x.ckpt", "a file; a checkpoint of radixtrain is a folder"),
     ):
         assert expected in said_of(1, ["export", f"--ckpt_path={name}", f"--output_dir={tmp_path / 'out'}"])

@@ -80,7 +80,7 @@ def test_a_row_that_is_refused_is_shown_as_far_as_it_got(
 def test_a_good_row_among_bad_ones(data_of: Callable[..., SFTData], shown: Callable[..., str]) -> None:
     """Its step cannot be made, unless the bad ones are skipped."""
     rows = (pair("Here."), {"text": 5})
-    assert "not known: the steps cannot be made: " in shown(data_of(*rows), 1)
+    assert "unknown, since the steps cannot be made: " in shown(data_of(*rows), 1)
     assert "step 0 of 1, micro-batch 0 of 1, sequence 0 of 1" in shown(data_of(*rows, on_bad_row="skip"), 1)
 
 
@@ -98,7 +98,7 @@ def test_what_the_columns_mean_and_what_nothing_reads(
     text = shown(data_of({"instruction": "Name it.", "input": "x", "output": "y", "source": "web"}), 1)
     assert "taken as: messages\n" in text
     assert '{"role": "user", "content": "Name it.\\nx"}' in text
-    assert "nothing reads: source" in text
+    assert "not read: source" in text
 
 
 def test_a_row_that_is_dropped_or_cut(data_of: Callable[..., SFTData], shown: Callable[..., str]) -> None:

@@ -134,7 +134,7 @@ def test_one_row(command: Callable[..., tuple[int, str, str]], shown: Callable[.
         ({"micro_batch": 1}, "micro_batch: step 0 has the micro-batches 0 to 0, got 1"),
         ({"row": 21}, "row: data.train_file has the rows 1 to 20, got 21"),
         ({"row": "x.jsonl:1"}, "row: no row 'x.jsonl:1' in the files of the configuration"),
-        ({"dedup": False}, "inspect shows what a batch shares, and with dedup: false nothing is"),
+        ({"dedup": False}, "inspect shows what a batch shares, which is nothing with dedup: false"),
         ({"train_file": None}, "data.train_file is missing"),
         ({"train_file": None, "row": 1}, "data.train_file is missing"),
     ],

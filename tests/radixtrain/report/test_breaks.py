@@ -208,7 +208,7 @@ def test_personas_are_one_entry(
     """A stray version is none of them, if it is in the rows of each."""
     order = random.Random(1).sample([who for who, share in enumerate(shares) for _ in range(share)], ROWS)
     (found,) = find_breaks(chats([PERSONAS[kind](who) for who in order]), tokenizer, BATCH_SIZE)
-    assert (found.cause, found.num_values) == ("several prompts", 3) and "they may well be meant" in found.advice
+    assert (found.cause, found.num_values) == ("several prompts", 3) and "they may well be intended" in found.advice
     ends = [POLICY[900:], POLICY[900:].replace("a", "a little", 1)]
     crossed = [f"{paragraph(70 + row % 3, 2)}\n{POLICY[:900]}{ends[row // 3 % 20 == 0]}" for row in range(ROWS)]
     causes = {each.cause: each.num_values for each in find_breaks(chats(crossed), tokenizer, BATCH_SIZE)}

@@ -31,7 +31,7 @@ def test_the_numbers(report: DataReport) -> None:
         "8 1 1.5 12,346 - - 1.00 8 4 3.25 6,789 3 GiB 5 GiB 0.80",
         "6 x 40 tokens",
         "└── 4 branches",
-        "a date: a fix of only this saves 4,810,000 computed tokens of an epoch; 9,000,000 once the others here are",
+        "a date: fixing only this saves 4,810,000 computed tokens of an epoch; 9,000,000 once the others here are",
         "fixed. Move it.",
         "train.jsonl:12: ...Today is [2026-11-21]. ",
         "- A batch_size of 64 would give r = 8.",

@@ -26,7 +26,7 @@ class TestTheRungs:
         report = verify_equivalence(tiny_qwen3(), FEATURES, precisions=["float32"])
         assert [made.precision for made in report.rungs] == ["float32"]
         for precision in ("bf16", "int8", "bfloat16"):
-            with pytest.raises(UserError, match=f"must be of float64, float32 for this model, got '{precision}"):
+            with pytest.raises(UserError, match=f"must be among float64, float32 for this model, got '{precision}"):
                 verify_equivalence(tiny_qwen3(), FEATURES, precisions=[precision])
 
 

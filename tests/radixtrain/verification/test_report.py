@@ -96,7 +96,7 @@ def test_the_furthest_tensor_is_the_first_that_failed() -> None:
     ("ordinary_loss", "meaning"),
     [
         (1.0, "Their losses agree (1): the gradient may be too ill-conditioned for float64"),
-        (1.655, "So do their losses, 1.655 and 1: either the model computes something else for a sequence that has"),
+        (1.655, "So do their losses, 1.655 and 1: either the model computes something else for a sequence next"),
         (float("nan"), "So do their losses, nan and 1: either the model computes something else for a sequence"),
     ],
 )

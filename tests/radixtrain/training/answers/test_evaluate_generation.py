@@ -132,7 +132,7 @@ def test_wandb_gets_a_table(run, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"metric": "regex", "pattern": "[0-9]"}, "finds nothing in 5 of 5 targets, the first is that of"),
+        ({"metric": "regex", "pattern": "[0-9]"}, "finds nothing in 5 of 5 targets, first in that of"),
         ({"num_samples": 0}, "evaluate_generation.num_samples must be at least 1, or null"),
         ({"generation_kwargs": "{top_pp: 1}"}, "top_pp"),
         ({"generation_kwargs": "{num_beams: 4}"}, "num_beams=4 is not supported: .* set dedup: false"),
@@ -165,7 +165,7 @@ def test_rows_without_an_answer(run, tmp_path, capsys, caplog):
     flags = {"data__validation_file": path, "trainer__max_steps": 5, **GREEDY}
     with caplog.at_level("WARNING", logger="radixtrain"):
         assert run(**flags) == 0
-    assert "leaves rows out: 1 validation rows have no answer after a prompt, or one" in caplog.text
+    assert "leaves out 1 validation rows have no answer after a prompt, or one" in caplog.text
     assert f"the first is {path}:1" in caplog.text
     assert run(**flags, output_dir=tmp_path / "other", data__completion_only_loss="false") == 1
     message = capsys.readouterr().err.splitlines()[-1]

@@ -32,7 +32,7 @@ def test_a_score(name, pattern, answer, target, score):
 
 
 def test_a_pattern_that_finds_nothing_in_a_target():
-    with pytest.raises(UserError, match=r"pattern: finds nothing in 2 of 3 targets, the first is that of a:2$"):
+    with pytest.raises(UserError, match=r"pattern: finds nothing in 2 of 3 targets, first in that of a:2$"):
         load_metric("regex", r"\d")(["1", "2", "3"], ["1", "two", "three"], rows(3))
 
 

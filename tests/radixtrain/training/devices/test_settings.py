@@ -83,10 +83,10 @@ def test_options_of_a_class(option, error):
     ],
 )
 def test_what_needs_whole_weights_is_refused_with_fsdp2(key, value, command, other):
-    with pytest.raises(UserError, match=f"{key.replace('__', '.')}: not with trainer.strategy fsdp2"):
+    with pytest.raises(UserError, match=f"{key.replace('__', '.')} does not work with trainer.strategy fsdp2"):
         device_settings(settings(trainer__strategy="fsdp2", **{key: value}), command)
     written = {"class_path": "radixtrain.training.devices.fsdp2.FSDP2Strategy", "init_args": {}}
-    with pytest.raises(UserError, match=r"not with trainer\.strategy fsdp2"):
+    with pytest.raises(UserError, match=r"does not work with trainer\.strategy fsdp2"):
         device_settings(settings(trainer__strategy=written, **{key: value}), command)
     device_settings(settings(trainer__strategy="ddp", **{key: value}), command)
     if other:

@@ -242,7 +242,7 @@ def test_another_metric_starts_anew(again: Any, tmp_path: Path, caplog: pytest.L
     limits = {"trainer__max_epochs": 4, "evaluate_generation__max_new_tokens": 2}
     with caplog.at_level(logging.WARNING):
         assert main(again(ckpt_path="last", **flags, **limits)) == 0
-    assert "save_best: the best so far was by eval_loss, and starts anew" in caplog.text
+    assert "save_best: the best so far was by eval_loss, and starts over" in caplog.text
     assert summary(tmp_path / "out")["best"]["metric"] == "eval_contains"
 
 
