@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+from accelerate.hooks import ModelHook, add_hook_to_module
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from transformers import LlamaConfig, LlamaModel, PretrainedConfig, PreTrainedModel
@@ -174,6 +175,7 @@ TABLE: dict[str, dict[str, str]] = {
             "tells third-party hooks, which a fused head would not run and which see unique tokens",
         ),
         "torch.nn.Module._modules": "walks thousands of modules at every call, in less time than `modules()`",
+        "torch.nn.Identity._hf_hook": "is the hook of Accelerate's that a `forward` runs",
         "torch.overrides._get_current_function_mode_stack": "tells third-party modes, which see unique tokens",
         "torch.utils._python_dispatch._get_current_dispatch_mode_stack": "tells third-party modes of the other kind",
         "torch._C._functorch.maybe_current_level": (
@@ -252,6 +254,7 @@ def checkpointed_layer() -> nn.Module:
 # What has an attribute only on instances. A copy of DataParallel has all of a module's, and one more.
 INSTANCES: dict[Any, Callable[[], Any]] = {
     nn.Module: lambda: nn.Linear(1, 1)._replicate_for_data_parallel(),
+    nn.Identity: lambda: add_hook_to_module(nn.Identity(), ModelHook()),
     PretrainedConfig: PretrainedConfig,
     PreTrainedModel: checkpointed_layer,
     DDPStrategy: DDPStrategy,
