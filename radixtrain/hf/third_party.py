@@ -31,8 +31,11 @@ KNOWN = frozenset(
         *("fla", "liger_kernel", "timm"),
     }
 )
-# Modules of these that read tokens all the same: activations from which a LoRA starts, a quantizer's observers, a log.
-READ_TOKENS = ("peft.tuners.lora.corda", "peft.tuners.lora.eva", "torch.ao", "transformers.model_debugging_utils")
+# Modules of these that read tokens all the same: activations from which a LoRA starts, a quantizer's observers, a log;
+# and one whose code may be anybody's.
+READ_TOKENS = (
+    *("peft.tuners.lora.corda", "peft.tuners.lora.eva", "torch.ao", "transformers.model_debugging_utils", "torch.jit"),
+)
 OURS = "radixtrain.hf.hooks"
 UNIQUE_TOKENS = "would see the unique tokens, [1, U, D]"
 
@@ -91,9 +94,8 @@ def why_third_party(model: nn.Module, root: nn.Module, hooks: Iterable[Any] | No
 
 def _why_module(model: nn.Module, root: nn.Module, modules: Sequence[nn.Module]) -> str | None:
     """Name third-party code on one of these modules; of `root` itself only its `forward`."""
-    classes: set[Any] = {*map(type, modules)}
-    of_classes = {each: [*_functions(each.forward, each.__call__)] for each in classes}
-    own = {each.__module__.partition(".")[0] for each in type(model).__mro__}
+    classes, own = {*map(type, modules)}, {each.__module__.partition(".")[0] for each in type(model).__mro__}
+    of_classes = {each: [*_functions(_of_class(each, "forward"), _of_class(each, "__call__"))] for each in classes}
     others = {each: name for each, functions in of_classes.items() if (name := _unknown(functions, own)) is not None}
     for module in modules:
         if type(module) in others or "forward" in module.__dict__:
@@ -105,6 +107,11 @@ def _why_module(model: nn.Module, root: nn.Module, modules: Sequence[nn.Module])
             if name is not None:
                 return f"a hook on {_path(root, module)} ({name}) {UNIQUE_TOKENS}"
     return None
+
+
+def _of_class(kind: type, name: str) -> Any:
+    """Return an attribute of a class as it is there: a compiled script's `forward` cannot be asked of its class."""
+    return next(vars(each)[name] for each in kind.__mro__ if name in vars(each))
 
 
 def _on_instance(module: nn.Module, of_class: Sequence[Any]) -> Iterator[Any]:
@@ -132,12 +139,12 @@ def _path(root: nn.Module, module: nn.Module) -> str:
 def _unknown(functions: Iterable[Any], own: Collection[str] = ()) -> str | None:
     """Return the name of the first function, object or class of no known package. own: other packages that are."""
     for function in functions:
-        # A wrapper takes over the names of what it wraps, but neither its code nor where that was written.
-        module = str(getattr(function, "__globals__", {}).get("__name__") or function.__module__)
-        package, code = module.partition(".")[0], getattr(function, "__code__", None)
+        # A wrapper takes over the names of what it wraps, but neither its code, where that was written, nor its class.
+        code, kind = getattr(function, "__code__", None), function if isinstance(function, type) else type(function)
+        module = str(kind.__module__ if code is None else function.__globals__.get("__name__"))
+        package = module.partition(".")[0]
         is_known = (package in KNOWN or package in own) and not module.startswith(READ_TOKENS)
         if not (is_known or (code is not None and {*code.co_names} == {"requires_grad_"})):
-            kind = function if isinstance(function, type) else type(function)
             return f"{module}.{kind.__qualname__ if code is None else code.co_qualname}"
     return None
 

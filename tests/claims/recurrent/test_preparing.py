@@ -82,6 +82,7 @@ def test_preparing_again(tiny_hybrid: Build, kind: str) -> None:
     assert not mixers_in(model)
 
 
+@pytest.mark.usefixtures("hooks_that_may_stay")
 @ONE_KIND
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_hooks_of_accelerate(tiny_hybrid: Build, kind: str, when: str) -> None:

@@ -35,9 +35,13 @@ def keep_output(kept: list[Tensor], module: nn.Module, args: Any, output: Tensor
     kept.append(output.abs().mean())
 
 
+def steered(out: Tensor) -> Tensor:
+    """Change the last token that predicts in every row."""
+    return torch.cat([out[:, :-2], 2 * out[:, -2:-1], out[:, -1:]], dim=1)
+
+
 def steer(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Change the last token of every row."""
-    return torch.cat([args[0][:, :-1], 2 * args[0][:, -1:]], dim=1), *args[1:]
+    return steered(args[0]), *args[1:]
 
 
 def keep_norms(kept: list[Tensor], module: nn.Module, grad_in: Any, grad_out: tuple[Tensor, ...]) -> None:
@@ -49,11 +53,6 @@ def make_inputs_require_grad(module: nn.Module, args: Any, output: Tensor) -> No
     output.requires_grad_(True)
 
 
-def of_last(out: Tensor) -> Tensor:
-    """Change the last token of every row."""
-    return torch.cat([out[:, :-1], 2 * out[:, -1:]], dim=1)
-
-
 class Around(nn.Module):
     """A module in place of another one."""
 
@@ -62,22 +61,22 @@ class Around(nn.Module):
         self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        return of_last(self.inner(x))
+        return steered(self.inner(x))
 
 
 class Subclass(Qwen3MLP):
     def forward(self, x: Tensor) -> Tensor:
-        return of_last(super().forward(x))
+        return steered(super().forward(x))
 
 
 class Steering(ModelHook):
     def post_forward(self, module: nn.Module, output: Tensor) -> Tensor:
-        return of_last(output)
+        return steered(output)
 
 
 def replace_forward(model: Any, kept: list[Tensor]) -> None:
     original = model.layers[1].mlp.forward
-    model.layers[1].mlp.forward = wraps(original)(lambda x: of_last(original(x)))
+    model.layers[1].mlp.forward = wraps(original)(lambda x: steered(original(x)))
 
 
 def replace_forward_before_accelerate(model: Any, kept: list[Tensor]) -> None:
@@ -89,18 +88,18 @@ def replace_backbone(model: Any, kept: list[Tensor]) -> None:
     @wraps(Qwen3Model.forward)
     def forward(self: Qwen3Model, *args: Any, **kwargs: Any) -> Any:
         output = Qwen3Model.forward(self, *args, **kwargs)
-        return type(output)(last_hidden_state=of_last(output.last_hidden_state))
+        return type(output)(last_hidden_state=steered(output.last_hidden_state))
 
     model.forward = MethodType(forward, model)
 
 
 def steer_ids(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     ids = kwargs["input_ids"]
-    return args, {**kwargs, "input_ids": torch.cat([ids[:, :-1], ids[:, -1:] + 1], dim=1)}
+    return args, {**kwargs, "input_ids": steered(ids)}
 
 
 def steer_output(module: nn.Module, args: Any, output: Any) -> None:
-    output.last_hidden_state = of_last(output.last_hidden_state)
+    output.last_hidden_state = steered(output.last_hidden_state)
 
 
 def grow(weight: Tensor) -> Tensor:
@@ -225,13 +224,13 @@ def test_generation(tiny_qwen3: Callable[..., Any], name: str) -> None:
 class FunctionMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        return of_last(output) if func is nn.functional.silu else output
+        return steered(output) if func is nn.functional.silu else output
 
 
 class DispatchMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        return of_last(output) if func is torch.ops.aten.silu.default else output
+        return steered(output) if func is torch.ops.aten.silu.default else output
 
 
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -280,7 +279,7 @@ def test_a_forward_of_a_recurrent_layer(tiny_hybrid: Callable[..., Any], before:
         model = share(tiny_hybrid("Qwen3.5")) if not before else tiny_hybrid("Qwen3.5")
         mixer = next(each for each in model.modules() if type(each).__name__.endswith("GatedDeltaNet"))
         original = mixer.forward
-        mixer.forward = lambda *args, original=original, **kwargs: of_last(original(*args, **kwargs))
+        mixer.forward = lambda *args, original=original, **kwargs: steered(original(*args, **kwargs))
         model = share(model) if before else model
         found.append(model(input_ids=IDS, labels=IDS, use_cache=False).loss)
     assert torch.equal(*found)
