@@ -1,4 +1,4 @@
-"""`prepare_model` of a hybrid: copies, pickles, what it leaves, and hooks of others."""
+"""`prepare_model` of a hybrid: copies, pickles, what it leaves, and third-party hooks."""
 
 import copy
 from collections.abc import Callable

@@ -111,7 +111,7 @@ class Grown(nn.Module):
         return grow(weight)
 
 
-READS: dict[str, Hang] = {
+THIRD_PARTY: dict[str, Hang] = {
     "a penalty of activations": lambda model, kept: model.layers[0].mlp.register_forward_hook(
         partial(keep_output, kept)
     ),
@@ -132,7 +132,7 @@ READS: dict[str, Hang] = {
     "ids of the backbone": lambda model, kept: model.register_forward_pre_hook(steer_ids, with_kwargs=True),
     "output of the backbone": lambda model, kept: model.register_forward_hook(steer_output, prepend=True),
 }
-CARES: dict[str, Hang] = {
+HARMLESS: dict[str, Hang] = {
     "gradients on, by transformers": lambda model, kept: model.enable_input_require_grads(),
     "gradients on, by a script": lambda model, kept: model.embed_tokens.register_forward_hook(make_inputs_require_grad),
     "torch's own": lambda model, kept: weight_norm(model.layers[0].mlp.up_proj),
@@ -149,27 +149,27 @@ def no_hook_on_all_modules_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.modules.module, "_global_forward_hooks", OrderedDict())
 
 
-@pytest.mark.parametrize("name", READS)
+@pytest.mark.parametrize("name", THIRD_PARTY)
 def test_a_batch_of_a_collator_is_refused(tiny_qwen3: Callable[..., Any], name: str) -> None:
     model, rows = prepare_model(tiny_qwen3()), [{"input_ids": ids, "labels": ids} for ids in IDS.tolist()]
-    READS[name](model.model, [])
+    THIRD_PARTY[name](model.model, [])
     with pytest.raises(UserError, match=rf"\({__name__}.* would see the unique tokens"):
         model(**RadixCollator()(rows))
 
 
-@pytest.mark.parametrize("name", [*READS, *CARES])
+@pytest.mark.parametrize("name", [*THIRD_PARTY, *HARMLESS])
 def test_hooks(tiny_qwen3: Callable[..., Any], name: str) -> None:
     found = []
     for share in (lambda model: model, partial(share_prefixes, min_ratio=0.0)):
         model, kept = share(tiny_qwen3()), list[Tensor]()
-        (READS | CARES)[name](model.model, kept)
+        (THIRD_PARTY | HARMLESS)[name](model.model, kept)
         with float64_throughout(model):
             loss = sum(kept, model(input_ids=IDS, labels=IDS, use_cache=False).loss)
             loss.backward()
             found.append([loss.detach(), *kept, *(p.grad for p in model.parameters() if p.grad is not None)])
     assert all(relative_error(*pair) <= 1e-12 for pair in zip(*found, strict=True))
     report = sharing_report(model)
-    assert report.num_shared == (name in CARES)
+    assert report.num_shared == (name in HARMLESS)
     assert all(f"({__name__}" in reason and "would see the unique tokens" in reason for reason in report.not_shared)
 
 
@@ -196,10 +196,10 @@ def test_an_observer_of_a_quantizer_sees_every_token(tiny_qwen3: Callable[..., A
     assert sharing_report(model).num_shared == 0
 
 
-@pytest.mark.parametrize("name", READS)
+@pytest.mark.parametrize("name", THIRD_PARTY)
 def test_generation_is_refused(tiny_qwen3: Callable[..., Any], name: str) -> None:
     model = tiny_qwen3().eval()
-    READS[name](model.model, [])
+    THIRD_PARTY[name](model.model, [])
     for start in (generate, partial(score_completions, completions=[[1]])):
         with pytest.raises(UserError, match=rf"\({__name__}.* would see the unique tokens.* use model.generate"):
             start(model, IDS.tolist(), max_new_tokens=2) if start is generate else start(model, IDS.tolist())
@@ -213,10 +213,10 @@ def test_generation_is_refused_with_a_hook_around_the_backbone(tiny_qwen3: Calla
         generate(model, IDS.tolist(), max_new_tokens=2)
 
 
-@pytest.mark.parametrize("name", CARES)
+@pytest.mark.parametrize("name", HARMLESS)
 def test_generation(tiny_qwen3: Callable[..., Any], name: str) -> None:
     model = tiny_qwen3().double().eval()
-    CARES[name](model.model, [])
+    HARMLESS[name](model.model, [])
     expected = model.generate(IDS, max_new_tokens=3, do_sample=False)
     assert torch.equal(generate(model, IDS.tolist(), max_new_tokens=3).sequences(0), expected)
 
