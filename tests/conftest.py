@@ -58,10 +58,10 @@ def nothing_deterministic_is_left() -> Iterator[None]:
 
 @pytest.fixture
 def hooks_that_may_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hooks of tests, by which one call waits for another or fails, count as those that look at no token."""
-    from radixtrain.hf import other_hooks
+    """Code of tests in a model, by which one call waits for another, fails or counts, counts as of a known package."""
+    from radixtrain.hf import third_party
 
-    monkeypatch.setattr(other_hooks, "CARING", other_hooks.CARING | {"tests"})
+    monkeypatch.setattr(third_party, "KNOWN", third_party.KNOWN | {"tests", "answers", "hybrids"})
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+from accelerate.hooks import ModelHook, add_hook_to_module
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from transformers import LlamaConfig, LlamaModel, PretrainedConfig, PreTrainedModel
@@ -125,26 +126,11 @@ TABLE: dict[str, dict[str, str]] = {
         "torch.nn.Module._forward_hooks_with_kwargs": "is the option of a hook, which goes with it",
         "torch.nn.Module._forward_hooks_always_called": "is the option of a hook, which goes with it",
     },
-    "radixtrain/hf/other_hooks.py": {
-        **dict.fromkeys(
-            ("torch.nn.Module._forward_pre_hooks", "torch.nn.Module._forward_hooks"),
-            "tells hooks of others, which a fused head would not run, which empty a cache and see unique tokens",
-        ),
-        **dict.fromkeys(
-            ("torch.nn.Module._backward_pre_hooks", "torch.nn.Module._backward_hooks"),
-            "tells hooks of others, which a fused head would not run and which see unique tokens",
-        ),
-        "torch.nn.Module._modules": "walks thousands of modules at every call, in less time than `modules()`",
-    },
     "radixtrain/hf/padded/calls.py": {
         "torch.nn.Module._is_replica": "tells a copy that DataParallel made",
         "torch.nn.Module._forward_pre_hooks": (
             "finds our hooks, on copies of a head too, those by which PEFT gives each row an adapter, and a user's"
         ),
-        "torch._C._functorch.maybe_current_level": (
-            "says whether torch.func transforms the model, whose tensors have no memory to read"
-        ),
-        "torch.autograd.forward_ad._current_level": "says whether forward-mode differentiation runs",
     },
     "radixtrain/hf/padded/fused_heads.py": {
         "trl.trainer.utils._ChunkedLogProbFunction": "scores hidden states without calling the head",
@@ -181,6 +167,24 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "radixtrain/hf/refusals.py": {
         "torch.nn.Module._is_replica": "tells a copy that DataParallel made",
+    },
+    "radixtrain/hf/third_party.py": {
+        **dict.fromkeys(
+            ("torch.nn.Module._forward_pre_hooks", "torch.nn.Module._forward_hooks"),
+            "tells third-party hooks, which a fused head would not run, which empty a cache and see unique tokens",
+        ),
+        **dict.fromkeys(
+            ("torch.nn.Module._backward_pre_hooks", "torch.nn.Module._backward_hooks"),
+            "tells third-party hooks, which a fused head would not run and which see unique tokens",
+        ),
+        "torch.nn.Module._modules": "walks thousands of modules at every call, in less time than `modules()`",
+        "torch.nn.Identity._hf_hook": "is the hook of Accelerate's that a `forward` runs",
+        "torch.overrides._get_current_function_mode_stack": "tells third-party modes, which see unique tokens",
+        "torch.utils._python_dispatch._get_current_dispatch_mode_stack": "tells third-party modes of the other kind",
+        "torch._C._functorch.maybe_current_level": (
+            "says whether torch.func transforms the model, whose tensors have no memory to read"
+        ),
+        "torch.autograd.forward_ad._current_level": "says whether forward-mode differentiation runs",
     },
     "radixtrain/hf/windows.py": {
         "torch.utils._python_dispatch._disable_current_modes": "no mode counts or fakes what is asked of a mask",
@@ -253,6 +257,7 @@ def checkpointed_layer() -> nn.Module:
 # What has an attribute only on instances. A copy of DataParallel has all of a module's, and one more.
 INSTANCES: dict[Any, Callable[[], Any]] = {
     nn.Module: lambda: nn.Linear(1, 1)._replicate_for_data_parallel(),
+    nn.Identity: lambda: add_hook_to_module(nn.Identity(), ModelHook()),
     PretrainedConfig: PretrainedConfig,
     PreTrainedModel: checkpointed_layer,
     DDPStrategy: DDPStrategy,

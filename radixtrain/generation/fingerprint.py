@@ -19,7 +19,7 @@ import xxhash
 from torch import Tensor, nn
 
 from radixtrain.errors import UserError
-from radixtrain.hf.other_hooks import hooks_of_others
+from radixtrain.hf.third_party import third_party_hooks
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # `training`, hooks and the like, which change no weight
 OURS = "_radixtrain"  # what preparing a model leaves on its modules
@@ -52,7 +52,7 @@ def fingerprint(model: nn.Module) -> tuple[Hashable, ...]:
             )
     kinds = tuple((name, tuple(each.shape), each.dtype, each.device) for name, each in tensors.items())
     modules = tuple(
-        (name, weakref.ref(each), hooks_of_others(each), *_settings(each)) for name, each in model.named_modules()
+        (name, weakref.ref(each), third_party_hooks(each), *_settings(each)) for name, each in model.named_modules()
     )
     autocast = tuple(_autocast(kind) for kind in sorted({each.device.type for each in tensors.values()}))
     return kinds, _digests(list(tensors.values())), modules, _configuration(model), autocast

@@ -26,7 +26,7 @@ from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.backbone import arguments_of, text_decoder_of, with_rows
 from radixtrain.hf.image_models import types_for, with_features
-from radixtrain.hf.padded.calls import is_compiled, is_generating, why_others_look
+from radixtrain.hf.padded.calls import is_compiled, is_generating
 from radixtrain.hf.padded.fused_heads import share_fused_heads
 from radixtrain.hf.padded.kept import KeptCall
 from radixtrain.hf.padded.row_functions import MIN_SAVING
@@ -56,6 +56,7 @@ from radixtrain.hf.sharing_report import (
     SharingWatch,
     is_frozen,
 )
+from radixtrain.hf.third_party import why_third_party
 from radixtrain.hf.token_losses import TokenLoss, watched
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.kernels.rows import gather_rows
@@ -236,7 +237,7 @@ class BackboneHooks:
                 "a radix batch came to a model of prepare_model(model, sp_group=...) without having been split over "
                 "its ranks: call what prepare_model got, not a part of it; let PEFT wrap the model before that"
             )
-        if reason := why_others_look(backbone):
+        if reason := why_third_party(self.model, self.model):
             raise UserError(f"a batch of a RadixCollator: {reason}; leave it out, or {TRAIN_WITHOUT_SHARING}")
         check_pass(decoder, head, layout, radix.is_left_padded, self.allow_dropout)
         self._check_passes(backbone, layout, radix)

@@ -125,7 +125,7 @@ def share_prefixes(
 
     A call that cannot be shared exactly runs as if nothing had been installed, and `sharing_report(model)` counts it
     with the reason: a cache, `inputs_embeds`, `output_attentions`, video, a mask with holes, left padding without
-    `position_ids` in a model with learned positions, a hook of your own on a layer. Hidden states of padding are those
+    `position_ids` in a model with learned positions, third-party code in a layer. Hidden states of padding are those
     of another token. If a loss reads them, the backward pass raises a UserError; without gradients nothing warns.
 
     Raises UserError as `prepare_model`, except that any head is allowed, and for a cache of a model with recurrent

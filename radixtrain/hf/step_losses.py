@@ -12,10 +12,10 @@ from radixtrain.collators.steps import Step
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import pretrained_model_of
 from radixtrain.hf.head import has_plain_head
-from radixtrain.hf.other_hooks import is_hooked
 from radixtrain.hf.pass_cache import LayerRows, PassCache
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.hf.refusals import check_only_cross_entropy
+from radixtrain.hf.third_party import is_hooked
 from radixtrain.tree.radix_inputs import radix_of, with_radix
 
 

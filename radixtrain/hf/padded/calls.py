@@ -22,10 +22,10 @@ from radixtrain.hf.backbone import text_decoder_of
 from radixtrain.hf.conditions import why_other_attention
 from radixtrain.hf.dropout import evaluating
 from radixtrain.hf.image_models import given_of_images, why_not
-from radixtrain.hf.other_hooks import why_hooked_inside
 from radixtrain.hf.padded.rows import PaddedRows
 from radixtrain.hf.positions import frequencies_change_at
 from radixtrain.hf.sharing_report import GENERATION, is_frozen
+from radixtrain.hf.third_party import hooks_between_ours, why_third_party
 from radixtrain.hf.windows import chunk_of
 
 READ = {"input_ids", "attention_mask", "position_ids"}
@@ -154,16 +154,7 @@ def _why_state(model: nn.Module, backbone: PreTrainedModel, decoder: PreTrainedM
         return "torch.nn.DataParallel runs copies of the model"
     if not backbone.training and _names_adapters(model):
         return "adapter_names choose an adapter for each row"
-    return why_others_look(backbone) or why_other_attention(decoder)
-
-
-def why_others_look(backbone: nn.Module) -> str | None:
-    """Say what reads the tokens of this call besides the model; None if nothing does."""
-    if torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0:
-        return "torch.func or forward-mode differentiation runs"
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():
-        return "torch.export or torch.jit.trace records the call, for other tokens too"
-    return why_hooked_inside(backbone)
+    return why_other_attention(decoder) or why_third_party(model, backbone, hooks_between_ours(backbone))
 
 
 def _names_adapters(model: nn.Module) -> bool:

@@ -145,6 +145,7 @@ def random_state() -> list[Any]:
     return [torch.get_rng_state().tolist(), keys.tolist(), rest, kind, random.getstate()]
 
 
+@pytest.mark.usefixtures("hooks_that_may_stay")
 @pytest.mark.parametrize("kind", cases(KINDS, ["shared", "PEFT"]))
 def test_all_is_restored(tiny_qwen3: Callable[..., Any], kind: str) -> None:
     """After greedy decoding, after sampling, and after an error in a processor or in a layer."""

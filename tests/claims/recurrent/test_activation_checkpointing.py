@@ -87,6 +87,7 @@ def test_two_batches_before_the_backward_pass(tiny_hybrid: Build, use_reentrant:
     assert_exact(model, truth, terms)
 
 
+@pytest.mark.usefixtures("hooks_that_may_stay")
 @pytest.mark.parametrize("use_reentrant", [False, pytest.param(True, marks=since("5.23", "reentrant is refused here"))])
 def test_a_layer_that_gets_nothing(tiny_hybrid: Build, use_reentrant: bool) -> None:
     model = tiny_hybrid("Qwen3.5")
@@ -96,6 +97,7 @@ def test_a_layer_that_gets_nothing(tiny_hybrid: Build, use_reentrant: bool) -> N
     same(truth, gradients_by_stock_names(model))
 
 
+@pytest.mark.usefixtures("hooks_that_may_stay")
 @pytest.mark.parametrize("implementation", CheckpointImpl)
 def test_around_a_layer_that_gets_nothing(tiny_hybrid: Build, implementation: CheckpointImpl) -> None:
     """The layer's input carries the call; reentrant checkpointing makes a new tensor, and is refused."""

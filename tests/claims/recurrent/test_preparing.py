@@ -1,4 +1,4 @@
-"""`prepare_model` of a hybrid: copies, pickles, what it leaves, and hooks of others."""
+"""`prepare_model` of a hybrid: copies, pickles, what it leaves, and third-party hooks."""
 
 import copy
 from collections.abc import Callable
@@ -82,6 +82,7 @@ def test_preparing_again(tiny_hybrid: Build, kind: str) -> None:
     assert not mixers_in(model)
 
 
+@pytest.mark.usefixtures("hooks_that_may_stay")
 @ONE_KIND
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_hooks_of_accelerate(tiny_hybrid: Build, kind: str, when: str) -> None:

@@ -204,6 +204,7 @@ class TestOtherModels:
         with pytest.raises(UserError, match=message):
             generate(tiny_model(model_class), PROMPTS, **GREEDY)
 
+    @pytest.mark.usefixtures("hooks_that_may_stay")
     def test_one_that_another_thread_calls(self, model: Any) -> None:
         """It gets all rows, not those of the pass that runs just then."""
         ids, found = torch.tensor([[1, 2, 3, 4]]), []
@@ -290,6 +291,7 @@ class TestResult:
 class TestErrors:
     """None of them is found out after something was computed."""
 
+    @pytest.mark.usefixtures("hooks_that_may_stay")
     @pytest.mark.parametrize(
         ("prompts", "options", "message"),
         [

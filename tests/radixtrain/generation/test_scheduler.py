@@ -40,6 +40,7 @@ def rows_of_passes(model: Any, prompts: list[list[int]], **options: Any) -> list
     return rows
 
 
+@pytest.mark.usefixtures("hooks_that_may_stay")
 class TestWhoIsComputedWhen:
     def test_a_lane_is_filled_again_in_sorted_order(self, model: Any) -> None:
         """Two lanes. The first and the last prompt have two tokens to come, the others four."""
@@ -83,6 +84,7 @@ class TestWhoIsComputedWhen:
 FAILURES = [*(("processor", n) for n in (1, 2, 3, 5)), *(("layer", n) for n in (1, 2, 4)), ("copy", 1)]
 
 
+@pytest.mark.usefixtures("hooks_that_may_stay")
 @pytest.mark.parametrize(("where", "at"), cases(FAILURES, [("processor", 3), ("layer", 1), ("copy", 1)]))
 def test_after_an_error_the_cache_is_usable(model: Any, where: str, at: int) -> None:
     """In the first pass, while sequences are decoded, when others join, and when one has ended."""

@@ -76,6 +76,7 @@ class TestScores:
         assert model.training
         assert_right(model.eval(), found, PROMPTS, [COMPLETIONS] * 4)
 
+    @pytest.mark.usefixtures("hooks_that_may_stay")
     @pytest.mark.parametrize("name", ["MAX_SEQUENCES", "MAX_LOGITS"])
     def test_several_passes(self, model: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         """The later ones go on with what the earlier ones computed."""

@@ -237,6 +237,7 @@ WRAPPED = {
 }
 
 
+@pytest.mark.usefixtures("hooks_that_may_stay")
 @pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
 def test_a_forward_that_was_wrapped(wrap, tiny_qwen3):
     """In what says what it wraps, as Accelerate does in a partial call of its own."""
@@ -246,6 +247,7 @@ def test_a_forward_that_was_wrapped(wrap, tiny_qwen3):
     assert verify_equivalence(model, FEATURES, precisions=["float64"]).passed
 
 
+@pytest.mark.usefixtures("hooks_that_may_stay")
 def test_a_subclass_of_any_name(tiny_qwen3):
     model = tiny_qwen3()
     for layer in model.model.layers:

@@ -33,6 +33,7 @@ def test_modes_that_differ_come_back_one_by_one(tiny_qwen3: Callable[..., Any]) 
     assert [each.training for each in model.modules()] == before and True in before and False in before
 
 
+@pytest.mark.usefixtures("hooks_that_may_stay")
 def test_only_the_rows_that_are_wanted_reach_the_head(tiny_qwen3: Callable[..., Any]) -> None:
     model, seen = tiny_qwen3(), []
     model.lm_head.register_forward_pre_hook(lambda head, args: seen.append(args[0].shape))
@@ -50,6 +51,7 @@ def test_under_autocast_rows_are_stored_in_its_dtype(tiny_qwen3: Callable[..., A
 class TestMissedLayers:
     MESSAGE = "attention ran in 1 of 2 layers of Qwen3Model: the others did not see the stored rows; use model.generate"
 
+    @pytest.mark.usefixtures("hooks_that_may_stay")
     def test_a_layer_that_does_not_run(self, tiny_qwen3: Callable[..., Any]) -> None:
         model = tiny_qwen3()
         module = model.model.layers[1].self_attn

@@ -64,6 +64,7 @@ def test_a_bias_of_the_head_counts(tiny_qwen3: Any) -> None:
     assert fused.logprobs().tolist() == pytest.approx(own.logprobs().tolist(), rel=1e-12)
 
 
+@pytest.mark.usefixtures("hooks_that_may_stay")
 @pytest.mark.parametrize("name", ["merged", "padded"])
 def test_floats_of_the_features(name: str, tiny_qwen3: Any) -> None:
     """The weighted loss, and the gradient through log-probabilities is the same; no float reaches the model."""

@@ -119,6 +119,7 @@ class TestNeverOnAnotherAttention:
         with pytest.raises(ValueError, match=r"batch_size \(6\).*batch_size \([78]\)|did not pass the backbone"):
             tiny_qwen3()(**batch)
 
+    @pytest.mark.usefixtures("hooks_that_may_stay")
     def test_a_layer_without_tree_attention(self, tiny_qwen3):
         model = prepare_model(tiny_qwen3())
         attention = model.model.layers[1].self_attn

@@ -123,6 +123,7 @@ def test_float32_numbers_keep_every_bit_in_a_file(tiny_qwen3: Any) -> None:
     assert torch.equal(torch.tensor(_numbers(values[None])[0]), values)
 
 
+@pytest.mark.usefixtures("hooks_that_may_stay")
 @pytest.mark.parametrize(
     ("scores", "num_rows"),
     [

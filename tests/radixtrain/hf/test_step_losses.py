@@ -136,6 +136,7 @@ HOOKS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.usefixtures("hooks_that_may_stay")
 @pytest.mark.parametrize("name", HOOKS)
 def test_hooks_that_a_fused_head_would_not_run(tiny_qwen3: Callable[..., Any], name: str) -> None:
     model = tiny_qwen3().train()

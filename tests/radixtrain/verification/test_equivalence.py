@@ -58,6 +58,7 @@ class TestTheModel:
             gradients_of(model, two_terms)
         assert all(parameter.grad is None for parameter in model.parameters())
 
+    @pytest.mark.usefixtures("hooks_that_may_stay")
     def test_buffers_that_a_forward_pass_replaces_come_back(self, tiny_qwen3: Callable[..., Any]) -> None:
         model = tiny_qwen3()
         rotary = model.model.rotary_emb

@@ -173,6 +173,7 @@ class WholeLogits(TorchDispatchMode):
         return result
 
 
+@pytest.mark.usefixtures("hooks_that_may_stay")
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(tiny_qwen3, name):
     """Without logits of every place, [4, 6, 50], in either pass."""

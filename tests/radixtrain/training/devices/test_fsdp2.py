@@ -158,6 +158,7 @@ def gradients(module: nn.Module, batches: Sequence[dict[str, Any]], factor: floa
     return {name: whole(each.grad) for name, each in module.named_parameters() if each.requires_grad}
 
 
+@pytest.mark.usefixtures("hooks_that_may_stay")
 @FULL
 @pytest.mark.parametrize("dtype", ["float32 under autocast", "bfloat16"])
 def test_16_bits(dtype: str, tiny_qwen3: Callable[..., Any]) -> None:

@@ -1,0 +1,286 @@
+"""Third-party code inside of a model: what it changes, and whether its calls are shared."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial, wraps
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module
+from peft import EvaConfig, LoraConfig
+from peft.tuners.lora.eva import get_eva_state_dict
+from torch import Tensor, nn
+from torch.ao.quantization.observer import RecordingObserver
+from torch.ao.quantization.quantize import _observer_forward_hook
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrize import register_parametrization
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3Model
+
+from radixtrain import RadixCollator, generate, prepare_model, score_completions, share_prefixes, sharing_report
+from radixtrain.errors import UserError
+from radixtrain.testing import relative_error
+from radixtrain.verification.oracle import float64_throughout
+
+IDS = torch.tensor([[7, 8, 9, 1, 2], [7, 8, 9, 1, 3], [7, 8, 9, 4, 5]])
+Hang = Callable[[Any, list[Tensor]], object]
+
+
+def keep_output(kept: list[Tensor], module: nn.Module, args: Any, output: Tensor) -> None:
+    kept.append(output.abs().mean())
+
+
+def steered(out: Tensor) -> Tensor:
+    """Change the last token that predicts in every row."""
+    return torch.cat([out[:, :-2], 2 * out[:, -2:-1], out[:, -1:]], dim=1)
+
+
+def steer(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return steered(args[0]), *args[1:]
+
+
+def keep_norms(kept: list[Tensor], module: nn.Module, grad_in: Any, grad_out: tuple[Tensor, ...]) -> None:
+    """Keep the norm of a gradient for each row of the batch, as DP-SGD clips it."""
+    kept.extend(grad_out[0].detach().flatten(1).norm(dim=1))
+
+
+def make_inputs_require_grad(module: nn.Module, args: Any, output: Tensor) -> None:
+    output.requires_grad_(True)
+
+
+class Around(nn.Module):
+    """A module in place of another one."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return steered(self.inner(x))
+
+
+class Subclass(Qwen3MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return steered(super().forward(x))
+
+
+class Steering(ModelHook):
+    def post_forward(self, module: nn.Module, output: Tensor) -> Tensor:
+        return steered(output)
+
+
+def replace_forward(model: Any, kept: list[Tensor]) -> None:
+    original = model.layers[1].mlp.forward
+    model.layers[1].mlp.forward = wraps(original)(lambda x: steered(original(x)))
+
+
+def replace_forward_before_accelerate(model: Any, kept: list[Tensor]) -> None:
+    replace_forward(model, kept)
+    add_hook_to_module(model.layers[1].mlp, AlignDevicesHook())
+
+
+def replace_backbone(model: Any, kept: list[Tensor]) -> None:
+    @wraps(Qwen3Model.forward)
+    def forward(self: Qwen3Model, *args: Any, **kwargs: Any) -> Any:
+        output = Qwen3Model.forward(self, *args, **kwargs)
+        return type(output)(last_hidden_state=steered(output.last_hidden_state))
+
+    model.forward = MethodType(forward, model)
+
+
+def steer_ids(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    ids = kwargs["input_ids"]
+    return args, {**kwargs, "input_ids": steered(ids)}
+
+
+def steer_output(module: nn.Module, args: Any, output: Any) -> None:
+    output.last_hidden_state = steered(output.last_hidden_state)
+
+
+def grow(weight: Tensor) -> Tensor:
+    return weight + weight.tanh()
+
+
+class Grown(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return grow(weight)
+
+
+THIRD_PARTY: dict[str, Hang] = {
+    "a penalty of activations": lambda model, kept: model.layers[0].mlp.register_forward_hook(
+        partial(keep_output, kept)
+    ),
+    "all modules": lambda model, kept: nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: kept.append(output.abs().mean()) if module is model.norm else None
+    ),
+    "steering": lambda model, kept: model.layers[1].mlp.register_forward_pre_hook(steer),
+    "steering, decorated by torch": lambda model, kept: model.layers[1].mlp.register_forward_pre_hook(
+        torch.enable_grad()(steer)
+    ),
+    "gradients of rows": lambda model, kept: model.norm.register_full_backward_hook(partial(keep_norms, kept)),
+    "a forward": replace_forward,
+    "a forward before Accelerate's hook": replace_forward_before_accelerate,
+    "a forward of the backbone": replace_backbone,
+    "a hook of Accelerate's kind": lambda model, kept: add_hook_to_module(model.layers[1].mlp, Steering()),
+    "a module": lambda model, kept: setattr(model.layers[1], "mlp", Around(model.layers[1].mlp)),
+    "a class": lambda model, kept: setattr(model.layers[1].mlp, "__class__", Subclass),
+    "ids of the backbone": lambda model, kept: model.register_forward_pre_hook(steer_ids, with_kwargs=True),
+    "output of the backbone": lambda model, kept: model.register_forward_hook(steer_output, prepend=True),
+}
+HARMLESS: dict[str, Hang] = {
+    "gradients on, by transformers": lambda model, kept: model.enable_input_require_grads(),
+    "gradients on, by a script": lambda model, kept: model.embed_tokens.register_forward_hook(make_inputs_require_grad),
+    "torch's own": lambda model, kept: weight_norm(model.layers[0].mlp.up_proj),
+    "a parametrization": lambda model, kept: register_parametrization(model.layers[0].mlp.up_proj, "weight", Grown()),
+    "Accelerate's": lambda model, kept: [add_hook_to_module(each, AlignDevicesHook()) for each in model.modules()],
+    "decorated by torch": lambda model, kept: setattr(
+        model.layers[0].mlp, "forward", torch.autocast("cpu", enabled=False)(model.layers[0].mlp.forward)
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_hook_on_all_modules_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.modules.module, "_global_forward_hooks", OrderedDict())
+
+
+@pytest.mark.parametrize("name", THIRD_PARTY)
+def test_a_batch_of_a_collator_is_refused(tiny_qwen3: Callable[..., Any], name: str) -> None:
+    model, rows = prepare_model(tiny_qwen3()), [{"input_ids": ids, "labels": ids} for ids in IDS.tolist()]
+    THIRD_PARTY[name](model.model, [])
+    with pytest.raises(UserError, match=rf"\({__name__}.* would see the unique tokens"):
+        model(**RadixCollator()(rows))
+
+
+@pytest.mark.parametrize("name", [*THIRD_PARTY, *HARMLESS])
+def test_hooks(tiny_qwen3: Callable[..., Any], name: str) -> None:
+    found = []
+    for share in (lambda model: model, partial(share_prefixes, min_ratio=0.0)):
+        model, kept = share(tiny_qwen3()), list[Tensor]()
+        (THIRD_PARTY | HARMLESS)[name](model.model, kept)
+        with float64_throughout(model):
+            loss = sum(kept, model(input_ids=IDS, labels=IDS, use_cache=False).loss)
+            loss.backward()
+            found.append([loss.detach(), *kept, *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert all(relative_error(*pair) <= 1e-12 for pair in zip(*found, strict=True))
+    report = sharing_report(model)
+    assert report.num_shared == (name in HARMLESS)
+    assert all(f"({__name__}" in reason and "would see the unique tokens" in reason for reason in report.not_shared)
+
+
+def test_a_lora_that_starts_from_activations_sees_every_token(tiny_qwen3: Callable[..., Any]) -> None:
+    """Hooks of PEFT, which may stay, but for those that read."""
+    config = LoraConfig(init_lora_weights="eva", eva_config=EvaConfig(rho=1.0), r=2, target_modules=["up_proj"])
+    rows, found = [{"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}] * 3, []
+    for share in (lambda model: model, partial(share_prefixes, min_ratio=0.0)):
+        model = share(tiny_qwen3(use_cache=False))
+        found.append(get_eva_state_dict(model, rows, config, show_progress_bar=False))
+    assert sharing_report(model).num_shared == 0
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(start, found[1][name]) for name, start in found[0].items())
+
+
+def test_an_observer_of_a_quantizer_sees_every_token(tiny_qwen3: Callable[..., Any]) -> None:
+    """A hook of torch, whose others may stay."""
+    model = share_prefixes(tiny_qwen3(), min_ratio=0.0)
+    layer = model.model.layers[0].mlp
+    layer.activation_post_process = RecordingObserver()
+    layer.register_forward_hook(_observer_forward_hook)
+    model(input_ids=IDS, labels=IDS)
+    assert layer.activation_post_process.get_tensor_value()[0].shape[:2] == IDS.shape
+    assert sharing_report(model).num_shared == 0
+
+
+@pytest.mark.parametrize("name", THIRD_PARTY)
+def test_generation_is_refused(tiny_qwen3: Callable[..., Any], name: str) -> None:
+    model = tiny_qwen3().eval()
+    THIRD_PARTY[name](model.model, [])
+    for start in (generate, partial(score_completions, completions=[[1]])):
+        with pytest.raises(UserError, match=rf"\({__name__}.* would see the unique tokens.* use model.generate"):
+            start(model, IDS.tolist(), max_new_tokens=2) if start is generate else start(model, IDS.tolist())
+
+
+@pytest.mark.parametrize("place", ["", "lm_head"])
+def test_generation_is_refused_with_a_hook_around_the_backbone(tiny_qwen3: Callable[..., Any], place: str) -> None:
+    model = tiny_qwen3().eval()
+    model.get_submodule(place).register_forward_hook(lambda module, args, output: None)
+    with pytest.raises(UserError, match=r"would see the unique tokens.* use model\.generate"):
+        generate(model, IDS.tolist(), max_new_tokens=2)
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_generation(tiny_qwen3: Callable[..., Any], name: str) -> None:
+    model = tiny_qwen3().double().eval()
+    HARMLESS[name](model.model, [])
+    expected = model.generate(IDS, max_new_tokens=3, do_sample=False)
+    assert torch.equal(generate(model, IDS.tolist(), max_new_tokens=3).sequences(0), expected)
+
+
+class FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        return steered(output) if func is nn.functional.silu else output
+
+
+class DispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        return steered(output) if func is torch.ops.aten.silu.default else output
+
+
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "functions": FunctionMode,
+    "operators": DispatchMode,
+    "torch's count": partial(FlopCounterMode, display=False),
+    "torch's device": partial(torch.device, "cpu"),
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_modes(tiny_qwen3: Callable[..., Any], name: str) -> None:
+    mode, is_known = MODES[name], name.startswith("torch's")
+    found = []
+    for share in (lambda model: model, partial(share_prefixes, min_ratio=0.0)):
+        model = share(tiny_qwen3())
+        with float64_throughout(model), mode():
+            loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+            loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert all(relative_error(*pair) <= 1e-12 for pair in zip(*found, strict=True))
+    assert sharing_report(model).num_shared == is_known
+    refused = pytest.raises(UserError, match=rf"a mode of torch \({__name__}.* use model\.generate")
+    with mode(), nullcontext() if is_known else refused:
+        generate(tiny_qwen3(), IDS.tolist(), max_new_tokens=1)
+
+
+def test_a_model_of_ones_own(tiny_qwen3: Callable[..., Any]) -> None:
+    """Modules of its package are part of it; a `forward` on an instance is not."""
+    model = tiny_qwen3()
+    model.__class__ = type("Own", (type(model),), {"__module__": __name__})
+    model.model.layers[1].mlp.__class__ = Subclass
+    share_prefixes(model, min_ratio=0.0)(input_ids=IDS, labels=IDS)
+    add_hook_to_module(model.model.layers[1].mlp, AlignDevicesHook())
+    model(input_ids=IDS, labels=IDS)
+    assert sharing_report(model).num_shared == 2
+    replace_forward(model.model, [])
+    model(input_ids=IDS, labels=IDS)
+    assert sharing_report(model).num_shared == 2
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_forward_of_a_recurrent_layer(tiny_hybrid: Callable[..., Any], before: bool) -> None:
+    found = []
+    for share in (lambda model: model, partial(share_prefixes, min_ratio=0.0)):
+        model = share(tiny_hybrid("Qwen3.5")) if not before else tiny_hybrid("Qwen3.5")
+        mixer = next(each for each in model.modules() if type(each).__name__.endswith("GatedDeltaNet"))
+        original = mixer.forward
+        mixer.forward = lambda *args, original=original, **kwargs: steered(original(*args, **kwargs))
+        model = share(model) if before else model
+        found.append(model(input_ids=IDS, labels=IDS, use_cache=False).loss)
+    assert torch.equal(*found)
+    assert sharing_report(model).num_shared == 0
