@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # `_HOMES`, as type checkers and editors read it
     from radixtrain.hf.image_models import image_inputs_of
     from radixtrain.hf.prepare import prepare_model, restore_model, share_prefixes, sharing_report
     from radixtrain.hf.step_losses import step_losses
+    from radixtrain.hf.third_party import position_wise
     from radixtrain.plugins.trainer_callback import log_sharing
     from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
     from radixtrain.verification.equivalence import verify_equivalence
@@ -35,6 +36,7 @@ __all__ = [
     "generate",
     "image_inputs_of",
     "log_sharing",
+    "position_wise",
     "prepare_model",
     "restore_model",
     "score_completions",
@@ -55,6 +57,7 @@ _HOMES = {
     "generate": "radixtrain.generation.generate",
     "image_inputs_of": "radixtrain.hf.image_models",
     "log_sharing": "radixtrain.plugins.trainer_callback",
+    "position_wise": "radixtrain.hf.third_party",
     "prepare_model": "radixtrain.hf.prepare",
     "restore_model": "radixtrain.hf.prepare",
     "score_completions": "radixtrain.generation.score",

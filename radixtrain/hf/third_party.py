@@ -1,17 +1,18 @@
 """Finds third-party code that acts when a module is called: hooks, another `forward`, modes of torch.
 
-Inside of a shared model it would get the unique tokens, `[1, U, D]`, in place of `[B, L, D]`. A gradient for each
-sample (Opacus), a penalty of activations, an attribution (Captum), a steering vector at the last place or whatever else
-tells tokens apart by their place would be another one. `why_third_party` is asked before every call on unique tokens.
+Inside a shared model such code gets the unique tokens, `[1, U, D]`, instead of `[B, L, D]`. Whatever depends on a
+token's place would then differ: per-sample gradients (Opacus), a penalty on activations, an attribution (Captum), a
+steering vector at the last token. `why_third_party` runs before every call on unique tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -21,8 +22,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 HOOKS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
-# Packages whose code in a model sees to weights, devices and gradients, or computes every token by itself. In the last
-# lines: fused modules, layers of 2 to 8 bits, and image towers, which transformers or its user puts into a model.
+# Packages whose code in a model handles weights, devices and gradients, or computes each token independently. The last
+# two lines: layers of 2 to 8 bits, fused modules and image towers, put into a model by transformers or by its user.
 KNOWN = frozenset(
     {
         *("accelerate", "axolotl", "bitsandbytes", "deepspeed", "lightning", "lightning_fabric", "peft"),
@@ -31,35 +32,56 @@ KNOWN = frozenset(
         *("fla", "liger_kernel", "timm"),
     }
 )
-# Modules of these that read tokens all the same: activations from which a LoRA starts, a quantizer's observers, a log;
-# and one whose code may be anybody's.
+# Their exceptions: what initializes a LoRA from activations, a quantizer's observers, a log, and compiled user code.
 READ_TOKENS = (
     *("peft.tuners.lora.corda", "peft.tuners.lora.eva", "torch.ao", "transformers.model_debugging_utils", "torch.jit"),
 )
 OURS = "radixtrain.hf.hooks"
-UNIQUE_TOKENS = "would see the unique tokens, [1, U, D]"
+UNIQUE_TOKENS = (
+    "would see the unique tokens, [1, U, D] (if it treats each token independently, declare it position_wise)"
+)
+
+Code = TypeVar("Code", bound=Callable[..., Any])
+_POSITION_WISE: WeakSet[Callable[..., Any]] = WeakSet()
+
+
+def position_wise(code: Code) -> Code:
+    """Declare that code treats each token independently, so that a model in which it acts is still shared.
+
+    Otherwise such code is refused, or the model's calls run unshared. `verify_equivalence` checks the claim.
+
+    code: a function (a hook, or what replaces a `forward`), or a class of modules, hooks or torch modes; subclasses
+        that define a `forward` need their own. Works as a decorator.
+    Returns it. Raises TypeError for anything else.
+    """
+    if not isinstance(code, type | FunctionType):
+        raise TypeError(f"position_wise takes a function or a class, but got an object of {type(code).__qualname__}")
+    _POSITION_WISE.add(code)
+    if isinstance(code, type) and issubclass(code, nn.Module):
+        _POSITION_WISE.update(_functions(vars(code).get("forward")))
+    return code
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether somebody else acts when the module is called: by a hook of any kind, or a `forward` on the instance."""
+    """Return whether the module has a third-party hook of any kind, or a `forward` on the instance."""
     return "forward" in vars(module) or bool(third_party_hooks(module, HOOKS))
 
 
 def third_party_hooks(module: nn.Module, kinds: Sequence[str] = FORWARD_HOOKS) -> tuple[int, ...]:
-    """The numbers of its hooks, which torch counts up and never gives twice, without those of radixtrain."""
+    """Return the ids of a module's hooks other than radixtrain's; torch counts them up and never reuses one."""
     hooks = (hook for name in kinds for hook in getattr(module, name).items())
     return tuple(number for number, hook in hooks if not str(hook.__module__).startswith("radixtrain."))
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
-    """The hooks of a module of all kinds."""
+    """List the hooks of a module of all kinds."""
     return [hook for kind in HOOKS for hook in getattr(module, kind).values()]
 
 
 def hooks_between_ours(backbone: nn.Module) -> list[Any]:
-    """The hooks of a shared backbone that run after its tokens became unique ones, and before they are spread again.
+    """List the hooks of a shared backbone that run while its tokens are the unique ones.
 
-    These are pre-hooks that were registered after `share_prefixes`, and forward hooks with `prepend`.
+    These are pre-hooks registered after `share_prefixes`, and forward hooks registered with `prepend`.
     """
     before, after = (list(getattr(backbone, kind).values()) for kind in FORWARD_HOOKS)
     first, last = (
@@ -72,12 +94,13 @@ def hooks_between_ours(backbone: nn.Module) -> list[Any]:
 def why_third_party(model: nn.Module, root: nn.Module, hooks: Iterable[Any] | None = None) -> str | None:
     """Name third-party code that would get unique tokens in this call; None if there is none.
 
-    model: whose own package may have modules in it.
-    root: it, or the part of it whose inner modules get unique tokens.
-    hooks: those of `root` itself that get them, too, as its `forward` does; None if both are outside of the sharing.
+    model: its own package counts as known.
+    root: the model, or the part of it whose inner modules get unique tokens.
+    hooks: those of `root` that get unique tokens, as its `forward` then does; None if both run outside the sharing.
 
-    A hook or a `forward` on an instance may be of the packages of `KNOWN`. A class, or its `forward`, may be of the
-    model's package too. Takes 1.1 ms of one core for 28 layers with LoRA (2,385 modules).
+    A hook or a `forward` on an instance may come from the packages of `KNOWN`, a class or its `forward` also from the
+    model's package, and either may be declared `position_wise`. Takes 1.1 ms of one core for 28 layers with LoRA (2,385
+    modules).
     """
     if torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0:
         return "torch.func or forward-mode differentiation runs"
@@ -112,12 +135,12 @@ def _why_module(model: nn.Module, root: nn.Module, modules: Sequence[nn.Module])
 
 
 def _of_class(kind: type, name: str) -> Any:
-    """Return an attribute of a class as it is there: a compiled script's `forward` cannot be asked of its class."""
+    """Return an attribute as stored in a class: `getattr` fails for the `forward` of a compiled script's class."""
     return next(vars(each)[name] for each in kind.__mro__ if name in vars(each))
 
 
 def _on_instance(module: nn.Module, of_class: Sequence[Any]) -> Iterator[Any]:
-    """Yield what the `forward` of an instance runs but for that of its class, and the classes of Accelerate's hooks."""
+    """Yield what the `forward` of an instance runs besides that of its class, and the classes of Accelerate's hooks."""
     own = module.__dict__
     yield from (function for function in _functions(own.get("forward")) if function not in of_class)
     if (hook := own.get("_hf_hook")) is not None:
@@ -125,7 +148,7 @@ def _on_instance(module: nn.Module, of_class: Sequence[Any]) -> Iterator[Any]:
 
 
 def _inside(root: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules inside of one but for parametrizations, which get weights and no token."""
+    """Yield the modules inside another, except parametrizations, which get weights and no tokens."""
     level = [root]
     while level:
         inner = [module._modules for module in level if module._modules]
@@ -139,13 +162,14 @@ def _path(root: nn.Module, module: nn.Module) -> str:
 
 
 def _unknown(functions: Iterable[Any], own: Collection[str] = ()) -> str | None:
-    """Return the name of the first function, object or class of no known package. own: other packages that are."""
+    """Name the first function, object or class that no known package defines. own: further known packages."""
     for function in functions:
-        # A wrapper takes over the names of what it wraps, but neither its code, where that was written, nor its class.
+        # A wrapper copies the names of what it wraps, but not its code, the code's globals, or its class.
         code, kind = getattr(function, "__code__", None), function if isinstance(function, type) else type(function)
         module = str(kind.__module__ if code is None else function.__globals__.get("__name__"))
         package = module.partition(".")[0]
         is_known = (package in KNOWN or package in own) and not module.startswith(READ_TOKENS)
+        is_known = is_known or (kind if code is None else function) in _POSITION_WISE
         if not (is_known or (code is not None and {*code.co_names} == {"requires_grad_"})):
             return f"{module}.{kind.__qualname__ if code is None else code.co_qualname}"
     return None

@@ -22,7 +22,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3Model
 
-from radixtrain import RadixCollator, generate, prepare_model, score_completions, share_prefixes, sharing_report
+from radixtrain import (
+    RadixCollator,
+    generate,
+    position_wise,
+    prepare_model,
+    score_completions,
+    share_prefixes,
+    sharing_report,
+)
 from radixtrain.errors import UserError
 from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_throughout
@@ -270,6 +278,44 @@ def test_a_model_of_ones_own(tiny_qwen3: Callable[..., Any]) -> None:
     replace_forward(model.model, [])
     model(input_ids=IDS, labels=IDS)
     assert sharing_report(model).num_shared == 2
+
+
+def double(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+POSITION_WISE: dict[str, Callable[[Any], Any]] = {
+    "a hook": lambda mlp: mlp.register_forward_hook(position_wise(lambda module, args, output: double(output))),
+    "a forward": lambda mlp: setattr(mlp, "forward", position_wise(lambda x: double(type(mlp).forward(mlp, x)))),
+    "a class": lambda mlp: setattr(
+        mlp, "__class__", position_wise(type("Doubled", (Qwen3MLP,), {"forward": lambda self, x: double(x)}))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", POSITION_WISE)
+def test_code_declared_position_wise_is_shared(tiny_qwen3: Callable[..., Any], name: str) -> None:
+    """By the user, who knows; a wrapper of it is other code."""
+    found = []
+    for share in (lambda model: model, partial(share_prefixes, min_ratio=0.0)):
+        model = share(tiny_qwen3())
+        POSITION_WISE[name](model.model.layers[1].mlp)
+        with float64_throughout(model):
+            loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+            loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert all(relative_error(*pair) <= 1e-12 for pair in zip(*found, strict=True))
+    assert sharing_report(model).num_shared == 1
+    assert generate(model.eval(), IDS.tolist(), max_new_tokens=1)
+    mlp = model.model.layers[1].mlp
+    mlp.forward = wraps(mlp.forward)(lambda x, inner=mlp.forward: inner(x))
+    model(input_ids=IDS, labels=IDS, use_cache=False)
+    assert sharing_report(model).num_shared == 1
+
+
+def test_an_object_cannot_be_declared_position_wise() -> None:
+    with pytest.raises(TypeError, match="takes a function or a class, but got an object of SiLU"):
+        position_wise(nn.SiLU())
 
 
 @pytest.mark.parametrize("before", [False, True])
