@@ -15,9 +15,9 @@ banking77_test.jsonl, one {"messages": [...]} a line. `--tiny` writes a random m
 | `answers`  | the same answers by radixtrain's cache and by `model.generate`                                          |
 | `trl`      | TRL's SFT, DPO and GRPO as they are, and with `share_prefixes`                                          |
 
-Each run is a process of its own, so its peak is its own: resident memory on a CPU, allocated memory on CUDA. What has
-run is kept in output_dir/runs.json and not run again. `recipes/benchmarks/gpu_trainers.py --parts real` is the same
-comparison for a GPU machine that has transformers and nothing else.
+Each run is a process of its own, so its peak is its own: resident memory on a CPU, allocated memory on CUDA. Seconds
+are the processor's on a CPU, and by the clock on CUDA. What has run is kept in output_dir/runs.json and not run again.
+`recipes/benchmarks/gpu_trainers.py --parts real` is the same comparison by Hugging Face's Trainer.
 """
 
 import argparse
@@ -44,17 +44,19 @@ MODES = {
     "LoRA, float32": LORA,
     "LoRA, bfloat16": (*LORA, "--model.dtype=bfloat16"),
 }
-ORDINARY_TOKENS = 2880  # of a padded micro-batch, four rows: a step of 16 in one would take more than 22 GiB
-ARMS = {
-    "radixtrain": (),
-    "ordinary": ("--dedup=false", f"--data.max_tokens={ORDINARY_TOKENS}"),
-    "other cut": ("--dedup=false", f"--data.max_tokens={ORDINARY_TOKENS // 2}"),
-}
+ORDINARY_TOKENS = {"cpu": 2880, "cuda": 11_520}  # of a padded micro-batch: 4 rows of 16, which take 22 GiB; all 16
+ARMS = ("radixtrain", "ordinary", "other cut")
 TRAINERS = ("SFT", "DPO", "GRPO")
 SETTINGS = {"data.batch_size": 16, "data.max_length": 1024, "model.lr_scheduler_type": "constant"}
 TRL_ROWS = 8  # of a batch
 CLOCKS = ("time", "second", "epoch", "num_tokens")  # in names of what a trainer logs and radixtrain should change
 Record = dict[str, Any]
+
+
+def flags_of(mode: str, arm: str, device: str) -> tuple[str, ...]:
+    """What `fit` receives in a mode and an arm."""
+    tokens = {"ordinary": ORDINARY_TOKENS[device], "other cut": ORDINARY_TOKENS[device] // 2}
+    return (*MODES[mode], *(("--dedup=false", f"--data.max_tokens={tokens[arm]}") if arm in tokens else ()))
 
 
 def main(argv: Sequence[str]) -> None:
@@ -129,7 +131,7 @@ class Runs:
         return file
 
     def record(self, name: str, kind: str, arguments: Sequence[str], read: Callable[[], Record] = dict) -> Record:
-        """CPU seconds and peak bytes of a run, and what `read` finds once it has ended."""
+        """Seconds and peak bytes of a run, and what `read` finds once it has ended."""
         if name not in self.records:
             print(f"{name} ...", file=sys.stderr, flush=True)
             file = self.folder / "record.json"
@@ -144,14 +146,18 @@ class Runs:
         folder = self.folder / name.replace(", ", "-").replace(" ", "_")
         own = {**SETTINGS, "model.model_name_or_path": self.options.model, "data.train_file": self.train}
         own |= {"trainer.max_steps": steps, "output_dir": folder, "overwrite": "true", "trainer.log_every_n_steps": 1}
-        own |= {"trainer.accelerator": {"cpu": "cpu", "cuda": "gpu"}[self.options.device]}
-        typed = ["fit", *(f"--{key}={value}" for key, value in own.items()), *flags]
+        typed = self.typed("fit", own, flags)
 
         def read() -> Record:
             shutil.rmtree(folder / "checkpoints")  # gigabytes that nothing here reads
             return read_log(folder)
 
         return self.record(name, "radixtrain", typed, read) | {"model": folder / "model"}
+
+    def typed(self, command: str, keys: Mapping[str, object], flags: Sequence[str]) -> list[str]:
+        """A command line on the device that was asked for."""
+        keys = {**keys, "trainer.accelerator": self.options.device}
+        return [command, *(f"--{key}={value}" for key, value in keys.items()), *flags]
 
     def predicted(self, name: str, model: Path, *flags: str) -> list[str]:
         """The answers of `predict` to the test rows."""
@@ -163,7 +169,7 @@ class Runs:
             lines = (folder / "predictions.jsonl").read_text("utf-8").splitlines()
             return {"answers": [json.loads(line)["answer"] for line in lines]}
 
-        typed = ["predict", *(f"--{key}={value}" for key, value in own.items()), *flags]
+        typed = self.typed("predict", own, flags)
         found: list[str] = self.record(f"predict {name}", "radixtrain", typed, read)["answers"]
         return found
 
@@ -173,7 +179,8 @@ def child(options: argparse.Namespace) -> None:
     import torch
 
     kind, arguments, found = options.child, options.arguments, {}
-    began = cpu_seconds()
+    clock = clock_of(options.device)
+    began = clock()
     if kind == "radixtrain":
         from radixtrain.__main__ import main as command
 
@@ -181,10 +188,23 @@ def child(options: argparse.Namespace) -> None:
             sys.exit(code)
     else:
         found = trained_by_trl(kind, *arguments, device=options.device)
-    found = {"cpu_seconds": cpu_seconds() - began, **found}
+    found = {"seconds": clock() - began, **found}
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # of Linux: KiB
-    found["peak_bytes"] = torch.cuda.max_memory_allocated() if options.device == "cuda" else resident
+    found["peak_bytes"] = resident if options.device == "cpu" else torch.cuda.max_memory_allocated()
     options.output_dir.write_text(json.dumps(found), encoding="utf-8")
+
+
+def clock_of(device: str) -> Callable[[], float]:
+    """Seconds of the processor; on CUDA those by the clock, once the device has finished."""
+    return cpu_seconds if device == "cpu" else seconds_by_the_clock
+
+
+def seconds_by_the_clock() -> float:
+    import torch
+
+    if torch.cuda.is_initialized():  # a command chooses its device by itself
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def cpu_seconds() -> float:
@@ -208,16 +228,16 @@ def fit(runs: Runs, options: argparse.Namespace) -> str:
     """Each mode in each arm."""
     rows, steps = [], []
     for mode in options.modes:
-        found = {name: runs.fitted(f"{mode}, {name}", options.steps, (*MODES[mode], *ARMS[name])) for name in ARMS}
+        found = {arm: runs.fitted(f"{mode}, {arm}", options.steps, flags_of(mode, arm, options.device)) for arm in ARMS}
         for name, record in found.items():
             off = [apart(record[signal], found["ordinary"][signal]) for signal in ("loss", "grad_norm")]
             rate, gib = statistics.median(record["tokens_per_second"]), record["peak_bytes"] / 2**30
-            numbers = (f"{rate:,.0f}", f"{record['cpu_seconds']:.0f}", f"{gib:.2f}", *(f"{each:.1e}" for each in off))
+            numbers = (f"{rate:,.0f}", f"{record['seconds']:.0f}", f"{gib:.2f}", *(f"{each:.1e}" for each in off))
             rows.append([f"{mode}, {name}", f"{statistics.median(record['r']):.2f}", *numbers])
             for signal in ("loss", "grad_norm"):
                 steps.append([f"{mode}, {name}: {signal}", *(f"{value:.6f}" for value in record[signal])])
     draw(runs, options.modes)
-    heads = ["run", "r", "tokens/s", "CPU s, start included", "peak, GiB", "loss off by", "gradient norm off by"]
+    heads = ["run", "r", "tokens/s", "seconds, start included", "peak, GiB", "loss off by", "gradient norm off by"]
     by_step = table(["run", *(f"step {number + 1}" for number in range(options.steps))], steps)
     return f"{table(heads, rows)}\n\n{by_step}"
 
@@ -240,7 +260,7 @@ def accuracy(runs: Runs, options: argparse.Namespace) -> str:
     rows = [right("before", options.model)]
     for mode in [mode for mode in options.modes if mode.endswith("float32")]:
         for arm in ("radixtrain", "ordinary"):
-            name, flags = f"{mode}, {arm}", (*MODES[mode], *ARMS[arm])
+            name, flags = f"{mode}, {arm}", flags_of(mode, arm, options.device)
             rows.append(right(name, runs.fitted(name, options.steps, flags)["model"]))
         name = f"{mode}, {options.accuracy_steps} steps"
         rows.append(right(name, runs.fitted(name, options.accuracy_steps, MODES[mode])["model"]))
@@ -254,10 +274,10 @@ def answers(runs: Runs, options: argparse.Namespace) -> str:
     rows = []
     for name, model in (("before", options.model), (f"{mode}, {options.accuracy_steps} steps", after["model"])):
         ours, theirs = runs.predicted(name, model), runs.predicted(f"{name}, generate", model, "--dedup=false")
-        seconds = (runs.records[f"predict {each}"]["cpu_seconds"] for each in (name, f"{name}, generate"))
+        seconds = (runs.records[f"predict {each}"]["seconds"] for each in (name, f"{name}, generate"))
         equal = sum(one == other for one, other in zip(ours, theirs, strict=True))
         rows.append([name, f"{equal} of {len(ours)}", *(f"{each:.0f}" for each in seconds)])
-    return table(["model", "equal answers", "CPU s, radixtrain", "CPU s, model.generate"], rows)
+    return table(["model", "equal answers", "seconds, radixtrain", "seconds, model.generate"], rows)
 
 
 def trl(runs: Runs, options: argparse.Namespace) -> str:
@@ -270,11 +290,11 @@ def trl(runs: Runs, options: argparse.Namespace) -> str:
         )
         worst = {key: apart(shared["log"][key], plain["log"][key]) for key in plain["log"]}
         key = max(worst, key=lambda each: worst[each])
-        seconds = (f"{each['cpu_seconds']:.0f}" for each in (plain, shared))
+        seconds = (f"{each['seconds']:.0f}" for each in (plain, shared))
         peaks = (f"{each['peak_bytes'] / 2**30:.2f}" for each in (plain, shared))
-        times = f"{plain['cpu_seconds'] / shared['cpu_seconds']:.1f}x"
+        times = f"{plain['seconds'] / shared['seconds']:.1f}x"
         rows.append([name, *seconds, times, *peaks, f"{worst[key]:.1e} ({key}, of {len(worst)})"])
-    heads = ["trainer", "CPU s", "with `share_prefixes`", "", "peak, GiB", "with `share_prefixes`"]
+    heads = ["trainer", "seconds", "with `share_prefixes`", "", "peak, GiB", "with `share_prefixes`"]
     return table([*heads, "largest difference of a metric"], rows)
 
 
@@ -300,10 +320,10 @@ def trained_by_trl(name: str, line: str, model: str, train: str, steps: str, dev
     arguments = getattr(trl, f"{name}Config")(**sizes, **own, disable_tqdm=True)
     models = (load(), load()) if name == "DPO" else (load(), likeness) if name == "GRPO" else (load(),)
     trainer = getattr(trl, f"{name}Trainer")(*models, args=arguments, train_dataset=rows)
-    began = time.process_time()
+    clock = clock_of(device)
+    began = clock()
     trainer.train()
-    seconds = time.process_time() - began
-    return {"cpu_seconds": seconds, "log": numbers(trainer.state.log_history[: int(steps)])}
+    return {"seconds": clock() - began, "log": numbers(trainer.state.log_history[: int(steps)])}
 
 
 def rows_of(trainer: str, chats: Sequence[list[dict[str, str]]]) -> Iterator[Record]:

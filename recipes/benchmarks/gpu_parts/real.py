@@ -41,7 +41,7 @@ def real(run: Run, folder: Path | None, steps: int, tiny: bool) -> None:
     with tempfile.TemporaryDirectory() as output:
         chats = ChatEncoder(tokenizer).encode_all(read_rows(folder / "banking77_train.jsonl"))
         encoded = islice(chats, num_rows * steps if tiny else None)
-        rows = [_lists(sample) for samples in encoded for sample in samples]
+        rows = [_lists(sample, 64 if tiny else 0) for samples in encoded for sample in samples]
         trainer, model = partial(_trainer, run, output, rows, num_rows), partial(_model, run, folder)
         tokens = sum(len(row["input_ids"]) for row in rows) * num_rows // len(rows)  # of a step, on average
         arms = _arms(model, tokenizer, partial(trainer, max_steps=steps))
@@ -56,9 +56,9 @@ def real(run: Run, folder: Path | None, steps: int, tiny: bool) -> None:
     return None
 
 
-def _lists(sample: TokenRow) -> dict[str, list[int]]:
-    """A row as a data set would give it: the ordinary collator is slow with arrays."""
-    return {name: np.asarray(getattr(sample, name)).tolist() for name in ("input_ids", "labels")}
+def _lists(sample: TokenRow, most: int) -> dict[str, list[int]]:
+    """A row as a data set would give it, the ordinary collator is slow with arrays. most: last tokens; 0: all."""
+    return {name: np.asarray(getattr(sample, name))[-most:].tolist() for name in ("input_ids", "labels")}
 
 
 def _arms(
