@@ -168,7 +168,7 @@ def test_the_page() -> None:
     limits = [[int(limit) for limit in re.findall(r"\bt (\d+) ", text)] for text in blocks]
     assert all(sum(each) <= 540 for each in limits[:2]) and max(limits[2]) <= 540
     found = re.findall(r"\$G/(gpu\w*)\.py (.*?) \$F", "".join(blocks).replace("\\\n", ""))
-    assert len(found) == 8
+    assert len(found) == 9
     for script, options in found:
         {"gpu": gpu, "gpu_trainers": gpu_trainers}[script].parse(shlex.split(options))
     [options] = re.findall(r"recipes/real_model\.py (.*?) \$D", page.replace("\\\n", ""), re.DOTALL)
