@@ -180,7 +180,7 @@ def test_a_gradient_that_is_written_and_not_added(
 ) -> None:
     """Rows that are read more than once, whose gradient keeps the last copy."""
 
-    def last_copy(x: Tensor, indices: Tensor, num_rows: int, _: object) -> Tensor:
+    def last_copy(x: Tensor, indices: Tensor, num_rows: int) -> Tensor:
         return x.new_zeros(num_rows, *x.shape[1:]).index_copy_(0, indices.long(), x)
 
     monkeypatch.setattr(radixtrain.kernels.rows, "sum_rows", last_copy)
