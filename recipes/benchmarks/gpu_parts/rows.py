@@ -1,7 +1,7 @@
 """The segment sum of a gather's backward pass beside a copy of as many bytes.
 
-Shapes of Table 6 of the RadixMLP paper, in bfloat16 in place of its float16, with uniform indices, which are sorted
-before, once for many sums. It counts each row read once and each result written once.
+Shapes of Table 6 of the RadixMLP paper, in bfloat16 in place of its float16, with uniform indices. It counts each row
+read once and each result written once.
 """
 
 from functools import partial
@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from gpu_parts.run import Run, median_seconds
 
-from radixtrain.kernels.rows import Readers, sum_rows
+from radixtrain.kernels.rows import sum_rows
 
 __all__ = ["SUMS", "TINY_SUMS", "rows"]
 
@@ -32,8 +32,7 @@ def rows(run: Run, shapes: tuple[Sum, ...]) -> None:
         x = torch.randn(num_terms, width, dtype=dtype, device=run.device, generator=generator)
         indices = torch.randint(num_rows, (num_terms,), device=run.device, generator=generator)
         copy = _copy_seconds((num_terms + num_rows) * width * dtype.itemsize, run.device)
-        readers = Readers.of(indices, num_rows)
-        took = median_seconds(partial(sum_rows, x, indices, num_rows, readers), run.device)
+        took = median_seconds(partial(sum_rows, x, indices, num_rows), run.device)
         run.found("rows", case, microseconds=took * 1e6, share_of_copy=copy / took)
 
 
