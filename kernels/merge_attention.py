@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from radixtrain.kernels.first_order import first_order
-from radixtrain.kernels.rows import Readers, gather_rows
+from radixtrain.kernels.rows import gather_rows
 from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
 
 Rows = slice | Tensor
@@ -194,7 +194,6 @@ def path_attention(
     scoring: Scoring,
     sinks_N: Tensor | None = None,
     later: Piece | None = None,
-    readers: Readers | None = None,
 ) -> Tensor:
     """Tree attention as one varlen call: the new rows of each sequence onto its root path, which is gathered.
 
@@ -205,10 +204,9 @@ def path_attention(
     ragged: new rows of each path onto the path, causal.
     sinks_N: (N,). logits without a value, one for each head, or None.
     later: one more call, on rows of q onto rows of k and v that are not on their paths, by an index tensor.
-    readers: of path_keys, on a device.
     Returns (U, N, H).
     """
-    k_path, v_path = (gather_rows(x, path_keys, readers) for x in (k_UKH, v_UKH))
+    k_path, v_path = gather_rows(k_UKH, path_keys), gather_rows(v_UKH, path_keys)
     further = None if later is None else (k_UKH, v_UKH)
     return attention_in_pieces(q_UNH, k_path, v_path, onto_copies(ragged, later), kernel, scoring, sinks_N, further)
 

@@ -137,8 +137,7 @@ def tree_attention(
     if choice.strategy == "path":
         if stored is not None:
             key, value = (torch.cat(parts) for parts in zip((key, value), stored, strict=True))
-        paths = layout.path_keys, layout.paths
-        return path_attention(query, key, value, *paths, varlen, scoring, sinks, later, layout.path_readers)
+        return path_attention(query, key, value, layout.path_keys, layout.paths, varlen, scoring, sinks, later)
     return expand_attention(
         query, key, value, layout.inverse_indices, layout.gather_indices, layout.sequences, varlen, scoring, sinks
     )

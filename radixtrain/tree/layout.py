@@ -18,7 +18,6 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from radixtrain.kernels.cascade import Level, bundled_pieces
 from radixtrain.kernels.merge_attention import Piece
-from radixtrain.kernels.rows import Readers
 from radixtrain.kernels.tree_flex import tree_block_mask
 from radixtrain.kernels.varlen_args import Ragged
 from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative
@@ -172,12 +171,6 @@ class TreeLayout(Movable):
         """New rows of each sequence onto its root path, causal: `path`."""
         cu_seqlens = self.path_cu_seqlens_q, self.path_cu_seqlens_k
         return Ragged(*cu_seqlens, self.max_new_tokens, self.max_path, True, _host_bounds(*cu_seqlens))
-
-    @cached_property
-    def path_readers(self) -> Readers | None:
-        """Who reads each row by `path_keys`, the same in every layer; None where nobody asks, on the host."""
-        num_rows = self.num_rows + (0 if self.context is None else self.context.num_rows)
-        return Readers.of(self.path_keys, num_rows) if self.device.type == "cuda" else None
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from radixtrain.kernels.rows import Readers, gather_rows, sum_rows
+from radixtrain.kernels.rows import gather_rows, sum_rows
 
 REPEATED = [2, 0, 2, 1, 2, 0]  # of four rows: one three times, one twice, one once, one never
 
@@ -86,23 +86,3 @@ def test_same_bits_every_time(two_threads: None) -> None:
     x, indices = torch.randn(2000, 32), torch.randint(0, 50, (2000,))
     first = sum_rows(x, indices, 50)
     assert all(torch.equal(sum_rows(x, indices, 50), first) for _ in range(10))
-
-
-class TestReaders:
-    """The sum of a device, by the same operator of the host."""
-
-    @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-    @pytest.mark.parametrize("shape", [(), (3,), (3, 2), (0, 2)])
-    def test_is_the_sum_of_the_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Also with strides, of several tensors at once, and in vmap."""
-        indices = torch.tensor(REPEATED, dtype=dtype)
-        readers, x = Readers.of(indices, 4), torch.randn(2, 6, *shape, dtype=torch.float64)
-        for each in (*x, x.transpose(0, 1)):
-            assert torch.equal(readers.sums(each), sum_rows(each, indices, 4))
-        assert torch.equal(torch.vmap(readers.sums)(x), torch.stack([readers.sums(each) for each in x]))
-
-    @pytest.mark.parametrize(("num_rows", "places"), [(4, []), (0, []), (1, [0] * 300)])
-    def test_few_rows(self, num_rows: int, places: list[int]) -> None:
-        indices = torch.tensor(places, dtype=torch.int64)
-        x = torch.ones(len(places), 3, dtype=torch.float64)
-        assert torch.equal(Readers.of(indices, num_rows).sums(x), sum_rows(x, indices, num_rows))
