@@ -62,12 +62,14 @@ class Ragged:
     schedules: dict[int | None, Any] = field(default_factory=dict, init=False, repr=False)  # by window
 
     @classmethod
-    def whole(cls, num_queries: int, num_keys: int, device: torch.device | str = "cpu") -> Ragged:
-        """Make a call of one entry in which every query sees every key. It does not wait for the device."""
-        cu_q, cu_k = (
-            torch.tensor([0, n], dtype=torch.int32, device="cpu").to(device, non_blocking=True)
-            for n in (num_queries, num_keys)
-        )
+    def whole(cls, num_queries: int, num_keys: int, cu_seqlens: Tensor | None = None) -> Ragged:
+        """Make a call of one entry in which every query sees every key.
+
+        cu_seqlens: (2, 2), int32, of the queries and of the keys, `[0, number]` each; made on the host if None.
+        """
+        if cu_seqlens is None:
+            cu_seqlens = torch.tensor([[0, num_queries], [0, num_keys]], dtype=torch.int32, device="cpu")
+        cu_q, cu_k = cu_seqlens
         return cls(cu_q, cu_k, num_queries, num_keys, causal=False, bounds=((0, num_queries, 0, num_keys),))
 
     @property

@@ -67,13 +67,15 @@ def shared_pieces(runs: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.d
     they are merged at once. A device takes one call a run: a call of several would need their keys side by side.
     """
     if device.type != "cpu":
-        return tuple(shared_piece(*run, device) for run in runs)
+        bounds = torch.tensor([[[0, len(rows)] for rows in run] for run in runs], dtype=torch.int32, device="cpu")
+        on_device = bounds.to(device, non_blocking=True)  # a copy for all runs, which the host does not wait for
+        return tuple(shared_piece(*run, each) for run, each in zip(runs, on_device, strict=True))
     levels: list[list[Bounds]] = []
     pieces = []
     for run in sorted(runs, key=lambda run: -len(run[0])):
         queries, keys = (_range_of(each) for each in run)
         if queries is None or keys is None:
-            pieces.append(shared_piece(*run, device))
+            pieces.append(shared_piece(*run))
             continue
         level = next((level for level in levels if _is_apart(queries, level)), None)
         if level is None:
@@ -107,12 +109,16 @@ def _level_piece(level: list[Bounds]) -> Piece:
     )
 
 
-def shared_piece(q_rows: Sequence[int] | np.ndarray, slots: np.ndarray, device: torch.device) -> Piece:
-    """Queries that see stored rows whole. Rows and slots that follow each other become slices, which are not copied."""
-    queries, keys = (_slice_or_indices(np.asarray(each), device) for each in (q_rows, slots))
-    return Piece(queries, keys, Ragged.whole(len(q_rows), len(slots), device), of_further=True)
+def shared_piece(q_rows: Sequence[int] | np.ndarray, slots: np.ndarray, cu_seqlens: Tensor | None = None) -> Piece:
+    """Queries that see stored rows whole. Rows and slots that follow each other become slices, which are not copied.
+
+    cu_seqlens: as in `Ragged.whole`; index tensors are made on its device.
+    """
+    ragged = Ragged.whole(len(q_rows), len(slots), cu_seqlens)
+    queries, keys = (_slice_or_indices(np.asarray(each), ragged.cu_seqlens_q.device) for each in (q_rows, slots))
+    return Piece(queries, keys, ragged, of_further=True)
 
 
 def _slice_or_indices(rows: np.ndarray, device: torch.device) -> slice | Tensor:
     found = _range_of(rows)
-    return slice(*found) if found else torch.from_numpy(rows.astype(np.int64)).to(device)
+    return slice(*found) if found else torch.from_numpy(rows.astype(np.int64)).to(device, non_blocking=True)

@@ -17,7 +17,7 @@ Parts, most important first; `gpu_parts/` says what each measures. `seconds` is 
 | `ceilings`      | 10      | a copy, a matrix product, attention on each backend: what the card can do             |
 | `repeat`        | 15      | whether a step has the same bits again                                                |
 | `chunks`        | 10      | head and loss by the size of their chunks                                             |
-| `profile`       | 25      | kernels of one step of each arm                                                       |
+| `profile`       | 25      | kernels of one step of each arm, on an agent's history and on one prompt              |
 | `unshared`      | 30      | sequences that share nothing, of equal and of unequal lengths: it should cost nothing |
 | `attention`     | 50      | one layer: every strategy and kernel on three trees                                   |
 | `rows`          | 15      | segment sum beside a copy of as many bytes                                            |

@@ -23,6 +23,8 @@ from pathlib import Path
 
 from gpu_parts.watch import options_of, watch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # banking77, of `real`
+
 PARTS = {"hf": 70, "sft": 90, "real": 150, "dpo": 60, "grpo": 60}
 """Seconds that each should take; the time that is left is shared in this proportion."""
 

@@ -65,7 +65,7 @@ def lanes() -> Lanes:
 
 
 def pieces(shared: Shared) -> list[Piece]:
-    return [shared_piece(queries, np.array(slots), CPU) for queries, slots in shared]
+    return [shared_piece(queries, np.array(slots)) for queries, slots in shared]
 
 
 class OneCall:

@@ -17,6 +17,7 @@ from typing import Any
 import gpu
 import gpu_trainers
 import pytest
+import real_model
 import torch
 from gpu_parts import arms as gpu_arms
 from gpu_parts import bars as gpu_bars
@@ -81,6 +82,24 @@ def test_the_one_call(tmp_path: Path) -> None:
     assert verdicts["nothing shared: time over that of the fastest rival"] == "left out"
 
 
+def test_trainers(tmp_path: Path) -> None:
+    """As the page starts it; TRL's where they are installed, and `real` without its folder."""
+    path = tmp_path / "trainers.json"
+    options = [*TINY_RUN, "--json", str(path), "--parts", "hf", "sft", "real", "dpo", "grpo", "--seconds", "800"]
+    run_command(str(FOLDER / "gpu_trainers.py"), *options)
+    found = json.loads(path.read_text("utf-8"))
+    assert found["left_out"] == ["real: --real names no folder with weights and rows"]
+    arms: dict[str, list[str]] = {}
+    for _, case, measures in found["results"]:
+        trainer, *_, arm = case.split(", ")
+        arms.setdefault(trainer, []).append(arm)
+        assert ("over_noise" in measures) == (arm not in ("padded", "as it is", "other order"))
+    assert {name: " / ".join(each[:3]) for name, each in arms.items()} == {
+        **dict.fromkeys(("Trainer", "SFTTrainer"), "padded / radixtrain / other order"),
+        **dict.fromkeys(("DPOTrainer", "GRPOTrainer"), "as it is / share_prefixes / other order"),
+    }
+
+
 def measured_here(*options: str) -> int:
     """As in the process that the watching one starts."""
     return gpu.main([*options, "--until", str(time.time() + 1000)])
@@ -142,12 +161,18 @@ def test_without_time_everything_is_left_out() -> None:
 def test_the_page() -> None:
     """Each command fits into a call of ten minutes and 2,000 characters, its options exist; the goals are the bars'."""
     page = (ROOT / "recipes" / "benchmarks" / "on-a-gpu.md").read_text("utf-8")
-    commands = [text for text in re.findall(r"^```\n(.*?)^```$", page, re.MULTILINE | re.DOTALL) if "$OUT" in text]
-    assert len(commands) == 6
-    for command in commands:
-        assert len(command) <= 2000 and sum(map(int, re.findall(r"\bt (\d+) ", command))) < 600
-        for script, options in re.findall(r"\$G/(gpu\w*)\.py (.*?) \$F", command.replace("\\\n", "")):
-            {"gpu": gpu, "gpu_trainers": gpu_trainers}[script].parse(shlex.split(options))
+    blocks = [text for text in re.findall(r"^```\n(.*?)^```$", page, re.MULTILINE | re.DOTALL) if "$OUT" in text]
+    commands = [text for text in blocks if "COMMIT" in text]
+    assert (len(commands), len(blocks)) == (2, 3), "two that are whole, and lines to take one of"
+    assert all(len(command) <= 2000 for command in commands)
+    limits = [[int(limit) for limit in re.findall(r"\bt (\d+) ", text)] for text in blocks]
+    assert all(sum(each) <= 540 for each in limits[:2]) and max(limits[2]) <= 540
+    found = re.findall(r"\$G/(gpu\w*)\.py (.*?) \$F", "".join(blocks).replace("\\\n", ""))
+    assert len(found) == 9
+    for script, options in found:
+        {"gpu": gpu, "gpu_trainers": gpu_trainers}[script].parse(shlex.split(options))
+    [options] = re.findall(r"recipes/real_model\.py (.*?) \$D", page.replace("\\\n", ""), re.DOTALL)
+    assert real_model.parse(shlex.split(options)).device == "cuda"
     rows = [f"| {bar.asked} | {bar.predicted or '–'} | {gpu_bars.limit(bar)} |" for bar in gpu_bars.BARS]
     assert [row for row in rows if row not in page] == []
 

@@ -145,4 +145,4 @@ def failing(model: Any, where: str, at: int = 3) -> Iterator[dict[str, Any]]:
 
 
 def one_by_one(runs: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.device) -> tuple[Piece, ...]:
-    return tuple(shared_piece(*run, device) for run in runs)
+    return tuple(shared_piece(*run) for run in runs)

@@ -7,13 +7,14 @@
   answers of 2,048 tokens after one prompt of P, float16, forward and backward of one call.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from gpu_parts.bars import DUALKV
+from gpu_parts.bars import DUALKV, OF_HOPPER
 from gpu_parts.equivalence import ways
 from gpu_parts.optional import optional
 from gpu_parts.plans import Plans, one_prompt
@@ -94,10 +95,9 @@ def attention(run: Run, plans: Plans, heads: Heads) -> None:
 
 
 def table(run: Run, heads: Heads, shrink: int = 1) -> None:
-    """Each row on every kernel, `cascade` where the kernel needs a strategy. shrink: all lengths are divided by it."""
-    kinds = [
-        kind for kind in _kinds(run, "table", torch.float16, heads) if not kind.name.startswith(("path", "expand"))
-    ]
+    """Each row on the kernels of which something is asked, by `cascade`. shrink: all lengths are divided by it."""
+    asked = rf"^(cascade (torch|{OF_HOPPER})|cudnn_flex)$"
+    kinds = [kind for kind in _kinds(run, "table", torch.float16, heads) if re.match(asked, kind.name)]
     for number, prompt, published, *_ in DUALKV:
         tree = Tree.of(one_prompt(prompt // shrink, 2048 // shrink, number), heads, run.device, torch.float16)
         for kind in kinds:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["BARS", "DUALKV", "Bar", "Result", "Verdict", "limit", "page", "shown", "verdicts"]
+__all__ = ["BARS", "DUALKV", "OF_HOPPER", "Bar", "Result", "Verdict", "limit", "page", "shown", "verdicts"]
 
 Result = tuple[str, str, dict[str, Any]]  # part, case, measures
 LEFT_OUT = "left out"

@@ -38,7 +38,7 @@ def profile_steps(run: Run, case: Case, names: Sequence[str]) -> None:
         run.found("profile", f"{case}, {name}", **measures)
         for kernel, milliseconds, count in kernels[:LONGEST]:
             label = kernel.replace("|", "/")[:LETTERS]
-            run.found("profile", f"{name}: {label}", milliseconds=milliseconds, count=count)
+            run.found("profile", f"{case.batch.name}, {name}: {label}", milliseconds=milliseconds, count=count)
 
 
 def _seconds(run: Run, model: Any, arm: Arm, work: Work) -> float:

@@ -41,7 +41,7 @@ def calls(run: Run, options: argparse.Namespace) -> dict[str, Callable[[], None]
         "ceilings": lambda: ceilings(run, TINY_SIZES if tiny else SIZES),
         "repeat": lambda: repeat(run, small, prompt),
         "chunks": lambda: loss_chunks(run, shape, *((64, range(12, 14)) if tiny else (8192, range(24, 29)))),
-        "profile": lambda: profile_steps(run, of_part["step"][0], arms),
+        "profile": lambda: [profile_steps(run, of_part[part][0], arms) for part in ("trees", "step")],
         "rates": lambda: rates(run, of_part["rates"]),
         "rows": lambda: rows(run, TINY_SUMS if tiny else SUMS),
         "attention": lambda: attention(run, TINY_PLANS if tiny else PLANS, heads),

