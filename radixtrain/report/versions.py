@@ -7,6 +7,10 @@ question, belongs to the row.
     Today is | 3 March | . You answer letters. Customer | 20991 | , be polite ...
                a date                                     a number
 
+1. Group the trunks: a trunk joins the group whose first trunk has half of a sample of its shingles (`_groups`).
+2. Find a group's common texts: runs of shingles that 98 % of its rows have once, in the same order (`_common_texts`).
+3. Read each gap between two of them as a difference, whose values tell the cause (`_read_gap`).
+
 All prompts of one text have the same differences, some of them with an empty value. Text that changes places is not
 common text, so that tools in another order are one difference, from the first to the last.
 """
