@@ -74,7 +74,7 @@ def cudnn_missing(device: torch.device) -> str | None:
     if version < OLDEST_CUDNN:
         return f"needs cuDNN 9.15 or newer, torch brings {version}"
     if torch.are_deterministic_algorithms_enabled():
-        return "adds up in no fixed order, which torch.use_deterministic_algorithms(True) requires"
+        return "adds up in no fixed order, but torch.use_deterministic_algorithms(True) requires one"
     if os.getenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE"):
         return "lays out the log-sum-exp differently under TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
     return None

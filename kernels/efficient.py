@@ -40,7 +40,7 @@ WORKSPACE = 2**30  # bytes: entries of one backward call, unless a single one ne
 
 
 class EfficientKernel:
-    """`aten._efficient_attention_forward` / `_backward` for any dtype and head dim."""
+    """`aten._efficient_attention_forward` / `_backward` for any head dim, in float32, float16 and bfloat16."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scoring: Scoring) -> tuple[Tensor, Tensor]:
         out_1TNH, lse_ENP, *_ = aten._efficient_attention_forward(

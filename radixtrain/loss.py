@@ -127,8 +127,8 @@ def clipped_policy_loss(
 
     logprobs: (P,). of the policy that is trained, from `linear_logprobs` or `logits_logprobs`.
     advantages, loss_weights: (P,), float. A_p and w_p: as a `RadixInputs` has them.
-    old_logprobs: (P,), float. by the policy that sampled; None if that is the current policy:
-        now. Then every ratio is 1, and its gradient is that of the log-probability.
+    old_logprobs: (P,), float. by the policy that sampled; None if that is the current policy.
+        Then every ratio is 1, and its gradient is that of the log-probability.
     epsilon_high: by default epsilon.
 
     Returns a scalar, a sum and not a mean: divide it by what your trainer divides by, such as `Step.num_labels`. Raises

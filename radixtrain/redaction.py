@@ -69,7 +69,7 @@ VALUES = {
 
 
 def masked(value: object, name: str = "") -> Any:
-    """Return the settings with `***` for each password or access token, recognized by its key or its text.
+    """Return the settings with `***` for each password or access token, recognised by its key or its text.
 
     value: mappings and lists of texts and numbers; what is none of these becomes text.
     name: the key that it is the value of.

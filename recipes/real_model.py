@@ -44,7 +44,7 @@ MODES = {
     "LoRA, float32": LORA,
     "LoRA, bfloat16": (*LORA, "--model.dtype=bfloat16"),
 }
-ORDINARY_TOKENS = {"cpu": 2880, "cuda": 11_520}  # of a padded micro-batch: 4 rows of 16, which take 22 GiB; all 16
+ORDINARY_TOKENS = {"cpu": 2880, "cuda": 11_520}  # of a padded micro-batch: 4 of 16 rows, as all take 22 GiB; all 16
 ARMS = ("radixtrain", "ordinary", "other cut")
 TRAINERS = ("SFT", "DPO", "GRPO")
 SETTINGS = {"data.batch_size": 16, "data.max_length": 1024, "model.lr_scheduler_type": "constant"}

@@ -37,13 +37,13 @@ METRICS = (
 # Callbacks of Lightning that do not work with the steps of `RadixModule` and its checkpoints, and what to do instead.
 REFUSED: dict[type, str] = {
     BackboneFinetuning: "the model has no attribute backbone; set model.use_peft: true to train a part of it",
-    BatchSizeFinder: "data.max_tokens is what memory holds; `radixtrain report` proposes a value",
+    BatchSizeFinder: "data.max_tokens limits the memory; `radixtrain report` proposes a value",
     GradientAccumulationScheduler: "a step is cut by data.max_tokens; set data.batch_size instead",
     LearningRateFinder: "Lightning sees no loss of a step, so it would find nothing; set model.learning_rate",
-    ModelPruning: "it prunes the weight of a layer that is called, and the loss reads the head without; prune model/",
+    ModelPruning: "it prunes layers as they are called, but the loss reads the head's weight; prune model/ afterwards",
     SpikeDetection: "Lightning sees no loss of a step; set model.on_nonfinite, or watch the metric loss",
-    StochasticWeightAveraging: "its learning rate counts epochs, and here steps; average checkpoints afterwards",
-    WeightAveraging: "a checkpoint of a validation, or of the end, would hold averages for weights, and no run go on; "
+    StochasticWeightAveraging: "its schedule counts epochs, but rates change by step; average checkpoints afterwards",
+    WeightAveraging: "a checkpoint of a validation, or of the end, would hold averages, from which no run can resume; "
     "average checkpoints afterwards",
 }
 VALIDATION_METRICS = "eval_loss is, and eval_ followed by the name of evaluate_generation.metric"

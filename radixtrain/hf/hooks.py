@@ -56,7 +56,7 @@ from radixtrain.hf.sharing_report import (
     SharingWatch,
     is_frozen,
 )
-from radixtrain.hf.third_party import why_third_party
+from radixtrain.hf.third_party import hooks_of, why_third_party
 from radixtrain.hf.token_losses import TokenLoss, watched
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.kernels.rows import gather_rows
@@ -237,7 +237,8 @@ class BackboneHooks:
                 "a radix batch came to a model of prepare_model(model, sp_group=...) without having been split over "
                 "its ranks: call what prepare_model got, not a part of it; let PEFT wrap the model before that"
             )
-        if reason := why_third_party(self.model, self.model):
+        hooks = hooks_of(backbone) if self.model is backbone else None
+        if reason := why_third_party(self.model, self.model, hooks):
             raise UserError(f"a batch of a RadixCollator: {reason}; leave it out, or {TRAIN_WITHOUT_SHARING}")
         check_pass(decoder, head, layout, radix.is_left_padded, self.allow_dropout)
         self._check_passes(backbone, layout, radix)

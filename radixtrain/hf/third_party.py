@@ -55,7 +55,10 @@ def position_wise(code: Code) -> Code:
     Returns it. Raises TypeError for anything else.
     """
     if not isinstance(code, type | FunctionType):
-        raise TypeError(f"position_wise takes a function or a class, but got an object of {type(code).__qualname__}")
+        raise TypeError(
+            f"position_wise takes a function or a class, but got an object of {type(code).__qualname__}; pass its "
+            f"class, or the function of a bound method"
+        )
     _POSITION_WISE.add(code)
     if isinstance(code, type) and issubclass(code, nn.Module):
         _POSITION_WISE.update(_functions(vars(code).get("forward")))
@@ -100,7 +103,7 @@ def why_third_party(model: nn.Module, root: nn.Module, hooks: Iterable[Any] | No
 
     A hook or a `forward` on an instance may come from the packages of `KNOWN`, a class or its `forward` also from the
     model's package, and either may be declared `position_wise`. Takes 1.1 ms of one core for 28 layers with LoRA (2,385
-    modules).
+    modules), and 14 ms if Accelerate has a hook on each.
     """
     if torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0:
         return "torch.func or forward-mode differentiation runs"

@@ -147,7 +147,7 @@ class TokenLoss:
 
 
 def _know_label_smoothing() -> None:
-    """Recognize label smoothing as a mean over tokens, once `transformers.Trainer` has been imported."""
+    """Recognise label smoothing as a mean over tokens, once `transformers.Trainer` has been imported."""
     smoother = getattr(sys.modules.get("transformers.trainer_pt_utils"), "LabelSmoother", None)
     if smoother is None or hasattr(smoother.__call__, "__wrapped__"):
         return

@@ -52,7 +52,7 @@ class LoadedModel:
         self.report["not_shared"] = Counter(self.report.get("not_shared")) + Counter(other.report.get("not_shared"))
 
     def __str__(self) -> str:
-        """Summarize in one line."""
+        """Summarise in one line."""
         processes = f" on {self.num_processes} processes" if self.num_processes > 1 else ""
         return f"radixtrain: {self.name}{processes}: {f'not shared: {self.reason}' if self.reason else self._calls()}"
 

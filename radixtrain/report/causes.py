@@ -151,7 +151,7 @@ def _same_words(one: IntArray, other: IntArray) -> bool:
 
 
 def _wording(ranked: list[Value]) -> str | None:
-    """Recognize texts of many rows each, or one of nearly all and others of a few."""
+    """Recognise texts of many rows each, or one of nearly all and others of a few."""
     rows = sum(value.num_rows for value in ranked)
     if rows < MIN_ROWS * len(ranked) or all(map(_is_name, ranked)):
         return None
@@ -159,7 +159,7 @@ def _wording(ranked: list[Value]) -> str | None:
 
 
 def _is_name(value: Value) -> bool:
-    """Recognize one to three capitalized words that do not begin a sentence."""
+    """Recognise one to three capitalised words that do not begin a sentence."""
     words = value.text.split()
     inside = value.before.rstrip()[-1:] not in ("", ".", "!", "?", "\n")
     return inside and 1 <= len(words) <= 3 and all(word.lstrip("\"'(").istitle() for word in words)

@@ -198,7 +198,7 @@ def setting_name(setting: Setting) -> str:
 
 
 def headline(report: DataReport) -> str:
-    """Summarize the data in one sentence: what an epoch holds, and what the user's own settings leave to compute."""
+    """Summarise the data in one sentence: what an epoch holds, and what the user's own settings leave to compute."""
     num_tokens, own = report.num_epoch_tokens or report.num_tokens, report.current
     tokens = f"{num_tokens:,} tokens{' in an epoch' if report.num_epoch_tokens else ''}"
     if own.r < 1.005:

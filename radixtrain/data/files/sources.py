@@ -259,7 +259,7 @@ def _check_ends(file: str) -> None:
 
 
 def _is_beside_data(file: Path) -> bool:
-    """Recognize README, LICENSE and other documentation; but not `part-00001`."""
+    """Recognise README, LICENSE and other documentation; but not `part-00001`."""
     return file.suffix.lower() in BESIDE_DATA if file.suffix else file.name.isupper()
 
 

@@ -76,7 +76,7 @@ def _types(inputs: ImageInputs, given: Mapping[str, Any]) -> Tensor | None:
 
 
 def _check_blocks(backbone: PreTrainedModel, rows: PaddedRows, blocks: IntArray | None) -> None:
-    """Raise NotShared if tokens of an image would see more of it than in the call. blocks: as in `ImageTokens`."""
+    """Raise NotShared if tokens of an image would see others of it than in the call. blocks: as in `ImageTokens`."""
     if blocks is not None and rows.is_packed:  # transformers reads the types at other places
         raise NotShared("a row has several sequences, and its images attend in both directions")
     longest = 0 if blocks is None else int(np.unique(blocks[blocks >= 0], return_counts=True)[1].max(initial=0))

@@ -153,7 +153,7 @@ def _not_handed_over(text: str) -> str | None:
 
 
 def _no_room(error: BaseException, text: str, output_dir: Path | None) -> str | None:
-    """Recognize a full disk by the number of the error, or by its text from libraries that keep only that."""
+    """Recognise a full disk by the number of the error, or by its text from libraries that keep only that."""
     number = getattr(error, "errno", None)
     if number not in NO_ROOM:
         number = next((each for each in NO_ROOM if re.search(rf"(Errno|os error) {each}\b", text, re.I)), None)
@@ -180,7 +180,7 @@ def _no_memory(error: BaseException, text: str) -> str | None:
 
 
 def _killed_worker(error: BaseException, text: str) -> str | None:
-    """Recognize a dead worker, which torch notices as such or only as a broken connection."""
+    """Recognise a dead worker, which torch notices as such or only as a broken connection."""
     match = re.search(WORKER, text)
     frames = (frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__))
     lost = isinstance(error, ConnectionError | EOFError | FileNotFoundError) and any(

@@ -130,7 +130,7 @@ def apply_settings(module: Any) -> None:
 
 
 def _check_optimizer(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Raise UserError if the checkpoint's moments are of another optimizer. Without a choice it was AdamW."""
+    """Raise UserError if the checkpoint's moments are of another optimizer. Without the key it is AdamW."""
     was, now = saved.get("optimizer", "adamw"), current["optimizer"]
     if was != now:
         raise UserError(f"ckpt_path: model.optimizer was {was} and is {now}, which keeps other moments; set {was}")

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 RECORD = ".slurm_job"  # in the output folder: names the job that wrote it
 SECONDS = 60  # for `scontrol` to answer
-SEEN_BY_LIGHTNING = "SLURM_NTASKS"  # the variable by which Lightning recognizes SLURM
+SEEN_BY_LIGHTNING = "SLURM_NTASKS"  # the variable by which Lightning recognises SLURM
 
 
 def job_id() -> str | None:

@@ -165,6 +165,19 @@ def test_a_batch_of_a_collator_is_refused(tiny_qwen3: Callable[..., Any], name: 
         model(**RadixCollator()(rows))
 
 
+@pytest.mark.parametrize("name", ["a forward of the backbone", "ids of the backbone", "output of the backbone"])
+@pytest.mark.parametrize("before", [False, True])
+def test_a_batch_of_a_collator_for_a_bare_backbone_is_refused(
+    tiny_qwen3: Callable[..., Any], name: str, before: bool
+) -> None:
+    backbone, rows = tiny_qwen3().model, [{"input_ids": ids, "labels": ids} for ids in IDS.tolist()]
+    for act in [lambda: THIRD_PARTY[name](backbone, []), lambda: prepare_model(backbone)][:: 1 if before else -1]:
+        act()
+    batch = {key: value for key, value in RadixCollator()(rows).items() if not key.endswith("labels")}
+    with pytest.raises(UserError, match=rf"\({__name__}.* would see the unique tokens"):
+        backbone(**batch)
+
+
 @pytest.mark.parametrize("name", [*THIRD_PARTY, *HARMLESS])
 def test_hooks(tiny_qwen3: Callable[..., Any], name: str) -> None:
     found = []
