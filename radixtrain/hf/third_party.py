@@ -46,12 +46,12 @@ _POSITION_WISE: WeakSet[Callable[..., Any]] = WeakSet()
 
 
 def position_wise(code: Code) -> Code:
-    """Declare that code treats each token independently, so that a model in which it acts is still shared.
+    """Declare that code in a model treats each token independently, or only looks, so that its calls are shared.
 
     Otherwise such code is refused, or the model's calls run unshared. `verify_equivalence` checks the claim.
 
-    code: a function (a hook, or what replaces a `forward`), or a class of modules, hooks or torch modes; subclasses
-        that define a `forward` need their own. Works as a decorator.
+    code: a function (a hook, a method, what replaces a `forward`), or a class of modules, hooks or torch modes; a
+        subclass that defines a `forward` needs its own. Works as a decorator.
     Returns it. Raises TypeError for anything else.
     """
     if not isinstance(code, type | FunctionType):

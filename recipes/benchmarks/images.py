@@ -37,7 +37,7 @@ from transformers import (
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from trl import GRPOConfig, GRPOTrainer
 
-from radixtrain import share_prefixes, sharing_report
+from radixtrain import position_wise, share_prefixes, sharing_report
 from radixtrain.hf.backbone import backbone_of
 
 PATCH, QUESTION, COMPLETION = 14, 16, 64
@@ -100,13 +100,15 @@ class Tower:
         self.images = 0
         self.inputs: dict[str, Tensor] = {}
         tower = backbone_of(model).vision_tower
-        self._forward, tower.forward = tower.forward, self._counted  # with a hook there the call would not be shared
+        self._forward, tower.forward = tower.forward, self._counted
         backbone_of(model).register_forward_pre_hook(self._keep, with_kwargs=True)
 
+    @position_wise  # it only counts
     def _counted(self, *args: Any, **given: Any) -> Any:
         self.images += len(args[0] if args else given["pixel_values"])
         return self._forward(*args, **given)
 
+    @position_wise
     def _keep(self, module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
         self.inputs = {name: value for name, value in given.items() if isinstance(value, Tensor)}
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3 import modeling_qwen3
 
-from radixtrain import RadixCollator, prepare_model, restore_model
+from radixtrain import RadixCollator, position_wise, prepare_model, restore_model
 from radixtrain.hf.predicting_rows import inputs_of
 from radixtrain.timing import environment
 
@@ -217,6 +217,7 @@ def integer_rope() -> Iterator[None]:
     As integers they are 1 and 0 at position 0, and 0 and 0 after it.
     """
 
+    @position_wise
     def truncated(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         num_frequencies = self.config.head_dim // 4
         angles = position_ids[..., None] * 10000.0 ** -(torch.arange(num_frequencies) / num_frequencies)

@@ -25,7 +25,11 @@ WRONG: dict[str, tuple[int, dict[str, Any], str]] = {
     "a checkpoint": (1, {"ckpt_path": "last"}, "ckpt_path"),
     "a group of no ranks": (1, {"sp_size": 3}, "sp_size 3: this run has 2 ranks, which it has to"),
     "a split of copies": (1, {"sp_size": 2, "dedup": "false"}, "sp_size 2: only unique rows are split, and dedup is"),
-    "a comparison by one rank": (1, {"sp_size": 2, "model__verify_first_batch": "true"}, "first_batch: not with"),
+    "a comparison by one rank": (
+        1,
+        {"sp_size": 2, "model__verify_first_batch": "true"},
+        "first_batch does not work with",
+    ),
     "a loss": (1, {"data__train_file": "overflowing"}, "loss"),
 }
 

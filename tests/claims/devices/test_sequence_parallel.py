@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from trainer_harness import assert_as_near
 
-from radixtrain import RadixCollator, prepare_model, restore_model
+from radixtrain import RadixCollator, position_wise, prepare_model, restore_model
 from radixtrain.checkpoints.sharded import whole
 from radixtrain.errors import UserError
 from radixtrain.hf import sequence_parallel
@@ -249,6 +249,7 @@ def test_every_family(name: str, print_after: Print) -> None:
         assert_equal(ordinary, other, name, print_after)
 
 
+@position_wise
 class ListOfExperts(torch.nn.Module):
     """A mixture of experts that runs those that some row is routed to, each by itself."""
 

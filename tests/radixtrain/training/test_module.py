@@ -19,6 +19,7 @@ from tiny_models import tiny_model
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from radixtrain import position_wise
 from radixtrain.__main__ import main
 from radixtrain.collators.steps import StepCollator
 from radixtrain.data.datamodule import SFTData
@@ -136,7 +137,8 @@ def test_a_plain_head_stays_fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Neither arm of a Qwen3 calls its head, in training, validation and `predict`."""
     for dedup in (True, False):
         module = loaded(saved("Qwen3ForCausalLM", tmp_path), dedup=dedup)
-        monkeypatch.setattr(module.model.lm_head, "forward", lambda hidden: pytest.fail("the head was called"))
+        called = position_wise(lambda hidden: pytest.fail("the head was called"))
+        monkeypatch.setattr(module.model.lm_head, "forward", called)
         assert module.plain_head is True
         for batch in StepCollator(dedup=dedup)(FEATURES).micro_batches:
             module.loss_sum(batch).backward()

@@ -56,7 +56,7 @@ def test_lora_is_filled_so_that_all_of_it_is_tested(arguments: Arguments, capsys
 def test_a_state_that_cannot_be_restored_is_named_by_its_path() -> None:
     """Lightning tells the trainer the path only inside of the method that may fail."""
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    with pytest.raises(UserError, match=r"^ckpt_path nowhere/step=3: its state is not that of such a run \("):
+    with pytest.raises(UserError, match=r"^ckpt_path nowhere/step=3: its state does not fit such a run \("):
         trainer._checkpoint_connector._restore_modules_and_callbacks("nowhere/step=3")
 
 
