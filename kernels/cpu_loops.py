@@ -136,7 +136,7 @@ def _batched(parts: list[Rectangles]) -> Iterator[Rectangles]:
 def _extends(run: list[Rectangles], part: Rectangles) -> bool:
     last = run[-1]
     if part.causal or (last.num_keys, last.num_queries) != (part.num_keys, part.num_queries):
-        return False  # a long one keeps the cores busy alone, and the eager kernel writes its scores out
+        return False  # a single long one keeps all cores busy, and the eager kernel materialises its scores
     steps = part.first_query - last.first_query, part.first_key - last.first_key
     return min(steps) >= 0 and (len(run) == 1 or steps == _steps(run))
 

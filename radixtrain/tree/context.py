@@ -56,12 +56,12 @@ class ContextLayout(Movable):
         return cls(num_rows=len(context), bounds=bounds)
 
     def pieces(self, device: torch.device) -> tuple[Piece, ...]:
-        """The calls of `cascade` onto the context."""
+        """Return the calls of `cascade` onto the context."""
         return shared_pieces([(np.arange(q0, q1), np.arange(k0, k1)) for q0, q1, k0, k1 in self.bounds], device)
 
 
 def shared_pieces(runs: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.device) -> tuple[Piece, ...]:
-    """Runs of stored rows, and the queries that see each whole: (rows, slots), both ascending and int64.
+    """Make the calls onto runs of stored rows. runs: (queries that see it whole, slots), ascending, int64.
 
     On the host, whose kernels loop, runs that no query sees both of are one piece with a rectangle for each, so that
     they are merged at once. A device takes one call a run: a call of several would need their keys side by side.
@@ -85,19 +85,19 @@ def shared_pieces(runs: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.d
 
 
 def _range_of(rows: np.ndarray) -> tuple[int, int] | None:
-    """Start and end of rows that follow each other; None if they do not."""
+    """Return start and end of consecutive rows; None if they are not consecutive."""
     first, end = int(rows[0]), int(rows[-1]) + 1
     return (first, end) if end - first == len(rows) and bool((np.diff(rows) == 1).all()) else None
 
 
 def _is_apart(queries: tuple[int, int], level: list[Bounds]) -> bool:
-    """Whether none of these queries is in a rectangle of the level."""
+    """Return whether none of these queries is in a rectangle of the level."""
     start, end = queries
     return all(end <= q0 or q1 <= start for q0, q1, _, _ in level)
 
 
 def _level_piece(level: list[Bounds]) -> Piece:
-    """One piece of rectangles whose queries do not meet. Queries between them see nothing."""
+    """Make one piece of rectangles whose queries do not meet. Queries between them see nothing."""
     first, end = level[0][0], level[-1][1]
     low, high = min(each[2] for each in level), max(each[3] for each in level)
     bounds = tuple((q0 - first, q1 - first, k0 - low, k1 - low) for q0, q1, k0, k1 in level)
@@ -110,7 +110,7 @@ def _level_piece(level: list[Bounds]) -> Piece:
 
 
 def shared_piece(q_rows: Sequence[int] | np.ndarray, slots: np.ndarray, cu_seqlens: Tensor | None = None) -> Piece:
-    """Queries that see stored rows whole. Rows and slots that follow each other become slices, which are not copied.
+    """Make a call of queries that see stored rows whole. Consecutive rows or slots become slices, which are not copied.
 
     cu_seqlens: as in `Ragged.whole`; index tensors are made on its device.
     """
