@@ -149,8 +149,8 @@ class RadixCache:
     store: the rows themselves.
     counters: lookups, hits and evictions so far.
 
-    Several threads may call it; `exclusive()` keeps the others out for longer than a call. A copy is empty, since it
-    serves the copy of a model. Raises UserError unless max_tokens is None or a whole number >= 1.
+    Several threads may call it; `exclusive()` keeps the others out for longer than a call. Raises UserError unless
+    max_tokens is None or a whole number >= 1.
     """
 
     def __init__(self, max_tokens: int | None = None):
@@ -169,9 +169,6 @@ class RadixCache:
         self._fingerprint: Hashable = None
         self._rlock = RLock()
         self._reset_tree()
-
-    def __reduce__(self) -> tuple[type, tuple[int | None]]:
-        return type(self), (self.max_tokens,)
 
     def _reset_tree(self) -> None:
         """Start with an empty tree."""
@@ -335,10 +332,10 @@ class RadixCache:
                 self._move_below(bound)
                 self._trim(bound)
 
-    def of_model(self, model: nn.Module, what: str = "keys and values") -> None:
-        """Empty the cache if it holds rows of another model, of its earlier weights, or of another kind."""
+    def of_model(self, model: nn.Module) -> None:
+        """Empty the cache if it holds rows of another model, or of its earlier weights."""
         with self._rlock:
-            holds, found = self._fingerprint, (what, fingerprint(model))
+            holds, found = self._fingerprint, fingerprint(model)
             if holds is not None and holds != found:
                 self.clear()
             self._fingerprint = found

@@ -116,17 +116,11 @@ class KeyValueStore:
     """The keys and values of every slot.
 
     pool: of the slots.
-    calls: for each call of the attention function in a pass, keys and values, (C, K, H) each. `share_prefixes` has one
-        more, hidden states, (C, 1, D).
+    calls: for each call of the attention function in a pass, keys and values, (C, K, H) each.
     """
 
     pool: SlotPool
     calls: list[tuple[Tensor, ...]] = field(default_factory=list)
-
-    @property
-    def bytes_per_slot(self) -> int:
-        """Return the bytes of one token."""
-        return sum(rows[0].nbytes for rows in self._tensors())
 
     def write(self, call: int, new_rows: tuple[Tensor, ...], layout: CachedLayout) -> tuple[Tensor, ...]:
         """Put the new rows of a layer into their slots, and return everything stored for this call.

@@ -1,8 +1,8 @@
 """Which models can be shared: a table of what would change the gradient, the reason, the fix and the entry points.
 
-The entry points are `prepare_model` for the batches of a `RadixCollator`, `share_prefixes` for ordinary batches,
-`generate`, and the `cache` of `share_prefixes`. `CONDITIONS` is checked once, when a model is given to one of them, by
-its class, its configuration and its modules. What depends on a batch, or is added later, is checked in `refusals.py`.
+The entry points are `prepare_model` for the batches of a `RadixCollator`, `share_prefixes` for ordinary batches, and
+`generate`. `CONDITIONS` is checked once, when a model is given to one of them, by its class, its configuration and its
+modules. What depends on a batch, or is added later, is checked in `refusals.py`.
 """
 
 from __future__ import annotations
@@ -35,15 +35,14 @@ from radixtrain.hf.probes import check_transformers
 from radixtrain.tree.radix_inputs import RADIX
 from radixtrain.versions import before
 
-EntryPoint = Literal["prepare_model", "share_prefixes", "generate", "cache"]
+EntryPoint = Literal["prepare_model", "share_prefixes", "generate"]
 WITHOUT: dict[EntryPoint, str] = {
     "prepare_model": TRAIN_WITHOUT_SHARING,
     "share_prefixes": TRAIN_WITHOUT_SHARING,
     "generate": "use model.generate",
-    "cache": "leave out cache",
 }
 TRAINING: tuple[EntryPoint, ...] = ("prepare_model", "share_prefixes")
-STORED: tuple[EntryPoint, ...] = ("generate", "cache")  # keys and values
+STORED: tuple[EntryPoint, ...] = ("generate",)  # keys and values
 ALL: tuple[EntryPoint, ...] = ("prepare_model", "share_prefixes", "generate")
 
 CAUSAL_CLASSES = {

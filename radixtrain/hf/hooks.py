@@ -28,7 +28,6 @@ from radixtrain.hf.backbone import arguments_of, text_decoder_of, with_rows
 from radixtrain.hf.image_models import types_for, with_features
 from radixtrain.hf.padded.calls import is_compiled, is_generating
 from radixtrain.hf.padded.fused_heads import share_fused_heads
-from radixtrain.hf.padded.kept import KeptCall
 from radixtrain.hf.padded.row_functions import MIN_SAVING
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.padded.spread import NO_ROW
@@ -204,19 +203,15 @@ class BackboneHooks:
 
         given: the arguments of the call.
         """
-        call = given["radix_call"]
-        allowed = () if isinstance(call, KeptCall) else self.allow_dropout  # kept rows are not drawn
         try:
-            check_adapters((self.model, backbone), allowed)
-            check_draws(text_decoder_of(backbone), self.model.get_output_embeddings(), allowed)
+            check_adapters((self.model, backbone), self.allow_dropout)
+            check_draws(text_decoder_of(backbone), self.model.get_output_embeddings(), self.allow_dropout)
         except UserError as error:
-            if isinstance(call, KeptCall):
-                call.held.release()
             if not padded.leaves_refused:
                 raise
             padded.report.not_shared[str(error)] += 1
             return None
-        padded.count(call)
+        padded.count(given["radix_call"])
         return given
 
     def _check(
@@ -266,13 +261,11 @@ class BackboneHooks:
         """Check that every layer ran tree attention, keep the rows that predict, expand router logits to all tokens."""
         self.progress.end()
         call = kwargs.get("radix_call")
-        if output is None and isinstance(call, KeptCall):  # an error
-            call.held.release()
-        if output is None or not isinstance(call, RadixCall | KeptCall):
+        if output is None or not isinstance(call, RadixCall):
             return None
         self._check_mixers(backbone, call)
         call.check_layers(backbone, self.num_layers, WITHOUT_THE_TREE)
-        if isinstance(call, RadixCall) and call.cache is not None and len(set(call.calls)) < len(call.calls):
+        if call.cache is not None and len(set(call.calls)) < len(call.calls):
             raise UserError(
                 f"{type(backbone).__name__} attends several times in a layer, and keys are kept once for each layer; "
                 f"leave share_across_micro_batches at false"

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from radixtrain.collators.misuse_guard import PREPARED, is_instance_by_name
+from radixtrain.collators.misuse_guard import PREPARED
 from radixtrain.errors import UserError
 from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.backbone import Parts, backbone_of, model_inside, parts_of, pretrained_model_of
@@ -23,7 +23,6 @@ from radixtrain.hf.conditions import check_supported, why_unsupported
 from radixtrain.hf.dropout import check_dropout
 from radixtrain.hf.hooks import BackboneHooks, remove_hooks
 from radixtrain.hf.modules import mixers_of, num_attention_layers
-from radixtrain.hf.padded.kept import KeptPrefixes
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.progress import Progress
 from radixtrain.hf.recurrent.layers import install_mixers, remove_mixers
@@ -104,7 +103,6 @@ def share_prefixes(
     min_shared_tokens: int = 1,
     min_ratio: float = 1.1,
     allow_dropout: Iterable[str] = (),
-    cache: object = None,
 ) -> ModelT:
     """Make a model compute the tokens that the rows of a padded batch share only once. Returns the same model.
 
@@ -118,18 +116,15 @@ def share_prefixes(
         options.
     attention, kernel, allow_dropout: see `prepare_model`.
     min_shared_tokens: a branch point that saves fewer tokens gets no branch.
-    min_ratio: a batch with a smaller B x L / U runs as it is, unless it uses the cache.
-    cache: for a model that is not trained, such as a reference, a reward model or a teacher: a `RadixCache` of its own,
-        which keeps what calls without gradients compute, for later calls. It is emptied if the weights have changed. A
-        call with gradients or `output_hidden_states` does not use it; `sharing_report` counts those.
+    min_ratio: a batch with a smaller B x L / U runs as it is.
 
     A call that cannot be shared exactly runs as if nothing had been installed, and `sharing_report(model)` counts it
     with the reason: a cache, `inputs_embeds`, `output_attentions`, video, a mask with holes, left padding without
     `position_ids` in a model with learned positions, third-party code in a layer. Hidden states of padding are those
     of another token. If a loss reads them, the backward pass raises a UserError; without gradients nothing warns.
 
-    Raises UserError as `prepare_model`, except that any head is allowed, and for a cache of a model with recurrent
-    layers; TypeError for a module without exactly one Hugging Face model.
+    Raises UserError as `prepare_model`, except that any head is allowed; TypeError for a module without exactly one
+    Hugging Face model.
     """
     parts = parts_of(model_inside(model))
     options = _options(attention, kernel, allow_dropout)
@@ -137,8 +132,7 @@ def share_prefixes(
     _check(model, parts, options, any_head=True)
     generates = parts.base.can_generate() or parts.base is parts.backbone  # any head may use a bare backbone
     run_cost = RunCost() if mixers_of(parts.decoder) else None
-    kept = None if cache is None else _kept_in(cache, parts)
-    _install(parts, options, PaddedSharing(attention, kernel, min_shared_tokens, min_ratio, generates, run_cost, kept))
+    _install(parts, options, PaddedSharing(attention, kernel, min_shared_tokens, min_ratio, generates, run_cost))
     return model
 
 
@@ -219,13 +213,6 @@ def _options(attention: str, kernel: str, allow_dropout: Iterable[str]) -> dict[
     if isinstance(allow_dropout, str) or not isinstance(allow_dropout, Iterable):
         raise UserError(f"allow_dropout must be a list of names, got {allow_dropout!r}")
     return {"attention": attention, "kernel": kernel, "allow_dropout": tuple(allow_dropout)}
-
-
-def _kept_in(cache: object, parts: Parts) -> KeptPrefixes:
-    if not is_instance_by_name(cache, "radixtrain.generation.cache", "RadixCache"):
-        raise UserError(f"cache: expected a RadixCache, or None to keep nothing, got {type(cache).__name__}")
-    check_supported(parts, "cache")
-    return KeptPrefixes(cache)
 
 
 def _check_sharing(min_shared_tokens: int, min_ratio: float) -> None:

@@ -28,11 +28,8 @@ class SharingReport:
     num_unique_tokens: sum of U, which were computed; with what a collator pads them to. A prefix that
         `step_losses` runs forward twice counts once.
     num_images, num_distinct_images: of the shared calls; the tower computed the distinct ones of each call.
-    num_cached_tokens: of `num_tokens`, found in the cache of `share_prefixes(model, cache=...)`.
-    bytes_per_kept_token: of a token in that cache: keys and values of all layers, and a hidden state.
-    not_cached: shared calls that could not use it, counted by reason.
     num_head_places, num_head_rows: rows requested of the head, and computed by it, in its calls that shared.
-    plan_seconds: spent on reading ids, and weights for a cache, and building plans, even if nothing was shared.
+    plan_seconds: spent on reading ids and building plans, even if nothing was shared.
     unshared_models: other models of the trainer, by the names of its attributes, that compute every copy.
     """
 
@@ -44,9 +41,6 @@ class SharingReport:
     num_unique_tokens: int = 0
     num_images: int = 0
     num_distinct_images: int = 0
-    num_cached_tokens: int = 0
-    bytes_per_kept_token: int = 0
-    not_cached: Counter[str] = field(default_factory=Counter)
     num_head_places: int = 0
     num_head_rows: int = 0
     plan_seconds: float = 0.0
@@ -76,7 +70,7 @@ class SharingReport:
 
     @property
     def compression_ratio(self) -> float:
-        """Return r = T / U; 1.0 if nothing was shared. Tokens from a cache count in T only."""
+        """Return r = T / U; 1.0 if nothing was shared."""
         return self.num_tokens / self.num_unique_tokens if self.num_unique_tokens else 1.0
 
     def __str__(self) -> str:
@@ -87,15 +81,11 @@ class SharingReport:
         ]
         if self.num_images:
             lines.append(f"the tower computed {self.num_distinct_images:,} of {self.num_images:,} images")
-        if self.bytes_per_kept_token:
-            takes = f"where one takes {self.bytes_per_kept_token:,} bytes"
-            lines.append(f"{self.num_cached_tokens:,} of these tokens were in the cache, {takes}")
         if self.num_head_places:
             lines.append(f"the head computed {self.num_head_rows:,} rows for {self.num_head_places:,} places")
         if not self.num_shared + self.num_generating and not self.not_shared:
             lines.append("the backbone was never called: hooks do not run if something calls its forward method")
         lines += [f"{name} shares nothing: share_prefixes(trainer.{name})" for name in self.unshared_models]
-        lines += [f"{count} calls without the cache: {reason}" for reason, count in self.not_cached.most_common()]
         lines += [f"{count} calls not shared: {reason}" for reason, count in self.not_shared.most_common()]
         lines += [f"{self.num_generating} calls of generation"] if self.num_generating else []
         return "\n".join(lines)

@@ -102,7 +102,7 @@ class Continuations:
     node_of: IntArray
 
     @classmethod
-    def of(cls, sequences: Sequence[IntArray], matches: Sequence[Any], min_shared_tokens: int = 1) -> Continuations:
+    def of(cls, sequences: Sequence[IntArray], matches: Sequence[Any]) -> Continuations:
         """Plan what sequences, (L,), int64 each, add to the cache. matches: of `RadixCache.match_prefix`."""
         nodes = list(dict.fromkeys(match.node for match in matches))
         places = {node: place for place, node in enumerate(nodes)}
@@ -114,7 +114,7 @@ class Continuations:
         marks = 1 + max(int(tokens.max()), 1)
         marked = tokens + marks * node_of.repeat(lengths)
         positions = concatenate_ranges(num_stored, lengths)
-        plan = build_prefix_plan(marked, cumulative(lengths), positions, min_shared_tokens=min_shared_tokens)
+        plan = build_prefix_plan(marked, cumulative(lengths), positions)
         return cls(stored, num_stored, plan, tokens[plan.gather_indices], nodes, node_of)
 
     @cached_property

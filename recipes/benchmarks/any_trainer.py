@@ -4,7 +4,6 @@
     python recipes/benchmarks/any_trainer.py --trainers dpo grpo --repeats 5 --hidden 512
     python recipes/benchmarks/any_trainer.py --ranges               # speed-up / r of each entry point, in CPU time
     python recipes/benchmarks/any_trainer.py --nothing_shared       # the cost of a call that shares nothing
-    python recipes/benchmarks/any_trainer.py --kept --hidden 512    # a reference model with cached prompts
     python recipes/benchmarks/any_trainer.py --every_token          # loss on every token, a vocabulary of 151,936
 
 pip install 'trl>=1.10'. Nothing is downloaded: a Qwen3 with random weights, and random words of one token each. Every
@@ -61,13 +60,12 @@ from trl import (
 )
 from trl.experimental.kto import KTOConfig, KTOTrainer
 
-from radixtrain import RadixCache, RadixCollator, build_prefix_plan, prepare_model, share_prefixes, sharing_report
+from radixtrain import RadixCollator, build_prefix_plan, prepare_model, share_prefixes, sharing_report
 from radixtrain.bench.flops import ordinary_flops, unique_flops
 from radixtrain.hf.backbone import backbone_of, model_inside
 from radixtrain.tree.plan import PrefixPlan
 
 SHARED, QUESTION, ANSWER, GENERATIONS = 512, 16, 48, 8
-LONG_PROMPT = 2048
 VOCAB_SIZE, LARGE_VOCABULARY = 4096, 151_936
 Share = Callable[[Any], Any]
 Step = Callable[[], Tensor]  # the loss of one micro-batch
@@ -396,45 +394,6 @@ def nothing_shared() -> str:
     return f"{min(on_thread) * 1e3:.2f} ms of CPU time a call, in a step of {statistics.median(steps) * 1e3:.0f} ms"
 
 
-def kept(layers: int, hidden: int, repeats: int) -> str:
-    """Passes of GRPO's reference: 8 new completions of one prompt a step, whose logits are wanted. Arms in turns.
-
-    On one thread, whose CPU time counts: that is the same beside other programs.
-    """
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        made_model(Path(folder), layers, hidden)
-        arms = [AutoModelForCausalLM.from_pretrained(folder).eval() for _ in range(3)]
-    share_prefixes(arms[1])
-    share_prefixes(arms[2], cache=RadixCache())
-    lines = ["| prompt + completions | step | untouched ms | shared ms | kept ms | speed-up | logits off by |"]
-    lines.append("|---|---|---|---|---|---|---|")
-    for length in (32, 64, 256):
-        generator = torch.Generator().manual_seed(length)
-        prompt = torch.randint(3, VOCAB_SIZE, (1, LONG_PROMPT), generator=generator).expand(GENERATIONS, -1)
-        times, off = [], 0.0
-        for _ in range(repeats):
-            own = torch.randint(3, VOCAB_SIZE, (GENERATIONS, length), generator=generator)
-            ids = torch.cat([prompt, own], 1)
-            given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "logits_to_keep": length + 1}
-            step = [seconds_and_logits(model, given) for model in arms]
-            times.append([took for took, _ in step])
-            off = max(off, ((step[2][1] - step[0][1]).norm() / step[0][1].norm()).item())
-        for name, rows in (("first", times[:1]), ("others", times[1:])):
-            ms = [statistics.median(arm) * 1e3 for arm in zip(*rows, strict=True)]
-            what = f"{LONG_PROMPT:,} + {GENERATIONS} x {length}"
-            numbers = " | ".join(f"{each:,.0f}" for each in ms)
-            lines.append(f"| {what} | {name} | {numbers} | {ms[1] / ms[2]:.1f}x | {off:.1e} |")
-    return "\n".join([*lines, str(sharing_report(arms[2]))])
-
-
-@torch.no_grad()
-def seconds_and_logits(model: nn.Module, given: dict[str, Any]) -> tuple[float, Tensor]:
-    began = time.thread_time()
-    logits = model(**given, use_cache=False).logits.log_softmax(-1)
-    return time.thread_time() - began, logits[:]
-
-
 def made_model(
     folder: Path, layers: int, hidden: int, vocab_size: int = VOCAB_SIZE
 ) -> tuple[Any, PreTrainedTokenizerFast]:
@@ -471,7 +430,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--ranges", action="store_true", help="measure only the speed-up / r of each entry point")
     parser.add_argument("--nothing_shared", action="store_true", help="measure only that")
-    parser.add_argument("--kept", action="store_true", help="measure only a reference with a cache")
     parser.add_argument(
         "--every_token", action="store_true", help="measure only loss on every token, each arm by itself"
     )
@@ -479,9 +437,6 @@ def main() -> None:
     if options.every_token:
         for line in every_token():
             print(line, flush=True)
-        return
-    if options.kept:
-        print(kept(options.layers, options.hidden, options.repeats))
         return
     if options.nothing_shared:
         print(nothing_shared())

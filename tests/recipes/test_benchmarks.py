@@ -122,17 +122,6 @@ class TestWholeGroups:
 
 
 @FULL
-def test_a_reference_whose_prompts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """any_trainer.py --kept: the logits are those of the untouched model."""
-    import any_trainer  # imports TRL
-
-    monkeypatch.setattr(any_trainer, "LONG_PROMPT", 40)
-    rows = [line.split("|") for line in any_trainer.kept(layers=1, hidden=64, repeats=2).splitlines()]
-    assert [row[1].strip() for row in rows[2:8:2]] == ["40 + 8 x 32", "40 + 8 x 64", "40 + 8 x 256"]
-    assert all(float(row[7]) < 1e-5 for row in rows[2:8])
-
-
-@FULL
 @pytest.mark.parametrize("way", ["`RadixCollator` and `prepare_model`", "`share_prefixes`, GRPO with generation"])
 def test_a_part_of_r(tmp_path: Path, way: str) -> None:
     """any_trainer.py --ranges: both arms run, and r is that of the rows."""

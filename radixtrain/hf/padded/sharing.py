@@ -25,7 +25,6 @@ from radixtrain.hf.padded.calls import (
 )
 from radixtrain.hf.padded.fused_heads import share_fused_heads
 from radixtrain.hf.padded.images import Images
-from radixtrain.hf.padded.kept import KeptCall, KeptPrefixes
 from radixtrain.hf.padded.rows import PaddedRows, Places
 from radixtrain.hf.padded.spread import NO_ROW
 from radixtrain.hf.padded.spread_rows import SpreadRows
@@ -51,7 +50,6 @@ class PaddedSharing:
     attention, kernel, min_shared_tokens, min_ratio: as given to `share_prefixes`.
     generates: whether the model can generate, with a cache.
     run_cost: of its recurrent layers, to choose their runs on the host; None without any.
-    kept: prompts of earlier calls; None without a cache.
     separates: whether the model separates the sequences of a packed row; None until such a row comes.
     left_padding: why rows with padding on the left cannot be shared without position_ids, empty if they can; None until
         such a row comes.
@@ -65,16 +63,11 @@ class PaddedSharing:
     min_ratio: float
     generates: bool
     run_cost: RunCost | None
-    kept: KeptPrefixes | None = None
     report: SharingReport = field(default_factory=SharingReport)
     separates: bool | None = None
     left_padding: str | None = None
     leaks: str = ""
     leaves_refused: bool = False
-
-    def __post_init__(self) -> None:
-        if self.kept is not None and self.attention != "auto":
-            raise UserError(f"attention={self.attention!r} computes whole batches: leave out attention or cache")
 
     def call_on_unique_tokens(
         self, model: nn.Module, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -88,7 +81,7 @@ class PaddedSharing:
         if reason is None:
             began = time.perf_counter()
             try:
-                planned = self._planned(model, backbone, given)
+                planned = self._planned(backbone, given)
             except NotShared as error:
                 planned = str(error)
             self.report.plan_seconds += time.perf_counter() - began
@@ -98,7 +91,7 @@ class PaddedSharing:
         self.report.count_unshared(reason)
         return None
 
-    def _planned(self, model: nn.Module, backbone: PreTrainedModel, given: Mapping[str, Any]) -> dict[str, Any] | str:
+    def _planned(self, backbone: PreTrainedModel, given: Mapping[str, Any]) -> dict[str, Any] | str:
         """Return the arguments of the shared call, or why there is none."""
         decoder = text_decoder_of(backbone)
         of_images = given_of_images(backbone, given)
@@ -116,42 +109,24 @@ class PaddedSharing:
         if reason is not None:
             return reason
         ids = rows.input_ids[rows.kept]
-        call: RadixCall | KeptCall
         images = Images.read(backbone, given, rows, axes) if of_images else None
-        kept = self._kept_call(model, backbone, given, rows)
-        if kept is not None:
-            call, plan, ids = kept, kept.ends.plan, kept.ends.ids
-        else:
-            compared_ids = ids if images is None else images.tokens.codes
-            plan = build_prefix_plan(
-                compared_ids, rows.cu_seqlens, rows.kept_positions, min_shared_tokens=self.min_shared_tokens
-            )
-            if rows.kept.size < self.min_ratio * plan.num_rows and not (images and images.tower.has_copies):
-                return f"less than min_ratio = {self.min_ratio} to save"
-            blocks = None if images is None else images.tokens.blocks_of(plan)
-            layout = TreeLayout.from_plan(plan, self.run_cost, blocks).to(given["input_ids"].device, non_blocking=True)
-            may_bind = layout.blocks is not None or window_may_bind(decoder.config, layout.max_seqlen)
-            places = rows.places(plan.inverse_indices, plan.num_rows)
-            call = RadixCall(layout, None, self.attention, self.kernel, may_bind, places=places)
-            ids = ids[plan.gather_indices]
+        compared_ids = ids if images is None else images.tokens.codes
+        plan = build_prefix_plan(
+            compared_ids, rows.cu_seqlens, rows.kept_positions, min_shared_tokens=self.min_shared_tokens
+        )
+        if rows.kept.size < self.min_ratio * plan.num_rows and not (images and images.tower.has_copies):
+            return f"less than min_ratio = {self.min_ratio} to save"
+        blocks = None if images is None else images.tokens.blocks_of(plan)
+        layout = TreeLayout.from_plan(plan, self.run_cost, blocks).to(given["input_ids"].device, non_blocking=True)
+        may_bind = layout.blocks is not None or window_may_bind(decoder.config, layout.max_seqlen)
+        places = rows.places(plan.inverse_indices, plan.num_rows)
+        call = RadixCall(layout, None, self.attention, self.kernel, may_bind, places=places)
         call.misses_cache = option("use_cache", decoder.config, given)
-        arguments = self._arguments(given, call, ids, plan.position_ids)
-        if images is None or isinstance(call, KeptCall):  # a cache takes no images
+        arguments = self._arguments(given, call, ids[plan.gather_indices], plan.position_ids)
+        if images is None:
             return arguments
         call.images = images
         return images.in_place_of(backbone, arguments, plan.gather_indices, call.layout)
-
-    def _kept_call(
-        self, model: nn.Module, backbone: PreTrainedModel, given: Mapping[str, Any], rows: PaddedRows
-    ) -> KeptCall | None:
-        """Return the call on what the cache does not hold; None without a cache, or, counted, if it cannot be used."""
-        if self.kept is None:
-            return None
-        reason = self.kept.why_not(model, backbone, given, rows)
-        call = None if reason else self.kept.start(backbone, rows, self.min_shared_tokens, self.kernel)
-        if call is None:
-            self.report.not_cached[reason or "another call uses the cache"] += 1
-        return call
 
     def _why_left_padding_matters(self, decoder: PreTrainedModel, rows: PaddedRows) -> str | None:
         """Say why padding on the left cannot be shared, found once: with LoRA in 28 layers it takes 9 ms."""
@@ -161,19 +136,17 @@ class PaddedSharing:
             self.leaks = why_padding_leaks(decoder) or ""
         return self.leaks or (self.left_padding if rows.position_ids is None else "") or None
 
-    def count(self, call: RadixCall | KeptCall) -> None:
+    def count(self, call: RadixCall) -> None:
         """Count a call that runs on unique tokens."""
         assert call.places is not None
-        if isinstance(call, KeptCall):
-            self.report.num_cached_tokens += int(call.ends.num_stored.sum())
-        elif call.images is not None:
+        if call.images is not None:
             self.report.num_images += len(call.images.tower.owners)
             self.report.num_distinct_images += call.images.tower.num_distinct
         self.report.num_shared += 1
         self.report.count_tokens(call.places.rows.size, call.places.num_tokens, call.layout.num_rows)
 
     def _arguments(
-        self, given: Mapping[str, Any], call: RadixCall | KeptCall, ids: IntArray, position_ids: IntArray
+        self, given: Mapping[str, Any], call: RadixCall, ids: IntArray, position_ids: IntArray
     ) -> dict[str, Any]:
         """Return the arguments with the tokens to compute in place of the padded ones. ids, position_ids: (U,)."""
         device = given["input_ids"].device
@@ -187,23 +160,19 @@ class PaddedSharing:
         }
 
     @torch.compiler.disable  # the indices are new in every call
-    def outputs_at_places(self, output: Any, call: RadixCall | KeptCall) -> Any:
+    def outputs_at_places(self, output: Any, call: RadixCall) -> Any:
         """Put the hidden states of the backbone's output, (1, U, D), back in (B, L, D)."""
         places = call.places
         assert places is not None
         _check_outputs(output)
         rows: Tensor = output[0]
-        if isinstance(call, KeptCall):
-            assert self.kept is not None and getattr(output, "router_logits", None) is None
-            rows = self.kept.finish(call, rows[0])[None]
-            self.report.bytes_per_kept_token = self.kept.cache.store.bytes_per_slot
         spread = self.at_places(rows[0], places)
         hidden: Tensor = spread.whole() if is_compiled() else spread
         share_fused_heads()
         states = output.get("hidden_states") if isinstance(output, Mapping) else None
         if states is not None:
             output.hidden_states = tuple(hidden if each is rows else self._state(each, places) for each in states)
-        if not isinstance(call, KeptCall) and call.images is not None:
+        if call.images is not None:
             for name in OF_IMAGES:
                 if hasattr(output, name):
                     setattr(output, name, self._of_images(call.images, getattr(output, name)))
