@@ -25,7 +25,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from radixtrain.collators.passes import Keeping, Schedule
 from radixtrain.tree.arrays import IntArray, cumulative
 from radixtrain.tree.cost_model import StepCost
 from radixtrain.tree.sorting import SortedSequences, sort_sequences
@@ -82,13 +81,11 @@ class Shares(NamedTuple):
     groups: by rank, its micro-batches as lists of sequence indices.
     costs: by rank, its predicted cost, in the unit of the `SequenceCost`.
     num_unique_tokens: of all sequences together; None if they are padded.
-    schedules: by rank, its passes, if some rank keeps a prefix for several micro-batches; groups are then theirs.
     """
 
     groups: list[list[list[int]]]
     costs: list[int]
     num_unique_tokens: int | None = None
-    schedules: list[Schedule] | None = None
 
     @property
     def num_micro_batches(self) -> int:
@@ -102,14 +99,12 @@ def share_by_unique_tokens(
     max_tokens: int | None,
     position_ids: IntArray | None = None,
     cost: SequenceCost = UNIQUE_TOKENS,
-    keeping: Keeping | None = None,
 ) -> Shares:
     """Cut the sequences into micro-batches for each rank, of at most `max_tokens` unique tokens or a single sequence.
 
     sequences: token ids of each, (L,), int64.
     max_tokens: None for a single micro-batch on each rank.
     position_ids: (T,), int64, of all sequences back to back, if they do not count from 0.
-    keeping: when a prefix that several micro-batches of a rank share is computed once; None computes it in each.
 
     Minimises the cost of the most expensive rank first, then the sum over the ranks. A rank may get nothing.
     Raises ValueError for an empty sequence, which has no place in the order.
@@ -121,10 +116,10 @@ def share_by_unique_tokens(
         return Shares([[] for _ in range(num_ranks)], [0] * num_ranks, 0)
     by_order = sort_sequences(np.concatenate(sequences), cumulative(lengths), position_ids)
     if num_ranks == 1:
-        return _cut_for_ranks(by_order, np.zeros_like(lengths), 1, max_tokens, cost, keeping)
+        return _cut_for_ranks(by_order, np.zeros_like(lengths), 1, max_tokens, cost)
     candidates = [_in_a_row(by_order, num_ranks, max_tokens, cost)]
     candidates += [_in_units(by_order, starts, num_ranks, cost) for starts in _units(by_order.lcp)]
-    found = [_cut_for_ranks(by_order, rank_of, num_ranks, max_tokens, cost, keeping) for rank_of in candidates]
+    found = [_cut_for_ranks(by_order, rank_of, num_ranks, max_tokens, cost) for rank_of in candidates]
     return _cheapest(found)
 
 
@@ -140,7 +135,7 @@ def deal_by_unique_tokens(by_order: SortedSequences, batch_size: int) -> list[li
     candidates += [
         _in_units(by_order, starts, num_batches, UNIQUE_TOKENS, batch_size) for starts in _units(by_order.lcp)
     ]
-    found = [_cut_for_ranks(by_order, each, num_batches, None, UNIQUE_TOKENS, None) for each in candidates]
+    found = [_cut_for_ranks(by_order, each, num_batches, None, UNIQUE_TOKENS) for each in candidates]
     return [batch for (batch,) in _cheapest(found).groups]
 
 
@@ -267,22 +262,12 @@ def _in_units(
 
 
 def _cut_for_ranks(
-    by_order: SortedSequences,
-    rank_of: IntArray,
-    num_ranks: int,
-    max_tokens: int | None,
-    cost: SequenceCost,
-    keeping: Keeping | None,
+    by_order: SortedSequences, rank_of: IntArray, num_ranks: int, max_tokens: int | None, cost: SequenceCost
 ) -> Shares:
     """Cut the sequences of each rank into micro-batches, and compute their cost with all that they share."""
-    ranks = [_some_of(by_order, np.flatnonzero(rank_of == rank)) for rank in range(num_ranks)]
-    if keeping is not None:
-        schedules = [keeping.schedule(mine, max_tokens, cost) for mine in ranks]
-        if any(schedule.kept for schedule in schedules):
-            groups, paid = ([getattr(each, name) for each in schedules] for name in ("groups", "cost"))
-            return Shares(groups, paid, by_order.num_unique_tokens, schedules)
     groups, paid = [], []
-    for mine in ranks:
+    for rank in range(num_ranks):
+        mine = _some_of(by_order, np.flatnonzero(rank_of == rank))
         groups.append(_cut(mine, max_tokens))
         firsts = cumulative(np.array([len(group) for group in groups[-1]], dtype=np.int64))[:-1]
         heads = cost(mine.lcp)

@@ -26,7 +26,6 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from radixtrain.collators.batching import deal_by_unique_tokens, share_by_unique_tokens
-from radixtrain.collators.passes import Keeping
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.groups import PrefixGroups, find_prefix_groups
 
@@ -276,15 +275,11 @@ def batches_of(order: IntArray, batch_size: int, num_batches: int | None = None)
 
 
 def ratio_of_batches(
-    items: Items,
-    batches: Iterable[Sequence[int]],
-    max_tokens: int | None,
-    num_ranks: int = 1,
-    keeping: Keeping | None = None,
+    items: Items, batches: Iterable[Sequence[int]], max_tokens: int | None, num_ranks: int = 1
 ) -> float:
     """Return r, tokens per computed token, of these batches if cut into micro-batches of `max_tokens` unique tokens.
 
-    num_ranks: ranks that divide each batch and compute their shares separately. keeping: of a `StepCollator`.
+    num_ranks: ranks that divide each batch and compute their shares separately.
 
     1.0 without any token. Branches too small to be taken and padding are not taken into account, nor is what a token
     costs, by which the ranks of a run may divide differently.
@@ -293,7 +288,5 @@ def ratio_of_batches(
     for batch in batches:
         sequences = [ids for index in batch for ids in items(index) if len(ids)]
         num_tokens += sum(map(len, sequences))
-        shares = share_by_unique_tokens(sequences, num_ranks, max_tokens, keeping=keeping)
-        rows = shares.costs if shares.schedules is None else [each.num_rows for each in shares.schedules]
-        num_computed += sum(rows)  # a unique token costs 1
+        num_computed += sum(share_by_unique_tokens(sequences, num_ranks, max_tokens).costs)  # a unique token costs 1
     return num_tokens / num_computed if num_computed else 1.0

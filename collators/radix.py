@@ -17,8 +17,6 @@ from torch import Tensor
 from radixtrain.collators.features import check_no_floats, packed, token_rows
 from radixtrain.collators.images import BatchImages, without_images
 from radixtrain.collators.misuse_guard import check_not_dispatched, start_watch
-from radixtrain.collators.passes import Span
-from radixtrain.collators.step_rows import StepRows
 from radixtrain.collators.targets import (
     Predictions,
     check_shared_targets,
@@ -29,9 +27,8 @@ from radixtrain.collators.targets import (
 from radixtrain.collators.token_row import IGNORE_INDEX, FloatArray, TokenRow
 from radixtrain.errors import UserError
 from radixtrain.images.tokens import ImageInputs
-from radixtrain.tree.arrays import IntArray, cumulative
+from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.blocks import WITH_BLOCKS
-from radixtrain.tree.context import WITH_CONTEXT, ContextLayout
 from radixtrain.tree.cost_model import CHOICES, StepCost
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
@@ -190,50 +187,6 @@ class RadixCollator:
         )
         return batch if images is None else images.added_to(batch, plan)
 
-    def collate_pass(
-        self,
-        step: StepRows,
-        spans: Sequence[Span],
-        kept_as: int | None = None,
-        max_tokens: int | None = None,
-    ) -> dict[str, Any]:
-        """Collate one pass of a step in several; see `radixtrain.collators.passes`. It has to merge labels.
-
-        spans: the new tokens of each sequence. Those before them are its context.
-        kept_as: the place of the pass in the step, if later ones continue its single sequence; None for any other.
-
-        Without predictions it has one of weight 0, so that every pass has a loss.
-        """
-        assert self.merge_labels
-        tokens = step.tokens_of(spans)
-        bounds = cumulative(np.array([end - start for _, start, end in spans], dtype=np.int64))
-        rows = step.plan.inverse_indices[tokens]
-        plan, chosen = self._plan(rows, bounds, step.positions[tokens], max_tokens, WITH_CONTEXT)
-        labels, floats = step.packed.labels, step.packed.floats
-        if kept_as is None:
-            weights = floats.get("loss_weights")
-            listed = list_predictions(plan, labels[tokens], None if weights is None else weights[tokens])
-            predictions = listed._replace(label_indices=tokens[listed.label_indices])
-        else:
-            step.keep(rows, kept_as)
-            predictions = step.kept_predictions(kept_as)
-        layout = TreeLayout.from_plan(plan)
-        context, sources, paths = step.context_of(spans)
-        if len(context):
-            ends = step.plan.row_subtree_ends
-            layout = layout.after(ContextLayout.of(plan, rows[plan.gather_indices], context, ends), plan, paths)
-        return _batch(
-            step.packed.input_ids[tokens][plan.gather_indices],
-            plan,
-            layout,
-            _merged(predictions if len(predictions.labels) else NO_PREDICTIONS, floats),
-            sources=sources,
-            num_tokens=sum(span.end for span in spans) if kept_as is None else 0,
-            token_loss=True,
-            is_left_padded=step.is_left_padded,
-            **chosen,
-        )
-
     @property
     def _run_cost(self) -> RunCost | None:
         return self.step_cost.run_cost if self.run_cost is None and self.step_cost else self.run_cost
@@ -266,9 +219,6 @@ class RadixCollator:
         step_cost = replace(self.step_cost, strategies=allowed or self.step_cost.strategies)
         choice, plan = step_cost.cheapest(plan_of, max_tokens)
         return plan, {"strategy": choice.strategy, "min_shared_tokens": choice.min_shared_tokens}
-
-
-NO_PREDICTIONS = Predictions(*(np.zeros(1, dtype=np.int64) for _ in range(4)))  # one of weight 0
 
 
 class _Targets(NamedTuple):

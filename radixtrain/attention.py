@@ -41,7 +41,6 @@ from radixtrain.kernels.varlen import KERNELS, KernelCall, varlen_kernel, varlen
 from radixtrain.kernels.varlen_args import Scoring, VarlenKernel
 from radixtrain.tree.blocks import WITH_BLOCKS
 from radixtrain.tree.cached_layout import CachedLayout
-from radixtrain.tree.context import WITH_CONTEXT
 from radixtrain.tree.cost_model import paths_are_cheaper
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan
@@ -82,7 +81,6 @@ def tree_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     both_ways: bool = False,
-    stored: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Compute attention on unique tokens: every query sees the keys of its own root path, itself included.
 
@@ -98,21 +96,14 @@ def tree_attention(
     window: None, or w: a query sees the last w tokens of its path, itself included, counted in tokens.
     sinks: None, or (N,), floating point. A logit for every query of a head that has no value.
     both_ways: rows of `blocks` of the layout see the later rows of their block too. Not with `expand` and `tree`.
-    stored: keys and values of the layout's context, (C, K, H) each, if it has one.
 
-    Returns (U, N, H), the dtype of query; differentiable once in query, key, value, sinks and stored.
+    Returns (U, N, H), the dtype of query; differentiable once in query, key, value and sinks.
     Raises ValueError if shapes, dtypes or devices do not fit, UserError for a name that is unknown or cannot run here.
     """
     layout = plan if isinstance(plan, TreeLayout) else TreeLayout.from_plan(plan).to(query.device)
     _check_tensors(query, key, value, layout.num_rows, layout.device)
-    _check_stored(stored, 0 if layout.context is None else layout.context.num_rows)
     _check_modifiers(query, softcap, window, sinks)
     scoring = _scoring(query, scale, softcap, window, layout.max_seqlen)
-    if layout.context is not None and attention not in ("auto", *WITH_CONTEXT):
-        raise UserError(
-            f"attention={attention!r} cannot attend to rows of an earlier micro-batch: use auto, cascade or path, or "
-            f"leave share_across_micro_batches at false"
-        )
     blocks = layout.blocks if both_ways else None
     if blocks is not None and attention not in ("auto", *WITH_BLOCKS):
         raise UserError(
@@ -133,10 +124,8 @@ def tree_attention(
         if layout.even_shape is not None and choice.kernel == "torch" and sinks is None and later is None:
             return _batched_attention(query, key, value, layout.even_shape, scoring.scale)
         pieces = (*_pieces_of(layout, key, value), *([later] if later else []))
-        return attention_in_pieces(query, key, value, pieces, varlen, scoring, sinks, stored)
+        return attention_in_pieces(query, key, value, pieces, varlen, scoring, sinks)
     if choice.strategy == "path":
-        if stored is not None:
-            key, value = (torch.cat(parts) for parts in zip((key, value), stored, strict=True))
         return path_attention(query, key, value, layout.path_keys, layout.paths, varlen, scoring, sinks, later)
     return expand_attention(
         query, key, value, layout.inverse_indices, layout.gather_indices, layout.sequences, varlen, scoring, sinks
@@ -327,12 +316,6 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, num_rows: int, dev
         raise ValueError(f"head_dim must agree, got {query.shape[2]}, {key.shape[2]} and {value.shape[2]}")
     if not query.dtype.is_floating_point:
         raise ValueError(f"query, key and value must be floating point, got {query.dtype}")
-
-
-def _check_stored(stored: tuple[Tensor, Tensor] | None, num_rows: int) -> None:
-    found = [0] if stored is None else [len(rows) for rows in stored]
-    if set(found) != {num_rows}:
-        raise ValueError(f"stored must be keys and values of the {num_rows} rows of the layout's context; got {found}")
 
 
 def _check_modifiers(query: Tensor, softcap: float | None, window: int | None, sinks: Tensor | None) -> None:

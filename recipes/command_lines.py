@@ -173,8 +173,6 @@ FIT --print_config --data.group_by_prefix true
 FIT --print_config --data.group_by_prefix 4
 FIT --print_config --data.min_shared_tokens 16
 FIT --print_config --data.min_shared_tokens auto
-FIT --print_config --data.share_across_micro_batches false
-FIT --print_config --data.share_across_micro_batches auto
 FIT --print_config --model.activation_checkpointing 0.5
 FIT --print_config --model.activation_checkpointing true
 FIT --print_config --model.activation_checkpointing 1
@@ -322,7 +320,6 @@ FIT --data.batch_size=1e30
 FIT --data.batch_size=abc
 FIT --data.max_tokens=0
 FIT --data.max_length=1
-FIT --data.max_tokens=100 --data.share_across_micro_batches=false
 FIT --data.pad_to_multiple_of=99999
 FIT --data.val_size=.nan
 FIT --data.val_size=-1

@@ -1,8 +1,7 @@
 """Train in your own loop, with optimizer steps that are split into micro-batches by unique tokens.
 
 Three lines differ from an ordinary loop, marked below. Memory depends on unique tokens, so the split counts these; the
-loss of a step is the mean over its labelled tokens, however the step is split. A prefix that several micro-batches
-continue is computed once if that pays, so call `backward` on each term before you request the next one.
+loss of a step is the mean over its labelled tokens, however the step is split.
 
 make fit && python recipes/plain_loop.py                  # on the demo's chats and starting model
 """
@@ -33,7 +32,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(options.model).to(device).train()
     model = prepare_model(model)  # <-
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
-    collate = StepCollator(max_tokens=2048, step_cost=step_cost_of(model), share_across_micro_batches="auto")  # <-
+    collate = StepCollator(max_tokens=2048, step_cost=step_cost_of(model))  # <-
     draw = random.Random(0)
     for number in range(options.max_steps):
         step = collate(draw.sample(rows, 16)).to(device)

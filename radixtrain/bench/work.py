@@ -25,7 +25,6 @@ from radixtrain.collators.token_row import TokenRow
 from radixtrain.errors import UserError
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.hf.prepare import prepare_model, restore_model
-from radixtrain.hf.step_losses import loss_sums
 from radixtrain.timing import peak_bytes, seconds_in_turns
 from radixtrain.tree.cost_model import StepCost
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
@@ -196,8 +195,8 @@ class Arm:
 
     def loss_terms(self, model: PreTrainedModel, work: Work) -> Iterator[Tensor]:
         """Yield a term per micro-batch; their sum is the mean cross-entropy over the labelled tokens of the step."""
-        for loss in loss_sums(work.step(self.attention), partial(self.loss_sum, model)):
-            yield loss / work.num_labels
+        for batch in work.step(self.attention).micro_batches:
+            yield self.loss_sum(model, batch) / work.num_labels
 
     def loss_sum(self, model: PreTrainedModel, batch: Mapping[str, Any]) -> Tensor:
         """Sum the cross-entropies of a micro-batch."""

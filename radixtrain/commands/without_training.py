@@ -15,11 +15,9 @@ from radixtrain.commands.quiet import quiet, warn_of_variables
 from radixtrain.commands.reading import print_settings
 from radixtrain.commands.trainer_settings import check_settings, check_trainer_settings
 from radixtrain.commands.typed import Typed
-from radixtrain.data.step_data import SharingAcross, StepData
+from radixtrain.data.step_data import StepData
 from radixtrain.errors import UserError
-from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.config import read_config
-from radixtrain.hf.refusals import why_not_across
 from radixtrain.hf.scores import named_scores, needs_labels
 from radixtrain.inspection.show import show
 from radixtrain.redaction import masked_arguments
@@ -71,7 +69,6 @@ def _report(settings: Report, data: StepData, typed: list[str]) -> None:
     with locked(check_output_dir(settings.output_dir), "report"):
         data.setup("report")
         setup = run_setup(settings.model, settings.trainer)
-        data.across = partial(_across, setup)
         report = make_report(data, setup, typed, settings.max_seconds)
         print_report(report)
         path = Path(os.path.expanduser(settings.output_dir)) / "report.html"
@@ -123,10 +120,3 @@ def device_of(trainer: TrainerSettings) -> torch.device:
     if not has_cuda or number >= torch.cuda.device_count():
         raise UserError(f"trainer.accelerator {wanted}: this machine has {torch.cuda.device_count()} CUDA devices")
     return torch.device("cuda", number)
-
-
-def _across(setup: RunSetup) -> SharingAcross:
-    """Return what `RadixModule.sharing_across` returns, for a run on one device."""
-    parts = parts_of(setup.build(setup.period, torch.device("meta")))
-    refused = why_not_across(parts, setup.attention, setup.allow_dropout)
-    return SharingAcross(refused, setup.share == 1 or "auto", True)

@@ -92,19 +92,17 @@ class SFTData(StepData, L.LightningDataModule):
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # all is tokenised; its threads do not survive a fork
         is_prompts = split == "predict" and self.hparams.predict_prompts
         return StepLoader(
-            PromptDataset(corpus) if is_prompts else StepDataset(corpus, self._share_collator(split, merge_labels)),
+            PromptDataset(corpus) if is_prompts else StepDataset(corpus, self._share_collator(merge_labels)),
             self.sampler_of(split),
             num_workers=workers,
             persistent_workers=workers > 0 and split == "train",
             pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
         )
 
-    def _share_collator(self, split: str, merge_labels: bool) -> StepCollator:
+    def _share_collator(self, merge_labels: bool) -> StepCollator:
         """Make the collator of this rank's share of a step. Every rank draws the same steps and reads all sequences."""
         here, collator = ranks(), self.step_collator(merge_labels)
         sp_size = here.sp_size if merge_labels else 1
-        if split != "train" and self.across is not None:
-            collator = replace(collator, holds_graph=self.across().holds_graph_evaluating)
         return replace(collator, rank=here.rank, num_ranks=here.size, sp_size=sp_size)
 
 

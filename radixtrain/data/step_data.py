@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from radixtrain.collators.prefix_sampler import GroupedOrder
 from radixtrain.collators.steps import StepCollator
@@ -15,7 +15,6 @@ from radixtrain.data.splits import encoder_of, load_split, read_together, take_v
 from radixtrain.data.steps import StepSampler, features_of, grouped_order
 from radixtrain.data.tokenized.corpus import Corpus
 from radixtrain.data.tokens.tokenization import load_tokenizer
-from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.settings.data import DataSettings, Files
 from radixtrain.settings.section import value_of
@@ -26,18 +25,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-
-
-class SharingAcross(NamedTuple):
-    """Whether a model and its strategy allow prefixes to be kept from one micro-batch to the next.
-
-    refused: why they do not; None if they do. holds_graph: of `StepCollator`, in training and in evaluations, which
-        have no graph.
-    """
-
-    refused: str | None
-    holds_graph: bool | Literal["auto"]
-    holds_graph_evaluating: bool
 
 
 class StepData:
@@ -54,8 +41,6 @@ class StepData:
         """What happened to the rows of each split; with `val_size`, before the validation rows were taken out."""
         self.step_cost: Callable[[], StepCost | None] | None = None
         """What `min_shared_tokens: auto` chooses by; a `RadixModule` sets it. None: every branch is taken."""
-        self.across: Callable[[], SharingAcross] | None = None
-        """What `share_across_micro_batches` depends on; a `RadixModule` sets it. None: nothing is shared across."""
 
     @property
     def is_fixed(self) -> bool:
@@ -113,21 +98,7 @@ class StepData:
             pad_to_multiple_of=settings.pad_to_multiple_of,
             shared_targets=settings.shared_targets if merge_labels else "every",
             step_cost=self.step_cost() if least == "auto" and settings.dedup and self.step_cost else None,
-            **(self._sharing_across() if settings.dedup and merge_labels and self.across else {}),
         )
-
-    def _sharing_across(self) -> dict[str, Any]:
-        """Return arguments of a `StepCollator`. Raises UserError if it has to share across micro-batches and cannot."""
-        assert self.across is not None
-        refused, holds_graph, _ = self.across()
-        wanted, max_tokens = self.settings.share_across_micro_batches, self.settings.max_tokens * ranks().sp_size
-        if refused is None:
-            return {"share_across_micro_batches": wanted, "holds_graph": holds_graph}
-        if wanted is True:
-            raise UserError(f"data.share_across_micro_batches: {refused}; set it to false")
-        if self.settings.max_length is not None and self.settings.max_length > max_tokens:
-            raise UserError(f"data.max_length exceeds data.max_tokens, and {refused}; raise max_tokens")
-        return {}
 
     def features_of_step(self, index: int) -> list[dict[str, Any]]:
         """Return the sequences of a training step of the first epoch, before they are cut and collated."""

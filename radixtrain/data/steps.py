@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from radixtrain.collators.passes import Keeping
 from radixtrain.collators.prefix_sampler import GroupedOrder, ratio_of_batches
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
@@ -50,17 +49,13 @@ class Expected(NamedTuple):
 
 
 def expected_r(
-    conversations: Conversations,
-    batches: Iterable[Sequence[int]],
-    max_tokens: int | None,
-    num_ranks: int = 1,
-    keeping: Keeping | None = None,
+    conversations: Conversations, batches: Iterable[Sequence[int]], max_tokens: int | None, num_ranks: int = 1
 ) -> Expected:
     """Predict how much these steps share.
 
     batches: the conversations of each step, by index.
     max_tokens: unique tokens of a micro-batch, by which a step is cut; None if it is not.
-    num_ranks: ranks that divide each step. keeping: of the `StepCollator`.
+    num_ranks: ranks that divide each step.
 
     Each conversation is read once for each time that it is listed. What changes r by little is not taken into account,
     see `ratio_of_batches`.
@@ -74,7 +69,7 @@ def expected_r(
         num_whole += sum(length for length, _ in whole_chats(samples))
         return [sample.input_ids for sample in samples]
 
-    r = ratio_of_batches(sequences_of, batches, max_tokens, num_ranks, keeping)
+    r = ratio_of_batches(sequences_of, batches, max_tokens, num_ranks)
     return Expected(r, num_whole / num_tokens if num_tokens else 1.0)
 
 

@@ -41,7 +41,6 @@ from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.backbone import is_text
 from radixtrain.hf.modules import attends, eager_places, interfaces_of, why_replaced
 from radixtrain.hf.padded.rows import Places
-from radixtrain.hf.pass_cache import PassCache
 from radixtrain.hf.recurrent.running import TreeRuns
 from radixtrain.hf.windows import mask_function, on_mask, window_of
 from radixtrain.tree.arrays import IntArray
@@ -67,8 +66,8 @@ class Call:
         self.calls: list[int] = []
         self.both_ways: list[int] = []
 
-    def attend(self, layer: int, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
-        """Compute the attention of a layer. layer: its id. heads, scoring: as `tree_attention` takes them."""
+    def attend(self, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
+        """Compute the attention of a layer. heads, scoring: as `tree_attention` takes them."""
         raise NotImplementedError
 
     def check_layers(self, backbone: PreTrainedModel, num_layers: int, others: str) -> None:
@@ -99,7 +98,6 @@ class RadixCall(Call):
     images: of the padded batch; None without any.
     token_loss: whether any loss of this batch is known to be a sum over tokens.
     place_rows: which of these rows stands at each place of what the head gets; None if each stands once, in order.
-    cache: keys and values that this pass keeps, and those that it attends to; None if it is a step of one pass.
     mixed: the id of every recurrent mixer that ran.
     """
 
@@ -121,7 +119,6 @@ class RadixCall(Call):
         self.images: Any = None
         self.token_loss = False
         self.place_rows: IntArray | None = None
-        self.cache: PassCache | None = None
         self.mixed: list[int] = []
 
     @property
@@ -142,16 +139,12 @@ class RadixCall(Call):
         """Return the runs that recurrent mixers compute."""
         return TreeRuns(self.layout)
 
-    def attend(self, layer: int, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
-        """Attend to the unique tokens, and to what earlier passes of the step kept."""
-        query, key, value = heads
-        stored = None
-        if self.cache is not None:
-            (key, value), stored = self.cache.keys_and_values(layer, key, value)
+    def attend(self, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
+        """Attend to the unique tokens."""
         is_lost = self.chosen == "cascade" and window is not None  # cascade cannot apply one, and collators ignore it
         strategy = self.attention if self.chosen is None or is_lost else self.chosen
-        options = {"attention": strategy, "kernel": self.kernel, "window": window, "stored": stored, **scoring}
-        return tree_attention(query, key, value, self.layout, **options)
+        options = {"attention": strategy, "kernel": self.kernel, "window": window, **scoring}
+        return tree_attention(*heads, self.layout, **options)
 
 
 Write = Callable[[int, tuple[Tensor, ...], CachedLayout], tuple[Tensor, ...]]
@@ -167,7 +160,7 @@ class CachedCall(Call):
         super().__init__(layout, kernel, window_may_bind)
         self.write = write
 
-    def attend(self, layer: int, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
+    def attend(self, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
         """Store the keys and values of the new rows, and attend to all that each of them sees."""
         key, value = self.write(len(self.calls), heads[1:], self.layout)
         return cached_attention(*heads, (key, value), self.layout, kernel=self.kernel, window=window, **scoring)
@@ -330,7 +323,6 @@ def _attend(
     both_ways = written is not None and written.both_ways
     try:
         out_UNH = call.attend(
-            id(layer),
             _of_one_head_dim(*(_as_autocast(x[0]).transpose(0, 1) for x in heads)),
             window,
             scale=query.shape[-1] ** -0.5 if scaling is None else scaling,  # of the head dim before padding

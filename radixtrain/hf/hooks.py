@@ -160,17 +160,15 @@ class BackboneHooks:
         chosen = radix.strategy if self.attention == "auto" else None
         options = layout, predictors, self.attention, self.kernel, may_bind, chosen
         call = RadixCall(*options) if self.split is None else SplitCall(self.split, *options)
-        call.cache, call.token_loss, call.place_rows = radix.cache, radix.token_loss, place_rows
+        call.token_loss, call.place_rows = radix.token_loss, place_rows
         mask = no_mask(may_bind, layout.device, call)
         types = types_for(backbone, layout)
         return {**given, **types, "attention_mask": mask, "use_cache": False, "radix_call": call}
 
     def _count(self, backbone: PreTrainedModel, radix: RadixInputs, layout: TreeLayout, num_head_rows: int) -> None:
-        """Count a batch of a `RadixCollator`. What a pass keeps for others counts once, with no tokens but theirs."""
-        if radix.cache is not None and radix.cache.is_second:
-            return
+        """Count a batch of a `RadixCollator`."""
         num_own = layout.inverse_indices.shape[0]
-        shares = bool(layout.levels) or layout.context is not None or layout.num_rows < num_own  # padding adds rows
+        shares = bool(layout.levels) or layout.num_rows < num_own  # padding adds rows
         self.sharing.count(backbone, shares, HELP_NOT_ALIKE)
         self.report.num_shared += shares
         if not shares:
@@ -236,26 +234,6 @@ class BackboneHooks:
         if reason := why_third_party(self.model, self.model, hooks):
             raise UserError(f"a batch of a RadixCollator: {reason}; leave it out, or {TRAIN_WITHOUT_SHARING}")
         check_pass(decoder, head, layout, radix.is_left_padded, self.allow_dropout)
-        self._check_passes(backbone, layout, radix)
-
-    def _check_passes(self, backbone: PreTrainedModel, layout: TreeLayout, radix: RadixInputs) -> None:
-        """Refuse a micro-batch that depends on others if it cannot be computed in several passes."""
-        if radix.cache is None:
-            if layout.context is not None:
-                raise UserError(
-                    "a micro-batch attends to rows of earlier ones, which only the whole step has: train it by "
-                    "radixtrain.step_losses(model, step)"
-                )
-        elif self.mixers:
-            raise UserError(
-                f"{type(backbone).__name__} has recurrent layers, whose states are not kept from one micro-batch to "
-                f"the next; leave share_across_micro_batches at false"
-            )
-        elif self.allow_dropout:
-            raise UserError(
-                f"allow_dropout={list(self.allow_dropout)}: a micro-batch that others continue is computed twice, and "
-                f"dropout would draw twice; leave share_across_micro_batches at false, or set the dropout to 0"
-            )
 
     def after(self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Check that every layer ran tree attention, keep the rows that predict, expand router logits to all tokens."""
@@ -265,11 +243,6 @@ class BackboneHooks:
             return None
         self._check_mixers(backbone, call)
         call.check_layers(backbone, self.num_layers, WITHOUT_THE_TREE)
-        if call.cache is not None and len(set(call.calls)) < len(call.calls):
-            raise UserError(
-                f"{type(backbone).__name__} attends several times in a layer, and keys are kept once for each layer; "
-                f"leave share_across_micro_batches at false"
-            )
         self._expand_router_logits(type(backbone).__name__, output, kwargs, call)
         if call.places is not None:
             assert self.padded is not None

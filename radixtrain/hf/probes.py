@@ -59,7 +59,7 @@ def _requested_by_gemma() -> list[tuple[float, int | None]]:
         raise UserError(reason)
     asked: list[tuple[float, int | None]] = []
 
-    def attend(layer: int, heads: tuple[Tensor, ...], window: int | None, scale: float, **_: object) -> Tensor:
+    def attend(heads: tuple[Tensor, ...], window: int | None, scale: float, **_: object) -> Tensor:
         asked.append((scale, window))
         return heads[0]
 

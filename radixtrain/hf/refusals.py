@@ -14,10 +14,8 @@ the stack says what an evaluation is for: `Trainer` takes `labels` from the batc
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,11 +31,9 @@ from radixtrain.hf.conditions import (
     why_other_attention,
 )
 from radixtrain.hf.dropout import check_drawing_modules, check_noise
-from radixtrain.hf.modules import mixers_of, num_attention_layers, text_attention, text_layers
 from radixtrain.hf.positions import check_position, positions_in_table, why_padding_matters
 from radixtrain.hf.step_cost import ModelDimensions
 from radixtrain.hf.windows import chunk_of
-from radixtrain.tree.context import WITH_CONTEXT
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.radix_inputs import RadixInputs
 
@@ -173,33 +169,6 @@ def check_generation(parts: Parts, longest: int) -> None:
             f"{parts.name} has a table of {table} positions, and the longest prompt with its answer would have "
             f"{longest + 1} tokens; lower max_new_tokens, or set max_length to {table + 1}"
         )
-
-
-def why_not_across(parts: Parts, attention: str, allowed: Sequence[str]) -> str | None:
-    """Say why a prefix cannot be kept for later micro-batches; None if it can. Arguments: of `prepare_model`."""
-    layers = text_layers(parts.decoder)
-    if mixers_of(parts.decoder):
-        return f"{parts.name} has recurrent layers, whose states are not kept from one micro-batch to the next"
-    attending = sum(1 for _ in text_attention(parts.decoder))
-    runs_again = len(set(map(id, layers))) < len(layers) or 0 < attending < num_attention_layers(parts.decoder)
-    if runs_again or _attends_several_times(parts.decoder):
-        return f"{parts.name} attends several times with one module, and keys are kept once for each"
-    if attention not in ("auto", *WITH_CONTEXT):
-        return f"attention {attention!r} cannot attend to rows of an earlier micro-batch; auto, cascade and path can"
-    if allowed:
-        return f"a kept prefix is computed twice, and what allow_dropout={list(allowed)} names would draw twice"
-    return None
-
-
-def _attends_several_times(decoder: nn.Module) -> bool:
-    """Return whether some layer calls its attention function several times (DiffLlama), judged by its source.
-
-    This only refuses earlier: a layer that is missed here is refused at its first pass (`BackboneHooks.after`).
-    """
-    with suppress(OSError, TypeError):  # no source
-        sources = (inspect.getsource(type(module).forward) for module in text_attention(decoder))
-        return any(source.count("attention_interface(") > 1 for source in sources)
-    return False
 
 
 def check_choice(decoder: PreTrainedModel, attention: str, kernel: str) -> None:

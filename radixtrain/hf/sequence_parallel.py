@@ -162,7 +162,7 @@ class SplitCall(RadixCall):
     def own_rows(self, rows: Tensor) -> Tensor:
         return self.split.own(rows)
 
-    def attend(self, layer: int, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
+    def attend(self, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
         """Compute tree attention on this rank's heads of all rows, with one all-to-all before it and one after it."""
         n, num_rows, (query, key, _) = self.split.size, self.layout.num_rows, heads
         check_heads(query.shape[1], n)
@@ -172,7 +172,7 @@ class SplitCall(RadixCall):
         own = self.split.rows_to_heads([query, *copied])[:num_rows].split(widths, dim=1)
         if scoring.get("sinks") is not None:
             scoring["sinks"] = scoring["sinks"].unflatten(0, (n, -1))[self.split.rank]
-        out = super().attend(layer, (own[0], own[1], own[2]), window, **scoring)
+        out = super().attend((own[0], own[1], own[2]), window, **scoring)
         return self.split.heads_to_rows(filled(out, out[:1], 0, n * self.num_rows))
 
 

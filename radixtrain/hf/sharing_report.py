@@ -25,8 +25,7 @@ class SharingReport:
     num_generating: calls of `generate`, whose cache shares already.
     num_places: sum of B x L, which an ordinary model computes.
     num_tokens: sum of T, without padding.
-    num_unique_tokens: sum of U, which were computed; with what a collator pads them to. A prefix that
-        `step_losses` runs forward twice counts once.
+    num_unique_tokens: sum of U, which were computed; with what a collator pads them to.
     num_images, num_distinct_images: of the shared calls; the tower computed the distinct ones of each call.
     num_head_places, num_head_rows: rows requested of the head, and computed by it, in its calls that shared.
     plan_seconds: spent on reading ids and building plans, even if nothing was shared.

@@ -59,9 +59,6 @@ def _micro_batch(data: StepData, step: int, index: int, full: bool) -> Iterator[
     yield numbers(part, tree)
     if data.settings.min_shared_tokens == "auto":
         yield Text("data.min_shared_tokens is auto: fit may leave out small branches", style="dim")
-    is_one = len(parts) == 1 and part.batch["input_ids"].numel() <= data.settings.max_tokens
-    if data.settings.share_across_micro_batches and not is_one:
-        yield Text("data.share_across_micro_batches: fit may compute shared prefixes once, in other parts", style="dim")
     yield LEGEND
     yield draw(tree, [sample.where for sample in part.samples], full)
     yield from _strays(tree)

@@ -75,7 +75,6 @@ def cases_of(steps: Iterable[Features], collator: StepCollator, step_cost: StepC
 
     collator: with `dedup`, as in training. Takes the first and the last micro-batch of each step.
     """
-    collator = replace(collator, share_across_micro_batches=False)
     cases: list[Case] = []
     for number, features in enumerate(steps):
         for part in PARTS if number == 0 else PARTS[-1:]:

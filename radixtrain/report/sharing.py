@@ -8,7 +8,7 @@ many depends on their tokens and not on the clock, so that r is the same however
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from radixtrain.collators.batching import cut_by_padded_tokens
-from radixtrain.collators.passes import FORWARD
 from radixtrain.collators.prefix_sampler import GroupedOrder, batches_of
-from radixtrain.collators.steps import Step, StepCollator
+from radixtrain.collators.steps import StepCollator
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.data.steps import (
     StepSampler,
@@ -67,9 +66,8 @@ class CountedStep:
     """An optimizer step in both arms.
 
     num_tokens: T. num_whole_tokens: of the whole chats. num_unique_tokens: rows if the step were one micro-batch.
-    num_rows: rows that the radix arm computes, each counted once.
-    radix, ordinary, whole: of each micro-batch; whole: of an ordinary step of whole chats. A micro-batch that others
-        continue is followed by its second forward pass, if there is one.
+    num_rows: rows that the radix arm computes.
+    radix, ordinary, whole: of each micro-batch; whole: of an ordinary step of whole chats.
     collate_seconds: that the radix collator took.
     """
 
@@ -104,20 +102,11 @@ def counted_step(
         num_whole_tokens=sum(length for length, _ in whole),
         num_unique_tokens=step.num_unique_tokens,
         num_rows=step.num_computed_tokens,
-        radix=tuple(_radix_step(step, step_cost)),
+        radix=tuple(radix_counts(batch, step_cost) for batch in step.micro_batches),
         ordinary=_padded_step(rows, collator.max_tokens),
         whole=_padded_step(whole, collator.max_tokens),
         collate_seconds=seconds,
     )
-
-
-def _radix_step(step: Step, step_cost: StepCost | None) -> Iterator[Counts]:
-    for each in step.passes:
-        counts = radix_counts(step.micro_batches[each.micro_batch], step_cost)
-        if each.trains:
-            yield counts
-        elif not step.holds_graph:
-            yield Counts(round(FORWARD * counts.rows), FORWARD * counts.attention, 0)
 
 
 def radix_counts(batch: Mapping[str, Any], step_cost: StepCost | None) -> Counts:
@@ -131,8 +120,7 @@ def radix_counts(batch: Mapping[str, Any], step_cost: StepCost | None) -> Counts
     plan = build_prefix_plan(inverse, radix.cu_seqlens.numpy(), positions[inverse])  # each row counts as a token
     strategy = radix.strategy or step_cost.strategies[0]
     linear = plan.num_rows * step_cost.row_flops * step_cost.rates.flop
-    onto_context = step_cost.context_seconds(() if layout.context is None else layout.context.bounds)
-    return Counts(rows, step_cost.seconds(plan, strategy) - linear + onto_context, predictions)
+    return Counts(rows, step_cost.seconds(plan, strategy) - linear, predictions)
 
 
 def ordinary_counts(batch: Mapping[str, Any]) -> Counts:
@@ -238,17 +226,18 @@ class Epoch:
         """Return the sequences of these conversations."""
         return features_of(sample for index in batch for sample in self.conversations[index])
 
-    def settings_grid(self, own: Draw, least_max_tokens: int) -> list[Draw]:
+    def settings_grid(self, own: Draw) -> list[Draw]:
         """List draws to compare: other batch sizes with the user's `max_tokens`, and vice versa, plain and grouped.
 
-        own: the user's, which is one of them. least_max_tokens: the longest sequence has to fit.
+        own: the user's, which is one of them.
 
-        Leaves out grouped draws that would be plain: conversations are not shuffled, or a shuffle is good enough.
+        Leaves out budgets below the longest sequence, which would not bound its micro-batch, and grouped draws that
+        would be plain: conversations are not shuffled, or a shuffle is good enough.
         """
         sizes = {size for size in BATCH_SIZES if size <= self.size} | {own.batch_size}
-        budgets = {int(own.max_tokens * factor) for factor in MAX_TOKENS_FACTORS}
+        budgets, longest = {int(own.max_tokens * factor) for factor in MAX_TOKENS_FACTORS}, int(self.lengths.max())
         cross = {(size, own.max_tokens) for size in sizes}
-        cross |= {(own.batch_size, budget) for budget in budgets if budget >= least_max_tokens}
+        cross |= {(own.batch_size, budget) for budget in budgets if budget >= longest}
         together = own.group_by_prefix or True
         grouped = {size for size in sizes if self.shuffle and self._grouping(size, together)}
         draws = {Draw(size, budget, together) for size, budget in cross if size in grouped}

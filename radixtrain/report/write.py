@@ -67,8 +67,7 @@ def make_report(data: StepData, setup: RunSetup, typed: Sequence[str] = (), max_
     together = of_data.group_by_prefix
     own = Draw(of_data.batch_size, of_data.max_tokens, together if together is True or together > 1 else False)
     logger.info("looking for prompts that %d conversations share", len(epoch.conversations))
-    longest = of_data.max_length or int(epoch.lengths.max())
-    grid = epoch.settings_grid(own, 1 if epoch.collator.share_across_micro_batches else longest)
+    grid = epoch.settings_grid(own)
     logger.info("counting what the steps of %d settings share", len(grid))
     sampled = {draw: epoch.sampled(draw) for draw in grid}
     num_steps, epoch_steps = len(sampled[own].steps), -(-epoch.size // own.batch_size)

@@ -27,7 +27,7 @@ class DataSettings(Section):
     val_size: rows of `train_file` to validate on without a `validation_file`: a share below 1, or a number of
         conversations.
     batch_size: conversations in one optimizer step. Its gradient does not depend on how the step is cut.
-    max_tokens: unique tokens in a micro-batch, which decide its memory.
+    max_tokens: unique tokens in a micro-batch, which decide its memory; a longer sample is a micro-batch by itself.
     max_length: longest sample, in tokens.
     excess_length_strategy: for a longer sample: raise, drop, or truncate (keeps the start).
     on_bad_row: a row that cannot be used: raise stops with `file:line: reason`, skip reports and continues.
@@ -52,8 +52,6 @@ class DataSettings(Section):
         of a layer.
     shared_targets: weight of a label that several sequences of a step share: every, once for each, as in an ordinary
         trainer; once, once with the mean of their loss weights.
-    share_across_micro_batches: compute a prefix once that several micro-batches of a step continue, and a sequence of
-        more than max_tokens in several of them; auto: where it pays.
     pad_to_multiple_of: pad the unique tokens of a micro-batch to a multiple of it.
     dataset_num_proc: processes that tokenise; null: one for each core if the file is large.
     cache_dir: folder of tokenised rows; null is `tokens` in `$RADIXTRAIN_CACHE`.
@@ -95,7 +93,6 @@ class DataSettings(Section):
     seed: Annotated[int, Limits(0, 2**32 - 1)] = 42
     min_shared_tokens: Count | Literal["auto"] = "auto"
     shared_targets: Literal["every", "once"] = "every"
-    share_across_micro_batches: bool | Literal["auto"] = "auto"
     pad_to_multiple_of: Count | None = None
     dataset_num_proc: Annotated[int | None, Limits(1, MOST_PROCESSES)] = None
     cache_dir: str | None = None
@@ -114,7 +111,7 @@ class DataSettings(Section):
         if self.template_date is not None:
             date_of(self.template_date)
         self._check_group_by_prefix()
-        self._check_sizes()
+        self._check_padding()
 
     def _check_group_by_prefix(self) -> None:
         number = self.group_by_prefix
@@ -129,19 +126,13 @@ class DataSettings(Section):
                 f"({self.batch_size}); got {number}"
             )
 
-    def _check_sizes(self) -> None:
-        """Check sizes against the micro-batch; what is cut into several of them may be longer than one."""
-        together = f" x sp_size {self.sp_size}" if self.sp_size > 1 else ""
-        sizes = {"max_length": (self.max_length, "a sequence that long has")}
-        if self.dedup and self.share_across_micro_batches:
-            sizes = {}
-        sizes["pad_to_multiple_of"] = (self.pad_to_multiple_of, "rows padded to it have")
-        for name, (size, what) in sizes.items():
-            if size is not None and size > self.max_tokens * self.sp_size:
-                raise UserError(
-                    f"data.{name} {size} exceeds data.max_tokens {self.max_tokens}{together}: {what} no micro-batch to "
-                    f"go into; raise max_tokens or lower {name}"
-                )
+    def _check_padding(self) -> None:
+        multiple, together = self.pad_to_multiple_of, f" x sp_size {self.sp_size}" if self.sp_size > 1 else ""
+        if multiple is not None and multiple > self.max_tokens * self.sp_size:
+            raise UserError(
+                f"data.pad_to_multiple_of {multiple} exceeds data.max_tokens {self.max_tokens}{together}: rows padded "
+                f"to it have no micro-batch to go into; raise max_tokens or lower pad_to_multiple_of"
+            )
 
 
 def date_of(text: str) -> datetime:

@@ -14,22 +14,17 @@ from radixtrain.checkpoints.sharded import whole
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.prompts import Prompt
-from radixtrain.data.step_data import SharingAcross
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
-from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.hf.prepare import prepare_model, prepared_options
-from radixtrain.hf.refusals import why_not_across
 from radixtrain.hf.scores import Scorer, check_scores, named_scores
 from radixtrain.hf.step_cost import step_cost_of
-from radixtrain.hf.step_losses import loss_sums
 from radixtrain.redaction import masked
 from radixtrain.settings.model import ModelSettings
 from radixtrain.training.answers.answering import check_answering
 from radixtrain.training.answers.predictions import PredictedAnswers, scored_records, scorer_of
-from radixtrain.training.devices.fsdp2 import FSDP2Strategy
 from radixtrain.training.devices.gradient_sync import backward, rebuild_ddp, warm_up_buckets
 from radixtrain.training.fault_tolerance.nonfinite_guard import NonFiniteGuard, check_weights_finite
 from radixtrain.training.fault_tolerance.position import (
@@ -126,7 +121,7 @@ class RadixModule(L.LightningModule):
         data = trainer.datamodule
         self.steps_per_epoch = None
         if isinstance(data, SFTData):
-            data.step_cost, data.across = self.step_cost, self.sharing_across
+            data.step_cost = self.step_cost
             self.steps_per_epoch = data.steps_per_epoch if stage == "fit" else None
         if stage == "predict" and self.hparams.generate:
             options, dedup = self.answers.options, self.hparams.dedup
@@ -166,9 +161,9 @@ class RadixModule(L.LightningModule):
         scheduler: Any = self.lr_schedulers()
         optimizer.zero_grad()
         loss, size = torch.zeros((), device=self.device), ranks().size
-        for index_in_step, loss_sum in enumerate(loss_sums(step, self.loss_sum), start=1):
-            share = loss_sum / (step.num_labels / size)
-            backward(self, share, is_last=index_in_step == step.num_losses)
+        for number, batch in enumerate(step.micro_batches, start=1):
+            share = self.loss_sum(batch) / (step.num_labels / size)
+            backward(self, share, is_last=number == len(step.micro_batches))
             loss += share.detach()
         loss, grad_norm = ranks().sum(loss) / size, self._clip()
         if self.guard.allows(self, loss, grad_norm, step.where, self.global_step):
@@ -250,17 +245,6 @@ class RadixModule(L.LightningModule):
             return None
         return step_cost_of(self.model, attention, device)
 
-    def sharing_across(self) -> SharingAcross:
-        """Return what `data.share_across_micro_batches` depends on."""
-        assert self.model is not None
-        settings, is_sharded = self.hparams, isinstance(self.trainer.strategy, FSDP2Strategy)
-        return SharingAcross(
-            refused=why_not_across(parts_of(self.model), settings.attention, settings.allow_dropout or ()),
-            # Under FSDP all ranks run forward passes and training passes at the same time, and nothing in between.
-            holds_graph=not is_sharded and (settings.activation_checkpointing == 1 or "auto"),
-            holds_graph_evaluating=not is_sharded,
-        )
-
     def verify(self, features: Features, collator: StepCollator) -> EquivalenceReport:
         """Check whether an optimizer step of these sequences has the gradient of ordinary Hugging Face.
 
@@ -308,7 +292,7 @@ class RadixModule(L.LightningModule):
 
         The guard raises for a loss that is not finite, or leaves the step out.
         """
-        loss: Any = sum(loss_sums(step, self.loss_sum))
+        loss: Any = sum(map(self.loss_sum, step.micro_batches))
         mean = ranks().sum(loss) / step.num_labels
         if self.guard.accepts(name, mean, step.where, is_fit=self.trainer.state.fn == "fit"):
             self.log(name, mean, on_epoch=True, on_step=False, prog_bar=True, batch_size=step.num_labels)

@@ -23,9 +23,9 @@ from radixtrain.kernels.merge_attention import Piece
 from radixtrain.kernels.varlen_args import Ragged
 from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative, lengths_of
 from radixtrain.tree.blocks import BlockLayout
-from radixtrain.tree.context import shared_pieces
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
+from radixtrain.tree.shared_pieces import shared_pieces
 
 
 @dataclass(frozen=True, eq=False)

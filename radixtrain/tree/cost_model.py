@@ -19,8 +19,7 @@ constant.
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -164,21 +163,7 @@ class StepCost:
 
     def attention_seconds(self, plan: PrefixPlan, strategy: str) -> float:
         """Predict the seconds of attention, forward and backward."""
-        return self._work_seconds(attention_work(plan, strategy, self.on_host))
-
-    def context_seconds(self, bounds: Sequence[tuple[int, int, int, int]]) -> float:
-        """Predict the seconds of calls onto the rows of earlier passes. bounds: of a `ContextLayout`."""
-        queries, keys = [q1 - q0 for q0, q1, _, _ in bounds], [k1 - k0 for _, _, k0, k1 in bounds]
-        work = AttentionWork(
-            calls=len(bounds),
-            rectangles=len(bounds),
-            pairs=sum(map(operator.mul, queries, keys)),
-            query_rows=sum(queries),
-            key_rows=sum(keys),
-        )
-        return self._work_seconds(work)
-
-    def _work_seconds(self, work: AttentionWork) -> float:
+        work = attention_work(plan, strategy, self.on_host)
         rates, (calls, rectangles, pairs, elements) = self.rates, self.counts(work)
         attention = calls * rates.call + rectangles * rates.rectangle + pairs * rates.pair + elements * rates.element
         return self.attention_share * attention

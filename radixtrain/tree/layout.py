@@ -5,10 +5,9 @@ T packed tokens, U unique rows, B sequences, S segments, P predictions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,8 @@ from radixtrain.kernels.cascade import Level, bundled_pieces
 from radixtrain.kernels.merge_attention import Piece
 from radixtrain.kernels.tree_flex import tree_block_mask
 from radixtrain.kernels.varlen_args import Ragged
-from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative
+from radixtrain.tree.arrays import concatenate_ranges
 from radixtrain.tree.blocks import BlockLayout
-from radixtrain.tree.context import ContextLayout
 from radixtrain.tree.movable import Movable
 from radixtrain.tree.plan import PrefixPlan
 from radixtrain.tree.runs import RunCost, RunLayout, cheapest_runs
@@ -41,8 +39,6 @@ class TreeLayout(Movable):
     level_queries, level_keys: int64. rows of the levels with several segments, back to back (single ones are slices).
     level_cu_seqlens_q, level_cu_seqlens_k: int32. bounds of the same calls, back to back, each from 0.
     runs: for layers with a recurrent state, if requested.
-    context: rows of earlier passes, if these rows attend to any. Paths and `max_seqlen` then count from the root, and
-        `path_keys` from U on are context rows.
     blocks: rows that attend in both directions, if there are any.
     """
 
@@ -65,7 +61,6 @@ class TreeLayout(Movable):
     max_position: int
     levels: tuple[Level, ...]
     runs: RunLayout | None = None
-    context: ContextLayout | None = None
     blocks: BlockLayout | None = None
 
     @classmethod
@@ -95,26 +90,6 @@ class TreeLayout(Movable):
             runs=None if run_cost is None else cheapest_runs(*segments, run_cost),
             blocks=blocks,
             **_levels(plan),
-        )
-
-    def after(self, context: ContextLayout, plan: PrefixPlan, paths: Sequence[IntArray]) -> TreeLayout:
-        """Add a context to these rows. plan: of the rows. paths: the context rows of each sequence, (n,), int64."""
-        bounds = plan.cu_seqlens.tolist()
-        whole = [
-            np.append(self.num_rows + path, plan.inverse_indices[start:end])
-            for path, (start, end) in zip(paths, pairwise(bounds), strict=True)
-        ]
-        keys = [whole[sequence] for sequence in plan.path_sequences.tolist()]
-        if plan.num_padding:
-            keys.append(np.arange(plan.num_unique_tokens, plan.num_rows))
-        cu_seqlens = cumulative(np.array([len(each) for each in keys], dtype=np.int64))
-        return replace(
-            self,
-            context=context,
-            path_keys=_int32(np.concatenate(keys)),
-            path_cu_seqlens_k=_int32(cu_seqlens),
-            max_path=_longest(cu_seqlens),
-            max_seqlen=max(map(len, whole)),
         )
 
     @property
@@ -154,8 +129,6 @@ class TreeLayout(Movable):
         None for a single sequence on a GPU, since its length is new in every batch: torch may take cuDNN, which plans
         each shape for a tenth of a second. Equal lengths come again.
         """
-        if self.context is not None:
-            return None
         batch = self.cu_seqlens.shape[0] - 1, self.max_seqlen
         is_even = self.num_rows == self.inverse_indices.shape[0] == batch[0] * batch[1] > 0
         return batch if is_even and not self.levels and (batch[0] > 1 or self.device.type == "cpu") else None
@@ -176,20 +149,18 @@ class TreeLayout(Movable):
     def pieces(self) -> tuple[Piece, ...]:
         """Return the calls of `cascade`; the first covers every row."""
         if self.device.type == "cpu":
-            return self._onto_context(bundled_pieces(self.segment_starts, self.subtree_ends, self.row_subtree_ends))
+            return bundled_pieces(self.segment_starts, self.subtree_ends, self.row_subtree_ends)
         return self.packed_pieces()
 
     @cached_property
     def separate_pieces(self) -> tuple[Piece, ...]:
         """Return the calls of `cascade` on the host, without a mask that hides one branch from another."""
-        return self._onto_context(
-            bundled_pieces(self.segment_starts, self.subtree_ends, self.row_subtree_ends, bundle=1)
-        )
+        return bundled_pieces(self.segment_starts, self.subtree_ends, self.row_subtree_ends, bundle=1)
 
     def packed_pieces(self) -> tuple[Piece, ...]:
         """Return the calls of `cascade` on a device: one for all segments, and one for each level of the tree."""
         own = Ragged(self.segment_starts, self.segment_starts, self.max_segment, self.max_segment, causal=True)
-        return self._onto_context((Piece(slice(None), slice(None), own), *self._level_pieces()))
+        return (Piece(slice(None), slice(None), own), *self._level_pieces())
 
     def _level_pieces(self) -> Iterator[Piece]:
         """Yield the calls of descendants onto their ancestors, one for each level of the tree."""
@@ -205,10 +176,6 @@ class TreeLayout(Movable):
                 q_rows, query = self.level_queries[query : query + level.num_queries], query + level.num_queries
                 k_rows, key = self.level_keys[key : key + level.num_keys], key + level.num_keys
             yield Piece(q_rows, k_rows, ragged)
-
-    def _onto_context(self, own: tuple[Piece, ...]) -> tuple[Piece, ...]:
-        """Add the calls onto the context, if there is one."""
-        return own if self.context is None else (*own, *self.context.pieces(self.device))
 
 
 def sequences_of(token_indices: Tensor, cu_seqlens: Tensor) -> Tensor:

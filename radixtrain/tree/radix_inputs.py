@@ -43,10 +43,8 @@ class RadixInputs(Movable):
         the padding in Hugging Face: the same for rotary embeddings, but not for learned ones.
     image_rows: (placeholders among U,), int64. which row of the pieces stands at each unique placeholder.
     image_pieces: of each piece: how many placeholders it has, and which of the distinct images these show.
-    num_tokens: original tokens that the batch adds to its step, if they are not those of its sequences: all tokens of
-        those that end in it, and none of a prefix that others continue or of a batch that only fills up.
-    sources: which rows of earlier passes the context is, back to back: (micro-batch of the step, first row, last + 1).
-    cache: the `PassCache` of a pass while it runs.
+    num_tokens: original tokens that the batch adds to its step, if they are not those of its sequences: 0 for one that
+        only fills up.
     split: the number of rows in all, or a `SplitLoss`, if a rank of an `sp_group` holds only some of them.
     """
 
@@ -66,8 +64,6 @@ class RadixInputs(Movable):
     image_rows: Tensor | None = None
     image_pieces: tuple[tuple[int, tuple[int, ...]], ...] = ()
     num_tokens: int | None = None
-    sources: tuple[tuple[int, int, int], ...] = ()
-    cache: Any = None
     split: Any = None
 
 

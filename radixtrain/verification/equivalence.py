@@ -25,7 +25,6 @@ from radixtrain.hf.dropout import without_dropout
 from radixtrain.hf.image_models import image_inputs_of
 from radixtrain.hf.prepare import prepare_model, prepared_options, restore_model
 from radixtrain.hf.refusals import added_losses
-from radixtrain.hf.step_losses import loss_sums
 from radixtrain.verification.oracle import (
     Arm,
     Features,
@@ -150,7 +149,7 @@ def verify_step(
     if collator.shared_targets == "once":
         features = features_once(features)
     unique = replace(collator, dedup=True, merge_labels=True)(features)
-    plain = replace(collator, dedup=False, merge_labels=True, share_across_micro_batches=False)(features)
+    plain = replace(collator, dedup=False, merge_labels=True)(features)
     with _filled_adapters(model):
         return verify_arms(
             model,
@@ -265,6 +264,6 @@ def _filled_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def _terms(loss_sum: Callable[[dict[str, Any]], Tensor], step: Step, device: torch.device) -> Iterator[Tensor]:
-    """Yield the terms of the loss of a step, one for each pass that trains."""
-    for term in loss_sums(step.to(device), loss_sum):
-        yield term / step.num_labels
+    """Yield the terms of the loss of a step, one for each micro-batch."""
+    for batch in step.to(device).micro_batches:
+        yield loss_sum(batch) / step.num_labels

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import across_micro_batches
 import head_and_loss
 import numpy as np
 import plan
@@ -51,19 +50,6 @@ class TestPlan:
         printed = capsys.readouterr().out
         assert "radix-mlp is not installed, so its columns are empty: pip install radix-mlp==0.0.2" in printed
         assert "| prefixes | 15 | 5 | 3.00 |" in printed
-
-
-def test_prefixes_once_in_a_step(monkeypatch, capsys):
-    """across_micro_batches.py compares the gradients of its ways before it takes a time."""
-    monkeypatch.setattr(across_micro_batches, "STEPS", {"a prompt": (40, 6, 6, 64)})
-    for what in ("time", "memory"):
-        across_micro_batches.main([what, "--layers=1", "--hidden=64", "--length=50", "--repeats=1"])
-    printed = capsys.readouterr().out
-    assert "| a prompt | 64 | 116, 76 | 1.53 |" in printed  # 40 rows, and 36, in two micro-batches or kept
-    assert "| a row of 50 | 50, 4,096 |" in printed
-    monkeypatch.setattr(across_micro_batches, "relative_error", lambda *_: 1.0)
-    with pytest.raises(AssertionError):
-        across_micro_batches.main(["time", "--layers=1", "--hidden=64", "--repeats=1"])
 
 
 class TestHeadAndLoss:

@@ -16,7 +16,7 @@ from radixtrain.generation.generate import Generated
 from radixtrain.generation.store import KeyValueStore
 from radixtrain.kernels.cascade import bundled_pieces
 from radixtrain.kernels.merge_attention import Piece
-from radixtrain.tree.context import shared_piece
+from radixtrain.tree.shared_pieces import shared_piece
 
 __all__ = [
     *("Answered", "answered", "finished_logits", "greedy_by_the_model", "is_idle", "logprobs_by_the_model"),

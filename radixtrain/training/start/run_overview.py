@@ -128,9 +128,8 @@ def sharing_entries(data: SFTData) -> list[Entry]:
         return [*entries, ("r", "1 or less: dedup: false is the ordinary baseline, on padded rows")]
     batches = list(batches_of(data.train_order(), settings.batch_size))
     max_tokens = settings.max_tokens * ranks().sp_size
-    keeping = data.step_collator().keeping
-    on_one = expected_r(corpus, batches, max_tokens, keeping=keeping)
-    r = on_one.r if num_groups == 1 else expected_r(corpus, batches, max_tokens, num_groups, keeping).r
+    on_one = expected_r(corpus, batches, max_tokens)
+    r = on_one.r if num_groups == 1 else expected_r(corpus, batches, max_tokens, num_groups).r
     text = f"about {r * on_one.whole_share:.1f} tokens per computed token in this order"
     if on_one.whole_share < 1:
         text += f" against whole chats, as TRL trains them, {r:.1f} against the same rows"
@@ -178,8 +177,7 @@ def _arrangement(data: SFTData, drawn: Corpus, groups: PrefixGroups, r: float, w
         return Arrangement(r, r)
     order = grouped.draw(np.arange(len(drawn)), np.random.default_rng([settings.seed, 0]))
     batches = batches_of(order, settings.batch_size)
-    max_tokens, keeping = settings.max_tokens * ranks().sp_size, data.step_collator().keeping
-    grouped_r = expected_r(drawn, batches, max_tokens, ranks().num_groups, keeping).r
+    grouped_r = expected_r(drawn, batches, settings.max_tokens * ranks().sp_size, ranks().num_groups).r
     return Arrangement(r * whole_share, grouped_r * whole_share)
 
 

@@ -35,7 +35,6 @@ JUDGED = {
     **{"data__validation_file": "rows", "trainer__val_check_interval": 1, "save_best": "eval_loss"},
     **{"early_stopping": 2, "model__learning_rate": 0.1, "model__lr_scheduler_type": "constant"},
 }
-KEPT = {"data__share_across_micro_batches": "true", "data__max_tokens": 20}
 SET_UPS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "four ranks": (4, "ddp", DROPOUT),
     "a worker": (2, "ddp", {"data__dataloader_num_workers": 1}),
@@ -47,7 +46,6 @@ SET_UPS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "save_best": (2, "ddp", JUDGED),
     "four sharded ranks": (4, "fsdp2", {}),
     "sharded dropout": (2, "fsdp2", DROPOUT),
-    "kept prefixes": (2, "fsdp2", KEPT),
 }
 
 

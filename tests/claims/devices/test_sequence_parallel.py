@@ -437,8 +437,8 @@ def positions_of_the_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def keys_of_another_head(monkeypatch: pytest.MonkeyPatch) -> None:
     original = SplitCall.attend
 
-    def attend(self: SplitCall, layer: int, heads: Any, *rest: Any, **scoring: Any) -> Tensor:
-        return original(self, layer, (heads[0], heads[1].flip(1), heads[2]), *rest, **scoring)
+    def attend(self: SplitCall, heads: Any, *rest: Any, **scoring: Any) -> Tensor:
+        return original(self, (heads[0], heads[1].flip(1), heads[2]), *rest, **scoring)
 
     monkeypatch.setattr(SplitCall, "attend", attend)
 
@@ -458,9 +458,9 @@ def own_count_of_labels(monkeypatch: pytest.MonkeyPatch) -> None:
 def a_sink_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     original = SplitCall.attend
 
-    def attend(self: SplitCall, layer: int, heads: Any, window: Any, **scoring: Any) -> Tensor:
+    def attend(self: SplitCall, heads: Any, window: Any, **scoring: Any) -> Tensor:
         first = scoring["sinks"][: len(scoring["sinks"]) // 2]
-        return original(self, layer, heads, window, **{**scoring, "sinks": torch.cat([first, first])})
+        return original(self, heads, window, **{**scoring, "sinks": torch.cat([first, first])})
 
     monkeypatch.setattr(SplitCall, "attend", attend)
 

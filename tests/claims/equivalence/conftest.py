@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 from torch import Tensor
 
-from radixtrain import RadixCollator, step_losses
+from radixtrain import RadixCollator
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.hf.activation_checkpointing import recompute
 from radixtrain.kernels.cascade import bundled_pieces
@@ -21,15 +21,14 @@ MODELS = {
     "untied, biased": {"tie_word_embeddings": False, "attention_bias": True, "num_key_value_heads": 4},
     "LoRA": {},
 }
-LOSSES = ["own, micro-batches", "fused, micro-batches", "own, one batch", "fused, passes", "fused, held passes"]
+LOSSES = ["own, micro-batches", "fused, micro-batches", "own, one batch"]
 
 
 @dataclass(frozen=True)
 class Way:
     """A way to run the optimizer step.
 
-    loss: the model's own loss on one batch; its own loss on micro-batches; or the fused loss of `fit` on micro-batches,
-        or on passes, in which each prefix is computed once in a step: with graphs that are held, or again.
+    loss: the model's own loss on one batch; its own loss on micro-batches; or the fused loss of `fit` on micro-batches.
     max_tokens: unique tokens in a micro-batch.
     activation_checkpointing: the share of the layers that recompute.
     """
@@ -46,9 +45,6 @@ class Way:
             yield from radix_batch(model, RadixCollator(**self._sizes)(features))
             return
         step = self.step(features)
-        if self.has_passes:
-            yield from step_losses(model, step)
-            return
         for batch in step.micro_batches:
             if self._fused:
                 yield _module(model).loss_sum(batch) / step.num_labels
@@ -57,13 +53,7 @@ class Way:
 
     def step(self, features: Any) -> Step:
         """The step, cut and collated."""
-        across = {"share_across_micro_batches": self.has_passes, "holds_graph": "held" in self.loss}
-        return StepCollator(max_tokens=self.max_tokens, merge_labels=self._fused, **across, **self._sizes)(features)
-
-    @property
-    def has_passes(self) -> bool:
-        """Whether it needs a strategy of `WITH_CONTEXT`."""
-        return "passes" in self.loss
+        return StepCollator(max_tokens=self.max_tokens, merge_labels=self._fused, **self._sizes)(features)
 
     @property
     def _fused(self) -> bool:

@@ -15,8 +15,6 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from itertools import product
 from typing import Any
 
 import pytest
@@ -31,19 +29,15 @@ from transformers.models.auto import modeling_auto
 
 from radixtrain import (
     RadixCollator,
-    StepCollator,
     prepare_model,
     restore_model,
-    step_losses,
     verify_equivalence,
 )
 from radixtrain.errors import UserError, first_line
-from radixtrain.hf.activation_checkpointing import recompute
 from radixtrain.hf.backbone import is_text, parts_of
 from radixtrain.hf.modules import mixers_of
-from radixtrain.hf.refusals import why_not_across
 from radixtrain.testing import FREE_FORKS
-from radixtrain.verification.oracle import float64_throughout, float64_truth, gradients_of
+from radixtrain.verification.oracle import float64_throughout, gradients_of
 from radixtrain.versions import transformers_is_before
 
 WRITING = bool(os.environ.get("RADIXTRAIN_WRITE_TABLE"))
@@ -208,44 +202,6 @@ def test_every_strategy(name: str) -> None:
     for attention in ("path", "expand", "reference"):
         report = verify_equivalence(model, FEATURES, attention=attention, collator=FORKING, precisions=["float64"])
         assert report.passed and report["float64"].worst.radix <= BAR, str(report)
-
-
-QUICK_ACROSS = [("text", name) for name in ("DeepSeek-V3", "gpt-oss", "Gemma 3n", "DiffLlama")]
-EVERY_WAY_ACROSS = """DeepSeek-V3, Gemma 2, Gemma 3, Gemma 3n, Gemma 4, gpt-oss, Llama, Mistral, Qwen3, Qwen3-MoE"""
-TWICE = ["DiffLlama", "HRM-Text"]  # attend several times with one module
-
-
-@pytest.mark.parametrize(("group", "name"), cases(EQUAL, QUICK_ACROSS))
-def test_prefixes_kept_for_several_micro_batches(group: str, name: str) -> None:
-    """Equal, or refused before training as well as in it. The step has kept rows on three levels."""
-    family = TRIED[group, name]
-    with stock_failures_skip(family):
-        model = family.build()
-        if refusal_of(model):
-            pytest.skip(f"{name}: this transformers cannot pass a radix batch on")
-    why = why_not_across(parts_of(model), "auto", ())
-    if why:
-        assert name in TWICE or mixers_of(parts_of(model).decoder), why
-        with pytest.raises(UserError, match="leave share_across_micro_batches at false"):
-            list(step_losses(prepare_model(model), step_in_passes()))
-        return
-    truth = float64_truth(restore_model(model), FEATURES)
-    every = product((False, True), (0.0, 0.5, 1.0)) if name in re.split(r",\s+", EVERY_WAY_ACROSS) else [(False, 0.0)]
-    for holds_graph, share in every:
-        recompute(model, share)
-        same_step(model, truth, partial(step_losses, step=step_in_passes(holds_graph)), what=(holds_graph, share))
-
-
-def step_in_passes(holds_graph: bool = False) -> Any:
-    """Ten micro-batches of at most three rows."""
-    return StepCollator(max_tokens=3, share_across_micro_batches=True, holds_graph=holds_graph)(FEATURES)
-
-
-def test_the_step_has_three_levels() -> None:
-    depth: list[int] = []
-    for batch in step_in_passes().micro_batches:
-        depth.append(max([1 + depth[source] for source, *_ in batch["radix"].sources], default=0))
-    assert max(depth) >= 3 and len(depth) == 10
 
 
 def test_what_a_refusal_advises() -> None:

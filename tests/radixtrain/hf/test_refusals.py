@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from older_transformers import IS_OLDER, NEEDS_FORKS, since
+from older_transformers import IS_OLDER, since
 from tiers import FULL
 from tiny_models import tiny_model
 from torch import nn
@@ -16,7 +16,6 @@ from radixtrain import RadixCollator, prepare_model, share_prefixes, verify_equi
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.conditions import CONDITIONS, WITHOUT
-from radixtrain.hf.refusals import why_not_across
 
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [7, 8, 9, 3])]
 OWN_STATE = "whose state from token to token does not go through Hugging Face's cache .* cannot fork"
@@ -236,33 +235,6 @@ class TestSoftCap:
     def test_a_kernel_without_a_soft_cap(self):
         with pytest.raises(UserError, match="kernel='torch' cannot be used: computes no soft-cap; kernel='auto'"):
             prepare_model(tiny_model("Gemma2ForCausalLM", attn_implementation="eager"), kernel="torch")
-
-
-TWICE = "attends several times with one module, and keys are kept once for each"
-
-
-@pytest.mark.parametrize(
-    ("model_class", "attention", "allowed", "reason"),
-    [
-        ("Qwen3ForCausalLM", "auto", (), None),
-        ("Qwen3ForCausalLM", "path", (), None),
-        (
-            "Qwen3ForCausalLM",
-            "expand",
-            (),
-            "attention 'expand' cannot attend to rows of an earlier micro-batch; auto, ",
-        ),
-        ("Qwen3ForCausalLM", "tree", (), "attention 'tree' cannot attend to rows of an earlier micro-batch; auto, "),
-        ("Qwen3ForCausalLM", "auto", ("lora_dropout",), "a kept prefix is computed twice, and what allow_dropout="),
-        ("DiffLlamaForCausalLM", "auto", (), f"DiffLlamaForCausalLM {TWICE}"),
-        ("HrmTextForCausalLM", "auto", (), f"HrmTextForCausalLM {TWICE}"),
-        ("LongcatFlashForCausalLM", "auto", (), None),  # two modules in a layer
-        pytest.param("BambaForCausalLM", "auto", (), "BambaForCausalLM has recurrent layers, whose", marks=NEEDS_FORKS),
-    ],
-)
-def test_what_keeps_no_prefix_across_micro_batches(model_class, attention, allowed, reason):
-    found = why_not_across(parts_of(tiny_model(model_class)), attention, allowed)
-    assert (found is None) if reason is None else found.startswith(reason), found
 
 
 def with_lora(model: Any, dropout: float, **settings: Any) -> Any:

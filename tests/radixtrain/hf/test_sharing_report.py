@@ -86,16 +86,6 @@ class TestCounts:
         assert (report.num_shared, report.num_tokens, report.num_unique_tokens) == (2, 19, 13)
         assert sharing_report(copy.deepcopy(model)).num_tokens == 0
 
-    @pytest.mark.parametrize("holds_graph", [False, True])
-    def test_a_step_in_several_passes(self, model: Any, holds_graph: bool) -> None:
-        """Whole rows over computed ones, as `fit` says it, although the prompt may run twice."""
-        step = StepCollator(max_tokens=12, share_across_micro_batches=True, holds_graph=holds_graph)(LONG)
-        assert len(step.passes) > len(step.micro_batches) > 1
-        for loss in step_losses(model, step):
-            loss.backward()
-        report = sharing_report(model)
-        assert (report.num_tokens, report.num_unique_tokens) == (step.num_tokens, step.num_computed_tokens) == (56, 20)
-
     def test_a_batch_that_only_fills_up(self, model: Any) -> None:
         """Of a rank that has no sequence left."""
         collators = [StepCollator(num_ranks=3, rank=rank) for rank in range(3)]

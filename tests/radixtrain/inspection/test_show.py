@@ -94,18 +94,10 @@ def test_parts_of_a_step(shown: Callable[..., str]) -> None:
     assert parts[0] != parts[1]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "is_said"),
-    [
-        ({"max_tokens": 120, "max_length": 100}, True),
-        ({"max_tokens": 20, "batch_size": 1}, True),  # one row that is longer
-        ({"max_tokens": 120, "max_length": 100, "share_across_micro_batches": False}, False),
-        ({}, False),
-    ],
-    ids=["parts", "a long row", "not shared across", "one part"],
-)
-def test_that_fit_may_cut_a_step_otherwise(shown: Callable[..., str], sizes: dict[str, Any], is_said: bool) -> None:
-    assert ("data.share_across_micro_batches: fit may compute" in shown(width=120, **sizes)) == is_said
+def test_a_row_longer_than_max_tokens_is_whole(shown: Callable[..., str]) -> None:
+    """`max_length` is 4,096: the row is a micro-batch by itself, with all its tokens."""
+    sizes = {"batch_size": 1, "max_length": 4096}
+    assert shown(max_tokens=20, **sizes) == shown(max_tokens=4096, **sizes)
 
 
 def test_what_it_shows_is_what_is_trained(shown: Callable[..., str], shop: Path) -> None:

@@ -94,21 +94,21 @@ def test_sources_with_weights() -> None:
 
 class TestSettingsGrid:
     def test_other_batch_sizes_and_other_budgets(self) -> None:
-        grid = epoch_of(conversations_of(1, 100)).settings_grid(Draw(24, 8192), least_max_tokens=4096)
-        assert [draw.batch_size for draw in grid if draw.max_tokens == 8192] == [8, 16, 24, 32, 64]
-        assert [draw.max_tokens for draw in grid if draw.batch_size == 24] == [4096, 8192, 16384, 32768]
+        grid = epoch_of(conversations_of(1, 100)).settings_grid(Draw(24, 256))
+        assert [draw.batch_size for draw in grid if draw.max_tokens == 256] == [8, 16, 24, 32, 64]
+        assert [draw.max_tokens for draw in grid if draw.batch_size == 24] == [128, 256, 512, 1024], "80 tokens a row"
 
     def test_grouping_is_left_out_where_a_shuffle_is_good_enough(self) -> None:
-        grid = epoch_of(conversations_of(1, 100)).settings_grid(OWN, 100)
+        grid = epoch_of(conversations_of(1, 100)).settings_grid(OWN)
         assert not any(draw.group_by_prefix for draw in grid)
-        grid = epoch_of(conversations_of(16, 16)).settings_grid(OWN, 100)
+        grid = epoch_of(conversations_of(16, 16)).settings_grid(OWN)
         assert Draw(16, 4096, True) in grid and OWN in grid
-        grid = epoch_of(conversations_of(16, 16), shuffle=False).settings_grid(OWN, 100)
+        grid = epoch_of(conversations_of(16, 16), shuffle=False).settings_grid(OWN)
         assert not any(draw.group_by_prefix for draw in grid)
 
     def test_the_users_own_is_there_even_if_no_other_is_like_it(self) -> None:
-        own = Draw(500, 100, 4)
-        assert own in epoch_of(conversations_of(2, 10)).settings_grid(own, least_max_tokens=4096)
+        own = Draw(500, 50, 4)
+        assert own in epoch_of(conversations_of(2, 10)).settings_grid(own)
 
 
 class TestPrompts:
@@ -172,23 +172,6 @@ def test_both_arms_are_counted_as_they_are_collated(
     assert (counted.num_tokens, counted.num_rows) == (radix.num_tokens, radix.num_computed_tokens)
     assert counted.num_unique_tokens == radix.num_unique_tokens == 2 * 20 + 2 * (4 + 5 + 6 + 8)
     assert sum(counts.predictions for counts in counted.ordinary) == ordinary.num_labels
-
-
-@pytest.mark.parametrize("step_cost", [None, COST])
-@pytest.mark.parametrize("holds_graph", [True, False])
-def test_a_prefix_that_several_micro_batches_continue(
-    two_prompts: list[dict[str, Any]], step_cost: StepCost | None, holds_graph: bool
-) -> None:
-    """Its rows count once in r. Its second forward pass takes time, unless its graph is held."""
-    options: dict[str, Any] = {"share_across_micro_batches": True, "holds_graph": holds_graph, "step_cost": step_cost}
-    counted = counted_step(two_prompts, StepCollator(max_tokens=30, **options), step_cost, WHOLE)
-    whole = counted_step(two_prompts, StepCollator(step_cost=step_cost), step_cost, WHOLE)
-    assert counted.num_rows == counted.num_unique_tokens
-    again = 0 if holds_graph else round(20 / 3) * 2
-    assert sum(counts.rows for counts in counted.radix) == counted.num_unique_tokens + again
-    assert sum(counts.predictions for counts in counted.radix) >= sum(counts.predictions for counts in whole.radix)
-    if step_cost is None and holds_graph:  # each row's path, whichever pass computes it
-        assert sum(counts.attention for counts in counted.radix) == sum(counts.attention for counts in whole.radix)
 
 
 def test_a_padded_batch(two_prompts: list[dict[str, Any]]) -> None:

@@ -132,7 +132,6 @@ class Case(NamedTuple):
 
     rows: three leave a rank of four without one; nine make several micro-batches, with other label counts on each rank.
     sp_size: ranks of a group, each of which has its rows of the micro-batches of the group.
-    holds: None, or prefixes are kept from one micro-batch to the next: whether their graph is held. FSDP holds none.
     """
 
     model: str
@@ -140,12 +139,9 @@ class Case(NamedTuple):
     size: int
     rows: int
     sp_size: int = 1
-    holds: bool | str | None = None
 
     def collator(self) -> StepCollator:
-        across = {"share_across_micro_batches": True, "holds_graph": self.strategy != "fsdp2" and self.holds}
-        max_tokens = 14 if self.sp_size == 1 and self.holds is None else 7
-        return StepCollator(max_tokens=max_tokens, dedup=self.dedup, **({} if self.holds is None else across))
+        return StepCollator(max_tokens=14 if self.sp_size == 1 else 7, dedup=self.dedup)
 
     @property
     def dedup(self) -> bool:
@@ -153,7 +149,7 @@ class Case(NamedTuple):
 
     def prepare(self, model: Any, **options: Any) -> None:
         if self.dedup:
-            prepare_model(model, attention="reference" if self.holds is None else "auto", **options)
+            prepare_model(model, attention="reference", **options)
 
 
 DEDUP = [name for name in MODELS if name != "ordinary"]
@@ -161,16 +157,12 @@ CASES = [
     *(Case(name, strategy, 2, 9) for name in MODELS for strategy in STRATEGIES),
     *(Case(name, strategy, 2, 9, 2) for name in DEDUP for strategy in STRATEGIES),
     *(Case(name, strategy, 4, 3, sp) for name in ("tied", "LoRA") for strategy in STRATEGIES for sp in (1, 2)),
-    *(Case(name, strategy, 2, 9, 1, "auto") for name in DEDUP if name != "recurrent" for strategy in STRATEGIES),
-    # Of three ranks with four rows, one has a single row and nothing to keep.
-    *(Case("tied", strategy, 3, 4, 1, holds) for strategy in STRATEGIES for holds in (False, "auto")),
-    *(Case("tied", "ddp", size, 9, sp, True) for size, sp in ((2, 1), (3, 1), (2, 2), (4, 2))),
-    *(Case("LoRA, checkpointing", "fsdp2", size, 9, 2, False) for size in (2, 4)),
+    *(Case("tied", "ddp", size, 9, sp) for size, sp in ((3, 1), (4, 2))),
+    Case("LoRA, checkpointing", "fsdp2", 4, 9, 2),
 ]
 QUICK = [
     *(Case("tied", strategy, 2, 9) for strategy in STRATEGIES),
-    *(Case("tied", strategy, 2, 9, 1, "auto") for strategy in STRATEGIES),
-    *(Case("tied", "ddp", 2, 9, 2), Case("tied", "ddp", 4, 3, 2), Case("tied", "ddp", 4, 9, 2, True)),
+    *(Case("tied", "ddp", 2, 9, 2), Case("tied", "ddp", 4, 3, 2), Case("tied", "ddp", 4, 9, 2)),
 ]
 
 
@@ -178,16 +170,15 @@ QUICK = [
     "case", [pytest.param(case, marks=() if case in QUICK else FULL, id="-".join(map(str, case))) for case in CASES]
 )
 def test_the_step_of_one_process(case: Case) -> None:
-    """Kept prefixes: the passes of the ranks differ in number, and under FSDP all run their kinds together."""
     model, cut = MODELS[case.model]().double().train(), case.collator()
     module = Watched.around(model, dedup=case.dedup)
 
-    def work(rank: int) -> tuple[dict[str, Any], set[bool], tuple[int, int], list[int]]:
+    def work(rank: int) -> tuple[dict[str, Any], set[bool], list[int]]:
         case.prepare(model, **({"sp_group": ranks().sp_group} if case.sp_size > 1 else {}))
         step = replace(cut, rank=rank, num_ranks=case.size, sp_size=case.sp_size)(features(case.rows))
         found = one_step(module, step, case.size, STRATEGIES[case.strategy]())
         are_sharded = {is_sharded(each) for each in module.parameters()}
-        return found, are_sharded, (len(step.passes), step.num_losses), [*map(len, step.members)]
+        return found, are_sharded, [*map(len, step.members)]
 
     def alone(rank: int) -> dict[str, Any]:
         case.prepare(model)
@@ -195,12 +186,12 @@ def test_the_step_of_one_process(case: Case) -> None:
 
     (expected,) = on_ranks(1, alone)
     answers = on_ranks(case.size, work, sp_size=case.sp_size)
-    _, _, passes, members = zip(*answers, strict=True)
+    _, _, members = zip(*answers, strict=True)
     if case.rows > case.size:
         assert all(len(each) > 1 for each in members), "one micro-batch"
     elif case.sp_size == 1:
         assert not all(map(any, members)), "every rank has a row"
-    assert len(set(passes)) == 1 and (case.holds is None or passes[0][0] > passes[0][1])
+    assert len(set(map(len, members))) == 1
     for found, are_sharded, *_ in answers:
         assert are_sharded == {case.strategy == "fsdp2"}
         assert_near(found["gradients"], expected["gradients"])

@@ -1,20 +1,8 @@
-"""Rows that were computed before and that new rows see whole: who sees which, and the calls onto them.
-
-A *context* is what earlier passes of an optimizer step computed, and a micro-batch attends to: U rows of it, C rows of
-its context. The rows of the step are numbered in depth-first order, so the descendants of a row are the numbers up to
-an end (`radixtrain/tree/plan.py`), and what attends to a context row is a range of the micro-batch. What generation
-finds in its cache is named by slots (`radixtrain/tree/cached_layout.py`), and read by the same calls.
-
-    step    0 1 2 3 4 5 6    context  0 1      micro-batch  2 3 5 6      0 is seen by all four rows
-            |---------- 0                                                1 is seen by 2 and 3
-              |---- 1     (1 ends before 5)
-"""
+"""The calls onto stored rows that new rows see whole: what generation finds in its cache, named by slots."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -22,42 +10,6 @@ from torch import Tensor
 
 from radixtrain.kernels.merge_attention import Piece
 from radixtrain.kernels.varlen_args import Bounds, Ragged
-from radixtrain.tree.arrays import IntArray
-from radixtrain.tree.movable import Movable
-from radixtrain.tree.plan import PrefixPlan
-
-WITH_CONTEXT = ("cascade", "path")  # the attention strategies that can read one
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class ContextLayout(Movable):
-    """Which rows of a micro-batch attend to which rows of its context.
-
-    num_rows: C. bounds: of each call, the queries and the context rows that each of them sees: first query, last + 1,
-        first context row, last + 1. Host ints.
-    """
-
-    num_rows: int
-    bounds: tuple[Bounds, ...]
-
-    @classmethod
-    def of(cls, plan: PrefixPlan, rows: IntArray, context: IntArray, subtree_ends: IntArray) -> ContextLayout:
-        """plan: of the micro-batch, whose tokens are rows of the step. rows: (U,), int64, those of the step, by number.
-
-        context: (C,), int64. the same, ascending. subtree_ends: (rows of the step,), one past the last descendant.
-        """
-        # A row that is computed twice stands after its twin's descendants; the maximum puts it there in order.
-        last = np.maximum.accumulate(rows[: plan.num_unique_tokens])
-        first_query, end = last.searchsorted(context), last.searchsorted(subtree_ends[context])
-        changes = (np.diff(first_query) != 0) | (np.diff(end) != 0)
-        runs = [0, *(np.flatnonzero(changes) + 1).tolist(), len(context)]
-        bounds = tuple((int(first_query[k0]), int(end[k0]), k0, k1) for k0, k1 in pairwise(runs))
-        bounds = tuple(each for each in bounds if each[0] < each[1])
-        return cls(num_rows=len(context), bounds=bounds)
-
-    def pieces(self, device: torch.device) -> tuple[Piece, ...]:
-        """Return the calls of `cascade` onto the context."""
-        return shared_pieces([(np.arange(q0, q1), np.arange(k0, k1)) for q0, q1, k0, k1 in self.bounds], device)
 
 
 def shared_pieces(runs: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.device) -> tuple[Piece, ...]:
