@@ -39,7 +39,7 @@ NO_MEMORY = r"can't allocate memory|not enough memory|Cannot allocate memory|bad
 NO_DEVICE_MEMORY = r"CUDA (error: )?out of memory|HIP out of memory|CUBLAS_STATUS_ALLOC_FAILED"
 ASKED_FOR = r"allocate ([\d.]+ [KMGT]iB|\d+(?= bytes))"
 WORKER = r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:exited unexpectedly|is killed by signal: (.*?)\.)"
-LESS_MEMORY = "set data.max_tokens to a smaller number, or data.batch_size"
+LESS_MEMORY = "set data.max_tokens to a smaller number (and data.max_length, if it is larger), or data.batch_size"
 LESS_DATA_MEMORY = "set data.dataloader_num_workers: 0"
 
 IN_USE = r"EADDRINUSE|[Aa]ddress already in use"
