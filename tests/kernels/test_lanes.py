@@ -18,7 +18,7 @@ from radixtrain.kernels.lanes import Lanes, attention_in_lanes
 from radixtrain.kernels.merge_attention import Piece
 from radixtrain.kernels.varlen_args import Scoring
 from radixtrain.testing import assert_within_reference_error
-from radixtrain.tree.context import shared_piece, shared_pieces
+from radixtrain.tree.shared_pieces import shared_piece, shared_pieces
 
 CPU = torch.device("cpu")
 NUM_SLOTS, SCALE = 40, 8**-0.5
