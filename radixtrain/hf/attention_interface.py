@@ -48,6 +48,7 @@ from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.cached_layout import CachedLayout
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.radix_inputs import RADIX
+from radixtrain.versions import saying_what_was_tested
 
 Heads = tuple[Tensor, Tensor, Tensor]  # query, key and value of a layer
 
@@ -314,6 +315,7 @@ def _call_of(module: nn.Module, attention_mask: object, kwargs: Mapping[str, Any
 
 
 @torch.compiler.disable  # host integers and custom kernels: traced, it would be recompiled for every tree
+@saying_what_was_tested()
 def _attend(
     call: Call,
     layer: nn.Module,

@@ -63,6 +63,7 @@ from radixtrain.kernels.rows import gather_rows
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.radix_inputs import RADIX, RadixInputs
+from radixtrain.versions import saying_what_was_tested
 
 WITHOUT_THE_TREE = (
     "attended without the tree, and their gradient would be wrong; if they are not there, set num_hidden_layers of its "
@@ -264,6 +265,10 @@ class BackboneHooks:
 
     def after(self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Check that every layer ran tree attention, keep the rows that predict, expand router logits to all tokens."""
+        with saying_what_was_tested():
+            return self._after(backbone, kwargs, output)
+
+    def _after(self, backbone: PreTrainedModel, kwargs: dict[str, Any], output: Any) -> Any:
         self.progress.end()
         call = kwargs.get("radix_call")
         if output is None and isinstance(call, KeptCall):  # an error
