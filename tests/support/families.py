@@ -315,7 +315,8 @@ CORE_MULTIMODAL = [
 ]  # fmt: skip
 MULTIMODAL = [
     Family("Apertus 1.5", "Apertus1p5ForConditionalGeneration",
-           settings={"vision_config": SMALL_VQ, "audio_config": {"codebook_dim": 32}}),
+           settings={"vision_config": {**SMALL_VQ, "codebook_size": 4}, "image_token_offset": 48,
+                     "audio_config": {"codebook_dim": 32, "codebook_size": 4}, "audio_token_offset": 52}),
     Family("Aria", "AriaForConditionalGeneration", MIXTURE),
     Family("Aya Vision", "AyaVisionForConditionalGeneration", WINDOWS),
     Family("Chameleon", "ChameleonForConditionalGeneration",
