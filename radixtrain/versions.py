@@ -41,11 +41,8 @@ WHY = {
 # Package -> the newest version that was tested: constraints.txt, which tests/test_packaging.py compares.
 TESTED = {
     "accelerate": "1.15.0",
-    "datasets": "5.2.0",
     "lightning": "2.6.6",
     "peft": "0.21.2",
-    "pydantic": "2.14.4",
-    "tokenizers": "0.23.3",
     "torch": "2.13.0",
     "transformers": "5.24.0",
     "trl": "1.16.0",

@@ -1,7 +1,7 @@
 """Run tests with other versions of packages than those of constraints.txt.
 
     python recipes/versions.py                    with each transformers, and write docs/versions.md
-    python recipes/versions.py ==5.12.* ==5.20.*  with these and the newest
+    python recipes/versions.py --short ==5.2.0    fewer tests with 5.2.0, which are only printed
     python recipes/versions.py --newest           with pip's newest packages: families, images, trainers, fit
     python recipes/versions.py --newest --quick   a part of that, in three minutes
 
@@ -26,10 +26,10 @@ PAGE = ROOT / "docs" / "versions.md"
 VERSIONS = ["==5.2.0", "==5.6.*", "==5.10.*", "==5.12.*", "==5.16.*", "==5.20.*", ""]  # and the newest
 TESTS = """tests/collators tests/claims/padded tests/claims/equivalence tests/claims/recurrent tests/claims/generation
     tests/radixtrain/hf tests/radixtrain/generation tests/radixtrain/verification tests/radixtrain/plugins"""
-RUNS = [
-    ["-m", "not full and not gpu", *TESTS.split()],
-    ["-m", "full", "tests/claims/equivalence/test_families.py", "-k", "test_equal_or_refused"],
-]
+SHORT_TESTS = """tests/radixtrain/hf/recurrent tests/radixtrain/hf/padded tests/claims/recurrent
+    tests/claims/padded/test_images.py tests/claims/padded/test_calls.py tests/claims/equivalence/test_families.py"""
+QUICK = ["-m", "not full and not gpu"]
+FAMILIES = ["tests/claims/equivalence/test_families.py", "-k", "test_equal_or_refused"]
 INTRO = """# Versions of transformers
 
 `share_prefixes`, `radixtrain run`, `prepare_model`, the collators, `generate` and `verify_equivalence` support
@@ -42,22 +42,24 @@ PATTERNS = [  # of the reason of a skip
     rf"transformers \S+ (?P<what>{HAS_NO}) (?P<name>\w+)",
 ]
 NEWEST = ["transformers", "tokenizers", "trl", "peft", "accelerate", "lightning", "datasets", "pydantic"]
-FAMILIES = ["tests/claims/equivalence/test_families.py", "-k", "test_equal_or_refused"]
-SHORT = ["-m", "not full and not gpu"]
 PARTS = {  # what runs with pip's newest packages -> the arguments of pytest
     "families": FAMILIES,
     "image families": ["tests/claims/equivalence/test_image_rows.py", "-k", "test_the_gradient_is_the_ordinary_one"],
-    "trainers": [*SHORT, "tests/claims/test_drop_in.py", "tests/claims/trainers"],
-    "fit": [*SHORT, "tests/radixtrain/training/test_fit.py"],
+    "trainers": [*QUICK, "tests/claims/test_drop_in.py", "tests/claims/trainers"],
+    "fit": [*QUICK, "tests/radixtrain/training/test_fit.py"],
 }
-QUICK = {"families": [*SHORT, *FAMILIES], "drop-in": [*SHORT, "tests/claims/test_drop_in.py"]}
+QUICK_PARTS = {"families": [*QUICK, *FAMILIES], "drop-in": [*QUICK, "tests/claims/test_drop_in.py"]}
 
 
 def main(arguments: list[str]) -> None:
     if "--newest" in arguments:
-        newest(QUICK if "--quick" in arguments else PARTS)
+        newest(QUICK_PARTS if "--quick" in arguments else PARTS)
+    elif "--short" in arguments:
+        each_version([each for each in arguments if each != "--short"], [[*QUICK, *SHORT_TESTS.split()]])
     else:
-        each_version(arguments or VERSIONS)
+        intro, rows, found = each_version(VERSIONS, [[*QUICK, *TESTS.split()], ["-m", "full", *FAMILIES]])
+        PAGE.write_text(page(intro, rows, found), encoding="utf-8")
+        sys.exit(any(failed for _, _, _, failed, _ in rows))
 
 
 def newest(parts: Mapping[str, list[str]]) -> None:
@@ -93,13 +95,14 @@ def refusal(case: ElementTree.Element) -> tuple[str, str] | None:
     return None
 
 
-def each_version(wanted_versions: list[str]) -> None:
+def each_version(wanted_versions: list[str], runs: list[list[str]]) -> tuple[str, list[tuple[Any, ...]], Any]:
+    """What the page says, its rows printed. wanted_versions: specifiers of pip; an empty one is the newest."""
     rows, found = [], defaultdict(list)
     for wanted in wanted_versions:
         python = environment(wanted.strip("=*.") or "newest", [f"transformers{wanted}"])
         show = "import torch, transformers; print(transformers.__version__, torch.__version__)"
         version, torch = subprocess.run([python, "-c", show], capture_output=True, text=True, check=True).stdout.split()
-        ran = (case for number, args in enumerate(RUNS) for case in run(python, args, f"{version}-{number}.xml"))
+        ran = (case for number, args in enumerate(runs) for case in run(python, args, f"{version}-{number}.xml"))
         cases = list(map(outcome, ran))
         counts = Counter(kind for kind, _ in cases)
         lacking = {split(why) for kind, why in cases if kind == "skipped"}
@@ -107,11 +110,10 @@ def each_version(wanted_versions: list[str]) -> None:
         cells = (version, f"{counts['passed']:,}", counts["skipped"], counts["failed"], num_classes)
         rows.append(cells)
         print(*cells, sep=" | ", flush=True)
+        print(*(f"  failed: {why[:200]!r}" for kind, why in cases if kind == "failed"), sep="\n", flush=True)
         for each in lacking:
             found[each].append(version)
-    intro = f"{INTRO} on {date.today()}, torch {torch.partition('+')[0]}, CPU."
-    PAGE.write_text(page(intro, rows, found), encoding="utf-8")
-    sys.exit(any(failed for _, _, _, failed, _ in rows))
+    return f"{INTRO} on {date.today()}, torch {torch.partition('+')[0]}, CPU.", rows, found
 
 
 def page(intro: str, rows: list[tuple[Any, ...]], found: Mapping[tuple[str, str], list[str]]) -> str:
@@ -152,7 +154,7 @@ def run(python: Path, args: list[str], report: str) -> list[ElementTree.Element]
     options = ["-q", "-n", "auto", "--dist", "worksteal", "--continue-on-collection-errors", f"--junit-xml={path}"]
     own = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     env = {"RADIXTRAIN_TRIES": "5", **os.environ, **own}
-    done = subprocess.run([python, "-m", "pytest", *options, *args], cwd=ROOT, env=env)
+    done = subprocess.run([python, "-m", "pytest", *options, *args], cwd=ROOT, env=env, stdout=sys.stderr)
     if done.returncode not in (0, 1):
         sys.exit(f"pytest ended with exit code {done.returncode}")
     return list(ElementTree.parse(path).iter("testcase"))

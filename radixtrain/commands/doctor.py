@@ -24,8 +24,7 @@ from radixtrain.settings.commands import Doctor
 from radixtrain.versions import FIT, OLDEST, TESTED, WHY, installed, is_newer_than_tested, is_older, to_install
 
 WIDTH = 24  # of the column of names
-CORE = (*OLDEST, "tokenizers")
-NEEDED = (*CORE, *FIT)
+NEEDED = (*OLDEST, *FIT, "tokenizers")
 OPTIONAL = {  # package -> what it is for
     "accelerate": "the trainers of Hugging Face and TRL, in scripts of your own",
     "peft": "LoRA, DoRA",
@@ -61,10 +60,7 @@ def run(settings: Doctor, typed: Typed) -> None:
     else:
         print(printable(_text(found)))  # noqa: T201
     if blocking:
-        told = "; ".join(
-            ": ".join(filter(None, (f"{each.name} {each.value}".strip(), each.problem, each.fix))) for each in blocking
-        )
-        raise UserError(f"training cannot run here: {told}")
+        raise UserError(f"training cannot run here: {'; '.join(f'{each.name} {each.text}' for each in blocking)}")
 
 
 def _text(found: Sequence[Finding]) -> str:
@@ -73,19 +69,15 @@ def _text(found: Sequence[Finding]) -> str:
     for section, group in groupby(found, key=lambda finding: finding.section):
         lines.append(section)
         for finding in group:
-            blocks = "`radixtrain fit` cannot run: " if finding.name in FIT else "ERROR: "
-            problem = f"{blocks if finding.blocks else ''}{finding.problem}"
-            parts = [part for part in (finding.value, problem, finding.fix) if part]
-            lines.append(f"  {finding.name:<{WIDTH}} {': '.join(parts)}")
+            blocked = "`radixtrain fit` cannot run: " if finding.name in FIT else "ERROR: "
+            lines.append(f"  {finding.name:<{WIDTH}} {blocked if finding.blocks else ''}{finding.text}")
         lines.append("")
     blocking = {finding.name for finding in found if finding.blocks}
     if not blocking:
         lines.append("Training can run here. `radixtrain verify` compares its gradient with the ordinary one.")
     elif blocking <= FIT.keys():
-        lines.append(
-            "Your own trainer can run here, with share_prefixes or RadixCollator. `radixtrain fit` cannot: in the"
-        )
-        lines.append("folder of radixtrain, pip install '.[fit]'")
+        lines.append("Your own trainer can run here, with share_prefixes or RadixCollator.")
+        lines.append("`radixtrain fit` cannot: in the folder of radixtrain, pip install '.[fit]'")
     return "\n".join(lines)
 
 
@@ -102,6 +94,11 @@ class Finding(NamedTuple):
     problem: str = ""
     fix: str = ""
     blocks: bool = False
+
+    @property
+    def text(self) -> str:
+        """Return the value, the problem and the fix, without those that are empty."""
+        return ": ".join(filter(None, (self.value, self.problem, self.fix)))
 
 
 def findings() -> list[Finding]:

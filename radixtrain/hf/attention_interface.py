@@ -72,6 +72,7 @@ class Call:
         """Compute the attention of a layer. layer: its id. heads, scoring: as `tree_attention` takes them."""
         raise NotImplementedError
 
+    @saying_what_was_tested()
     def check_layers(self, backbone: PreTrainedModel, num_layers: int, others: str) -> None:
         """Raise RuntimeError unless every layer took part in a pass that ran, and images attended in both directions.
 

@@ -265,10 +265,6 @@ class BackboneHooks:
 
     def after(self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Check that every layer ran tree attention, keep the rows that predict, expand router logits to all tokens."""
-        with saying_what_was_tested():
-            return self._after(backbone, kwargs, output)
-
-    def _after(self, backbone: PreTrainedModel, kwargs: dict[str, Any], output: Any) -> Any:
         self.progress.end()
         call = kwargs.get("radix_call")
         if output is None and isinstance(call, KeptCall):  # an error
@@ -297,6 +293,7 @@ class BackboneHooks:
         counted = SharingReport()  # with the batch
         return with_rows(output, SpreadRows.of(rows, call.place_rows[None], NO_ROW, counted))
 
+    @saying_what_was_tested()
     def _check_mixers(self, backbone: PreTrainedModel, call: Any) -> None:
         missing = [module for module in self.mixers if id(module) not in call.mixed]
         if missing:

@@ -39,6 +39,7 @@ from radixtrain.tree.cached_layout import on_device
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.tree.runs import RunCost
+from radixtrain.versions import saying_what_was_tested
 
 # Outputs of a backbone that may be tensors or hold some; of a tuple only the first, its hidden states.
 AT_PLACES = {0, "last_hidden_state", "rope_deltas", *IMAGES}
@@ -187,6 +188,7 @@ class PaddedSharing:
         }
 
     @torch.compiler.disable  # the indices are new in every call
+    @saying_what_was_tested()
     def outputs_at_places(self, output: Any, call: RadixCall | KeptCall) -> Any:
         """Put the hidden states of the backbone's output, (1, U, D), back in (B, L, D)."""
         places = call.places

@@ -46,7 +46,7 @@ def test_packages_that_are_too_old(monkeypatch, capsys):
     for name in needed:
         why = WHY.get(name, "older ones lack functions that radixtrain calls")
         line = f"{name} 0.0.3+cu1: {why}: pip install -U '{name}>={oldest[name]}'"
-        assert f"{'`radixtrain fit` cannot run' if name in FIT else 'ERROR'}: {why}" in captured.out
+        assert f"{'`radixtrain fit` cannot run' if name in FIT else 'ERROR'}: 0.0.3+cu1: {why}" in captured.out
         assert (line in captured.err) is (name in OLDEST)
     assert of("packages")["peft"] == Finding(
         "packages",
@@ -75,7 +75,7 @@ def test_without_the_commands(version, monkeypatch, capsys):
     assert main(["doctor"]) == 0
     captured = capsys.readouterr()
     assert not captured.err and "Your own trainer can run here" in captured.out
-    assert captured.out.endswith("`radixtrain fit` cannot: in the\nfolder of radixtrain, pip install '.[fit]'\n")
+    assert captured.out.endswith("`radixtrain fit` cannot: in the folder of radixtrain, pip install '.[fit]'\n")
     assert main(["doctor", "--json", "true"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["can_train"] is True and found["can_fit"] is False
@@ -85,7 +85,7 @@ def test_what_is_missing_is_said_without_a_stray_blank(monkeypatch, capsys):
     installed = module.installed
     monkeypatch.setattr(module, "installed", lambda name: None if name == "tokenizers" else installed(name))
     assert main(["doctor"]) == 1
-    told = "error: training cannot run here: tokenizers: not installed: pip install -U tokenizers\n"
+    told = "error: training cannot run here: tokenizers not installed: pip install -U tokenizers\n"
     assert capsys.readouterr().err == told
 
 
