@@ -10,7 +10,7 @@ GPU_TESTS := tests/kernels/test_cuda.py tests/radixtrain/test_loss.py \
   tests/claims/test_no_sync.py tests/claims/test_pinned_batches.py
 TEST_ALL_CORES := OMP_NUM_THREADS=1 $(TEST) -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
-.PHONY: help fit test test-full check bench test-gpu test-plugins test-versions docs setup clean
+.PHONY: help fit test test-full check bench test-gpu test-newest test-plugins test-versions docs setup clean
 .NOTPARALLEL:
 
 help:  ## this list
@@ -41,6 +41,9 @@ bench: .venv/.user  ## time a training step on this machine, deduplicated and no
 
 test-gpu: setup  ## run the tests that need a CUDA device; one that skips says what it lacks
 	$(TEST) -m gpu -rs $(GPU_TESTS)
+
+test-newest: setup  ## try pip's newest transformers, trl, peft, lightning ...: families, images, trainers, fit
+	.venv/bin/python recipes/versions.py --newest $(if $(QUICK),--quick)
 
 test-plugins: setup  ## train in TRL, ms-swift, Axolotl, LLaMA-Factory and verl, untouched and shared; installs each by itself
 	.venv/bin/python recipes/plugins.py

@@ -6,7 +6,8 @@ installed later, and nothing looks if radixtrain is used from its folder.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import metadata
 from importlib.util import find_spec
 
@@ -35,6 +36,16 @@ WHY = {
     "lightning": "older ones run code of a checkpoint, 2.6.2 and 2.6.3 steal credentials",
     "flash-attn-4": "older ones have no backward for heads of 192 on Hopper, or for varlen calls with a soft-cap",
     "torch": "older ones can be attacked by a checkpoint file",
+}
+
+# Package -> the newest version that was tested: constraints.txt, which tests/test_packaging.py compares.
+TESTED = {
+    "accelerate": "1.15.0",
+    "lightning": "2.6.6",
+    "peft": "0.21.2",
+    "torch": "2.13.0",
+    "transformers": "5.24.0",
+    "trl": "1.16.0",
 }
 
 # What a model of transformers does only from a version on.
@@ -90,6 +101,24 @@ def before(what: str) -> str:
     return older if transformers_is_before(since) else ""
 
 
+def untested() -> str:
+    """Return the end of a refusal if the installed transformers is newer than the one last tested, else nothing."""
+    tested, found = TESTED["transformers"], installed("transformers") or UNKNOWN
+    ending = f" (radixtrain was last tested with transformers {tested}; this is {found})"
+    return ending if is_newer_than_tested("transformers", found) else ""
+
+
+@contextmanager
+def saying_what_was_tested() -> Iterator[None]:
+    """Add `untested` to errors about what a model does, which a newer transformers may be the reason of."""
+    try:
+        yield
+    except Exception as error:
+        if ending := untested():
+            error.args = (f"{error}{ending}",)
+        raise
+
+
 def transformers_is_before(version: str) -> bool:
     """Return whether the installed transformers is older. One that does not say its version is not."""
     found = installed("transformers") or UNKNOWN
@@ -109,6 +138,11 @@ def is_older(name: str, version: str) -> bool:
     """Return whether a version is older than the oldest that works. A release candidate counts as its release."""
     oldest = (OLDEST | FIT | OLDEST_OPTIONAL).get(name, "0")
     return version != UNKNOWN and _numbers(version) < _numbers(oldest)
+
+
+def is_newer_than_tested(name: str, version: str) -> bool:
+    """Return whether a version is newer than the one last tested."""
+    return version != UNKNOWN and name in TESTED and _numbers(version) > _numbers(TESTED[name])
 
 
 def _numbers(version: str) -> tuple[float, ...]:

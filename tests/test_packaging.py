@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import radixtrain
-from radixtrain.versions import FIT, OLDEST, OLDEST_OPTIONAL
+from radixtrain.versions import FIT, OLDEST, OLDEST_OPTIONAL, TESTED
 
 ROOT = Path(__file__).resolve().parents[1]
 LINKED = ["kernels", "collators"]
@@ -51,6 +51,12 @@ def test_constraints_pin_what_the_project_names() -> None:
     names = {re.match(r"[\w-]+", each)[0] for each in requirements("fit", "dev")} - {"radixtrain"}
     assert "torch" in names and "pytest" in names
     assert names <= set(pins)
+
+
+def test_the_tested_versions_are_those_of_the_constraints() -> None:
+    """After which a refusal, and `doctor`, say that a newer one is installed."""
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    assert {name: pins[name] for name in TESTED} == TESTED
 
 
 def test_the_oldest_versions_are_those_of_the_project() -> None:

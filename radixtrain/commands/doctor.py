@@ -1,4 +1,4 @@
-"""`radixtrain doctor`: whether training can run here, what is missing, and the command that installs it.
+"""`radixtrain doctor`: what can train here, what is missing, and the command that installs it.
 
 Imports packages that may be missing only inside functions, since a finding reports them.
 """
@@ -21,7 +21,7 @@ from radixtrain.cores import WAITING, num_cores
 from radixtrain.errors import UserError, bytes_text, first_line
 from radixtrain.screen import printable
 from radixtrain.settings.commands import Doctor
-from radixtrain.versions import FIT, OLDEST, WHY, installed, is_older, to_install
+from radixtrain.versions import FIT, OLDEST, TESTED, WHY, installed, is_newer_than_tested, is_older, to_install
 
 WIDTH = 24  # of the column of names
 NEEDED = (*OLDEST, *FIT, "tokenizers")
@@ -47,20 +47,20 @@ def run(settings: Doctor, typed: Typed) -> None:
     """Print versions, devices, the attention that would run, and any problems.
 
     Raises:
-        UserError: training cannot run here, or should not: a package is missing, or has a known vulnerability.
+        UserError: no training can run here, or should: a package is missing, or has a known vulnerability.
     """
     if typed.prints:
         return print_settings(settings)
     found = findings()
-    blocking = [finding for finding in found if finding.blocks]
+    blocking = [finding for finding in found if finding.blocks and finding.name not in FIT]
     if settings.json:
         entries = [finding._asdict() for finding in found]
-        print(json.dumps({"can_train": not blocking, "findings": entries}, indent=2))  # noqa: T201
+        can = {"can_train": not blocking, "can_fit": not any(finding.blocks for finding in found)}
+        print(json.dumps({**can, "findings": entries}, indent=2))  # noqa: T201
     else:
         print(printable(_text(found)))  # noqa: T201
     if blocking:
-        told = "; ".join(f"{each.name} {each.value}: {each.problem}: {each.fix}" for each in blocking)
-        raise UserError(f"training cannot run here: {told}")
+        raise UserError(f"training cannot run here: {'; '.join(f'{each.name} {each.text}' for each in blocking)}")
 
 
 def _text(found: Sequence[Finding]) -> str:
@@ -69,20 +69,23 @@ def _text(found: Sequence[Finding]) -> str:
     for section, group in groupby(found, key=lambda finding: finding.section):
         lines.append(section)
         for finding in group:
-            problem = f"ERROR: {finding.problem}" if finding.blocks else finding.problem
-            parts = [part for part in (finding.value, problem, finding.fix) if part]
-            lines.append(f"  {finding.name:<{WIDTH}} {': '.join(parts)}")
+            blocked = "`radixtrain fit` cannot run: " if finding.name in FIT else "ERROR: "
+            lines.append(f"  {finding.name:<{WIDTH}} {blocked if finding.blocks else ''}{finding.text}")
         lines.append("")
-    if not any(finding.blocks for finding in found):
+    blocking = {finding.name for finding in found if finding.blocks}
+    if not blocking:
         lines.append("Training can run here. `radixtrain verify` compares its gradient with the ordinary one.")
+    elif blocking <= FIT.keys():
+        lines.append("Your own trainer can run here, with share_prefixes or RadixCollator.")
+        lines.append("`radixtrain fit` cannot: in the folder of radixtrain, pip install '.[fit]'")
     return "\n".join(lines)
 
 
 class Finding(NamedTuple):
     """A line of the report.
 
-    problem: what is wrong or missing, empty if nothing is. fix: a command, or what to do. blocks: whether training
-    cannot run, or should not, until it is fixed.
+    problem: what is wrong or missing, empty if nothing is. fix: a command, or what to do. blocks: whether training, or
+    `radixtrain fit` if the package is of FIT, cannot run, or should not, until it is fixed.
     """
 
     section: str
@@ -91,6 +94,11 @@ class Finding(NamedTuple):
     problem: str = ""
     fix: str = ""
     blocks: bool = False
+
+    @property
+    def text(self) -> str:
+        """Return the value, the problem and the fix, without those that are empty."""
+        return ": ".join(filter(None, (self.value, self.problem, self.fix)))
 
 
 def findings() -> list[Finding]:
@@ -117,7 +125,8 @@ def _packages() -> Iterator[Finding]:
             problem = WHY.get(name, "older ones lack functions that radixtrain calls")
             yield Finding("packages", name, version, problem, to_install(name), is_needed)
         else:
-            yield Finding("packages", name, version)
+            newer = f"newer than tested ({TESTED[name]})" if is_newer_than_tested(name, version) else ""
+            yield Finding("packages", name, version, newer)
 
 
 def _devices() -> Iterator[Finding]:

@@ -8,6 +8,7 @@ from typing import Any
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.modules import text_layers
+from radixtrain.hf.names import START_CHECKPOINTING, STOP_CHECKPOINTING, found
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +37,11 @@ def recompute(model: Any, share: float) -> None:
     """
     base, _, decoder = parts_of(model)
     if share == 0:
-        disable = getattr(base, "activation_checkpointing_disable", None) or base.gradient_checkpointing_disable
-        disable()
+        found(base, STOP_CHECKPOINTING)()
         return
     if not base.supports_gradient_checkpointing:
         raise UserError(f"model.activation_checkpointing: {type(base).__name__} has none; set it to false")
-    enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable  # older
-    enable({"use_reentrant": False})
+    found(base, START_CHECKPOINTING)({"use_reentrant": False})
     if share == 1:
         return
     layers: list[Any] = list(dict.fromkeys(text_layers(decoder)))

@@ -47,6 +47,7 @@ from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.cached_layout import CachedLayout
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.radix_inputs import RADIX
+from radixtrain.versions import saying_what_was_tested
 
 Heads = tuple[Tensor, Tensor, Tensor]  # query, key and value of a layer
 
@@ -70,6 +71,7 @@ class Call:
         """Compute the attention of a layer. heads, scoring: as `tree_attention` takes them."""
         raise NotImplementedError
 
+    @saying_what_was_tested()
     def check_layers(self, backbone: PreTrainedModel, num_layers: int, others: str) -> None:
         """Raise RuntimeError unless every layer took part in a pass that ran, and images attended in both directions.
 
@@ -307,6 +309,7 @@ def _call_of(module: nn.Module, attention_mask: object, kwargs: Mapping[str, Any
 
 
 @torch.compiler.disable  # host integers and custom kernels: traced, it would be recompiled for every tree
+@saying_what_was_tested()
 def _attend(
     call: Call,
     layer: nn.Module,

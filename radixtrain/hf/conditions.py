@@ -33,7 +33,7 @@ from radixtrain.hf.modules import (
 from radixtrain.hf.positions import why_counted_from_padding, why_no_positions
 from radixtrain.hf.probes import check_transformers
 from radixtrain.tree.radix_inputs import RADIX
-from radixtrain.versions import before
+from radixtrain.versions import before, untested
 
 EntryPoint = Literal["prepare_model", "share_prefixes", "generate"]
 WITHOUT: dict[EntryPoint, str] = {
@@ -93,7 +93,7 @@ def why_unsupported(parts: Parts, entry_point: EntryPoint) -> str | None:
     """Say why a model cannot be exact at this entry point, and the fix; None if it can."""
     for condition in CONDITIONS:
         if entry_point in condition.entry_points and (reason := condition.why(parts)):
-            return f"{parts.name} {reason}; {condition.fix.format(without=WITHOUT[entry_point])}"
+            return f"{parts.name} {reason}; {condition.fix.format(without=WITHOUT[entry_point])}{untested()}"
     return None
 
 

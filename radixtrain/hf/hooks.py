@@ -62,6 +62,7 @@ from radixtrain.kernels.rows import gather_rows
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.radix_inputs import RADIX, RadixInputs
+from radixtrain.versions import saying_what_was_tested
 
 WITHOUT_THE_TREE = (
     "attended without the tree, and their gradient would be wrong; if they are not there, set num_hidden_layers of its "
@@ -258,6 +259,7 @@ class BackboneHooks:
         counted = SharingReport()  # with the batch
         return with_rows(output, SpreadRows.of(rows, call.place_rows[None], NO_ROW, counted))
 
+    @saying_what_was_tested()
     def _check_mixers(self, backbone: PreTrainedModel, call: Any) -> None:
         missing = [module for module in self.mixers if id(module) not in call.mixed]
         if missing:

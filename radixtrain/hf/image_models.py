@@ -17,6 +17,7 @@ from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of, text_decoder_of
 from radixtrain.hf.dropout import DRAWS, DROPOUTS
 from radixtrain.hf.modules import names_in_method
+from radixtrain.hf.names import IMAGE_TOKEN, found
 from radixtrain.images.tokens import TOKEN_TYPES, TYPES, ImageInputs
 from radixtrain.images.tower import FEATURES, OF_IMAGES, NotShared, Tower
 from radixtrain.tree.cached_layout import CachedLayout, on_device
@@ -202,4 +203,5 @@ def _arguments(function: Any) -> set[str]:
 
 
 def image_token_of(backbone: PreTrainedModel) -> int | None:
-    return getattr(backbone.config, "image_token_id", getattr(backbone.config, "image_token_index", None))
+    token: int | None = found(backbone.config, IMAGE_TOKEN)
+    return token

@@ -17,7 +17,7 @@ from torch import Tensor
 from radixtrain.errors import UserError, first_line
 from radixtrain.hf.attention_interface import take_over
 from radixtrain.hf.windows import no_mask
-from radixtrain.versions import installed
+from radixtrain.versions import installed, untested
 
 LONGEST, WINDOW, SCALAR = 3, 2, 25
 TINY: dict[str, Any] = {
@@ -32,7 +32,7 @@ def check_transformers(instead: str) -> None:
     if broken := _broken():
         raise UserError(
             f"transformers {installed('transformers')}: it no longer holds that {broken}. Use a version of "
-            f"transformers that radixtrain knows, or {instead}"
+            f"transformers that radixtrain knows, or {instead}{untested()}"
         )
 
 

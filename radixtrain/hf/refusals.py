@@ -31,6 +31,7 @@ from radixtrain.hf.conditions import (
     why_other_attention,
 )
 from radixtrain.hf.dropout import check_drawing_modules, check_noise
+from radixtrain.hf.names import CACHE
 from radixtrain.hf.positions import check_position, positions_in_table, why_padding_matters
 from radixtrain.hf.step_cost import ModelDimensions
 from radixtrain.hf.windows import chunk_of
@@ -40,7 +41,7 @@ from radixtrain.tree.radix_inputs import RadixInputs
 # Arguments of a forward pass that cannot be used with a radix batch, by pattern, and what to do instead.
 NOT_USABLE = {
     "^attention_mask$": "a radix batch has no padding: take the mask out, and train prompt or prefix tuning without it",
-    "^past_key_values$": "a cache, or prefix tuning, puts keys in front of every sequence: use an ordinary batch",
+    f"^({'|'.join(CACHE)})$": "a cache, or prefix tuning, puts keys in front of every sequence: use an ordinary batch",
     "token_type_ids$": "they are not part of a radix batch: use an ordinary batch",
     "pixel|image": "its collator did not read them, or its model has an sp_group, which takes text only: "
     "RadixCollator(images=image_inputs_of(model)) reads the images of its rows",
@@ -76,7 +77,8 @@ def check_inputs(decoder: PreTrainedModel, given: Mapping[str, Any], num_rows: i
     """
     _check_complete(given, num_rows)
     for name, value in given.items():
-        reason = next((reason for pattern, reason in NOT_USABLE.items() if re.search(pattern, name)), None)
+        called = CACHE[0] if isinstance(value, Cache) else name
+        reason = next((reason for pattern, reason in NOT_USABLE.items() if re.search(pattern, called)), None)
         if reason and isinstance(value, Tensor | Cache):
             raise UserError(f"a radix batch came with {name}; {reason}")
     for name in RETURNED_PER_TOKEN:

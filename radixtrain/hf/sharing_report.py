@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from radixtrain.versions import untested
+
 
 @dataclass
 class SharingReport:
@@ -86,6 +88,7 @@ class SharingReport:
             lines.append("the backbone was never called: hooks do not run if something calls its forward method")
         lines += [f"{name} shares nothing: share_prefixes(trainer.{name})" for name in self.unshared_models]
         lines += [f"{count} calls not shared: {reason}" for reason, count in self.not_shared.most_common()]
+        lines += [untested().strip()] if self.not_shared and untested() else []
         lines += [f"{self.num_generating} calls of generation"] if self.num_generating else []
         return "\n".join(lines)
 

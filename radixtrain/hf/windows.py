@@ -21,14 +21,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedConfig
 
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
+from radixtrain.hf.names import OF_OLDER_MASKS
 from radixtrain.tree.blocks import BlockLayout
+from radixtrain.versions import saying_what_was_tested
 
 ON_MASK = "_radix_on_mask"
-# What transformers gives a mask function by keyword; `cache_position` and `allow_torch_fix` only older ones.
+# What transformers gives a mask function by keyword.
 READ = {
     *("attention_mask", "mask_function", "config", "local_size", "use_vmap", "dtype", "device"),
-    *("batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "cache_position"),
-    *("allow_is_causal_skip", "allow_is_bidirectional_skip", "allow_torch_fix"),
+    *("batch_size", "q_length", "kv_length", "q_offset", "kv_offset"),
+    *("allow_is_causal_skip", "allow_is_bidirectional_skip", *OF_OLDER_MASKS),
 }
 
 
@@ -93,6 +95,7 @@ def mask_function(ordinary: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @torch.compiler.disable  # host integers
+@saying_what_was_tested()
 def _requested(call: Any, given: Mapping[str, Any]) -> OnMask:
     """Return what a layer sees by the mask that its model requests. given: the keywords of a mask function.
 

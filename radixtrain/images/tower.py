@@ -136,13 +136,14 @@ class Tower:
 
     compute: `get_image_features` of a backbone. inputs: its arguments for the K.
     owners: (N,), int64. which of the K each image is, in the order of the batch.
-    is_uniform: whether all have as many placeholders.
+    is_uniform: whether all have as many placeholders. is_nested: as in `SplitImages`.
     """
 
     compute: Callable[..., Any]
     inputs: dict[str, Any]
     owners: IntArray
     is_uniform: bool
+    is_nested: bool
 
     @classmethod
     def read(cls, backbone: Any, given: Mapping[str, Any], are_distinct: bool = False) -> Tower:
@@ -159,7 +160,7 @@ class Tower:
         every = range(len(images))
         owners, first = (np.array(every), list(every)) if are_distinct else distinct_images(images)
         chosen = [images[index] for index in first]
-        return cls(compute, {**joined(chosen, is_nested), **read}, owners, are_alike(chosen))
+        return cls(compute, {**joined(chosen, is_nested), **read}, owners, are_alike(chosen), is_nested)
 
     @property
     def num_distinct(self) -> int:

@@ -1,14 +1,19 @@
 """Packages that are too old or missing: one line with the command. `test_cores.py`: nothing is imported for it."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
+import torch
+from tiny_models import tiny_hybrid, tiny_model, tiny_qwen3
 
 import radixtrain
 from radixtrain import __main__ as entrance
-from radixtrain import versions
+from radixtrain import prepare_model, share_prefixes, sharing_report, versions
 from radixtrain.__main__ import main
 from radixtrain.errors import UserError
+from radixtrain.hf.padded import sharing
+from radixtrain.hf.recurrent import running
 from radixtrain.versions import check_versions, installed, is_older
 
 
@@ -65,6 +70,52 @@ def test_an_older_transformers_is_named(monkeypatch):
     assert versions.before("recurrent states that fork") == (
         " (transformers 5.2.0 has no recurrent states that fork: pip install -U 'transformers>=5.16')"
     )
+
+
+def newer(monkeypatch):
+    """The machine of somebody whose pip brought a later transformers."""
+    monkeypatch.setattr(versions, "installed", lambda name: "5.99.1" if name == "transformers" else "999")
+
+
+TESTED = r" \(radixtrain was last tested with transformers [\d.]+; this is 5\.99\.1\)"
+
+
+def test_a_refusal_says_that_transformers_is_newer(monkeypatch):
+    """Of a class, of a layer, and of what a hook meets; and nothing if it is not newer."""
+    unreachable = tiny_model("BloomForCausalLM")
+    with pytest.raises(UserError, match=r"dedup: false\)$"):
+        prepare_model(unreachable)
+    newer(monkeypatch)
+    with pytest.raises(UserError, match=rf"^BloomForCausalLM .*{TESTED}$"):
+        prepare_model(unreachable)
+    monkeypatch.setattr(running, "is_cache", lambda *_: False)
+    with pytest.raises(UserError, match=rf"does not name the cache .*{TESTED}$"):
+        share_prefixes(tiny_hybrid("LFM2"))
+    model = share_prefixes(tiny_qwen3())
+    monkeypatch.setattr(sharing, "with_rows", lambda *_: setattr(object(), "cache", None))
+    with pytest.raises(AttributeError, match=rf"no attribute 'cache'{TESTED}$"):
+        model(input_ids=torch.tensor([[5, 6, 7], [5, 6, 8]]), use_cache=False)
+
+
+def test_a_report_says_that_transformers_is_newer(monkeypatch):
+    model = share_prefixes(tiny_qwen3())
+    model(input_ids=torch.tensor([[5, 6]]), use_cache=False)
+    assert "tested" not in str(sharing_report(model))
+    newer(monkeypatch)
+    assert re.search(rf"1 calls not shared: .*\n{TESTED.strip()}$", str(sharing_report(model)))
+
+
+def test_newer_than_tested():
+    tested = versions.TESTED["transformers"]
+    for version, is_newer in (
+        ("5.99.0", True),
+        ("6.0.0.dev0", True),
+        (tested, False),
+        ("5.2.0", False),
+        ("unknown", False),
+    ):
+        assert versions.is_newer_than_tested("transformers", version) is is_newer
+    assert not versions.is_newer_than_tested("numpy", "999")
 
 
 def test_doctor_looks_further(old, monkeypatch):

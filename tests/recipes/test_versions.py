@@ -1,6 +1,8 @@
 """The page of versions: the outcome of each test, and what each version lacks."""
 
+import json
 from xml.etree import ElementTree
+from xml.sax.saxutils import quoteattr
 
 import versions
 
@@ -12,6 +14,18 @@ def test_outcomes():
     )
     outcomes = [versions.outcome(case) for case in report]
     assert outcomes == [("passed", ""), ("skipped", "why"), ("failed", "at import"), ("failed", "")]
+
+
+def test_what_is_refused():
+    def case(*said):
+        value = quoteattr(json.dumps([260, "text", *said]))
+        return ElementTree.fromstring(
+            f'<testcase><properties><property name="family" value={value}/></properties></testcase>'
+        )
+
+    assert versions.refusal(case("BLOOM", "refused: ALiBi")) == ("refused: ALiBi", "BLOOM (text)")
+    assert versions.refusal(case("Llama", "full attention")) is None
+    assert versions.refusal(ElementTree.fromstring("<testcase/>")) is None
 
 
 def test_what_a_skipped_test_lacks():

@@ -79,6 +79,7 @@ QWEN_4_EXP = {
     "hc_lowrank": 4,
     "split_ngram_parts": 2,
 }
+DORY = {"num_hidden_layers": 3, "n_input_layers": 1, "n_output_layers": 1, "n_recurrent_layers": 1}
 # One block of attention in two layers, on the stream and the embeddings side by side.
 SHARED_BLOCK = ["linear_attention", "hybrid"] * 2
 ZAMBA = {"layers_block_type": SHARED_BLOCK, "layer_types": SHARED_BLOCK, "attention_hidden_size": 64}
@@ -86,6 +87,7 @@ ZAMBA = {"layers_block_type": SHARED_BLOCK, "layer_types": SHARED_BLOCK, "attent
 CORE = [
     Family("AFMoE", "AfmoeForCausalLM", f"{WINDOWS}, {MIXTURE}"),
     Family("Apertus", "ApertusForCausalLM"),
+    Family("Apertus 1.5", "Apertus1p5TextForCausalLM"),
     Family("BERT as a decoder", "BertLMHeadModel", LEARNED, DECODER, idle=KEY_BIAS),
     Family("BioGPT", "BioGptForCausalLM", LEARNED, idle=KEY_BIAS),
     Family("BitNet", "BitNetForCausalLM"),
@@ -151,8 +153,10 @@ CORE = [
     Family("BLOOM", "BloomForCausalLM", "ALiBi"),
     Family("DeepSeek-V3.2", "DeepseekV32ForCausalLM", f"sparse attention, {LATENT}, {MIXTURE}"),
     Family("Doge", "DogeForCausalLM", "dynamic mask"),
+    Family("Dory", "DoryForCausalLM", f"layers that run several times, {WINDOWS}", DORY),
     Family("Falcon-H1", "FalconH1ForCausalLM", f"{STATES} beside attention", {"ssm_multipliers": [1.0] * 5}),
     Family("GPT-J", "GPTJForCausalLM", "parallel blocks"),
+    Family("Lara Mini", "LaraMiniForCausalLM", f"{LINEAR}, {WINDOWS}, {MIXTURE}"),
     Family("LFM2", "Lfm2ForCausalLM", "convolutions", {"layer_types": ["conv", "full_attention"]}),
     Family("Llama 4, long rows", "Llama4ForCausalLM", f"chunks, {MIXTURE}"),
     Family("Mamba", "MambaForCausalLM", STATES),
@@ -215,6 +219,7 @@ REST = [
     Family("HyperCLOVA X", "HyperCLOVAXForCausalLM", "scaled logits"),
     Family("Inkling", "InklingForCausalLM", f"{WINDOWS}, {MIXTURE}"),
     Family("Inkling 2", "Inkling2ForCausalLM", f"{SINKS}, {MIXTURE}"),
+    Family("Inkling 2 loop", "Inkling2LoopForCausalLM", f"{SINKS}, {MIXTURE}"),
     Family("Jais 2", "Jais2ForCausalLM"),
     Family("Jamba", "JambaForCausalLM", f"{WHOLE_STATES}, {MIXTURE}"),
     Family("Kimi Linear", "KimiLinearForCausalLM", f"{LINEAR}, {LATENT}, {MIXTURE}"),
@@ -309,6 +314,9 @@ CORE_MULTIMODAL = [
     Family("Qwen3.5", "Qwen3_5ForConditionalGeneration", LINEAR),
 ]  # fmt: skip
 MULTIMODAL = [
+    Family("Apertus 1.5", "Apertus1p5ForConditionalGeneration",
+           settings={"vision_config": {**SMALL_VQ, "codebook_size": 4}, "image_token_offset": 48,
+                     "audio_config": {"codebook_dim": 32, "codebook_size": 4}, "audio_token_offset": 52}),
     Family("Aria", "AriaForConditionalGeneration", MIXTURE),
     Family("Aya Vision", "AyaVisionForConditionalGeneration", WINDOWS),
     Family("Chameleon", "ChameleonForConditionalGeneration",
@@ -353,12 +361,16 @@ MULTIMODAL = [
            {"deepstack_layer_map": [[-1, 0]], "downsample_rate": "1/2", "text_config": {"model_type": "granite"},
             "vision_config": {"hidden_size": 128}}),
     Family("Granite Docling", "GraniteDoclingForConditionalGeneration"),
+    Family("HY 4-VL", "HYV4VLForConditionalGeneration", f"sparse attention, {LATENT}, {MIXTURE}",
+           {"text_config": mrope(1, 1, 0)}),
     Family("Hunyuan-VL", "HunYuanVLForConditionalGeneration",
            settings={"text_config": {"head_dim": 8, **mrope(1, 1, 1, 1)}}),
     Family("HyperCLOVA X Vision 2", "HyperCLOVAXVisionV2ForConditionalGeneration", "scaled logits"),
     Family("Idefics2", "Idefics2ForConditionalGeneration", WINDOWS),
     Family("Idefics3", "Idefics3ForConditionalGeneration"),
     Family("Inkling 2", "Inkling2ForConditionalGeneration", f"{SINKS}, {MIXTURE}",
+           {"vision_config": {"text_hidden_size": 32}}),
+    Family("Inkling 2 loop", "Inkling2LoopForConditionalGeneration", f"{SINKS}, {MIXTURE}",
            {"vision_config": {"text_hidden_size": 32}}),
     Family("Janus", "JanusForConditionalGeneration", settings={"vq_config": {**SMALL_VQ, "num_embeddings": 16}}),
     Family("Kosmos-2.5", "Kosmos2_5ForConditionalGeneration", "fixed positions"),
@@ -418,7 +430,7 @@ NOT_TRIED = {
         Molmo2ForConditionalGeneration PI0ForConditionalGeneration Pix2StructForConditionalGeneration
         PPFormulaNetForConditionalGeneration UdopForConditionalGeneration VisionEncoderDecoderModel""",
     "is no next-token model": "DiffusionGemmaForBlockDiffusion",
-    "cannot be built by transformers 5.23 without another model": """Gemma4AssistantForCausalLM
+    "cannot be built by transformers 5.24 without another model": """Gemma4AssistantForCausalLM
         Gemma4UnifiedAssistantForCausalLM""",
     "needs timm or scipy": """Gemma3nForConditionalGeneration InklingForConditionalGeneration
         PerceptionLMForConditionalGeneration""",

@@ -11,17 +11,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from itertools import islice
+from numbers import Number
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from radixtrain.collators.misuse_guard import is_called_by
 from radixtrain.hf.backbone import text_decoder_of
 from radixtrain.hf.conditions import why_other_attention
 from radixtrain.hf.dropout import evaluating
 from radixtrain.hf.image_models import given_of_images, why_not
+from radixtrain.hf.names import CACHE
 from radixtrain.hf.padded.rows import PaddedRows
 from radixtrain.hf.positions import frequencies_change_at
 from radixtrain.hf.sharing_report import GENERATION, is_frozen
@@ -89,8 +92,8 @@ def _why_cache(
     """Say why a call needs a cache, as generation does. Training and score heads do not, whatever the configuration."""
     if not torch.is_grad_enabled() and is_generating():
         return GENERATION
-    if "past_key_values" in given:
-        return "a cache is given (past_key_values)"
+    if any(name in CACHE or isinstance(value, Cache) for name, value in given.items()):
+        return "a cache is given"
     if given.get("use_cache"):
         return "a cache is wanted (use_cache=True)"
     is_training = backbone.training and torch.is_grad_enabled()
@@ -141,12 +144,17 @@ def _why_other_inputs(backbone: PreTrainedModel, given: Mapping[str, Any]) -> st
             return reason
     of_images = given_of_images(backbone, given)
     for name, value in given.items():
-        parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
-        is_data = any(isinstance(part, Tensor | Mapping) for part in parts)
         is_read = name not in UNREAD or name in inspect.signature(backbone.forward).parameters
-        if is_data and is_read and name not in READ | FOR_THE_LOSS | of_images:
+        if not _is_plain(value) and is_read and name not in READ | FOR_THE_LOSS | of_images:
             return f"{name} is given"
     return None
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether a value is an option. Any other, such as a cache, may hold something for each token or row."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, Number | str | np.generic | torch.dtype | torch.device)
 
 
 def _why_state(model: nn.Module, backbone: PreTrainedModel, decoder: PreTrainedModel) -> str | None:

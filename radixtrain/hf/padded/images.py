@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,11 @@ from radixtrain.tree.layout import TreeLayout
 
 @dataclass(eq=False)
 class Images:
-    """The images of a padded call, and its tokens without padding."""
+    """The images of a padded call, its tokens without padding, and how many placeholders each row has, (B,)."""
 
     tower: Tower
     tokens: ImageTokens
+    num_placeholders: IntArray
 
     @classmethod
     def read(cls, backbone: PreTrainedModel, given: Mapping[str, Any], rows: PaddedRows, axes: Tensor | None) -> Images:
@@ -50,7 +51,7 @@ class Images:
             blocks=inputs.blocks_of(_types(inputs, given), rows.kept),
         )
         _check_blocks(backbone, rows, tokens.blocks)
-        return cls(tower, tokens)
+        return cls(tower, tokens, ((rows.input_ids == inputs.token) & rows.kept).sum(1))
 
     def in_place_of(
         self, backbone: PreTrainedModel, arguments: Mapping[str, Any], tokens: IntArray, layout: TreeLayout
@@ -65,6 +66,27 @@ class Images:
         if axes is not None:
             left["position_ids"] = on_device(axes, device)[:, None]
         return left | self.tower.argument_at(on_device(self.tokens.rows_at(tokens), device))
+
+    def output_of_every(self, features_at: Callable[[IntArray], Tensor]) -> Any:
+        """Return what the tower returns for all images: features, and what else has one entry for each image.
+
+        features_at: rows of all features.
+        """
+        tower, output, owners = self.tower, self.tower.output, self.tower.owners
+        if not tower.has_copies and not tower.is_nested:
+            return output
+        of_each = {name: x for name, x in output.items() if isinstance(x, Tensor) and len(x) == tower.num_distinct}
+        entries: dict[str, Any] = {name: x[on_device(owners, x.device)] for name, x in of_each.items()}
+        if isinstance(output.pooler_output, Tensor):
+            entries["pooler_output"] = features_at(tower.features_at_each(self.tokens.rows)[1])
+        elif tower.is_nested:  # Idefics: a piece for each row
+            pieces = np.split(self.tokens.rows, np.cumsum(self.num_placeholders)[:-1])
+            entries["pooler_output"] = [features_at(rows) for rows in pieces]
+        else:
+            entries["pooler_output"] = [output.pooler_output[owner] for owner in owners]
+        if levels := output.get("deepstack_features"):
+            entries["deepstack_features"] = [[level[owner] for owner in owners] for level in levels]
+        return type(output)(**entries)
 
 
 def _types(inputs: ImageInputs, given: Mapping[str, Any]) -> Tensor | None:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.backbone import arguments_of, text_decoder_of, with_rows
 from radixtrain.hf.image_models import axes_of, given_of_images, without_empty_types
 from radixtrain.hf.modules import why_padding_leaks
+from radixtrain.hf.names import IMAGES, is_cache
 from radixtrain.hf.padded.calls import (
     is_compiled,
     option,
@@ -37,10 +38,10 @@ from radixtrain.tree.cached_layout import on_device
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.tree.runs import RunCost
+from radixtrain.versions import saying_what_was_tested
 
-# Outputs of a backbone that may be tensors; of a tuple only the first, its hidden states.
-OF_IMAGES = ("image_hidden_states", "image_pooler_output")
-AT_PLACES = {0, "last_hidden_state", "rope_deltas", *OF_IMAGES}
+# Outputs of a backbone that may be tensors or hold some; of a tuple only the first, its hidden states.
+AT_PLACES = {0, "last_hidden_state", "rope_deltas", *IMAGES}
 
 
 @dataclass(eq=False)
@@ -160,10 +161,14 @@ class PaddedSharing:
         }
 
     @torch.compiler.disable  # the indices are new in every call
+    @saying_what_was_tested()
     def outputs_at_places(self, output: Any, call: RadixCall) -> Any:
         """Put the hidden states of the backbone's output, (1, U, D), back in (B, L, D)."""
         places = call.places
         assert places is not None
+        images = call.images
+        if images is not None and isinstance(output, Mapping):
+            self._set_images(output, images)
         _check_outputs(output)
         rows: Tensor = output[0]
         spread = self.at_places(rows[0], places)
@@ -172,24 +177,29 @@ class PaddedSharing:
         states = output.get("hidden_states") if isinstance(output, Mapping) else None
         if states is not None:
             output.hidden_states = tuple(hidden if each is rows else self._state(each, places) for each in states)
-        if call.images is not None:
-            for name in OF_IMAGES:
-                if hasattr(output, name):
-                    setattr(output, name, self._of_images(call.images, getattr(output, name)))
-        if call.misses_cache and hasattr(output, "past_key_values"):
-            output.past_key_values = MissingCache()
+        if call.misses_cache:
+            for each in fields(output) if is_dataclass(output) else ():
+                if is_cache(each.name, each.type):
+                    setattr(output, each.name, MissingCache())
         return with_rows(output, hidden)
 
-    def _of_images(self, images: Images, returned: object) -> SpreadRows | None:
-        """Return the features of every image of the batch; None if a tower returns more than these, as SmolVLM's.
+    def _set_images(self, output: Any, images: Images) -> None:
+        """Return what the tower computes of every image of the batch in place of that of its unique placeholders.
 
-        returned: the features of the unique tokens, perhaps joined, and cast by the model: to float32 under autocast.
+        Of features that a model returns by themselves only those in a tensor: a tower may return more, as SmolVLM's.
         """
-        if not isinstance(returned, Tensor):
-            return None
         features, rows = images.tower.features_at_each(images.tokens.rows)
-        rows = rows.reshape(-1) if returned.ndim == 2 else rows
-        return SpreadRows.of(features.to(returned.dtype), rows, NO_ROW, self.report)
+
+        def features_at(rows: IntArray, dtype: torch.dtype = features.dtype) -> SpreadRows:
+            return SpreadRows.of(features.to(dtype), rows, NO_ROW, self.report)
+
+        for name, value in list(output.items()):
+            if isinstance(value, type(images.tower.output)):
+                output[name] = images.output_of_every(features_at)
+            elif name in IMAGES and isinstance(value, Tensor):  # perhaps joined, and cast: to float32 under autocast
+                output[name] = features_at(rows.reshape(-1) if value.ndim == 2 else rows, value.dtype)
+            elif name in IMAGES:
+                setattr(output, name, None)
 
     def at_places(self, rows: Tensor, places: Places) -> SpreadRows:
         """Put the unique rows, (U, W), at their places, (B, L, W)."""
@@ -215,14 +225,14 @@ class MissingCacheError(UserError, AttributeError):
 class MissingCache:
     """Replaces the cache that an ordinary call would have returned, and raises `MissingCacheError` when it is read.
 
-    None would refuse nothing: a model that gets it as `past_key_values` computes without what came before. Programs
-    that look through the outputs of a model (Accelerate, pickle, a tree map) find an object without attributes.
+    None would refuse nothing: a model that gets it as its cache computes without what came before. Programs that look
+    through the outputs of a model (Accelerate, pickle, a tree map) find an object without attributes.
     """
 
     def __getattr__(self, name: str) -> Any:
         raise MissingCacheError(
-            f"past_key_values.{name}: share_prefixes made no cache in this call, as training needs none; pass "
-            f"use_cache=True for a cache"
+            f"cache.{name}: share_prefixes made no cache in this call, as training needs none; pass use_cache=True "
+            f"for a cache"
         )
 
     def __bool__(self) -> bool:
@@ -239,7 +249,7 @@ def _check_outputs(output: Any) -> None:
     """Refuse other outputs, which would be those of the unique tokens, such as a pooler's."""
     named = output.items() if isinstance(output, Mapping) else enumerate(output)
     for name, value in named:
-        if name not in AT_PLACES and isinstance(value, Tensor):
+        if name not in AT_PLACES and isinstance(value, Tensor | Cache):
             raise UserError(
                 f"the backbone returns {name}, which it computes from other tokens when they are shared; call "
                 f"restore_model(model), or leave its pooler out (add_pooling_layer=False)"

@@ -24,6 +24,7 @@ from radixtrain.hf.progress import Progress
 from radixtrain.hf.recurrent.forking import why_it_cannot_fork
 from radixtrain.hf.recurrent.running import arguments_by_name, cache_argument, run_on_tree
 from radixtrain.hf.windows import on_mask
+from radixtrain.versions import saying_what_was_tested
 
 logger = logging.getLogger(__name__)
 MARK = "_radixtrain_call"
@@ -162,6 +163,7 @@ def _marked_call(value: object) -> Any:
     return written.call if written is not None else getattr(value, MARK, None) if isinstance(value, Tensor) else None
 
 
+@saying_what_was_tested()
 def install_mixers(decoder: nn.Module, progress: Progress) -> list[nn.Module]:
     """Replace every mixer's `forward` by a `Mixer`. Returns the modules; none if all layers only attend.
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from radixtrain.errors import UserError
+from radixtrain.hf.names import CACHE, is_cache
 from radixtrain.kernels.rows import gather_rows
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.layout import TreeLayout
@@ -34,7 +35,6 @@ from radixtrain.tree.runs import RunCall, RunLayout, cheapest_runs, runs_of_segm
 from radixtrain.versions import before
 
 Forward = Callable[..., Any]
-CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 MASK = re.compile("mask")  # in the name of an argument: runs have no padding that a mask would hide from an output
 
 
@@ -43,13 +43,13 @@ def run_on_tree(module: nn.Module, forward: Forward, given: Mapping[str, Any], r
 
     module: the mixer. forward: its `forward`, or what stands in for that.
     given: its arguments by name, as the layer passes them. Tensors (1, U, ...), also in tuples, are cut into runs, a
-        mask becomes None, anything else is passed as it is.
+        mask becomes None, a cache is left out, anything else is passed as it is.
     runs: of the batch, on the device of the rows.
 
     Returns what the mixer returns, one tensor or a tuple, each (1, U, ...) in the dtype that the mixer gives it.
     """
     cache = cache_argument(module)
-    given = {name: None if MASK.search(name) else value for name, value in given.items()}
+    given = {name: None if MASK.search(name) else value for name, value in given.items() if name not in CACHE}
     kept: list[States] = []
     outputs = []
     rows, parents = _split(runs)
@@ -99,29 +99,29 @@ def _joined(outputs: Sequence[Any], runs: RunLayout) -> Any:
 
 def cache_argument(module: nn.Module) -> str:
     """Return the name of a mixer's argument for Hugging Face's cache. Raises UserError if it has none."""
-    return next(name for name in CACHE_ARGUMENTS if name in _arguments_of(module))
+    return next(name for name, each in _arguments_of(module).items() if is_cache(name, each.annotation))
 
 
-def _arguments_of(module: nn.Module) -> list[str]:
-    """List the arguments of a mixer's `forward`, as the first class names them that names the cache.
+def _arguments_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """Return the arguments of a mixer's `forward`, as the first class names them that names the cache.
 
     A subclass may pass on what it gets by `*args` and `**kwargs`.
     """
     for each in type(module).__mro__:
         own = vars(each).get("forward")
-        names = list(inspect.signature(own).parameters) if own else []
-        if not set(CACHE_ARGUMENTS).isdisjoint(names):
-            return names
+        arguments = inspect.signature(own).parameters if own else {}
+        if any(is_cache(name, argument.annotation) for name, argument in arguments.items()):
+            return arguments
     raise UserError(
         f"{type(module).__name__} has a recurrent state, and its forward does not name the cache that it gets "
-        f"({' or '.join(CACHE_ARGUMENTS)}), so its state cannot fork{before('recurrent states that fork')}; name it, "
-        f"or train without sharing (fit: dedup: false)"
+        f"({' or '.join(CACHE)}), so its state cannot fork{before('recurrent states that fork')}; name it, or train "
+        f"without sharing (fit: dedup: false)"
     )
 
 
 def arguments_by_name(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call of the mixer, without the call of the batch, which its runs replace."""
-    names = _arguments_of(module)[1:]
+    names = list(_arguments_of(module))[1:]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     given.pop("radix_call", None)
     return given

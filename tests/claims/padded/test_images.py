@@ -4,28 +4,33 @@ That the gradient is the ordinary one is in tests/claims/equivalence/test_image_
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from image_batches import IMAGE, KINDS, ROWS, Kind, Row, batch_of, of_family, squares
 from image_rows import check_padded, same_call
+from older_transformers import since
+from renamed_transformers import renamed
 from shared_runs import in_float64
 from tiny_models import tiny_model
 from torch import Tensor
-from transformers.models.llava.modeling_llava import LlavaModel
+from torch.utils._pytree import keystr, tree_flatten_with_path
+from transformers.models.llava import modeling_llava
 
 from radixtrain import share_prefixes, sharing_report
 from radixtrain.errors import UserError
 from radixtrain.hf import image_models
+from radixtrain.hf.names import IMAGES
 from radixtrain.images.tokens import ImageTokens
 from radixtrain.images.tower import FEATURES, distinct_images
 
 pytestmark = pytest.mark.skipif(
-    FEATURES not in inspect.signature(LlavaModel.forward).parameters,
+    FEATURES not in inspect.signature(modeling_llava.LlavaModel.forward).parameters,
     reason="this transformers does not take the features of images ready made, so such calls run untouched",
 )
 BAR = 1e-12
@@ -79,23 +84,49 @@ def test_a_strategy_that_only_attends_backwards_is_refused() -> None:
         model(**call_of(KINDS["Gemma 3"]), use_cache=False)
 
 
-@pytest.mark.parametrize("name", ["LLaVA", "InternVL", "Janus"])
-def test_the_features_of_every_image_are_returned(name: str) -> None:
-    """In the shape and the dtype in which the model returns them: some join the images, and cast under autocast."""
-    inputs, _ = batch_of(KINDS[name], ROWS)
+def of_images(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a backbone returns for images, by path: what its tower returned, or, before transformers 5.24, features."""
+    output = model.model(**inputs, use_cache=False)
+    entries = {name: {**each} if isinstance(each, Mapping) else each for name, each in output.items() if name in IMAGES}
+    return {keystr(path): leaf for path, leaf in tree_flatten_with_path(entries)[0] if leaf is not None}
 
-    def features_of(*models: Any) -> list[Tensor]:
-        return [model.model(**inputs, use_cache=False).image_hidden_states for model in models]
 
+@pytest.mark.parametrize("rows", [ROWS, [[7, "A", 8], [7, "B", 8]]], ids=["copies", "no copies"])
+@pytest.mark.parametrize("name", ["LLaVA", "InternVL", "Janus", "Idefics3", "Qwen2.5-VL", "Qwen3-VL", "Gemma 4"])
+def test_the_features_of_every_image_are_returned(name: str, rows: list[Row]) -> None:
+    """In the shapes and the dtypes in which the model returns them: some join the images, and cast under autocast.
+
+    What has no entry for each image is left out if images are equal.
+    """
+    inputs, _ = batch_of(KINDS[name], rows)
     with in_float64(KINDS[name].build()) as pair:
-        expected, found = features_of(pair.ordinary, pair.shared)
+        expected, found = (of_images(model, inputs) for model in (pair.ordinary, pair.shared))
         assert sharing_report(pair.shared).num_shared == 1
-        assert found.shape == expected.shape
-        torch.testing.assert_close(found + 0, expected, rtol=BAR, atol=BAR)
+        assert {path for path in expected if "pooler" in path or rows is not ROWS} <= found.keys() <= expected.keys()
+        for path in found:
+            assert found[path].shape == expected[path].shape
+            torch.testing.assert_close(found[path] + 0, expected[path], rtol=BAR, atol=BAR)
     inputs["pixel_values"] = inputs["pixel_values"].float()
     with torch.autocast("cpu", torch.bfloat16):
-        expected, found = features_of(pair.ordinary, pair.shared.float())
-    assert found.dtype == expected.dtype
+        expected, found = (of_images(model, inputs) for model in (pair.ordinary, pair.shared.float()))
+    assert {path: each.dtype for path, each in found.items()} == {path: expected[path].dtype for path in found}
+
+
+@since("5.24", "a backbone returns what its tower returned")
+def test_an_output_that_a_later_transformers_renames(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the tower returned is known by its class, not by the name of the entry."""
+    kind = KINDS["LLaVA"]
+    head = "class LlavaModelOutputWithPast(MultimodalBaseModelOutputWithPast):\n"
+    names = {"image_outputs=mm_": "of_pictures=mm_", head: f"{head}    of_pictures: object = None\n"}
+    changed = renamed(modeling_llava, names, monkeypatch)
+    monkeypatch.setattr(transformers, kind.model_class, getattr(changed, kind.model_class))
+    inputs, _ = batch_of(kind, ROWS)
+    with in_float64(kind.build()) as pair:
+        expected, found = (model.model(**inputs, use_cache=False).of_pictures for model in (pair.ordinary, pair.shared))
+        torch.testing.assert_close(
+            torch.cat(found.pooler_output), torch.cat(expected.pooler_output), rtol=BAR, atol=BAR
+        )
+        assert sharing_report(pair.shared).num_shared == 1
 
 
 # What is not shared, and runs as it is.

@@ -2,13 +2,14 @@
 
 import json
 
+import pytest
 import torch
 
 from radixtrain.__main__ import main
 from radixtrain.commands import doctor as module
 from radixtrain.commands.doctor import NEEDED, OPTIONAL, Finding, findings
 from radixtrain.kernels.varlen import KERNELS
-from radixtrain.versions import FIT, OLDEST, WHY
+from radixtrain.versions import FIT, OLDEST, TESTED, WHY
 
 
 def of(section):
@@ -27,7 +28,7 @@ def test_for_people(capsys):
 def test_for_machines(capsys):
     assert main(["doctor", "--json", "true"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["can_train"] is True
+    assert found["can_train"] is True and found["can_fit"] is True
     torch_line = {"section": "packages", "name": "torch", "value": torch.__version__}
     assert {**torch_line, "problem": "", "fix": "", "blocks": False} in found["findings"]
     names = [each["name"] for each in found["findings"] if each["section"] == "packages"]
@@ -37,15 +38,16 @@ def test_for_machines(capsys):
 def test_packages_that_are_too_old(monkeypatch, capsys):
     """All that training needs are in the error; an optional one blocks nothing."""
     oldest = OLDEST | FIT
-    needed = sorted(set(NEEDED) & set(oldest))
+    needed = sorted(oldest)
     monkeypatch.setattr(module, "installed", lambda name: "0.0.3+cu1" if name in (*needed, "peft") else "999")
     assert main(["doctor"]) == 1
     captured = capsys.readouterr()
     assert captured.err.startswith("error: training cannot run here: ")
     for name in needed:
         why = WHY.get(name, "older ones lack functions that radixtrain calls")
-        assert f"ERROR: {why}" in captured.out
-        assert f"{name} 0.0.3+cu1: {why}: pip install -U '{name}>={oldest[name]}'" in captured.err
+        line = f"{name} 0.0.3+cu1: {why}: pip install -U '{name}>={oldest[name]}'"
+        assert f"{'`radixtrain fit` cannot run' if name in FIT else 'ERROR'}: 0.0.3+cu1: {why}" in captured.out
+        assert (line in captured.err) is (name in OLDEST)
     assert of("packages")["peft"] == Finding(
         "packages",
         "peft",
@@ -63,6 +65,37 @@ def test_what_is_not_installed(monkeypatch):
     assert found["tokenizers"] == Finding(
         "packages", "tokenizers", "", "not installed", "pip install -U tokenizers", True
     )
+
+
+@pytest.mark.parametrize("version", [None, "0.0.3"])
+def test_without_the_commands(version, monkeypatch, capsys):
+    """`pip install .`: a trainer of one's own runs; old packages of the commands do not matter for it."""
+    installed = module.installed
+    monkeypatch.setattr(module, "installed", lambda name: version if name in FIT else installed(name))
+    assert main(["doctor"]) == 0
+    captured = capsys.readouterr()
+    assert not captured.err and "Your own trainer can run here" in captured.out
+    assert captured.out.endswith("`radixtrain fit` cannot: in the folder of radixtrain, pip install '.[fit]'\n")
+    assert main(["doctor", "--json", "true"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["can_train"] is True and found["can_fit"] is False
+
+
+def test_what_is_missing_is_said_without_a_stray_blank(monkeypatch, capsys):
+    installed = module.installed
+    monkeypatch.setattr(module, "installed", lambda name: None if name == "tokenizers" else installed(name))
+    assert main(["doctor"]) == 1
+    told = "error: training cannot run here: tokenizers not installed: pip install -U tokenizers\n"
+    assert capsys.readouterr().err == told
+
+
+def test_newer_than_tested(monkeypatch):
+    """A newer package blocks nothing."""
+    installed = module.installed
+    monkeypatch.setattr(module, "installed", lambda name: "99.0" if name == "transformers" else installed(name))
+    tested = f"newer than tested ({TESTED['transformers']})"
+    assert of("packages")["transformers"] == Finding("packages", "transformers", "99.0", tested)
+    assert of("packages")["numpy"].problem == ""
 
 
 def test_a_library_that_does_not_load(monkeypatch, capsys):

@@ -5,9 +5,11 @@ import gc
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from radixtrain import RadixCollator, generate, prepare_model, share_prefixes, sharing_report
 from radixtrain.errors import UserError
+from radixtrain.hf.names import CACHE
 
 N = -100
 FEATURES = [
@@ -44,10 +46,12 @@ class TestInputs:
         with pytest.raises(UserError, match=message):
             model(**changed(**changes))
 
-    @pytest.mark.parametrize("name", ["attention_mask", "past_key_values"])
+    @pytest.mark.parametrize("name", ["attention_mask", *CACHE, "kept_states"])
     def test_what_cannot_be_used_with_a_radix_batch(self, model, name):
-        with pytest.raises(UserError, match=f"a radix batch came with {name}; "):
-            model(**changed(**{name: torch.ones(1, 6, dtype=torch.int64)}))
+        """A cache under any name, which the model may replace by its own name."""
+        value = torch.ones(1, 6, dtype=torch.int64) if name == "attention_mask" else DynamicCache()
+        with pytest.raises(UserError, match=f"a radix batch came with ({'|'.join([name, *CACHE])}); "):
+            model(**changed(**{name: value}))
 
     def test_inputs_by_position(self, model):
         """A backbone that is called with ids and mask as positional arguments."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from radixtrain import share_prefixes, sharing_report
+from radixtrain.hf.names import CACHE
 
 IDS = torch.tensor([[7, 8, 9, 1, 2], [7, 8, 9, 3, 0]])
 MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
@@ -166,6 +167,29 @@ def test_the_empty_batch_fails_as_ever():
 
 
 class TestCaches:
+    @pytest.mark.parametrize("name", CACHE)
+    @pytest.mark.parametrize("train", [False, True])
+    def test_given_by_its_present_and_its_old_name(self, name, train):
+        """A second call attends to the first if this transformers takes the name, and is not shared if it does not."""
+
+        def call(model: Any) -> Any:
+            given = DynamicCache(config=model.config)
+            with torch.set_grad_enabled(train):
+                first = model.train(train)(input_ids=IDS[:, :3], use_cache=True, **{name: given})
+                return first.logits, model(input_ids=IDS[:, 3:], use_cache=True, **{name: given}).logits
+
+        assert_untouched(qwen3, call, "a cache is given")
+
+    @pytest.mark.parametrize(
+        "value", [DynamicCache(), object(), ((torch.ones(2, 2),),)], ids=["cache", "object", "tuples"]
+    )
+    def test_given_by_a_name_that_nobody_knows(self, value):
+        """As a later transformers may have it: what is no plain option may be read by a layer."""
+        model = share_prefixes(qwen3())
+        model(**BATCH, use_cache=False, kept_states=value)
+        reason = "a cache is given" if isinstance(value, DynamicCache) else "kept_states is given"
+        assert sharing_report(model).not_shared == {reason: 1}
+
     def test_by_configuration_without_gradients(self):
         assert_untouched(qwen3, torch.no_grad()(lambda model: model(**BATCH)), FROM_CONFIGURATION)
 

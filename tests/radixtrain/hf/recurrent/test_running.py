@@ -15,6 +15,7 @@ from transformers import DynamicCache, Qwen3_5TextConfig
 from transformers.cache_utils import Cache
 
 from radixtrain.errors import UserError
+from radixtrain.hf.names import CACHE
 from radixtrain.hf.recurrent.running import (
     ForkedStates,
     TreeRuns,
@@ -76,6 +77,27 @@ class TestArguments:
 
         assert cache_argument(Twice()) == cache_argument(Sums())
         assert arguments_by_name(Twice(), ("rows",), {}) == {"hidden_states": "rows"}
+
+    @pytest.mark.parametrize("annotation", [Cache | None, "Qwen3NextDynamicCache | None"])
+    def test_the_cache_by_its_annotation(self, annotation):
+        """Whatever a later transformers calls it; an old name that a layer still passes is left out."""
+
+        class Renamed(Sums):
+            def forward(self, hidden_states, kept_states=None):
+                return super().forward(hidden_states, kept_states)
+
+        Renamed.forward.__annotations__["kept_states"] = annotation
+        assert cache_argument(Renamed()) == "kept_states"
+        runs = TreeLayout.from_plan(plan_of([[1, 2, 3], [1, 2, 4]]), run_cost=FREE_FORKS).runs
+        given = {"hidden_states": torch.ones(1, 4, 1), "cache_params": None}
+        assert run_on_tree(Renamed(), Renamed().forward, given, runs)[0, :, 0].tolist() == [1, 2, 3, 3]
+
+    @pytest.mark.parametrize("name", CACHE)
+    def test_the_cache_by_its_name(self, name):
+        module = type("Named", (nn.Module,), {})
+        exec(f"def forward(self, x, {name}=None): ...", space := {})
+        module.forward = space["forward"]
+        assert cache_argument(module()) == name
 
     def test_a_cache_without_a_name(self):
         class Unnamed(nn.Module):
