@@ -85,6 +85,7 @@ class Spread:
     func: makes the ordinary tensor from that of the source; None if there is no source.
     logsumexps: those of the rows of the table, by the modes in which they were computed.
     became: the ordinary tensor of the memory, once there is one.
+    entered: give the lazy tensors of the memory that functions of the user's got.
     source, derived: the lazy tensors that it comes from, and that come from it. dense: the ordinary one.
     was_read: functions read the table with gradients, so that those at the places are not complete.
     held, dense_node: the version and the node of the ordinary one when it was made; `held` only if torch holds ours.
@@ -99,6 +100,7 @@ class Spread:
     func: Callable[[Tensor], Tensor] | None = None
     logsumexps: dict[Modes, Tensor] = field(default_factory=dict)
     became: list[Tensor] = field(default_factory=list)
+    entered: list[Callable[[], Any]] = field(default_factory=list)
     source: Any = field(default=None, init=False)
     derived: list[ref[Any]] = field(default_factory=list, init=False)
     dense: Tensor | None = field(default=None, init=False)
