@@ -40,6 +40,14 @@ def version_of(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
+def node_of(x: Tensor) -> Any:
+    """Return the node that made it; None if torch raises because it is a view of what was changed in another mode."""
+    try:
+        return x.grad_fn
+    except RuntimeError:
+        return None
+
+
 class Modes(NamedTuple):
     """What the result of a function of torch depends on, besides its arguments."""
 

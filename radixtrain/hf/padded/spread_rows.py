@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from radixtrain.errors import UserError
 from radixtrain.hf.padded.row_functions import RULES
-from radixtrain.hf.padded.spread import CHANGED, Spread, gradient_of_rows, is_checkpointed, version_of
+from radixtrain.hf.padded.spread import CHANGED, Spread, gradient_of_rows, is_checkpointed, node_of, version_of
 
 
 class SpreadRows(Tensor):
@@ -89,7 +89,7 @@ class SpreadRows(Tensor):
         was held before the change gets torch's own error.
         """
         spread = self.spread
-        is_changed = spread.dense is not None and spread.dense.grad_fn is not spread.dense_node
+        is_changed = spread.dense is not None and node_of(spread.dense) is not spread.dense_node
         spread.entered.append(ref(self))
         if is_changed and spread.held is None and not torch.is_grad_enabled():
             raise UserError(
@@ -126,23 +126,27 @@ class SpreadRows(Tensor):
             with spread.modes._replace(grad=True).entered(spread.table):
                 with torch._C.DisableTorchFunctionSubclass():
                     changed = each.clone()
-                dense = each.whole().copy_(changed)
-            spread.held = None if spread.held is None else version_of(dense)
+                if spread.modes.grad:
+                    dense = each.whole().copy_(changed)
+                    spread.held = None if spread.held is None else version_of(dense)
+                else:  # the function has made it
+                    spread.source = None
+                    each._settle(changed)
 
     def _settle(self, dense: Tensor) -> None:
         """Become this tensor if possible, and make what came from this object come from it."""
         spread, spread.dense = self.spread, dense
-        spread.dense_node = spread.dense_node or dense.grad_fn
+        spread.dense_node = spread.dense_node or node_of(dense)
         spread.held = None if not self.is_held else version_of(dense) if spread.held is None else spread.held
         if spread.held is not None:
             if version_of(dense) != spread.held and torch._C._current_graph_task_id() >= 0:
                 raise RuntimeError(CHANGED)
-        elif not spread.was_read or dense.grad_fn is not spread.dense_node:  # a changed tensor has another gradient
+        elif not spread.was_read or node_of(dense) is not spread.dense_node:  # a changed tensor has another gradient
             dense = self._turn_into(dense)
         spread.became[:] = spread.became or [dense]
         derived, spread.derived = [each() for each in spread.derived], []  # torch swaps none with a weak reference
         for each in derived:
-            if each is not None and each.node is each.made_by:
+            if each is not None and each.spread.source is not None and each.node is each.made_by:
                 with each.spread.modes.entered(dense):
                     found = each.spread.func(dense)
                 each.spread.source = None
