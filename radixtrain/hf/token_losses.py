@@ -46,14 +46,14 @@ MAX_NODES = 200  # of a graph between hidden rows and a loss: a head, adapters o
 class LossWatch:
     """The gradient that a loss over tokens gives the rows of one call, and whether that is their only gradient.
 
-    sizes: how many places a loss reads: all, or without the last of each row, or those that have a label.
+    shapes: of the places that a loss reads: all, also flat, or flat those that have a label.
     """
 
     known: Tensor | None = None
     is_known = False
 
     def __init__(self, place_rows: IntArray) -> None:
-        self.sizes = {place_rows.size, place_rows.size - len(place_rows), int((place_rows >= 0).sum())}
+        self.shapes = {place_rows.shape, (place_rows.size,), (int((place_rows >= 0).sum()),)}
 
     def compare(self, grad: Tensor) -> None:
         """Compare the gradient that arrives with the one held: torch makes a new tensor if it adds another."""
@@ -87,16 +87,16 @@ class _Watched(torch.autograd.Function):
 
 
 @torch.compiler.disable  # reads the graph
-def for_token_loss(source: Tensor, num_places: int | None = None) -> Tensor:
+def for_token_loss(source: Tensor, places: tuple[int, ...] | None = None) -> Tensor:
     """Return the tensor for a loss over tokens: its source rows accept that gradient if they get no other.
 
-    num_places: that it represents, each of which the loss reads; None for an ordinary tensor.
+    places: the shape of those that it represents, all of which the loss reads; None for an ordinary tensor.
     """
     if has_torch_function_unary(source):  # a lazy one: its table is what the loss reads
         found: Tensor = handle_torch_function(for_token_loss, (source,), source)
         return found
     watch = _watch_above(source)
-    if watch is None or (source.shape[:-1].numel() if num_places is None else num_places) not in watch.sizes:
+    if watch is None or (tuple(source.shape[:-1]) if places is None else places) not in watch.shapes:
         return source
     source.register_hook(watch.compare)
     return _ForTokenLoss.apply(source, watch)

@@ -211,7 +211,7 @@ def _cross_entropy(x: Spread, func: object, others: Others, named: Named) -> Any
 
 def _for_token_loss(x: Spread, func: Callable[..., Any], others: Others, named: Named) -> Any:
     """Call it on the table for a loss over tokens, which may read more of it: its gradient is known there."""
-    table = func(x.table, x.place_rows.size)
+    table = func(x.table, x.place_rows.shape)
     return x if table is x.table else Spread(table, x.place_rows, x.padding_row, x.report)
 
 
