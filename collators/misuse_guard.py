@@ -1,6 +1,6 @@
-"""Refuses two misuses of a radix batch before they end in an error that names neither.
+"""Refuses misuses of a radix batch before they end in an error that names none of them.
 
-1. `prepare_model` was forgotten. An unprepared Hugging Face model accepts a radix batch: it takes unknown entries as
+1. `prepare_model` was forgotten, or a module takes only some entries of the batch. An unprepared Hugging Face model accepts a radix batch: it takes unknown entries as
 options of its attention, and fails later, on the shapes of its loss. So a new `RadixCollator` watches the
 calls of modules until a prepared model gets a radix batch; then the watch ends and costs nothing. That another model
 of the process is prepared does not end it. torch gives its global hooks no keyword arguments; they are read from the
@@ -13,8 +13,9 @@ is on the stack of the collator, and on that of a worker process that is forked 
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -70,12 +71,16 @@ def _check_call(module: nn.Module, args: tuple[Any, ...]) -> None:
     """
     if args or torch.compiler.is_compiling():
         return
-    if RADIX not in (sys._getframe(1).f_locals.get("kwargs") or ()):
+    batch = sys._getframe(1).f_locals.get("kwargs") or ()
+    if RADIX not in batch:
         return
     parts = list(module.modules())
-    is_hugging_face = any(is_instance_by_name(part, *HUGGING_FACE) for part in parts)
-    if any(PREPARED in vars(part) for part in parts) or not is_hugging_face:
+    if not any(is_instance_by_name(part, *HUGGING_FACE) for part in parts):
         end_watch()
+        return
+    _check_takes(module, batch)
+    if any(PREPARED in vars(part) for part in parts):
+        _leave_to_its_parts(module)
         return
     receiver = next((part for part in parts if _package_of(part) not in FORWARDED_BY), module)
     if not _package_of(receiver).startswith("transformers"):
@@ -86,6 +91,17 @@ def _check_call(module: nn.Module, args: tuple[Any, ...]) -> None:
         f"{type(receiver).__name__} got a batch of RadixCollator, but it is not prepared: call "
         f"model = radixtrain.prepare_model(model) before training, or before the trainer gets the model"
     )
+
+
+def _check_takes(module: nn.Module, batch: Iterable[str]) -> None:
+    """Refuse a batch of which a module takes only some entries."""
+    taken = inspect.signature(module.forward).parameters
+    missing = [name for name in batch if name not in taken]
+    if missing and all(each.kind is not each.VAR_KEYWORD for each in taken.values()):
+        raise UserError(
+            f"{type(module).__name__} got a batch of RadixCollator, and its forward does not take {', '.join(missing)}: "
+            f"let it take **batch and pass all of it on to the model, or use share_prefixes(model) and another collator"
+        )
 
 
 def _leave_to_its_parts(module: nn.Module) -> None:

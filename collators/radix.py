@@ -44,15 +44,17 @@ class RadixCollator:
     step_cost: chooses the `min_shared_tokens` and the attention strategy of each batch that cost least by
         `radixtrain.hf.step_cost.step_cost_of(model)`; `min_shared_tokens` is then left at 1.
     pad_to_multiple_of: pad the unique tokens to a multiple of this many.
-    merge_labels: False for a model that computes its own loss: one prediction per original labelled token. True for
+    merge_labels: False for a model that computes its own loss: one prediction per original labelled token, in a row of
+        logits for each sequence. True for
         radixtrain's own loss: identical predictions merged and weighted, one hidden row per distinct predictor.
     run_cost: what a recurrent layer of the model costs, by which its runs are chosen in the worker; by default of
         `step_cost`. Without either a prepared model chooses them itself, which on a device waits once a batch.
     shared_targets: what a label counts that several sequences of the batch share: `"every"`, once for each of them, as
         an ordinary trainer sums; `"once"`, once, with the mean of their loss weights; see `keep_once`.
     images: `radixtrain.image_inputs_of(model)`, for rows with images; without it they are refused.
-    token_loss: True vouches that a loss of your own is a sum over tokens, whatever it is divided by. By default the
-        backward pass refuses any loss that the model did not compute itself, since a mean for each row would be wrong.
+    token_loss: True vouches that a loss of your own reads only labelled tokens: a sum, or a mean for each sequence. By
+        default the backward pass refuses any loss that the model did not compute itself, because all other tokens, and
+        the length of a padded row, are not in the batch.
     return_tensors: `"pt"`; Hugging Face's collators have this field too.
     loss_on_all: True to train every token of a feature that has neither labels nor a loss mask; otherwise such a
         feature is refused, because a trainer may have dropped its mask.
@@ -83,13 +85,14 @@ class RadixCollator:
 
     Returns
 
-    input_ids: [1, U], int64. the unique tokens, in depth-first order.
+    input_ids: [B, L], int64. as wide as the longest sequence, so that whoever reads the size of the batch finds that of
+        an ordinary one. Read from row to row, they are the U unique tokens in depth-first order, then copies of these.
+    labels: [B, P / B], int64. the labels of each sequence in a row of its own, filled up with -100, which its first and
+        last entry are too. P / B never equals L: if it would, another column is added, so that a model that was not
+        prepared raises on the shapes instead of training on nonsense.
+    shift_labels: [B, P / B], int64. the same after the shift: `labels[:, 1:] == shift_labels[:, :-1]`. The logits that
+        the model returns, [B, P / B, V], predict these.
     position_ids: [1, U], int64.
-    shift_labels: [1, P], int64. the token that each predictor row predicts, and -100 for the last one. P never equals
-        U: if it would, another ignored prediction is added, so that a model that was not prepared raises on the
-        shapes instead of training on nonsense.
-    labels: [1, P], int64. the same before the shift: `labels[1:] == shift_labels[:-1]`, so that a loss that shifts its
-        labels, such as label smoothing's, sees the same pairs.
     radix: a `radixtrain.tree.radix_inputs.RadixInputs`: the plan, and which unique row predicts each entry of
         `shift_labels`. It has `.to` and `.pin_memory`, as a tensor.
     pixel_values, image_grid_thw, ...: of the distinct images of the batch, if it has any. Two are one if their bytes
@@ -98,9 +101,10 @@ class RadixCollator:
     token_type_ids, or mm_token_type_ids: read, not returned, if images attend in both directions by it, as in Gemma 3.
         They are then shared as a whole or not at all.
 
-    There is no `attention_mask`. With `merge_labels` there are no `labels`, each of the R predictors is there once, and
-    equal predictions of it are one entry of `shift_labels`, whose weight is the number of original tokens. If some
-    feature has one of the three floats, only predictors are merged, so that each entry is one original token.
+    There is no `attention_mask`. With `merge_labels` there are no `labels`, `input_ids` are [1, U] and `shift_labels`
+    [1, P]: each of the R predictors is there once, and equal predictions of it are one entry, whose weight is the
+    number of original tokens. If some feature has one of the three floats, only predictors are merged, so that each
+    entry is one original token.
 
     The loss is `sum_p w_p cross_entropy_p`, to be divided by the number of labelled tokens, whatever their weights:
     those may add up to nothing. `radixtrain.loss` computes it, and that of a clipped policy ratio.
@@ -108,12 +112,12 @@ class RadixCollator:
     >>> first = {"input_ids": [7, 8, 9], "labels": [-100, -100, 9]}
     >>> second = {"input_ids": [7, 8, 5], "labels": [-100, -100, 5]}
     >>> batch = RadixCollator()([first, second])
-    >>> batch["input_ids"], batch["position_ids"]
-    (tensor([[7, 8, 5, 9]]), tensor([[0, 1, 2, 2]]))
-    >>> batch["labels"], batch["shift_labels"]
-    (tensor([[-100,    9,    5]]), tensor([[   9,    5, -100]]))
+    >>> batch["input_ids"].tolist(), batch["position_ids"].tolist()
+    ([[7, 8, 5], [9, 7, 8]], [[0, 1, 2, 2]])
+    >>> batch["labels"].tolist(), batch["shift_labels"].tolist()
+    ([[-100, 9], [-100, 5]], [[9, -100], [5, -100]])
     >>> batch["radix"].predictor_indices, batch["radix"].prediction_rows
-    (tensor([1]), tensor([0, 0, 0]))
+    (tensor([1]), tensor([0, 0, 0, 0]))
 
     Raises ValueError that names the feature and its entry for: no labels and no loss mask; an entry that it would have
     to drop; entries that are not lists of integers or differ in length; an empty sequence, and one that another packer
@@ -176,11 +180,14 @@ class RadixCollator:
         compared_ids = ids if images is None else images.tokens.codes
         plan, chosen = self._plan(compared_ids, cu_seqlens, positions, max_tokens, strategies)
         predictions = list_predictions(plan, labels, floats.get("loss_weights"))
+        blocks = None if images is None else images.tokens.blocks_of(plan)
+        layout = TreeLayout.from_plan(plan, self._run_cost, blocks)
+        shape = (1, plan.num_rows) if self.merge_labels else layout.batch_shape
         batch = _batch(
-            ids[plan.gather_indices],
+            np.resize(ids[plan.gather_indices], shape),
             plan,
-            TreeLayout.from_plan(plan, self._run_cost, None if images is None else images.tokens.blocks_of(plan)),
-            _merged(predictions, floats) if self.merge_labels else _plain(predictions, plan),
+            layout,
+            _merged(predictions, floats) if self.merge_labels else _plain(predictions, plan.cu_seqlens, shape[1]),
             token_loss=self.token_loss or self.merge_labels,
             is_left_padded=any(feature.is_counted_from_padding for feature in arrays),
             **chosen,
@@ -231,24 +238,36 @@ class _Targets(NamedTuple):
     of_predictions: dict[str, Any]
 
 
-def _plain(predictions: Predictions, plan: PrefixPlan) -> _Targets:
-    """Make one prediction per original labelled token, for any head and loss of the model.
+def _plain(predictions: Predictions, cu_seqlens: IntArray, other_width: int) -> _Targets:
+    """Make one prediction per original labelled token, for any head and loss of the model, in a row for each sequence.
 
-    The list ends with an ignored one, so that a loss that shifts `labels` itself sees the same pairs.
+    So a mean for each row is that of an ordinary batch. Each row ends with an ignored prediction, so that a loss that
+    shifts `labels` itself sees the same pairs. other_width: which it must not have.
     """
-    num_labels = len(predictions.labels)
-    rest = np.zeros(2 if num_labels + 1 == plan.num_rows else 1, dtype=np.int64)
-    shift_labels = np.concatenate([predictions.labels, rest + IGNORE_INDEX])
+    tokens, num_sequences = predictions.label_indices, len(cu_seqlens) - 1
+    sequences = np.searchsorted(cu_seqlens, tokens, side="right") - 1
+    order = np.argsort(tokens)
+    counts = np.bincount(sequences, minlength=num_sequences)
+    width = int(counts.max()) + 1
+    width += width == other_width
+    places = np.empty_like(tokens)
+    places[order] = sequences[order] * width + np.arange(len(tokens)) - (counts.cumsum() - counts)[sequences[order]]
+
+    def placed(values: IntArray | int, rest: int) -> IntArray:
+        found = np.full(num_sequences * width, rest)
+        found[places] = values
+        return found
+
     predictors, rows = np.unique(predictions.predictor_indices, return_inverse=True)
-    place_rows = np.concatenate([rows, rest])
+    shift_labels = placed(predictions.labels, IGNORE_INDEX).reshape(num_sequences, width)
     fields = {
-        "predictor_indices": predictors if num_labels else rest[:1],
-        "prediction_rows": place_rows,
-        "loss_weights": np.concatenate([np.ones(num_labels, dtype=np.int64), rest]),
-        "label_indices": np.concatenate([predictions.label_indices, rest]),
+        "predictor_indices": predictors if len(tokens) else np.zeros(1, dtype=np.int64),
+        "prediction_rows": placed(rows, 0),
+        "loss_weights": placed(1, 0),
+        "label_indices": placed(tokens, 0),
     }
-    labels = {"labels": np.roll(shift_labels, 1)[None], "shift_labels": shift_labels[None]}
-    return _Targets(_tensors(labels), {**_tensors(fields), "place_rows": place_rows})
+    labels = {"labels": np.roll(shift_labels, 1, axis=1), "shift_labels": shift_labels}
+    return _Targets(_tensors(labels), {**_tensors(fields), "place_rows": placed(rows, -1).reshape(shift_labels.shape)})
 
 
 def _merged(predictions: Predictions, floats: Mapping[str, FloatArray]) -> _Targets:
@@ -284,11 +303,11 @@ def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
 
 
 def _batch(ids: IntArray, plan: PrefixPlan, layout: TreeLayout, targets: _Targets, **known: Any) -> dict[str, Any]:
-    """Make the batch of unique tokens. ids: (U,). layout: of the plan. known: the other fields of its `RadixInputs`."""
+    """Make the batch of unique tokens. ids: (B, L) or (1, U). layout: of the plan. known: the other fields of its `RadixInputs`."""
     radix = RadixInputs(layout=layout, cu_seqlens=layout.cu_seqlens, **targets.of_predictions, **known)
     return {
-        "input_ids": torch.from_numpy(ids)[None],
-        "position_ids": torch.tensor(plan.position_ids, device="cpu")[None],
+        "input_ids": torch.from_numpy(ids),
         **targets.labels,
+        "position_ids": torch.tensor(plan.position_ids, device="cpu")[None],
         RADIX: radix,
     }

@@ -99,7 +99,7 @@ class RadixCall(Call):
     misses_cache: whether the ordinary call would have returned a cache.
     images: of the padded batch; None without any.
     token_loss: whether any loss of this batch is known to be a sum over tokens.
-    place_rows: which of these rows stands at each place of what the head gets; None if each stands once, in order.
+    place_rows: of the `RadixInputs`.
     mixed: the id of every recurrent mixer that ran.
     """
 

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from radixtrain.tree.layout import TreeLayout
+
 NOT_TEXT = re.compile("vision|image|visual|audio")
 
 
@@ -134,8 +136,18 @@ def arguments_of(backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: Mappi
     return {name: value for name, value in {**given, **kwargs}.items() if value is not None}
 
 
+def in_one_row(given: Mapping[str, Any], layout: TreeLayout) -> dict[str, Tensor]:
+    """Return the unique tokens of a batch, ids or embeddings, as (1, U, ...), unless something has cut them.
+
+    given: the arguments of a call, in which they are (B, L, ...).
+    """
+    found = {name: given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None}
+    whole = {name: x for name, x in found.items() if tuple(x.shape[:2]) == layout.batch_shape}
+    return {name: x.flatten(0, 1)[None, : layout.num_rows] for name, x in whole.items()}
+
+
 def with_rows(output: Any, rows: Tensor) -> Any:
-    """Set these hidden rows, (1, P, D), as the first entry of a backbone's output, a tuple or a `ModelOutput`."""
+    """Set these hidden rows, (1, P, D) or (B, P / B, D), as the first entry of a backbone's output, a tuple or a `ModelOutput`."""
     if isinstance(output, tuple):
         return rows, *output[1:]
     output.last_hidden_state = rows

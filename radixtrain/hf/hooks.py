@@ -2,8 +2,8 @@
 
 - `before`, on the backbone, turns the `radix` of a batch into the call that reaches every layer, gives mask
   creation an empty tensor, so that no U x U mask is ever built, and refuses what would change the gradient;
-- `after`, on the backbone, checks that every layer ran tree attention, gives the head the rows that predict,
-  `[1, P, D]`, and gives the router loss the logits of every original token;
+- `after`, on the backbone, checks that every layer ran tree attention, gives the head the rows that predict, in a row
+  for each sequence, and gives the router loss the logits of every original token;
 - `before_model`, on the model, checks that the head will get all of these rows.
 
 An ordinary batch is not changed, unless the model is one of `share_prefixes` (`radixtrain/hf/padded`).
@@ -24,7 +24,7 @@ from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.attention_interface import RadixCall
-from radixtrain.hf.backbone import arguments_of, text_decoder_of, with_rows
+from radixtrain.hf.backbone import arguments_of, in_one_row, text_decoder_of, with_rows
 from radixtrain.hf.image_models import types_for, with_features
 from radixtrain.hf.padded.calls import is_compiled, is_generating
 from radixtrain.hf.padded.fused_heads import share_fused_heads
@@ -59,7 +59,6 @@ from radixtrain.hf.third_party import hooks_of, why_third_party
 from radixtrain.hf.token_losses import TokenLoss, watched
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.kernels.rows import gather_rows
-from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.radix_inputs import RADIX, RadixInputs
 from radixtrain.versions import saying_what_was_tested
@@ -152,16 +151,17 @@ class BackboneHooks:
         given = {name: value for name, value in arguments_of(backbone, args, kwargs).items() if name != RADIX}
         radix = on_device_of_rows(radix, given)
         layout = own_layout(radix)
+        given.update(in_one_row(given, layout))
         if radix.image_rows is not None and self.split is None:  # a split batch with images is refused
             given = with_features(backbone, radix, given)
         self._check(backbone, layout, radix, given)
-        predictors, place_rows = _requested_rows(radix)
+        predictors = _requested_rows(radix)
         self._count(backbone, radix, layout, predictors.shape[0])
         may_bind = layout.blocks is not None or window_may_bind(text_decoder_of(backbone).config, layout.max_seqlen)
         chosen = radix.strategy if self.attention == "auto" else None
         options = layout, predictors, self.attention, self.kernel, may_bind, chosen
         call = RadixCall(*options) if self.split is None else SplitCall(self.split, *options)
-        call.token_loss, call.place_rows = radix.token_loss, place_rows
+        call.token_loss, call.place_rows = radix.token_loss, radix.place_rows
         mask = no_mask(may_bind, layout.device, call)
         types = types_for(backbone, layout)
         return {**given, **types, "attention_mask": mask, "use_cache": False, "radix_call": call}
@@ -253,11 +253,13 @@ class BackboneHooks:
         rows = gather_rows(output[0][0], call.predictor_indices)
         if not (call.token_loss or is_compiled()):
             share_fused_heads()
-            rows = watched(rows, not is_frozen(self.model))
+            rows = watched(rows, not is_frozen(self.model), call.place_rows)
         if call.place_rows is None:
             return with_rows(output, rows[None])
+        if len(rows) == call.place_rows.size:
+            return with_rows(output, rows.view(*call.place_rows.shape, -1))
         counted = SharingReport()  # with the batch
-        return with_rows(output, SpreadRows.of(rows, call.place_rows[None], NO_ROW, counted))
+        return with_rows(output, SpreadRows.of(rows, call.place_rows.clip(0), NO_ROW, counted))
 
     @saying_what_was_tested()
     def _check_mixers(self, backbone: PreTrainedModel, call: Any) -> None:
@@ -299,14 +301,12 @@ class BackboneHooks:
         output.router_logits = tuple(expanded)
 
 
-def _requested_rows(radix: RadixInputs) -> tuple[Tensor, IntArray | None]:
-    """Return the rows that the head gets, int64, and which stands at each place; None if each stands once, in order."""
+def _requested_rows(radix: RadixInputs) -> Tensor:
+    """Return the rows that the head gets, int64: one for each place, in order, or each once if that saves enough."""
     rows, place_rows = radix.predictor_indices, radix.place_rows
-    if place_rows is None:
-        return rows, None
-    if is_compiled() or len(place_rows) < MIN_SAVING * len(rows):
-        return rows[radix.prediction_rows], None
-    return rows, place_rows
+    if place_rows is not None and (is_compiled() or place_rows.size < MIN_SAVING * len(rows)):
+        return rows[radix.prediction_rows]
+    return rows
 
 
 def remove_hooks(model: nn.Module) -> None:

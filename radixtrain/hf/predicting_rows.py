@@ -36,7 +36,7 @@ class Targets(NamedTuple):
     def of(cls, batch: Mapping[str, Any]) -> Targets:
         """Read the targets of a batch of a `RadixCollator`, merged or not, or of a `PaddedCollator`."""
         radix = radix_of(batch)
-        return cls(batch["shift_labels"][0].clamp(min=0), radix.prediction_rows, radix.loss_weights)
+        return cls(batch["shift_labels"].flatten().clamp(min=0), radix.prediction_rows, radix.loss_weights)
 
 
 class PredictingRows(NamedTuple):
@@ -93,9 +93,10 @@ def labelled_logprobs(batch: Mapping[str, Any], logprobs: Tensor) -> list[tuple[
 
     batch: not merged. logprobs: (P,), as `PredictingRows.logprobs` returns them.
     """
-    labels, tokens, cu_seqlens = batch["shift_labels"][0], radix_of(batch).label_indices, radix_of(batch).cu_seqlens
+    labels, radix = batch["shift_labels"].flatten(), radix_of(batch)
+    tokens = radix.label_indices
     assert tokens is not None, "merged"
     kept = labels >= 0
     order = tokens[kept].argsort(stable=True)
-    columns = (column[kept][order].tolist() for column in (sequences_of(tokens, cu_seqlens), labels, logprobs))
+    columns = (column[kept][order].tolist() for column in (sequences_of(tokens, radix.cu_seqlens), labels, logprobs))
     return list(zip(*columns, strict=True))

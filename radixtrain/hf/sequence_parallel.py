@@ -33,7 +33,7 @@ from radixtrain.collators.features import IGNORE_INDEX
 from radixtrain.collators.row_split import filled, own_inputs, own_predictors, own_rows, rows_per_rank
 from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import Heads, RadixCall
-from radixtrain.hf.backbone import Parts
+from radixtrain.hf.backbone import Parts, in_one_row
 from radixtrain.hf.progress import Progress
 from radixtrain.tree.movable import Movable
 from radixtrain.tree.radix_inputs import RADIX, layout_of, radix_of, with_radix
@@ -244,7 +244,7 @@ class SplitModel:
             )
         self.rows.check_same(kwargs)
         num_rows = layout_of(kwargs).num_rows
-        rank, size, targets = self.rows.rank, self.rows.size, kwargs["shift_labels"]
+        rank, size, targets = self.rows.rank, self.rows.size, kwargs["shift_labels"].reshape(1, -1)
         predictors = radix_of(kwargs).predictor_indices[radix_of(kwargs).prediction_rows]
         rows, is_own = own_predictors(predictors, num_rows, rank, size)
         own = (is_own & (targets[0] != IGNORE_INDEX)).nonzero()[:, 0]
@@ -254,9 +254,10 @@ class SplitModel:
         given = kwargs.get("num_items_in_batch")
         split = SplitLoss(own_labels, (targets != IGNORE_INDEX).sum() if given is None else given)
         self.progress.become(split)
-        cut = own_inputs(kwargs, rank, size)
+        cut = own_inputs({**kwargs, **in_one_row(kwargs, layout_of(kwargs))}, rank, size)
         asked, places = nn.functional.pad(rows[own], (0, ignored)).unique(return_inverse=True)
-        known = {"predictor_indices": asked, "prediction_rows": places, "place_rows": places.cpu().numpy()}
+        place_rows = np.append(places[: len(own)].cpu().numpy(), [-1] * ignored)[None]
+        known = {"predictor_indices": asked, "prediction_rows": places, "place_rows": place_rows}
         labels = {"shift_labels": own_labels, "labels": own_labels.roll(1)}
         return args, with_radix({**kwargs, **cut, **labels}, **known, split=split)
 

@@ -1,8 +1,9 @@
 """Which losses may train a batch of a `RadixCollator`: only those known to be a sum over tokens.
 
-Such a batch has one row of predictions for all its sequences, `[1, P, V]`. A sum over these, whatever it is divided by,
-is the ordinary loss. A mean for each row is a different loss, and no number shows it. So the hidden rows that predict
-refuse a gradient, unless it comes from a loss of this list:
+Such a batch has the labelled predictions of each sequence in a row of its own, `[B, P / B, V]`. A sum over these,
+whatever it is divided by, is the ordinary loss, and so is a mean for each row. A loss that reads anything else (tokens
+without a label, lengths, places in a row) is a different one, and no number shows it. So the hidden rows that predict
+refuse a gradient, unless it comes from a loss of this list that reads all of them:
 
 - the model's own, by `ForCausalLMLoss` of transformers;
 - label smoothing of a Hugging Face `Trainer`;
@@ -30,22 +31,29 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from radixtrain.errors import UserError
+from radixtrain.tree.arrays import IntArray
 
 UNKNOWN = (
-    "no loss that is known to be a sum over tokens gave this gradient, but one of your own, or a term beside that loss "
-    "(compute_loss, compute_loss_func, another loss_function). A batch of RadixCollator has one row of predictions for "
-    "all its sequences, [1, P, vocabulary], so a mean for each row would be a different loss. If yours is such a sum, "
-    "whatever it is divided by, say so: RadixCollator(token_loss=True). For any other loss use share_prefixes(model) "
-    "and your own collator"
+    "no loss that is known to be a sum over tokens gave this gradient, but one of your own, or a term beside that loss, "
+    "or the model's loss of a part of the logits (compute_loss, compute_loss_func, another loss_function). A batch of "
+    "RadixCollator has logits only where a label is predicted, so a loss that reads any other would be a different one. "
+    "If yours is a sum over labels, whatever it is divided by, or a mean of such sums over sequences, say so: "
+    "RadixCollator(token_loss=True). For any other loss use share_prefixes(model) and your own collator"
 )
 MAX_NODES = 200  # of a graph between hidden rows and a loss: a head, adapters on it, a scale, a soft-cap
 
 
 class LossWatch:
-    """The gradient that a loss over tokens gives the rows of one call, and whether that is their only gradient."""
+    """The gradient that a loss over tokens gives the rows of one call, and whether that is their only gradient.
+
+    shapes: of the places that a loss reads: all, also flat, or flat those that have a label.
+    """
 
     known: Tensor | None = None
     is_known = False
+
+    def __init__(self, place_rows: IntArray) -> None:
+        self.shapes = {place_rows.shape, (place_rows.size,), (int((place_rows >= 0).sum()),)}
 
     def compare(self, grad: Tensor) -> None:
         """Compare the gradient that arrives with the one held: torch makes a new tensor if it adds another."""
@@ -53,15 +61,15 @@ class LossWatch:
 
 
 @torch.compiler.disable  # the watch is new in every call
-def watched(rows: Tensor, is_trained: bool) -> Tensor:
+def watched(rows: Tensor, is_trained: bool, place_rows: IntArray) -> Tensor:
     """Return the rows, whose backward pass then raises UserError for a gradient of an unknown loss.
 
-    rows: (P, D). is_trained: whether something before these rows is trained.
+    rows: (R, D). is_trained: whether something before these rows is trained. place_rows: of the `RadixInputs`.
     """
     if not torch.is_grad_enabled() or not (rows.requires_grad or is_trained):
         return rows
     _know_label_smoothing()
-    return _Watched.apply(rows if rows.requires_grad else rows.detach().requires_grad_(), LossWatch())
+    return _Watched.apply(rows if rows.requires_grad else rows.detach().requires_grad_(), LossWatch(place_rows))
 
 
 class _Watched(torch.autograd.Function):
@@ -79,13 +87,16 @@ class _Watched(torch.autograd.Function):
 
 
 @torch.compiler.disable  # reads the graph
-def for_token_loss(source: Tensor) -> Tensor:
-    """Return the tensor for a loss over tokens: its source rows accept that gradient if they get no other."""
+def for_token_loss(source: Tensor, places: tuple[int, ...] | None = None) -> Tensor:
+    """Return the tensor for a loss over tokens: its source rows accept that gradient if they get no other.
+
+    places: the shape of those that it represents, all of which the loss reads; None for an ordinary tensor.
+    """
     if has_torch_function_unary(source):  # a lazy one: its table is what the loss reads
         found: Tensor = handle_torch_function(for_token_loss, (source,), source)
         return found
     watch = _watch_above(source)
-    if watch is None:
+    if watch is None or (tuple(source.shape[:-1]) if places is None else places) not in watch.shapes:
         return source
     source.register_hook(watch.compare)
     return _ForTokenLoss.apply(source, watch)

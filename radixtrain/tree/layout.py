@@ -97,6 +97,12 @@ class TreeLayout(Movable):
         return self.gather_indices.shape[0]
 
     @property
+    def batch_shape(self) -> tuple[int, int]:
+        """Return (B, L), the shape of the ids in an ordinary batch; wider if the rows with their padding need it."""
+        num_sequences = self.cu_seqlens.shape[0] - 1
+        return num_sequences, max(self.max_seqlen, -(-self.num_rows // num_sequences))
+
+    @property
     def device(self) -> torch.device:
         return self.gather_indices.device
 

@@ -31,8 +31,8 @@ class RadixInputs(Movable):
     cu_seqlens: (B+1,), int32. bounds of the sequences, back to back.
     predictor_indices: (R,), int64. the row of each predictor, ascending.
     prediction_rows: (P,), int64. which of the R predictors each entry of `shift_labels` belongs to.
-    place_rows: (P,), int64, on the host. `prediction_rows`, for a model that computes its own loss: its head gets a row
-        for each of them. None if it gets the R predictors.
+    place_rows: (B, P / B), int64, on the host. `prediction_rows`, for a model that computes its own loss: its head gets
+        a row for each of them; -1 for those without a label. None if it gets the R predictors.
     loss_weights: (P,). how many original tokens each entry stands for, int64; or its given weight, float32.
     label_indices: (P,), int64. the original token that each entry is, counted over all features back to back; None if
         an entry may stand for several.

@@ -182,6 +182,61 @@ class Same(torch.autograd.Function):
         return grad * 0.5
 
 
+class Changed(torch.autograd.Function):
+    """Changes its argument in place, with a gradient of its own. kept: whether it saves what it made."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: bool) -> Tensor:
+        ctx.mark_dirty(x)
+        x.mul_(2.0)
+        if kept:
+            ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return 1.5 * grad + sum(0.01 * each for each in ctx.saved_tensors), None
+
+
+class Reversed(torch.autograd.Function):
+    """Changes only the gradient, and says that it changed its argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return -grad
+
+
+class ChangedInside(Changed):
+    """Changes it by an alias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: bool) -> Tensor:
+        ctx.mark_dirty(x)
+        x.detach().add_(0.25)
+        return x
+
+
+class ChangedWithSetup(torch.autograd.Function):
+    """In the other style that torch has. Returns a second tensor too."""
+
+    @staticmethod
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.clamp_(-0.5, 0.5), x.sum(-1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
+        ctx.mark_dirty(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, of_sums: Tensor) -> Tensor:
+        return 0.5 * grad + of_sums[..., None]
+
+
 def plus(x: Tensor, y: Tensor) -> Tensor:
     x += 0.3 * y.detach().reshape(x.shape)
     return x
@@ -205,6 +260,16 @@ IN_PLACE: dict[str, Step] = {
     "foreach": lambda run, x, rng: torch._foreach_mul_([x.detach()], 0.5),
     "numpy": lambda run, x, rng: np.multiply(x.detach().numpy(), 0.5, out=x.detach().numpy()),
     "dlpack": lambda run, x, rng: torch.from_dlpack(x.detach()).mul_(0.5),
+    "no_grad": lambda run, x, rng: torch.no_grad()(x.mul_)(0.5),
+    "a function": lambda run, x, rng: Changed.apply(x, False),
+    "a function that saves": lambda run, x, rng: Changed.apply(x, True),
+    "a function, a view": lambda run, x, rng: Changed.apply(x[:, 1:], rng.random() < 0.5),
+    "a function, a row": lambda run, x, rng: Changed.apply(x[rng.randrange(2)], False),
+    "a function, flat": lambda run, x, rng: Changed.apply(x.view(-1, x.shape[-1])[2:], False),
+    "a function, twice": lambda run, x, rng: Changed.apply(Changed.apply(x, False), rng.random() < 0.5),
+    "a function, an alias": lambda run, x, rng: ChangedInside.apply(x, False),
+    "a function, only the gradient": lambda run, x, rng: Reversed.apply(x),
+    "a function, two results": lambda run, x, rng: run.keep(*ChangedWithSetup.apply(x)),
 }
 
 
@@ -304,6 +369,10 @@ def of_node(run: Run, x: Tensor) -> None:
     x.grad_fn.register_prehook(lambda grads: tuple(grad * 2 for grad in grads))  # type: ignore[union-attr]
 
 
+def after_node(run: Run, x: Tensor) -> None:
+    x.grad_fn.register_hook(lambda made, got: note(run, *got))  # type: ignore[union-attr]
+
+
 def count(run: Run, x: Tensor) -> None:
     """How often a hook is called that does not look at the gradient, as those of FSDP and DeepSpeed."""
 
@@ -322,6 +391,8 @@ GRADIENTS: dict[str, Step] = {
     "clipped": lambda run, x, rng: x.register_hook(lambda grad: grad.clamp(-0.01, 0.01)),
     "retain_grad": lambda run, x, rng: watch(run, x),
     "prehook": lambda run, x, rng: of_node(run, x),
+    "node hook": lambda run, x, rng: after_node(run, x),
+    "tensor hook, removed": lambda run, x, rng: x.register_hook(lambda grad: grad * 3).remove(),
     "autograd.grad": lambda run, x, rng: note(run, *torch.autograd.grad(sum(run.losses), x, retain_graph=True)),
 }
 KINDS: dict[str, tuple[dict[str, Step], int]] = {
@@ -374,6 +445,7 @@ def hidden_of(run: Run) -> Tensor:
 START: dict[str, Callable[[Run], Tensor]] = {
     "logits": lambda run: run.model.lm_head(hidden_of(run)),
     "hidden": hidden_of,
+    "hidden, frozen head": hidden_of,
 }
 
 
@@ -381,16 +453,21 @@ def program(rng: Random, kind: str = "float64") -> Program:
     """A start, and up to six lines, the last of which is a loss."""
     kinds, weights = [*KINDS], [weight for _, weight in KINDS.values()]
     chosen = [*rng.choices(kinds, weights, k=rng.randrange(6)), "loss"]
-    start = "hidden" if rng.random() < 0.25 else "logits"
+    start = rng.choices([*START], [8, 2, 2])[0]
     lines = [line(rng, each) for each in chosen]
-    head = [Line("function", "head", 0, "", 0)] if start == "hidden" else []
+    head = [] if start == "logits" else [Line("function", "head", 0, "", 0)]
     return start, allowed([*lines[: len(lines) // 2], *head, *lines[len(lines) // 2 :]], kind)
+
+
+KEEPS_INPUT = {("function", "checkpoint"), ("in place", "a function that saves"), ("in place", "a function, twice")}
 
 
 def allowed(lines: list[Line], kind: str) -> list[Line]:
     """Those of which something is known.
 
-    Of a silent change after a function, torch makes something itself. It crashes (2.13) if a hook is registered on a
+    Of a silent change after a function, torch makes something itself. If what a function changed and saved is changed
+    again, torch raises an error; here the function's own backward pass may read the new numbers. In inference mode a
+    function that leaves a lazy tensor as it is, and says that it changed it, is an error here. torch crashes (2.13) if a hook is registered on a
     view after the tensor that it shows was changed in place. If the input of a checkpoint was changed, torch raises an
     error; here its result may come again from the rows of before. Only a gradient shows what is read of padding.
     """
@@ -404,9 +481,10 @@ def allowed(lines: list[Line], kind: str) -> list[Line]:
             or each.context
             or each.name in ("detach", "data", "where", "+=", "clamp_")
         )
-        recomputed = each.kind == "in place" and ("function", "checkpoint") in [(one.kind, one.name) for one in kept]
+        recomputed = each.kind == "in place" and KEEPS_INPUT & {(one.kind, one.name) for one in kept}
+        unmoved = each.name == "a function, only the gradient" and each.context == "inference_mode"
         mixed = each.name == "labels" and "autocast" in (each.context, kind)
-        if not (is_silent or on_changed or recomputed or mixed or (kind == "padded" and of_padding)):
+        if not (is_silent or on_changed or recomputed or unmoved or mixed or (kind == "padded" and of_padding)):
             kept.append(each)
     return kept
 
@@ -422,6 +500,7 @@ def run_program(model: Any, program: Program, batch: dict[str, Tensor], context:
     start, lines = program
     run = Run(model, batch)
     model.zero_grad(set_to_none=True)
+    model.lm_head.weight.requires_grad_("frozen" not in start)
     try:
         with CONTEXTS[context]():
             run.keep(START[start](run))
@@ -434,7 +513,8 @@ def run_program(model: Any, program: Program, batch: dict[str, Tensor], context:
         if isinstance(total, Tensor):
             total.backward()
     except Exception as error:
-        run.error = error.with_traceback(None)  # whose frames would keep the hooks of a checkpoint in place
+        found = error.__cause__ if isinstance(error, SystemError) else error  # raised while torch looked at an argument
+        run.error = found and found.with_traceback(None)  # whose frames would keep the hooks of a checkpoint in place
     note(run, *(each.grad for each in run.watched))
     note(run, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None] or [torch.zeros(1)]))
     return run
@@ -475,8 +555,13 @@ def bar_of(program: Program, context: str = "") -> float:
 
 
 def may_refuse(program: Program, error: BaseException | None, is_padded: bool) -> bool:
-    """Whether a refusal is one of the two that the pages name: a gradient that is wanted late, and padding."""
+    """Whether a refusal is one of the three that the pages name: a gradient that is wanted late, padding, a function.
+
+    A function of the user's that gets what another one changed in place before anything read it.
+    """
     lines = [each.kind for each in program[1]]
+    if "while another function held them" in str(error):
+        return any(each.kind == "in place" and each.name.startswith("a function") for each in program[1])
     if "gradient at each place" in str(error):
         reads = [n for n, each in enumerate(program[1]) if each.kind in ("function", "loss") or each.name == "sum"]
         wants = [n for n, each in enumerate(program[1]) if each.kind == "gradient" or each.name == "version"]

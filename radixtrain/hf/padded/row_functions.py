@@ -73,7 +73,8 @@ def _linear(x: Spread, func: Callable[..., Any], others: Others, named: Named) -
     x.mark_read()
     asked = x.with_asked_rows()
     table = func(asked.table, *others, **named)
-    if table.dtype == x.table.dtype and (x.place_rows.ndim == 1 or x.shaped.is_contiguous()):  # else torch has a copy
+    # torch keeps what it multiplies by a weight that is trained: a copy, if it has cast or reordered it.
+    if weight.requires_grad and table.dtype == x.table.dtype and (x.place_rows.ndim == 1 or x.shaped.is_contiguous()):
         x.needed_by(table)
     return Spread(table, asked.place_rows, asked.padding_row, x.report)
 
@@ -131,7 +132,7 @@ def _part(x: Spread, func: Callable[..., Any], shaped: Any, again: Callable[[Ten
     inside = x.memory[start // width :]
     steps = [step // width * inside.itemsize for step in strides]
     index = np.lib.stride_tricks.as_strided(inside, shaped.shape[:-1], steps, writeable=False).copy()
-    return Spread(x.table, index, x.padding_row, x.report, shaped, x.memory, again, x.logsumexps, x.became)
+    return Spread(x.table, index, x.padding_row, x.report, shaped, x.memory, again, x.logsumexps, x.became, x.entered)
 
 
 def _iter(x: Spread, func: object, others: Others, named: Named) -> Any:
@@ -210,7 +211,7 @@ def _cross_entropy(x: Spread, func: object, others: Others, named: Named) -> Any
 
 def _for_token_loss(x: Spread, func: Callable[..., Any], others: Others, named: Named) -> Any:
     """Call it on the table for a loss over tokens, which may read more of it: its gradient is known there."""
-    table = func(x.table)
+    table = func(x.table, x.place_rows.shape)
     return x if table is x.table else Spread(table, x.place_rows, x.padding_row, x.report)
 
 

@@ -40,6 +40,14 @@ def version_of(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
+def node_of(x: Tensor) -> Any:
+    """Return the node that made it; None if torch raises because it is a view of what was changed in another mode."""
+    try:
+        return x.grad_fn
+    except RuntimeError:
+        return None
+
+
 class Modes(NamedTuple):
     """What the result of a function of torch depends on, besides its arguments."""
 
@@ -85,6 +93,7 @@ class Spread:
     func: makes the ordinary tensor from that of the source; None if there is no source.
     logsumexps: those of the rows of the table, by the modes in which they were computed.
     became: the ordinary tensor of the memory, once there is one.
+    entered: give the lazy tensors of the memory that functions of the user's got.
     source, derived: the lazy tensors that it comes from, and that come from it. dense: the ordinary one.
     was_read: functions read the table with gradients, so that those at the places are not complete.
     held, dense_node: the version and the node of the ordinary one when it was made; `held` only if torch holds ours.
@@ -99,6 +108,7 @@ class Spread:
     func: Callable[[Tensor], Tensor] | None = None
     logsumexps: dict[Modes, Tensor] = field(default_factory=dict)
     became: list[Tensor] = field(default_factory=list)
+    entered: list[Callable[[], Any]] = field(default_factory=list)
     source: Any = field(default=None, init=False)
     derived: list[ref[Any]] = field(default_factory=list, init=False)
     dense: Tensor | None = field(default=None, init=False)

@@ -12,6 +12,7 @@ front of the ordinary one, to raise a UserError when that gradient is requested.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NoReturn
 from weakref import ref
 
@@ -22,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from radixtrain.errors import UserError
 from radixtrain.hf.padded.row_functions import RULES
-from radixtrain.hf.padded.spread import CHANGED, Spread, gradient_of_rows, is_checkpointed, version_of
+from radixtrain.hf.padded.spread import CHANGED, Spread, gradient_of_rows, is_checkpointed, node_of, version_of
 
 
 class SpreadRows(Tensor):
@@ -88,7 +89,8 @@ class SpreadRows(Tensor):
         was held before the change gets torch's own error.
         """
         spread = self.spread
-        is_changed = spread.dense is not None and spread.dense.grad_fn is not spread.dense_node
+        is_changed = spread.dense is not None and node_of(spread.dense) is not spread.dense_node
+        spread.entered.append(ref(self))
         if is_changed and spread.held is None and not torch.is_grad_enabled():
             raise UserError(
                 "an autograd.Function or a reentrant checkpoint gets shared hidden states or logits that "
@@ -99,36 +101,52 @@ class SpreadRows(Tensor):
     def whole(self) -> Tensor:
         """Return the ordinary tensor, which this object becomes unless the last paragraph of the module applies."""
         spread, source = self.spread, self.spread.source
-        if self.node is not self.made_by:
-            self._leave(source)
-            with spread.modes._replace(grad=True).entered(spread.table), torch._C.DisableTorchFunctionSubclass():
-                self._settle(self.clone())
-        elif spread.dense is None and source is not None:
+        if spread.dense is None and source is not None:
             source.whole()  # which makes ours
         else:
             self._settle(spread.made_dense() if spread.dense is None else spread.dense)
         return self if type(self) is not SpreadRows else spread.dense  # type: ignore[return-value]
 
-    def _leave(self, source: object) -> None:
-        """Come from a function of the user's from now on, and not from the lazy tensor that it got."""
-        self.made_by, self.spread.source = self.node, None
-        if type(source) is SpreadRows:
-            source.spread.derived = [each for each in source.spread.derived if each() is not self]
+    def follow_functions(self) -> None:
+        """Give the ordinary tensor, and with it every view, what functions of the user's changed in place.
+
+        torch gives their gradient only to the objects that they got.
+        """
+        entered = [each() for each in self.spread.entered]
+        self.spread.entered.clear()
+        for each in (*entered, self):
+            if type(each) is not SpreadRows:
+                continue
+            spread = each.spread
+            if each.node is each.made_by:
+                if each is not self and each.is_held:  # the function still runs
+                    spread.entered.append(ref(each))
+                continue
+            each.made_by = each.node
+            with spread.modes._replace(grad=True).entered(spread.table):
+                with torch._C.DisableTorchFunctionSubclass():
+                    changed = each.clone()
+                if spread.modes.grad:
+                    dense = each.whole().copy_(changed)
+                    spread.held = None if spread.held is None else version_of(dense)
+                else:  # the function has made it
+                    spread.source = None
+                    each._settle(changed)
 
     def _settle(self, dense: Tensor) -> None:
         """Become this tensor if possible, and make what came from this object come from it."""
         spread, spread.dense = self.spread, dense
-        spread.dense_node = spread.dense_node or dense.grad_fn
+        spread.dense_node = spread.dense_node or node_of(dense)
         spread.held = None if not self.is_held else version_of(dense) if spread.held is None else spread.held
         if spread.held is not None:
             if version_of(dense) != spread.held and torch._C._current_graph_task_id() >= 0:
                 raise RuntimeError(CHANGED)
-        elif not spread.was_read or dense.grad_fn is not spread.dense_node:  # a changed tensor has another gradient
+        elif not spread.was_read or node_of(dense) is not spread.dense_node:  # a changed tensor has another gradient
             dense = self._turn_into(dense)
         spread.became[:] = spread.became or [dense]
         derived, spread.derived = [each() for each in spread.derived], []  # torch swaps none with a weak reference
         for each in derived:
-            if each is not None and each.node is each.made_by:
+            if each is not None and each.spread.source is not None and each.node is each.made_by:
                 with each.spread.modes.entered(dense):
                     found = each.spread.func(dense)
                 each.spread.source = None
@@ -151,12 +169,15 @@ class SpreadRows(Tensor):
     @torch.compiler.disable  # so that the compiler gets ordinary tensors
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in READ and args[0].is_read:
-            return READ[func](*args)
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        for each in tree_leaves((args, kwargs)):
+            if type(each) is SpreadRows:
+                each.follow_functions()
         ours = [each for each in tree_leaves((args, kwargs)) if type(each) is SpreadRows]
+        if func in READ and ours and ours[0].is_read:
+            return READ[func](*args)
         for each in ours:
             if each.is_held:
                 each.enter_function()
@@ -218,7 +239,13 @@ def _of_whole(func: Callable[..., Any], args: Any, kwargs: Any, ours: list[Sprea
     for each in (each for each in ours if type(each) is SpreadRows):
         found = each if found is each.spread.dense else found
         each.whole()  # if it was changed
+        if type(each) is SpreadRows and each.is_held and version_of(each.spread.dense) != each.spread.held:
+            each.spread.entered.append(partial(_itself, each))  # the user may not keep it
     return found
+
+
+def _itself(x: object) -> object:
+    return x
 
 
 def _check_not_read(func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Which losses may train a batch of a `RadixCollator`: a mean for each row is refused, a sum over tokens is exact."""
+"""Which losses may train a batch of a `RadixCollator`: what reads more than the labelled tokens is refused."""
 
 import copy
 from collections.abc import Callable
@@ -11,8 +11,10 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_qwen3
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_pt_utils import LabelSmoother
+from trl.trainer.utils import add_fused_lm_head
 
 from radixtrain import RadixCollator, prepare_model, restore_model
 from radixtrain.errors import UserError
@@ -87,7 +89,7 @@ def head_rows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 def summed(logits: Tensor, batch: dict[str, Any]) -> Tensor:
     count = (batch["shift_labels"] >= 0).sum()
-    return cross_entropy(logits[0], batch["shift_labels"][0], reduction="sum") / count
+    return cross_entropy(logits.mT, batch["shift_labels"], reduction="sum") / count
 
 
 VOUCHED = RadixCollator(token_loss=True)(FEATURES)
@@ -106,7 +108,7 @@ def sum_of_labels() -> int:
 @pytest.mark.parametrize("case", EXACT)
 @pytest.mark.parametrize("copied", [False, True])
 def test_exact(case: str, copied: bool, head_rows: list[tuple[int, int]]) -> None:
-    """The head computes each row that predicts once, and the loss has one for each of the 56 labels."""
+    """The head computes each row that predicts once, for the places of all labels."""
     model = tiny_qwen3()
     truth = float64_truth(model, FEATURES)
     prepare_model(model)
@@ -115,7 +117,7 @@ def test_exact(case: str, copied: bool, head_rows: list[tuple[int, int]]) -> Non
         found = gradients_of(model, lambda: [EXACT[case](model)])
     flat = [torch.cat([each.flatten() for each in arm.tensors.values()]) for arm in (found, truth)]
     assert relative_error(*flat) <= 1e-12
-    assert head_rows == [(57, 21)]
+    assert head_rows == [(BATCH["labels"].numel(), 21)]
 
 
 def test_smoothed(head_rows: list[tuple[int, int]]) -> None:
@@ -133,7 +135,116 @@ def test_smoothed(head_rows: list[tuple[int, int]]) -> None:
         with float64_throughout(model):
             arms.append(gradients_of(model, loss_of))
     flat = [torch.cat([each.flatten() for each in arm.tensors.values()]) for arm in arms]
-    assert relative_error(*flat) <= 1e-12 and head_rows == [(57, 21)] * 2
+    assert relative_error(*flat) <= 1e-12 and head_rows == [(BATCH["labels"].numel(), 21)] * 2
+
+
+UNEVEN = [{**row, "labels": [-100] * 2 + row["input_ids"][2:]} for row in FEATURES]
+
+
+def padded(features: Any) -> dict[str, Tensor]:
+    """As an ordinary collator pads them."""
+
+    def column(name: str, rest: int) -> Tensor:
+        return pad_sequence([torch.tensor(row[name]) for row in features], batch_first=True, padding_value=rest)
+
+    ids = column("input_ids", 0)
+    lengths = torch.tensor([len(row["input_ids"]) for row in features])
+    mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+    return {"input_ids": ids, "attention_mask": mask, "labels": column("labels", -100)}
+
+
+Batch = dict[str, Any]
+
+
+def of_trl(model: Any, batch: Batch) -> Any:
+    add_fused_lm_head(model)
+    return model(**batch, fused_lm_head=True)
+
+
+def mean_of_rows(found: Any) -> Tensor:
+    mask = found.label_mask.to(found.log_probs.dtype)
+    return (-(found.log_probs * mask).sum(-1) / mask.sum(-1)).mean()
+
+
+def in_parts(cut: Callable[[Tensor], Any], *, weigh: bool = False) -> Callable[[Any, Batch], Tensor]:
+    """The model's own loss of parts of its logits."""
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        names = ("labels", "shift_labels")
+        logits = model(**{name: value for name, value in batch.items() if name not in names}).logits
+        pairs = zip(cut(logits), cut(batch["labels"]), strict=True)
+        losses = torch.stack([model.loss_function(logits=x, labels=y, vocab_size=x.shape[-1]) for x, y in pairs])
+        return (losses.softmax(0).detach() * losses).sum() if weigh else losses.mean()
+
+    return loss
+
+
+SAME: dict[str, Callable[[Any, Batch], Tensor]] = {
+    "times the batch size": lambda model, batch: model(**batch).loss * batch["input_ids"].shape[0],
+    "times its length": lambda model, batch: model(**batch).loss * len(batch["labels"]),
+    "times the longest row": lambda model, batch: model(**batch).loss * batch["input_ids"].size(1),
+    "times all places": lambda model, batch: model(**batch).loss * batch["input_ids"].numel(),
+    "times the labels": lambda model, batch: model(**batch).loss * (batch["labels"] != -100).sum(),
+    "squared": lambda model, batch: model(**batch).loss ** 2,
+    "focal": lambda model, batch: (lambda loss: (1 - torch.exp(-loss)) ** 2 * loss)(model(**batch).loss),
+    "of a part of a step": lambda model, batch: model(**batch, num_items_in_batch=9).loss / 4 * 1024,
+    "TRL": lambda model, batch: of_trl(model, batch).loss,
+    "TRL, a mean for each row": lambda model, batch: mean_of_rows(of_trl(model, batch)),
+    "TRL, the sum of each row": lambda model, batch: -of_trl(model, batch).log_probs.sum(-1).mean(),
+    "TRL, the mean of DFT": lambda model, batch: (
+        lambda found: -(found.log_probs * found.log_probs.exp().detach()).sum() / found.label_mask.sum()
+    )(of_trl(model, batch)),
+    "TRL, rows weighted": lambda model, batch: (lambda rows: (rows.softmax(0).detach() * rows).sum())(
+        -of_trl(model, batch).log_probs.sum(-1)
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_the_loss_of_an_ordinary_batch(case: str) -> None:
+    """A row of labels and logits is a sequence, and the ids have the shape of an ordinary batch."""
+    arms = []
+    for shared in (False, True):
+        model = tiny_qwen3()
+        batch = RadixCollator()(UNEVEN) if shared else padded(UNEVEN)
+        model = prepare_model(model) if shared else model
+        with float64_throughout(model):
+            found = gradients_of(model, lambda model=model, batch=batch: [SAME[case](model, dict(batch))])
+        arms.append(torch.cat([each.flatten() for each in found.tensors.values()]))
+    assert relative_error(arms[1], arms[0]) <= 1e-12
+
+
+PARTS: dict[str, Callable[[Any, Batch], Tensor]] = {
+    "rows of zip": in_parts(lambda x: [each[None] for each in x]),
+    "rows of unbind": in_parts(lambda x: [each[None] for each in x.unbind(0)]),
+    "rows of split": in_parts(lambda x: x.split(1)),
+    "pairs of rows": in_parts(lambda x: x.chunk(4)),
+    "rows by number": in_parts(lambda x: [x[n : n + 1] for n in range(len(x))]),
+    "rows, weighted by their loss": in_parts(lambda x: [each[None] for each in x], weigh=True),
+    "the first row": in_parts(lambda x: [x[:1]]),
+    "two chunks": in_parts(lambda x: [each.contiguous() for each in x.chunk(2, 1)]),
+    "the last columns": in_parts(lambda x: [x[:, -2:].contiguous()]),
+    "without the first column": in_parts(lambda x: [x[:, 1:].contiguous()]),
+    "every second column": in_parts(lambda x: [x[:, ::2].contiguous()]),
+    "all, twice": in_parts(lambda x: [x, x]),
+    "copied rows": in_parts(lambda x: [x[torch.tensor([0, 0])]]),
+    "vmap": lambda model, batch: torch.func.vmap(
+        lambda x, y: model.loss_function(logits=x[None], labels=y[None], vocab_size=x.shape[-1])
+    )(
+        model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], radix=batch["radix"]).logits,
+        batch["labels"],
+    ).mean(),
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+@pytest.mark.parametrize("lazy", [False, True])
+def test_parts_of_the_logits_are_refused(case: str, lazy: bool) -> None:
+    """Also if the head computes a row for each place, since the rows share nothing."""
+    features = UNEVEN if lazy else [{"input_ids": [n, 7, 8, 9], "labels": [-100, 7, 8, 9]} for n in range(10, 18)]
+    loss = PARTS[case](prepare_model(tiny_qwen3()), RadixCollator()(features))
+    with pytest.raises(UserError, match=KNOWN):
+        loss.backward()
 
 
 def test_adapters_around_the_model() -> None:
