@@ -20,7 +20,7 @@ from functools import cached_property, partial
 from threading import Lock
 from types import BuiltinFunctionType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -72,13 +72,13 @@ class Call:
         raise NotImplementedError
 
     @saying_what_was_tested()
-    def check_layers(self, backbone: PreTrainedModel, num_layers: int, others: str) -> None:
+    def check_layers(self, backbone: PreTrainedModel, num_layers: int | None, others: str) -> None:
         """Raise RuntimeError unless every layer took part in a pass that ran, and images attended in both directions.
 
-        others: what the layers did that took no part.
+        num_layers: that attend; None if it is not known. others: what the layers did that took no part.
         """
         # DiffLlama calls its attention twice a layer; a model that runs one layer twice has fewer modules than layers.
-        if num_layers not in (len(self.calls), len(set(self.calls))):
+        if num_layers not in (None, len(self.calls), len(set(self.calls))):
             raise RuntimeError(
                 f"radix attention ran in {len(set(self.calls))} of {num_layers} layers of {type(backbone).__name__}: "
                 f"the others {others}"
@@ -169,6 +169,9 @@ class CachedCall(Call):
 
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
+# Arguments of a model call that layers hand on to their attention, which would read them.
+OPTIONS = {"dropout", "is_causal", "position_bias", "s_aux", "scaling", "sliding_window", "softcap"}
+OWN_FUNCTION = "reorder_and_upcast_attn"  # of GPT-2, with eager
 
 
 FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -182,7 +185,8 @@ STOCK: dict[str, tuple[Attention | None, Callable[..., Any]]] = {
 
 # A mapping in which layers find a function, its key there, and what registers another one under this key.
 Place = tuple[MutableMapping[str, Any], str, Callable[[str, Any], None]]
-_attending: WeakKeyDictionary[nn.Module, WeakSet[nn.Module]] = WeakKeyDictionary()  # of a decoder, all that attend
+# Of a decoder, all that attend, and whether each has to be causal.
+_attending: WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, bool]] = WeakKeyDictionary()
 _TAKING = Lock()  # models may be loaded, and called, in several threads
 _ours: dict[Callable[..., Any], Callable[..., Any]] = {}  # a function of transformers -> ours around it
 
@@ -208,24 +212,48 @@ def _made(function: object) -> str:
 
 def _take_all(decoder: PreTrainedModel, name: str) -> str | None:
     if decoder not in _attending:
-        text = (module for path, module in decoder.named_modules() if is_text(path))
-        _attending[decoder] = WeakSet(module for module in text if attends(type(module)))
+        _attending[decoder] = _all_attending(decoder)
         # Or a model with our hooks would run code that was compiled for one of its class without them.
         torch._dynamo.config.skip_nnmodule_hook_guards = False
     attention, mask = STOCK[name]
     around = partial(radix_attention, obeys_argument=name in FLASH)
     reason = _take((ALL_MASK_ATTENTION_FUNCTIONS, name, AttentionMaskInterface.register), mask, mask_function)
     reasons = (_take(place, attention, around) for place in _places({*map(type, _attending[decoder])}, name))
-    others = (_why_configured(module, decoder.config) or why_replaced(module) for module in _attending[decoder])
+    others = (_why_set(*each, decoder.config) or why_replaced(each[0]) for each in _attending[decoder].items())
     return reason or next(filter(None, (*reasons, *others)), None)
 
 
-def _why_configured(module: object, config: PreTrainedConfig) -> str | None:
-    """Say why a layer does not call the attention that its decoder makes masks for: it has its own configuration."""
+def forget_attention(decoder: nn.Module) -> None:
+    """Find the modules of a decoder that attend anew at the next call: it may have others now."""
+    with _TAKING:
+        _attending.pop(decoder, None)
+
+
+def _all_attending(decoder: nn.Module) -> WeakKeyDictionary[nn.Module, bool]:
+    """Find the modules of the text that attend, and whether each has to be causal: if one of its kind is.
+
+    Of a kind are those of one class and name: a class may attend to an encoder by other names (BART).
+    """
+    kinds = {
+        module: (type(module), path.rpartition(".")[2])
+        for path, module in decoder.named_modules()
+        if is_text(path) and attends(type(module))
+    }
+    causal = {kind for module, kind in kinds.items() if getattr(module, "is_causal", True)}
+    return WeakKeyDictionary({module: kind in causal for module, kind in kinds.items()})
+
+
+def _why_set(module: nn.Module, must_be_causal: bool, config: PreTrainedConfig) -> str | None:
+    """Say why a layer does not compute the causal attention that its decoder makes masks for, by what it holds."""
     own: Any = getattr(module, "config", config)
-    if own is config or getattr(own, "_attn_implementation", None) in (None, config._attn_implementation):
-        return None
-    return f"{type(module).__name__} has attn_implementation {own._attn_implementation!r}, and not that of its decoder"
+    if own is not config and getattr(own, "_attn_implementation", None) not in (None, config._attn_implementation):
+        name = own._attn_implementation
+        return f"{type(module).__name__} has attn_implementation {name!r}, and not that of its decoder"
+    if must_be_causal and not getattr(module, "is_causal", True):
+        return f"{_name_of(module)} has is_causal=False"
+    if config._attn_implementation == "eager" and getattr(module, OWN_FUNCTION, False):
+        return f"{_name_of(module)} calls an attention function of its own ({OWN_FUNCTION})"
+    return None
 
 
 def _places(classes: set[Any], name: str) -> Iterator[Place]:

@@ -24,8 +24,10 @@ from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.attention_interface import RadixCall
-from radixtrain.hf.backbone import arguments_of, in_one_row, text_decoder_of, with_rows
+from radixtrain.hf.backbone import Parts, arguments_of, in_one_row, text_decoder_of, with_rows
+from radixtrain.hf.conditions import traits_of, why_unsupported
 from radixtrain.hf.image_models import types_for, with_features
+from radixtrain.hf.modules import mixers_of, num_attention_layers, text_layers
 from radixtrain.hf.padded.calls import is_compiled, is_generating
 from radixtrain.hf.padded.fused_heads import share_fused_heads
 from radixtrain.hf.padded.row_functions import MIN_SAVING
@@ -75,10 +77,12 @@ class BackboneHooks:
 
     model: the Hugging Face model, to which trainers may add adapters.
     attention, kernel, allow_dropout: as given to `prepare_model`.
-    num_layers: decoder layers that attend, each of which must run tree attention.
+    num_layers: decoder layers that attend, each of which must run tree attention; None if their list has got another
+        length than the configuration says.
     mixers: modules with a recurrent state, each of which must run on the tree.
     progress: the calls that run now, for layers that pass nothing on to their mixers.
     refused: why the model cannot use a batch of a `RadixCollator`; None if it can.
+    traits: of the decoder when it was judged. changed: why its calls cannot be shared any more; None if they can.
     padded: shares ordinary batches; None unless the model is one of `share_prefixes`.
     sharing: warns if nothing is shared.
     report: counts what is shared, by `padded` too.
@@ -88,20 +92,22 @@ class BackboneHooks:
     model: PreTrainedModel
     attention: str
     kernel: str
-    num_layers: int
+    num_layers: int | None
     allow_dropout: tuple[str, ...]
     mixers: list[nn.Module]
     progress: Progress
     refused: str | None
+    traits: Any
     padded: PaddedSharing | None
     sharing: SharingWatch
     report: SharingReport
     split: RowSplit | None
+    changed: str | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BackboneHooks:
         """Copy the hooks; a copy of the backbone only does not copy the model around it."""
         memo[id(self)] = copied = copy(self)
-        copied.model = memo.get(id(self.model), self.model)
+        copied.model, copied.traits = memo.get(id(self.model), self.model), None
         for name in ("mixers", "progress", "padded", "sharing", "report"):
             setattr(copied, name, deepcopy(getattr(self, name), memo))
         return copied
@@ -135,18 +141,34 @@ class BackboneHooks:
         if kwargs.get("radix_call") is not None:  # a pass of generation
             return None
         radix = kwargs.get(RADIX)
+        if radix is not None or self.padded is not None:
+            self._judge_again(Parts(self.model, backbone, text_decoder_of(backbone)))
         given = self._ordinary(backbone, args, kwargs) if radix is None else self._radix(backbone, radix, args, kwargs)
         if given is None:
             return None
         self.progress.become(given["radix_call"])
         return (), given
 
+    def _judge_again(self, parts: Parts) -> None:
+        """Judge the model again if its settings or modules have changed, as a program may do between two calls."""
+        decoder, traits = parts.decoder, traits_of(parts.decoder)
+        if traits == self.traits:
+            return
+        self.traits, self.changed = traits, why_unsupported(parts, "share_prefixes")
+        mixers = list(mixers_of(decoder).values())
+        if not set(mixers) <= set(self.mixers):
+            self.changed = f"{parts.name} has got further recurrent layers; call share_prefixes or prepare_model again"
+        elif self.changed is None:
+            self.mixers, self.num_layers = mixers, num_attention_layers(decoder) if text_layers(decoder) else None
+        if self.padded is not None:
+            self.padded.left_padding = self.padded.separates = None
+
     def _radix(
         self, backbone: PreTrainedModel, radix: RadixInputs, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         """Return the arguments for a batch of a `RadixCollator`."""
-        if self.refused is not None:
-            raise UserError(self.refused)
+        if reason := self.refused or self.changed:
+            raise UserError(reason)
         end_watch()
         given = {name: value for name, value in arguments_of(backbone, args, kwargs).items() if name != RADIX}
         radix = on_device_of_rows(radix, given)
@@ -189,7 +211,11 @@ class BackboneHooks:
             is_generation = not torch.is_grad_enabled() and is_generating()
             self.report.count_unshared(GENERATION if is_generation else ORDINARY)
             return None
-        given = self.padded.call_on_unique_tokens(self.model, backbone, args, kwargs)
+        given = None
+        if self.changed is not None:
+            self.report.count_unshared(self.changed)
+        else:
+            given = self.padded.call_on_unique_tokens(self.model, backbone, args, kwargs)
         if given is not None:
             given = self._allowed(backbone, self.padded, given)
         self.sharing.count(backbone, bool(self.padded.report.num_shared), self.padded.report)

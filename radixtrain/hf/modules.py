@@ -32,6 +32,15 @@ def names_in(module_class: object) -> frozenset[str]:
     return frozenset(name for _, name in _globals(module_class))
 
 
+def _takes(module_class: Any) -> frozenset[str]:
+    """Return the arguments that its `forward` takes; none for a compiled script, whose class has no such method."""
+    forward = getattr(module_class, "forward", None)
+    return frozenset(inspect.signature(forward).parameters if forward else ())
+
+
+takes: Any = cache(_takes)
+
+
 def names_in_method(method: Any) -> tuple[str, ...]:
     """List the attributes and globals that a method names, in the order in which its code first does."""
     function = inspect.unwrap(method)
@@ -193,8 +202,7 @@ def forks_or_keeps_apart(layer: nn.Module) -> bool:
 
 def _mixes_tokens(module: nn.Module) -> bool:
     """Return whether tokens may meet in a module: it convolves or attends, or its `forward` takes a cache."""
-    takes = inspect.signature(type(module).forward).parameters
-    return isinstance(module, MIXES_TOKENS) or any(map(CACHE.search, takes))
+    return isinstance(module, MIXES_TOKENS) or any(map(CACHE.search, takes(type(module))))
 
 
 def _is_mixer(module_class: object) -> bool:
@@ -207,4 +215,5 @@ def text_attention(decoder: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_attention(module: nn.Module) -> bool:
-    return any("Attention" in each.__name__ for each in type(module).__mro__)  # a subclass may have any name
+    """Return whether a module attends: as Hugging Face's attention, or by its name, which a subclass may change."""
+    return attends(type(module)) or any("Attention" in each.__name__ for each in type(module).__mro__)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import Parts, is_text
-from radixtrain.hf.modules import mixers_of, names_in_method, num_attention_layers
+from radixtrain.hf.modules import is_attention, mixers_of, names_in_method, num_attention_layers
 
 POSITION = re.compile(r"(^|_)(wpe|pos|position|positions)(_|$)")
 
@@ -94,6 +94,18 @@ def frequencies_change_at(decoder: PreTrainedModel) -> FrequencyChange | None:
     return min(changes, key=lambda change: change.limit, default=None)
 
 
+def has_grown(decoder: nn.Module) -> bool:
+    """Return whether a longer batch has left its frequencies in dynamic rotary embeddings.
+
+    Hugging Face takes them back at a batch below the limit, and keeps them at one of exactly that many tokens.
+    """
+    return any(
+        name.endswith("max_seq_len_cached") and length > module.original_max_seq_len
+        for module in decoder.modules()
+        for name, length in vars(module).items()
+    )
+
+
 def why_padding_matters(decoder: PreTrainedModel) -> str | None:
     """Say why left padding changes the result of a sequence; None if it changes only the rounding.
 
@@ -114,7 +126,7 @@ def why_padding_matters(decoder: PreTrainedModel) -> str | None:
 def _why_attention_counts(module: nn.Module) -> str | None:
     """Say what in an attention module depends on more than distances, judged by the order of its steps."""
     forward = type(module).forward
-    if "Attention" not in type(module).__name__:
+    if not is_attention(module):
         return None
     if "attention_scaling" in inspect.signature(forward).parameters:  # Beam
         return "scores that are scaled by the position"

@@ -19,7 +19,7 @@ from radixtrain.collators.misuse_guard import PREPARED
 from radixtrain.errors import UserError
 from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.backbone import Parts, backbone_of, model_inside, parts_of, pretrained_model_of
-from radixtrain.hf.conditions import check_supported, why_unsupported
+from radixtrain.hf.conditions import check_supported, traits_of, why_unsupported
 from radixtrain.hf.dropout import check_dropout
 from radixtrain.hf.hooks import BackboneHooks, remove_hooks
 from radixtrain.hf.modules import mixers_of, num_attention_layers
@@ -241,6 +241,7 @@ def _install(
         mixers=mixers,
         progress=progress,
         refused=why_unsupported(parts, "prepare_model"),
+        traits=traits_of(parts.decoder),
         padded=sharing,
         sharing=SharingWatch(parts.name),
         report=report,

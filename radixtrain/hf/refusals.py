@@ -24,12 +24,9 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from radixtrain.attention import STRATEGIES, choose_attention
 from radixtrain.collators.misuse_guard import callers, is_instance_by_name
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
+from radixtrain.hf.attention_interface import OPTIONS, take_over
 from radixtrain.hf.backbone import Parts, pretrained_model_of
-from radixtrain.hf.conditions import (
-    check_supported,
-    why_no_soft_cap,
-    why_other_attention,
-)
+from radixtrain.hf.conditions import check_supported, why_no_soft_cap
 from radixtrain.hf.dropout import check_drawing_modules, check_noise
 from radixtrain.hf.names import CACHE
 from radixtrain.hf.positions import check_position, positions_in_table, why_padding_matters
@@ -76,6 +73,8 @@ def check_inputs(decoder: PreTrainedModel, given: Mapping[str, Any], num_rows: i
     given: the arguments of the call without `radix`. num_rows: unique tokens of this process.
     """
     _check_complete(given, num_rows)
+    for name in OPTIONS & given.keys():
+        raise UserError(f"a radix batch came with {name}, which layers hand on to their attention: leave it out")
     for name, value in given.items():
         called = CACHE[0] if isinstance(value, Cache) else name
         reason = next((reason for pattern, reason in NOT_USABLE.items() if re.search(pattern, called)), None)
@@ -210,7 +209,7 @@ def check_draws(decoder: PreTrainedModel, head: Any, allowed: tuple[str, ...]) -
 
 def check_own_attention(name: str, decoder: PreTrainedModel) -> None:
     """Refuse attention that a plan does not know. name: of the model, in the error."""
-    if reason := why_other_attention(decoder):
+    if reason := take_over(decoder):
         raise UserError(f"{name}: {reason}, and tree attention would compute something else; {TRAIN_WITHOUT_SHARING}")
 
 

@@ -72,13 +72,21 @@ def no_mask(may_bind: bool, device: torch.device, call: object = None) -> Tensor
 
 
 def on_mask(mask: object) -> OnMask | None:
-    """Return what `no_mask` or `mask_function` wrote on a mask; None for any other."""
-    return getattr(mask, ON_MASK, None)
+    """Return what `no_mask` or `mask_function` wrote on a mask; None for any other.
+
+    It stands on the storage, too, which views of a mask have in common: Gemma 4 cuts its masks to the last rows.
+    """
+    written: OnMask | None = getattr(mask, ON_MASK, None)
+    if written is None and isinstance(mask, Tensor) and not mask.numel():
+        written = getattr(mask.untyped_storage(), ON_MASK, None)
+    return written
 
 
+@torch.compiler.disable  # an attribute of a storage cannot be traced
 def _empty(shape: tuple[int, ...], device: torch.device, written: OnMask) -> Tensor:
     mask = torch.empty(shape, dtype=torch.bool, device=device)
     setattr(mask, ON_MASK, written)
+    setattr(mask.untyped_storage(), ON_MASK, written)
     return mask
 
 

@@ -7,7 +7,9 @@ made, as `mm_encoder_outputs`; autograd leads from these back to the tower, once
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -134,13 +136,15 @@ FEATURES = "mm_encoder_outputs"  # argument of backbones, which older transforme
 class Tower:
     """Computes the N images of a call, K of them distinct.
 
-    compute: `get_image_features` of a backbone. inputs: its arguments for the K.
+    backbone: has the tower. inputs: of its tower for the K, as the call of the backbone has them.
+    ids: (1, 1), int64. any token of the call.
     owners: (N,), int64. which of the K each image is, in the order of the batch.
     is_uniform: whether all have as many placeholders. is_nested: as in `SplitImages`.
     """
 
-    compute: Callable[..., Any]
+    backbone: Any
     inputs: dict[str, Any]
+    ids: Tensor
     owners: IntArray
     is_uniform: bool
     is_nested: bool
@@ -151,8 +155,8 @@ class Tower:
 
         given: its arguments. are_distinct: as a `RadixCollator` gives them.
         """
-        compute = backbone.get_image_features
-        read = {name: given[name] for name in inspect.signature(compute).parameters.keys() & given.keys()}
+        names = inspect.signature(backbone.get_image_features).parameters.keys()
+        read = {name: given[name] for name in names & given.keys()}
         tensors = {name: read.pop(name) for name in OF_IMAGES.keys() & read.keys()}  # left are vision_feature_layer ...
         if not all(isinstance(each, Tensor) for each in tensors.values()):
             raise NotShared("images that are not tensors")
@@ -160,7 +164,8 @@ class Tower:
         every = range(len(images))
         owners, first = (np.array(every), list(every)) if are_distinct else distinct_images(images)
         chosen = [images[index] for index in first]
-        return cls(compute, {**joined(chosen, is_nested), **read}, owners, are_alike(chosen), is_nested)
+        ids = given["input_ids"][:1, :1]
+        return cls(backbone, {**joined(chosen, is_nested), **read}, ids, owners, are_alike(chosen), is_nested)
 
     @property
     def num_distinct(self) -> int:
@@ -172,8 +177,22 @@ class Tower:
 
     @cached_property
     def output(self) -> Any:
-        """Return what the tower returns for the K distinct images."""
-        return self.compute(**self.inputs, return_dict=True)
+        """Return what the tower returns for the K distinct images, after what the backbone does to these before it.
+
+        That is read from its own call, which ends there: GOT-OCR casts them.
+        """
+        asked: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((), self.inputs)]
+
+        def ask(*args: object, **kwargs: object) -> None:
+            asked.append((args, kwargs))
+            raise InterruptedError
+
+        asking = copy(self.backbone)
+        asking.get_image_features = ask
+        with suppress(Exception):  # a backbone that needs other arguments gives its tower what it got
+            type(asking).forward(asking, input_ids=self.ids, **self.inputs)
+        args, kwargs = asked[-1]
+        return self.backbone.get_image_features(*args, **{**kwargs, "return_dict": True})
 
     @property
     def features(self) -> Tensor:

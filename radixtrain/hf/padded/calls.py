@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from radixtrain.collators.misuse_guard import is_called_by
+from radixtrain.hf.attention_interface import OPTIONS, take_over
 from radixtrain.hf.backbone import text_decoder_of
-from radixtrain.hf.conditions import why_other_attention
 from radixtrain.hf.dropout import evaluating
 from radixtrain.hf.image_models import given_of_images, why_not
 from radixtrain.hf.names import CACHE
 from radixtrain.hf.padded.rows import PaddedRows
-from radixtrain.hf.positions import frequencies_change_at
+from radixtrain.hf.positions import frequencies_change_at, has_grown
 from radixtrain.hf.sharing_report import GENERATION, is_frozen
 from radixtrain.hf.third_party import hooks_between_ours, why_third_party
 from radixtrain.hf.windows import chunk_of
@@ -34,6 +34,7 @@ from radixtrain.hf.windows import chunk_of
 READ = {"input_ids", "attention_mask", "position_ids"}
 # Other tensors that a call may have. They are for the loss: no layer reads them.
 FOR_THE_LOSS = {"labels", "shift_labels", "num_items_in_batch"}
+DROPS_ROWS = "logits_to_keep"  # of most classes only before the head
 # No layer reads these either, unless the backbone's forward method names them.
 UNREAD = {
     *("token_type_ids", "mm_token_type_ids", "cache_position"),
@@ -55,7 +56,7 @@ def why_unshared(model: nn.Module, backbone: PreTrainedModel, given: Mapping[str
         _why_cache(backbone, decoder, given, generates)
         or _why_shapes(given, given_of_images(backbone, given))
         or _why_outputs(decoder.config, given)
-        or _why_other_inputs(backbone, given)
+        or _why_other_inputs(backbone, decoder, given)
         or _why_state(model, backbone, decoder)
     )
 
@@ -78,7 +79,7 @@ def why_rows_are_not_shared(backbone: PreTrainedModel, given: Mapping[str, Any],
     if rows.has_negative_positions:
         return "position_ids are negative"
     change = frequencies_change_at(decoder)
-    if change is not None and rows.max_position >= change.limit:
+    if change is not None and rows.max_position >= change.limit - has_grown(decoder):
         return f"{change.rope_type} rotary embeddings change their frequencies at {change.limit} tokens"
     chunk = chunk_of(decoder.config)
     if chunk and chunk < rows.kept.shape[1]:
@@ -136,8 +137,13 @@ def _why_outputs(config: PreTrainedConfig, given: Mapping[str, Any]) -> str | No
     return None
 
 
-def _why_other_inputs(backbone: PreTrainedModel, given: Mapping[str, Any]) -> str | None:
-    """Name a further tensor that a layer may read. It may have one entry for each token or each row."""
+def _why_other_inputs(backbone: PreTrainedModel, decoder: PreTrainedModel, given: Mapping[str, Any]) -> str | None:
+    """Name a further argument that a layer may read. A tensor may have one entry for each token or each row."""
+    for name in OPTIONS & given.keys():
+        return f"{name} is given, which layers hand on to their attention"
+    drops_rows = given.get(DROPS_ROWS) and DROPS_ROWS in inspect.signature(decoder.forward).parameters
+    if drops_rows and not is_called_by("forward", "transformers"):  # which cuts once more
+        return f"{DROPS_ROWS} is given, by which a {type(backbone).__name__} drops rows itself"
     if "pixel_values" in given:
         reason = why_not(backbone, given)
         if reason is not None:
@@ -162,7 +168,7 @@ def _why_state(model: nn.Module, backbone: PreTrainedModel, decoder: PreTrainedM
         return "torch.nn.DataParallel runs copies of the model"
     if not backbone.training and _names_adapters(model):
         return "adapter_names choose an adapter for each row"
-    return why_other_attention(decoder) or why_third_party(model, backbone, hooks_between_ours(backbone))
+    return take_over(decoder) or why_third_party(model, backbone, hooks_between_ours(backbone))
 
 
 def _names_adapters(model: nn.Module) -> bool:

@@ -18,6 +18,7 @@ from radixtrain.hf.image_models import axes_of, given_of_images, without_empty_t
 from radixtrain.hf.modules import why_padding_leaks
 from radixtrain.hf.names import IMAGES, is_cache
 from radixtrain.hf.padded.calls import (
+    DROPS_ROWS,
     is_compiled,
     option,
     separates_packed_sequences,
@@ -152,7 +153,7 @@ class PaddedSharing:
         """Return the arguments with the tokens to compute in place of the padded ones. ids, position_ids: (U,)."""
         device = given["input_ids"].device
         return {
-            **{name: value for name, value in given.items() if name != "cache_position"},
+            **{name: value for name, value in given.items() if name not in ("cache_position", DROPS_ROWS)},
             "input_ids": on_device(ids, device)[None],
             "position_ids": on_device(position_ids, device)[None],
             "attention_mask": no_mask(call.window_may_bind, device, call),

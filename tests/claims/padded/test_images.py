@@ -180,6 +180,13 @@ def test_images_of_several_tensors_for_a_placeholder() -> None:
     assert "reads more than one row for each placeholder" in reason_of(kind.build(), call_of(kind))
 
 
+@pytest.mark.parametrize("name", ["GOT-OCR 2", "LLaVA", "Qwen3-VL"])
+def test_pixels_of_another_dtype(name: str) -> None:
+    """GOT-OCR 2 casts them before its tower, others inside of it."""
+    inputs, kept = batch_of(KINDS[name], ROWS)
+    same_call(KINDS[name].build(), {**inputs, "pixel_values": inputs["pixel_values"].float()}, kept)
+
+
 def with_batch_norm(model: Any) -> None:
     model.model.vision_tower.norm = torch.nn.BatchNorm1d(3)
 

@@ -2,14 +2,20 @@
 
 import copy
 import gc
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
 
 import pytest
 import torch
+from same_step import same
+from tiny_models import tiny_model
 from transformers import DynamicCache
 
 from radixtrain import RadixCollator, generate, prepare_model, share_prefixes, sharing_report
 from radixtrain.errors import UserError
 from radixtrain.hf.names import CACHE
+from radixtrain.verification.oracle import float64_throughout, float64_truth, gradients_of
 
 N = -100
 FEATURES = [
@@ -122,3 +128,123 @@ def test_generation_is_not_counted_as_an_ordinary_batch(tiny_qwen3):
     before = str(sharing_report(model))
     generate(model, [[7, 8, 9, 1, 2], [7, 8, 9, 3]], max_new_tokens=4, do_sample=False, eos_token_id=None)
     assert str(sharing_report(model)) == before
+
+
+GEMMA_3: dict[str, Any] = {"layer_types": ["full_attention"] * 2}
+DECODER: dict[str, Any] = {"is_decoder": True, "vocab_size": 50}
+BOTH_WAYS = "attends in both directions"
+
+
+def set_later(path: str, value: object) -> Any:
+    """What sets an attribute of a model. path: with its parts."""
+    owner, _, name = path.rpartition(".")
+    return lambda model: setattr(attrgetter(owner)(model) if owner else model, name, value)
+
+
+def cut(model):
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:1], 1
+
+
+def cut_the_list_only(model):
+    model.model.layers = model.model.layers[:1]
+
+
+def add(model, also=True):
+    model.model.layers.append(copy.deepcopy(model.model.layers[1]))
+    model.config.num_hidden_layers += also
+
+
+def add_to_gpt2(model):
+    """Which runs every layer of its list, however many the configuration names."""
+    model.transformer.h.append(copy.deepcopy(model.transformer.h[1]))
+
+
+def reverse(model):
+    model.model.layers = torch.nn.ModuleList(list(model.model.layers)[::-1])
+
+
+def not_causal(model):
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+
+
+# Class, settings, what a program does after it has shared the model, why its calls are not shared then.
+CHANGES: dict[str, tuple[str, dict[str, Any], Callable[[Any], Any], str | None]] = {
+    "Gemma 3": ("Gemma3ForCausalLM", GEMMA_3, set_later("config.use_bidirectional_attention", True), BOTH_WAYS),
+    "BERT": ("BertLMHeadModel", DECODER, set_later("config.is_decoder", False), BOTH_WAYS),
+    "ELECTRA": ("ElectraForCausalLM", DECODER, set_later("config.is_decoder", False), BOTH_WAYS),
+    "all": ("Qwen3ForCausalLM", {}, set_later("config.is_causal", False), BOTH_WAYS),
+    "one layer": (
+        "Qwen3ForCausalLM",
+        {},
+        set_later("model.layers.0.self_attn.is_causal", False),
+        "has is_causal=False",
+    ),
+    "every layer": ("Qwen3ForCausalLM", {}, not_causal, "has is_causal=False"),
+    "an indexer": ("Qwen3ForCausalLM", {}, set_later("config.index_topk", 2), "has sparse attention"),
+    "chunks": ("BertLMHeadModel", DECODER, set_later("bert.encoder.layer.0.chunk_size_feed_forward", 6), "=6, into"),
+    "cut": ("Qwen3ForCausalLM", {}, cut, None),
+    "cut, but not in the configuration": ("Qwen3ForCausalLM", {}, cut_the_list_only, None),
+    "fewer by configuration": ("Qwen3ForCausalLM", {}, set_later("config.num_hidden_layers", 1), None),
+    "added": ("LlamaForCausalLM", {}, add, None),
+    "added, but not in the configuration": ("LlamaForCausalLM", {}, lambda model: add(model, False), None),
+    "added to GPT-2": ("GPT2LMHeadModel", {}, add_to_gpt2, None),
+    "reversed": ("LlamaForCausalLM", {}, reverse, None),
+}
+PADDED = {
+    "input_ids": torch.tensor([[7, 8, 9, 1, 2, 5], [7, 8, 9, 3, 0, 0], [7, 8, 9, 3, 4, 0]]),
+    "attention_mask": torch.tensor([[1] * 6, [1] * 4 + [0] * 2, [1] * 5 + [0]]),
+    "labels": torch.tensor([[N, 8, 9, 1, 2, 5], [N, 8, 9, 3, N, N], [N, 8, 9, 3, 4, N]]),
+}
+ROWS = [{"input_ids": row[row > 0].tolist(), "labels": row[row > 0].tolist()} for row in PADDED["input_ids"]]
+
+
+@pytest.mark.parametrize(("model_class", "settings", "change", "reason"), CHANGES.values(), ids=CHANGES.keys())
+class TestChangedAfterwards:
+    """Hugging Face reads most settings in every call, and runs the layers that it finds then."""
+
+    def test_ordinary_batches(self, model_class, settings, change, reason):
+        untouched, shared = tiny_model(model_class, **settings), share_prefixes(tiny_model(model_class, **settings))
+        found = []
+        for model in (untouched, shared):
+            change(model)
+            with float64_throughout(model):
+                found.append(gradients_of(model, lambda model=model: [model(**PADDED, use_cache=False).loss]))
+        same(*found)
+        report = sharing_report(shared)
+        assert report.num_shared == (reason is None)
+        assert reason is None or reason in next(iter(report.not_shared))
+
+    def test_radix_batches(self, model_class, settings, change, reason):
+        untouched, prepared = tiny_model(model_class, **settings), prepare_model(tiny_model(model_class, **settings))
+        change(untouched)
+        change(prepared)
+        if reason is not None:
+            with pytest.raises(UserError, match=reason):
+                prepared(**RadixCollator()(ROWS))
+            return
+        truth = float64_truth(untouched, ROWS)
+        with float64_throughout(prepared):
+            same(truth, gradients_of(prepared, lambda: [prepared(**RadixCollator()(ROWS)).loss]))
+
+
+def test_a_recurrent_layer_that_was_added(tiny_hybrid):
+    """Its state would run from one row into the next."""
+    model, other = share_prefixes(tiny_hybrid("LFM2")), tiny_hybrid("LFM2", 1)
+    model.model.layers[1], model.config.layer_types = other.model.layers[0], ["conv", "conv"]
+    model(**PADDED, use_cache=False)
+    assert "has got further recurrent layers" in next(iter(sharing_report(model).not_shared))
+
+
+def test_what_was_put_back(tiny_qwen3):
+    model = share_prefixes(tiny_qwen3())
+    for value in (False, True):
+        model.config.is_causal = value
+        model(**PADDED)
+    assert sharing_report(model).num_shared == 1
+    copied = copy.deepcopy(model)
+    copied.config.is_causal = False
+    copied(**PADDED)
+    model(**PADDED)
+    assert BOTH_WAYS in next(iter(sharing_report(copied).not_shared))
+    assert sharing_report(model).num_shared == 2

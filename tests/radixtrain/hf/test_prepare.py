@@ -129,6 +129,14 @@ class TestNeverOnAnotherAttention:
                 return attention.o_proj(attention.q_proj(hidden_states)), None
 
         model.model.layers[1].self_attn = Other()
+        with pytest.raises(UserError, match="layer 1 is 'full_attention' and does not take its attention from"):
+            model(**RadixCollator()(FEATURES))
+
+    def test_a_layer_that_takes_no_part(self, tiny_qwen3, monkeypatch):
+        """Found after the pass, whatever the code of its class says."""
+        model = prepare_model(tiny_qwen3())
+        monkeypatch.setattr(model.model.layers[1], "forward", lambda hidden_states, **_: hidden_states)
+        monkeypatch.setattr("radixtrain.hf.hooks.why_third_party", lambda *_: None)
         with pytest.raises(RuntimeError, match="ran in 1 of 2 layers of Qwen3Model"):
             model(**RadixCollator()(FEATURES))
 

@@ -58,6 +58,8 @@ MODELS: list[tuple[str, dict[str, Any], str]] = [
         {"use_bidirectional_attention": True},
         "Gemma3ForCausalLM attends in both directions",
     ),
+    ("BertLMHeadModel", {"is_decoder": False}, r"BertLMHeadModel attends in both directions \(is_decoder=False\)"),
+    ("BertLMHeadModel", {**DECODER, "chunk_size_feed_forward": 4}, "has layers with chunk_size_feed_forward=4"),
     ("T5ForConditionalGeneration", {}, "T5ForConditionalGeneration is not a plain decoder"),
     # Positions that a model counts itself.
     ("BartForCausalLM", DECODER, "BartForCausalLM does not take position_ids"),

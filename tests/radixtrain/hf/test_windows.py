@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from same_step import same_step
 from tiny_models import tiny_model
 from transformers.masking_utils import (
     bidirectional_mask_function,
@@ -13,7 +14,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from radixtrain import RadixCollator, prepare_model
+from radixtrain import RadixCollator, generate, prepare_model
 from radixtrain.attention import tree_attention
 from radixtrain.errors import UserError
 from radixtrain.hf.windows import mask_function, no_mask, on_mask
@@ -90,3 +91,27 @@ def test_a_mask_is_asked_for_its_window(tiny_qwen3, asked, window):
     else:
         with pytest.raises(UserError, match=window):
             ask()
+
+
+def test_masks_that_are_cut_to_the_last_rows():
+    """As Gemma 4 does before the layers that take the keys of earlier ones; what a model computes is its own mask."""
+    call = SimpleNamespace(layout=SimpleNamespace(max_seqlen=9, blocks=None))
+    mask = no_mask(False, torch.device("cpu"), call)
+    with torch.inference_mode():
+        for view in (mask[:, :, -1:], mask[:, :, :, :3], mask.expand(2, 1, 0, 0), mask.view(0, 1)):
+            assert on_mask(view) == (call, 0, False)
+        assert on_mask(mask.clone()) is on_mask(mask & True) is on_mask(torch.zeros(0)) is None
+
+
+@pytest.mark.parametrize("window", [3, 64])
+def test_layers_that_take_the_keys_of_earlier_ones(window):
+    """In a radix batch and in generation. Their masks are cut in Gemma 4."""
+    layer_types = ["sliding_attention", "full_attention"] * 2
+    settings = {"layer_types": layer_types, "num_kv_shared_layers": 2, "global_head_dim": 16}
+    model = tiny_model("Gemma4ForCausalLM", num_hidden_layers=4, sliding_window=window, **settings)
+    same_step(model, FEATURES, lambda model: [model(**RadixCollator()(FEATURES)).loss])
+    prompts = [feature["input_ids"] for feature in FEATURES]
+    answers = generate(model.eval(), prompts, max_new_tokens=4, temperature=0.0)
+    for prompt, answer in zip(prompts, answers.token_ids, strict=True):
+        whole = model.generate(torch.tensor([prompt]), max_new_tokens=4, do_sample=False)[0, len(prompt) :].tolist()
+        assert answer == whole[: len(answer)]

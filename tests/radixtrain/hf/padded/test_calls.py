@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from same_step import assert_same_gradient
 from tiers import cases
 from tiny_models import tiny_model
 from tiny_models import tiny_qwen3 as qwen3
@@ -55,9 +56,21 @@ def assert_untouched(
     assert reason is None or set(report.not_shared) == {reason}, report
 
 
+BOTH_WAYS = (
+    "Qwen3ForCausalLM attends in both directions ({}), and a shared prefix has the same states only under causal "
+    "attention; change it, or train it without sharing (fit: dedup: false)"
+)
 FROM_CONFIGURATION = (
     "a cache is wanted; call model.train(), pass use_cache=False, or set model.config.use_cache = False"
 )
+# Of Gemma 4's small checkpoints: from the third layer on keys are those of earlier layers, and masks are cut to the
+# rows whose logits are kept.
+SHARED_KEYS: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "global_head_dim": 16,
+}
 CALLS: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
     "embeddings": (
         "inputs_embeds are given, and tokens are compared by their ids",
@@ -142,6 +155,26 @@ CALLS: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
         lambda: tiny_model("Llama4ForCausalLM"),
         BATCH,
     ),
+    "not causal, by argument": (
+        "is_causal is given, which layers hand on to their attention",
+        qwen3,
+        {"input_ids": IDS, "is_causal": False},
+    ),
+    "a soft-cap, by argument": (
+        "softcap is given, which layers hand on to their attention",
+        lambda: qwen3(attn_implementation="eager"),
+        {**BATCH, "softcap": 1.0},
+    ),
+    "rows that a backbone drops": (
+        "logits_to_keep is given, by which a Gemma4TextModel drops rows itself",
+        lambda: tiny_model("Gemma4ForCausalLM", **SHARED_KEYS).model,
+        {"input_ids": IDS, "logits_to_keep": 1, "use_cache": False},
+    ),
+    "a function of GPT-2's own": (
+        "GPT2Attention of layer 0 calls an attention function of its own (reorder_and_upcast_attn)",
+        lambda: tiny_model("GPT2LMHeadModel", attn_implementation="eager", reorder_and_upcast_attn=True),
+        BATCH,
+    ),
     "nothing in common": (
         "less than min_ratio = 1.1 to save",
         qwen3,
@@ -214,13 +247,30 @@ class TestState:
     @pytest.mark.parametrize(
         ("change", "reason"),
         [
-            (lambda model: setattr(model.config, "is_causal", False), "its configuration says is_causal=False"),
+            (lambda model: setattr(model.config, "is_causal", False), BOTH_WAYS.format("is_causal=False")),
             (lambda model: setattr(model.model, "_is_replica", True), "torch.nn.DataParallel runs copies of the model"),
         ],
         ids=["not causal", "a replica"],
     )
     def test_changed_afterwards(self, change, reason):
         assert_untouched(qwen3, lambda model: model(**BATCH), reason, before=change)
+
+    def test_frequencies_that_a_longer_call_left(self):
+        """Hugging Face keeps them at a batch of exactly the limit, and takes them back at a shorter one."""
+        models = [qwen3(max_position_embeddings=6, rope_parameters=DYNAMIC).double() for _ in range(2)]
+        share_prefixes(models[1], min_ratio=0.0)
+        padded = {name: torch.nn.functional.pad(value, (0, 1)) for name, value in BATCH.items()}  # 6 places
+        expected = {}
+        for batch in (padded, {"input_ids": torch.arange(1, 13)[None]}, padded, BATCH, padded):
+            logits = [model(**batch, use_cache=False).logits for model in models]
+            kept = batch.get("attention_mask", batch["input_ids"]).bool()
+            torch.testing.assert_close(*(each[kept] for each in logits), rtol=1e-12, atol=1e-12)
+            expected.setdefault(batch["input_ids"].shape, []).append(logits[0][0, 3])
+        first, grown, reset = expected[padded["input_ids"].shape]
+        assert torch.equal(first, reset) and not torch.equal(first, grown)
+        report = sharing_report(models[1])
+        reason = "dynamic rotary embeddings change their frequencies at 6 tokens"
+        assert (report.num_shared, dict(report.not_shared)) == (3, {reason: 2})
 
     @pytest.mark.parametrize("transform", cases(["grad", "vmap", "jvp"], quick=["grad"]))
     def test_transforms(self, transform):
@@ -311,4 +361,19 @@ class TestShared:
         model = share_prefixes(qwen3())
         model(**BATCH, **inputs)
         report = sharing_report(model)
+        assert (report.num_shared, dict(report.not_shared)) == (1, {})
+
+    @pytest.mark.parametrize("keep", [0, 1, 3])
+    @pytest.mark.parametrize("window", [3, 64])
+    @pytest.mark.parametrize(
+        "model_class", cases(["Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM"], quick=["Gemma4ForCausalLM"])
+    )
+    def test_masks_and_rows_that_are_cut_inside(self, model_class, window, keep):
+        model = tiny_model(model_class, **SHARED_KEYS, sliding_window=window)
+        ids = torch.tensor([[7, 8, 9, 1, 2], [7, 8, 9, 3, 4], [7, 8, 5, 3, 4]])
+
+        def loss(model: Any) -> Tensor:
+            return model(input_ids=ids, logits_to_keep=keep, use_cache=False).logits.square().mean()
+
+        report = assert_same_gradient(model, loss)
         assert (report.num_shared, dict(report.not_shared)) == (1, {})
