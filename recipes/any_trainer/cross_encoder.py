@@ -24,7 +24,8 @@ options = vars(parser.parse_args())
 path, file = options.pop("model"), options.pop("train_file")
 set_seed(0)  # the score head is new
 row = {"chat_template": "{{ messages | map(attribute='content') | join('\n') }}"}  # the query, then a candidate
-model = CrossEncoder(modules=[Transformer(path, transformer_task="sequence-classification", processor_kwargs=row)])
+given = {"model_kwargs": {"dtype": "float32"}, "processor_kwargs": row}  # bfloat16 rounds small updates away
+model = CrossEncoder(modules=[Transformer(path, transformer_task="sequence-classification", **given)])
 model = share_prefixes(model)  # <- added
 chats = load_dataset("json", data_files=file, split="train")["messages"][:]
 queries = ["\n".join(message["content"] for message in chat[:-1]) for chat in chats]
