@@ -33,8 +33,7 @@ def _warn(dtype: torch.dtype) -> None:
     logger.warning(
         "the optimizer changes weights in %s: unless it keeps float32 copies, an update of less than %.2f %% of a "
         "weight is rounded away. Load the model with dtype=torch.float32 and compute in 16 bits by autocast "
-        "(bf16=True; in fit model.dtype: float32 and trainer.precision: bf16-mixed), or take an optimizer that keeps "
-        "float32 copies",
+        "(bf16=True; in fit model.dtype: float32, trainer.precision: bf16-mixed), or take an optimizer that keeps them",
         dtype,
         25 * torch.finfo(dtype).eps,  # a quarter of it may move a number, less never does
     )
