@@ -30,11 +30,12 @@ def main() -> None:
     tokenizer = load_tokenizer(options.model)
     encoded = ChatEncoder(tokenizer).encode_all(read_rows(options.train_file))
     rows = [{"input_ids": sample.input_ids, "labels": sample.labels} for samples in encoded for sample in samples]
-    model = AutoModelForCausalLM.from_pretrained(options.model).train()
-    model = prepare_model(model)  # <- before Accelerate wraps it
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype="float32")  # bfloat16 rounds small updates away
+    model = prepare_model(model.train())  # <- before Accelerate wraps it
     collator = RadixCollator()  # <- was DataCollatorForSeq2Seq(tokenizer)
     loader = DataLoader(rows, batch_size=16, shuffle=True, collate_fn=collator)
-    accelerator = Accelerator(gradient_accumulation_steps=2)
+    precision = "bf16" if torch.cuda.is_available() else "no"
+    accelerator = Accelerator(gradient_accumulation_steps=2, mixed_precision=precision)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for epoch in range(options.epochs):

@@ -7,6 +7,7 @@ python recipes/hf_trainer.py --model Qwen/Qwen3-0.6B --train_file chats.jsonl --
 
 import argparse
 
+import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from radixtrain import RadixCollator, prepare_model
@@ -26,12 +27,13 @@ def main() -> None:
     tokenizer = load_tokenizer(options.model)
     encoded = ChatEncoder(tokenizer, max_length=4096).encode_all(read_rows(options.train_file))
     rows = [{"input_ids": sample.input_ids, "labels": sample.labels} for samples in encoded for sample in samples]
-    model = AutoModelForCausalLM.from_pretrained(options.model)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype="float32")  # bfloat16 rounds small updates away
     arguments = TrainingArguments(
         output_dir=options.output_dir,
         max_steps=options.max_steps,
         per_device_train_batch_size=16,
         learning_rate=options.learning_rate,
+        bf16=torch.cuda.is_available(),
         logging_steps=10,
         save_strategy="no",
         report_to="none",

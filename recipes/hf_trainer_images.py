@@ -6,6 +6,7 @@ python recipes/hf_trainer_images.py --model Qwen/Qwen2.5-VL-3B-Instruct
 
 import argparse
 
+import torch
 from PIL import Image, ImageDraw
 from transformers import AutoModelForImageTextToText, AutoProcessor, Trainer, TrainingArguments
 
@@ -18,7 +19,8 @@ parser.add_argument("--max_steps", type=int, default=20)
 parser.add_argument("--learning_rate", type=float, default=1e-5)
 options = vars(parser.parse_args())
 name = options.pop("model")
-processor, model = AutoProcessor.from_pretrained(name), AutoModelForImageTextToText.from_pretrained(name)
+processor = AutoProcessor.from_pretrained(name)
+model = AutoModelForImageTextToText.from_pretrained(name, dtype="float32")  # bfloat16 rounds small updates away
 
 
 def picture(color: str) -> Image.Image:
@@ -44,7 +46,7 @@ sizes = {"per_device_train_batch_size": 12, "logging_steps": 1, "report_to": "no
 trainer = Trainer(
     model=prepare_model(model),  # <- was model
     data_collator=RadixCollator(images=image_inputs_of(model)),  # <- was a collator that pads
-    args=TrainingArguments(remove_unused_columns=False, **sizes, **options),
+    args=TrainingArguments(remove_unused_columns=False, bf16=torch.cuda.is_available(), **sizes, **options),
     train_dataset=rows,
     processing_class=processor,
 )

@@ -55,7 +55,7 @@ def main() -> None:
         seed=0,
     )
     trainer = OrdinaryEvaluation(
-        model=prepare_model(AutoModelForCausalLM.from_pretrained(options.model)),  # <- was without prepare_model
+        model=prepare_model(AutoModelForCausalLM.from_pretrained(options.model, dtype="float32")),  # <- prepared
         data_collator=RadixCollator(),  # <- was DataCollatorForSeq2Seq(tokenizer)
         args=arguments,
         processing_class=tokenizer,

@@ -21,8 +21,8 @@ class FineTuning(L.LightningModule):
     def __init__(self, checkpoint: str, learning_rate: float):
         super().__init__()
         self.learning_rate = learning_rate
-        model = AutoModelForCausalLM.from_pretrained(checkpoint).train()
-        self.model = prepare_model(model)  # <- was model
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32")  # bfloat16 rounds small updates away
+        self.model = prepare_model(model.train())  # <- was model.train()
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         loss = self.model(**batch).loss
@@ -50,7 +50,9 @@ def main() -> None:
     collator = RadixCollator()  # <- was DataCollatorForSeq2Seq(tokenizer)
     loader = DataLoader(rows, batch_size=16, shuffle=True, collate_fn=collator)
     module = FineTuning(options.model, options.learning_rate)
-    trainer = L.Trainer(max_steps=options.max_steps, gradient_clip_val=1.0, logger=False, enable_checkpointing=False)
+    settings: dict[str, Any] = {"gradient_clip_val": 1.0, "logger": False, "enable_checkpointing": False}
+    precision: Any = "bf16-mixed" if torch.cuda.is_available() else "32-true"
+    trainer = L.Trainer(max_steps=options.max_steps, precision=precision, **settings)
     trainer.fit(module, loader)
     module.model.save_pretrained(options.output_dir)
     tokenizer.save_pretrained(options.output_dir)

@@ -29,8 +29,8 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     encoded = ChatEncoder(load_tokenizer(options.model)).encode_all(read_rows(options.train_file))
     rows = [{"input_ids": sample.input_ids, "labels": sample.labels} for samples in encoded for sample in samples]
-    model = AutoModelForCausalLM.from_pretrained(options.model).to(device).train()
-    model = prepare_model(model)  # <-
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype="float32")  # bfloat16 rounds small updates away
+    model = prepare_model(model.to(device).train())  # <-
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
     collate = StepCollator(max_tokens=2048, step_cost=step_cost_of(model))  # <-
     draw = random.Random(0)

@@ -26,8 +26,9 @@ device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_availa
 dist.init_process_group(device_id=device if device.type == "cuda" else None)
 encoded = ChatEncoder(load_tokenizer(options.model)).encode_all(read_rows(options.train_file))
 rows = [{"input_ids": sample.input_ids, "labels": sample.labels} for samples in encoded for sample in samples]
-model = AutoModelForCausalLM.from_pretrained(options.model).to(device).train()
-model = DistributedDataParallel(prepare_model(model, sp_group=dist.group.WORLD))  # <- prepared, before DDP wraps it
+model = AutoModelForCausalLM.from_pretrained(options.model, dtype="float32")  # bfloat16 rounds small updates away
+model = prepare_model(model.to(device).train(), sp_group=dist.group.WORLD)  # <- before DDP wraps it
+model = DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
 order = torch.Generator().manual_seed(0)  # <- of all ranks, in place of a DistributedSampler
 loader = DataLoader(rows, batch_size=16, shuffle=True, generator=order, collate_fn=RadixCollator())

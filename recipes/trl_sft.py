@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from datasets import load_dataset
-from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 from radixtrain import RadixCollator, prepare_model
@@ -38,11 +37,12 @@ def main() -> None:
         seed=0,
     )
     trainer = SFTTrainer(
-        model=prepare_model(AutoModelForCausalLM.from_pretrained(options.model)),  # <- was options.model
+        model=options.model,
         data_collator=RadixCollator(),  # <- was TRL's own; leave packing and padding_free off
         args=arguments,
         train_dataset=chats.map(loss_on_the_last_message, remove_columns="messages"),
     )
+    prepare_model(trainer.model)  # <- added
     trainer.train()
     trainer.save_model()
 

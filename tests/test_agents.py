@@ -1,12 +1,20 @@
-"""AGENTS.md: its blocks run one after the other, and its messages are those that its mistakes get."""
+"""AGENTS.md: its edits work on TRL's own quick starts, and its messages are those that its mistakes get."""
 
+import json
+import logging
 import re
+import subprocess
+import sys
 from collections.abc import Callable
+from importlib.metadata import metadata
 from pathlib import Path
+from textwrap import indent
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tiers import cases
 from torch.utils.data import IterableDataset
 from trainer_harness import settings
 from transformers import (
@@ -19,9 +27,15 @@ from transformers import (
 
 from radixtrain import RadixCollator, prepare_model, share_prefixes, sharing_report
 from radixtrain.collators.misuse_guard import end_watch
+from radixtrain.hf import rounded_updates
 
 PAGE = (Path(__file__).resolve().parents[1] / "AGENTS.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+SHARE, REPORT, VERIFY = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+[COLLATE] = re.findall(r"^```diff\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+TRL = metadata("trl")
+QUICK_STARTS = re.findall(
+    r"^```python\n(.*?)^```", str(TRL.get_payload() or TRL["Description"]), re.MULTILINE | re.DOTALL
+)
 ERRORS, REPORTED = (
     re.findall(r"^\| `([^`]+)` \|", part, re.M) for part in PAGE.partition("## 5.")[2].split("These are no")
 )
@@ -44,14 +58,32 @@ def adapted(model: Any) -> Any:
     return get_peft_model(model, LoraConfig(lora_dropout=0.1, target_modules=["q_proj"], task_type="CAUSAL_LM"))
 
 
+Mistake = Callable[[Callable[[], Any], Path], Any]
+
+
+def with_dropout_of_the_configuration() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=32, attn_pdrop=0.0))
+
+
+def noisy(model: Any) -> Any:
+    model.get_input_embeddings().neftune_noise_alpha = 5.0  # as Trainer sets it
+    return model.train()
+
+
 # In the order of the page: what a message is for.
-MISTAKES: list[Callable[[Callable[[], Any], Path], Any]] = [
+MISTAKES: list[Mistake | list[Mistake]] = [
     lambda model, folder: train(folder, model()).train(),
     lambda model, folder: RadixCollator()([{"input_ids": [1, 2, 3]}]),
     lambda model, folder: RadixCollator()([{"input_ids": [1, 2], "labels": [1, 2], "token_type_ids": [0, 0]}]),
     lambda model, folder: RadixCollator()([{"input_ids": [1, 2], "labels": [1, 2], "pixel_values": [[[0.5]]]}]),
     lambda model, folder: prepare_model(AutoModelForSequenceClassification.from_config(model().config)),
-    lambda model, folder: share_prefixes(adapted(model())),
+    [
+        lambda model, folder: share_prefixes(adapted(model())),
+        lambda model, folder: share_prefixes(with_dropout_of_the_configuration()),
+    ],
+    lambda model, folder: share_prefixes(noisy(model()))(torch.tensor([[1, 2, 3], [1, 2, 4]]), use_cache=False),
     lambda model, folder: sharing_report(model()),
     lambda model, folder: train(
         folder, prepare_model(model()), eval_dataset=ROWS, compute_metrics=lambda found: {}
@@ -63,50 +95,113 @@ MISTAKES: list[Callable[[Callable[[], Any], Path], Any]] = [
 ]
 
 
-def test_the_blocks_run_and_check_what_they_trained(
-    shop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from datasets import Dataset
-    from trl import DPOConfig, DPOTrainer
+PROMPT = [{"role": "user", "content": "Where is the hammer, please? " * 8}]
+ANSWERS = [[{"role": "assistant", "content": f"Shelf {number}."}] for number in range(16)]
+DATA: dict[str, list[dict[str, Any]]] = {
+    "chats": [{"messages": PROMPT + answer} for answer in ANSWERS],
+    "answers": [{"prompt": PROMPT, "completion": answer} for answer in ANSWERS],
+    "prompts": [{"prompt": PROMPT}] * 16,
+    "pairs": [{"prompt": PROMPT, "chosen": answer, "rejected": ANSWERS[0]} for answer in ANSWERS[1:]],
+    "verdicts": [{"prompt": PROMPT, "completion": answer, "label": answer != ANSWERS[0]} for answer in ANSWERS],
+}
+STARTS: dict[str, tuple[str, str, dict[str, Any]]] = {  # trainer, data, arguments besides those of a short run
+    "SFT": ("SFT", "chats", {}),
+    "SFT, RadixCollator": ("SFT", "answers", {}),
+    "DPO": ("DPO", "pairs", {}),
+    "GRPO": ("GRPO", "prompts", {"max_completion_length": 4}),
+    "GRPO, with a reference": ("GRPO", "prompts", {"max_completion_length": 4, "beta": 0.1}),
+    "KTO": ("KTO", "verdicts", {}),
+    "Reward": ("Reward", "pairs", {}),
+}
+SHORT = {"use_cpu": True, "max_steps": 2, "per_device_train_batch_size": 8, "report_to": "none", "save_strategy": "no"}
+DTYPES = "sorted({str(weight.dtype) for weight in trainer.model.parameters()})"
 
+
+def quick_start(trainer: str, model: Path, rows: Path, arguments: dict[str, Any]) -> str:
+    """TRL's, with a local model and local rows in place of the hub's, and with what a machine without a GPU needs."""
+    [program] = [each for each in QUICK_STARTS if f"{trainer}Trainer(" in each]
+    program, count = re.subn(r'load_dataset\("[^"]+"', f'load_dataset("json", data_files="{rows}"', program)
+    program, others = re.subn(
+        r'    model="[^"]+"', f'    args=trl.{trainer}Config(**{arguments}),\n    model="{model}"', program
+    )
+    assert (count, others) == (1, 1)
+    own = "def accuracy_reward(completions, **columns): return [float(len(each[0]['content'])) for each in completions]"
+    return "import trl\n" + program.replace("from trl.rewards import accuracy_reward", own)  # needs another package
+
+
+def edited(program: str, diff: str) -> str:
+    """The program with the `+` lines of a diff, which skips some lines of the program by `...`."""
+    lines, place = program.splitlines(), 0
+    for line in diff.splitlines():
+        if line.startswith("+"):
+            lines.insert(place, line[1:])
+            place += 1
+        elif line.strip() != "...":
+            place = lines.index(line[1:], place) + 1
+    return "\n".join(lines)
+
+
+@pytest.fixture(scope="module")
+def bfloat16_model(shop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that is stored as most are."""
+    folder = tmp_path_factory.mktemp("bfloat16")
+    AutoModelForCausalLM.from_pretrained(shop / "model").bfloat16().save_pretrained(folder)
+    AutoTokenizer.from_pretrained(shop / "model").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", cases(STARTS, ["DPO", "SFT, RadixCollator"]))
+def test_a_quick_start_of_trl_shares_after_the_edits(name: str, bfloat16_model: Path, tmp_path: Path) -> None:
+    trainer, data, arguments = STARTS[name]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f"{json.dumps(row)}\n" for row in DATA[data]), encoding="utf-8")
+    program = quick_start(trainer, bfloat16_model, rows, SHORT | arguments | {"output_dir": str(tmp_path / "out")})
+    after = edited(program, COLLATE) if "Collator" in name else program.replace("trainer.train()\n", SHARE)
+    whole = f"""{program.replace("trainer.train()", "")}
+dtypes = {DTYPES}
+{after}
+{REPORT}
+print("DTYPES", dtypes, {DTYPES})
+"""
+    (tmp_path / "program.py").write_text(whole, encoding="utf-8")
+    done = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:] + indent(after, "> ")
+    assert "DTYPES ['torch.float32'] ['torch.float32']" in done.stdout and " calls shared: " in done.stdout
+    assert "the optimizer changes weights" not in done.stderr
+
+
+def test_the_check_of_equality_runs(
+    bfloat16_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     load = AutoModelForCausalLM.from_pretrained
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name: load(shop / "model"))
-    prompt = "Where is the hammer, please? " * 8
-    pairs = [{"prompt": prompt, "chosen": f"Shelf {number}.", "rejected": f"Door {number}."} for number in range(24)]
-    tokenizer = AutoTokenizer.from_pretrained(shop / "model")
-    names = {
-        "AutoModelForCausalLM": AutoModelForCausalLM,
-        "DPOTrainer": lambda *given, **options: DPOTrainer(*given, processing_class=tokenizer, **options),
-        "Trainer": Trainer,
-        "args": DPOConfig(**settings(tmp_path / "dpo")),
-        "sft_args": TrainingArguments(**settings(tmp_path / "sft")),
-        "pairs": Dataset.from_list(pairs),
-        "rows": ROWS,
-    }
-    assert len(BLOCKS) == 4
-    for block in BLOCKS:
-        exec(compile(block, "AGENTS.md", "exec"), names)
-    printed = capsys.readouterr().out
-    assert " calls shared: " in printed and "equal" in printed
-    assert names["report"].compression_ratio > 2 and names["sft_trainer"].state.global_step == 3
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name: load(bfloat16_model))
+    exec(compile(VERIFY, "AGENTS.md", "exec"), {"AutoModelForCausalLM": AutoModelForCausalLM, "rows": ROWS})
+    assert "equal" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("message", "mistake"), zip(ERRORS, MISTAKES, strict=True), ids=ERRORS)
 def test_a_mistake_gets_its_message(
-    message: str, mistake: Callable[..., Any], tiny_qwen3: Callable[..., Any], tmp_path: Path
+    message: str, mistake: Mistake | list[Mistake], tiny_qwen3: Callable[..., Any], tmp_path: Path
 ) -> None:
     end_watch()  # as in a new process
-    with pytest.raises(ValueError, match=re.escape(message)):
-        mistake(tiny_qwen3, tmp_path)
+    for each in mistake if isinstance(mistake, list) else [mistake]:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            each(tiny_qwen3, tmp_path)
 
 
-def test_a_report_says_why_nothing_is_shared(tiny_qwen3: Callable[..., Any]) -> None:
+def test_a_report_or_a_warning_says_why_nothing_is_shared_or_learned(
+    tiny_qwen3: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
     model = share_prefixes(tiny_qwen3())
-    said = str(sharing_report(model))
+    said = str(sharing_report(SimpleNamespace(model=model, ref_model=tiny_qwen3())))
     model(torch.tensor([[1, 2, 3]]), use_cache=False)
     model(torch.tensor([[1, 2, 3], [1, 2, 4]]), use_cache=True)
     said += str(sharing_report(model))
     prepared = prepare_model(tiny_qwen3())
     prepared(torch.tensor([[1, 2, 3]]))
     said += str(sharing_report(prepared))
-    assert len(REPORTED) == 4 and all(reason in said for reason in REPORTED)
+    rounded_updates._warn.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="radixtrain"):
+        rounded_updates.warn_of_rounding(torch.optim.SGD(tiny_qwen3().bfloat16().parameters()))
+    said += caplog.text
+    assert len(REPORTED) == 6 and all(reason in said for reason in REPORTED)

@@ -4,6 +4,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,14 @@ def blocks_of(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", read(page), re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.parametrize("page", ["README.md", "AGENTS.md"])
+def test_the_requirements_are_those_of_pip(page: str) -> None:
+    project = tomllib.loads(read("pyproject.toml"))["project"]
+    oldest = dict(need.split(">=") for need in project["dependencies"])
+    numbers = project["requires-python"].removeprefix(">="), oldest["torch"], oldest["transformers"]
+    assert "Linux, Python {}, torch {}, transformers {}, or newer".format(*numbers) in " ".join(read(page).split())
+
+
 def test_readme_is_read_in_a_minute() -> None:
     assert len(read("README.md").splitlines()) <= 130
 
@@ -164,7 +173,7 @@ class TestSnippets:
         given = {name: getattr(transformers, name) for name in ("AutoModelForCausalLM", "Trainer")}
         names: dict[str, Any] = {**given, "args": args, "dataset": ROWS}
         with float64_arithmetic():
-            exec(drop_in.replace("Qwen/Qwen3-0.6B", str(tmp_path / "model")), names)
+            exec(drop_in.replace("Qwen/Qwen3-0.6B", str(tmp_path / "model")).replace("float32", "float64"), names)
             model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
             ordinary = transformers.Trainer(model=model, args=args, train_dataset=ROWS)  # rows are of one length
             ordinary.train()

@@ -137,9 +137,10 @@ def check_evaluation(model: nn.Module) -> None:
         raise UserError(
             f"{trainer} uses the logits of this evaluation (compute_metrics, predict) as one row per example, but a "
             f"batch of RadixCollator has one list of predictions for all its examples, in the order of the tree, so "
-            f"the metrics would be wrong. Evaluate on ordinary batches, which a prepared model computes as before, by "
-            f"a trainer that has another collator for evaluation: recipes/hf_trainer_metrics.py. For the loss only, "
-            f"leave out compute_metrics, or set prediction_loss_only=True in the training arguments"
+            f"the metrics would be wrong. Evaluate on ordinary batches, which a prepared model computes as before: by "
+            f"share_prefixes and the trainer's own collator, or with Hugging Face's Trainer by another collator for "
+            f"evaluation (recipes/hf_trainer_metrics.py in the repository). For the loss only, leave out "
+            f"compute_metrics, or set prediction_loss_only=True in the training arguments"
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from radixtrain.hf.rounded_updates import watch_steps
 from radixtrain.versions import untested
 
 
@@ -120,6 +121,7 @@ class SharingWatch:
         """
         if self.is_done or not (backbone.training and torch.is_grad_enabled()):
             return
+        watch_steps()
         self.num_calls += 1
         self.is_done = shares or self.num_calls == NUM_CALLS
         if self.is_done and not shares and not is_frozen(backbone):

@@ -19,6 +19,7 @@ from radixtrain.errors import UserError
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.hf.prepare import prepare_model, prepared_options
+from radixtrain.hf.rounded_updates import warn_of_rounding
 from radixtrain.hf.scores import Scorer, check_scores, named_scores
 from radixtrain.hf.step_cost import step_cost_of
 from radixtrain.redaction import masked
@@ -145,6 +146,7 @@ class RadixModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = optimizer_of(self, self.hparams)
+        warn_of_rounding(optimizer)
         scheduler = schedule(optimizer, self.hparams, num_steps_of_run(self.trainer, self.steps_per_epoch))
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 

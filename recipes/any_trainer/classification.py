@@ -27,8 +27,9 @@ classes = {answer: index for index, answer in enumerate(sorted(set(answers)))}
 prompts = [tokenizer.apply_chat_template(chat[:-1], return_dict=True) for chat in chats]
 rows = [{**prompt, "labels": classes[answer]} for prompt, answer in zip(prompts, answers, strict=True)]
 set_seed(0)  # the score head is new
-model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=len(classes))
+model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=len(classes), dtype="float32")
 arguments = TrainingArguments(**options, bf16=torch.cuda.is_available(), logging_steps=1, save_strategy="no")
-model = share_prefixes(model)  # <- added
-Trainer(model, arguments, train_dataset=rows, processing_class=tokenizer).train()
-print(sharing_report(model))
+trainer = Trainer(model, arguments, train_dataset=rows, processing_class=tokenizer)
+share_prefixes(trainer.model)  # <- added
+trainer.train()
+print(sharing_report(trainer))

@@ -24,8 +24,8 @@ options = vars(parser.parse_args())
 path, file = options.pop("model"), options.pop("train_file")
 set_seed(0)  # the score head is new
 row = {"chat_template": "{{ messages | map(attribute='content') | join('\n') }}"}  # the query, then a candidate
-model = CrossEncoder(modules=[Transformer(path, transformer_task="sequence-classification", processor_kwargs=row)])
-model = share_prefixes(model)  # <- added
+given = {"model_kwargs": {"dtype": "float32"}, "processor_kwargs": row}  # bfloat16 rounds small updates away
+model = CrossEncoder(modules=[Transformer(path, transformer_task="sequence-classification", **given)])
 chats = load_dataset("json", data_files=file, split="train")["messages"][:]
 queries = ["\n".join(message["content"] for message in chat[:-1]) for chat in chats]
 answers = [chat[-1]["content"] for chat in chats]
@@ -33,5 +33,7 @@ docs = [[answer, answers[n - 1], answers[n - 2], answers[n - 3]] for n, answer i
 rows = Dataset.from_dict({"query": queries, "docs": docs, "labels": [[1.0, 0.0, 0.0, 0.0]] * len(queries)})
 arguments = CrossEncoderTrainingArguments(**options, logging_steps=1, save_strategy="no")
 loss = ListNetLoss(model, mini_batch_size=-1)  # all candidates of a batch in one call, so that they can share
-CrossEncoderTrainer(model, arguments, train_dataset=rows, loss=loss).train()
-print(sharing_report(model))
+trainer = CrossEncoderTrainer(model, arguments, train_dataset=rows, loss=loss)
+share_prefixes(trainer.model)  # <- added
+trainer.train()
+print(sharing_report(trainer))

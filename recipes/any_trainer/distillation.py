@@ -20,7 +20,8 @@ parser.add_argument("--output_dir", default="runs/demo/distillation")
 parser.add_argument("--max_steps", type=int, default=20)
 options = parser.parse_args()
 torch.manual_seed(1)  # the teacher of the demo is drawn
-tokenizer, student = (each.from_pretrained(options.model) for each in (AutoTokenizer, AutoModelForCausalLM))
+tokenizer = AutoTokenizer.from_pretrained(options.model)
+student = AutoModelForCausalLM.from_pretrained(options.model, dtype="float32")  # bfloat16 rounds updates away
 teacher = AutoModelForCausalLM.from_pretrained(options.teacher) if options.teacher else type(student)(student.config)
 student, teacher = share_prefixes(student.train()), share_prefixes(teacher.requires_grad_(False))  # <- added the calls
 optimizer = torch.optim.AdamW(student.parameters(), lr=1e-5 if options.teacher else 1e-3)

@@ -8,7 +8,6 @@ import argparse
 
 import torch
 from datasets import Dataset, load_dataset
-from transformers import AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer
 
 from radixtrain import share_prefixes, sharing_report
@@ -27,12 +26,13 @@ def main() -> None:
     parser.add_argument("--learning_rate", type=float, default=1e-4, help="high: the demo's weights are random")
     options = vars(parser.parse_args())
     path, file = options.pop("model"), options.pop("train_file")
-    model, reference = [share_prefixes(AutoModelForCausalLM.from_pretrained(path)) for _ in range(2)]  # <- wrapped
     chats = load_dataset("json", data_files=file, split="train")["messages"][:]
     pairs = [{"prompt": chat[:-1], "chosen": chat[-1:], "rejected": loud(chat[-1])} for chat in chats]
     arguments = DPOConfig(**options, bf16=torch.cuda.is_available(), logging_steps=1, save_strategy="no")
-    DPOTrainer(model, reference, arguments, train_dataset=Dataset.from_list(pairs)).train()
-    print(sharing_report(model))
+    trainer = DPOTrainer(path, args=arguments, train_dataset=Dataset.from_list(pairs))  # loads a reference too
+    share_prefixes(trainer.model), share_prefixes(trainer.ref_model)  # <- added
+    trainer.train()
+    print(sharing_report(trainer))
 
 
 if __name__ == "__main__":

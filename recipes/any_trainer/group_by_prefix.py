@@ -9,7 +9,6 @@ import argparse
 
 import torch
 from datasets import load_dataset
-from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 from radixtrain import PrefixGroupedSampler, share_prefixes, sharing_report
@@ -28,11 +27,13 @@ parser.add_argument("--output_dir", default="runs/demo/group_by_prefix")
 parser.add_argument("--max_steps", type=int, default=20)
 parser.add_argument("--learning_rate", type=float, default=4e-3, help="high: the demo's weights are random")
 options = vars(parser.parse_args())
-model = share_prefixes(AutoModelForCausalLM.from_pretrained(options.pop("model")))
-chats = load_dataset("json", data_files=options.pop("train_file"), split="train")
+path, file = options.pop("model"), options.pop("train_file")
+chats = load_dataset("json", data_files=file, split="train")
 rows = chats.map(
     lambda row: {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]}, remove_columns="messages"
 )
 arguments = SFTConfig(**options, bf16=torch.cuda.is_available(), logging_steps=1, save_strategy="no")
-GroupedSFTTrainer(model=model, args=arguments, train_dataset=rows).train()
-print(sharing_report(model))
+trainer = GroupedSFTTrainer(path, args=arguments, train_dataset=rows)
+share_prefixes(trainer.model)
+trainer.train()
+print(sharing_report(trainer))

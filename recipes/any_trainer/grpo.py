@@ -9,7 +9,6 @@ from difflib import SequenceMatcher
 
 import torch
 from datasets import load_dataset
-from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from radixtrain import share_prefixes, sharing_report
@@ -27,13 +26,15 @@ def train(trainer_class: type = GRPOTrainer, config_class: type = GRPOConfig) ->
     parser.add_argument("--max_steps", type=int, default=10)
     parser.add_argument("--learning_rate", type=float, default=1e-3, help="high: the demo's weights are random")
     options = vars(parser.parse_args())
-    model = share_prefixes(AutoModelForCausalLM.from_pretrained(options.pop("model")))  # <- was the model itself
-    chats = load_dataset("json", data_files=options.pop("train_file"), split="train")
+    path, file = options.pop("model"), options.pop("train_file")
+    chats = load_dataset("json", data_files=file, split="train")
     rows = chats.map(lambda row: {"prompt": row["messages"][:-1], "answer": row["messages"][-1]["content"]})
     sizes = {"num_generations": 4, "max_completion_length": 16, "gradient_accumulation_steps": 2, "logging_steps": 1}
     arguments = config_class(per_device_train_batch_size=4, bf16=torch.cuda.is_available(), **sizes, **options)
-    trainer_class(model, likeness, arguments, rows.remove_columns("messages")).train()
-    print(sharing_report(model))
+    trainer = trainer_class(path, likeness, arguments, rows.remove_columns("messages"))
+    share_prefixes(trainer.model)  # <- added; with beta > 0 also trainer.ref_model
+    trainer.train()
+    print(sharing_report(trainer))
 
 
 if __name__ == "__main__":

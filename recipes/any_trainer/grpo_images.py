@@ -10,7 +10,6 @@ from difflib import SequenceMatcher
 import torch
 from datasets import Dataset
 from PIL import Image, ImageDraw
-from transformers import AutoModelForImageTextToText
 from trl import GRPOConfig, GRPOTrainer
 
 from radixtrain import share_prefixes, sharing_report
@@ -31,10 +30,12 @@ parser.add_argument("--output_dir", default="runs/grpo_images")
 parser.add_argument("--max_steps", type=int, default=10)
 parser.add_argument("--learning_rate", type=float, default=1e-6)
 options = vars(parser.parse_args())
-model = share_prefixes(AutoModelForImageTextToText.from_pretrained(options.pop("model")))  # <- was the model itself
+path = options.pop("model")
 question = [{"role": "user", "content": "What color is the circle?"}]
 colors = ["red", "green", "blue", "yellow"]
 rows = Dataset.from_list([{"prompt": question, "image": picture(color), "answer": color} for color in colors])
 sizes = {"per_device_train_batch_size": 8, "num_generations": 8, "max_completion_length": 16, "logging_steps": 1}
-GRPOTrainer(model, likeness, GRPOConfig(bf16=torch.cuda.is_available(), **sizes, **options), rows).train()
-print(sharing_report(model))
+trainer = GRPOTrainer(path, likeness, GRPOConfig(bf16=torch.cuda.is_available(), **sizes, **options), rows)
+share_prefixes(trainer.model)  # <- added; with beta > 0 also trainer.ref_model
+trainer.train()
+print(sharing_report(trainer))

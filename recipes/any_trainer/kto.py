@@ -8,7 +8,6 @@ import argparse
 
 import torch
 from datasets import Dataset, load_dataset
-from transformers import AutoModelForCausalLM
 from trl import KTOConfig, KTOTrainer
 
 from radixtrain import share_prefixes, sharing_report
@@ -27,13 +26,14 @@ def main() -> None:
     parser.add_argument("--learning_rate", type=float, default=1e-4, help="high: the demo's weights are random")
     options = vars(parser.parse_args())
     path, file = options.pop("model"), options.pop("train_file")
-    model, reference = [share_prefixes(AutoModelForCausalLM.from_pretrained(path)) for _ in range(2)]  # <- wrapped
     chats = load_dataset("json", data_files=file, split="train")["messages"][:]
     good = [{"prompt": chat[:-1], "completion": chat[-1:], "label": True} for chat in chats]
     bad = [{"prompt": chat[:-1], "completion": loud(chat[-1]), "label": False} for chat in chats]
     arguments = KTOConfig(**options, bf16=torch.cuda.is_available(), logging_steps=1, save_strategy="no")
-    KTOTrainer(model, reference, arguments, train_dataset=Dataset.from_list(good + bad).shuffle(seed=0)).train()
-    print(sharing_report(model))
+    trainer = KTOTrainer(path, args=arguments, train_dataset=Dataset.from_list(good + bad).shuffle(seed=0))
+    share_prefixes(trainer.model), share_prefixes(trainer.ref_model)  # <- added
+    trainer.train()
+    print(sharing_report(trainer))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ parser.add_argument("--max_steps", type=int, default=20)
 parser.add_argument("--learning_rate", type=float, default=4e-3, help="high: the demo's weights are random")
 options = parser.parse_args()
 tokenizer = AutoTokenizer.from_pretrained(options.model, padding_side="right")
-model = AutoModelForCausalLM.from_pretrained(options.model).to("cuda" if torch.cuda.is_available() else "cpu").train()
+model = AutoModelForCausalLM.from_pretrained(options.model, dtype="float32")  # bfloat16 rounds small updates away
+model = model.to("cuda" if torch.cuda.is_available() else "cpu").train()
 model = share_prefixes(model)  # <- added
 optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
 chats = load_dataset("json", data_files=options.train_file, split="train").shuffle(seed=0)

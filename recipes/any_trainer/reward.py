@@ -8,7 +8,6 @@ import argparse
 
 import torch
 from datasets import Dataset, load_dataset
-from transformers import AutoModelForSequenceClassification, set_seed
 from trl import RewardConfig, RewardTrainer
 
 from radixtrain import share_prefixes, sharing_report
@@ -26,14 +25,14 @@ def main() -> None:
     parser.add_argument("--max_steps", type=int, default=20)
     parser.add_argument("--learning_rate", type=float, default=1e-3, help="high: the demo's weights are random")
     options = vars(parser.parse_args())
-    set_seed(0)  # the score head is new
-    model = AutoModelForSequenceClassification.from_pretrained(options.pop("model"), num_labels=1)
-    chats = load_dataset("json", data_files=options.pop("train_file"), split="train")["messages"][:]
+    path, file = options.pop("model"), options.pop("train_file")
+    chats = load_dataset("json", data_files=file, split="train")["messages"][:]
     pairs = [{"chosen": chat, "rejected": chat[:-1] + loud(chat[-1])} for chat in chats]
     arguments = RewardConfig(**options, bf16=torch.cuda.is_available(), logging_steps=1, save_strategy="no")
-    model = share_prefixes(model)  # <- added
-    RewardTrainer(model, arguments, train_dataset=Dataset.from_list(pairs)).train()
-    print(sharing_report(model))
+    trainer = RewardTrainer(path, arguments, train_dataset=Dataset.from_list(pairs))
+    share_prefixes(trainer.model)  # <- added
+    trainer.train()
+    print(sharing_report(trainer))
 
 
 if __name__ == "__main__":
