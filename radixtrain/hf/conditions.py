@@ -103,7 +103,7 @@ def why_unsupported(parts: Parts, entry_point: EntryPoint) -> str | None:
 def traits_of(decoder: PreTrainedModel) -> tuple[str, list[nn.Module], list[Any]]:
     """Return what the conditions of a decoder depend on, to be compared: its settings, its modules, their chunks.
 
-    Takes 1.0 ms of one core for 28 layers with LoRA (2,328 modules), 0.2 ms without.
+    To read and compare them takes 0.1 ms of one core for 28 layers, 1.4 ms with LoRA (2,329 modules).
     """
     modules: list[nn.Module] = []
     level: list[nn.Module] = [decoder]

@@ -154,7 +154,7 @@ class BackboneHooks:
         decoder, traits = parts.decoder, traits_of(parts.decoder)
         if traits == self.traits:
             return
-        self.traits, self.changed = traits, why_unsupported(parts, "share_prefixes")
+        self.changed = why_unsupported(parts, "share_prefixes")
         mixers = list(mixers_of(decoder).values())
         if not set(mixers) <= set(self.mixers):
             self.changed = f"{parts.name} has got further recurrent layers; call share_prefixes or prepare_model again"
@@ -162,6 +162,7 @@ class BackboneHooks:
             self.mixers, self.num_layers = mixers, num_attention_layers(decoder) if text_layers(decoder) else None
         if self.padded is not None:
             self.padded.left_padding = self.padded.separates = None
+        self.traits = traits  # last: until then other threads judge too
 
     def _radix(
         self, backbone: PreTrainedModel, radix: RadixInputs, args: tuple[Any, ...], kwargs: dict[str, Any]

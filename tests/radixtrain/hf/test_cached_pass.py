@@ -91,4 +91,4 @@ class TestRefused:
         assert "would leave it out; use model.generate" in self.refusal(model)
 
     def test_a_layer_that_is_not_causal(self) -> None:
-        assert "BertSelfAttention of layer 0 is not causal" in self.refusal(tiny_model("BertLMHeadModel"))
+        assert "attends in both directions (is_decoder=False)" in self.refusal(tiny_model("BertLMHeadModel"))

@@ -183,6 +183,12 @@ CHANGES: dict[str, tuple[str, dict[str, Any], Callable[[Any], Any], str | None]]
     "every layer": ("Qwen3ForCausalLM", {}, not_causal, "has is_causal=False"),
     "an indexer": ("Qwen3ForCausalLM", {}, set_later("config.index_topk", 2), "has sparse attention"),
     "chunks": ("BertLMHeadModel", DECODER, set_later("bert.encoder.layer.0.chunk_size_feed_forward", 6), "=6, into"),
+    "a compiled script": (  # whose class has no `forward` to be judged
+        "LlamaForCausalLM",
+        {},
+        lambda model: setattr(model.model.layers[0].mlp, "act_fn", torch.jit.script(torch.nn.SiLU())),
+        "layers.0.mlp.act_fn.forward",
+    ),
     "cut": ("Qwen3ForCausalLM", {}, cut, None),
     "cut, but not in the configuration": ("Qwen3ForCausalLM", {}, cut_the_list_only, None),
     "fewer by configuration": ("Qwen3ForCausalLM", {}, set_later("config.num_hidden_layers", 1), None),

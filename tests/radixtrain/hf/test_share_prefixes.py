@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import FAMILIES
 from same_step import assert_same_gradient, same
 from tiers import FULL, cases
 from tiny_models import tiny_model
@@ -73,6 +74,11 @@ class TestClasses:
         """LayoutLM and Splinter do not say of their attention that it is not causal, and trained as if it were."""
         with pytest.raises(UserError, match=f"{model_class} attends in both directions"):
             share_prefixes(tiny_model(model_class))
+
+    def test_attention_of_another_name(self):
+        """LongCat-Flash calls it MLA, and has two of them in a layer."""
+        model = next(family for family in FAMILIES if family.name == "LongCat-Flash").build()
+        assert assert_same_gradient(model, own_loss).num_shared == 1
 
     def test_a_span_over_whole_rows_is_refused(self):
         with pytest.raises(UserError, match="Qwen3ForQuestionAnswering chooses a span among all places of a row"):
