@@ -46,14 +46,14 @@ class EndedElsewhere(Exception):
 
 
 @contextmanager
-def only_warns(failed: str, kind: type[Exception] = OSError) -> Iterator[None]:
+def only_warns(failed: str, *kinds: type[Exception]) -> Iterator[None]:
     """Turn an error in what a run does besides its result into a warning, once per process; the run continues.
 
-    failed: what did not happen, for the warning. kind: of errors, OSError or Exception.
+    failed: what did not happen, for the warning. kinds: of errors; OSError and UserError if none is named.
     """
     try:
         yield
-    except kind as error:
+    except kinds or (OSError, UserError) as error:
         if failed not in _told:
             _told.add(failed)
             logger.warning("%s (%s: %s); the run continues", failed, type(error).__name__, first_line(error))

@@ -103,7 +103,7 @@ def export_run(
     """Write `model/` and the end of the summary, print that, and upload the model. With several ranks, each calls this.
 
     module, data: a `RadixModule` and an `SFTData` after a `fit` of the trainer. settings: of the command.
-    config: what `config.yaml` of the run holds.
+    config: what `run.yaml` of the run holds.
     """
     results = summary.choose_weights(trainer, module)
     tokenizer = load_tokenizer(data.hparams.model_name_or_path, data.hparams.chat_template_path)

@@ -54,7 +54,7 @@ from radixtrain.training.fault_tolerance.saving import FolderCheckpointIO
 from radixtrain.training.module import RadixModule
 from radixtrain.training.progress_bar import screens
 from radixtrain.training.results.saved_config import (
-    SaveMaskedConfig,
+    RunRecord,
     defaults_of_model,
     mask_what_is_logged,
     own_log_folders,
@@ -128,7 +128,7 @@ class Command:
         self.callbacks = RunCallbacks(
             settings, as_list(parts["callbacks"]), evaluation, self.output_dir, has_validation
         )
-        self.saved = SaveMaskedConfig(self.config)
+        self.saved = RunRecord(self.config)
         parts["callbacks"] = [*self.callbacks.all, *([] if self.is_try else [self.saved])]
         parts["enable_checkpointing"] = self.callbacks.has_checkpoint_callback
         try:

@@ -11,7 +11,6 @@ from typing import Any
 
 from radixtrain.checkpoints.folder import read_settings
 from radixtrain.errors import UserError
-from radixtrain.redaction import masked
 from radixtrain.settings.section import value_of
 from radixtrain.training.fault_tolerance.position import Position, check_not_beyond
 from radixtrain.training.optimizer import epoch_length, num_steps_of_run, set_hyperparameters
@@ -51,7 +50,7 @@ def settings_of_run(settings: Any) -> dict[str, Any]:
     """
     answers = {f"evaluate_generation.{name}": value for name, value in vars(settings.evaluate_generation).items()}
     own = {**{name: value_of(settings, name) for name in BESIDE_STEPS}, **answers}
-    return {name: _plain(masked(value, name)) for name, value in own.items()}
+    return {name: _plain(value) for name, value in own.items()}
 
 
 def changed_settings(checkpoint: Path, module: object, data: object) -> list[str]:
@@ -185,9 +184,9 @@ def _drawing(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield keys that both have, and `lora_r was 8 and is 16` for values that differ; secrets are compared as `***`."""
+    """Yield keys that both have, and `lora_r was 8 and is 16` for values that differ."""
     for name, now in current.items():
-        if name in saved and not name.startswith("_") and _plain(saved[name]) != _plain(masked(now, name)):
+        if name in saved and not name.startswith("_") and _plain(saved[name]) != _plain(now):
             yield name, f"{name} was {_in_yaml(saved[name])} and is {_in_yaml(now)}"
 
 

@@ -21,13 +21,10 @@ from radixtrain.checkpoints.sharded import parts_like, whole
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import pretrained_model_of
-from radixtrain.redaction import masked
 from radixtrain.training.fault_tolerance.resume import parts_of_the_model
 from radixtrain.training.optimizer import epoch_length, num_steps_of_run
 
 logger = logging.getLogger(__name__)
-
-SETTINGS = ("hyper_parameters", "datamodule_hyper_parameters")  # of Lightning's checkpoints
 
 
 def add_run_state(checkpoint: dict[str, Any], module: Any, in_step: Mapping[str, Any] | None) -> None:
@@ -56,9 +53,6 @@ def add_run_state(checkpoint: dict[str, Any], module: Any, in_step: Mapping[str,
         "settings": module.run_settings,
         "version": __version__,
     }
-    for name in SETTINGS:
-        if name in checkpoint:
-            checkpoint[name] = masked(dict(checkpoint[name]))
 
 
 def check_same_model(checkpoint: Mapping[str, Any], module: Any) -> None:

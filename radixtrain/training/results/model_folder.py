@@ -19,7 +19,6 @@ from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.hf.config import check_json_files
 from radixtrain.hf.prepare import restore_model
-from radixtrain.redaction import masked
 from radixtrain.training.devices.fsdp2 import gather_on_first
 from radixtrain.training.fault_tolerance.nonfinite_guard import check_weights_finite
 from radixtrain.training.start.adapters import merged
@@ -89,8 +88,8 @@ def check_model_folder(output_dir: str | os.PathLike[str], reads: Iterable[str |
         raise UserError(f"{output_dir} is a file; the model needs a folder")
     inside = list(target.iterdir()) if target.exists() else []
     foreign = [path.name for path in inside if not _is_written_by_us(path)]
-    if foreign or (inside and not (target / "config.json").is_file()):
-        named = ", ".join(sorted(foreign)[:3]) or "no config.json"
+    if foreign or (inside and not (target / CARD).is_file()):
+        named = ", ".join(sorted(foreign)[:3]) or f"no {CARD} of radixtrain"
         way_out = "move that away, or choose another folder"
         raise UserError(f"{output_dir} holds files that are not a model ({named}) and would be replaced; {way_out}")
     return target
@@ -156,18 +155,17 @@ def card_and_settings(
     has_chat_template: bool,
     system: str = "",
 ) -> dict[str, str]:
-    """Return names and texts of the files: the card, and the configuration without secrets.
+    """Return names and texts of the files: the card, and the configuration.
 
     config: with the sections `model` and `data`, and whatever else made the model.
     results: of the run, by name: loss, r, ...
     data: of the training, by name: rows, tokens, ...
     system: the system turn of its chats, if it is the same in all, for the example.
     """
-    clean = masked(dict(config))
-    settings = yaml.safe_dump(clean, sort_keys=False, allow_unicode=True)
-    turns = ", ".join([*([SYSTEM.format(repr(masked(system)))] if system else []), USER])
+    settings = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+    turns = ", ".join([*([SYSTEM.format(repr(system))] if system else []), USER])
     inputs = CHAT.format(turns=turns) if has_chat_template else PLAIN
-    return {CARD: _card(clean, masked(results), masked(data), inputs), SETTINGS: settings}
+    return {CARD: _card(config, results, data, inputs), SETTINGS: settings}
 
 
 def _card(config: Mapping[str, Any], results: Mapping[str, str], data: Mapping[str, str], inputs: str) -> str:
