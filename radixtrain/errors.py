@@ -53,7 +53,9 @@ def only_warns(failed: str, *kinds: type[Exception]) -> Iterator[None]:
     """
     try:
         yield
-    except kinds or (OSError, UserError) as error:
+    except Exception as error:
+        if not isinstance(error, kinds or (OSError, UserError)):
+            raise
         if failed not in _told:
             _told.add(failed)
             logger.warning("%s (%s: %s); the run continues", failed, type(error).__name__, first_line(error))

@@ -1,7 +1,7 @@
 """Passwords and access tokens in settings, found by the name of their key or by their form, and left out.
 
-They are arguments of loggers and other classes, under `trainer`: a password reaches the class that needs it, but not the
-record of the run and its logs. Model and data have texts that are read again, such as prompts, which stay as they are.
+They are arguments of loggers and other classes, under `trainer`: a password reaches the class that needs it, but not
+the record of the run and its logs. Model and data have texts that are read again, such as prompts: they are not masked.
 """
 
 from __future__ import annotations

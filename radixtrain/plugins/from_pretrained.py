@@ -3,7 +3,8 @@
     RADIXTRAIN=1 --radixtrain-run.pth, as Python starts--> watch() --import transformers--> from_pretrained shares
 
 The file `radixtrain-run.pth` lies beside the installed package. Python reads it in every process of the environment,
-and it does nothing unless RADIXTRAIN is set to one of `ON`. RADIXTRAIN_OPTIONS holds the options of `share_prefixes` as JSON, and
+and it does nothing unless RADIXTRAIN is one of `ON`. RADIXTRAIN_OPTIONS holds the options of `share_prefixes` as JSON,
+and
 
     only: names of models to share, by class, by the path that `from_pretrained` got, or by the last part of it;
     reports: a folder where each process writes what it shared, for `radixtrain run` to sum. Without it, each prints.

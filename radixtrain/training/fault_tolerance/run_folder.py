@@ -232,7 +232,7 @@ def _has_trained(metrics: Path) -> bool:
 
 
 def _files_of_run(folder: Path, is_aside: bool = False) -> list[Path]:
-    """List all files of the run and no others. `model/` was checked before. is_aside: all that is there is the run's."""
+    """List all files of the run and no others. `model/` was checked before. is_aside: all that is there is its."""
     unfinished = (path for kind in (PARTIAL, REPLACED) for path in folder.glob(f"checkpoints/.*.{kind}"))
     single = (path for name in (*ALWAYS, RECORD, "answers/*.csv") for path in folder.glob(name))
     written = (path for path in single if is_aside or is_written(path))

@@ -130,6 +130,8 @@ def _write(model: Any, tokenizer: PreTrainedTokenizerBase, target: Path, documen
             _copy_processor(tokenizer.name_or_path, staging)
         for name, text in documents.items():
             (staging / name).write_text(text, encoding="utf-8")
+        for path in staging.rglob("*.safetensors"):  # their writer lets only the owner read them
+            path.chmod((staging / "config.json").stat().st_mode)
 
 
 def _copy_processor(source: str, staging: Path) -> None:

@@ -40,9 +40,9 @@ OF_ONE_COMMAND = ("overwrite", "ckpt_path", "weights_only")  # else a second run
 
 
 class RunRecord(Callback):
-    """Writes `run.yaml` into the folder of the logs, or without one below `output_dir`, as `fit`, into that.
+    """Writes `run.yaml` into the folder of the logs; if that is not below `output_dir`, `fit` writes it there.
 
-    It has no keys for one command only, and `***` for a secret of a logger. In `fit` it is written when training starts,
+    It has no keys for one command only, and `***` for secrets of loggers. In `fit` it is written when training starts,
     so that a refused run replaces no file of the previous one.
     """
 

@@ -73,7 +73,9 @@ PTH = f"exec(open({str(Path(radixtrain.__file__).parent / 'plugins' / 'radixtrai
 def test_only_words_that_say_so_turn_it_on(values: tuple[str, ...], is_on: str, said: str, tmp_path: Path) -> None:
     for value in values:
         done = started(tmp_path, "-c", f"{PTH}; {IS_ON}", RADIXTRAIN=value)
-        lines = {line for line in done.stderr.splitlines() if value and line.startswith(f"radixtrain: RADIXTRAIN={value}")}
+        lines = {
+            line for line in done.stderr.splitlines() if value and line.startswith(f"radixtrain: RADIXTRAIN={value}")
+        }
         assert done.stdout.strip() == is_on, (value, done.stderr)
         assert len(lines) == bool(said) and all(line.endswith(said) for line in lines), (value, done.stderr)
 
