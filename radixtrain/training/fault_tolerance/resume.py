@@ -23,7 +23,9 @@ PARTS_OF_THE_MODEL = (
     *("load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "bnb_4bit_use_double_quant"),
 )
 # Keys that no training step reads, or whose effects are compared: weights, rows, steps.
+WANDB_RUN = "wandb_run_id"  # of a checkpoint: the run at Weights & Biases, which a resumed run continues
 WITHOUT_EFFECT = (
+    WANDB_RUN,
     *("model_name_or_path", "scores", "next_tokens", "normalize_embeddings", "generate", "verify_first_batch"),
     *("train_file", "validation_file", "test_file", "predict_file", "columns", "predict_unlabelled", "predict_prompts"),
     *("dataset_num_proc", "cache_dir", "overwrite_cache", "dataloader_num_workers", "on_bad_row", "sp_size"),
