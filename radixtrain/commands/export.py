@@ -49,6 +49,11 @@ def export(settings: Export) -> Path:
         if ckpt_path in ("last", "best"):
             raise UserError(f"ckpt_path {ckpt_path} names no run; write RUN/checkpoints/{ckpt_path}")
         checkpoint = read_checkpoint(ckpt_path)
+        base = Path(checkpoint["hyper_parameters"]["model_name_or_path"])
+        if base.is_absolute() and not base.is_dir():
+            raise UserError(
+                f"ckpt_path {ckpt_path}: its tokenizer and configuration are read from {base}: no such folder"
+            )
         with restoring(ckpt_path):
             module = _restored(checkpoint)
             assert module.model is not None

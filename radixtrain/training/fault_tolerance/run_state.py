@@ -40,6 +40,9 @@ def add_run_state(checkpoint: dict[str, Any], module: Any, in_step: Mapping[str,
     if has_base:
         checkpoint["state_dict"] = {name: each for name, each in checkpoint["state_dict"].items() if name in trained}
         module.base_digest = module.base_digest or _digest(frozen)
+    settings = checkpoint.get("hyper_parameters", {})
+    if (base := Path(settings.get("model_name_or_path", ""))).is_dir():
+        settings["model_name_or_path"] = str(base.absolute())  # `export` may run in another folder
     checkpoint["radixtrain"] = {
         "position": asdict(module.position),
         "generators": ranks().gather(in_step or generator_states()),

@@ -31,6 +31,7 @@ CARD, SETTINGS = "README.md", "radixtrain.yaml"
 MARK = "<!-- written by radixtrain -->"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 DATA_FILE = re.compile(r"\.(jsonl|ndjson|json|csv|tsv|parquet|arrow)(\.gz|\.zst)?$")
+OF_ROWS = ("columns", "chat_template_kwargs")  # settings whose values are no paths, whatever their names
 SHOWN = (  # settings of the card, if they are in the configuration
     *("batch_size", "max_tokens", "max_length", "split_turns", "assistant_only_loss", "completion_only_loss"),
     *(
@@ -164,10 +165,20 @@ def card_and_settings(
     data: of the training, by name: rows, tokens, ...
     system: the system turn of its chats, if it is the same in all, for the example.
     """
-    settings = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+    settings = yaml.safe_dump(_without_folders(config), sort_keys=False, allow_unicode=True)
     turns = ", ".join([*([SYSTEM.format(repr(system))] if system else []), USER])
     inputs = CHAT.format(turns=turns) if has_chat_template else PLAIN
     return {CARD: _card(config, results, data, inputs), SETTINGS: settings}
+
+
+def _without_folders(value: object, key: str = "") -> Any:
+    """Return the settings with names only of the files and folders of this machine, since a model may be published."""
+    if isinstance(value, Mapping) and key not in OF_ROWS:
+        return {name: _without_folders(entry, str(name)) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_folders(entry, key) for entry in value]
+    is_path = isinstance(value, str) and re.search(r"(^|_)(path|file|dir)$", key)
+    return Path(value).name if is_path and os.path.isabs(os.path.expanduser(str(value))) else value
 
 
 def _card(config: Mapping[str, Any], results: Mapping[str, str], data: Mapping[str, str], inputs: str) -> str:

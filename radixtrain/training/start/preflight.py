@@ -117,7 +117,7 @@ def _weight_files(model_name_or_path: str) -> list[Path] | None:
         try:
             cached = [try_to_load_from_cache(model_name_or_path, file) for file in (WHOLE, SHARDED)]
         except HFValidationError:  # not a name that the hub could have
-            raise UserError(f"model.model_name_or_path: no such folder: {model_name_or_path}") from None
+            raise UserError(f"model.model_name_or_path: no such folder: {folder.absolute()}") from None
         downloaded = next((Path(path).parent for path in cached if isinstance(path, str)), None)
         if downloaded is None and constants.HF_HUB_OFFLINE:
             raise UserError(
