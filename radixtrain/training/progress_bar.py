@@ -26,6 +26,7 @@ SHOWN = {
     "grad_norm": ("grad_norm", "{:.2f}"),
 }
 SECONDS_BETWEEN_LINES = 1.0
+ROOM_FOR_TIMES = 4  # characters by which the elapsed time and the one that is left may grow until the next step
 
 
 def progress_bar() -> ProgressBar:
@@ -85,13 +86,54 @@ def screen_failure() -> str | None:
     return None
 
 
+class Bar(Tqdm):
+    """A bar with the metrics for which its line has room."""
+
+    def set_postfix(self, ordered_dict: Any = None, refresh: bool = True, **_: object) -> None:
+        shown = ""
+        if not self.disable:
+            self.set_postfix_str("", refresh=False)
+            room = (self.format_dict["ncols"] or sys.maxsize) - len(str(self)) - ROOM_FOR_TIMES
+            for name, value in (ordered_dict or {}).items():
+                longer = f"{shown}, {name}={value}"
+                if len(longer) > room:
+                    break
+                shown = longer
+        self.set_postfix_str(shown.removeprefix(", "), refresh)
+
+
 class ProgressLine(TQDMProgressBar):
-    """Lightning's bar with short names and readable numbers. Loggers receive the full names and all digits."""
+    """Lightning's bar with short names and readable numbers, over the steps of the whole run.
+
+    Loggers receive the full names and all digits.
+    """
 
     BAR_FORMAT = "{desc} {percentage:3.0f}%|{bar:8}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.bars: list[Bar] = []
+
     def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
         return _readable(super().get_metrics(trainer, pl_module))
+
+    def on_train_start(self, trainer: L.Trainer, *args: Any) -> None:
+        """Begin where the run resumes, so that the time that is left counts the steps of this process."""
+        super().on_train_start(trainer, *args)
+        bar = self.train_progress_bar
+        total = num_steps_of_run(trainer, getattr(args[0], "steps_per_epoch", None))
+        bar.total, bar.initial, bar.n = max(total, 0) or None, trainer.global_step, trainer.global_step
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        """Go on with the same bar."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        super().on_train_batch_end(trainer, *args[:-1], trainer.global_step - 1)
+
+    def on_exception(self, *_: Any) -> None:
+        """End the lines of the bars, so that what is printed next has its own."""
+        for bar in self.bars:
+            bar.close()
 
     def init_sanity_tqdm(self) -> Tqdm:
         return self._bar(self.sanity_check_description, leave=False)
@@ -111,8 +153,10 @@ class ProgressLine(TQDMProgressBar):
         return self._bar(self.predict_description, leave=True)
 
     def _bar(self, description: str, leave: bool, position: int = 0) -> Tqdm:
-        form = {"dynamic_ncols": True, "bar_format": self.BAR_FORMAT, "smoothing": 0}
-        return Tqdm(desc=description, leave=leave, position=position, disable=self.is_disabled, file=sys.stderr, **form)
+        form = {"dynamic_ncols": True, "bar_format": self.BAR_FORMAT, "smoothing": 0, "file": sys.stderr}
+        bar = Bar(desc=description, leave=leave, position=position, disable=self.is_disabled, **form)
+        self.bars.append(bar)
+        return bar
 
 
 class ProgressLines(ProgressBar):

@@ -15,6 +15,8 @@ from tqdm import tqdm
 
 from radixtrain.__main__ import main
 from radixtrain.commands.quiet import NoticeHandler
+from radixtrain.errors import Stopped
+from radixtrain.training.fault_tolerance.saving import SaveCheckpoints
 from radixtrain.training.progress_bar import ProgressLine, ProgressLines, progress_bar
 
 METRICS = {
@@ -105,8 +107,36 @@ def test_the_bar_shows_losses_at_100_columns(trainer, monkeypatch):
     monkeypatch.setattr("lightning.pytorch.callbacks.ProgressBar.get_metrics", lambda *_: METRICS)
     shown.set_postfix(bar.get_metrics(trainer, None), refresh=False)
     text = str(shown)
-    assert "loss=1.2346, eval_loss=1.5000, r=7.9" in text and len(text) <= 100
+    assert text.endswith("loss=1.2346, eval_loss=1.5000, r=7.9]") and len(text) <= 100
     shown.close()
+
+
+def test_the_bar_of_a_run(arguments, monkeypatch):
+    """Its total is that of the run, also with max_steps and after a resume, and what ends the run has its own line."""
+    monkeypatch.setenv("COLUMNS", "300")
+    line = arguments(trainer__enable_progress_bar=None, trainer__max_epochs=3)
+    monkeypatch.setattr(SaveCheckpoints, "_handle_requests", stop_after(4))
+    for more, code, first, last in (
+        ([], 130, " 1/15 [", " 4/15 ["),
+        (["--ckpt_path=last", "--trainer.max_steps=7"], 0, " 5/7 [", " 7/7 ["),
+    ):
+        monkeypatch.setattr(sys, "stderr", stream := Terminal())
+        assert main([*line, *more]) == code
+        lines = [each for each in re.split(r"[\r\n]+", stream.getvalue()) if "/" in each and "%|" in each]
+        assert any(first in each for each in lines) and last in lines[-1] and lines[-1].endswith("]"), lines
+        assert not any("?" in each for each in lines if first in each or last in each)
+        monkeypatch.setattr(SaveCheckpoints, "_handle_requests", lambda *_, **__: None)
+
+
+def stop_after(step):
+    """Stop a run as Ctrl-C does."""
+
+    def handle(self, trainer, module, validation_pending=False):
+        if trainer.global_step == step:
+            self._save(trainer, module)
+            raise Stopped("stopped", 130)
+
+    return handle
 
 
 def test_a_notice_stands_above_the_bar(monkeypatch):
