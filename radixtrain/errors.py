@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from typing import Any
 
 logger = logging.getLogger(__name__)
 _told: set[str] = set()
@@ -46,16 +47,14 @@ class EndedElsewhere(Exception):
 
 
 @contextmanager
-def only_warns(failed: str, *kinds: type[Exception]) -> Iterator[None]:
+def only_warns(failed: str, kind: Any = (OSError, UserError)) -> Iterator[None]:
     """Turn an error in what a run does besides its result into a warning, once per process; the run continues.
 
-    failed: what did not happen, for the warning. kinds: of errors; OSError and UserError if none is named.
+    failed: what did not happen, for the warning. kind: of errors.
     """
     try:
         yield
-    except Exception as error:
-        if not isinstance(error, kinds or (OSError, UserError)):
-            raise
+    except kind as error:
         if failed not in _told:
             _told.add(failed)
             logger.warning("%s (%s: %s); the run continues", failed, type(error).__name__, first_line(error))

@@ -107,7 +107,7 @@ def masked_arguments(arguments: Sequence[str]) -> list[str]:
 
 def check_unmasked(key: str, value: object) -> None:
     """Raise UserError if a value of `trainer` has a `***`, as in the record of a run: the secret is not there."""
-    if key.startswith("trainer.") and isinstance(value, str) and MASK in value:
+    if isinstance(value, str) and MASK in value:
         raise UserError(
             f"{key} is {value}: {MASK} stands for a secret, which a run does not save; write it there again, or "
             f"give it in the environment, as WANDB_API_KEY and HF_TOKEN"

@@ -82,7 +82,7 @@ def is_written(target: Path) -> bool:
 def place(staging: Path, target: Path) -> None:
     """Give a finished file its name, and note in its folder that radixtrain has written it."""
     if not is_written(target):
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
         with suppress(OSError), open(os.open(target.with_name(WRITTEN), flags, 0o666), "a", encoding="utf-8") as file:
             file.write(f"{target.name}\n")
     os.replace(staging, target)

@@ -130,7 +130,10 @@ def point(folder: Path, name: str, target: Path) -> None:
     """
     folder = Path(folder).resolve()
     if (folder / name).is_dir() and not (folder / name).is_symlink():
-        raise UserError(f"{folder / name} is a folder, and would be replaced by a link to {target}; move it away")
+        manifests = {path.name: manifest for manifest, path in committed(folder)}
+        if manifests.pop(name, None) not in manifests.values():
+            raise UserError(f"{folder / name} is a folder, and would be replaced by a link to {target}; move it away")
+        remove(folder / name)  # a copy of the folder has followed the link
     new = folder / f".{name}.partial"
     new.unlink(missing_ok=True)
     relative = os.path.relpath(Path(target).resolve(), folder)

@@ -126,7 +126,6 @@ def check_one_device(backbone: PreTrainedModel) -> None:
 
 TRAINER = "transformers.trainer", "Trainer"  # without importing it: that needs accelerate
 COLLATOR = "radixtrain.collators.radix", "RadixCollator"
-EVALUATING = ("evaluate", "evaluation_loop", "get_eval_dataloader", "prediction_step")  # methods of a Trainer
 
 
 def check_evaluation() -> None:
@@ -167,12 +166,11 @@ def _trainer_that_uses_the_logits() -> str | None:
 def _will_use_the_logits(trainer: Any) -> bool:
     """Return whether evaluations during the training use logits of `trainer.data_collator`'s batches.
 
-    False if the user's own code evaluates: it may take other batches.
+    False for a class of the user's, which may take other batches.
     """
-    if trainer.compute_metrics is None or trainer.args.eval_strategy == "no" or trainer.args.prediction_loss_only:
-        return False
-    packages = {getattr(type(trainer), name).__module__.partition(".")[0] for name in EVALUATING}
-    return packages <= {"transformers", "trl"} and is_instance_by_name(trainer.data_collator, *COLLATOR)
+    args, is_stock = trainer.args, type(trainer).__module__.startswith(("transformers.", "trl."))
+    wants = trainer.compute_metrics is not None and args.eval_strategy != "no" and not args.prediction_loss_only
+    return wants and is_stock and is_instance_by_name(trainer.data_collator, *COLLATOR)
 
 
 def check_generation(parts: Parts, longest: int) -> None:

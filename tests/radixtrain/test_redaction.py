@@ -148,14 +148,12 @@ def test_of_a_command_line() -> None:
 
 
 def test_masked_settings_are_no_settings() -> None:
-    """Only where a mask may stand: a prompt may have three stars."""
     clean = masked({"api_key": "x", "hosts": ["https://me:pw@example.com"], "notes": "for you: password=x, of May"})
     for name, value in (("api_key", clean["api_key"]), ("hosts", *clean["hosts"]), ("notes", clean["notes"])):
         with pytest.raises(
             UserError, match=rf"^trainer\.logger\.{name} is .*\*\*\*.*: \*\*\* stands for a secret, .* environment"
         ):
             check_unmasked(f"trainer.logger.{name}", value)
-    check_unmasked("data.system_prompt", "*** bold ***")
 
 
 def leaves(value: Any) -> list[Any]:

@@ -95,6 +95,8 @@ def restore_position(checkpoint: dict[str, Any], module: Any) -> None:
     """
     _check_optimizer(checkpoint["hyper_parameters"], module.hparams)
     state, callbacks = checkpoint["radixtrain"], checkpoint["callbacks"]
+    if not state["generators"] or not checkpoint["optimizer_states"]:
+        raise UserError("ckpt_path: the checkpoint has no state of the optimizer or of random generators; name another")
     for name in [name for name in callbacks if name.startswith("Timer")]:
         del callbacks[name]
     module.position = Position(**state["position"])

@@ -34,8 +34,8 @@ SCHEME = r"([A-Za-z][A-Za-z0-9+.-]+):/"  # of a URL, also after pathlib has join
 ASIDE = ".earlier_run"  # in the run's folder: the earlier run, until the new one has a checkpoint
 MOVING = ".earlier_run.moving"  # the same while it is set aside or put back; it is put back if that is interrupted
 ALWAYS = ("loss.png", "summary.json")  # files of every run
-RECORD = "run.yaml"  # the settings of a run, in the folder of its logs
-OF_TRAINING = "loss"  # a column of `metrics.csv` that `validate` does not write
+RECORD = "{}.yaml"  # the settings of a command, in the folder of its logs
+FIT = RECORD.format("fit")  # is written as training begins
 WORDS = ("last", "best", AUTO)  # of `ckpt_path`, for checkpoints of this folder
 HOLDER = b"`radixtrain "  # how the text of a lock begins
 LOCK, MODEL_LOCK = ".lock", ".{}.lock"  # inside a run's folder; beside a model's, which is replaced as a whole
@@ -208,7 +208,7 @@ def _parts_of_run(output_dir: Path) -> list[str]:
     parts = {
         "checkpoints/": any(_checkpoints(output_dir)),
         "model/": any(output_dir.glob("model/*")),
-        "logs/": any(_has_trained(path / "metrics.csv") for path in _logs(output_dir)),
+        "logs/": any(_logs(output_dir)),
     }
     return [name for name, is_there in parts.items() if is_there]
 
@@ -220,21 +220,14 @@ def _checkpoints(output_dir: Path) -> Iterator[Path]:
 
 
 def _logs(output_dir: Path) -> Iterator[Path]:
-    """Yield the folders of logs that radixtrain has written."""
-    return (path for path in output_dir.glob("logs/version_*") if is_written(path / RECORD))
-
-
-def _has_trained(metrics: Path) -> bool:
-    if not metrics.is_file():
-        return False
-    with metrics.open(encoding="utf-8", errors="replace") as file:
-        return OF_TRAINING in file.readline().strip().split(",")
+    """Yield the folders of logs of `fit`."""
+    return (path for path in output_dir.glob("logs/version_*") if is_written(path / FIT))
 
 
 def _files_of_run(folder: Path, is_aside: bool = False) -> list[Path]:
     """List all files of the run and no others. `model/` was checked before. is_aside: all that is there is its."""
     unfinished = (path for kind in (PARTIAL, REPLACED) for path in folder.glob(f"checkpoints/.*.{kind}"))
-    single = (path for name in (*ALWAYS, RECORD, "answers/*.csv") for path in folder.glob(name))
+    single = (path for name in (*ALWAYS, FIT, "answers/*.csv") for path in folder.glob(name))
     written = (path for path in single if is_aside or is_written(path))
     links = (path for name in LINKS if not (path := folder / "checkpoints" / name).is_dir() or path.is_symlink())
     paths = (*_checkpoints(folder), *unfinished, *_logs(folder), *written, *links, folder / "model")

@@ -31,6 +31,7 @@ CARD, SETTINGS = "README.md", "radixtrain.yaml"
 MARK = "<!-- written by radixtrain -->"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 DATA_FILE = re.compile(r"\.(jsonl|ndjson|json|csv|tsv|parquet|arrow)(\.gz|\.zst)?$")
+FOLDERS = re.compile(r"(^|_)(path|file|dir)$")
 OF_ROWS = ("columns", "chat_template_kwargs")  # settings whose values are no paths, whatever their names
 SHOWN = (  # settings of the card, if they are in the configuration
     *("batch_size", "max_tokens", "max_length", "split_turns", "assistant_only_loss", "completion_only_loss"),
@@ -177,8 +178,7 @@ def _without_folders(value: object, key: str = "") -> Any:
         return {name: _without_folders(entry, str(name)) for name, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_without_folders(entry, key) for entry in value]
-    is_path = isinstance(value, str) and re.search(r"(^|_)(path|file|dir)$", key)
-    return Path(value).name if is_path and os.path.isabs(os.path.expanduser(str(value))) else value
+    return Path(str(value)).name if FOLDERS.search(key) and os.path.isabs(str(value)) else value
 
 
 def _card(config: Mapping[str, Any], results: Mapping[str, str], data: Mapping[str, str], inputs: str) -> str:

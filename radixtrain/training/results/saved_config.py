@@ -40,7 +40,7 @@ OF_ONE_COMMAND = ("overwrite", "ckpt_path", "weights_only")  # else a second run
 
 
 class RunRecord(Callback):
-    """Writes `run.yaml` into the folder of the logs; if that is not below `output_dir`, `fit` writes it there.
+    """Writes `fit.yaml`, `validate.yaml` and so on into the folder of the logs; into `output_dir` if that is elsewhere.
 
     It has no keys for one command only, and `***` for secrets of loggers. In `fit` it is written when training starts,
     so that a refused run replaces no file of the previous one.
@@ -53,16 +53,15 @@ class RunRecord(Callback):
     def setup(self, trainer: L.Trainer, pl_module: object, stage: str) -> None:
         output_dir = Path(trainer.default_root_dir).absolute()
         folders = [folder for folder in own_log_folders(trainer) if output_dir in folder.absolute().parents]
-        self.paths = [folder / RECORD for folder in folders or [output_dir] * (stage == "fit")][:1]
-        for path in self.paths:
-            check_replaceable(path)
+        self.path = (folders or [output_dir])[0] / RECORD.format(stage)
+        check_replaceable(self.path)
         if stage != "fit":
             self.on_train_start(trainer, pl_module)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: object) -> None:
-        for path in self.paths if trainer.is_global_zero else ():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with writing_file(path) as partial:
+        if trainer.is_global_zero:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with writing_file(self.path) as partial:
                 partial.write_text(self.text(), encoding="utf-8")
 
     def text(self) -> str:

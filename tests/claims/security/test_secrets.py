@@ -76,7 +76,7 @@ def test_no_file_of_a_run_has_it(
     wandb.finish()
     assert not holding(tmp_path / "out")
     names = {path.name for path in (tmp_path / "out").rglob("*")}
-    assert {"run.yaml", "hparams.yaml", "state.json", "README.md", "radixtrain.yaml", "metrics.csv"} <= names
+    assert {"fit.yaml", "hparams.yaml", "state.json", "README.md", "radixtrain.yaml", "metrics.csv"} <= names
     assert any(name.endswith(".wandb") for name in names)
 
 

@@ -52,7 +52,7 @@ def run(output_dir: Path, text: str = "old") -> None:
     checkpoint(output_dir, 9, text)
     write(output_dir / "model" / "config.json", text)
     write(output_dir / "logs" / "version_0" / "metrics.csv", f"step,loss\n1,{text}")
-    for name in ("logs/version_0/run.yaml", "answers/step=9.csv", "loss.png"):
+    for name in ("logs/version_0/fit.yaml", "answers/step=9.csv", "loss.png"):
         write_as_a_run(output_dir / name, text)
 
 
@@ -121,7 +121,7 @@ class TestNewRun:
     )
     def test_another_run(self, name: str, said: str, tmp_path: Path) -> None:
         write(tmp_path / name, "epoch,loss,step\n")
-        for beside in ("state.json", "run.yaml"):
+        for beside in ("state.json", "fit.yaml"):
             write_as_a_run((tmp_path / name).with_name(beside))
         way_out = "replace" if said == "model/" else "resume it with --ckpt_path auto"
         with pytest.raises(UserError, match=rf"holds another run \({said}\); {way_out}"):
@@ -144,7 +144,7 @@ class TestNewRun:
             write(tmp_path / name)
         write(tmp_path / "checkpoints" / "step=3" / "model.safetensors")
         write(tmp_path / "logs" / "version_0" / "metrics.csv", "epoch,eval_loss,step\n0,1.5,0\n")
-        write_as_a_run(tmp_path / "logs" / "version_0" / "run.yaml")
+        write_as_a_run(tmp_path / "logs" / "version_0" / "fit.yaml")
         check_new_run(tmp_path, None, overwrite=False)
 
     @pytest.mark.parametrize("name", ["loss.png", "summary.json"])
@@ -159,7 +159,7 @@ class TestNewRun:
 
 OF_THE_USER = (
     *FOREIGN,
-    *("answers/answers.csv", "answers/step=9.csv", "logs/version_0/metrics.csv", "logs/version_1/notes", "run.yaml"),
+    *("answers/answers.csv", "answers/step=9.csv", "logs/version_0/metrics.csv", "logs/version_1/notes", "fit.yaml"),
     *("checkpoints/.notes.md", "checkpoints/app/manifest.json", "checkpoints/best/x"),
 )
 

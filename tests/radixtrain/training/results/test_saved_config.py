@@ -40,7 +40,7 @@ Ask for auth: none, or auth="basic"
 api_key: read it from the environment"""
 
 
-@pytest.mark.parametrize(("logger", "record"), [("none", "run.yaml"), (IN_PLACE, "run.yaml"), ("csv", "*/*/run.yaml")])
+@pytest.mark.parametrize(("logger", "record"), [("none", "fit.yaml"), (IN_PLACE, "fit.yaml"), ("csv", "*/*/fit.yaml")])
 def test_a_configuration_of_the_user_stays_and_the_record_runs_again(
     logger: str, record: str, arguments: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,7 +60,7 @@ def test_a_configuration_of_the_user_stays_and_the_record_runs_again(
     [
         ("fit", "loss.png", {}),
         ("fit", "summary.json", {"overwrite": "true"}),
-        ("fit", "run.yaml", {"trainer__logger": "none"}),
+        ("fit", "fit.yaml", {"trainer__logger": "none"}),
         ("fit", "model/config.json", {"overwrite": "true"}),
         ("predict", "predictions.jsonl", {"trainer__max_epochs": None}),
         ("report", "report.html", {"max_seconds": 0, "trainer__max_epochs": None}),
@@ -103,7 +103,7 @@ def test_what_is_read_again_is_as_it_was_typed(arguments: Arguments, shop: Path,
     assert main([*line, f"--config={tmp_path / 'given.yaml'}"]) == 0
     out = tmp_path / "out"
     assert main(["export", f"--ckpt_path={out}", f"--output_dir={tmp_path / 'exported'}"]) == 0
-    (record,) = out.rglob("run.yaml")
+    (record,) = out.rglob("fit.yaml")
     settings = [yaml.safe_load(path.read_text())["data"] for path in (record, *tmp_path.rglob("radixtrain.yaml"))]
     for found in (*settings, read_settings(out / "checkpoints" / "last")["datamodule_hyper_parameters"]):
         assert given.items() <= found.items()
