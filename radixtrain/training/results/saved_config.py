@@ -53,7 +53,7 @@ class RunRecord(Callback):
     def setup(self, trainer: L.Trainer, pl_module: object, stage: str) -> None:
         output_dir = Path(trainer.default_root_dir).absolute()
         folders = [folder for folder in own_log_folders(trainer) if output_dir in folder.absolute().parents]
-        self.path = (folders or [output_dir])[0] / RECORD.format(stage)
+        self.path = (folders or [output_dir])[0] / RECORD.format(trainer.state.fn.value)
         check_replaceable(self.path)
         if stage != "fit":
             self.on_train_start(trainer, pl_module)

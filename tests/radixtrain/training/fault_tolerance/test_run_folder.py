@@ -144,7 +144,7 @@ class TestNewRun:
             write(tmp_path / name)
         write(tmp_path / "checkpoints" / "step=3" / "model.safetensors")
         write(tmp_path / "logs" / "version_0" / "metrics.csv", "epoch,eval_loss,step\n0,1.5,0\n")
-        write_as_a_run(tmp_path / "logs" / "version_0" / "fit.yaml")
+        write_as_a_run(tmp_path / "logs" / "version_0" / "validate.yaml")
         check_new_run(tmp_path, None, overwrite=False)
 
     @pytest.mark.parametrize("name", ["loss.png", "summary.json"])
