@@ -118,10 +118,10 @@ class PredictionWriter(L.Callback):
 
     def on_predict_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.speed.start()
+        check_replaceable(self.path)
         if not ranks().is_first:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        check_replaceable(self.path)
         new_file(self.partial)
 
     def on_predict_batch_end(

@@ -56,11 +56,11 @@ def settings_of_run(settings: Any) -> dict[str, Any]:
 
 
 def changed_settings(checkpoint: Path, module: object, data: object) -> list[str]:
-    """List `model.lora_r was 8 and is 16` for each setting of a run that has changed, whatever its effect.
+    """List `model.lora_r was 8 and is 16` for each setting that has changed, whatever its effect, but not the base.
 
     checkpoint: of the run. module, data: a `RadixModule` and an `SFTData` with the current settings.
     """
-    return _changed(read_settings(checkpoint), module, data)
+    return _changed(read_settings(checkpoint), module, data, ["model_name_or_path"])
 
 
 def template_date(checkpoint: str | None) -> str:
