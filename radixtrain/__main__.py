@@ -55,7 +55,7 @@ def _open_screen() -> None:
 
 
 def _handle_early_signals() -> dict[int, Any]:
-    """End with a line at SIGTERM and SIGHUP until a run handles them itself; SIGUSR1 has nothing to save.
+    """End with a line at SIGTERM and SIGHUP until a run handles them itself; SIGUSR1 and SIGUSR2 have nothing to save.
 
     An ignored signal stays ignored. Returns the previous handlers.
     """
@@ -64,7 +64,8 @@ def _handle_early_signals() -> dict[int, Any]:
         line = f"stopped by {signal.Signals(number).name} before the run began; nothing was saved"
         raise Stopped(line if os.environ.get("LOCAL_RANK", "0") == "0" else "", 128 + number)
 
-    handlers: dict[int, Any] = {signal.SIGTERM: stop, signal.SIGHUP: stop, signal.SIGUSR1: lambda *_: None}
+    handlers: dict[int, Any] = {signal.SIGTERM: stop, signal.SIGHUP: stop}
+    handlers |= dict.fromkeys((signal.SIGUSR1, signal.SIGUSR2), lambda *_: None)
     before: dict[int, Any] = {number: signal.getsignal(number) for number in handlers}
     changed = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}
     for number in changed:

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from typing import Any
 
 logger = logging.getLogger(__name__)
 _told: set[str] = set()
@@ -46,10 +47,10 @@ class EndedElsewhere(Exception):
 
 
 @contextmanager
-def only_warns(failed: str, kind: type[Exception] = OSError) -> Iterator[None]:
+def only_warns(failed: str, kind: Any = (OSError, UserError)) -> Iterator[None]:
     """Turn an error in what a run does besides its result into a warning, once per process; the run continues.
 
-    failed: what did not happen, for the warning. kind: of errors, OSError or Exception.
+    failed: what did not happen, for the warning. kind: of errors.
     """
     try:
         yield

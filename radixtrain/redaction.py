@@ -1,7 +1,7 @@
 """Passwords and access tokens in settings, found by the name of their key or by their form, and left out.
 
-A run writes its settings into many files: config.yaml, checkpoints, model cards, logs that are sent elsewhere. A
-password reaches the class that needs it, and none of these files.
+They are arguments of loggers and other classes, under `trainer`: a password reaches the class that needs it, but not
+the record of the run and its logs. Model and data have texts that are read again, such as prompts: they are not masked.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from radixtrain.errors import UserError
 from radixtrain.yaml_text import load_yaml
 
 MASK = "***"
+OF_CLASSES = "--trainer."  # the keys whose values may be secrets
 # Names of keys, and the ends of longer ones after a `_`: `db_password`, `hf_token`.
 NAMES = (
     r"token|secrets?|pass|passw(?:or)?ds?|passphrase|passcode|pwds?|pws?|psw|pin|pat|credentials?|creds|authorization|auth|bearer"
@@ -90,23 +91,23 @@ def masked_message(message: str, given: Sequence[tuple[str, Any]]) -> str:
 
 
 def masked_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return a command line with `***` for each secret in `--api_key=x`, `--api_key x` and `--logger={...}`."""
+    """Return a command line that can be typed again, with `***` for each secret in `--trainer.logger={...}`."""
     shown: list[str] = []
     key = ""
     for word in arguments:
         name, equals, value = word.partition("=")
         is_key = word.startswith("--")
-        if is_key and equals:
+        if is_key and equals and name.startswith(OF_CLASSES):
             shown.append(f"{name}={_masked_text(value, name)}")
         else:
-            shown.append(word if is_key else _masked_text(word, key))
+            shown.append(_masked_text(word, key) if key.startswith(OF_CLASSES) and not is_key else word)
         key = "" if equals or not is_key else word
     return shown
 
 
 def check_unmasked(key: str, value: object) -> None:
-    """Raise UserError if a value is `***`, as in the settings that a run has saved: the secret is not there."""
-    if isinstance(value, str) and (value == MASK or f"://{MASK}@" in value):
+    """Raise UserError if a value of `trainer` has a `***`, as in the record of a run: the secret is not there."""
+    if isinstance(value, str) and MASK in value:
         raise UserError(
             f"{key} is {value}: {MASK} stands for a secret, which a run does not save; write it there again, or "
             f"give it in the environment, as WANDB_API_KEY and HF_TOKEN"

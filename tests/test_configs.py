@@ -42,6 +42,7 @@ def test_the_default_for_own_data_is_safe() -> None:
     """A rate for trained weights, nothing of the demo, no validation file to be missed, and an output of its own."""
     config, demo = (yaml.safe_load((ROOT / "configs" / name).read_text("utf-8")) for name in ("sft.yaml", "demo.yaml"))
     assert config["model"]["learning_rate"] <= 5e-5 < demo["model"]["learning_rate"]
+    assert -(-1200 // demo["data"]["batch_size"]) * demo["trainer"]["max_epochs"] <= 200, "steps of `make fit`"
     assert "demo" not in str(config) and "validation_file" not in config["data"]
     outputs = [yaml.safe_load((ROOT / name).read_text("utf-8")).get("output_dir") for name in CONFIGS]
     assert outputs.count(config["output_dir"]) == 1

@@ -223,7 +223,7 @@ class TestOwnData:
         monkeypatch.chdir(ROOT)
         short = (f"--output_dir={out}", "--trainer.max_epochs=1", "--trainer.enable_progress_bar=false")
         assert main([*arguments, *short]) == 0
-        (written,) = out.rglob("config.yaml")
+        (written,) = out.rglob("fit.yaml")
         text = written.read_text(encoding="utf-8")
         assert yaml.safe_load(text)["model"]["learning_rate"] == 2e-5 and "runs/" not in text
         assert (out / "model" / "model.safetensors").is_file()

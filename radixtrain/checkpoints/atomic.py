@@ -5,6 +5,8 @@ Beside the folder `X` there may be, for as long as a process is at work, or afte
     .X.partial     being written, or about to be deleted: never looked at
     .X.replaced    the previous `X`, on disks where two folders cannot be exchanged in one step; while `X` is absent it
                    counts as `X`
+
+A file is replaced only if radixtrain has written it: `.radixtrain_files` lists those of its folder.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from radixtrain.errors import only_warns
+from radixtrain.errors import UserError, only_warns
+from radixtrain.text_files import read_text
 
+WRITTEN = ".radixtrain_files"
 PARTIAL, REPLACED = "partial", "replaced"
 AT_FDCWD, EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
 NOT_EXCHANGED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM}  # the system or disk cannot exchange
@@ -48,13 +52,40 @@ def writing(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def writing_file(target: Path) -> Iterator[Path]:
-    """Yield an empty file beside one that can be made again, to fill: nothing waits for the disk."""
+    """Yield an empty file beside one that can be made again, to fill: nothing waits for the disk.
+
+    Raises UserError as `check_replaceable` does.
+    """
+    check_replaceable(target)
     staging = new_file(_beside(target, PARTIAL))
     try:
         yield staging
-        os.replace(staging, target)
+        place(staging, target)
     finally:
         staging.unlink(missing_ok=True)
+
+
+def check_replaceable(target: Path) -> None:
+    """Raise UserError if something of this name is there that radixtrain has not written."""
+    if os.path.lexists(target) and not is_written(target):
+        raise UserError(f"{target} is there and radixtrain did not write it: move it away, or choose another folder")
+
+
+def is_written(target: Path) -> bool:
+    """Return whether radixtrain has written a file of this name in its folder."""
+    try:
+        return target.name in read_text(target.with_name(WRITTEN)).splitlines()
+    except (OSError, ValueError):
+        return False
+
+
+def place(staging: Path, target: Path) -> None:
+    """Give a finished file its name, and note in its folder that radixtrain has written it."""
+    if not is_written(target):
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+        with suppress(OSError), open(os.open(target.with_name(WRITTEN), flags, 0o666), "a", encoding="utf-8") as file:
+            file.write(f"{target.name}\n")
+    os.replace(staging, target)
 
 
 def new_file(path: Path) -> Path:

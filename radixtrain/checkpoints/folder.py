@@ -20,6 +20,7 @@ from radixtrain.checkpoints.packing import MODEL, OPTIMIZER, STATE, MalformedSta
 from radixtrain.checkpoints.sharded import Gathering
 from radixtrain.checkpoints.tensors import digest_of_file, in_order, read_tensors, write_file, write_tensors
 from radixtrain.errors import UserError, bytes_text, first_line
+from radixtrain.text_files import check_file
 
 SHARDED = (MODEL, OPTIMIZER)  # files whose tensors may be sharded, as they are written
 MARGIN = 1 << 20  # bytes, for the skeleton, the manifest and the names
@@ -123,6 +124,7 @@ def _check_size(path: Path, name: str, size: int) -> None:
 
 def _read(path: Path, name: str, read: Any) -> Any:
     try:
+        check_file(path / name)
         return read(path / name)
     except OSError as error:
         raise DamagedCheckpoint(path, name, f"cannot be read: {error.strerror or error}") from error

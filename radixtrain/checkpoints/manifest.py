@@ -15,6 +15,7 @@ from radixtrain.checkpoints.atomic import set_aside
 from radixtrain.checkpoints.packing import MODEL, OPTIMIZER, STATE
 from radixtrain.checkpoints.tensors import FileDigest
 from radixtrain.errors import UserError, first_line
+from radixtrain.text_files import read_text
 
 FORMAT = 1
 MANIFEST, SKELETON = "manifest.json", "state.json"
@@ -53,7 +54,7 @@ class Manifest:
     def read(cls, checkpoint: Path) -> Manifest:
         """Read the manifest of a checkpoint. Raises DamagedCheckpoint if there is none, or it was changed."""
         try:
-            data = (checkpoint / MANIFEST).read_bytes()
+            data = read_text(checkpoint / MANIFEST).encode()
             manifest = cls._from_json(json.loads(data))
         except FileNotFoundError:
             raise DamagedCheckpoint(checkpoint, MANIFEST, "is missing: writing did not finish") from None

@@ -53,7 +53,7 @@ def resolve(text: str, folder: Path) -> Path:
     path = Path(folder) / text if text in LINKS else Path(text)
     if path.name == "last" and (path.is_symlink() or not path.is_dir()):
         return _newest(path.parent, text)
-    path = standing(_target(path) if path.name == "best" else path)
+    path = standing(target_of(path) if path.name == "best" else path)
     if (path / "config.json").is_file():
         raise UserError(f"ckpt_path {text}: a model, not a checkpoint; give it as model.model_name_or_path")
     if path.is_file():
@@ -92,7 +92,7 @@ def _otherwise(folder: Path) -> str:
     return f"; {other} is whole and can be used" if other else ""
 
 
-def _target(link: Path) -> Path:
+def target_of(link: Path) -> Path:
     """Return the target of a link made by `point`: a symbolic link, or a file with the name of what is beside it."""
     if link.is_file():
         return link.with_name(link.read_text(encoding="utf-8", errors="replace").strip()[:255] or "nothing")
@@ -130,7 +130,10 @@ def point(folder: Path, name: str, target: Path) -> None:
     """
     folder = Path(folder).resolve()
     if (folder / name).is_dir() and not (folder / name).is_symlink():
-        raise UserError(f"{folder / name} is a folder, and would be replaced by a link to {target}; move it away")
+        manifests = {path.name: manifest for manifest, path in committed(folder)}
+        if manifests.pop(name, None) not in manifests.values():
+            raise UserError(f"{folder / name} is a folder, and would be replaced by a link to {target}; move it away")
+        remove(folder / name)  # a copy of the folder has followed the link
     new = folder / f".{name}.partial"
     new.unlink(missing_ok=True)
     relative = os.path.relpath(Path(target).resolve(), folder)

@@ -19,6 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from radixtrain.checkpoints.sharded import whole
+from radixtrain.text_files import check_file
 
 CHUNK = 2 << 20  # numbers that are copied at once
 ALIGNMENT = 8  # bytes
@@ -65,6 +66,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileDigest:
 
 def digest_of_file(path: Path) -> FileDigest:
     """Digest the whole file. Raises OSError if that fails."""
+    check_file(path)
     with path.open("rb", buffering=0) as file:
         return FileDigest(path.stat().st_size, hashlib.file_digest(file, xxhash.xxh3_128).hexdigest())
 

@@ -50,6 +50,11 @@ def export(settings: Export) -> Path:
             raise UserError(f"ckpt_path {ckpt_path} names no run; write RUN/checkpoints/{ckpt_path}")
         checkpoint = read_checkpoint(ckpt_path)
         with restoring(ckpt_path):
+            base = Path(checkpoint["hyper_parameters"]["model_name_or_path"])
+            if base.is_absolute() and not base.is_dir():
+                raise UserError(
+                    f"ckpt_path {ckpt_path}: its tokenizer and configuration are read from {base}: no such folder"
+                )
             module = _restored(checkpoint)
             assert module.model is not None
             tokenizer = load_tokenizer(module.hparams.model_name_or_path, settings.chat_template_path)
@@ -103,7 +108,7 @@ def export_run(
     """Write `model/` and the end of the summary, print that, and upload the model. With several ranks, each calls this.
 
     module, data: a `RadixModule` and an `SFTData` after a `fit` of the trainer. settings: of the command.
-    config: what `config.yaml` of the run holds.
+    config: what `fit.yaml` of the run holds.
     """
     results = summary.choose_weights(trainer, module)
     tokenizer = load_tokenizer(data.hparams.model_name_or_path, data.hparams.chat_template_path)

@@ -24,7 +24,7 @@ from radixtrain.commands.before_reading import (
 )
 from radixtrain.commands.classes import describe_classes, made
 from radixtrain.commands.export import export_run
-from radixtrain.commands.loggers import errors_of_wandb, loggers_of
+from radixtrain.commands.loggers import continue_wandb_run, errors_of_wandb, loggers_of
 from radixtrain.commands.quiet import quiet, warn_of_variables
 from radixtrain.commands.reading import print_settings, printed, read
 from radixtrain.commands.run_callbacks import RunCallbacks
@@ -48,13 +48,13 @@ from radixtrain.training.devices.launcher_env import default_devices, launcher_e
 from radixtrain.training.devices.settings import as_list, check_devices, device_settings, sp_size_of
 from radixtrain.training.fault_tolerance import slurm
 from radixtrain.training.fault_tolerance.failures import explain, raise_file_limit
-from radixtrain.training.fault_tolerance.resume import settings_of_run, template_date
+from radixtrain.training.fault_tolerance.resume import WANDB_RUN, settings_of_run, template_date
 from radixtrain.training.fault_tolerance.run_folder import EarlierRun, check_output_dir, locked, logs_of_run
 from radixtrain.training.fault_tolerance.saving import FolderCheckpointIO
 from radixtrain.training.module import RadixModule
 from radixtrain.training.progress_bar import screens
 from radixtrain.training.results.saved_config import (
-    SaveMaskedConfig,
+    RunRecord,
     defaults_of_model,
     mask_what_is_logged,
     own_log_folders,
@@ -128,7 +128,7 @@ class Command:
         self.callbacks = RunCallbacks(
             settings, as_list(parts["callbacks"]), evaluation, self.output_dir, has_validation
         )
-        self.saved = SaveMaskedConfig(self.config)
+        self.saved = RunRecord(self.config)
         parts["callbacks"] = [*self.callbacks.all, *([] if self.is_try else [self.saved])]
         parts["enable_checkpointing"] = self.callbacks.has_checkpoint_callback
         try:
@@ -216,6 +216,8 @@ class Command:
         if self.name == "fit":
             check_interval(trainer, self.datamodule.steps_per_epoch)
             trainer.log_every_n_steps = steps_between_logs(trainer, self.datamodule)
+            resumed = None if self.is_try or self.replaces else self.ckpt_path
+            self.model.run_settings[WANDB_RUN] = continue_wandb_run(trainer.loggers, resumed)
             if ranks().is_first:
                 shown = vars(self.settings.trainer), written, evaluation.line()
                 print_overview(trainer, self.model, self.datamodule, *shown)

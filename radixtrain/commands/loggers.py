@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -14,13 +14,16 @@ from threading import Thread
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
+from uuid import uuid4
 
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from radixtrain.checkpoints.folder import read_settings
 from radixtrain.errors import UserError, first_line
 from radixtrain.settings.trainer import TrainerSettings
+from radixtrain.training.fault_tolerance.resume import WANDB_RUN
 from radixtrain.versions import to_install
 
 PROJECT = "radixtrain"  # default; WANDB_PROJECT, TRACKIO_PROJECT or SWANLAB_PROJECT overrides it
@@ -127,6 +130,19 @@ def errors_of_wandb() -> Iterator[None]:
         if type(error).__module__.startswith("wandb."):
             raise UserError(f"trainer.logger: Weights & Biases: {first_line(error)}; {OFFLINE}") from error
         raise
+
+
+def continue_wandb_run(loggers: Iterable[Logger], checkpoint: str | None) -> str:
+    """Give loggers of Weights & Biases the run of a checkpoint, or a new one, and return its id; not if they have one.
+
+    checkpoint: that a run of the same folder resumes from; None for a new run.
+    """
+    settings = read_settings(Path(checkpoint))["radixtrain"]["settings"] if checkpoint else {}
+    run_id = str(settings.get(WANDB_RUN) or uuid4().hex[:8])
+    for log in loggers:
+        if isinstance(log, WandbLogger) and not (log.version or os.environ.get("WANDB_RUN_ID")):
+            log._wandb_init["id"] = log._id = run_id
+    return run_id
 
 
 def _made(name: str, output_dir: Path) -> Logger:

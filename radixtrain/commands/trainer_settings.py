@@ -46,7 +46,7 @@ def check_precision(precision: object) -> None:
 
 def check_settings(settings: Run, command: str) -> None:
     """Raise UserError for a value that no run can use. settings: of the command, its classes described and not made."""
-    for key, value in _parts("", printed(settings)):
+    for key, value in _parts("trainer", printed(settings.trainer)):
         check_unmasked(key, value)
     _check_devices(settings.trainer.devices)
     if command in WITHOUT_TRAINING:
@@ -73,7 +73,7 @@ def _parts(key: str, value: object) -> Iterator[tuple[str, Any]]:
     yield key, value
     if isinstance(value, Mapping):
         for name, part in value.items():
-            yield from _parts(f"{key}.{name}".lstrip("."), part)
+            yield from _parts(f"{key}.{name}", part)
     elif isinstance(value, list | tuple):
         for part in value:
             yield from _parts(key, part)

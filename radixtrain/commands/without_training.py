@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from radixtrain.checkpoints.atomic import check_replaceable
 from radixtrain.commands.quiet import quiet, warn_of_variables
 from radixtrain.commands.reading import print_settings
 from radixtrain.commands.trainer_settings import check_settings, check_trainer_settings
@@ -67,11 +68,12 @@ def run(settings: Report | Inspect, typed: Typed) -> None:
 def _report(settings: Report, data: StepData, typed: list[str]) -> None:
     """Report what the data share and what that saves on this machine, as `report.html` and in the terminal."""
     with locked(check_output_dir(settings.output_dir), "report"):
+        path = Path(os.path.expanduser(settings.output_dir)) / "report.html"
+        check_replaceable(path)
         data.setup("report")
         setup = run_setup(settings.model, settings.trainer)
         report = make_report(data, setup, typed, settings.max_seconds)
         print_report(report)
-        path = Path(os.path.expanduser(settings.output_dir)) / "report.html"
         write_page(report, path)
         print(f"\n{printable(path)}")  # noqa: T201
 

@@ -15,7 +15,6 @@ from radixtrain.data.steps import StepDataset, StepLoader
 from radixtrain.data.tokenized.corpus import Corpus
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
-from radixtrain.redaction import masked
 from radixtrain.settings.data import DataSettings, Files
 
 
@@ -29,13 +28,6 @@ class SFTData(StepData, L.LightningDataModule):
         L.LightningDataModule.__init__(self)
         self.save_hyperparameters(vars(DataSettings(train_file, **settings)))
         StepData.__init__(self, self.hparams)
-
-    @property
-    def hparams_initial(self) -> Any:
-        """Return what Lightning gives to every logger: the settings without secrets. `hparams` has the real ones."""
-        settings = super().hparams_initial
-        settings.update(masked(settings))
-        return settings
 
     @property
     def is_fixed(self) -> bool:

@@ -36,12 +36,12 @@ OUT_OF_FILES, OUT_OF_SHARED_MEMORY, LOST = errno.EMFILE, errno.ENOSPC, 1
 MAY_HANG = sys.version_info < (3, 11, 10)  # in a fork
 SECONDS_TO_BEGIN = 10.0  # for a new process, which takes milliseconds; doubled each time that it does not begin
 
-BLOCKED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
+BLOCKED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @contextmanager
 def blocked_signals() -> Iterator[None]:
-    """Block SIGTERM, SIGHUP, SIGINT and SIGUSR1 in processes and threads that start within.
+    """Block the signals that a run handles in processes and threads that start within.
 
     A signal for this process that comes meanwhile is delivered on the way out. Workers that remain when Python ends
     are killed: torch terminates a worker that does not end by SIGTERM, and then multiprocessing waits for it.

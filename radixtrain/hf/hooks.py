@@ -245,7 +245,7 @@ class BackboneHooks:
     ) -> None:
         """Refuse what would change the gradient of this batch."""
         check_one_device(backbone)
-        check_evaluation(backbone)
+        check_evaluation()
         check_adapters((self.model, backbone), self.allow_dropout)
         decoder, head = text_decoder_of(backbone), self.model.get_output_embeddings()
         check_own_attention(type(decoder).__name__, decoder)

@@ -122,20 +122,21 @@ def check_one_device(backbone: PreTrainedModel) -> None:
 
 
 TRAINER = "transformers.trainer", "Trainer"  # without importing it: that needs accelerate
+COLLATOR = "radixtrain.collators.radix", "RadixCollator"
 
 
-def check_evaluation(model: nn.Module) -> None:
+def check_evaluation() -> None:
     """Refuse a radix batch whose logits a Hugging Face `Trainer` will use: `compute_metrics`, `predict`.
 
-    model: the backbone that received the batch. In training mode the stack is not read; in evaluation mode the check
-        takes 3 us under a `Trainer`, 7 us at most.
+    Takes 3 us under a `Trainer`, 7 us at most.
 
-    Raises UserError inside `Trainer.prediction_step`, also in a subclass, unless it wants only the loss.
+    Raises UserError inside `Trainer.prediction_step`, also in a subclass, unless it wants only the loss, and inside
+    `Trainer.training_step` if evaluations will follow that do so with the same collator.
     """
-    trainer = None if model.training else _trainer_that_uses_the_logits()
+    trainer = _trainer_that_uses_the_logits()
     if trainer is not None:
         raise UserError(
-            f"{trainer} uses the logits of this evaluation (compute_metrics, predict) as one row per example, but a "
+            f"{trainer} uses the logits of an evaluation (compute_metrics, predict) as one row per example, but a "
             f"batch of RadixCollator has one list of predictions for all its examples, in the order of the tree, so "
             f"the metrics would be wrong. Evaluate on ordinary batches, which a prepared model computes as before: by "
             f"share_prefixes and the trainer's own collator, or with Hugging Face's Trainer by another collator for "
@@ -145,7 +146,7 @@ def check_evaluation(model: nn.Module) -> None:
 
 
 def _trainer_that_uses_the_logits() -> str | None:
-    """Return the class of the `Trainer` that called the model for its logits, None if there is none.
+    """Return the class of the `Trainer` that calls the model for its logits, now or later; None if there is none.
 
     The innermost `prediction_step` decides: an override may request something else of its parent class.
     """
@@ -154,7 +155,20 @@ def _trainer_that_uses_the_logits() -> str | None:
             names = frame.f_locals
             if "prediction_loss_only" in names and is_instance_by_name(names.get("self"), *TRAINER):
                 return None if names["prediction_loss_only"] else type(names["self"]).__name__
+        elif frame.f_code.co_name == "training_step" and is_instance_by_name(frame.f_locals.get("self"), *TRAINER):
+            trainer = frame.f_locals["self"]
+            return type(trainer).__name__ if _will_use_the_logits(trainer) else None
     return None
+
+
+def _will_use_the_logits(trainer: Any) -> bool:
+    """Return whether evaluations during the training use logits of `trainer.data_collator`'s batches.
+
+    False for a class of the user's, which may take other batches.
+    """
+    args, is_stock = trainer.args, type(trainer).__module__.startswith(("transformers.", "trl."))
+    wants = trainer.compute_metrics is not None and args.eval_strategy != "no" and not args.prediction_loss_only
+    return wants and is_stock and is_instance_by_name(trainer.data_collator, *COLLATOR)
 
 
 def check_generation(parts: Parts, longest: int) -> None:

@@ -3,7 +3,8 @@
     RADIXTRAIN=1 --radixtrain-run.pth, as Python starts--> watch() --import transformers--> from_pretrained shares
 
 The file `radixtrain-run.pth` lies beside the installed package. Python reads it in every process of the environment,
-and it does nothing unless RADIXTRAIN is set. RADIXTRAIN_OPTIONS holds the options of `share_prefixes` as JSON, and
+and it does nothing unless RADIXTRAIN is one of `ON`. RADIXTRAIN_OPTIONS holds the options of `share_prefixes` as JSON,
+and
 
     only: names of models to share, by class, by the path that `from_pretrained` got, or by the last part of it;
     reports: a folder where each process writes what it shared, for `radixtrain run` to sum. Without it, each prints.
@@ -31,6 +32,7 @@ from radixtrain.errors import UserError
 from radixtrain.screen import printable
 
 MODULE = "transformers.modeling_utils"
+ON, OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")  # values of RADIXTRAIN, in any case
 SHOWN = 80  # characters of a value in a message
 SUMMED = {"num_shared", "num_tokens", "num_unique_tokens", "num_generating"}  # fields of a SharingReport
 
@@ -178,5 +180,11 @@ def _report(loaded: Iterable[tuple[LoadedModel, Any]], folder: str | None) -> No
         Path(folder, f"{os.getpid()}.json").write_text(json.dumps([vars(model) for model in models]))
 
 
-if os.environ.get("RADIXTRAIN", "0") not in ("", "0"):
+_asked = os.environ.get("RADIXTRAIN", "").strip().lower()
+if _asked in ON:
     watch()
+elif _asked not in OFF:
+    sys.stderr.write(
+        f"radixtrain: RADIXTRAIN={printable(os.environ['RADIXTRAIN'][:SHOWN])}: no model is shared; "
+        f"set it to 1 to share, or to 0\n"
+    )

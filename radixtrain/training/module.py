@@ -22,7 +22,6 @@ from radixtrain.hf.prepare import prepare_model, prepared_options
 from radixtrain.hf.rounded_updates import warn_of_rounding
 from radixtrain.hf.scores import Scorer, check_scores, named_scores
 from radixtrain.hf.step_cost import step_cost_of
-from radixtrain.redaction import masked
 from radixtrain.settings.model import ModelSettings
 from radixtrain.training.answers.answering import check_answering
 from radixtrain.training.answers.predictions import PredictedAnswers, scored_records, scorer_of
@@ -88,13 +87,6 @@ class RadixModule(L.LightningModule):
         """The metrics of the last step, as they were logged: reading a tensor among them waits for the device."""
         self.guard = NonFiniteGuard(self.hparams.on_nonfinite, self.hparams.max_skipped_steps)
         check_scores(self.scores, self.hparams.next_tokens)
-
-    @property
-    def hparams_initial(self) -> Any:
-        """Return what Lightning gives to every logger: the settings without secrets. `hparams` has the real ones."""
-        settings = super().hparams_initial
-        settings.update(masked(settings))
-        return settings
 
     def configure_model(self) -> None:
         """Load and prepare the model, and examine its head, once, before a checkpoint is restored into it."""

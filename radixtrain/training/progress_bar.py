@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from shutil import get_terminal_size
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
-from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+from lightning.pytorch.callbacks import ProgressBar
 from tqdm import tqdm
 
 from radixtrain.training.optimizer import num_steps_of_run
@@ -30,7 +30,7 @@ SECONDS_BETWEEN_LINES = 1.0
 
 def progress_bar() -> ProgressBar:
     """Make a bar if stderr is a terminal, lines if it is a file or a pipe."""
-    return ProgressLine() if sys.stderr.isatty() else ProgressLines()
+    return ProgressLines(is_bar=sys.stderr.isatty())
 
 
 class Screen:
@@ -85,47 +85,21 @@ def screen_failure() -> str | None:
     return None
 
 
-class ProgressLine(TQDMProgressBar):
-    """Lightning's bar with short names and readable numbers. Loggers receive the full names and all digits."""
-
-    BAR_FORMAT = "{desc} {percentage:3.0f}%|{bar:8}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
-
-    def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
-        return _readable(super().get_metrics(trainer, pl_module))
-
-    def init_sanity_tqdm(self) -> Tqdm:
-        return self._bar(self.sanity_check_description, leave=False)
-
-    def init_train_tqdm(self) -> Tqdm:
-        return self._bar(self.train_description, leave=True)
-
-    def init_validation_tqdm(self) -> Tqdm:
-        """Put the bar of a validation under that of the training, if there is one."""
-        is_second = self.trainer.state.fn != "validate"
-        return self._bar(self.validation_description, leave=not is_second, position=int(is_second))
-
-    def init_test_tqdm(self) -> Tqdm:
-        return self._bar(self.test_description, leave=True)
-
-    def init_predict_tqdm(self) -> Tqdm:
-        return self._bar(self.predict_description, leave=True)
-
-    def _bar(self, description: str, leave: bool, position: int = 0) -> Tqdm:
-        form = {"dynamic_ncols": True, "bar_format": self.BAR_FORMAT, "smoothing": 0}
-        return Tqdm(desc=description, leave=leave, position=position, disable=self.is_disabled, file=sys.stderr, **form)
-
-
 class ProgressLines(ProgressBar):
     """Prints a line every `trainer.log_every_n_steps` steps, for the first and the last step, and after a validation.
 
     step 120/1500  loss 1.2340  r 7.9  tokens/s 12,345  lr 2.0e-05  grad_norm 1.32  eta 4:12
 
     At most one per second, so that a fast run does not fill the log. Stages other than `fit` show only the count.
+
+    is_bar: instead show every step, and every batch of a validation, in one line of the terminal, with a bar and the
+        metrics that fit into it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_bar: bool = False) -> None:
         super().__init__()
-        self.is_on = True
+        self.is_on, self.is_bar = True, is_bar
+        self.bar: tqdm[Any] | None = None
         self.last_line = self.started = 0.0
         self.first_step = self.step = 0
 
@@ -147,11 +121,11 @@ class ProgressLines(ProgressBar):
         if step == self.step:  # the step was skipped: not finite
             return
         self.step = step
-        is_end = step in (self.first_step + 1, total)
-        if is_end or (step % trainer.log_every_n_steps == 0 and self._is_time()):
+        is_end, is_due = step in (self.first_step + 1, total), self.is_bar or step % trainer.log_every_n_steps == 0
+        if is_end or (is_due and self._is_time()):
             metrics = {k: v for k, v in trainer.callback_metrics.items() if not k.startswith("eval_")}
             shown = [f"{name} {value}" for name, value in _readable(metrics).items()]
-            self._say(f"step {step}{_of(total)}", *shown, self._eta(step, total))
+            self._show("step", step, total, shown, self._eta(step, total))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("eval_")}
@@ -167,24 +141,45 @@ class ProgressLines(ProgressBar):
     def on_predict_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: object) -> None:
         self._count(trainer, "predict", args, trainer.num_predict_batches)
 
+    def on_exception(self, *_: Any, **__: Any) -> None:
+        """End the line of the bar, so that what is printed next has its own."""
+        if self.bar is not None:
+            self.bar.close()
+
+    teardown = on_predict_end = on_test_end = on_exception
+
     def _count(self, trainer: L.Trainer, stage: str, args: tuple[Any, ...], num_batches: list[int | float]) -> None:
-        """Print a line in a run that only evaluates. args: outputs, batch, batch index and loader index of the hook."""
+        """Show how much of a stage is done. args: outputs, batch, batch index and loader index of the hook."""
         done, total = args[2] + 1, int(sum(num_batches))
-        if trainer.state.fn == stage and (done == total or self._is_time()):
-            self._say(f"{stage} {done}{_of(total)}")
+        if (self.is_bar or trainer.state.fn == stage) and (done == total or self._is_time()):
+            self._show(stage, done, total)
 
     def _is_time(self) -> bool:
-        return time.perf_counter() - self.last_line >= SECONDS_BETWEEN_LINES
+        return self.is_bar or time.perf_counter() - self.last_line >= SECONDS_BETWEEN_LINES
 
     def _eta(self, step: int, total: int) -> str:
         """Estimate the time for the remaining steps at the pace so far, validations included."""
         pace = (time.perf_counter() - self.started) / (step - self.first_step)
         return f"eta {tqdm.format_interval(round(pace * (total - step)))}" if total > step else ""
 
+    def _show(self, stage: str, done: int, total: int, metrics: Sequence[str] = (), eta: str = "") -> None:
+        count = f"{stage} {done}/{total}" if total > 0 else f"{stage} {done}"
+        if not self.is_bar or not self.is_on:
+            self._say(count, *metrics, eta)
+            return
+        if self.bar is None or self.bar.disable:
+            self.bar = tqdm(bar_format="|{bar:8}| {desc}", dynamic_ncols=True, file=sys.stderr)
+        room = get_terminal_size().columns - len("|12345678| ")
+        while len(text := "  ".join(filter(None, (count, eta, *metrics)))) > room and metrics:
+            metrics = metrics[:-1]
+        self.bar.total, self.bar.n = max(total, done), done
+        self.bar.set_description_str(text)
+
     def _say(self, *parts: str) -> None:
         if self.is_on:
             self.last_line = time.perf_counter()
-            sys.stderr.write("  ".join(part for part in parts if part) + "\n")
+            with tqdm.external_write_mode(file=sys.stderr):
+                sys.stderr.write("  ".join(part for part in parts if part) + "\n")
             sys.stderr.flush()
 
 
@@ -193,7 +188,3 @@ def _readable(metrics: Any) -> dict[str, str]:
     of_answers = {name: (name, "{:.4f}") for name in metrics if name.startswith("eval_")}
     forms = {"loss": SHOWN["loss"], "eval_loss": SHOWN["eval_loss"], **of_answers, **SHOWN}
     return {short: form.format(float(metrics[name])) for name, (short, form) in forms.items() if name in metrics}
-
-
-def _of(total: int) -> str:
-    return f"/{total}" if total > 0 else ""

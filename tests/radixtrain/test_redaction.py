@@ -131,27 +131,29 @@ def test_the_time_is_linear() -> None:
 
 def test_of_a_command_line() -> None:
     logger = {"class_path": "WandbLogger", "init_args": {"project": "p", "api_key": "secret words"}}
-    typed = ["--a.api_key=x", "--b.token", "y", "--c", "z", "--logger", yaml.safe_dump(logger, default_flow_style=True)]
-    shown = masked_arguments([*typed, "--model.warmup_steps=0.1", "--api_keys+=k", "--text=a: b"])
-    assert shown[:5] == ["--a.api_key=***", "--b.token", "***", "--c", "z"]
-    assert shown[-3:] == ["--model.warmup_steps=0.1", "--api_keys+=***", "--text=a: b"]
+    written = yaml.safe_dump(logger, default_flow_style=True)
+    typed = ["--trainer.a.api_key=x", "--trainer.b.token", "y", "--c", "z", "--trainer.logger", written]
+    shown = masked_arguments([*typed, "--model.warmup_steps=0.1", "--trainer.api_keys+=k", "--text=a: b"])
+    assert shown[:5] == ["--trainer.a.api_key=***", "--trainer.b.token", "***", "--c", "z"]
+    assert shown[-3:] == ["--model.warmup_steps=0.1", "--trainer.api_keys+=***", "--text=a: b"]
     assert yaml.safe_load(shown[6])["init_args"] == {"project": "p", "api_key": "***"}
     for harmless in (
         ["--data.train_file=[a.jsonl, {path: b.jsonl, weight: 2}]", "fit", "--x", "1e-5"],
         ["--flag"],
         [],
         ["--data.columns.key", "id"],
+        ["--data.system_prompt=Output pass=yes or pass=no.", "--data.system_prompt", "the password: open sesame"],
     ):
         assert masked_arguments(harmless) == harmless
 
 
 def test_masked_settings_are_no_settings() -> None:
-    clean = masked({"logger": {"api_key": "x"}, "hosts": ["https://me:pw@example.com"], "text": "*** bold ***"})
-    with pytest.raises(UserError, match=r"^logger\.api_key is \*\*\*: .* environment"):
-        check_unmasked("logger.api_key", clean["logger"]["api_key"])
-    with pytest.raises(UserError, match=r"^hosts is https://\*\*\*@example\.com: "):
-        check_unmasked("hosts", *clean["hosts"])
-    check_unmasked("text", clean["text"])
+    clean = masked({"api_key": "x", "hosts": ["https://me:pw@example.com"], "notes": "for you: password=x, of May"})
+    for name, value in (("api_key", clean["api_key"]), ("hosts", *clean["hosts"]), ("notes", clean["notes"])):
+        with pytest.raises(
+            UserError, match=rf"^trainer\.logger\.{name} is .*\*\*\*.*: \*\*\* stands for a secret, .* environment"
+        ):
+            check_unmasked(f"trainer.logger.{name}", value)
 
 
 def leaves(value: Any) -> list[Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from radixtrain.checkpoints.atomic import WRITTEN
 from radixtrain.checkpoints.folder import read_checkpoint
 from radixtrain.checkpoints.resolve import newest_valid
 
@@ -36,7 +37,8 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    """Without the list of what radixtrain has written there."""
+    return sorted(path.name for path in folder.iterdir() if path.name != WRITTEN)
 
 
 def values(folder: Path) -> dict[tuple[str, int], str]:
@@ -125,7 +127,11 @@ def conclusions(folder: Path) -> dict[str, Any]:
 
 def assert_nothing_left(folder: Path, *temporary: Path) -> None:
     """No lock, staging or set-aside folder in a run's folder, and nothing at all in its temporary folders."""
-    hidden = [path for path in folder.rglob("*") if path.name.startswith(".") or ".partial" in path.name]
+    hidden = [
+        path
+        for path in folder.rglob("*")
+        if (path.name.startswith(".") and path.name != WRITTEN) or ".partial" in path.name
+    ]
     assert not hidden, hidden
     for each in temporary:
         assert not [*each.rglob("*")], [*each.rglob("*")]

@@ -93,16 +93,21 @@ def tokenized(source: Source, encoder: ChatEncoder, options: TokenizingOptions) 
         with suppress(OSError):  # a shared folder may be read-only
             os.utime(entry / ABOUT)  # when it was last used
         return _opened(source, entry, " (tokenised by an earlier run)")
-    _delete_unused(options.folder)
     with _written_to(options.folder):
+        _delete_unused(options.folder)
         _check_space(options.folder, files.values())
-        staging = Path(tempfile.mkdtemp(prefix=f".{entry.name}.", dir=options.folder))
+        staging = tempfile.TemporaryDirectory(prefix=f".{entry.name}.", dir=options.folder, ignore_cleanup_errors=True)
+        made = Path(staging.name) / entry.name
+        made.mkdir()  # with the permissions that the umask gives, while the temporary folder is for its owner only
     try:
-        _encode(source, encoder, options, staging, files)
+        _encode(source, encoder, options, made, files)
         _check_unchanged(files)
-        _place(staging, entry)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        if not _place(made, entry):
+            return _opened(source, made, "", staging)
+    except BaseException:
+        staging.cleanup()
+        raise
+    staging.cleanup()
     return _opened(source, entry, "")
 
 
@@ -112,7 +117,7 @@ def _is_whole(entry: Path) -> bool:
         return False
     damage = damage_in(entry)
     if damage is not None:
-        logger.warning("the tokens in %s are damaged; they are made again (%s)", entry, damage)
+        logger.warning("the tokens in %s cannot be used; they are made again (%s)", entry, damage)
     return damage is None
 
 
@@ -194,17 +199,25 @@ def _all_long(first: TooLongError, report: EncodeReport) -> DataError:
     return DataError(first.where, f"{excess}, and {more}; {hint}")
 
 
-def _place(staging: Path, entry: Path) -> None:
-    """Rename a finished entry. Another process may have written the same one meanwhile."""
+def _place(made: Path, entry: Path) -> bool:
+    """Rename a finished entry. Another process may have written the same one meanwhile.
+
+    Returns False if an entry of another user has its name, which this one may not replace.
+    """
     try:
-        staging.rename(entry)
+        made.rename(entry)
     except OSError:
         if not entry.is_dir():
             raise
         old = Path(tempfile.mkdtemp(prefix=f".{entry.name}.old.", dir=entry.parent))
-        entry.rename(old / entry.name)
-        staging.rename(entry)
-        shutil.rmtree(old, ignore_errors=True)
+        try:
+            entry.rename(old / entry.name)
+        except PermissionError:
+            return False
+        finally:
+            shutil.rmtree(old, ignore_errors=True)
+        made.rename(entry)
+    return True
 
 
 def _delete_unused(folder: Path) -> None:
@@ -214,8 +227,8 @@ def _delete_unused(folder: Path) -> None:
     """
     for entry in folder.iterdir() if folder.is_dir() else ():
         is_left = LEFT.fullmatch(entry.name) is not None
-        is_entry = NAME.fullmatch(entry.name) is not None and (entry / SAMPLES).is_file()
         with suppress(OSError):  # another run deletes it too, or it belongs to another user
+            is_entry = NAME.fullmatch(entry.name) is not None and (entry / SAMPLES).is_file()
             if (is_left or is_entry) and _days_unused(entry) > (1 if is_left else DAYS_KEPT):
                 shutil.rmtree(entry, ignore_errors=True)
 

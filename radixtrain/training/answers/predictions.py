@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 from torch import nn
 
-from radixtrain.checkpoints.atomic import new_file, sync_folder
+from radixtrain.checkpoints.atomic import check_replaceable, new_file, place, sync_folder
 from radixtrain.collators.steps import Step
 from radixtrain.data.prompts import Prompt
 from radixtrain.data.tokens.decode import next_token_ids
@@ -118,6 +118,7 @@ class PredictionWriter(L.Callback):
 
     def on_predict_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.speed.start()
+        check_replaceable(self.path)
         if not ranks().is_first:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -143,7 +144,7 @@ class PredictionWriter(L.Callback):
             return
         with self.partial.open("rb+") as file:
             os.fsync(file.fileno())
-        os.replace(self.partial, self.path)
+        place(self.partial, self.path)
         sync_folder(self.path.parent)
         print_line("predictions", f"{self.path} ({self.num_sequences} sequences)")
         if module.hparams.generate:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from radixtrain.checkpoints.folder import existing, mount_point
+from radixtrain.checkpoints.resolve import target_of
 from radixtrain.data.workers import OUT_OF_FILES, OUT_OF_SHARED_MEMORY
 from radixtrain.errors import EndedElsewhere, UserError, bytes_text, first_line
 
@@ -35,7 +36,9 @@ NO_ROOM = {
 EXITED = "unexpectedly with exit code"
 SHARED_MEMORY = rf"unable to \w.*</torch_|Bus error|out of shared memory|{EXITED} {OUT_OF_SHARED_MEMORY}\b"
 OPEN_FILES = rf"Too many open files|received \d+ items of ancdata|{EXITED} {OUT_OF_FILES}\b"
-NO_MEMORY = r"can't allocate memory|not enough memory|Cannot allocate memory|bad_alloc|Unable to allocate"
+NO_MEMORY = (
+    r"can't (allocate memory|start new thread)|not enough memory|Cannot allocate memory|bad_alloc|Unable to allocate"
+)
 NO_DEVICE_MEMORY = r"CUDA (error: )?out of memory|HIP out of memory|CUBLAS_STATUS_ALLOC_FAILED"
 ASKED_FOR = r"allocate ([\d.]+ [KMGT]iB|\d+(?= bytes))"
 WORKER = r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:exited unexpectedly|is killed by signal: (.*?)\.)"
@@ -202,8 +205,9 @@ def _last_checkpoint(output_dir: Path | None) -> str:
     last = output_dir / "checkpoints" / "last"
     if not os.path.lexists(last):
         return ". No checkpoint was written yet; --ckpt_path auto starts again"
-    name = os.readlink(last) if last.is_symlink() else last.read_text(encoding="utf-8").strip()
-    return f". The last checkpoint is {last.parent / name}; resume with --ckpt_path last"
+    if not last.is_symlink() and not last.is_file():
+        return ""
+    return f". The last checkpoint is {target_of(last)}; resume with --ckpt_path last"
 
 
 def _free(path: Path) -> str:

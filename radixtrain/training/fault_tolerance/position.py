@@ -29,6 +29,10 @@ class Position:
     num_steps: int
     validation_pending: bool = False
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.num_steps <= self.num_batches:
+            raise UserError(f"ckpt_path: {self.num_steps} steps after {self.num_batches} batches, as no run has taken")
+
     def loops(self, epoch_length: int) -> dict[str, Any]:
         """Return the state of Lightning's (2.6.6) fit loop at this position. epoch_length: batches in an epoch.
 

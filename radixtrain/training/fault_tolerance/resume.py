@@ -11,7 +11,6 @@ from typing import Any
 
 from radixtrain.checkpoints.folder import read_settings
 from radixtrain.errors import UserError
-from radixtrain.redaction import masked
 from radixtrain.settings.section import value_of
 from radixtrain.training.fault_tolerance.position import Position, check_not_beyond
 from radixtrain.training.optimizer import epoch_length, num_steps_of_run, set_hyperparameters
@@ -24,7 +23,9 @@ PARTS_OF_THE_MODEL = (
     *("load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "bnb_4bit_use_double_quant"),
 )
 # Keys that no training step reads, or whose effects are compared: weights, rows, steps.
+WANDB_RUN = "wandb_run_id"  # of a checkpoint: the run at Weights & Biases, which a resumed run continues
 WITHOUT_EFFECT = (
+    WANDB_RUN,
     *("model_name_or_path", "scores", "next_tokens", "normalize_embeddings", "generate", "verify_first_batch"),
     *("train_file", "validation_file", "test_file", "predict_file", "columns", "predict_unlabelled", "predict_prompts"),
     *("dataset_num_proc", "cache_dir", "overwrite_cache", "dataloader_num_workers", "on_bad_row", "sp_size"),
@@ -51,15 +52,15 @@ def settings_of_run(settings: Any) -> dict[str, Any]:
     """
     answers = {f"evaluate_generation.{name}": value for name, value in vars(settings.evaluate_generation).items()}
     own = {**{name: value_of(settings, name) for name in BESIDE_STEPS}, **answers}
-    return {name: _plain(masked(value, name)) for name, value in own.items()}
+    return {name: _plain(value) for name, value in own.items()}
 
 
 def changed_settings(checkpoint: Path, module: object, data: object) -> list[str]:
-    """List `model.lora_r was 8 and is 16` for each setting of a run that has changed, whatever its effect.
+    """List `model.lora_r was 8 and is 16` for each setting that has changed, whatever its effect, but not the base.
 
     checkpoint: of the run. module, data: a `RadixModule` and an `SFTData` with the current settings.
     """
-    return _changed(read_settings(checkpoint), module, data)
+    return _changed(read_settings(checkpoint), module, data, ["model_name_or_path"])
 
 
 def template_date(checkpoint: str | None) -> str:
@@ -94,6 +95,8 @@ def restore_position(checkpoint: dict[str, Any], module: Any) -> None:
     """
     _check_optimizer(checkpoint["hyper_parameters"], module.hparams)
     state, callbacks = checkpoint["radixtrain"], checkpoint["callbacks"]
+    if not state["generators"] or not checkpoint["optimizer_states"]:
+        raise UserError("ckpt_path: the checkpoint has no state of the optimizer or of random generators; name another")
     for name in [name for name in callbacks if name.startswith("Timer")]:
         del callbacks[name]
     module.position = Position(**state["position"])
@@ -185,9 +188,9 @@ def _drawing(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield keys that both have, and `lora_r was 8 and is 16` for values that differ; secrets are compared as `***`."""
+    """Yield keys that both have, and `lora_r was 8 and is 16` for values that differ."""
     for name, now in current.items():
-        if name in saved and not name.startswith("_") and _plain(saved[name]) != _plain(masked(now, name)):
+        if name in saved and not name.startswith("_") and _plain(saved[name]) != _plain(now):
             yield name, f"{name} was {_in_yaml(saved[name])} and is {_in_yaml(now)}"
 
 

@@ -1,7 +1,7 @@
 """The folder of a run: whether it can be used or holds another run, which `overwrite` replaces, and its lock.
 
 A run is what `fit` leaves: `checkpoints/`, `model/`, and metrics of its training in `logs/`. Data files, `report.html`,
-predictions and the logs of `validate` are not part of it, and are never touched.
+predictions and what radixtrain has not written are not part of it, and are never touched.
 
 The lock is POSIX's, on a file that says who holds it. The kernel releases it when the process ends, however it does,
 and forked DataLoader workers do not inherit it.
@@ -23,9 +23,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
-from radixtrain.checkpoints.atomic import delete
-from radixtrain.checkpoints.manifest import committed, is_checkpoint
-from radixtrain.checkpoints.resolve import AUTO
+from radixtrain.checkpoints.atomic import PARTIAL, REPLACED, check_replaceable, delete, is_written
+from radixtrain.checkpoints.manifest import MANIFEST, SKELETON, committed, is_checkpoint
+from radixtrain.checkpoints.resolve import AUTO, LINKS
 from radixtrain.errors import UserError, only_warns
 
 logger = logging.getLogger(__name__)
@@ -33,8 +33,9 @@ logger = logging.getLogger(__name__)
 SCHEME = r"([A-Za-z][A-Za-z0-9+.-]+):/"  # of a URL, also after pathlib has joined its two slashes
 ASIDE = ".earlier_run"  # in the run's folder: the earlier run, until the new one has a checkpoint
 MOVING = ".earlier_run.moving"  # the same while it is set aside or put back; it is put back if that is interrupted
-OF_A_RUN = ("model", "answers", "loss.png", "summary.json", "checkpoints/last", "checkpoints/best")
-OF_TRAINING = "loss"  # a column of `metrics.csv` that `validate` does not write
+ALWAYS = ("loss.png", "summary.json")  # files of every run
+RECORD = "{}.yaml"  # the settings of a command, in the folder of its logs
+FIT = RECORD.format("fit")  # is written as training begins
 WORDS = ("last", "best", AUTO)  # of `ckpt_path`, for checkpoints of this folder
 HOLDER = b"`radixtrain "  # how the text of a lock begins
 LOCK, MODEL_LOCK = ".lock", ".{}.lock"  # inside a run's folder; beside a model's, which is replaced as a whole
@@ -92,6 +93,8 @@ def check_new_run(
     if ckpt_path == AUTO and overwrite:
         raise UserError("ckpt_path auto resumes and never replaces a run: leave out overwrite, or ckpt_path")
     has_come_back, continues = _recover(output_dir), is_resumed(output_dir, ckpt_path)
+    for name in ALWAYS:
+        check_replaceable(output_dir / name)
     found, parts = committed(output_dir / "checkpoints"), _parts_of_run(output_dir)
     if has_come_back and continues and found and not _is_named(Path(ckpt_path or "")):
         (manifest, path), *_ = found
@@ -205,25 +208,29 @@ def _parts_of_run(output_dir: Path) -> list[str]:
     parts = {
         "checkpoints/": any(_checkpoints(output_dir)),
         "model/": any(output_dir.glob("model/*")),
-        "logs/": any(map(_has_trained, output_dir.glob("logs/*/metrics.csv"))),
+        "logs/": any(_logs(output_dir)),
     }
     return [name for name, is_there in parts.items() if is_there]
 
 
 def _checkpoints(output_dir: Path) -> Iterator[Path]:
-    """Yield whole checkpoints, whoever chose their names: folders with a manifest."""
-    return (path for path in output_dir.glob("checkpoints/[!.]*") if (path / "manifest.json").is_file())
+    """Yield whole checkpoints, whoever chose their names."""
+    paths = output_dir.glob("checkpoints/[!.]*")
+    return (path for path in paths if all((path / name).is_file() for name in (MANIFEST, SKELETON)))
 
 
-def _has_trained(metrics: Path) -> bool:
-    with metrics.open(encoding="utf-8", errors="replace") as file:
-        return OF_TRAINING in file.readline().strip().split(",")
+def _logs(output_dir: Path) -> Iterator[Path]:
+    """Yield the folders of logs of `fit`."""
+    return (path for path in output_dir.glob("logs/version_*") if is_written(path / FIT))
 
 
-def _files_of_run(output_dir: Path) -> list[Path]:
-    """List all files of the run and no others: in `checkpoints/` and `logs/`, only those that a run writes."""
-    unfinished, logs = output_dir.glob("checkpoints/.*.*"), output_dir.glob("logs/version_*")
-    paths = (*_checkpoints(output_dir), *unfinished, *logs, *(output_dir / name for name in OF_A_RUN))
+def _files_of_run(folder: Path, is_aside: bool = False) -> list[Path]:
+    """List all files of the run and no others. `model/` was checked before. is_aside: all that is there is its."""
+    unfinished = (path for kind in (PARTIAL, REPLACED) for path in folder.glob(f"checkpoints/.*.{kind}"))
+    single = (path for name in (*ALWAYS, FIT, "answers/*.csv") for path in folder.glob(name))
+    written = (path for path in single if is_aside or is_written(path))
+    links = (path for name in LINKS if not (path := folder / "checkpoints" / name).is_dir() or path.is_symlink())
+    paths = (*_checkpoints(folder), *unfinished, *_logs(folder), *written, *links, folder / "model")
     return [path for path in dict.fromkeys(paths) if os.path.lexists(path)]
 
 
@@ -243,7 +250,7 @@ def _recover(output_dir: Path) -> bool:
         EarlierRun(output_dir).forget()
     elif aside.is_dir():
         aside.rename(moving)
-    for path in _files_of_run(moving):
+    for path in _files_of_run(moving, is_aside=True):
         delete(output_dir / path.relative_to(moving))
         _move(path, moving, output_dir)
     if moving.is_dir():

@@ -21,13 +21,10 @@ from radixtrain.checkpoints.sharded import parts_like, whole
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import pretrained_model_of
-from radixtrain.redaction import masked
 from radixtrain.training.fault_tolerance.resume import parts_of_the_model
 from radixtrain.training.optimizer import epoch_length, num_steps_of_run
 
 logger = logging.getLogger(__name__)
-
-SETTINGS = ("hyper_parameters", "datamodule_hyper_parameters")  # of Lightning's checkpoints
 
 
 def add_run_state(checkpoint: dict[str, Any], module: Any, in_step: Mapping[str, Any] | None) -> None:
@@ -43,6 +40,9 @@ def add_run_state(checkpoint: dict[str, Any], module: Any, in_step: Mapping[str,
     if has_base:
         checkpoint["state_dict"] = {name: each for name, each in checkpoint["state_dict"].items() if name in trained}
         module.base_digest = module.base_digest or _digest(frozen)
+    settings = checkpoint.get("hyper_parameters", {})
+    if (base := Path(settings.get("model_name_or_path", ""))).is_dir():
+        settings["model_name_or_path"] = str(base.absolute())  # `export` may run in another folder
     checkpoint["radixtrain"] = {
         "position": asdict(module.position),
         "generators": ranks().gather(in_step or generator_states()),
@@ -56,9 +56,6 @@ def add_run_state(checkpoint: dict[str, Any], module: Any, in_step: Mapping[str,
         "settings": module.run_settings,
         "version": __version__,
     }
-    for name in SETTINGS:
-        if name in checkpoint:
-            checkpoint[name] = masked(dict(checkpoint[name]))
 
 
 def check_same_model(checkpoint: Mapping[str, Any], module: Any) -> None:

@@ -22,7 +22,8 @@ from radixtrain.training.fault_tolerance import slurm
 logger = logging.getLogger(__name__)
 
 ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-HANDLED = (*ENDING, signal.SIGUSR1)
+SAVING = (signal.SIGUSR1, signal.SIGUSR2)
+HANDLED = (*ENDING, *SAVING)
 # `timeout`, shells and launchers send a signal to the process and to its group, so that it arrives twice.
 SAME_SIGNAL_SECONDS = 1.0
 POLL_SECONDS = 1.0
@@ -41,7 +42,7 @@ class Stop:
 STOPS = (
     None,
     *(Stop(number.name, 128 + number) for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)),
-    Stop(signal.SIGUSR1.name, 128 + signal.SIGUSR1, requeue=True),
+    *(Stop(number.name, 128 + signal.SIGUSR1, requeue=True) for number in SAVING),
     Stop("the file stop", 128 + signal.SIGINT),
 )
 """Why a run may stop. Ranks exchange the index."""
@@ -51,7 +52,7 @@ class Requests:
     """A context around a run, in which signals become requests that the run looks at between its steps.
 
     SIGTERM, SIGHUP and Ctrl-C request a stop: exit codes 143, 129 and 130. A second one, at least a second later, exits
-    at once with its own code. SIGUSR1 requests a save; in a SLURM job a stop and a requeue (138). A signal
+    at once with its own code. SIGUSR1 or SIGUSR2 requests a save; in a SLURM job a stop and a requeue (138). A signal
     that was ignored before, as SIGHUP under `nohup`, stays ignored. Outside the main thread there are only the files.
     What is requested of one rank, all do at the same step.
 
@@ -86,7 +87,7 @@ class Requests:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Restore the previous signal handlers. A job that stops for SIGUSR1 is requeued, by rank 0."""
+        """Restore the previous signal handlers. A job that stops for SIGUSR1 or SIGUSR2 is requeued, by rank 0."""
         try:
             if isinstance(error, Stopped) and self.stop is not None and self.stop.requeue and ranks().is_first:
                 slurm.requeue()
@@ -147,13 +148,13 @@ class Requests:
             os.kill(os.getpid(), number)
         elif number in ENDING and self._signalled_at is not None:
             self._leave_at_once(number)
-        elif number == signal.SIGUSR1 and not slurm.is_batch_job():
+        elif number in SAVING and not slurm.is_batch_job():
             self.save = True
         else:
             self._request_stop(number)
 
     def _request_stop(self, number: int) -> None:
-        """Set `stop`, and raise unless deferred. Signals that SLURM sends after its SIGUSR1 have no effect."""
+        """Set `stop`, and raise unless deferred. Signals that SLURM sends after its first one have no effect."""
         if number in ENDING:
             self._signalled_at = time.monotonic()
         if self.stop is not None:

@@ -19,7 +19,6 @@ from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.hf.config import check_json_files
 from radixtrain.hf.prepare import restore_model
-from radixtrain.redaction import masked
 from radixtrain.training.devices.fsdp2 import gather_on_first
 from radixtrain.training.fault_tolerance.nonfinite_guard import check_weights_finite
 from radixtrain.training.start.adapters import merged
@@ -32,6 +31,8 @@ CARD, SETTINGS = "README.md", "radixtrain.yaml"
 MARK = "<!-- written by radixtrain -->"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 DATA_FILE = re.compile(r"\.(jsonl|ndjson|json|csv|tsv|parquet|arrow)(\.gz|\.zst)?$")
+FOLDERS = re.compile(r"(^|_)(path|file|dir)$")
+OF_ROWS = ("columns", "chat_template_kwargs")  # settings whose values are no paths, whatever their names
 SHOWN = (  # settings of the card, if they are in the configuration
     *("batch_size", "max_tokens", "max_length", "split_turns", "assistant_only_loss", "completion_only_loss"),
     *(
@@ -89,8 +90,8 @@ def check_model_folder(output_dir: str | os.PathLike[str], reads: Iterable[str |
         raise UserError(f"{output_dir} is a file; the model needs a folder")
     inside = list(target.iterdir()) if target.exists() else []
     foreign = [path.name for path in inside if not _is_written_by_us(path)]
-    if foreign or (inside and not (target / "config.json").is_file()):
-        named = ", ".join(sorted(foreign)[:3]) or "no config.json"
+    if foreign or (inside and not (target / CARD).is_file()):
+        named = ", ".join(sorted(foreign)[:3]) or f"no {CARD} of radixtrain"
         way_out = "move that away, or choose another folder"
         raise UserError(f"{output_dir} holds files that are not a model ({named}) and would be replaced; {way_out}")
     return target
@@ -131,6 +132,8 @@ def _write(model: Any, tokenizer: PreTrainedTokenizerBase, target: Path, documen
             _copy_processor(tokenizer.name_or_path, staging)
         for name, text in documents.items():
             (staging / name).write_text(text, encoding="utf-8")
+        for path in staging.rglob("*.safetensors"):  # their writer lets only the owner read them
+            path.chmod((staging / "config.json").stat().st_mode)
 
 
 def _copy_processor(source: str, staging: Path) -> None:
@@ -156,18 +159,26 @@ def card_and_settings(
     has_chat_template: bool,
     system: str = "",
 ) -> dict[str, str]:
-    """Return names and texts of the files: the card, and the configuration without secrets.
+    """Return names and texts of the files: the card, and the configuration.
 
     config: with the sections `model` and `data`, and whatever else made the model.
     results: of the run, by name: loss, r, ...
     data: of the training, by name: rows, tokens, ...
     system: the system turn of its chats, if it is the same in all, for the example.
     """
-    clean = masked(dict(config))
-    settings = yaml.safe_dump(clean, sort_keys=False, allow_unicode=True)
-    turns = ", ".join([*([SYSTEM.format(repr(masked(system)))] if system else []), USER])
+    settings = yaml.safe_dump(_without_folders(config), sort_keys=False, allow_unicode=True)
+    turns = ", ".join([*([SYSTEM.format(repr(system))] if system else []), USER])
     inputs = CHAT.format(turns=turns) if has_chat_template else PLAIN
-    return {CARD: _card(clean, masked(results), masked(data), inputs), SETTINGS: settings}
+    return {CARD: _card(config, results, data, inputs), SETTINGS: settings}
+
+
+def _without_folders(value: object, key: str = "") -> Any:
+    """Return the settings with names only of the files and folders of this machine, since a model may be published."""
+    if isinstance(value, Mapping) and key not in OF_ROWS:
+        return {name: _without_folders(entry, str(name)) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_folders(entry, key) for entry in value]
+    return Path(str(value)).name if FOLDERS.search(key) and os.path.isabs(str(value)) else value
 
 
 def _card(config: Mapping[str, Any], results: Mapping[str, str], data: Mapping[str, str], inputs: str) -> str:

@@ -16,6 +16,7 @@ from radixtrain.checkpoints.manifest import Manifest
 from radixtrain.distributed import ranks
 from radixtrain.errors import first_line
 from radixtrain.screen import screen
+from radixtrain.text_files import read_text
 from radixtrain.training.fault_tolerance.position import is_out_of_time
 from radixtrain.training.optimizer import epoch_length, num_steps_of_run
 from radixtrain.training.results.best import StopEarly, Validation
@@ -131,7 +132,7 @@ def weights_text(model_name_or_path: str, ckpt_path: str | None) -> str:
         return f"{path} (step {Manifest.read(path).step:,})" if path.is_dir() else str(path)
     folder = Path(model_name_or_path)
     try:
-        exported = json.loads((folder.parent / SUMMARY).read_text(encoding="utf-8"))["exported"]
+        exported = json.loads(read_text(folder.parent / SUMMARY))["exported"]
         if exported["path"] == folder.name:
             return f"{model_name_or_path} (the {exported['weights']} weights of the run, of step {exported['step']:,})"
     except (OSError, ValueError, LookupError, TypeError):

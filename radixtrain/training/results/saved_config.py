@@ -1,4 +1,4 @@
-"""`config.yaml` and the settings that loggers write: both without secrets."""
+"""The record of a run, from which it can be run again, and the settings that loggers write."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import yaml
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from radixtrain.checkpoints.atomic import writing_file
+from radixtrain.checkpoints.atomic import check_replaceable, writing_file
 from radixtrain.data.splits import is_file_of_text
 from radixtrain.errors import UserError, first_line
 from radixtrain.redaction import masked
+from radixtrain.training.fault_tolerance.run_folder import RECORD
 from radixtrain.training.results.model_folder import SETTINGS
 from radixtrain.training.results.run_progress import SUMMARY
 from radixtrain.yaml_text import read_yaml
@@ -38,10 +39,11 @@ LOGGED = frozenset(
 OF_ONE_COMMAND = ("overwrite", "ckpt_path", "weights_only")  # else a second run would discard or resume something
 
 
-class SaveMaskedConfig(Callback):
-    """Writes config.yaml into the folder of the logs, without secrets and without keys for one command only.
+class RunRecord(Callback):
+    """Writes `fit.yaml`, `validate.yaml` and so on into the folder of the logs; into `output_dir` if that is elsewhere.
 
-    In `fit` it is written when training starts, so that a refused run replaces no file of the previous one.
+    It has no keys for one command only, and `***` for secrets of loggers. In `fit` it is written when training starts,
+    so that a refused run replaces no file of the previous one.
     """
 
     def __init__(self, config: Mapping[str, Any]):
@@ -49,23 +51,23 @@ class SaveMaskedConfig(Callback):
         self.config = config
 
     def setup(self, trainer: L.Trainer, pl_module: object, stage: str) -> None:
+        output_dir = Path(trainer.default_root_dir).absolute()
+        folders = [folder for folder in own_log_folders(trainer) if output_dir in folder.absolute().parents]
+        self.path = (folders or [output_dir])[0] / RECORD.format(trainer.state.fn.value)
+        check_replaceable(self.path)
         if stage != "fit":
-            self._save(trainer)
+            self.on_train_start(trainer, pl_module)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: object) -> None:
-        self._save(trainer)
-
-    def _save(self, trainer: L.Trainer) -> None:
         if trainer.is_global_zero:
-            folder = log_folder(trainer)
-            folder.mkdir(parents=True, exist_ok=True)
-            with writing_file(folder / "config.yaml") as partial:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with writing_file(self.path) as partial:
                 partial.write_text(self.text(), encoding="utf-8")
 
     def text(self) -> str:
-        """Return the configuration in YAML, with `***` for every secret."""
+        """Return the configuration in YAML. Only arguments of classes may be secrets: all else is read as it stands."""
         kept = {name: value for name, value in self.config.items() if name not in OF_ONE_COMMAND}
-        return str(yaml.safe_dump(masked(kept), sort_keys=False, allow_unicode=True))
+        return str(yaml.safe_dump({**kept, "trainer": masked(kept["trainer"])}, sort_keys=False, allow_unicode=True))
 
 
 def defaults_of_model(model_name_or_path: str, system_prompt: str | None = None) -> dict[str, Any]:

@@ -64,9 +64,6 @@ class RunSummary(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, module: Any) -> None:
         """Begin after a checkpoint was read, whether or not anything is left to train."""
         self._module, self.speed, self._earlier_seconds = module, module.speed, self.progress.seconds
-        for name in (PICTURE, SUMMARY) if ranks().is_first else ():  # left by a run that was killed while writing one
-            with only_warns(f"leftovers of a killed run in {self.output_dir} cannot be deleted"):
-                (self.output_dir / f".{name}.partial").unlink(missing_ok=True)
         if trainer.ckpt_path:
             self.progress.locate_logs(Path(trainer.ckpt_path).resolve().parent.parent, self.output_dir)
 

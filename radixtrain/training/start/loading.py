@@ -34,6 +34,7 @@ from radixtrain.hf.config import (
 from radixtrain.hf.prepare import prepare_model
 from radixtrain.hf.quantized import four_bit_layers, keep_trainable
 from radixtrain.hf.refusals import check_only_cross_entropy, check_soft_cap
+from radixtrain.training.fault_tolerance.failures import explain
 from radixtrain.training.fault_tolerance.nonfinite_guard import check_weights_finite
 from radixtrain.training.start.adapters import check_quantized, quantization, with_adapters
 
@@ -101,6 +102,8 @@ def load_model(
                 **({} if quantization_config is None else {"quantization_config": quantization_config}),
             )
     except Exception as error:  # a value of a wrong type in config.json may raise anything
+        if explain(error, None):
+            raise
         reason = reason_of(error)
         if attn_implementation == "sdpa" and "scaled_dot_product_attention" in str(error):
             reason = "its class has no sdpa attention; set model.attn_implementation: eager"

@@ -17,6 +17,7 @@ from radixtrain.checkpoints.folder import existing
 from radixtrain.errors import UserError, bytes_text, first_line
 from radixtrain.redaction import masked
 from radixtrain.settings.section import flat
+from radixtrain.text_files import check_file, read_text
 from radixtrain.versions import versions
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ def _digest_of_model(model_name_or_path: str) -> str:
         paths = sorted(path for path in folder.iterdir() if path.suffix in MODEL_SUFFIXES)
         digest = xxhash.xxh3_128()
         for path in paths:
+            check_file(path)
             size = path.stat().st_size
             digest.update(f"{path.name} {size}\n".encode())
             with path.open("rb") as file:
@@ -115,7 +117,7 @@ def _weight_files(model_name_or_path: str) -> list[Path] | None:
         try:
             cached = [try_to_load_from_cache(model_name_or_path, file) for file in (WHOLE, SHARDED)]
         except HFValidationError:  # not a name that the hub could have
-            raise UserError(f"model.model_name_or_path: no such folder: {model_name_or_path}") from None
+            raise UserError(f"model.model_name_or_path: no such folder: {folder.absolute()}") from None
         downloaded = next((Path(path).parent for path in cached if isinstance(path, str)), None)
         if downloaded is None and constants.HF_HUB_OFFLINE:
             raise UserError(
@@ -134,7 +136,7 @@ def _weight_files(model_name_or_path: str) -> list[Path] | None:
         hint = f"; {others[0]} is of another format: convert it to safetensors" if others else ""
         raise UserError(f"{name}: no weights ({WHOLE} or {SHARDED}) in the folder{hint}")
     try:
-        index = json.loads((folder / SHARDED).read_text(encoding="utf-8"))
+        index = json.loads(read_text(folder / SHARDED))
         shards = sorted({str(shard) for shard in index["weight_map"].values()})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(
@@ -151,8 +153,11 @@ def _weight_files(model_name_or_path: str) -> list[Path] | None:
 def _num_parameters(path: Path) -> int:
     """Count the parameters in the header of a safetensors file."""
     try:
+        path.open("rb").close()  # the library calls a file missing that it may not read
         with safe_open(path, "pt") as file:
             return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    except PermissionError as error:
+        raise UserError(f"{path}: the weights cannot be read: {error.strerror}; let this user read them") from None
     except (SafetensorError, OSError, ValueError) as error:
         reason = f"the file is incomplete or damaged ({first_line(error)}); copy or download it again"
         raise UserError(f"{path}: the weights cannot be read, {reason}") from None

@@ -21,6 +21,10 @@ FORGED: list[tuple[tuple[Any, ...], Any]] = [
     (("datamodule_hyper_parameters",), [1]),
     (("radixtrain",), None),
     (("radixtrain", "position", "num_batches"), [1, "x"]),
+    (("radixtrain", "position", "num_batches"), -1),
+    (("radixtrain", "position", "num_steps"), -1),
+    (("radixtrain", "generators"), {}),
+    (("optimizer_states",), []),
 ]
 
 

@@ -1,6 +1,7 @@
 """What others put into the folder of a run is neither followed nor deleted: their links and files stay as they are."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -50,7 +51,8 @@ def test_a_link_under_any_name_that_a_run_writes(
     home, written = str(tmp_path / "out"), watching.pop()
     names = sorted({os.path.relpath(path, home) for path in written if path.startswith(home + os.sep)})
     assert {*LOCKS, ".summary.json.partial", ".loss.png.partial", ".predictions.jsonl.partial"} < {*names}
-    refused = (*LOCKS, *ASIDE, "checkpoints/step=", "model", ".model.replaced")  # each in a line of its own
+    whole = ("checkpoints/step=", "model", ".model.replaced", "loss.png", "summary.json", "predictions.jsonl")
+    refused = (*LOCKS, *ASIDE, *whole)  # each in a line of its own
     planted = [name for name in names if not name.startswith(refused)]
     leaves = [name for name in planted if not any(other.startswith(f"{name}/") for other in planted)]
     victims = plant(tmp_path / "other", leaves, tmp_path / "victims")
@@ -80,3 +82,38 @@ def test_what_a_run_would_lock_or_move_back_and_is_not_its_own(
     assert run("fit", folder) == 1
     assert f"{folder / name} is " in capsys.readouterr().err
     assert victim.read_text() == "mine" and os.path.lexists(folder / name)
+
+
+ODD: dict[str, Callable[[Path], Any]] = {"fifo": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero")}
+
+
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *("out/checkpoints/step=*/manifest.json", "out/checkpoints/step=*/state.json", "out/checkpoints/last"),
+        *("out/logs/version_0/metrics.csv", "out/summary.json", "out/loss.png", "out/.radixtrain_files"),
+        *("tokens/*/about.txt", "tokens/*/samples.arrow", "out/model/README.md", "out/model/config.json"),
+    ],
+)
+def test_no_command_waits_for_a_pipe_or_reads_a_device(
+    pattern: str, kind: str, arguments: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    line = arguments(trainer__max_steps=1, trainer__max_epochs=None, data__cache_dir=tmp_path / "tokens")
+    assert main(line) == 0
+    paths = list(tmp_path.glob(pattern)) or [tmp_path / pattern]
+    for path in paths:
+        path.unlink(missing_ok=True)
+        ODD[kind](path)
+    before = signal.signal(signal.SIGALRM, _late)
+    signal.alarm(20)
+    try:
+        ended = [main([*line, "--ckpt_path=auto"]), main([*line, "--overwrite=true"])]
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert ended == [0, 0] or (pattern.startswith("out/") and set(ended) <= {0, 1})
+
+
+def _late(*_: object) -> None:
+    raise AssertionError("waits")

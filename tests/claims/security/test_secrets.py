@@ -1,7 +1,6 @@
 """What was typed as a password or a token is in no file of a run, and yet reaches the class that it is meant for."""
 
 import json
-import shutil
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -22,19 +21,12 @@ LOGGED = {"db_password": SECRET, "nested": {"access_token": SECRET}, "harmless":
 
 @pytest.fixture
 def config(shop: Path, tmp_path: Path) -> Path:
-    """A configuration with a secret wherever one may be written."""
-    model = tmp_path / "model"
-    shutil.copytree(shop / "model", model)
-    template = model / "chat_template.jinja"
-    template.write_text("{%- if api_key is defined %}{%- endif %}" + template.read_text(), encoding="utf-8")
+    """A configuration with a secret wherever a class may get one."""
     wandb = {"save_dir": str(tmp_path / "out"), "offline": True, "project": "p"}
     notes = {"config": LOGGED, "notes": f"hf_{SECRET}{'a' * 20}", "settings": {"api_key": KEY}}
     settings = {
-        "model": {"model_name_or_path": str(model)},
-        "data": {
-            "train_file": [{"path": str(shop / "train.jsonl"), "name": f"https://me:{SECRET}@example.com/x"}],
-            "chat_template_kwargs": {"api_key": SECRET},
-        },
+        "model": {"model_name_or_path": str(shop / "model")},
+        "data": {"train_file": str(shop / "train.jsonl")},
         "trainer": {
             "logger": [
                 {"class_path": f"{LOGGERS}.WandbLogger", "init_args": wandb, "dict_kwargs": notes},
@@ -84,7 +76,7 @@ def test_no_file_of_a_run_has_it(
     wandb.finish()
     assert not holding(tmp_path / "out")
     names = {path.name for path in (tmp_path / "out").rglob("*")}
-    assert {"config.yaml", "hparams.yaml", "state.json", "README.md", "radixtrain.yaml", "metrics.csv"} <= names
+    assert {"fit.yaml", "hparams.yaml", "state.json", "README.md", "radixtrain.yaml", "metrics.csv"} <= names
     assert any(name.endswith(".wandb") for name in names)
 
 

@@ -201,6 +201,16 @@ class TestPoint:
         with pytest.raises(UserError, match="is a folder, and would be replaced by a link"):
             point(folder, "last", folder / "step=5")
 
+    def test_a_copy_of_the_folder_that_followed_the_links(self, folder, make_state):
+        """The copies are whole checkpoints, and another one stays where it is."""
+        for name, step in (("last", 5), ("best", 3)):
+            shutil.copytree(folder / f"step={step}", folder / name)
+        point(folder, "last", folder / "step=5")
+        assert os.readlink(folder / "last") == "step=5"
+        write_checkpoint(folder / "best", make_state(9))
+        with pytest.raises(UserError, match="is a folder, and would be replaced by a link"):
+            point(folder, "best", folder / "step=5")
+
 
 def test_tidy(folder, make_state):
     write_checkpoint(folder / ".step=9.partial", make_state(9))

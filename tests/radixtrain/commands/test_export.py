@@ -1,5 +1,7 @@
 """`push_to_hub` with a hub that is replaced: what is uploaded, and that nothing that goes wrong there loses a model."""
 
+import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,3 +80,31 @@ def test_what_is_refused_before_training(
     assert "not logged in to the Hugging Face hub: run `hf auth login`, or set HF_TOKEN" in says(push_to_hub="true")
     monkeypatch.setattr(export.constants, "HF_HUB_OFFLINE", True)
     assert "push_to_hub: HF_HUB_OFFLINE forbids the upload" in says(push_to_hub="true")
+
+
+def test_from_another_folder(
+    arguments: Any, shop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also if the model was named by a relative path; if it has gone since, the message names where it was."""
+    home = tmp_path / "home"
+    shutil.copytree(shop / "model", home / "base")
+    monkeypatch.chdir(home)
+    line = arguments(output_dir="run", model__model_name_or_path="base", trainer__max_steps=1, trainer__max_epochs=None)
+    assert main(line) == 0
+    export = ["export", f"--ckpt_path={home / 'run'}", "--output_dir"]
+    monkeypatch.chdir(tmp_path)
+    assert main([*export, "exported"]) == 0
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "exported").iterdir()} == {0o666 & ~_umask()}
+    for settings in tmp_path.rglob("radixtrain.yaml"):
+        assert str(tmp_path) not in settings.read_text() and str(shop) not in settings.read_text()
+    monkeypatch.chdir(home)
+    assert main([line[0], *line[1:], "--trainer.max_steps=2", "--ckpt_path=auto"]) == 0
+    (home / "base").rename(home / "renamed")
+    assert main([*export, "again"]) == 1
+    assert f"its tokenizer and configuration are read from {home / 'base'}: no such folder" in capsys.readouterr().err
+
+
+def _umask() -> int:
+    found = os.umask(0)
+    os.umask(found)
+    return found

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from lightning.pytorch.loggers import CSVLogger
+from tiers import FULL
 
 from radixtrain.__main__ import main
 from radixtrain.commands import loggers
@@ -113,6 +114,30 @@ def test_what_weights_and_biases_refuses_later():
         raise wandb.errors.CommError("no such project\nmore")
     with pytest.raises(json.JSONDecodeError), errors_of_wandb():
         json.loads("{")
+
+
+@FULL
+@pytest.mark.usefixtures("wandb_offline")
+def test_a_resumed_run_stays_the_same_at_weights_and_biases(arguments, tmp_path, monkeypatch):
+    """A new run in the same folder is another one, and so is one that begins with the weights of a checkpoint."""
+    wandb = pytest.importorskip("wandb", reason="pip install wandb")
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    ids = []
+    line = arguments(output_dir=tmp_path / "run", trainer__logger="wandb", trainer__max_epochs=None)
+    last, elsewhere = tmp_path / "run" / "checkpoints" / "last", f"--output_dir={tmp_path / 'other'}"
+    for steps, more in (
+        (1, []),
+        (2, ["--ckpt_path=auto"]),
+        (2, ["--ckpt_path=last"]),
+        (3, [f"--ckpt_path={last}", elsewhere]),
+        (1, ["--overwrite=true"]),
+        (2, ["--ckpt_path=last"]),
+    ):
+        assert main([*line, f"--trainer.max_steps={steps}", *more]) == 0
+        ids.append(wandb.run.id)
+        wandb.finish()
+    first, third, fourth = ids[0], ids[3], ids[4]
+    assert ids == [first, first, first, third, fourth, fourth] and len({first, third, fourth}) == 3
 
 
 class Run:

@@ -25,7 +25,7 @@ from radixtrain.verification.oracle import float64_arithmetic
 
 BAR = 1e-10
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
-REFUSED = r"Trainer uses the logits of this evaluation .* in the order of the tree.*recipes/hf_trainer_metrics\.py"
+REFUSED = r"Trainer uses the logits of an evaluation .* in the order of the tree.*recipes/hf_trainer_metrics\.py"
 
 
 @pytest.fixture(autouse=True)
@@ -125,6 +125,26 @@ def test_metrics_of_radix_batches_are_refused(tmp_path, make_trainer, how):
     trainer = make_trainer(*radix(), tmp_path, arguments=arguments, **({} if how == "predict" else metrics()))
     with pytest.raises(UserError, match=REFUSED):
         getattr(trainer, how)(*([trainer.eval_dataset] if how == "predict" else []))
+    assert trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize("collator", [radix()[1], lambda rows: radix()[1](rows)])
+def test_a_training_without_such_an_evaluation_runs(tmp_path, collator):
+    """None during training, or with the collator of another loader."""
+    from transformers import DataCollatorForSeq2Seq, Trainer
+
+    class OwnLoader(Trainer):
+        def get_train_dataloader(self):
+            self.data_collator, ordinary = collator, self.data_collator
+            loader = super().get_train_dataloader()
+            self.data_collator = ordinary
+            return loader
+
+    own = {"kind": OwnLoader, "arguments": {"eval_strategy": "epoch"}, **metrics()}
+    for given, more in ((collator, metrics()), (DataCollatorForSeq2Seq(tokenizer()), own)):
+        trainer = hugging_face(prepare_model(model()), given, tmp_path, **more)
+        trainer.train()
+        assert trainer.state.global_step == 4
 
 
 class TestLossOnly:

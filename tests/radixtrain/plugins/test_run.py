@@ -13,6 +13,7 @@ import torch
 from tiers import FULL, cases
 from transformers import FSMTConfig, FSMTModel, LlamaConfig, LlamaForCausalLM, Qwen3ForCausalLM
 
+import radixtrain
 from radixtrain.__main__ import main
 from radixtrain.commands.run import NOTHING_LOADED
 from radixtrain.plugins.from_pretrained import LoadedModel, _share
@@ -55,6 +56,28 @@ def started(folder: Path, *words: str, **variables: str) -> subprocess.Completed
     return subprocess.run(
         [sys.executable, *words], cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True
     )
+
+
+IS_ON = "import sys; print(any(type(each).__module__.startswith('radixtrain') for each in sys.meta_path))"
+PTH = f"exec(open({str(Path(radixtrain.__file__).parent / 'plugins' / 'radixtrain-run.pth')!r}).read())"
+
+
+@pytest.mark.parametrize(
+    ("values", "is_on", "said"),
+    [
+        (("1", "true", "True", "YES", "on"), "True", ""),
+        (("", "0", "false", "False", "no", "off", " OFF "), "False", ""),
+        (("/opt/radixtrain", "2", "none", "-1"), "False", "no model is shared; set it to 1 to share, or to 0"),
+    ],
+)
+def test_only_words_that_say_so_turn_it_on(values: tuple[str, ...], is_on: str, said: str, tmp_path: Path) -> None:
+    for value in values:
+        done = started(tmp_path, "-c", f"{PTH}; {IS_ON}", RADIXTRAIN=value)
+        lines = {
+            line for line in done.stderr.splitlines() if value and line.startswith(f"radixtrain: RADIXTRAIN={value}")
+        }
+        assert done.stdout.strip() == is_on, (value, done.stderr)
+        assert len(lines) == bool(said) and all(line.endswith(said) for line in lines), (value, done.stderr)
 
 
 def losses(printed: str, path: str) -> torch.Tensor:

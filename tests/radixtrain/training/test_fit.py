@@ -64,7 +64,7 @@ def test_fit_learns_and_leaves_a_hugging_face_folder(arguments, shop, tmp_path, 
 def test_every_command_takes_the_configuration_of_a_run_and_none_discards_the_run(arguments, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(arguments(overwrite=True, trainer__max_steps=1)) == 0
-    (saved,) = out.rglob("config.yaml")
+    (saved,) = out.rglob("fit.yaml")
     for command in (["inspect"], ["report", "--max_seconds=0"]):
         assert main([*command, f"--config={saved}"]) == 0, command
     assert main(["fit", f"--config={saved}"]) == 1

@@ -15,7 +15,9 @@ from tqdm import tqdm
 
 from radixtrain.__main__ import main
 from radixtrain.commands.quiet import NoticeHandler
-from radixtrain.training.progress_bar import ProgressLine, ProgressLines, progress_bar
+from radixtrain.errors import Stopped
+from radixtrain.training.fault_tolerance.saving import SaveCheckpoints
+from radixtrain.training.progress_bar import ProgressLines, progress_bar
 
 METRICS = {
     **{"grad_norm": 1.321, "learning_rate": 2e-5, "loss": 1.23456, "eval_loss": 1.5, "r": 7.93, "best_r": 9.0},
@@ -50,9 +52,9 @@ MODULE = SimpleNamespace(steps_per_epoch=2000)
 
 
 def test_a_terminal_gets_the_bar(monkeypatch):
-    for stream, kind in ((Terminal(), ProgressLine), (io.StringIO(), ProgressLines)):
+    for stream, is_bar in ((Terminal(), True), (io.StringIO(), False)):
         monkeypatch.setattr(sys, "stderr", stream)
-        assert type(progress_bar()) is kind
+        assert progress_bar().is_bar is is_bar
 
 
 class TestLines:
@@ -97,16 +99,55 @@ class TestLines:
         assert capsys.readouterr().err.splitlines() == [f"predict {n}/25" for n in (1, 5, 9, 13, 17, 21, 25)]
 
 
-def test_the_bar_shows_losses_at_100_columns(trainer, monkeypatch):
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    bar = ProgressLine()
-    shown = bar._bar("Epoch 12", leave=True)
-    shown.ncols, shown.total, shown.n, shown.dynamic_ncols = 100, 1500, 1200, None
-    monkeypatch.setattr("lightning.pytorch.callbacks.ProgressBar.get_metrics", lambda *_: METRICS)
-    shown.set_postfix(bar.get_metrics(trainer, None), refresh=False)
-    text = str(shown)
-    assert "loss=1.2346, eval_loss=1.5000, r=7.9" in text and len(text) <= 100
-    shown.close()
+def shown_on(stream):
+    return [line for line in re.split(r"[\r\n]+", stream.getvalue()) if line.strip()]
+
+
+def test_the_bar_shows_losses_at_70_columns(trainer, monkeypatch):
+    """And no metric in part."""
+    monkeypatch.setenv("COLUMNS", "70")
+    monkeypatch.setattr(sys, "stderr", stream := Terminal())
+    bar, trainer.global_step = ProgressLines(is_bar=True), 1199
+    bar.on_train_start(trainer, MODULE)
+    trainer.global_step = 1200
+    bar.on_train_batch_end(trainer, MODULE)
+    bar.on_exception()
+    assert shown_on(stream)[-1].endswith("| step 1200/1500  eta 00:00  loss 1.2346  r 7.9")
+    assert stream.getvalue().endswith("\n")
+
+
+def test_the_bar_of_a_run(arguments, shop, monkeypatch):
+    """Its total is that of the run, also with max_steps and after a resume, and what ends the run has its own line."""
+    monkeypatch.setenv("COLUMNS", "300")
+    rows = {"data__validation_file": shop / "validation.jsonl"}
+    line = arguments(trainer__enable_progress_bar=None, trainer__max_epochs=3, **rows)
+    monkeypatch.setattr(SaveCheckpoints, "_handle_requests", stop_after(6))
+    for more, code, steps in (
+        ([], 130, [f"step {step}/15" for step in range(1, 7)]),
+        (["--ckpt_path=last", "--trainer.max_steps=8"], 0, ["step 7/8", "step 8/8"]),
+    ):
+        monkeypatch.setattr(sys, "stderr", stream := Terminal())
+        assert main([*line, *more]) == code
+        bars = [each.partition("| ")[2] for each in shown_on(stream) if each.startswith("|")]
+        found = [" ".join(each.split()[:2]) for each in bars if each.startswith("step")]
+        assert list(dict.fromkeys(found)) == steps
+        assert more or any(each.startswith("validate 1/") for each in bars)
+        assert more or "step 5  eval_loss" in stream.getvalue()
+        assert all("eta" in each or each.startswith("step 8/8") for each in bars if each.startswith("step"))
+        if code:
+            assert shown_on(stream)[-1] == "stopped"
+        monkeypatch.setattr(SaveCheckpoints, "_handle_requests", lambda *_, **__: None)
+
+
+def stop_after(step):
+    """Stop a run as Ctrl-C does."""
+
+    def handle(self, trainer, module, validation_pending=False):
+        if trainer.global_step == step:
+            self._save(trainer, module)
+            raise Stopped("stopped", 130)
+
+    return handle
 
 
 def test_a_notice_stands_above_the_bar(monkeypatch):

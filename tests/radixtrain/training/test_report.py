@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from outcomes import logged, summary
+from outcomes import logged, names, summary
 
 from radixtrain.__main__ import main
 from radixtrain.data.datamodule import SFTData
@@ -38,7 +38,7 @@ def test_the_command(
     assert "python -m radixtrain fit --output_dir=" in text and "--data.batch_size=4" in text
     page = tmp_path / "out" / "report.html"
     assert str(page) in text and "<html" in page.read_text(encoding="utf-8")[:200]
-    assert sorted(path.name for path in page.parent.iterdir()) == ["report.html"]
+    assert names(page.parent) == ["report.html"]
 
 
 def test_nothing_is_predicted_if_no_time_is_given(

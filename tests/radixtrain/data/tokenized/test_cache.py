@@ -239,7 +239,7 @@ def test_a_damaged_entry_is_made_again(
         (entry / name).write_bytes(content if damage == "a flipped bit" else content[: len(content) // 2])
     again = tokenize(chats)
     assert ids_of(again) == first
-    assert f"the tokens in {entry} are damaged; they are made again (" in caplog.text and name in caplog.text
+    assert f"the tokens in {entry} cannot be used; they are made again (" in caplog.text and name in caplog.text
     assert len(entries(tmp_path / "cache")) == 1
 
 
@@ -292,9 +292,9 @@ def test_two_runs_at_once(chats: Path, tokenize: Tokenize, tmp_path: Path, monke
     """Another run writes the same entry while this one encodes."""
     place = cache._place
 
-    def other_first(staging: Path, entry: Path) -> None:
+    def other_first(staging: Path, entry: Path) -> bool:
         shutil.copytree(staging, entry)
-        place(staging, entry)
+        return place(staging, entry)
 
     monkeypatch.setattr(cache, "_place", other_first)
     assert len(tokenize(chats).store) == 20
@@ -345,3 +345,44 @@ def test_a_source_without_files_is_not_kept(
     assert entries(tmp_path / "cache") == []
     del found
     assert not folder.exists()
+
+
+def test_a_folder_that_several_users_share(chats: Path, tokenize: Tokenize, tmp_path: Path) -> None:
+    """The umask says who may read an entry. One of another user that may not be read ends no run."""
+    folder = tmp_path / "cache"
+    before = os.umask(0o002)
+    try:
+        found = tokenize(chats)
+    finally:
+        os.umask(before)
+    (name,) = entries(folder)
+    assert (folder / name).stat().st_mode & 0o777 == 0o775
+    assert all(path.stat().st_mode & 0o777 == 0o664 for path in (folder / name).iterdir())
+    for path in (folder / name, folder / ("0" * 32)):
+        path.mkdir(exist_ok=True)
+        path.chmod(0)
+    folder.chmod(0o1777)
+    for path in (tmp_path, *tmp_path.parents[:-2]):
+        path.chmod(path.stat().st_mode | 0o055)
+    for again in as_another_user(lambda: ids_of(tokenize(chats))):
+        assert again == ids_of(found)
+    assert entries(folder) == sorted([name, "0" * 32])
+
+
+def as_another_user(function: Callable[[], Any]) -> list[Any]:
+    """What a function returns in a process of the user nobody; nothing if this user may not become another one."""
+    if os.getuid() != 0:
+        return []
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            os.setgroups([])
+            os.setuid(65534)
+            os.write(writer, json.dumps(function()).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as file:
+        text = file.read()
+    os.waitpid(child, 0)
+    return [json.loads(text)]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from outcomes import logged
+from outcomes import logged, names
 from safetensors.torch import load_file
 from tiers import FULL
 
@@ -49,7 +49,7 @@ def test_a_run_that_learns_the_answers(run, shop, tmp_path, capsys):
     flags = {"data__validation_file": shop / "train.jsonl", "evaluate_generation__num_samples": 6}
     assert run(trainer__max_epochs=12, trainer__check_val_every_n_epoch=6, **flags, **GREEDY) == 0
     scores = logged(out, "eval_exact_match")
-    assert sorted(path.name for path in (out / "answers").iterdir()) == ["step=30.csv", "step=60.csv"]
+    assert names(out / "answers") == ["step=30.csv", "step=60.csv"]
     for step, score in zip((30, 60), scores.values(), strict=True):
         judged = table(out / "answers" / f"step={step}.csv")
         assert score == pytest.approx(sum(float(row["score"]) for row in judged) / len(judged))
@@ -74,7 +74,7 @@ def test_training_is_bit_equal_to_one_without(run, tmp_path):
         assert run(output_dir=tmp_path / name, **flags, **options) == 0
         states[name] = random.random(), float(np.random.rand()), float(torch.rand(()))  # noqa: NPY002
     without, evaluated = (load_file(tmp_path / name / "model" / "model.safetensors") for name in states)
-    assert without.keys() == evaluated.keys() and len(list((tmp_path / "with" / "answers").iterdir())) == 3
+    assert without.keys() == evaluated.keys() and len(names(tmp_path / "with" / "answers")) == 3
     assert EvaluateGeneration().logged is None and not (tmp_path / "without" / "answers").exists()
     assert [name for name in without if not torch.equal(without[name], evaluated[name])] == []
     assert states["without"] == states["with"]
@@ -113,7 +113,7 @@ def test_validate(run, shop, tmp_path, capsys):
         flags = {"data__train_file": None, "evaluate_generation__num_samples": 3, "dedup": dedup}
         assert run("validate", **GREEDY, **flags) == 0
         assert "eval_exact_match" in capsys.readouterr().out
-    assert [path.name for path in (tmp_path / "out" / "answers").iterdir()] == ["validate.csv"]
+    assert names(tmp_path / "out" / "answers") == ["validate.csv"]
     assert len(table(tmp_path / "out" / "answers" / "validate.csv")) == 3
 
 

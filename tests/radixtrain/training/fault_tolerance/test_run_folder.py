@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from killed_in_a_fork import kills_at_file_operations
 
+from radixtrain.checkpoints.atomic import WRITTEN, writing_file
 from radixtrain.errors import UserError
 from radixtrain.training.fault_tolerance.run_folder import (
     ASIDE,
@@ -31,8 +32,15 @@ def write(path: Path, text: str = "") -> None:
     path.write_text(text)
 
 
+def write_as_a_run(path: Path, text: str = "") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with writing_file(path) as partial:
+        partial.write_text(text)
+
+
 def checkpoint(output_dir: Path, step: int, text: str) -> None:
-    write(output_dir / "checkpoints" / f"step={step}" / "manifest.json", text)
+    for name in ("manifest.json", "state.json"):
+        write(output_dir / "checkpoints" / f"step={step}" / name, text)
     last = output_dir / "checkpoints" / "last"
     last.unlink(missing_ok=True)
     last.symlink_to(f"step={step}")
@@ -44,8 +52,8 @@ def run(output_dir: Path, text: str = "old") -> None:
     checkpoint(output_dir, 9, text)
     write(output_dir / "model" / "config.json", text)
     write(output_dir / "logs" / "version_0" / "metrics.csv", f"step,loss\n1,{text}")
-    write(output_dir / "answers" / "step=9.csv", text)
-    write(output_dir / "loss.png", text)
+    for name in ("logs/version_0/fit.yaml", "answers/step=9.csv", "loss.png"):
+        write_as_a_run(output_dir / name, text)
 
 
 FOREIGN = ("train.jsonl", "checkpoints/notes.txt", "logs/mine/x", "predictions.jsonl", "report.html")
@@ -60,7 +68,7 @@ def contents(folder: Path) -> dict[str, str]:
     """The texts of files and the targets of links."""
     paths = {str(path.relative_to(folder)): path for path in folder.rglob("*")}
     links = {name: os.readlink(path) for name, path in paths.items() if path.is_symlink()}
-    return links | {name: path.read_text() for name, path in paths.items() if path.is_file()}
+    return links | {name: path.read_text() for name, path in paths.items() if path.is_file() and path.name != WRITTEN}
 
 
 class TestOutputDir:
@@ -113,6 +121,8 @@ class TestNewRun:
     )
     def test_another_run(self, name: str, said: str, tmp_path: Path) -> None:
         write(tmp_path / name, "epoch,loss,step\n")
+        for beside in ("state.json", "fit.yaml"):
+            write_as_a_run((tmp_path / name).with_name(beside))
         way_out = "replace" if said == "model/" else "resume it with --ckpt_path auto"
         with pytest.raises(UserError, match=rf"holds another run \({said}\); {way_out}"):
             check_new_run(tmp_path, None, overwrite=False)
@@ -134,10 +144,37 @@ class TestNewRun:
             write(tmp_path / name)
         write(tmp_path / "checkpoints" / "step=3" / "model.safetensors")
         write(tmp_path / "logs" / "version_0" / "metrics.csv", "epoch,eval_loss,step\n0,1.5,0\n")
+        write_as_a_run(tmp_path / "logs" / "version_0" / "validate.yaml")
         check_new_run(tmp_path, None, overwrite=False)
+
+    @pytest.mark.parametrize("name", ["loss.png", "summary.json"])
+    def test_a_file_of_the_user_where_every_run_writes(self, name: str, tmp_path: Path) -> None:
+        run(tmp_path / "run")
+        check_new_run(tmp_path / "run", None, overwrite=True)
+        write(tmp_path / name, "mine")
+        for ckpt_path, overwrite in ((None, False), (None, True), ("auto", False)):
+            with pytest.raises(UserError, match=f"{name} is there and radixtrain did not write it: move it away"):
+                check_new_run(tmp_path, ckpt_path, overwrite=overwrite)
+
+
+OF_THE_USER = (
+    *FOREIGN,
+    *("answers/answers.csv", "answers/step=9.csv", "logs/version_0/metrics.csv", "logs/version_1/notes", "fit.yaml"),
+    *("checkpoints/.notes.md", "checkpoints/app/manifest.json", "checkpoints/best/x"),
+)
 
 
 class TestEarlierRun:
+    def test_files_that_no_run_wrote_are_never_set_aside(self, tmp_path: Path) -> None:
+        """They have names that a run uses, with columns that a run logs."""
+        for name in OF_THE_USER:
+            write(tmp_path / name, "step,loss\n1,2")
+        before = contents(tmp_path)
+        check_new_run(tmp_path, None, overwrite=False)
+        with EarlierRun(tmp_path):
+            assert contents(tmp_path) == before
+        assert contents(tmp_path) == before
+
     def test_an_end_without_checkpoints_deletes_it(self, tmp_path: Path) -> None:
         run(tmp_path)
         with EarlierRun(tmp_path):
@@ -212,7 +249,11 @@ def test_killed_after_the_first_checkpoint(tmp_path: Path) -> None:
     earlier = [begin()]
     for _ in kills_at_file_operations(lambda: earlier[0].forget()):
         check_new_run(tmp_path, "last", overwrite=False)
-        assert contents(tmp_path) == {"checkpoints/last": "step=1", "checkpoints/step=1/manifest.json": "new"}
+        assert contents(tmp_path) == {
+            "checkpoints/last": "step=1",
+            "checkpoints/step=1/manifest.json": "new",
+            "checkpoints/step=1/state.json": "new",
+        }
         shutil.rmtree(tmp_path)
         earlier[0] = begin()
 

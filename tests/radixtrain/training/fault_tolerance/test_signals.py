@@ -76,6 +76,7 @@ class TestSlurm:
         ("number", "error", "asked"),
         [
             (signal.SIGUSR1, Stopped("saved", 138), ["requeue"]),  # what the saver raises
+            (signal.SIGUSR2, Stopped("saved", 138), ["requeue"]),
             (signal.SIGUSR1, OSError("no room"), []),
             (signal.SIGTERM, Stopped("saved", 143), []),
         ],
@@ -112,6 +113,13 @@ def test_handlers_are_restored_and_ignored_signals_stay_ignored(tmp_path: Path) 
         send(signal.SIGUSR1)
         assert requests.stop is None and requests.save
     assert [signal.getsignal(number) for number in HANDLED] == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_request_to_save(number: int, tmp_path: Path) -> None:
+    with Requests(tmp_path) as requests:
+        send(number)
+        assert requests.stop is None and requests.save
 
 
 def test_another_thread_has_only_the_files(tmp_path: Path) -> None:

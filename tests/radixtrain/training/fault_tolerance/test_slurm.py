@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from lightning.fabric.plugins.environments import SLURMEnvironment
+from outcomes import names
 
 from radixtrain.training.fault_tolerance import slurm
 
@@ -73,7 +74,7 @@ def test_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not list(tmp_path.iterdir())  # outside of SLURM
     monkeypatch.setenv("SLURM_JOB_ID", "40")
     slurm.remember_job(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [slurm.RECORD] and not slurm.is_restarted(tmp_path)
+    assert names(tmp_path) == [slurm.RECORD] and not slurm.is_restarted(tmp_path)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert slurm.is_restarted(tmp_path) and not slurm.is_restarted(tmp_path / "elsewhere")
     monkeypatch.setenv("SLURM_JOB_ID", "41")

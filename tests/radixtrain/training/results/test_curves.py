@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from tiers import FULL, cases
 
+from radixtrain.checkpoints.atomic import WRITTEN
 from radixtrain.training.results.curves import BestStep, Curve, LogPart, read_curves, write_curves
 
 EVAL = "2.5,,,,1,\n"
@@ -81,7 +82,7 @@ def test_the_picture(tmp_path: Path, num_steps: int, validations: str, monkeypat
     assert len(rates.lines) == 1 and set(rates.lines[0].get_ydata()) == {1e-5}
     pixels = imread(tmp_path / "loss.png")
     assert pixels.shape[1] == 1440 and 0.01 < np.mean(pixels[..., :3] < 0.9) < 0.3
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "loss.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [WRITTEN, "log", "loss.png"]
 
 
 def test_without_metrics_there_is_none(tmp_path: Path) -> None:

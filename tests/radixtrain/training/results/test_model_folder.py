@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from radixtrain.training.results.model_folder import (
     save_hf_folder,
 )
 
+OURS = {CARD: MARK}
+
 
 @pytest.fixture
 def parts(shop):
@@ -31,9 +34,13 @@ def parts(shop):
 
 def test_a_previous_model_is_replaced_and_files_of_ones_own_are_never_lost(parts, tmp_path):
     for _ in range(2):
-        save_hf_folder(*parts, tmp_path / "model")
+        save_hf_folder(*parts, tmp_path / "model", OURS)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     (tmp_path / "precious").mkdir()
+    shutil.copytree(tmp_path / "model", tmp_path / "downloaded")
+    (tmp_path / "downloaded" / CARD).unlink()
+    with pytest.raises(UserError, match=r"holds files that are not a model \(no README.md of radixtrain\)"):
+        save_hf_folder(*parts, tmp_path / "downloaded", OURS)
     for folder, name in (
         *(("model", name) for name in ("results.json", "notes.txt", "thesis.md", "run1.safetensors")),
         ("precious", "thesis.tex"),
@@ -41,7 +48,7 @@ def test_a_previous_model_is_replaced_and_files_of_ones_own_are_never_lost(parts
         path = tmp_path / folder / name
         path.write_text("years")
         with pytest.raises(UserError, match=rf"holds files that are not a model \({re.escape(name)}\)"):
-            save_hf_folder(*parts, tmp_path / folder)
+            save_hf_folder(*parts, tmp_path / folder, OURS)
         assert path.read_text() == "years"
         path.unlink()
 
@@ -56,13 +63,13 @@ def test_a_model_that_sees_images_gets_the_files_of_its_processor(parts, tmp_pat
         (parts[0], set()),
     ):
         for _ in range(2):
-            save_hf_folder(model, tokenizer, tmp_path / type(model).__name__)
+            save_hf_folder(model, tokenizer, tmp_path / type(model).__name__, OURS)
         written = {path.name for path in (tmp_path / type(model).__name__).iterdir()}
         assert written & set(OF_PROCESSOR) == files
 
 
 def test_fit_does_not_overwrite_its_own_base(arguments, shop, tmp_path, parts, capsys):
-    save_hf_folder(*parts, tmp_path / "out" / "model")
+    save_hf_folder(*parts, tmp_path / "out" / "model", OURS)
     base = tmp_path / "out" / "model"
     assert main(arguments(model__model_name_or_path=base, overwrite="true")) == 1
     assert "is read from there; choose another" in capsys.readouterr().err
@@ -77,11 +84,11 @@ def test_a_failure_while_it_is_written_leaves_the_old_model(parts, tmp_path):
             raise OSError("no space left")
 
     model, tokenizer = parts
-    save_hf_folder(model, tokenizer, tmp_path / "model")
+    save_hf_folder(model, tokenizer, tmp_path / "model", OURS)
     before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
     torch.nn.init.zeros_(model.model.norm.weight)
     with pytest.raises(OSError, match="no space left"):
-        save_hf_folder(model, Broken(), tmp_path / "model")
+        save_hf_folder(model, Broken(), tmp_path / "model", OURS)
     assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -150,10 +157,3 @@ def test_fit_and_export_write_it(arguments, shop, tmp_path, monkeypatch, capsys)
     assert main(["export", f"--ckpt_path={checkpoint}", f"--output_dir={tmp_path / 'exported'}"]) == 0
     assert "| batch_size | 4 |" in (tmp_path / "exported" / CARD).read_text()
     assert yaml.safe_load((tmp_path / "exported" / SETTINGS).read_text())["model"]["learning_rate"] == 0.01
-
-
-def test_no_secret_is_in_it():
-    config = {"model": {"model_name_or_path": "org/name"}, "data": {}, "logger": {"api_key": "letmein"}}
-    data = {"rows": "https://me:letmein@example.com/x: 3 rows"}
-    texts = card_and_settings(config, {"loss": "token=letmein"}, data, has_chat_template=False)
-    assert "letmein" not in "".join(texts.values()) and "https://***@example.com/x: 3 rows" in texts[CARD]

@@ -14,6 +14,7 @@ from tiny_models import tiny_config, tiny_model, tiny_qwen3
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, Qwen3Config
 
 from radixtrain.errors import UserError
+from radixtrain.training.fault_tolerance.failures import explain
 from radixtrain.training.module import RadixModule
 from radixtrain.training.start.loading import auto_class, layer_period, load_model, load_trainable, random_trainable
 
@@ -206,3 +207,16 @@ def test_adapters_are_what_is_trained(tmp_path: Path, device: torch.device) -> N
     settings = settings_of(tmp_path, tiny_config(Qwen3Config, {"num_hidden_layers": 4}), use_peft=True, lora_r=4)
     trained = [n for n, p in random_trainable(settings, 2, device).named_parameters() if p.requires_grad]
     assert len(trained) == 2 * 7 * 2 and all("lora_" in name for name in trained)
+
+
+def test_an_error_of_the_machine_is_not_one_of_the_model(shop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = RuntimeError("can't start new thread")
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(RuntimeError) as raised:
+        load_model(str(shop / "model"), "float32", "sdpa")
+    assert raised.value is error
+    assert (explain(error, None) or "").startswith("the machine ran out of memory")

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections import namedtuple
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -111,3 +112,17 @@ def test_an_earlier_run_whose_weights_are_not_taken(tmp_path):
         assert earlier_run(subcommand, model, str(model), None) == ""
     assert earlier_run("fit", model, "base", None) == earlier_run("verify", model, "base", None) == ""
     assert earlier_run("fit", tmp_path / "new" / "model", "base", None) == ""
+
+
+def test_weights_that_this_user_may_not_read(tmp_path, monkeypatch):
+    """The reason is named: safetensors says that there is no such file."""
+    save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
+
+    def refuse(path, *_, **__):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(
+        UserError, match=r"model\.safetensors: the weights cannot be read: Permission denied; let this user"
+    ):
+        num_stored_parameters(str(tmp_path))
