@@ -263,16 +263,9 @@ def test_a_log_is_converted_whole_or_refused(
         assert re.sub(r"<[^>]*>|name|arguments|[^\w. ]", " ", learned).split() == said.split()
 
 
-LOOP, MEASUREMENT = re.findall(r"^```python\n((?:(?!```).)*)```\n\n```text\n(.*?)^```", read(FORMATS), re.M | re.S)
-
-
-@pytest.mark.parametrize(("code", "printed"), [LOOP, pytest.param(*MEASUREMENT, marks=FULL)], ids=["loop", "r"])
-def test_a_program_prints_what_the_page_says(
-    code: str, printed: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    [trace] = [row for _, row, _ in EXAMPLE.findall(read(FORMATS)) if row.startswith('{"nodes"')]
-    (tmp_path / "traces.jsonl").write_text(" ".join(trace.split("\n")), encoding="utf-8")
+@FULL
+def test_a_program_prints_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+    [[code, printed]] = re.findall(r"^```python\n((?:(?!```).)*)```\n\n```text\n(.*?)^```", read(FORMATS), re.M | re.S)
     exec(compile(code, FORMATS, "exec"), {})
     assert capsys.readouterr().out == printed
 

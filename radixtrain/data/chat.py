@@ -21,8 +21,8 @@ from radixtrain.data.rendering.template import (
     with_date,
 )
 from radixtrain.data.rows.columns import standard_row
+from radixtrain.data.rows.logs import choices_of
 from radixtrain.data.rows.messages import SYSTEM_ROLES, read_tools
-from radixtrain.data.rows.trajectories import plain_rows
 from radixtrain.data.sample import EncodeReport, TooLongError, check_vocabulary, sample_from_tokens
 from radixtrain.data.tokens.tokenization import Draft, DraftTokenizer
 from radixtrain.data.tokens.tokenization import load_tokenizer as load_tokenizer  # recipes take both from here
@@ -46,7 +46,7 @@ class ChatEncoder:
     - `prompt` and `completion`, both text or both messages;
     - `text`, loss on every token.
 
-    A run of an agent, as verifiers, SkyRL-capture, miles, rLLM and ART save it, is several of them: see `plain_rows`.
+    A logged call of Chat Completions is one of them for each of its choices: see `choices_of`.
     Plain text gets the tokenizer's BOS and EOS, as in TRL. A prompt of the tokens `5, 6` and its answer `7, 8` become
     `input_ids [5, 6, 7, 8]` and `labels [-100, -100, 7, 8]`.
 
@@ -161,7 +161,7 @@ class ChatEncoder:
         return [self.conversation(turns, each.fields, each.where) for turns, each in chats if turns]
 
     def _standard(self, row: Row | UnreadRow) -> list[Row]:
-        return [self._with_system_prompt(standard_row(plain, self.answered)) for plain in plain_rows(row.read())]
+        return [self._with_system_prompt(standard_row(each, self.answered)) for each in choices_of(row.read())]
 
     def _with_system_prompt(self, row: Row) -> Row:
         """Put the system prompt before a row that has no system turn."""

@@ -82,7 +82,7 @@ def check_unweighted(fields: dict[str, Any], where: str) -> None:
     for name in (*WEIGHT_NAMES, "advantages"):
         value = fields.get(name)
         if isinstance(value, list | tuple | np.ndarray) or (name == "loss_weights" and value is not None):
-            raise DataError(where, f"{name}: only rows with input_ids or token_ids have them, one for each token")
+            raise DataError(where, f"{name}: only rows with input_ids have them, one for each token")
 
 
 NUM_SHOWN = 5

@@ -19,7 +19,7 @@ from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import Source, as_sources
 from radixtrain.data.formats import Row, UnreadRow, open_rows
 from radixtrain.data.rows.columns import standard_row
-from radixtrain.data.rows.trajectories import plain_rows
+from radixtrain.data.rows.logs import choices_of
 from radixtrain.data.splits import encoder_for
 from radixtrain.data.step_data import StepData
 from radixtrain.data.tokens.tokenization import Draft
@@ -83,7 +83,7 @@ def _fields(row: Row, full: bool) -> RenderableType:
 def _taken_as(row: Row, encoder: ChatEncoder, full: bool) -> Iterator[RenderableType]:
     """Show what the columns mean, and which are not read. Skips a bad row, whose draft shows the error."""
     try:
-        sequences = plain_rows(row)
+        sequences = choices_of(row)
         standard = [standard_row(each, encoder.answered) for each in sequences]
     except DataError:
         return

@@ -170,10 +170,7 @@ def _unreadable(path: str, error: OSError) -> UserError:
 
 
 BLANKS = re.compile(r"[ \t\n\r]*")
-OF_ONE_ROW = {
-    *("messages", "conversations", "prompt", "completion", "text", "input_ids", "tools", "instruction"),
-    *("nodes", "branches", "steps", "deltas", "records"),  # of an agent's run, see rows/trajectories.py
-}
+OF_ONE_ROW = {"messages", "conversations", "prompt", "completion", "text", "input_ids", "tools", "instruction"}
 DECODER = json.JSONDecoder()
 HINT = "; a file of one object per line is named .jsonl"
 

@@ -6,7 +6,7 @@ import re
 from typing import Any, NamedTuple
 
 from radixtrain.data.files.rows import Row, explain, parse
-from radixtrain.data.rows.logs import log_hint
+from radixtrain.data.rows.logs import OF_CHATS, OF_RUNS, log_hint
 from radixtrain.data.rows.messages import EMPTY, check_messages, with_system
 from radixtrain.data.sample import check_unweighted
 from radixtrain.errors import DataError
@@ -17,7 +17,6 @@ Read = tuple[Fields, set[str]]  # the standard columns, and the columns of the r
 ROW_KINDS = "messages, prompt + completion, instruction + output, question + answer, conversations, text or input_ids"
 CHATS = ("messages", "conversations", "conversation", "dialog", "dialogue")
 SYSTEM = ("system", "system_prompt")
-OF_CHATS = ("tools", "functions", "chat_template_kwargs")
 MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 LABELS = ("label", "labels", "category", "class", "target", "intent", "sentiment", "answer", "output", "response")
 BESIDE_TEXT = (*LABELS, "prompt", "completion", "summary", "solution", "reply")
@@ -73,12 +72,14 @@ def standard_row(row: Row, answered: bool = True) -> Row:
     fields = {name: value for name, value in row.fields.items() if value is not None}
     try:
         read = _read(fields, answered, row.where)
+        standard, used = read or ({}, fields.keys())
+        unused = [name for name, value in fields.items() if name not in used and value not in ("", [], {})]
+        if lists := [name for name in unused if name in OF_RUNS and isinstance(fields[name], list)]:
+            raise DataError(row.where, f"{lists[0]} is not read")
     except DataError as error:
         raise DataError(row.where, f"{error.reason}{log_hint(fields)}") from None
     if read is None:
         raise DataError(row.where, _unknown(row.fields))
-    standard, used = read
-    unused = [name for name, value in fields.items() if name not in used and value not in ("", [], {})]
     if answered:
         _check_answer(standard, unused, row.where)
     return Row(standard, row.where, (*row.unused, *unused))

@@ -13,7 +13,7 @@ from radixtrain.collators.prefix_sampler import batches_of
 from radixtrain.data.files.sources import as_sources
 from radixtrain.data.formats import open_rows
 from radixtrain.data.rows.columns import standard_row
-from radixtrain.data.rows.trajectories import plain_rows
+from radixtrain.data.rows.logs import choices_of
 from radixtrain.data.sample import EncodeReport
 from radixtrain.data.steps import (
     Arrangement,
@@ -242,7 +242,7 @@ def _chats(source: Any) -> Iterator[list[dict[str, Any]] | None]:
     """Yield the messages of each row: None if it is not a chat, and no messages if it cannot be read."""
     for first in open_rows(source):
         try:
-            fields = [standard_row(plain).fields for plain in plain_rows(first.read())]
+            fields = [standard_row(each).fields for each in choices_of(first.read())]
         except DataError:
             fields = []
         found = [each.get("messages") or each.get("prompt") for each in fields]

@@ -72,6 +72,7 @@ CHAT = [Q, A]
 SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
 CALL = {"name": "f", "arguments": {"x": 1}}
 QA = "user: q|assistant: [a|]"
+CALLED = {"request": {"messages": [Q], "tools": [{"name": "f"}]}, "response": {"choices": [{"message": A}]}}
 
 READ: list[tuple[dict[str, Any], str, list[str]]] = [
     # a row, what is learned from it, the columns that are not used
@@ -97,6 +98,7 @@ READ: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"messages": CHAT, "chat_template_kwargs": '{"brief": "!"}'}, f"{QA}!", []),
     ({"prompt": "q", "completion": "a", "n": 0}, "q[a|]", ["n"]),
     ({"prompt": CHAT[:1], "completion": CHAT[1:], "system": "s"}, f"system: s|{QA}", []),
+    ({**CALLED, "status_code": 200}, "{f}" + QA, []),
     ({"instruction": "i", "output": "a"}, "user: i|assistant: [a|]", []),
     ({"instruction": "i", "input": "c", "output": "a"}, "user: i\nc|assistant: [a|]", []),
     ({"instruction": "q", "input": " ", "output": "a", "system": "s"}, f"system: s|{QA}", []),
@@ -221,6 +223,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"question": "q", "answer": " "}, f"answer: the answer {EMPTY}"),
     ({"question": "q", "answer": 1}, "answer: expected text, found 1"),
     ({"instruction": "q", "output": "a", "history": ["x"]}, "history: expected a list of [question, answer]"),
+    *(
+        (fields, "loss_weights: only rows with input_ids have them, one for each token")
+        for fields in (
+            {"text": "a", "loss_weights": [1]},
+            {"text": "a", "loss_weights": 2.0},
+            {"messages": CHAT, "loss_weights": [1, 2]},
+            {**CALLED, "loss_weights": [1]},
+        )
+    ),
+    ({"text": "a", "advantages": [1]}, "advantages: only rows with input_ids have them, one for each token"),
+    ({**CALLED, "response": {"choices": [{"finish_reason": "length", "message": A}]}}, "response.choices: finish_reas"),
     ({"text": "t", "label": 0}, "label beside text would not be learned; to answer with it, write data.columns"),
     ({"text": "t", "category": "c"}, "category beside text would not be learned"),
     ({"text": "q", "completion": "a"}, "completion beside text would not be learned"),
