@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from radixtrain.collators.token_row import TokenRow
 from radixtrain.commands.keys import Key, all_keys
-from radixtrain.commands.typed import NOTES, SYNONYMS
+from radixtrain.commands.typed import NO_KEYS, SYNONYMS
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.files.rows import OURS
@@ -329,8 +329,8 @@ def test_a_table_of_keys_is_the_codes(table: str) -> None:
 
 def names_elsewhere() -> str:
     """Keys of other tools, and the key that does it here."""
-    here = {key: f"`{key}`: {NOTES[key]}" if key in NOTES else f"`{key}`" for key in SYNONYMS}
-    rows = [f"| `{'`, `'.join(names.split())}` | {here[key]} |\n" for key, names in SYNONYMS.items()]
+    here = {key: re.sub(r"^[\w.]+", r"`\g<0>`", key) for key in SYNONYMS} | {reason: reason for reason in NO_KEYS}
+    rows = [f"| `{'`, `'.join(names.split())}` | {here[key]} |\n" for key, names in (SYNONYMS | NO_KEYS).items()]
     return "".join(["| there | here |\n| --- | --- |\n", *rows])
 
 
