@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from radixtrain.data.files.rows import Row
-from radixtrain.data.sample import check_unweighted
 from radixtrain.errors import DataError
 
 OF_CHATS = ("tools", "functions", "chat_template_kwargs")
@@ -28,19 +27,19 @@ def choices_of(row: Row) -> list[Row]:
 
     Raises DataError for an answer that was cut off.
     """
-    request, response = (row.fields.get(name) for name in ("request", "response"))
+    request, response = row.fields.get("request") or {}, row.fields.get("response")
     choices = response.get("choices") if isinstance(response, dict) else None
     prompt = request.get("messages") if isinstance(request, dict) and "input_ids" not in request else None
     if not prompt or not isinstance(choices, list) or not all(isinstance(each, dict) for each in choices or [None]):
         return [row]
-    check_unweighted(row.fields, row.where)
     beside = {name: request[name] for name in OF_CHATS if request.get(name)}
     for reason in (each.get("finish_reason") for each in choices):
         if reason in CUT:
             fix = "leave it out, or set on_bad_row: skip"
             raise DataError(row.where, f"response.choices: finish_reason: {reason}: the answer was cut off; {fix}")
     answers = ({"prompt": prompt, "completion": [each.get("message")], **beside} for each in choices)
-    return [Row(answer, row.where, row.unused) for answer in answers]
+    others = {name: value for name, value in row.fields.items() if name not in ("request", "response")}
+    return [row._replace(fields=answer, unmapped={**row.unmapped, **others}) for answer in answers]
 
 
 def log_hint(fields: dict[str, Any]) -> str:
@@ -50,6 +49,10 @@ def log_hint(fields: dict[str, Any]) -> str:
     given = fields.get("input")
     if any(OF_RUNS & each.keys() for each in objects):
         return "; this looks like an agent's run, which recipes/convert_rollouts.py converts into rows of tokens"
+    if "contents" in fields:
+        return (
+            "; Gemini's contents are not read: write messages, with the role user or assistant and the text as content"
+        )
     if types & ANTHROPIC or isinstance(fields.get("system"), list):
         return converter_of("Anthropic messages")
     if types & RESPONSES or ("output" in fields and types & {"message", "reasoning"}):
