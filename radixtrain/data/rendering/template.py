@@ -62,8 +62,8 @@ def template_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str] | N
 
 
 def template_words(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
-    """Return the words of the chat template after a point or a quote: it reads no other keys of a message."""
-    return frozenset(re.findall(r"""[.'"](\w+)""", " ".join(_sources(tokenizer))))
+    """Return what the chat template takes from objects, `.KEY`, `['KEY']` or `get('KEY')`: it reads no other keys."""
+    return frozenset(re.findall(r"""(?:\.|\[['"]|get\(['"])(\w+)""", " ".join(_sources(tokenizer))))
 
 
 def _sources(tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -89,7 +89,7 @@ def check_turns(messages: list[Message], words: frozenset[str], where: str, answ
 
     Raises DataError for a key that holds a part of a turn or may tell whether it is learned.
     """
-    found = set()
+    found, told = set[str](), dict[str, str]()
     for number, message in enumerate(messages, start=1):
         bears_loss = message["role"] == "assistant" and message.get("weight") != 0
         for key, value in message.items():
@@ -98,7 +98,9 @@ def check_turns(messages: list[Message], words: frozenset[str], where: str, answ
             found.add(f"messages.{key}")
             if answered and (reason := _reason(key, value, bears_loss)):
                 what = f"turn {number} (role {message['role']!r}): {key}: {_shown(value)} {reason}"
-                raise DataError(where, f"{what}data.columns: {{{in_yaml(f'messages.{key}')}: null}} leaves it out")
+                told.setdefault(key, f"{what}data.columns: {{{in_yaml(f'messages.{key}')}: null}} leaves it out")
+    if told:
+        raise DataError(where, "; ".join(told.values()))
     return found
 
 

@@ -13,7 +13,7 @@ from byte_tokenizer import byte_tokenizer
 
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import as_sources
-from radixtrain.data.formats import read_rows
+from radixtrain.data.formats import Row, read_rows
 from radixtrain.data.sample import EncodeReport
 from radixtrain.data.unlabelled import UnlabelledEncoder
 from radixtrain.errors import DataError
@@ -260,6 +260,21 @@ def test_a_turn_that_says_more(keys: dict[str, Any], reads: str, learned: list[s
         assert read(tmp_path, [row], {reads: f"messages.{key}"})[0] == learned
         as_text = {"conversations": json.dumps(row["messages"])}
         assert read(tmp_path, [as_text], {reads: f"messages.{key}"})[0] == learned
+
+
+def test_all_keys_are_named_at_once(tmp_path: Path) -> None:
+    row = {"messages": [Q, assistant("b", toxic=False), user("r"), assistant("a", toxic=False, edited=True)]}
+    with pytest.raises(DataError) as raised:
+        read(tmp_path, [row])
+    assert str(raised.value).count("leaves it out") == 2
+    assert read(tmp_path, [row], {"messages.toxic": None, "messages.edited": None})[0] == ["()b|", "()a|"]
+
+
+def test_a_word_that_the_template_only_writes_is_no_key_that_it_reads(tmp_path: Path) -> None:
+    """gpt-oss's template writes "analysis"."""
+    tokenizer = byte_tokenizer(TEMPLATE.replace("'('", "'analysis('"), special=("|",), eos="|")
+    with pytest.raises(DataError, match="analysis: 'deep' is not learned"):
+        ChatEncoder(tokenizer).encode(Row({"messages": [Q, assistant("a", analysis="deep")]}, "a.jsonl:1"))
 
 
 def test_rows_that_need_no_answer_may_say_anything(tmp_path: Path) -> None:
