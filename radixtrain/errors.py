@@ -60,9 +60,9 @@ def only_warns(failed: str, kind: Any = (OSError, UserError)) -> Iterator[None]:
             logger.warning("%s (%s: %s); the run continues", failed, type(error).__name__, first_line(error))
 
 
-def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
-    """Return `, did you mean ...?` with the nearest known name, or `otherwise` if none is near."""
-    close = get_close_matches(name, list(known), n=1)
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", cutoff: float = 0.6) -> str:
+    """Return `, did you mean ...?` with the nearest known name, or `otherwise` if none is as alike as `cutoff`."""
+    close = get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f", did you mean {close[0]}?" if close else otherwise
 
 

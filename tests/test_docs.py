@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from radixtrain.collators.token_row import TokenRow
 from radixtrain.commands.keys import Key, all_keys
-from radixtrain.commands.typed import NOTES, SYNONYMS
+from radixtrain.commands.typed import NO_KEYS, SYNONYMS
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.files.rows import OURS
@@ -264,16 +264,9 @@ def test_a_log_is_converted_whole_or_refused(
         assert re.sub(r"<[^>]*>|name|arguments|[^\w. ]", " ", learned).split() == said.split()
 
 
-LOOP, MEASUREMENT = re.findall(r"^```python\n((?:(?!```).)*)```\n\n```text\n(.*?)^```", read(FORMATS), re.M | re.S)
-
-
-@pytest.mark.parametrize(("code", "printed"), [LOOP, pytest.param(*MEASUREMENT, marks=FULL)], ids=["loop", "r"])
-def test_a_program_prints_what_the_page_says(
-    code: str, printed: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    [trace] = [row for _, row, _ in EXAMPLE.findall(read(FORMATS)) if row.startswith('{"nodes"')]
-    (tmp_path / "traces.jsonl").write_text(" ".join(trace.split("\n")), encoding="utf-8")
+@FULL
+def test_a_program_prints_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+    [[code, printed]] = re.findall(r"^```python\n((?:(?!```).)*)```\n\n```text\n(.*?)^```", read(FORMATS), re.M | re.S)
     exec(compile(code, FORMATS, "exec"), {})
     assert capsys.readouterr().out == printed
 
@@ -337,8 +330,8 @@ def test_a_table_of_keys_is_the_codes(table: str) -> None:
 
 def names_elsewhere() -> str:
     """Keys of other tools, and the key that does it here."""
-    here = {key: f"`{key}`: {NOTES[key]}" if key in NOTES else f"`{key}`" for key in SYNONYMS}
-    rows = [f"| `{'`, `'.join(names.split())}` | {here[key]} |\n" for key, names in SYNONYMS.items()]
+    here = {key: re.sub(r"^[\w.]+", r"`\g<0>`", key) for key in SYNONYMS} | {reason: reason for reason in NO_KEYS}
+    rows = [f"| `{'`, `'.join(names.split())}` | {here[key]} |\n" for key, names in (SYNONYMS | NO_KEYS).items()]
     return "".join(["| there | here |\n| --- | --- |\n", *rows])
 
 

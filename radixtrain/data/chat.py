@@ -16,13 +16,13 @@ from radixtrain.data.rendering.template import (
     renders_developer,
     template_variables,
     template_words,
-    unread_keys,
     unread_variable,
     with_date,
 )
-from radixtrain.data.rows.columns import standard_row
+from radixtrain.data.rows.columns import standard_row, turns_of
+from radixtrain.data.rows.logs import choices_of
 from radixtrain.data.rows.messages import SYSTEM_ROLES, read_tools
-from radixtrain.data.rows.trajectories import plain_rows
+from radixtrain.data.rows.unread import check_turns
 from radixtrain.data.sample import EncodeReport, TooLongError, check_vocabulary, sample_from_tokens
 from radixtrain.data.tokens.tokenization import Draft, DraftTokenizer
 from radixtrain.data.tokens.tokenization import load_tokenizer as load_tokenizer  # recipes take both from here
@@ -32,6 +32,7 @@ from radixtrain.settings.data import date_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+LAST_TURNS = "turns after the last answer"
 ROWS_PER_BLOCK = 32  # rendered and tokenised at once: a single long agent row can hold 100,000 tokens
 
 
@@ -46,7 +47,7 @@ class ChatEncoder:
     - `prompt` and `completion`, both text or both messages;
     - `text`, loss on every token.
 
-    A run of an agent, as verifiers, SkyRL-capture, miles, rLLM and ART save it, is several of them: see `plain_rows`.
+    A logged call of Chat Completions is one of them for each of its choices: see `choices_of`.
     Plain text gets the tokenizer's BOS and EOS, as in TRL. A prompt of the tokens `5, 6` and its answer `7, 8` become
     `input_ids [5, 6, 7, 8]` and `labels [-100, -100, 7, 8]`.
 
@@ -135,18 +136,22 @@ class ChatEncoder:
     def drafts(self, row: Row | UnreadRow, report: EncodeReport | None = None) -> list[Draft | TokenRow | DataError]:
         """Return the drafts of a row, before tokenisation, or its samples if it has tokens, or its error.
 
-        report: counts the columns and the keys of messages that nothing reads, system turns other than
-            `system_prompt`, and rows that a table had filled with nulls.
+        report: counts the columns, keys of messages and turns that nothing reads, chats with no system turn or with
+            another one than `system_prompt`, and rows that a table had filled with nulls.
         """
         try:
-            standard = self._standard(row)
+            standard = self.standard(row)
             items: list[Draft | TokenRow | DataError] = [item for each in standard for item in self._draft(each)]
         except DataError as error:  # raised at its row's turn, so that errors keep the order of the file
             return [error]
         if report is not None:
             report.unused_columns.update({name for each in standard for name in each.unused})
-            turns = [turn for each in standard for turn in turns_of(each.fields)]
-            report.unused_columns.update(unread_keys(turns, self.template_words))
+            chats = [turns for each in standard if (turns := turns_of(each.fields))]
+            report.num_with_system += any(turns[0]["role"] in SYSTEM_ROLES for turns in chats)
+            report.num_without_system += any(turns[0]["role"] not in SYSTEM_ROLES for turns in chats)
+            is_cut = self.assistant_only_loss and self.split_turns and self.answered
+            if is_cut and any(turns[-1]["role"] != "assistant" for turns in chats):
+                report.unused_columns[LAST_TURNS] += 1
             report.num_own_system += any(self._has_own_system(each) for each in standard)
             report.num_filled += isinstance(row, UnreadRow) and row.filled
         return items
@@ -156,12 +161,22 @@ class ChatEncoder:
 
         completions: whether a prompt and its completion, both of messages, count as one.
         """
-        found = [each for each in self._standard(row) if completions or "messages" in each.fields]
+        found = [each for each in self.standard(row) if completions or "messages" in each.fields]
         chats = ((turns_of(each.fields), each) for each in found)
         return [self.conversation(turns, each.fields, each.where) for turns, each in chats if turns]
 
-    def _standard(self, row: Row | UnreadRow) -> list[Row]:
-        return [self._with_system_prompt(standard_row(plain, self.answered)) for plain in plain_rows(row.read())]
+    def standard(self, row: Row | UnreadRow) -> list[Row]:
+        """Return the row in a form of `standard_row`, with the system prompt; several for a call with several choices.
+
+        Raises DataError if it cannot be read, or says something about what to learn that nothing reads.
+        """
+        rows = [standard_row(each, self.answered) for each in choices_of(row.read())]
+        return [self._with_system_prompt(self._checked_turns(each)) for each in rows]
+
+    def _checked_turns(self, row: Row) -> Row:
+        """Add to the columns that nothing reads the keys of messages that are not read."""
+        keys = check_turns(turns_of(row.fields), self.template_words, row.where, self.answered)
+        return row._replace(unused=(*row.unused, *sorted(keys)))
 
     def _with_system_prompt(self, row: Row) -> Row:
         """Put the system prompt before a row that has no system turn."""
@@ -203,7 +218,8 @@ class ChatEncoder:
         kwargs = fields.get("chat_template_kwargs", {})
         if not isinstance(kwargs, dict):
             raise DataError(where, f"chat_template_kwargs: expected an object, found {kwargs!r}")
-        tools = {"tools": read_tools(fields["tools"], where)} if fields.get("tools") else {}
+        found = read_tools(fields["tools"], where) if fields.get("tools") else []
+        tools = {"tools": found} if found else {}
         variables, drops = self.chat_template_kwargs | kwargs | tools, self.on_unrendered == "drop"
         template = self._template_of_a_day(tools.get("tools"))
         chat = Conversation(self.tokenizer, self._rendered(messages), where, variables, drops, template)
@@ -314,12 +330,6 @@ class ChatEncoder:
     @cached_property
     def tokenize(self) -> DraftTokenizer:
         return DraftTokenizer(self.tokenizer)
-
-
-def turns_of(fields: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the whole conversation of a row from `standard_row`; empty if it is not one."""
-    parts = (fields.get(name) for name in ("messages", "prompt", "completion"))
-    return [message for part in parts if isinstance(part, list) for message in part]
 
 
 def _resolve(item: Draft | TokenRow | DataError, tokenized: Iterator[TokenRow]) -> TokenRow:

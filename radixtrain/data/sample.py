@@ -77,15 +77,7 @@ def _plain(values: object, name: str, where: str) -> list[Any] | tuple[Any, ...]
     return plain
 
 
-def check_unweighted(fields: dict[str, Any], where: str) -> None:
-    """Refuse weights and advantages of tokens in formats that do not read them, so that they are not ignored."""
-    for name in (*WEIGHT_NAMES, "advantages"):
-        value = fields.get(name)
-        if isinstance(value, list | tuple | np.ndarray) or (name == "loss_weights" and value is not None):
-            raise DataError(where, f"{name}: only rows with input_ids or token_ids have them, one for each token")
-
-
-NUM_SHOWN = 5
+NUM_SHOWN, NUM_NAMED = 5, 8
 
 
 @dataclass
@@ -101,7 +93,8 @@ class EncodeReport:
     num_tokens, num_labels: of the samples that were kept.
     num_own_system: with another system turn than the `system_prompt` of the configuration.
     num_filled: from a table that had put nulls into their tools or arguments, which are left out.
-    unused_columns: how many rows had each column that nothing reads.
+    num_with_system, num_without_system: chats that begin with a system turn, and the other chats.
+    unused_columns: how many rows had each column, key of messages or last turns that nothing reads.
     """
 
     num_rows: int = 0
@@ -118,6 +111,8 @@ class EncodeReport:
     num_labels: int = 0
     num_own_system: int = 0
     num_filled: int = 0
+    num_with_system: int = 0
+    num_without_system: int = 0
     bad_rows: list[str] = field(default_factory=list)
     unused_columns: Counter[str] = field(default_factory=Counter)
 
@@ -150,6 +145,12 @@ class EncodeReport:
         shown = [f"  skipped {text}" for text in self.bad_rows]
         more = self.num_bad_rows - len(shown)
         return [f"skipped {self.num_bad_rows:,} bad rows:", *shown, *([f"  and {more:,} more"] if more else [])]
+
+    def unread(self) -> str:
+        """Name what nothing reads, with its number of rows; empty if all is read."""
+        named = [f"{name} ({count:,} rows)" for name, count in self.unused_columns.most_common(NUM_NAMED)]
+        more = len(self.unused_columns) - len(named)
+        return ", ".join([*named, *([f"{more:,} others"] if more else [])])
 
     def __str__(self) -> str:
         counts = {

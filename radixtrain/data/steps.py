@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from radixtrain.collators.prefix_sampler import GroupedOrder, ratio_of_batches
+from radixtrain.collators.prefix_sampler import GroupedOrder, batches_of, ratio_of_batches
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.data.prompts import PromptDataset
@@ -89,6 +90,24 @@ def is_split(samples: Sequence[TokenRow]) -> bool:
         and labelled[-1] - labelled[0] == len(labelled) - 1 == len(sample.labels) - 1 - labelled[0]
         for sample in samples
     )
+
+
+def text_of_copies(conversations: Any, settings: Any) -> str:
+    """Say how many conversations have the tokens and labels of another one, and what r is without; empty if none has.
+
+    conversations: a `Corpus`. settings: of an `SFTData`.
+    """
+    seen: dict[bytes, int] = {}
+    for index, samples in enumerate(conversations):
+        digest = xxhash.xxh3_128(b"".join(sample.input_ids.tobytes() + sample.labels.tobytes() for sample in samples))
+        seen.setdefault(digest.digest(), index)
+    total, num_copies = len(conversations), len(conversations) - len(seen)
+    if not num_copies:
+        return ""
+    order = np.random.default_rng(settings.seed).permutation([*seen.values()])
+    alone = expected_r(conversations, batches_of(order, settings.batch_size), settings.max_tokens)
+    counts = f"{num_copies:,} of {total:,} conversations are copies of others, and count in r"
+    return f"{counts}: in random steps without them r is about {alone.r * alone.whole_share:.1f}"
 
 
 def grouped_order(

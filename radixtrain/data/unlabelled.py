@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
-from radixtrain.data.chat import ChatEncoder, turns_of
+from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.formats import Row
 from radixtrain.data.rendering.conversation import text_of
+from radixtrain.data.rows.columns import turns_of
 from radixtrain.data.sample import TooLongError
 from radixtrain.data.tokens.tokenization import Draft
 from radixtrain.errors import DataError

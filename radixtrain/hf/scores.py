@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, normalize
 
-from radixtrain.errors import UserError
+from radixtrain.errors import UserError, did_you_mean
 from radixtrain.hf.backbone import Parts, parts_of
 from radixtrain.hf.head import hidden_rows, is_padded, logits_rows, on_output
 from radixtrain.hf.predicting_rows import PredictingRows, Targets, inputs_of, labelled_logprobs
@@ -55,7 +55,8 @@ def check_scores(scores: Iterable[str], next_tokens: Iterable[str] | None) -> No
     unknown = [name for name in scores if name not in SCORES]
     if unknown or not scores:
         found = ", ".join(unknown) or "none"
-        raise UserError(f"model.scores: expected one or more of {', '.join(SCORES)}; found {found}")
+        meant = did_you_mean(str(unknown[0]), SCORES) if unknown else ""
+        raise UserError(f"model.scores: expected one or more of {', '.join(SCORES)}; found {found}{meant}")
     if needs_next_tokens(scores) and not next_tokens:
         raise UserError(
             f"model.next_tokens is missing: {', '.join(name for name in scores if name in OF_NEXT_TOKEN)} needs the "

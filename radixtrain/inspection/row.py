@@ -18,8 +18,7 @@ from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import Source, as_sources
 from radixtrain.data.formats import Row, UnreadRow, open_rows
-from radixtrain.data.rows.columns import standard_row
-from radixtrain.data.rows.trajectories import plain_rows
+from radixtrain.data.sample import EncodeReport
 from radixtrain.data.splits import encoder_for
 from radixtrain.data.step_data import StepData
 from radixtrain.data.tokens.tokenization import Draft
@@ -83,17 +82,16 @@ def _fields(row: Row, full: bool) -> RenderableType:
 def _taken_as(row: Row, encoder: ChatEncoder, full: bool) -> Iterator[RenderableType]:
     """Show what the columns mean, and which are not read. Skips a bad row, whose draft shows the error."""
     try:
-        sequences = plain_rows(row)
-        standard = [standard_row(each, encoder.answered) for each in sequences]
+        standard = encoder.standard(row)
     except DataError:
         return
     for number, each in enumerate(standard, start=1):
         yield _title(f"taken as{_of(number, len(standard))}: {', '.join(each.fields)}")
-        if sequences[number - 1].fields | each.fields != row.fields:
+        if row.fields | each.fields != row.fields:
             yield _named({name: _as_text(value) for name, value in each.fields.items()}, full)
-    unused = sorted({*row.unused, *(name for each in standard for name in each.unused)})
-    if unused:
-        yield _indented(Text(f"not read: {', '.join(unused)}", style=REFUSED))
+    encoder.drafts(row, report := EncodeReport())
+    if report.unused_columns:
+        yield _indented(Text(f"not read: {', '.join(sorted(report.unused_columns))}", style=REFUSED))
 
 
 def _named(texts: Mapping[str, str], full: bool) -> RenderableType:

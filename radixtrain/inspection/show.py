@@ -12,6 +12,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from radixtrain.data.step_data import StepData
+from radixtrain.data.steps import text_of_copies
 from radixtrain.errors import UserError
 from radixtrain.inspection.micro_batch import MicroBatch, Prediction, Run, RunTree, micro_batches, named_rows, run_tree
 from radixtrain.inspection.row import row_stages
@@ -57,6 +58,10 @@ def _micro_batch(data: StepData, step: int, index: int, full: bool) -> Iterator[
     tree = run_tree(part, data.tokenizer())
     yield Text.assemble((part.place, "bold"), (", counted from 0", "dim"))
     yield numbers(part, tree)
+    if unread := data.reports["train"].unread():
+        yield Text(f"not read, of all rows: {unread}", style="dim")
+    if copies := text_of_copies(data.conversations["train"], data.settings):
+        yield Text(copies, style="dim")
     if data.settings.min_shared_tokens == "auto":
         yield Text("data.min_shared_tokens is auto: fit may leave out small branches", style="dim")
     yield LEGEND

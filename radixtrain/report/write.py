@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from radixtrain.collators.row_split import Division, divide, sp_sizes
+from radixtrain.data.sample import EncodeReport
 from radixtrain.data.step_data import StepData
+from radixtrain.data.steps import text_of_copies
 from radixtrain.data.tokenized.corpus import Corpus
 from radixtrain.errors import UserError, bytes_text
 from radixtrain.report.breaks import find_breaks
@@ -112,6 +114,8 @@ def make_report(data: StepData, setup: RunSetup, typed: Sequence[str] = (), max_
             "rows on each device."
         )
     about = _about_data(data, epoch, notes)
+    rows, copies = data.reports["train"], text_of_copies(data.conversations["train"], of_data)
+    notes += [f"{text}." for text in (rows.unread() and f"Not read: {rows.unread()}", copies) if text]
     return DataReport(
         **about,
         title=_name_of(of_data.train_file),
@@ -127,8 +131,16 @@ def make_report(data: StepData, setup: RunSetup, typed: Sequence[str] = (), max_
         },
         divisions=divisions,
         notes=tuple(notes),
-        hints=tuple(hints(current, settings, about["splitting"])),
+        hints=(*hints(current, settings, about["splitting"]), *_hint_at_system_prompt(rows)),
     )
+
+
+def _hint_at_system_prompt(rows: EncodeReport) -> Iterator[str]:
+    if rows.num_with_system and rows.num_without_system:
+        yield (
+            f"--data.system_prompt=TEXT: {rows.num_without_system:,} of the chats begin with no system "
+            f"turn, so they share nothing with the others; it would be theirs"
+        )
 
 
 def _epoch(data: StepData, step_cost: StepCost | None) -> Epoch:

@@ -23,7 +23,8 @@ class DataSettings(Section):
     validation_file: rows for the validation loss. Without it, see `val_size`.
     test_file: rows for `test` and, without `predict_file`, for `predict`.
     predict_file: rows for `predict`.
-    columns: ours: theirs, if names do not say what a column holds: `{user: question, assistant: answer}`.
+    columns: ours: theirs, if names do not say what a column holds: `{user: question, assistant: answer}`; null leaves
+        one out, `messages.KEY` is a key of all messages.
     val_size: rows of `train_file` to validate on without a `validation_file`: a share below 1, or a number of
         conversations.
     batch_size: conversations in one optimizer step. Its gradient does not depend on how the step is cut.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from radixtrain.errors import DataError, UserError, did_you_mean
@@ -17,11 +18,15 @@ class Row(NamedTuple):
     fields: column name to value.
     where: `train.jsonl:17` (line, counted from 1) or `train.parquet:row 17` (row, counted from 1).
     unused: columns of the file that are not in `fields`, because the mapping `columns` does not name them.
+    unmapped: those that it does not set to null either, with their values.
+    keys: of messages, theirs to ours; None leaves one out.
     """
 
     fields: dict[str, Any]
     where: str
     unused: tuple[str, ...] = ()
+    unmapped: Mapping[str, Any] = MappingProxyType({})
+    keys: Mapping[str, str | None] = MappingProxyType({})
 
     def read(self) -> Row:
         """Return the row itself, as `UnreadRow.read` does."""
@@ -49,18 +54,20 @@ class UnreadRow(NamedTuple):
         if self.columns is None:
             return Row(fields, self.where)
         mapped, unused = map_columns(fields, self.columns, self.where)
-        return Row(mapped, self.where, unused)
+        unmapped = {name: fields[name] for name in unused if name not in self.columns}
+        return Row(mapped, self.where, unused, unmapped, keys_of_messages(self.columns))
 
 
 def read_fields(line: bytes, where: str) -> dict[str, Any]:
     """Parse a line of JSON. Raises DataError if it is not valid JSON in UTF-8, or not an object."""
+    hint = "; a file that holds one array of rows is named .json" if line.startswith(b"[") else ""
     try:
         text = line.decode("utf-8")
         fields = parse(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(where, explain(error)) from None
+        raise DataError(where, f"{explain(error)}{hint}") from None
     if not isinstance(fields, dict):
-        raise DataError(where, f"expected a JSON object, found {kind_of(fields)}")
+        raise DataError(where, f"expected a JSON object, found {kind_of(fields)}{hint}")
     check_text(text, fields, where)
     return fields
 
@@ -135,9 +142,10 @@ OURS = (
     *("conversations", "text", "tools", "chat_template_kwargs"),
     *("input_ids", "labels", "completion_mask", "assistant_masks", "mask", "loss_weights"),
 )
+OF_MESSAGES = "messages."
 OF_TOKENS = (
-    *("labels", "completion_mask", "assistant_masks", "mask", "loss_mask", "assistant_mask", "prompt_mask"),
-    *("loss_weights", "weights", "advantages", "attention_mask", "position_ids", "seq_lengths"),
+    *("labels", "completion_mask", "assistant_masks", "mask"),
+    *("loss_weights", "weights", "advantages", "old_logprobs", "attention_mask"),
 )
 RIDERS = ("system", "tools", "chat_template_kwargs")  # read with a mapped chat, though the mapping does not name them
 MAY_BE_ABSENT = ("input", "history", *RIDERS)
@@ -146,7 +154,8 @@ MAY_BE_ABSENT = ("input", "history", *RIDERS)
 def check_columns(columns: object, where: str) -> dict[str, str | None] | None:
     """Check the mapping: `{prompt: question, completion: answer}` reads the file's `question` as our `prompt`.
 
-    columns: ours to theirs, or a column of the file to null, which leaves it out. None or empty: no mapping.
+    columns: ours to theirs, or a column of the file to null, which leaves it out; `messages.KEY` is a key of every
+        message. None or empty: no mapping.
     where: the config key, for the error.
 
     Raises UserError if a name is not one of our columns, or one of theirs is not text or is named twice.
@@ -159,12 +168,18 @@ def check_columns(columns: object, where: str) -> dict[str, str | None] | None:
     for ours, theirs in columns.items():
         if theirs is not None and not isinstance(theirs, str):
             raise UserError(f"{expected}, found {ours}: {theirs!r}")
-        if theirs is not None and ours not in OURS:
+        if theirs is not None and ours not in OURS and not str(ours).startswith(OF_MESSAGES):
             raise UserError(f"{where}: {_unknown(ours, theirs)}")
     named = [theirs for theirs in columns.values() if theirs is not None]
     if twice := sorted({theirs for theirs in named if named.count(theirs) > 1}):
         raise UserError(f"{where}: {', '.join(twice)} is named more than once; name each column of the file once")
     return dict(columns)
+
+
+def keys_of_messages(columns: Mapping[str, str | None]) -> dict[str, str | None]:
+    """Return the keys of messages that a mapping names, theirs to ours; None leaves one out."""
+    named = [(theirs or ours, theirs and ours) for ours, theirs in columns.items() if str(ours).startswith(OF_MESSAGES)]
+    return {theirs.removeprefix(OF_MESSAGES): ours and ours.removeprefix(OF_MESSAGES) for theirs, ours in named}
 
 
 def map_columns(
@@ -177,7 +192,7 @@ def map_columns(
 
     Raises DataError if the row lacks a column that the mapping names, unless it is one that a row may go without.
     """
-    taken = {theirs: ours for ours, theirs in columns.items() if theirs is not None}
+    taken = {theirs: ours for ours, theirs in columns.items() if theirs and not str(ours).startswith(OF_MESSAGES)}
     left_out = {ours for ours, theirs in columns.items() if theirs is None}
     for theirs, ours in taken.items():
         if theirs not in fields and ours not in MAY_BE_ABSENT:
@@ -194,5 +209,5 @@ def map_columns(
 def _unknown(ours: object, theirs: object) -> str:
     if theirs in OURS:
         return f"write {theirs}: {ours} (our name first, then the file's)"
-    meant = did_you_mean(str(ours), OURS, f"; ours are {', '.join(OURS)}")
+    meant = did_you_mean(str(ours), OURS, f"; ours are {', '.join(OURS)}, and messages.KEY")
     return f"{ours!r} is not one of our columns{meant}"

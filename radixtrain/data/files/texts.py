@@ -80,6 +80,9 @@ def read_csv(path: str, max_row_bytes: int = MAX_ROW_BYTES, delimiter: str = ","
 def _header(values: list[str], where: str) -> list[str]:
     _check_utf8(values, where)
     names = [name.strip() or f"column {number}" for number, name in enumerate(values, start=1)]
+    if len(names) == 1 and (mark := next((each for each in ";|\t" if each in names[0]), "")):
+        fix = "write it with commas, or with tabs as .tsv"
+        raise DataError(where, f"the file separates its columns by {mark!r}: {fix}")
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise DataError(where, f"the header names the column {', '.join(map(repr, twice))} more than once; rename one")
     return names
@@ -170,10 +173,7 @@ def _unreadable(path: str, error: OSError) -> UserError:
 
 
 BLANKS = re.compile(r"[ \t\n\r]*")
-OF_ONE_ROW = {
-    *("messages", "conversations", "prompt", "completion", "text", "input_ids", "tools", "instruction"),
-    *("nodes", "branches", "steps", "deltas", "records"),  # of an agent's run, see rows/trajectories.py
-}
+OF_ONE_ROW = {"messages", "conversations", "prompt", "completion", "text", "input_ids", "tools", "instruction"}
 DECODER = json.JSONDecoder()
 HINT = "; a file of one object per line is named .jsonl"
 

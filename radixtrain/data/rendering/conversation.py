@@ -158,14 +158,22 @@ class Conversation:
             if plain != messages:  # DeepSeek-V3's takes no others
                 return self._apply(plain, **options)
             reason = f"the chat template failed: {type(error).__name__}: {first_line(error)}"
-            is_flat = any("function" not in tool for tool in self.template_kwargs.get("tools") or ())
-            hint = "; write each of the tools as {type: function, function: {name, ...}}" if is_flat else ""
-            raise DataError(self.where, f"{reason}{hint}") from error
+            raise DataError(self.where, f"{reason}{self._hint_at_tools(messages)}") from error
         if isinstance(rendered, str) and len(rendered) > MAX_CHARACTERS:
             whose = f"the chat template (chat_template_path, or that of {self.tokenizer.name_or_path})"
             reason = f"{whose} makes more than {MAX_CHARACTERS:,} characters of text"
             raise UserError(f"{self.where}: {reason}; {FIX} that writes less, or leave this row out")
         return rendered
+
+    def _hint_at_tools(self, messages: list[dict[str, Any]]) -> str:
+        """Return how to write the tools, if the template renders these messages then."""
+        tools = self.template_kwargs.get("tools") or []
+        wrapped = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+        if wrapped != tools:
+            with suppress(UserError):
+                replace(self, template_kwargs={**self.template_kwargs, "tools": wrapped}).render(messages)
+                return "; write each of the tools as {type: function, function: {name, ...}}"
+        return ""
 
     def _checked(self, messages: list[dict[str, Any]], text: str) -> str:
         check_encodable(text, self.where)

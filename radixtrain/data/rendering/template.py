@@ -17,7 +17,6 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from radixtrain.data.rendering.conversation import Conversation
-from radixtrain.data.rows.messages import THOUGHTS
 from radixtrain.data.tokens.tokenization import Draft
 from radixtrain.errors import DataError, did_you_mean
 
@@ -30,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 TURNS_LOOKED_AT = 16
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
-READ_HERE = {"role", "content", "tool_calls", "weight", *THOUGHTS}
 MARK = "the word of the developer"
 DIRECTIVES = (*"aAbBcdHIjmMpSUwWxXyY", "-d", "-m")  # of strftime
 WARNING = (
@@ -64,17 +62,8 @@ def template_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str] | N
 
 
 def template_words(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
-    """Return the words of the chat template after a point or a quote: it reads no other keys of a message."""
-    return frozenset(re.findall(r"""[.'"](\w+)""", " ".join(_sources(tokenizer))))
-
-
-def unread_keys(messages: Iterable[dict[str, Any]], words: frozenset[str]) -> set[str]:
-    """Name the keys of messages that hold something and are not read, as `messages.KEY`.
-
-    messages: as `check_messages` returns them. words: from `template_words`.
-    """
-    filled = {key for message in messages for key, value in message.items() if value not in ("", [], {})}
-    return {f"messages.{key}" for key in filled - READ_HERE - words}
+    """Return what the chat template takes from objects, `.KEY`, `['KEY']` or `get('KEY')`: it reads no other keys."""
+    return frozenset(re.findall(r"""(?:\.|\[['"]|get\(['"])(\w+)""", " ".join(_sources(tokenizer))))
 
 
 def _sources(tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -188,6 +177,9 @@ def _mistakes_of_chat(chat: Conversation) -> Iterator[str]:
         yield "list tools as {name, ...}: so does the prompt; a server's has {type: function, function: {name, ...}}"
     if any("tool_calls" in message for message in chat.messages) and not tools:
         yield "call tools and have no `tools`: the prompt does not list them, but at inference it will"
+    roles = [each["role"] for each in chat.messages]
+    if "assistant" in roles and not {"user", "tool"} & {*roles[: roles.index("assistant")]}:
+        yield "begin with an answer: it is learned as what the model says of itself, before anybody asks"
     calls = [call["function"] for each in chat.messages for call in each.get("tool_calls", ())]
     if any(None in call["arguments"].values() for call in calls):
         yield "call tools with nulls, which are learned: leave out those that a table has put there, as datasets does"

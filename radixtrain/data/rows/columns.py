@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
-from radixtrain.data.files.rows import Row, explain, parse
-from radixtrain.data.rows.logs import log_hint
+from radixtrain.data.files.rows import OF_TOKENS, Row, explain, parse
+from radixtrain.data.rows.logs import OF_CHATS, log_hint
 from radixtrain.data.rows.messages import EMPTY, check_messages, with_system
-from radixtrain.data.sample import check_unweighted
+from radixtrain.data.rows.unread import check_unread, in_yaml, is_message, preference_data, tells
 from radixtrain.errors import DataError
 
 Fields = dict[str, Any]
@@ -17,26 +19,10 @@ Read = tuple[Fields, set[str]]  # the standard columns, and the columns of the r
 ROW_KINDS = "messages, prompt + completion, instruction + output, question + answer, conversations, text or input_ids"
 CHATS = ("messages", "conversations", "conversation", "dialog", "dialogue")
 SYSTEM = ("system", "system_prompt")
-OF_CHATS = ("tools", "functions", "chat_template_kwargs")
 MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 LABELS = ("label", "labels", "category", "class", "target", "intent", "sentiment", "answer", "output", "response")
 BESIDE_TEXT = (*LABELS, "prompt", "completion", "summary", "solution", "reply")
-MISNAMED = {
-    **dict.fromkeys(
-        ("loss_mask", "assistant_mask", "assistant_tokens_mask", "response_mask", "train_mask"),
-        "is not read; name it mask (1 for a token that bears loss)",
-    ),
-    "prompt_mask": "is not read; write mask, with 1 for a token that bears loss",
-    **dict.fromkeys(
-        ("position_ids", "seq_lengths", "seq_idx", "cu_seqlens"),
-        "is not read: a row is one sequence, whose positions count from 0; write a row for each sequence",
-    ),
-}
-"""Columns beside `input_ids` that would change what is trained."""
-OF_TOKENS = (
-    *("input_ids", "labels", "completion_mask", "assistant_masks", "mask"),
-    *("loss_weights", "weights", "advantages", "old_logprobs", "attention_mask"),
-)
+OF_TOKENIZERS = ("token_type_ids", "special_tokens_mask", "length")
 QUESTIONS = ("user", "instruction", "question", "query", "problem")
 PAIRS = (
     ("user", "assistant"),
@@ -70,25 +56,47 @@ def standard_row(row: Row, answered: bool = True) -> Row:
     Raises DataError if no format has these columns, if two formats have, if a column that was meant to be learned or
     read would be lost, and if the messages are wrong.
     """
-    fields = {name: value for name, value in row.fields.items() if value is not None}
+    fields = {name: _with_keys(name, value, row.keys) for name, value in row.fields.items() if value is not None}
     try:
         read = _read(fields, answered, row.where)
+        standard, used = read or ({}, {*fields})
+        unused = [name for name, value in fields.items() if name not in used and value not in ("", [], {})]
+        if answered and read:
+            _check_answer(standard, unused, row.where)
+            said = turns_of(standard) or [{"content": text} for text in standard.values()]
+            unread = {**row.unmapped, **{name: fields[name] for name in unused}}.items()
+            check_unread({name: value for name, value in unread if not _is_part(value, said)}, row.where)
     except DataError as error:
         raise DataError(row.where, f"{error.reason}{log_hint(fields)}") from None
     if read is None:
         raise DataError(row.where, _unknown(row.fields))
-    standard, used = read
-    unused = [name for name, value in fields.items() if name not in used and value not in ("", [], {})]
-    if answered:
-        _check_answer(standard, unused, row.where)
     return Row(standard, row.where, (*row.unused, *unused))
+
+
+def _with_keys(name: str, value: Any, keys: Mapping[str, str | None]) -> Any:
+    """Rename keys of messages, or leave them out; a value that is no list of messages comes back as it is."""
+    if not keys or name not in (*CHATS, "prompt", "completion"):
+        return value
+    turns = value
+    if isinstance(value, str):
+        with suppress(ValueError, RecursionError):
+            turns = parse(value)
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        return value
+    named = ([(keys.get(key, key), each) for key, each in turn.items()] for turn in turns)
+    return [{key: each for key, each in turn if key is not None} for turn in named]
+
+
+def turns_of(fields: Fields) -> list[Fields]:
+    """Return the whole conversation of a row from `standard_row`; empty if it is not one."""
+    parts = (fields.get(name) for name in ("messages", "prompt", "completion"))
+    return [message for part in parts if isinstance(part, list) for message in part]
 
 
 def _read(fields: Fields, answered: bool, where: str) -> Read | None:
     if "input_ids" in fields:
-        _check_beside_tokens(fields, where)
-        return {name: fields[name] for name in OF_TOKENS if name in fields}, {*OF_TOKENS}
-    check_unweighted(fields, where)
+        read = ("input_ids", *OF_TOKENS)
+        return {name: fields[name] for name in fields if name in read}, {*read, *OF_TOKENIZERS}
     _check_media(fields, where)
     chats = [name for name in CHATS if name in fields and _is_chat(name, fields[name])]
     if len(chats) > 1:
@@ -104,12 +112,6 @@ def _read(fields: Fields, answered: bool, where: str) -> Read | None:
     if "prompt" in fields and not answered:
         return _prompt(fields, where)
     return None
-
-
-def _check_beside_tokens(fields: Fields, where: str) -> None:
-    """Refuse a column that says which tokens bear loss or how they are packed, under a name that is not read."""
-    for name in (name for name in fields if name in MISNAMED):
-        raise DataError(where, f"{name}: {MISNAMED[name]}")
 
 
 def _is_chat(name: str, value: object) -> bool:
@@ -154,6 +156,9 @@ def _pair(fields: Fields, pair: Pair, where: str) -> Read:
 def _with_columns(messages: list[Fields], used: set[str], fields: Fields, where: str) -> Read:
     """Return the conversation with the columns that chats may carry."""
     standard: Fields = {name: fields[name] for name in OF_CHATS if name in fields}
+    of_system = [message.pop("tools") for message in messages[:1] if isinstance(message.get("tools"), list)]
+    if of_system and not standard.keys() & {"tools", "functions"}:  # GLM's form
+        standard["tools"] = of_system[0]
     if functions := standard.pop("functions", None):  # what OpenAI had before tools
         standard.setdefault("tools", functions)
     if isinstance(kwargs := standard.get("chat_template_kwargs"), str):  # as CSV has to
@@ -164,7 +169,7 @@ def _with_columns(messages: list[Fields], used: set[str], fields: Fields, where:
 
 def _parsed(kwargs: str, where: str) -> Any:
     try:
-        return parse(kwargs)
+        return parse(kwargs) or {}  # null, of a column that was dumped to text
     except (ValueError, RecursionError) as error:
         raise DataError(where, f"chat_template_kwargs: {explain(error)}") from None
 
@@ -184,13 +189,11 @@ def _prompt_and_completion(fields: Fields, where: str) -> Read:
     kinds = {type(fields[name]) for name in names}
     if kinds == {str}:
         _refuse_system(fields, where)
-        _refuse_verdict(fields, where)
         if not fields["completion"].strip():
             raise DataError(where, f"completion: it {EMPTY}")
         return {name: fields[name] for name in names}, {*names}
     if str in kinds:
         raise DataError(where, "prompt and completion: expected both as text or both as lists of messages")
-    _refuse_verdict(fields, where)
     prompt = check_messages(fields["prompt"], where, "prompt")
     standard, used = _with_columns(prompt, {*names}, fields, where)
     completion = check_messages(fields["completion"], where, "completion")
@@ -210,7 +213,7 @@ def _text(fields: Fields, where: str) -> Read:
             raise DataError(
                 where,
                 f"{name} beside text would not be learned; to answer with it, write data.columns: "
-                f"{{user: text, assistant: {name}}}; to learn only the text, {{text: text}}",
+                f"{{user: text, assistant: {name}}}; to learn only the text, {{text: text, {name}: null}}",
             )
     _refuse_system(fields, where)
     return {"text": fields["text"]}, {"text"}
@@ -221,13 +224,6 @@ def _refuse_system(fields: Fields, where: str) -> None:
         columns = "{user: prompt, assistant: completion}"
         found = f"system: {system[:40]!r} beside plain text, which has no system turn"
         raise DataError(where, f"{found}; for a chat, write data.columns: {columns}; to leave it out, {{system: null}}")
-
-
-def _refuse_verdict(fields: Fields, where: str) -> None:
-    """Refuse rows of preference training such as KTO's, whose completions include examples of what not to write."""
-    if str(fields.get("label")).lower() in ("true", "false", "0", "1", "0.0", "1.0"):
-        reason = "says whether the completion is good, but all would be imitated"
-        raise DataError(where, f"label: {reason}; keep the good rows and write data.columns: {{label: null}}")
 
 
 def _check_media(fields: Fields, where: str) -> None:
@@ -241,25 +237,20 @@ def _check_media(fields: Fields, where: str) -> None:
 def _is_part(value: object, messages: list[Fields]) -> bool:
     """Return whether the conversation holds this text, or these messages, too."""
     contents = [str(message.get("content", "")).strip() for message in messages]
-    if isinstance(value, str):
-        return not value.strip() or value.strip() in contents
+    if isinstance(value, str | int):
+        return str(value).strip() in ("", *contents)
     turns = value if isinstance(value, list) else [None]
-    return all(isinstance(turn, dict) and str(turn.get("content")).strip() in contents for turn in turns)
+    return all(
+        isinstance(turn, dict) and str(turn.get("content", turn.get("value"))).strip() in contents for turn in turns
+    )
 
 
 def _unknown(fields: Fields) -> str:
     named = (f"{name} (null)" if value is None else str(name) for name, value in fields.items())
     read = f"no format has the columns {', '.join(named) or '(none)'}"
     found = f"{read}; expected {ROW_KINDS}"
-    if {"chosen", "rejected"} <= fields.keys():
-        columns = "{messages: chosen}" if isinstance(fields["chosen"], list) else "{prompt: prompt, completion: chosen}"
-        return (
-            f"chosen and rejected are preference data, which a trainer such as TRL's DPOTrainer learns from: "
-            f"share_prefixes (docs/any-trainer.md) shares their prompts; to imitate the chosen ones, write "
-            f"data.columns: {columns}"
-        )
-    if len(fields) == 1 and (mark := next((each for each in ";|" if each in str(*fields)), "")):
-        return f"{read}; the file separates its columns by {mark!r}: write it with commas, or with tabs as .tsv"
+    if preferences := preference_data(fields):
+        return f"{preferences}{_imitating(fields)}"
     if hint := log_hint(fields):
         return f"{found}{hint}"
     if chats := [name for name, value in fields.items() if _holds_messages(value)]:
@@ -269,11 +260,23 @@ def _unknown(fields: Fields) -> str:
     return f"{found}, or data.columns: {{user: {question}, assistant: {answer}}}"
 
 
+def _imitating(fields: Fields) -> str:
+    """Return how to imitate the chosen answers, for an error; empty if the columns do not say which these are."""
+    chosen, prompt = fields.get("chosen"), fields.get("prompt")
+    if not isinstance(chosen, str | list):
+        return ""
+    question = next((name for name in ("prompt", *QUESTIONS) if name in fields), "")
+    columns = f"user: {question}, assistant: chosen" if question else "text: chosen"
+    if isinstance(chosen, list) and (not isinstance(prompt, list) or prompt[:1] == chosen[:1]):
+        columns = "messages: chosen"
+    elif question == "prompt":
+        columns = "prompt: prompt, completion: chosen"
+    told = [f", {in_yaml(name)}: null" for name, value in fields.items() if name not in columns and tells(name, value)]
+    return f"; to imitate the chosen answers, write data.columns: {{{columns}{''.join(told)}}}"
+
+
 def _holds_messages(value: object) -> bool:
-    turns = value if isinstance(value, list) and value else [None]
-    return all(
-        isinstance(turn, dict) and ({"role", "content"} <= {*turn} or {"from", "value"} <= {*turn}) for turn in turns
-    )
+    return isinstance(value, list) and bool(value) and all(map(is_message, value))
 
 
 def _is_id(name: str, value: str) -> bool:

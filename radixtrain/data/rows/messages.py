@@ -26,7 +26,6 @@ NO_MEDIA = (
     "; images, audio and video are not supported here. What a model's processor returns for images is read by "
     "RadixCollator(images=...), share_prefixes and generate; or remove the part, or the row (data.on_bad_row: skip)"
 )
-WEIGHTS_ELSEWHERE = ("train", "training", "trainable", "loss", "mask")
 EMPTY = "is empty: nothing is learned from it but to stop; leave the row out (data.on_bad_row: skip)"
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
@@ -48,7 +47,17 @@ def check_messages(messages: object, where: str, field: str = "messages") -> lis
         messages = _parse(messages, field, expected, where)
     if not isinstance(messages, list) or not messages:
         raise DataError(where, f"{field}: {expected}, found {_describe(messages)}")
-    return [_check_message(message, f"{field}: turn {n}", where) for n, message in enumerate(messages, start=1)]
+    turns = [turn for message in messages for turn in _of_pair(message)]
+    return [_check_message(message, f"{field}: turn {n}", where) for n, message in enumerate(turns, start=1)]
+
+
+def _of_pair(message: Any) -> list[Any]:
+    """Return the two turns of ms-swift's `{human, assistant}`; or the message itself."""
+    if not isinstance(message, dict) or not {"human", "assistant"} <= message.keys():
+        return [message]
+    rest = {key: value for key, value in message.items() if key not in ("human", "assistant")}
+    answer = {"role": "assistant", "content": message["assistant"]} | rest
+    return [{"role": "user", "content": message["human"]}, answer]
 
 
 def with_system(messages: list[Message], system: str, where: str) -> list[Message]:
@@ -110,6 +119,8 @@ def _checked(message: Message, name: str, where: str) -> Message:
         message["tool_calls"] = read_calls(message["tool_calls"], name, where)
     _check_weight(message, name, where)
     for key in THOUGHTS:  # templates leave out a list of parts, or fail on it
+        if key in message:
+            message[key] = _thought(message[key])
         if not isinstance(message.get(key, ""), str):
             raise DataError(where, f"{name}: {key}: expected text, found {_describe(message[key])}")
     if "tool_calls" in message and message["content"] is None:
@@ -121,6 +132,13 @@ def _checked(message: Message, name: str, where: str) -> Message:
     return message
 
 
+def _thought(value: object) -> object:
+    """Join the texts of a list of parts, such as OpenRouter's and Anthropic's; other values come back as they are."""
+    parts = [part if isinstance(part, dict) else {} for part in value] if isinstance(value, list) else []
+    texts = [text for part in parts if isinstance(text := part.get("text", part.get("thinking")), str)]
+    return "".join(texts) if parts and len(texts) == len(parts) else value
+
+
 def _called(content: object, name: str, where: str) -> list[Any]:
     """Return the calls of a turn of ShareGPT's function_call, whose text is their JSON."""
     calls = _parse(content, name, "expected the JSON of a call", where) if isinstance(content, str) else content
@@ -128,12 +146,7 @@ def _called(content: object, name: str, where: str) -> list[Any]:
 
 
 def _check_weight(message: Message, name: str, where: str) -> None:
-    """Leave `weight` only on a turn without loss. Refuses other trainers' names for it, if they turn loss off."""
-    for key in WEIGHTS_ELSEWHERE:
-        if message.get(key) in (False, 0, "false", "no"):
-            raise DataError(
-                where, f"{name}: {key}: {message[key]!r} is not read; write weight: 0 for a turn without loss"
-            )
+    """Leave `weight` only on a turn without loss."""
     weight = message.pop("weight", 1 if message["role"] == "assistant" else 0)
     if weight not in (0, 1):
         raise DataError(where, f"{name}: weight: expected 0 (no loss on the turn) or 1, found {repr(weight)[:40]}")
@@ -165,6 +178,9 @@ def _part_text(part: Any, name: str, where: str) -> str:
         hint = NO_MEDIA if MEDIA.search(str(found)) else ""
         reason = f"only parts {{type: text, text}} are read, found {repr(found)[:60]}{hint}"
         raise DataError(where, f"{name}: content: {reason}")
+    for key, value in part.items():
+        if key not in ("type", "text") and isinstance(value, int | float):
+            raise DataError(where, f"{name}: content: {key}: {value!r} of a part is not read; remove it, or the part")
     text: str = part["text"]
     return text
 
@@ -201,6 +217,8 @@ def read_tools(tools: object, where: str) -> list[Message]:
             tools = parse(tools)
         except (ValueError, RecursionError) as error:
             raise DataError(where, f"tools: {explain(error)}") from None
+    if tools is None:  # a column that was dumped to text
+        return []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(where, f"tools: expected a list of function descriptions, found {repr(tools)[:60]}")
     if any("input_schema" in tool for tool in tools):
@@ -229,5 +247,6 @@ def _arguments(arguments: object, name: str, where: str) -> Message:
         except (ValueError, RecursionError) as error:
             raise DataError(where, f"{name}: arguments: {explain(error)}") from None
     if not isinstance(arguments, dict):
-        raise DataError(where, f"{name}: arguments: expected an object, found {repr(arguments)[:60]}")
+        twice = ", which is JSON that was encoded twice" if str(arguments).startswith("{") else ""
+        raise DataError(where, f"{name}: arguments: expected an object, found {repr(arguments)[:60]}{twice}")
     return arguments

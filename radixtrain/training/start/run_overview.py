@@ -13,7 +13,7 @@ from radixtrain.collators.prefix_sampler import batches_of
 from radixtrain.data.files.sources import as_sources
 from radixtrain.data.formats import open_rows
 from radixtrain.data.rows.columns import standard_row
-from radixtrain.data.rows.trajectories import plain_rows
+from radixtrain.data.rows.logs import choices_of
 from radixtrain.data.sample import EncodeReport
 from radixtrain.data.steps import (
     Arrangement,
@@ -21,6 +21,7 @@ from radixtrain.data.steps import (
     epoch_size,
     expected_r,
     grouped_order,
+    text_of_copies,
 )
 from radixtrain.data.tokenized.corpus import Corpus
 from radixtrain.data.tokens.tokenization import load_tokenizer
@@ -105,9 +106,8 @@ def data_entries(corpus: Corpus, report: EncodeReport, max_length: int | None, u
     if report.num_long_samples:
         longest = f"the longest {report.longest:,} ({report.longest_where})"
         entries.append(("too long", f"{report.num_long_samples:,} samples over max_length {max_length:,}, {longest}"))
-    if report.unused_columns:
-        columns = [f"{name} ({count:,} rows)" for name, count in report.unused_columns.most_common(8)]
-        entries.append(("columns", f"not used: {', '.join(columns)}"))
+    if unread := report.unread():
+        entries.append(("columns", f"not used: {unread}"))
     if unused:
         entries.append(("keys", f"not used: {'; '.join(unused)}"))
     return entries
@@ -137,6 +137,8 @@ def sharing_entries(data: SFTData) -> list[Entry]:
         what = "devices" if ranks().sp_size == 1 else "groups"
         text += f" on {num_groups} {what}, {on_one.r * on_one.whole_share:.1f} on one"
     entries.append(("r", text))
+    if copies := text_of_copies(drawn, settings):
+        entries.append(("copies", copies))
     hint = _arrangement(data, drawn, groups, r, on_one.whole_share).hint
     return [*entries, ("advice", hint)] if hint else entries
 
@@ -240,7 +242,7 @@ def _chats(source: Any) -> Iterator[list[dict[str, Any]] | None]:
     """Yield the messages of each row: None if it is not a chat, and no messages if it cannot be read."""
     for first in open_rows(source):
         try:
-            fields = [standard_row(plain).fields for plain in plain_rows(first.read())]
+            fields = [standard_row(each).fields for each in choices_of(first.read())]
         except DataError:
             fields = []
         found = [each.get("messages") or each.get("prompt") for each in fields]

@@ -260,6 +260,7 @@ def test_dropping_keeps_the_turns_that_fit(tokenizer: Any) -> None:
     encoded = encoder.encode_all([chat(*TWO_TURNS), row(text="x" * 99)], report=report)
     assert [lists(samples) for samples in encoded] == [[after(TURN_1, ANSWER_1)], []]
     counts = {"num_rows": 2, "num_dropped_rows": 1, "num_samples": 1, "num_dropped_samples": 2, "num_long_samples": 2}
+    counts |= {"num_without_system": 1}
     tokens = {"num_tokens": len(TURN_1 + ANSWER_1), "num_labels": len(ANSWER_1), "longest": 100}
     assert report == EncodeReport(**counts, **tokens, longest_where="a.jsonl:1")
 

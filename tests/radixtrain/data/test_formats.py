@@ -64,6 +64,8 @@ FILES: list[tuple[str, bytes, list[str] | str]] = [
     ("a.jsonl", b'{"text": "\\uD83D\\uDE00"}', ["learns \U0001f600"]),
     ("a.jsonl", b"\x00\x00\n" + B, ["@:1: not valid JSON", "learns b"]),
     ("a.jsonl", b'"text"\n3\nnull\n', [f"@:{n}: expected a JSON object, found" for n in (1, 2, 3)]),
+    ("a.jsonl", b'[{"text": "a"}]', ["@:1: expected a JSON object, found an array; a file that holds one array of rows is named .json"]),
+    ("a.jsonl", b'[\n{"text": "a"}\n]', ["@:1: not valid JSON: Expecting value at column 2; a file that holds one array of rows is named .json", "learns a", "@:3: not valid JSON"]),
     ("a.jsonl", "".join(map(chr, A)).encode("utf-16"), "@: expected text, but the file begins as UTF-16 text"),
     ("a.jsonl", gzip.compress(A), "@: expected text, but the file begins as gzip; add .gz to its name"),
     ("a.jsonl", parquet(text=["a"]), "@: expected text, but the file begins as parquet; name it .parquet"),
@@ -100,7 +102,7 @@ FILES: list[tuple[str, bytes, list[str] | str]] = [
     ("a.csv", b"text\n", "no rows in @; expected at least one"),
     ("a.csv", b"", "no rows in @; expected at least one"),
     ("a.csv", b",question,answer\n0,q,a\n", ["learns a"]),
-    ("a.csv", b"prompt;completion\nq;a\n", ["@:2: no format has the columns prompt;completion; the file separates its columns by ';': write it with commas"]),
+    ("a.csv", b"prompt;completion\nq;a,b\n", "@:1: the file separates its columns by ';': write it with commas"),
     ("a.csv", b"q,a\nq,b\n", ["@:2: no format has the columns q, a; expected messages"]),
     ("a.csv", b"text\n" + b"x" * 200_000 + b"\n", ["learns " + "x" * 200_000]),
     ("a.csv", "text\na\n".encode("utf-16"), "@: expected text, but the file begins as UTF-16 text"),
@@ -259,9 +261,10 @@ def test_a_mapping_is_applied_to_every_kind_of_file(tmp_path: Path) -> None:
     table.write_bytes(b"q,id\nx,1\n")
     tokens.write_bytes(b'{"tokens": [1, 2], "labels": [-100, 2], "id": 7}')
     first, second = open_rows(Source(str(lines), columns={"user": "q", "system": "s"}))
-    assert first.read() == Row({"user": "x", "tools": []}, f"{lines}:1", ("id",))
+    assert first.read() == Row({"user": "x", "tools": []}, f"{lines}:1", ("id",), {"id": 1})
     with pytest.raises(DataError, match=":2: columns: user: the row has no column 'q'; it has id"):
         second.read()
     assert list(read_rows(Source(str(table), columns={"id": None}))) == [Row({"q": "x"}, f"{table}:2", ("id",))]
     [row] = read_rows(Source(str(tokens), columns={"input_ids": "tokens"}))
-    assert row == Row({"input_ids": [1, 2], "labels": [-100, 2]}, f"{tokens}:1", ("id",)), "and what comes with tokens"
+    read = {"input_ids": [1, 2], "labels": [-100, 2]}, f"{tokens}:1", ("id",), {"id": 7}
+    assert row == Row(*read), "and what comes with tokens"

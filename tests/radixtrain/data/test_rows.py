@@ -72,6 +72,7 @@ CHAT = [Q, A]
 SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
 CALL = {"name": "f", "arguments": {"x": 1}}
 QA = "user: q|assistant: [a|]"
+CALLED = {"request": {"messages": [Q], "tools": [{"name": "f"}]}, "response": {"choices": [{"message": A}]}}
 
 READ: list[tuple[dict[str, Any], str, list[str]]] = [
     # a row, what is learned from it, the columns that are not used
@@ -97,6 +98,7 @@ READ: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"messages": CHAT, "chat_template_kwargs": '{"brief": "!"}'}, f"{QA}!", []),
     ({"prompt": "q", "completion": "a", "n": 0}, "q[a|]", ["n"]),
     ({"prompt": CHAT[:1], "completion": CHAT[1:], "system": "s"}, f"system: s|{QA}", []),
+    ({**CALLED, "status_code": 200}, "{f}" + QA, []),
     ({"instruction": "i", "output": "a"}, "user: i|assistant: [a|]", []),
     ({"instruction": "i", "input": "c", "output": "a"}, "user: i\nc|assistant: [a|]", []),
     ({"instruction": "q", "input": " ", "output": "a", "system": "s"}, f"system: s|{QA}", []),
@@ -203,7 +205,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"prompt": "q", "chosen": "a", "rejected": "b"},
-        "chosen and rejected are preference data, which a trainer such as",
+        "chosen and rejected: preference data, which a trainer such as",
     ),
     ({"messages": CHAT, "conversations": SHAREGPT}, "messages and conversations beside each other: write data.columns"),
     ({"messages": CHAT, "prompt": "x"}, "prompt beside messages, and it is not part of it: write data.columns:"),
@@ -221,6 +223,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"question": "q", "answer": " "}, f"answer: the answer {EMPTY}"),
     ({"question": "q", "answer": 1}, "answer: expected text, found 1"),
     ({"instruction": "q", "output": "a", "history": ["x"]}, "history: expected a list of [question, answer]"),
+    ({**CALLED, "response": {"choices": [{"finish_reason": "length", "message": A}]}}, "response.choices: finish_reas"),
     ({"text": "t", "label": 0}, "label beside text would not be learned; to answer with it, write data.columns"),
     ({"text": "t", "category": "c"}, "category beside text would not be learned"),
     ({"text": "q", "completion": "a"}, "completion beside text would not be learned"),
@@ -231,9 +234,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"text": "\ud800"}, HALF),
     ({"prompt": "q", "completion": CHAT[1:]}, "prompt and completion: expected both as text or both as lists"),
     ({"prompt": "q", "completion": " "}, f"completion: it {EMPTY}"),
-    ({"prompt": "q", "completion": "a", "label": False}, "label: says whether the completion is good, but all"),
-    ({"prompt": "q", "completion": "a", "label": 0}, "label: says whether the completion is good, but all"),
-    ({"prompt": "q", "completion": "a", "label": "False"}, "label: says whether the completion is good, but all"),
     ({"prompt": "q", "completion": "a", "system": "s"}, "system: 's' beside plain text, which has no system turn"),
     ({"prompt": CHAT[:1], "completion": []}, "completion: expected a non-empty list of {role, content}, found a list"),
     ({"prompt": CHAT[:1], "completion": [Q]}, "expected at least one assistant turn to learn from; found the roles"),
@@ -283,9 +283,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         )
     ),
     ({"input_ids": [1], "attention_mask": [0]}, "no token bears loss"),
-    ({"input_ids": [1, 2], "loss_mask": [0, 1]}, "loss_mask: is not read; name it mask (1 for a token that bears"),
-    ({"input_ids": [1, 2], "prompt_mask": [1, 0]}, "prompt_mask: is not read; write mask"),
-    ({"input_ids": [1, 2], "position_ids": [0, 1]}, "position_ids: is not read: a row is one sequence"),
 ]
 TURNS_REFUSED: list[tuple[Any, str]] = [
     # the second turn of a chat, and the reason, without the turn, or how it begins
@@ -310,6 +307,10 @@ TURNS_REFUSED: list[tuple[Any, str]] = [
         "are not supported here. What a model's processor returns for images is read by RadixCollator(images=...), "
         "share_prefixes and generate; or remove the part, or the row (data.on_bad_row: skip)",
     ),
+    (
+        assistant([{"type": "text", "text": "x", "loss": False}]),
+        " (role 'assistant'): content: loss: False of a part is not read; remove it, or the part",
+    ),
     (user([{"image": "a"}]), " (role 'user'): content: only parts {type: text, text} are read, found {'image': 'a'};"),
     *(
         (assistant(blank), f" (role 'assistant'): the answer {EMPTY}, or give the turn weight: 0")
@@ -317,10 +318,6 @@ TURNS_REFUSED: list[tuple[Any, str]] = [
     ),
     (assistant("x", weight=0.5), " (role 'assistant'): weight: expected 0 (no loss on the turn) or 1, found 0.5"),
     ({**Q, "weight": 1}, " (role 'user'): weight: 1 requests loss on the turn; only assistant turns bear loss"),
-    *(
-        (assistant("x", **{key: False}), f" (role 'assistant'): {key}: False is not read; write weight: 0 for a turn")
-        for key in ("train", "trainable", "loss")
-    ),
     ({**Q, "tool_calls": [CALL]}, " (role 'user'): has tool_calls; only an assistant turn calls tools"),
     (assistant("x", thinking=["r"]), " (role 'assistant'): thinking: expected text, found a list of 1"),
     (assistant("", tool_calls="f()"), " (role 'assistant'): tool_calls: expected a list of objects, found 'f()'"),

@@ -149,7 +149,8 @@ def test_only_rows_that_are_read_come_back(
     ("scores", "words", "message"),
     [
         ([], None, r"model\.scores: expected one or more of logprobs, .*, embedding; found none"),
-        (["embedding", "logprob"], None, "found logprob$"),
+        (["embedding", "perplexty"], None, r"found perplexty, did you mean perplexity\?$"),
+        (["embedding", "nothing"], None, "found nothing$"),
         (["next_token_probs", "embedding"], [], r"model\.next_tokens is missing: next_token_probs needs the words"),
         (["embedding"], ["yes"], r"none of model\.scores \(embedding\) is of these words; add next_token_logits or"),
     ],

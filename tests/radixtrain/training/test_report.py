@@ -14,7 +14,7 @@ from radixtrain.__main__ import main
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.report.contents import ratio
-from radixtrain.training.start.run_overview import sharing_entries
+from radixtrain.training.start.run_overview import data_entries, sharing_entries
 
 Arguments = Callable[..., list[str]]
 
@@ -148,6 +148,41 @@ def test_chats_are_compared_with_whole_chats_too(
     assert main(arguments("inspect", **flags, data__train_file=file)) == 0
     shown = dict(re.findall(r"^(r\b.*?)  +([\d.]+) ", capsys.readouterr().out, re.MULTILINE))
     assert shown == {"r": f"{of_chats:.2f}", "r, same rows": f"{of_rows:.2f}"}
+
+
+def test_what_is_not_read_and_what_is_there_twice_is_said(
+    arguments: Arguments, shop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By report, inspect and fit: a column, turns after the last answer, copies; and chats without a system turn."""
+    rows = [json.loads(line) for line in (shop / "train.jsonl").read_text("utf-8").splitlines()[:8]]
+    for row in rows[:4]:
+        row["messages"] = [*row["messages"], {"role": "user", "content": "bye"}]
+    for row in rows[4:]:
+        row["messages"] = row["messages"][1:]
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(f"{json.dumps({**row, 'id': 7})}\n" for row in rows * 2), encoding="utf-8")
+    settings = {"batch_size": 16, "max_tokens": 10**5, "min_shared_tokens": 1}
+    of_fit = SFTData(str(file), **settings, model_name_or_path=str(shop / "model"))
+    of_fit.setup("fit")
+    corpus, flags = of_fit.conversations["train"], {f"data__{name}": value for name, value in settings.items()}
+    ids = {tuple(sample.input_ids.tolist()) for samples in corpus for sample in samples}
+    assert len(ids) == 8
+    r = sum(map(len, ids)) / len({each[: end + 1] for each in ids for end in range(len(each))})
+    copies = (
+        f"8 of 16 conversations are copies of others, and count in r: in random steps without them r is about {r:.1f}"
+    )
+    unread = "id (16 rows), turns after the last answer (8 rows)"
+    entries = data_entries(corpus, of_fit.reports["train"], None, []) + sharing_entries(of_fit)
+    assert dict(entries)["columns"] == f"not used: {unread}" and dict(entries)["copies"] == copies
+    for command, said in (
+        ("report", [f"Not read: {unread}.", f"{copies}."]),
+        ("inspect", [f"all rows: {unread}", copies]),
+    ):
+        only = {"max_seconds": 0} if command == "report" else {}
+        assert main(arguments(command, **flags, **only, data__train_file=file)) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert all(each in text for each in said)
+        assert ("--data.system_prompt=TEXT: 8 of the chats begin with no system turn" in text) == bool(only)
 
 
 def test_a_run_has_one_baseline(

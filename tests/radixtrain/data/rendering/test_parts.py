@@ -69,6 +69,7 @@ LOST = [
         chat(SAID, tools=[FUNCTION]),
         r"; write each of the tools as \{type: function, function: \{name, \.\.\.\}\}$",
     ),
+    ("llama3_1", chat(TWICE, SAID, tools=[FUNCTION]), "only supports single tool-calls at once!$"),
     ("qwen2_5", chat(THOUGHT, tools=None), r"the thinking \(reasoning_content\) in turn 2; .*on_unrendered: drop"),
     ("qwen3", chat({"content": "Four.", "thinking": "Nails."}, tools=None), None),
     (
@@ -174,10 +175,11 @@ def test_turns_that_end_where_generation_goes_on_are_told(caplog: pytest.LogCapt
 
 
 SELDOM_MEANT = [
-    "1 of 4 rows are text that begins with <|bos|>, which the tokenizer writes too",
-    "1 of 4 rows call tools and have no `tools`: the prompt does not list them",
-    "1 of 4 rows call tools with nulls, which are learned: leave out those that a table has put there",
-    "1 of 4 rows list tools as {name, ...}: so does the prompt; a server's has {type: function, function: {",
+    "1 of 5 rows are text that begins with <|bos|>, which the tokenizer writes too",
+    "1 of 5 rows begin with an answer: it is learned as what the model says of itself",
+    "1 of 5 rows call tools and have no `tools`: the prompt does not list them",
+    "1 of 5 rows call tools with nulls, which are learned: leave out those that a table has put there",
+    "1 of 5 rows list tools as {name, ...}: so does the prompt; a server's has {type: function, function: {",
 ]
 
 
@@ -186,6 +188,7 @@ def test_what_is_seldom_meant_is_told_once(caplog: pytest.LogCaptureFixture) -> 
     asked, *turns = chat(CALLED, {"tool_calls": [call(thing="nails", unit=None)]}, SAID)["messages"]
     logged = {"request": {"messages": [asked, *turns[:-1]]}, "response": {"choices": [{"message": turns[-1]}]}}
     rows = [logged, chat(CALLED, SAID, tools=[FUNCTION]), {"text": "<|bos|>Four."}, {"text": "Four."}]
+    rows.append({"messages": [{"role": "system", "content": "s"}, {"role": "assistant", "content": "Four."}]})
     warn_of_likely_mistakes(encoder, [Row(row, "a.jsonl:1") for row in rows])
     assert all(found.startswith(told) for found, told in zip(sorted(caplog.messages), SELDOM_MEANT, strict=True))
 
