@@ -110,7 +110,8 @@ def each_version(wanted_versions: list[str], runs: list[list[str]]) -> tuple[str
         cells = (version, f"{counts['passed']:,}", counts["skipped"], counts["failed"], num_classes)
         rows.append(cells)
         print(*cells, sep=" | ", flush=True)
-        print(*(f"  failed: {why[:200]!r}" for kind, why in cases if kind == "failed"), sep="\n", flush=True)
+        for _, why in (case for case in cases if case[0] == "failed"):
+            print(f"  failed: {why[:200]!r}", flush=True)
         for each in lacking:
             found[each].append(version)
     return f"{INTRO} on {date.today()}, torch {torch.partition('+')[0]}, CPU.", rows, found
