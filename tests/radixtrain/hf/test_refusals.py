@@ -96,9 +96,19 @@ def test_every_condition_is_met(tiny_qwen3: Callable[..., Any]) -> None:
     names = ("Qwen3Model", "BertModel", "Qwen3ForQuestionAnswering", "BlipForConditionalGeneration")
     soft_cap, other = tiny_model("Gemma2ForCausalLM"), tiny_qwen3()
     soft_cap.config._attn_implementation, other.config._attn_implementation = "sdpa", "half"
+    not_causal = tiny_qwen3()
+    for layer in not_causal.model.layers:
+        layer.self_attn.is_causal = False
     models = [
         *(tiny_model(model_class, **settings) for model_class, settings, _ in MODELS),
-        *(*map(tiny_model, names), soft_cap, other, KeepsToItself(tiny_qwen3().config), tiny_qwen3().to("meta")),
+        *(
+            *map(tiny_model, names),
+            soft_cap,
+            other,
+            not_causal,
+            KeepsToItself(tiny_qwen3().config),
+            tiny_qwen3().to("meta"),
+        ),
     ]
     seen = [*map(parts_of, models), parts_of(tiny_qwen3())._replace(decoder=nn.Linear(1, 1))]
     found = set()
