@@ -43,6 +43,7 @@ from radixtrain.hf.modules import attends, eager_places, interfaces_of, why_repl
 from radixtrain.hf.padded.rows import Places
 from radixtrain.hf.pass_cache import PassCache
 from radixtrain.hf.recurrent.running import TreeRuns
+from radixtrain.hf.scaled_by_place import at_own_places
 from radixtrain.hf.windows import mask_function, on_mask, window_of
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.cached_layout import CachedLayout
@@ -66,6 +67,8 @@ class Call:
         self.layout, self.kernel, self.window_may_bind = layout, kernel, window_may_bind
         self.calls: list[int] = []
         self.both_ways: list[int] = []
+
+    depths: Any  # the place of each new row in its sequence
 
     def attend(self, layer: int, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
         """Compute the attention of a layer. layer: its id. heads, scoring: as `tree_attention` takes them."""
@@ -123,6 +126,11 @@ class RadixCall(Call):
         self.place_rows: IntArray | None = None
         self.cache: PassCache | None = None
         self.mixed: list[int] = []
+
+    @property
+    def depths(self) -> Tensor:
+        """Return the place of each row of this process in its sequence."""
+        return self.own_rows(self.layout.row_depths)
 
     @property
     def num_rows(self) -> int:
@@ -328,6 +336,7 @@ def _attend(
     window = window_of(_name_of(layer), attention_mask, argument, longest, call.window_may_bind, obeys_argument)
     written, scaling, (query, _, value) = on_mask(attention_mask), options.get("scaling"), heads
     both_ways = written is not None and written.both_ways
+    heads = at_own_places(layer, query, call), *heads[1:]
     try:
         out_UNH = call.attend(
             id(layer),

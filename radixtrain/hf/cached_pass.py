@@ -95,6 +95,7 @@ class StoredPasses:
         config, base = self.parts.decoder.config, self.parts.base
         may_bind = layout.blocks is not None or window_may_bind(config, layout.max_seqlen)
         call = CachedCall(layout, self.write, self.kernel, may_bind)
+        call.depths = position_ids
         with nullcontext() if predictor_indices is None else only_rows(self.parts.backbone, predictor_indices):
             output = base(
                 input_ids=input_ids[None],
