@@ -104,6 +104,7 @@ class RadixCall(Call):
     place_rows: which of these rows stands at each place of what the head gets; None if each stands once, in order.
     cache: keys and values that this pass keeps, and those that it attends to; None if it is a step of one pass.
     mixed: the id of every recurrent mixer that ran.
+    ordinary: the arguments of the call without sharing. generators: their states when it began.
     """
 
     layout: TreeLayout
@@ -126,6 +127,8 @@ class RadixCall(Call):
         self.place_rows: IntArray | None = None
         self.cache: PassCache | None = None
         self.mixed: list[int] = []
+        self.ordinary: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
+        self.generators: list[Tensor] = []
 
     @property
     def depths(self) -> Tensor:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.backbone import arguments_of, text_decoder_of, with_rows
+from radixtrain.hf.dropout import generator_states, number_that_draws, set_generator_states
 from radixtrain.hf.image_models import types_for, with_features
 from radixtrain.hf.padded.calls import is_compiled, is_generating
 from radixtrain.hf.padded.fused_heads import share_fused_heads
@@ -33,6 +35,7 @@ from radixtrain.hf.padded.row_functions import MIN_SAVING
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.padded.spread import NO_ROW
 from radixtrain.hf.padded.spread_rows import SpreadRows
+from radixtrain.hf.probe import why_inexact, why_it_drew
 from radixtrain.hf.progress import Progress
 from radixtrain.hf.recurrent.layers import LayerHooks
 from radixtrain.hf.refusals import (
@@ -84,6 +87,7 @@ class BackboneHooks:
     sharing: warns if nothing is shared.
     report: counts what is shared, by `padded` too.
     split: the rows of radix batches over the ranks of `sp_group`; None without one.
+    drew: why no call is shared in training any more, in a program whose author did not ask for sharing.
     """
 
     model: PreTrainedModel
@@ -98,6 +102,7 @@ class BackboneHooks:
     sharing: SharingWatch
     report: SharingReport
     split: RowSplit | None
+    drew: str = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BackboneHooks:
         """Copy the hooks; a copy of the backbone only does not copy the model around it."""
@@ -139,7 +144,10 @@ class BackboneHooks:
         given = self._ordinary(backbone, args, kwargs) if radix is None else self._radix(backbone, radix, args, kwargs)
         if given is None:
             return None
-        self.progress.become(given["radix_call"])
+        call = given["radix_call"]
+        self.progress.become(call)
+        if isinstance(call, RadixCall):
+            call.ordinary, call.generators = (args, kwargs), generator_states(call.layout.device)
         return (), given
 
     def _radix(
@@ -191,7 +199,12 @@ class BackboneHooks:
             is_generation = not torch.is_grad_enabled() and is_generating()
             self.report.count_unshared(GENERATION if is_generation else ORDINARY)
             return None
-        given = self.padded.call_on_unique_tokens(self.model, backbone, args, kwargs)
+        if self.drew and backbone.training:
+            self.report.count_unshared(self.drew)
+            return None
+        given = self.padded.call_on_unique_tokens(
+            self.model, backbone, args, kwargs, partial(why_inexact, progress=self.progress, allowed=self.allow_dropout)
+        )
         if given is not None:
             given = self._allowed(backbone, self.padded, given)
         self.sharing.count(backbone, bool(self.padded.report.num_shared), self.padded.report)
@@ -238,7 +251,8 @@ class BackboneHooks:
                 "its ranks: call what prepare_model got, not a part of it; let PEFT wrap the model before that"
             )
         hooks = hooks_of(backbone) if self.model is backbone else None
-        if reason := why_third_party(self.model, self.model, hooks):
+        reason = why_third_party(self.model, self.model, hooks)
+        if reason := reason or why_inexact(decoder, head, progress=self.progress, allowed=self.allow_dropout):
             raise UserError(f"a batch of a RadixCollator: {reason}; leave it out, or {TRAIN_WITHOUT_SHARING}")
         check_pass(decoder, head, layout, radix.is_left_padded, self.allow_dropout)
         self._check_passes(backbone, layout, radix)
@@ -270,6 +284,8 @@ class BackboneHooks:
             call.held.release()
         if output is None or not isinstance(call, RadixCall | KeptCall):
             return None
+        if isinstance(call, RadixCall) and (reason := self._why_drawn(backbone, call, kwargs)):
+            return self._without_sharing(backbone, call, reason)
         self._check_mixers(backbone, call)
         call.check_layers(backbone, self.num_layers, WITHOUT_THE_TREE)
         if isinstance(call, RadixCall) and call.cache is not None and len(set(call.calls)) < len(call.calls):
@@ -291,6 +307,32 @@ class BackboneHooks:
             return with_rows(output, rows[None])
         counted = SharingReport()  # with the batch
         return with_rows(output, SpreadRows.of(rows, call.place_rows[None], NO_ROW, counted))
+
+    def _why_drawn(self, backbone: PreTrainedModel, call: RadixCall, given: Mapping[str, Any]) -> str | None:
+        """Say what a pass drew at random. Modules may hold a number that the configuration does not have."""
+        states = generator_states(call.layout.device)
+        if self.allow_dropout or all(map(torch.equal, states, call.generators)):
+            return None
+        decoder = text_decoder_of(backbone)
+        if (reason := why_it_drew(decoder, given, self.progress)) is None:
+            return None
+        return (
+            f"{type(decoder).__name__} {reason} ({number_that_draws(decoder) or 'in code of a layer'}): a shared token "
+            f"would draw once, but an ordinary batch draws once per copy; set it to 0 in the modules, which read their "
+            f"configuration only when they are made"
+        )
+
+    def _without_sharing(self, backbone: PreTrainedModel, call: RadixCall, reason: str) -> Any:
+        """Refuse a pass that drew, or compute it again as an ordinary one, from the same generators."""
+        self.report.num_shared -= 1
+        self.report.count_unshared(reason)
+        if self.padded is None or not self.padded.leaves_refused:
+            raise UserError(reason)
+        self.drew = reason
+        set_generator_states(call.layout.device, call.generators)
+        args, kwargs = call.ordinary
+        with self.progress.during(None):
+            return backbone.forward(*args, **kwargs)
 
     def _check_mixers(self, backbone: PreTrainedModel, call: Any) -> None:
         missing = [module for module in self.mixers if id(module) not in call.mixed]
