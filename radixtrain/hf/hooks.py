@@ -35,7 +35,7 @@ from radixtrain.hf.padded.row_functions import MIN_SAVING
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.padded.spread import NO_ROW
 from radixtrain.hf.padded.spread_rows import SpreadRows
-from radixtrain.hf.probe import why_inexact, why_it_drew
+from radixtrain.hf.probe import why_inexact
 from radixtrain.hf.progress import Progress
 from radixtrain.hf.recurrent.layers import LayerHooks
 from radixtrain.hf.refusals import (
@@ -284,7 +284,7 @@ class BackboneHooks:
             call.held.release()
         if output is None or not isinstance(call, RadixCall | KeptCall):
             return None
-        if isinstance(call, RadixCall) and (reason := self._why_drawn(backbone, call, kwargs)):
+        if isinstance(call, RadixCall) and (reason := self._why_drawn(backbone, call)):
             return self._without_sharing(backbone, call, reason)
         self._check_mixers(backbone, call)
         call.check_layers(backbone, self.num_layers, WITHOUT_THE_TREE)
@@ -308,18 +308,16 @@ class BackboneHooks:
         counted = SharingReport()  # with the batch
         return with_rows(output, SpreadRows.of(rows, call.place_rows[None], NO_ROW, counted))
 
-    def _why_drawn(self, backbone: PreTrainedModel, call: RadixCall, given: Mapping[str, Any]) -> str | None:
+    def _why_drawn(self, backbone: PreTrainedModel, call: RadixCall) -> str | None:
         """Say what a pass drew at random. Modules may hold a number that the configuration does not have."""
         states = generator_states(call.layout.device)
         if self.allow_dropout or all(map(torch.equal, states, call.generators)):
             return None
         decoder = text_decoder_of(backbone)
-        if (reason := why_it_drew(decoder, given, self.progress)) is None:
-            return None
-        return (
-            f"{type(decoder).__name__} {reason} ({number_that_draws(decoder) or 'in code of a layer'}): a shared token "
-            f"would draw once, but an ordinary batch draws once per copy; set it to 0 in the modules, which read their "
-            f"configuration only when they are made"
+        reason = why_inexact(decoder, progress=self.progress, drew=True)
+        return reason and (
+            f"{reason} ({number_that_draws(decoder) or 'in a layer'}), once for a shared token, but an ordinary batch "
+            f"draws once per copy; set it to 0 in the modules, which read the configuration only when they are made"
         )
 
     def _without_sharing(self, backbone: PreTrainedModel, call: RadixCall, reason: str) -> Any:

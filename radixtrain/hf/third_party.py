@@ -53,7 +53,8 @@ BESIDE_MODELS = (
     "transformers.pytorch",
 )
 TRIED = {"fla", "timm", "torch", "transformers"}
-PLAIN_VALUES = {bool, float, str}
+CALLED = {"forward", "_call_impl", "_compiled_call_impl"}  # by torch, if an instance has one
+FUNCTIONS = FunctionType | MethodType | partial
 OURS = "radixtrain.hf.hooks"
 UNIQUE_TOKENS = (
     "would see the unique tokens, [1, U, D] (if it treats each token independently, declare it position_wise)"
@@ -152,25 +153,21 @@ def code_to_try(decoder: nn.Module, head: nn.Module | None = None) -> tuple[str,
     found = [
         each
         for each in modules
-        if type(each) in others or ((type(each) in of_files or "forward" in each.__dict__) and _is_changed(each))
+        if type(each) in others
+        or ((type(each) in of_files or not CALLED.isdisjoint(each.__dict__)) and _is_changed(each))
     ]
-    spaces = [
-        *map(sys.modules.get, files),
-        *(each for kind in kinds for each in kind.__mro__ if each.__module__ in files),
-    ]
-    functions = (each for space in spaces for each in vars(space).values() if type(each) is FunctionType)
-    function = _unknown(functions, sys.stdlib_module_names)
+    classes = (each for kind in kinds for each in kind.__mro__ if each.__module__ in files)
+    spaces = map(vars, (nn.functional, *map(sys.modules.__getitem__, files), *classes))
+    functions = [each for space in spaces for each in space.values() if isinstance(each, FUNCTIONS)]
+    function = _unknown(_functions(*functions), sys.stdlib_module_names)
     code = f"{_path(decoder, found[0])}, a {type(found[0]).__qualname__}" if found else function or ""
-    settings = [
-        (
-            id(each),
-            type(each),
-            each.extra_repr(),
-            *(value for value in vars(each).values() if type(value) in PLAIN_VALUES),
-        )
-        for each in found
-    ]
-    return code, (function, decoder.training, *settings)
+    settings = [(id(each), type(each), each.extra_repr(), *values_of(each)) for each in found]
+    return code, (*map(id, functions), decoder.training, *settings)
+
+
+def values_of(module: nn.Module) -> Iterator[object]:
+    """Yield the settings that a module holds: no counts, which a pass may change."""
+    return (value for value in vars(module).values() if type(value) in (bool, float, str))
 
 
 def _is_own(kind: type, files: Collection[str]) -> bool:
