@@ -183,8 +183,9 @@ def _is_changed(module: nn.Module) -> bool:
 
     A recurrent layer that runs on the tree has a `forward` of ours.
     """
+    kind: Any = type(module)
     called = {name: value for name, value in vars(module).items() if callable(value)}
-    if "forward" not in called and not PROTOCOL.isdisjoint(names_in(type(module))):
+    if "forward" not in called and not PROTOCOL.isdisjoint(names_in(kind)):
         return True
     if vars(module).get("scale_grad_by_freq"):
         return True
@@ -193,7 +194,7 @@ def _is_changed(module: nn.Module) -> bool:
     holders = [value.__self__ for value in called.values() if isinstance(value, MethodType)]
     if any(isinstance(each, nn.Module) and each is not module for each in holders):
         return True
-    forward = _on_instance(module, [*_functions(_of_class(type(module), "forward"))])
+    forward = _on_instance(module, [*_functions(_of_class(kind, "forward"))])
     called.pop("forward", None)
     others = (each for each in _functions(*called.values()) if not isinstance(each, BuiltinFunctionType))
     return _unknown(forward, known=KNOWN - TRIED) is not None or _unknown(others) is not None
