@@ -42,8 +42,8 @@ READ_TOKENS = (
 )
 # Modules of torch that compute each token from its last axis only. Dropouts: `dropout.py` refuses those that draw.
 PLAIN = {
-    *(nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Identity, nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid),
-    *(nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, nn.Sequential, nn.Dropout),
+    *(nn.Module, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, nn.Sequential, nn.Identity),
+    *(nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Dropout),
 }
 # Where transformers has modules for all of its models. Those of known packages other than `TRIED` have been measured.
 BESIDE_MODELS = (
@@ -150,10 +150,11 @@ def code_to_try(decoder: nn.Module, head: nn.Module | None = None) -> tuple[str,
     kinds = {*map(type, modules)}
     others = {kind for kind in kinds if not _is_own(kind, files)}
     of_files = {kind for kind in kinds if kind.__module__ in files} | {nn.Embedding}
+    in_place = {id(each) for parent in modules if type(parent) in of_files for each in _named_children(parent)}
     found = [
         each
         for each in modules
-        if type(each) in others
+        if (type(each) in others and id(each) not in in_place)
         or ((type(each) in of_files or not CALLED.isdisjoint(each.__dict__)) and _is_changed(each))
     ]
     classes = (each for kind in kinds for each in kind.__mro__ if each.__module__ in files)
@@ -163,6 +164,12 @@ def code_to_try(decoder: nn.Module, head: nn.Module | None = None) -> tuple[str,
     code = f"{_path(decoder, found[0])}, a {type(found[0]).__qualname__}" if found else function or ""
     settings = [(id(each), type(each), each.extra_repr(), *values_of(each)) for each in found]
     return code, (*map(id, functions), decoder.training, *settings)
+
+
+def _named_children(parent: nn.Module) -> list[nn.Module]:
+    """List the children whose class the code of their parent names, such as the convolution of a recurrent layer."""
+    kind: Any = type(parent)
+    return [each for each in parent._modules.values() if type(each).__name__ in names_in(kind) and each is not None]
 
 
 def values_of(module: nn.Module) -> Iterator[object]:
