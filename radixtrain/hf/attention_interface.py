@@ -42,6 +42,7 @@ from radixtrain.hf.backbone import is_text
 from radixtrain.hf.modules import attends, eager_places, interfaces_of, why_replaced
 from radixtrain.hf.padded.rows import Places
 from radixtrain.hf.recurrent.running import TreeRuns
+from radixtrain.hf.scaled_by_place import at_own_places
 from radixtrain.hf.windows import mask_function, on_mask, window_of
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.cached_layout import CachedLayout
@@ -66,6 +67,8 @@ class Call:
         self.layout, self.kernel, self.window_may_bind = layout, kernel, window_may_bind
         self.calls: list[int] = []
         self.both_ways: list[int] = []
+
+    depths: Any  # the place of each new row in its sequence
 
     def attend(self, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
         """Compute the attention of a layer. heads, scoring: as `tree_attention` takes them."""
@@ -101,6 +104,7 @@ class RadixCall(Call):
     token_loss: whether any loss of this batch is known to be a sum over tokens.
     place_rows: of the `RadixInputs`.
     mixed: the id of every recurrent mixer that ran.
+    ordinary: the arguments of the call without sharing. generators: their states when it began.
     """
 
     layout: TreeLayout
@@ -122,6 +126,13 @@ class RadixCall(Call):
         self.token_loss = False
         self.place_rows: IntArray | None = None
         self.mixed: list[int] = []
+        self.ordinary: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
+        self.generators: list[Tensor] = []
+
+    @property
+    def depths(self) -> Tensor:
+        """Return the place of each row of this process in its sequence."""
+        return self.own_rows(self.layout.row_depths)
 
     @property
     def num_rows(self) -> int:
@@ -352,6 +363,7 @@ def _attend(
     window = window_of(_name_of(layer), attention_mask, argument, longest, call.window_may_bind, obeys_argument)
     written, scaling, (query, _, value) = on_mask(attention_mask), options.get("scaling"), heads
     both_ways = written is not None and written.both_ways
+    heads = at_own_places(layer, query, call), *heads[1:]
     try:
         out_UNH = call.attend(
             _of_one_head_dim(*(_as_autocast(x[0]).transpose(0, 1) for x in heads)),

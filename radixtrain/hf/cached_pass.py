@@ -23,6 +23,8 @@ from radixtrain.hf.dropout import evaluating
 from radixtrain.hf.head import only_rows
 from radixtrain.hf.image_models import types_for
 from radixtrain.hf.modules import num_attention_layers
+from radixtrain.hf.probe import why_inexact
+from radixtrain.hf.progress import Progress
 from radixtrain.hf.refusals import check_choice, check_generation
 from radixtrain.hf.third_party import hooks_of, why_third_party
 from radixtrain.hf.windows import no_mask, window_may_bind
@@ -46,7 +48,8 @@ def on_stored_rows(model: nn.Module, parts: Parts, kernel: str, longest: int) ->
     lock = _LOCKS.setdefault(parts.base, RLock())
     with _in_words_of_generation(), lock, evaluating(model), torch.no_grad():
         check_adapters(model.modules(), ())
-        if reason := why_third_party(parts.base, parts.base, hooks_of(parts.base)):
+        reason = why_third_party(parts.base, parts.base, hooks_of(parts.base))
+        if reason := reason or why_inexact(parts.decoder, parts.head, progress=Progress()):
             raise UserError(f"{parts.name}: {reason}; leave it out, or {WITHOUT['generate']}")
         yield
 
@@ -95,6 +98,7 @@ class StoredPasses:
         config, base = self.parts.decoder.config, self.parts.base
         may_bind = layout.blocks is not None or window_may_bind(config, layout.max_seqlen)
         call = CachedCall(layout, self.write, self.kernel, may_bind)
+        call.depths = position_ids
         with nullcontext() if predictor_indices is None else only_rows(self.parts.backbone, predictor_indices):
             output = base(
                 input_ids=input_ids[None],

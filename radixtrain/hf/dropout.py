@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from threading import get_ident
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from radixtrain.errors import UserError
@@ -61,6 +62,25 @@ def check_noise(decoder: PreTrainedModel, allowed: tuple[str, ...]) -> None:
             f"NEFTune (neftune_noise_alpha={noise}) draws one noise for a shared token, but an ordinary batch "
             f"draws one per copy; remove it, or allow it by name: allow_dropout=['neftune']"
         )
+
+
+def generator_states(device: torch.device) -> list[Tensor]:
+    """Return the states of the generators from which a pass on this device draws."""
+    of_device = [] if device.type == "cpu" else [torch.get_device_module(device).get_rng_state(device)]
+    return [torch.get_rng_state(), *of_device]
+
+
+def set_generator_states(device: torch.device, states: Sequence[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+def number_that_draws(decoder: nn.Module) -> str:
+    """Name a number by which a module may draw, such as `layers.0.dropout=0.1`; empty without any."""
+    held = ((path, name, value) for path, each in decoder.named_modules() for name, value in vars(each).items())
+    found = (f"{path}.{name}={value}" for path, name, value in held if DRAWS.search(name) and isinstance(value, float))
+    return next((each for each in found if not each.endswith("=0.0")), "")
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.backbone import Parts, arguments_of, in_one_row, text_decoder_of, with_rows
 from radixtrain.hf.conditions import traits_of, why_unsupported
+from radixtrain.hf.dropout import generator_states, number_that_draws, set_generator_states
 from radixtrain.hf.image_models import types_for, with_features
 from radixtrain.hf.modules import mixers_of, num_attention_layers, text_layers
 from radixtrain.hf.padded.calls import is_compiled, is_generating
@@ -34,6 +36,7 @@ from radixtrain.hf.padded.row_functions import MIN_SAVING
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.padded.spread import NO_ROW
 from radixtrain.hf.padded.spread_rows import SpreadRows
+from radixtrain.hf.probe import why_inexact
 from radixtrain.hf.progress import Progress
 from radixtrain.hf.recurrent.layers import LayerHooks
 from radixtrain.hf.refusals import (
@@ -87,6 +90,7 @@ class BackboneHooks:
     sharing: warns if nothing is shared.
     report: counts what is shared, by `padded` too.
     split: the rows of radix batches over the ranks of `sp_group`; None without one.
+    drew: why no call is shared in training any more, in a program whose author did not ask for sharing.
     """
 
     model: PreTrainedModel
@@ -103,6 +107,7 @@ class BackboneHooks:
     report: SharingReport
     split: RowSplit | None
     changed: str | None = None
+    drew: str = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BackboneHooks:
         """Copy the hooks; a copy of the backbone only does not copy the model around it."""
@@ -146,7 +151,10 @@ class BackboneHooks:
         given = self._ordinary(backbone, args, kwargs) if radix is None else self._radix(backbone, radix, args, kwargs)
         if given is None:
             return None
-        self.progress.become(given["radix_call"])
+        call = given["radix_call"]
+        self.progress.become(call)
+        if isinstance(call, RadixCall):
+            call.ordinary, call.generators = (args, kwargs), generator_states(call.layout.device)
         return (), given
 
     def _judge_again(self, parts: Parts) -> None:
@@ -213,10 +221,11 @@ class BackboneHooks:
             self.report.count_unshared(GENERATION if is_generation else ORDINARY)
             return None
         given = None
-        if self.changed is not None:
-            self.report.count_unshared(self.changed)
+        if reason := self.changed or (backbone.training and self.drew):
+            self.report.count_unshared(reason)
         else:
-            given = self.padded.call_on_unique_tokens(self.model, backbone, args, kwargs)
+            why = partial(why_inexact, progress=self.progress, allowed=self.allow_dropout)
+            given = self.padded.call_on_unique_tokens(self.model, backbone, args, kwargs, why)
         if given is not None:
             given = self._allowed(backbone, self.padded, given)
         self.sharing.count(backbone, bool(self.padded.report.num_shared), self.padded.report)
@@ -259,7 +268,8 @@ class BackboneHooks:
                 "its ranks: call what prepare_model got, not a part of it; let PEFT wrap the model before that"
             )
         hooks = hooks_of(backbone) if self.model is backbone else None
-        if reason := why_third_party(self.model, self.model, hooks):
+        reason = why_third_party(self.model, self.model, hooks)
+        if reason := reason or why_inexact(decoder, head, progress=self.progress, allowed=self.allow_dropout):
             raise UserError(f"a batch of a RadixCollator: {reason}; leave it out, or {TRAIN_WITHOUT_SHARING}")
         check_pass(decoder, head, layout, radix.is_left_padded, self.allow_dropout)
 
@@ -269,6 +279,8 @@ class BackboneHooks:
         call = kwargs.get("radix_call")
         if output is None or not isinstance(call, RadixCall):
             return None
+        if reason := self._why_drawn(backbone, call):
+            return self._without_sharing(backbone, call, reason)
         self._check_mixers(backbone, call)
         call.check_layers(backbone, self.num_layers, WITHOUT_THE_TREE)
         self._expand_router_logits(type(backbone).__name__, output, kwargs, call)
@@ -287,6 +299,30 @@ class BackboneHooks:
             return with_rows(output, rows.view(*call.place_rows.shape, -1))
         counted = SharingReport()  # with the batch
         return with_rows(output, SpreadRows.of(rows, call.place_rows.clip(0), NO_ROW, counted))
+
+    def _why_drawn(self, backbone: PreTrainedModel, call: RadixCall) -> str | None:
+        """Say what a pass drew at random. Modules may hold a number that the configuration does not have."""
+        states = generator_states(call.layout.device)
+        if self.allow_dropout or all(map(torch.equal, states, call.generators)):
+            return None
+        decoder = text_decoder_of(backbone)
+        reason = why_inexact(decoder, progress=self.progress, drew=True)
+        return reason and (
+            f"{reason} ({number_that_draws(decoder) or 'in a layer'}), once for a shared token, but an ordinary batch "
+            f"draws once per copy; set it to 0 in the modules, which read the configuration only when they are made"
+        )
+
+    def _without_sharing(self, backbone: PreTrainedModel, call: RadixCall, reason: str) -> Any:
+        """Refuse a pass that drew, or compute it again as an ordinary one, from the same generators."""
+        self.report.num_shared -= 1
+        self.report.count_unshared(reason)
+        if self.padded is None or not self.padded.leaves_refused:
+            raise UserError(reason)
+        self.drew = reason
+        set_generator_states(call.layout.device, call.generators)
+        args, kwargs = call.ordinary
+        with self.progress.during(None):
+            return backbone.forward(*args, **kwargs)
 
     @saying_what_was_tested()
     def _check_mixers(self, backbone: PreTrainedModel, call: Any) -> None:

@@ -89,7 +89,7 @@ def frequencies_change_at(decoder: PreTrainedModel) -> FrequencyChange | None:
             or config.max_position_embeddings,
         )
         for rope in kinds
-        if rope.get("rope_type") in ("dynamic", "longrope")
+        if "dynamic" in rope.get("rope_type", "") or rope.get("rope_type") == "longrope"  # as transformers asks
     ]
     return min(changes, key=lambda change: change.limit, default=None)
 

@@ -7,10 +7,11 @@ steering vector at the last token. `why_third_party` runs before every call on u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from types import FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -19,6 +20,9 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from radixtrain.hf.modules import PROTOCOL, names_in
 
 FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 HOOKS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
@@ -36,6 +40,21 @@ KNOWN = frozenset(
 READ_TOKENS = (
     *("peft.tuners.lora.corda", "peft.tuners.lora.eva", "torch.ao", "transformers.model_debugging_utils", "torch.jit"),
 )
+# Modules of torch that compute each token from its last axis only. Dropouts: `dropout.py` refuses those that draw.
+PLAIN = {
+    *(nn.Module, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, nn.Sequential, nn.Identity),
+    *(nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Dropout),
+}
+# Where transformers has modules for all of its models. Those of known packages other than `TRIED` have been measured.
+BESIDE_MODELS = (
+    "transformers.activations",
+    "transformers.integrations",
+    "transformers.modeling_",
+    "transformers.pytorch",
+)
+TRIED = {"fla", "timm", "torch", "transformers"}
+CALLED = {"forward", "_call_impl", "_compiled_call_impl"}  # by torch, if an instance has one
+FUNCTIONS = FunctionType | MethodType | partial
 OURS = "radixtrain.hf.hooks"
 UNIQUE_TOKENS = (
     "would see the unique tokens, [1, U, D] (if it treats each token independently, declare it position_wise)"
@@ -120,11 +139,82 @@ def why_third_party(model: nn.Module, root: nn.Module, hooks: Iterable[Any] | No
     return _why_module(model, root, [*_inside(root)] if hooks is None else [root, *_inside(root)])
 
 
-def _why_module(model: nn.Module, root: nn.Module, modules: Sequence[nn.Module]) -> str | None:
+def code_to_try(decoder: nn.Module, head: nn.Module | None = None) -> tuple[str, Hashable]:
+    """Name code that may compute a token from others, empty if there is none, and return the state that it is in.
+
+    That is all but the modules of the decoder's own file, what they call there, and what is known to treat each token
+    independently. A recurrent layer of that file which does not run on the tree is among it.
+    """
+    files = {each.__module__ for each in type(decoder).__mro__ if each.__module__.startswith("transformers.models.")}
+    modules = [each for root in (decoder, head) if root is not None for each in (root, *_inside(root))]
+    kinds = {*map(type, modules)}
+    others = {kind for kind in kinds if not _is_own(kind, files)}
+    of_files = {kind for kind in kinds if kind.__module__ in files} | {nn.Embedding}
+    in_place = {id(each) for parent in modules if type(parent) in of_files for each in _named_children(parent)}
+    found = [
+        each
+        for each in modules
+        if (type(each) in others and id(each) not in in_place)
+        or ((type(each) in of_files or not CALLED.isdisjoint(each.__dict__)) and _is_changed(each))
+    ]
+    classes = (each for kind in kinds for each in kind.__mro__ if each.__module__ in files)
+    spaces = map(vars, (nn.functional, *map(sys.modules.__getitem__, files), *classes))
+    functions = [each for space in spaces for each in space.values() if isinstance(each, FUNCTIONS)]
+    function = _unknown(_functions(*functions), sys.stdlib_module_names)
+    code = f"{_path(decoder, found[0])}, a {type(found[0]).__qualname__}" if found else function or ""
+    settings = [(id(each), type(each), each.extra_repr(), *values_of(each)) for each in found]
+    return code, (*map(id, functions), decoder.training, *settings)
+
+
+def _named_children(parent: nn.Module) -> list[nn.Module]:
+    """List the children whose class the code of their parent names, such as the convolution of a recurrent layer."""
+    kind: Any = type(parent)
+    return [each for each in parent._modules.values() if type(each).__name__ in names_in(kind) and each is not None]
+
+
+def values_of(module: nn.Module) -> Iterator[object]:
+    """Yield the settings that a module holds: no counts, which a pass may change."""
+    return (value for value in vars(module).values() if type(value) in (bool, float, str))
+
+
+def _is_own(kind: type, files: Collection[str]) -> bool:
+    """Return whether a class of modules is of these files, or computes each token from that token only."""
+    made = next(each for each in kind.__mro__ if not each.__module__.startswith("torch.distributed."))
+    package = made.__module__.partition(".")[0]
+    is_known = made in PLAIN or made in _POSITION_WISE or made.__module__.startswith(BESIDE_MODELS)
+    return is_known or made.__module__ in files or (package in KNOWN and package not in TRIED)
+
+
+def _is_changed(module: nn.Module) -> bool:
+    """Return whether an instance calls what its class does not: a function or a method that was put into it.
+
+    A recurrent layer that runs on the tree has a `forward` of ours.
+    """
+    kind: Any = type(module)
+    called = {name: value for name, value in vars(module).items() if callable(value)}
+    if "forward" not in called and not PROTOCOL.isdisjoint(names_in(kind)):
+        return True
+    if vars(module).get("scale_grad_by_freq"):
+        return True
+    if not called:
+        return False
+    holders = [value.__self__ for value in called.values() if isinstance(value, MethodType)]
+    if any(isinstance(each, nn.Module) and each is not module for each in holders):
+        return True
+    forward = _on_instance(module, [*_functions(_of_class(kind, "forward"))])
+    called.pop("forward", None)
+    others = (each for each in _functions(*called.values()) if not isinstance(each, BuiltinFunctionType))
+    return _unknown(forward, known=KNOWN - TRIED) is not None or _unknown(others) is not None
+
+
+def _why_module(model: nn.Module, root: Any, modules: Sequence[nn.Module]) -> str | None:
     """Name third-party code on one of these modules; of `root` itself only its `forward`."""
     classes, own = {*map(type, modules)}, {each.__module__.partition(".")[0] for each in type(model).__mro__}
     of_classes = {each: [*_functions(_of_class(each, "forward"), _of_class(each, "__call__"))] for each in classes}
     others = {each: name for each, functions in of_classes.items() if (name := _unknown(functions, own)) is not None}
+    experts = ALL_EXPERTS_FUNCTIONS.get(getattr(root.config.get_text_config(), "_experts_implementation", None))
+    if (name := _unknown(_functions(experts), own)) is not None:
+        return f"its experts_implementation ({name}) {UNIQUE_TOKENS}"
     for module in modules:
         if type(module) in others or "forward" in module.__dict__:
             name = others.get(type(module)) or _unknown(_on_instance(module, of_classes[type(module)]))
@@ -164,14 +254,15 @@ def _path(root: nn.Module, module: nn.Module) -> str:
     return next(path for path, each in root.named_modules() if each is module) or type(root).__name__
 
 
-def _unknown(functions: Iterable[Any], own: Collection[str] = ()) -> str | None:
+def _unknown(functions: Iterable[Any], own: Collection[str] = (), known: Collection[str] | None = None) -> str | None:
     """Name the first function, object or class that no known package defines. own: further known packages."""
+    known = KNOWN if known is None else known
     for function in functions:
         # A wrapper copies the names of what it wraps, but not its code, the code's globals, or its class.
         code, kind = getattr(function, "__code__", None), function if isinstance(function, type) else type(function)
         module = str(kind.__module__ if code is None else function.__globals__.get("__name__"))
         package = module.partition(".")[0]
-        is_known = (package in KNOWN or package in own) and not module.startswith(READ_TOKENS)
+        is_known = (package in known or package in own) and not module.startswith(READ_TOKENS)
         is_known = is_known or (kind if code is None else function) in _POSITION_WISE
         if not (is_known or (code is not None and {*code.co_names} == {"requires_grad_"})):
             return f"{module}.{kind.__qualname__ if code is None else code.co_qualname}"

@@ -27,6 +27,7 @@ from radixtrain.hf.image_models import given_of_images, why_not
 from radixtrain.hf.names import CACHE
 from radixtrain.hf.padded.rows import PaddedRows
 from radixtrain.hf.positions import frequencies_change_at, has_grown
+from radixtrain.hf.scaled_by_place import scaled_from
 from radixtrain.hf.sharing_report import GENERATION, is_frozen
 from radixtrain.hf.third_party import hooks_between_ours, why_third_party
 from radixtrain.hf.windows import chunk_of
@@ -78,6 +79,9 @@ def why_rows_are_not_shared(backbone: PreTrainedModel, given: Mapping[str, Any],
         return "a row has several sequences, which transformers separates only with use_cache=False"
     if rows.has_negative_positions:
         return "position_ids are negative"
+    scaled = scaled_from(decoder.config)
+    if scaled and scaled <= rows.kept.shape[1] and (rows.is_packed or rows.is_left_padded):
+        return f"queries are scaled by their place in a row from {scaled} tokens on, padding counted"
     change = frequencies_change_at(decoder)
     if change is not None and rows.max_position >= change.limit - has_grown(decoder):
         return f"{change.rope_type} rotary embeddings change their frequencies at {change.limit} tokens"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -72,14 +72,19 @@ class PaddedSharing:
     leaves_refused: bool = False
 
     def call_on_unique_tokens(
-        self, model: nn.Module, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        model: nn.Module,
+        backbone: PreTrainedModel,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        why_inexact: Callable[[PreTrainedModel], str | None],
     ) -> dict[str, Any] | None:
         """Return the arguments of the call that computes unique tokens; None for a call that is not shared.
 
-        model: around the backbone, which is called with args and kwargs.
+        model: around the backbone, which is called with args and kwargs. why_inexact: tries the decoder.
         """
         given = without_empty_types(backbone, arguments_of(backbone, args, kwargs))
-        reason = why_unshared(model, backbone, given, self.generates)
+        reason = why_unshared(model, backbone, given, self.generates) or why_inexact(text_decoder_of(backbone))
         if reason is None:
             began = time.perf_counter()
             try:

@@ -280,11 +280,15 @@ def test_modes(tiny_qwen3: Callable[..., Any], name: str) -> None:
 
 
 def test_a_model_of_ones_own(tiny_qwen3: Callable[..., Any]) -> None:
-    """Modules of its package are part of it; a `forward` on an instance is not."""
+    """Modules of its package are part of it, and tried; a `forward` on an instance is not."""
     model = tiny_qwen3()
     model.__class__ = type("Own", (type(model),), {"__module__": __name__})
     model.model.layers[1].mlp.__class__ = Subclass
     share_prefixes(model, min_ratio=0.0)(input_ids=IDS, labels=IDS)
+    (reason,) = sharing_report(model).not_shared
+    assert "(layers.1.mlp, a Subclass) computes a token from others" in reason
+    model.model.layers[1].mlp.__class__ = type("Doubled", (Qwen3MLP,), {"forward": lambda self, x: double(x)})
+    model(input_ids=IDS, labels=IDS)
     add_hook_to_module(model.model.layers[1].mlp, AlignDevicesHook())
     model(input_ids=IDS, labels=IDS)
     assert sharing_report(model).num_shared == 2

@@ -1,0 +1,275 @@
+"""Code that is not a model's own, judged by what it does with a few tokens."""
+
+import random
+from collections.abc import Callable
+from copy import deepcopy
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import tiny_model
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
+from transformers.models.qwen3 import modeling_qwen3
+
+from radixtrain import RadixCollator, generate, prepare_model, score_completions, share_prefixes, sharing_report
+from radixtrain.errors import UserError
+from radixtrain.hf.prepare import leave_refused_calls
+from radixtrain.testing import relative_error
+
+WIDTH = 32
+IDS = torch.tensor([[7, 8, 9, 1, 2, 4, 8], [7, 8, 9, 1, 3, 7, 7], [7, 8, 9, 4, 5, 7, 2]])
+LABELS = IDS.masked_fill(torch.arange(7) < 3, -100)
+Change = Callable[[Any], object]  # of a model
+
+
+def after_mlp(make: Callable[[], nn.Module]) -> Change:
+    def change(model: Any) -> None:
+        layer = model.model.layers[0]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            layer.mlp = nn.Sequential(layer.mlp, make())
+
+    return change
+
+
+class CausalConv(nn.Conv1d):
+    """Overrides nothing but a method that torch's `forward` calls."""
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        columns = functional.pad(input.transpose(1, 2), (2, 0))
+        return functional.conv1d(columns, weight, bias).transpose(1, 2)
+
+
+class Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.sign()
+
+
+class Clip(nn.Conv1d):
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return Clipped.apply(input)  # type: ignore[no-any-return]
+
+
+def replaced_forward(inner: nn.Module) -> Change:
+    def change(model: Any) -> None:
+        mlp = model.model.layers[1].mlp
+        mlp.forward = nn.Sequential(deepcopy(mlp), inner).forward
+
+    return change
+
+
+def mix(x: Tensor) -> Tensor:
+    return x + x.roll(1, dims=-2)
+
+
+def a_function_on_an_instance(model: Any) -> None:
+    mlp = model.model.layers[0].mlp
+    activation = mlp._modules.pop("act_fn")
+    mlp.act_fn = lambda x: mix(activation(x))
+
+
+def another_call(model: Any) -> None:
+    mlp = model.model.layers[0].mlp
+    mlp._call_impl = MethodType(lambda self, x: mix(type(self).forward(self, x)), mlp)
+
+
+MIXES, DRAWS, COPIES = "computes a token from others", "draws at random", "the copies of a token|how often its token"
+# What is put into a model -> what its calls are unshared for; empty if they are shared.
+PUT_IN: dict[str, tuple[Change, str]] = {
+    "a method that torch calls": (after_mlp(lambda: CausalConv(WIDTH, WIDTH, 3)), MIXES),
+    "an encoder": (after_mlp(lambda: nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.0, batch_first=True)), MIXES),
+    "a softmax over tokens": (after_mlp(lambda: nn.Softmax(dim=1)), MIXES),
+    "a softmax over columns": (after_mlp(lambda: nn.Softmax(dim=-1)), ""),
+    "a mixer of another family": (
+        after_mlp(lambda: Lfm2ShortConv(tiny_model("Lfm2ForCausalLM").config, 0)),
+        MIXES,
+    ),
+    "a norm over tokens": (after_mlp(lambda: nn.LocalResponseNorm(3)), MIXES),
+    "a norm over columns": (after_mlp(lambda: nn.LayerNorm(WIDTH)), ""),
+    "a slope that is drawn": (after_mlp(lambda: nn.RReLU(0.1, 0.9)), DRAWS),
+    "an activation": (after_mlp(nn.Softplus), ""),
+    "a bound forward": (replaced_forward(nn.Softmax(dim=1)), MIXES),
+    "a bound forward that may stay": (replaced_forward(nn.Softplus()), ""),
+    "a function": (a_function_on_an_instance, MIXES),
+    "another call": (another_call, MIXES),
+    "an activation over tokens": (lambda model: setattr(model.model.layers[0].mlp, "act_fn", nn.Softmax(dim=1)), MIXES),
+    "a gradient by frequency": (lambda model: setattr(model.model.embed_tokens, "scale_grad_by_freq", True), COPIES),
+    "a largest norm": (lambda model: setattr(model.model.embed_tokens, "max_norm", 3.0), ""),
+    "a gradient that is clipped": (after_mlp(lambda: Clip(WIDTH, WIDTH, 1)), COPIES),
+}
+
+
+def of_calls(model: Any, **given: Any) -> list[Tensor]:
+    """The loss and all gradients of a padded call."""
+    model.zero_grad()
+    torch.manual_seed(0)
+    loss = model(input_ids=IDS, labels=LABELS, use_cache=False, **given).loss
+    loss.backward()
+    return [loss.detach(), *(torch.zeros(()) if p.grad is None else p.grad for p in model.parameters())]
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    """In float32. The gradient of a bias of keys is 0 but for rounding, so all of them are one vector."""
+    assert relative_error(found[0], expected[0]) <= 1e-5
+    assert relative_error(*(torch.cat([each.flatten() for each in grads[1:]]) for grads in (found, expected))) <= 1e-5
+
+
+@pytest.mark.parametrize("is_early", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("name", PUT_IN)
+def test_code_that_is_put_in(tiny_qwen3: Callable[..., Any], name: str, is_early: bool) -> None:
+    """Before a model is shared, or after it has run."""
+    change, reason = PUT_IN[name]
+    runs_on_the_tree = is_early and name == "a mixer of another family"
+    reason = "" if runs_on_the_tree else reason
+    ordinary = tiny_qwen3(tie_word_embeddings=False)
+    change(ordinary)
+    shared, prepared = (tiny_qwen3(tie_word_embeddings=False) for _ in range(2))
+    batch = RadixCollator()([{"input_ids": i, "labels": j} for i, j in zip(IDS.tolist(), LABELS.tolist(), strict=True)])
+    if is_early:
+        change(shared), change(prepared)
+    try:
+        share_prefixes(shared), prepare_model(prepared)
+    except UserError:
+        assert runs_on_the_tree, "with a transformers whose mixers are not known"
+        return
+    if not is_early:
+        of_calls(shared), prepared(**batch)
+        change(shared), change(prepared)
+    before = sharing_report(shared).num_shared
+    expected = of_calls(ordinary)
+    assert_same(of_calls(shared), expected)
+    report = sharing_report(shared)
+    assert report.num_shared - before == (not reason)
+    assert {True for why in report.not_shared if reason and any(each in why for each in reason.split("|"))} == (
+        {True} if reason else set()
+    )
+    if reason:
+        with pytest.raises(UserError, match=reason):
+            prepared(**batch)
+    else:
+        assert relative_error(prepared(**batch).loss.detach(), expected[0]) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["a softmax over tokens", "a bound forward", "a function", "a softmax over columns"])
+def test_generation(tiny_qwen3: Callable[..., Any], name: str) -> None:
+    model = tiny_qwen3()
+    change, reason = PUT_IN[name]
+    change(model)
+    for use in (lambda: generate(model, IDS.tolist(), max_new_tokens=1), lambda: score(model)):
+        if reason:
+            with pytest.raises(UserError, match=f"{reason}.*use model.generate"):
+                use()
+        else:
+            assert use()
+
+
+def score(model: Any) -> Any:
+    return score_completions(model, [[7, 8, 9], [7, 8]], [[1, 2], [3]])
+
+
+def test_functions_of_the_file(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the model's file names may be replaced; the code is judged when a call comes."""
+    shared, original = share_prefixes(tiny_qwen3()), modeling_qwen3.apply_rotary_pos_emb
+    monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", lambda *args, **more: original(*args, **more))
+    of_calls(shared)
+    assert sharing_report(shared).num_shared == 1, "it does the same"
+    monkeypatch.setattr(
+        modeling_qwen3, "apply_rotary_pos_emb", lambda q, *rest, **more: original(mix(q), *rest, **more)
+    )
+    expected = of_calls(tiny_qwen3())
+    assert_same(of_calls(shared), expected)
+    assert sharing_report(shared).num_shared == 1
+
+
+def test_a_setting_that_changes(tiny_qwen3: Callable[..., Any]) -> None:
+    model = share_prefixes(tiny_qwen3())
+    model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, nn.Softmax(dim=-1))
+    of_calls(model)
+    model.model.layers[0].mlp[1].dim = 1
+    of_calls(model)
+    model.model.layers[0].mlp[1].dim = -1
+    of_calls(model)
+    assert (sharing_report(model).num_shared, sum(sharing_report(model).not_shared.values())) == (2, 1)
+
+
+class Drawing(nn.Conv1d):
+    """Draws from every generator, and counts in a buffer."""
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        self.seen += 1
+        return input + torch.rand(()) + random.random() + float(np.random.random())  # noqa: NPY002
+
+
+def test_it_leaves_no_trace(tiny_qwen3: Callable[..., Any]) -> None:
+    model = tiny_qwen3()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    mlp = model.model.layers[0].mlp
+    model.model.layers[0].mlp = nn.Sequential(mlp, Drawing(WIDTH, WIDTH, 1))
+    model.model.layers[0].mlp[1].register_buffer("seen", torch.zeros(()))
+    model.model.embed_tokens.max_norm = 1.0
+    ordinary, shared = deepcopy(model), share_prefixes(model)
+    found = []
+    for each in (ordinary, shared):
+        torch.manual_seed(0), random.seed(0), np.random.seed(0)  # noqa: NPY002
+        modes = [module.training for module in each.modules()]
+        loss = each(input_ids=IDS, labels=LABELS, use_cache=False).loss
+        left = [torch.rand(()), torch.tensor(random.random()), torch.tensor(np.random.random())]  # noqa: NPY002
+        found.append([loss.detach(), *left, *each.buffers(), *each.parameters()])
+        assert all(p.grad is None for p in each.parameters())
+        assert modes == [module.training for module in each.modules()]
+        assert each.model.layers[0].gradient_checkpointing
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    (reason,) = sharing_report(shared).not_shared
+    assert DRAWS in reason
+
+
+HELD = {  # numbers that modules hold: the class, its setting, and how a module names it
+    "residual dropout": ("Starcoder2ForCausalLM", "residual_dropout"),
+    "dropout of embeddings": ("Starcoder2ForCausalLM", "embedding_dropout"),
+    "dropout": ("OPTForCausalLM", "dropout"),
+    "hidden dropout": ("BioGptForCausalLM", "hidden_dropout_prob"),
+    "jitter": ("MixtralForCausalLM", "router_jitter_noise"),
+    "jitter of inputs": ("PhimoeForCausalLM", "input_jitter_noise"),
+    "jitter of experts": ("PhimoeForCausalLM", "router_jitter_noise"),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_numbers_that_modules_hold(name: str) -> None:
+    """The configuration says 0; the layers were made before."""
+    model_class, setting = HELD[name]
+    model = tiny_model(model_class, **{setting: 0.3})
+    setattr(model.config, setting, 0.0)
+    ordinary, prepared, run = deepcopy(model), prepare_model(deepcopy(model)), share_prefixes(deepcopy(model))
+    with pytest.raises(UserError, match=rf"{DRAWS} \(.*=0.3\)"):
+        of_calls(share_prefixes(model))
+    with pytest.raises(UserError, match=rf"{DRAWS} \(.*=0.3\)"):
+        prepared(**RadixCollator()([{"input_ids": ids, "labels": ids} for ids in IDS.tolist()]))
+    leave_refused_calls(run)
+    for _ in range(2):
+        assert_same(of_calls(run), of_calls(ordinary))
+    assert (sharing_report(run).num_shared, sum(sharing_report(run).not_shared.values())) == (0, 2)
+    shared = share_prefixes(model.eval())
+    assert_same(of_calls(shared), of_calls(ordinary.eval()))
+    assert sharing_report(shared).num_shared == 1, "nothing draws in evaluation mode"
+
+
+@pytest.mark.parametrize("model_class", ["OPTForCausalLM", "BioGptForCausalLM"])
+def test_numbers_that_are_drawn_for_nothing(model_class: str) -> None:
+    """For each layer one, in training, whatever its layerdrop; a dropout that comes later is noticed."""
+    model = share_prefixes(tiny_model(model_class))
+    for _ in range(2):
+        of_calls(model)
+    assert sharing_report(model).num_shared == 2
+    next(each for each in model.modules() if hasattr(each, "fc1")).dropout = 0.5
+    with pytest.raises(UserError, match=DRAWS):
+        of_calls(model)
