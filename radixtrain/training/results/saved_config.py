@@ -50,7 +50,7 @@ class RunRecord(Callback):
         """Take every key with its value, as a settings file has them."""
         self.config = config
 
-    def setup(self, trainer: L.Trainer, pl_module: object, stage: str) -> None:
+    def setup(self, trainer: Any, pl_module: object, stage: str) -> None:
         output_dir = Path(trainer.default_root_dir).absolute()
         folders = [folder for folder in own_log_folders(trainer) if output_dir in folder.absolute().parents]
         self.path = (folders or [output_dir])[0] / RECORD.format(trainer.state.fn.value)
