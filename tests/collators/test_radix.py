@@ -27,7 +27,7 @@ DOCSTRING = [
 def targets(batch):
     """(predictor row, label) of every prediction."""
     predictors = batch["radix"].predictor_indices[batch["radix"].prediction_rows]
-    return list(zip(predictors.tolist(), batch["shift_labels"][0].tolist(), strict=True))
+    return list(zip(predictors.tolist(), batch["shift_labels"].flatten().tolist(), strict=True))
 
 
 def test_a_tokenizer_is_not_taken():
@@ -39,17 +39,17 @@ def test_a_tokenizer_is_not_taken():
 def test_two_sequences():
     long, short = torch.int64, torch.int32
     assert as_python(RadixCollator()(DOCSTRING)) == {
-        "input_ids": (long, [[7, 8, 5, 9]]),
+        "input_ids": (long, [[7, 8, 5], [9, 7, 8]]),
         "position_ids": (long, [[0, 1, 2, 2]]),
-        "labels": (long, [[N, 9, 5]]),
-        "shift_labels": (long, [[9, 5, N]]),
+        "labels": (long, [[N, 9], [N, 5]]),
+        "shift_labels": (long, [[9, N], [5, N]]),
         "radix": {
             "cu_seqlens": (short, [0, 3, 6]),
             "predictor_indices": (long, [1]),
-            "prediction_rows": (long, [0, 0, 0]),
-            "place_rows": [0, 0, 0],
-            "loss_weights": (long, [1, 1, 0]),
-            "label_indices": (long, [2, 5, 0]),
+            "prediction_rows": (long, [0, 0, 0, 0]),
+            "place_rows": [[0, -1], [0, -1]],
+            "loss_weights": (long, [1, 0, 1, 0]),
+            "label_indices": (long, [2, 0, 5, 0]),
             "layout": {
                 "gather_indices": (long, [0, 1, 5, 2]),
                 "inverse_indices": (short, [0, 1, 3, 0, 1, 2]),
@@ -106,29 +106,30 @@ def test_position_ids():
     collator = RadixCollator(loss_on_all=True)
     assert collator([shifted])["position_ids"].tolist() == [[4, 5, 6]]
     batch = collator([plain, shifted, {**plain, "position_ids": None}])
-    assert batch["input_ids"].tolist() == [[7, 8, 9, 7, 8, 9]]
+    assert batch["input_ids"].tolist() == [[7, 8, 9]] * 3
     assert batch["position_ids"].tolist() == [[0, 1, 2, 4, 5, 6]]
     assert batch["radix"].layout.inverse_indices.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
 
 
 @pytest.mark.parametrize(
-    ("features", "options", "num_rows", "expected"),
+    ("features", "options", "ids", "expected"),
     [
-        pytest.param([[7, 8, 9]], {}, 3, [8, 9, N, N], id="as many as rows with the one that closes the list"),
-        pytest.param([[7, 8, 9], [7, 8]], {}, 3, [8, 8, 9, N], id="a label on a shared token"),
-        pytest.param([[7, 8], [7, 8], [7, 8], [7, 8]], {"pad_to_multiple_of": 4}, 4, [8] * 4 + [N], id="padding"),
-        pytest.param([[7]], {}, 1, [N, N], id="no label and one row"),
+        pytest.param([[7, 8, 9]], {}, [[7, 8, 9]], [[8, 9, N, N]], id="as many as columns with the one that ends a row"),
+        pytest.param([[7, 8, 9], [7, 8]], {}, [[7, 8, 9]] * 2, [[8, 9, N, N], [8, N, N, N]], id="a shared label"),
+        pytest.param([[7, 8]] * 4, {"pad_to_multiple_of": 4}, [[7, 8], [7, 7]] * 2, [[8, N, N]] * 4, id="padding"),
+        pytest.param([[7, 8], [9]], {"pad_to_multiple_of": 8}, [[7, 8, 9, 7], [7] * 4], [[8, N], [N, N]], id="wide"),
+        pytest.param([[7]], {}, [[7]], [[N, N]], id="no label and one row"),
+        pytest.param([[7, 8, 9], [5, 6]], {}, [[5, 6, 7], [8, 9, 5]], [[8, 9, N, N], [6, N, N, N]], id="no sharing"),
     ],
 )
-def test_predictions_never_number_the_rows_so_that_a_stock_model_raises(
-    tiny_qwen3, features, options, num_rows, expected
-):
-    batch = RadixCollator(loss_on_all=True, **options)([{"input_ids": ids} for ids in features])
-    assert batch["input_ids"].shape == (1, num_rows)
-    assert batch["shift_labels"].tolist() == [expected]
-    assert len(expected) != num_rows
+def test_labels_are_never_as_wide_as_ids_so_that_a_stock_model_raises(tiny_qwen3, features, options, ids, expected):
+    batch = RadixCollator(loss_on_all=True, **options)([{"input_ids": each} for each in features])
+    assert batch["input_ids"].tolist() == ids
+    assert batch["shift_labels"].tolist() == expected
+    assert len(expected[0]) != len(ids[0])
     end_watch()  # nothing but its shapes is left to refuse a batch by
-    with pytest.raises(ValueError, match=r"batch_size|did not pass the backbone which prepare_model prepared"):
+    names = r"batch_size|did not pass the backbone which prepare_model prepared|size of tensor"
+    with pytest.raises((ValueError, RuntimeError), match=names):
         tiny_qwen3()(**batch)  # the second once a model of this process was prepared
 
 
@@ -144,10 +145,10 @@ def test_every_labelled_token_is_predicted_by_the_token_before_it(
     collator = partial(RadixCollator, **sizes)
     batch, merged = collator()(features), collator(merge_labels=True)(features)
 
-    num_rows, num_predictions = batch["input_ids"].shape[1], batch["shift_labels"].shape[1]
-    assert num_predictions not in (0, num_rows)
+    assert batch["labels"].shape[1] not in (0, batch["input_ids"].shape[1])
+    assert len(batch["labels"]) == len(batch["input_ids"]) == len(sequences)
     inverse = batch["radix"].layout.inverse_indices.tolist()
-    assert batch["input_ids"][0, inverse].tolist() == [token for ids in sequences for token in ids]
+    assert batch["input_ids"].flatten()[inverse].tolist() == [token for ids in sequences for token in ids]
     assert batch["position_ids"][0, inverse].tolist() == [place for ids in sequences for place in range(len(ids))]
 
     expected, token = Counter(), 0
@@ -158,10 +159,13 @@ def test_every_labelled_token_is_predicted_by_the_token_before_it(
             token += 1
     assert Counter((row, y) for row, y in targets(batch) if y != N) == expected
     packed = [label for row in labels for label in row]
-    found = zip(batch["radix"].label_indices.tolist(), batch["shift_labels"][0].tolist(), strict=True)
+    found = zip(batch["radix"].label_indices.tolist(), batch["shift_labels"].flatten().tolist(), strict=True)
     assert all(packed[index] == label for index, label in found if label != N)
-    assert batch["labels"][0, 1:].tolist() == batch["shift_labels"][0, :-1].tolist()
-    assert batch["labels"][0, 0] == batch["shift_labels"][0, -1] == N, "so that a loss may shift for itself"
+    assert [[y for y in row if y != N] for row in batch["labels"].tolist()] == [
+        [y for y in row[1:] if y != N] for row in labels
+    ]
+    assert batch["labels"][:, 1:].tolist() == batch["shift_labels"][:, :-1].tolist()
+    assert (batch["labels"][:, 0] == N).all() and (batch["shift_labels"][:, -1] == N).all(), "a loss may shift itself"
 
     predictors = merged["radix"].predictor_indices.tolist()
     rows, weights = merged["radix"].prediction_rows.tolist(), merged["radix"].loss_weights.tolist()
@@ -172,8 +176,9 @@ def test_every_labelled_token_is_predicted_by_the_token_before_it(
     assert predictors == sorted({row for row, _ in expected}), "the head runs once per distinct predictor"
     assert sum(weights) == sum(expected.values())
     assert as_python(merged["radix"].layout) == as_python(batch["radix"].layout)
-    for key in ("input_ids", "position_ids"):
-        assert torch.equal(merged[key], batch[key])
+    num_rows = merged["input_ids"].numel()
+    assert torch.equal(merged["input_ids"][0], batch["input_ids"].flatten()[:num_rows])
+    assert torch.equal(merged["position_ids"], batch["position_ids"])
 
 
 def test_features_are_left_alone():

@@ -48,7 +48,7 @@ def histories_of_rows(batch: dict[str, Any], sequences: Sequence[list[int]]) -> 
 def predictions_of(batch: dict[str, Any], sequences: Sequence[list[int]]) -> Counter[tuple[tuple[int, ...], int]]:
     """(whole history of the predictor, label) -> its weight in the loss."""
     rows, found = histories_of_rows(batch, sequences), Counter()
-    predictors, labels = batch["radix"].predictor_indices.tolist(), batch["shift_labels"][0].tolist()
+    predictors, labels = batch["radix"].predictor_indices.tolist(), batch["shift_labels"].flatten().tolist()
     predictors = [predictors[row] for row in batch["radix"].prediction_rows.tolist()]
     for row, label, weight in zip(predictors, labels, batch["radix"].loss_weights.tolist(), strict=True):
         if weight:

@@ -459,17 +459,21 @@ def program(rng: Random, kind: str = "float64") -> Program:
     return start, allowed([*lines[: len(lines) // 2], *head, *lines[len(lines) // 2 :]], kind)
 
 
-KEEPS_INPUT = {("function", "checkpoint"), ("in place", "a function that saves"), ("in place", "a function, twice")}
+NO_GRADIENT = ("no_grad", "inference_mode")
+KEEPS_INPUT = {
+    ("function", "checkpoint"),
+    *(("in place", f"a function{kind}") for kind in (" that saves", ", twice", ", a view")),
+}
 
 
 def allowed(lines: list[Line], kind: str) -> list[Line]:
     """Those of which something is known.
 
-    Of a silent change after a function, torch makes something itself. If what a function changed and saved is changed
-    again, torch raises an error; here the function's own backward pass may read the new numbers. In inference mode a
-    function that leaves a lazy tensor as it is, and says that it changed it, is an error here. torch crashes (2.13) if a hook is registered on a
-    view after the tensor that it shows was changed in place. If the input of a checkpoint was changed, torch raises an
-    error; here its result may come again from the rows of before. Only a gradient shows what is read of padding.
+    Of a silent change after a function, torch makes something itself. It crashes (2.13) if a hook is registered on a
+    view after the tensor that it shows was changed in place. If what a checkpoint got, or what a function changed and
+    saved, is changed, torch raises an error; here its result may come again from the rows of before, or the function's
+    backward pass read the new numbers. A function that changes its argument without gradients counts one version less
+    here, and a checkpoint afterwards may be an error. Only a gradient shows what is read of padding.
     """
     kept: list[Line] = []
     for each in lines:
@@ -482,9 +486,20 @@ def allowed(lines: list[Line], kind: str) -> list[Line]:
             or each.name in ("detach", "data", "where", "+=", "clamp_")
         )
         recomputed = each.kind == "in place" and KEEPS_INPUT & {(one.kind, one.name) for one in kept}
-        unmoved = each.name == "a function, only the gradient" and each.context == "inference_mode"
+        unmoved = each.kind == "in place" and each.name.startswith("a function") and each.context in NO_GRADIENT
+        of_view = each.name == "a function, two results" and "view" in before  # torch has no such function
+        counted = each.name == "version" and any(one.name.startswith("a function") for one in kept)
         mixed = each.name == "labels" and "autocast" in (each.context, kind)
-        if not (is_silent or on_changed or recomputed or unmoved or mixed or (kind == "padded" and of_padding)):
+        if not (
+            is_silent
+            or on_changed
+            or recomputed
+            or unmoved
+            or of_view
+            or counted
+            or mixed
+            or (kind == "padded" and of_padding)
+        ):
             kept.append(each)
     return kept
 
@@ -555,13 +570,13 @@ def bar_of(program: Program, context: str = "") -> float:
 
 
 def may_refuse(program: Program, error: BaseException | None, is_padded: bool) -> bool:
-    """Whether a refusal is one of the three that the pages name: a gradient that is wanted late, padding, a function.
+    """Whether a refusal is one of these: a gradient that is wanted late, padding, a function after an in-place change.
 
-    A function of the user's that gets what another one changed in place before anything read it.
+    The last is of a function of the user's that gets what was changed in place before anything else read it.
     """
     lines = [each.kind for each in program[1]]
     if "while another function held them" in str(error):
-        return any(each.kind == "in place" and each.name.startswith("a function") for each in program[1])
+        return "in place" in lines
     if "gradient at each place" in str(error):
         reads = [n for n, each in enumerate(program[1]) if each.kind in ("function", "loss") or each.name == "sum"]
         wants = [n for n, each in enumerate(program[1]) if each.kind == "gradient" or each.name == "version"]

@@ -48,6 +48,11 @@ def node_of(x: Tensor) -> Any:
         return None
 
 
+def node_of_memory(x: Tensor) -> Any:
+    """Return the node of what x is a view of, or of x."""
+    return node_of(x if x._base is None else x._base)
+
+
 class Modes(NamedTuple):
     """What the result of a function of torch depends on, besides its arguments."""
 
@@ -97,6 +102,7 @@ class Spread:
     source, derived: the lazy tensors that it comes from, and that come from it. dense: the ordinary one.
     was_read: functions read the table with gradients, so that those at the places are not complete.
     held, dense_node: the version and the node of the ordinary one when it was made; `held` only if torch holds ours.
+    memory_node: that of what it is a view of, then and after a function of the user's changed this one in place.
     """
 
     table: Tensor
@@ -115,6 +121,7 @@ class Spread:
     was_read: bool = field(default=False, init=False)
     held: int | None = field(default=None, init=False)
     dense_node: Any = field(default=None, init=False)
+    memory_node: Any = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.modes = Modes.now(self.table.device.type)

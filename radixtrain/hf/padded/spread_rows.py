@@ -23,7 +23,21 @@ from torch.utils.hooks import RemovableHandle
 
 from radixtrain.errors import UserError
 from radixtrain.hf.padded.row_functions import RULES
-from radixtrain.hf.padded.spread import CHANGED, Spread, gradient_of_rows, is_checkpointed, node_of, version_of
+from radixtrain.hf.padded.spread import (
+    CHANGED,
+    Spread,
+    gradient_of_rows,
+    is_checkpointed,
+    node_of,
+    node_of_memory,
+    version_of,
+)
+
+
+CHANGED_BEFORE = (
+    "an autograd.Function or a reentrant checkpoint gets shared hidden states or logits that were changed in place while "
+    "another function held them: clone them before the change"
+)
 
 
 class SpreadRows(Tensor):
@@ -90,12 +104,10 @@ class SpreadRows(Tensor):
         """
         spread = self.spread
         is_changed = spread.dense is not None and node_of(spread.dense) is not spread.dense_node
-        spread.entered.append(ref(self))
-        if is_changed and spread.held is None and not torch.is_grad_enabled():
-            raise UserError(
-                "an autograd.Function or a reentrant checkpoint gets shared hidden states or logits that "
-                "were changed in place while another function held them: clone them before the change"
-            )
+        if not torch.is_grad_enabled():
+            spread.entered.append(ref(self))
+            if is_changed and spread.held is None:
+                raise UserError(CHANGED_BEFORE)
         spread.mark_read(inside=True)
 
     def whole(self) -> Tensor:
@@ -112,31 +124,43 @@ class SpreadRows(Tensor):
 
         torch gives their gradient only to the objects that they got.
         """
-        entered = [each() for each in self.spread.entered]
+        entered = [get() for get in self.spread.entered]
         self.spread.entered.clear()
         for each in (*entered, self):
             if type(each) is not SpreadRows:
                 continue
             spread = each.spread
-            if each.node is each.made_by:
-                if each is not self and each.is_held:  # the function still runs
-                    spread.entered.append(ref(each))
-                continue
-            each.made_by = each.node
-            with spread.modes._replace(grad=True).entered(spread.table):
-                with torch._C.DisableTorchFunctionSubclass():
-                    changed = each.clone()
-                if spread.modes.grad:
-                    dense = each.whole().copy_(changed)
-                    spread.held = None if spread.held is None else version_of(dense)
-                else:  # the function has made it
-                    spread.source = None
-                    each._settle(changed)
+            if each.node is not each.made_by:
+                each._follow()
+            elif not each.is_held:
+                spread.held = None
+            elif each is not self:  # its function still runs
+                spread.entered.append(ref(each))
+        spread = self.spread if type(self) is SpreadRows else None
+        if spread and spread.dense is not None and node_of(spread.dense) is not spread.dense_node:
+            self.whole()
+
+    def _follow(self) -> None:
+        spread, self.made_by = self.spread, self.node
+        comes_after = spread.dense is not None and node_of_memory(spread.dense) is not spread.memory_node
+        with spread.modes._replace(grad=True).entered(spread.table):
+            with torch._C.DisableTorchFunctionSubclass():
+                values = self.clone()
+            if comes_after and values.requires_grad:  # the function before this one would not get its gradient
+                values.register_hook(_refuse_changed)
+            if spread.modes.grad:
+                dense = self.whole().copy_(values)
+                spread.held = None if spread.held is None else version_of(dense)
+                spread.memory_node = node_of_memory(dense)
+            else:  # the function has made it
+                spread.source = None
+                self._settle(values)
 
     def _settle(self, dense: Tensor) -> None:
         """Become this tensor if possible, and make what came from this object come from it."""
         spread, spread.dense = self.spread, dense
         spread.dense_node = spread.dense_node or node_of(dense)
+        spread.memory_node = spread.memory_node or node_of_memory(dense)
         spread.held = None if not self.is_held else version_of(dense) if spread.held is None else spread.held
         if spread.held is not None:
             if version_of(dense) != spread.held and torch._C._current_graph_task_id() >= 0:
@@ -261,6 +285,10 @@ def _refuse_gradient(*wanted: object) -> NoReturn:
         "exist: register hooks, or call retain_grad, before they run; "
         "in place of torch.autograd.grad for hidden states, call restore_model(model)"
     )
+
+
+def _refuse_changed(grad: Tensor) -> NoReturn:
+    raise UserError(CHANGED_BEFORE)
 
 
 class _NoGradient(Tensor):

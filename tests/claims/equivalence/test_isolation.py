@@ -23,11 +23,11 @@ NUM_KEPT = sum(len(SHARED) + len(tail) for tail in KEPT)
 def logits_and_losses(model: Any, branch: list[int]) -> list[Tensor]:
     """Logits of every token of the kept branches, losses of their labels, and losses of the branch beside them."""
     batch = RadixCollator(loss_on_all=True)([{"input_ids": SHARED + tail} for tail in [*KEPT, branch]])
-    labels, places = batch["shift_labels"][0], batch["radix"].label_indices
-    every_row = torch.arange(batch["input_ids"].shape[1])
+    labels, places = batch["shift_labels"].flatten(), batch["radix"].label_indices
+    every_row = torch.arange(batch["radix"].layout.num_rows)
     with torch.no_grad():
         logits = model(**inputs_of(batch, predictor_indices=every_row)).logits[0]
-        losses = torch.nn.functional.cross_entropy(model(**batch).logits[0], labels, reduction="none")
+        losses = torch.nn.functional.cross_entropy(model(**batch).logits.flatten(0, 1), labels, reduction="none")
     kept = batch["radix"].layout.inverse_indices[:NUM_KEPT]
     order = places.argsort()
     losses = losses[order[labels[order] >= 0]]

@@ -52,19 +52,20 @@ def test_without_a_mutation(tiny_qwen3: Callable[..., Any], attention: str) -> N
 
 def drop_a_branch_label(batch: dict[str, Any]) -> dict[str, Any]:
     """The first token of one completion bears no loss: so it is if each shared row has one label."""
-    first_of_branch = int(np.flatnonzero(np.diff(batch["radix"].place_rows) == 0)[0])
+    rows = batch["radix"].place_rows
+    first_of_branch = int((rows == np.bincount(rows[rows >= 0]).argmax()).argmax())
     for name in ("labels", "shift_labels"):
-        batch[name][0, first_of_branch] = -100
+        batch[name].view(-1)[first_of_branch + (name == "labels")] = -100
     return batch
 
 
 def count_a_shared_label_once(batch: dict[str, Any]) -> dict[str, Any]:
     """A mean over unique tokens: a label that two sequences share weighs as much as one that is not shared."""
-    pairs = torch.stack([batch["radix"].prediction_rows, batch["shift_labels"][0]])
+    pairs = torch.stack([batch["radix"].prediction_rows, batch["shift_labels"].flatten()])
     distinct = pairs.unique(dim=1).contiguous()
     assert distinct.shape[1] < pairs.shape[1]
     labels = {"labels": distinct[1:], "shift_labels": distinct[1:]}
-    return with_radix({**batch, **labels}, prediction_rows=distinct[0], place_rows=distinct[0].numpy())
+    return with_radix({**batch, **labels}, prediction_rows=distinct[0], place_rows=distinct[:1].numpy())
 
 
 def move_a_position_by_one(batch: dict[str, Any]) -> dict[str, Any]:
@@ -73,19 +74,21 @@ def move_a_position_by_one(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def count_rows_as_positions(batch: dict[str, Any]) -> dict[str, Any]:
-    return {**batch, "position_ids": torch.arange(batch["input_ids"].shape[1])[None]}
+    return {**batch, "position_ids": torch.arange(batch["radix"].layout.num_rows)[None]}
 
 
 def predict_from_the_row_before(batch: dict[str, Any]) -> dict[str, Any]:
     """The packed neighbour in place of the parent: right inside a segment, wrong at every branch."""
     rows = batch["radix"].predictor_indices[batch["radix"].prediction_rows]
-    moved = torch.where(rows.diff(append=rows[-1:]) == 0, rows + 1, rows)
-    return with_radix(batch, predictor_indices=moved, place_rows=None)
+    moved = torch.where(rows.bincount()[rows] > 1, rows + 1, rows).clamp(max=batch["radix"].layout.num_rows - 1)
+    places = torch.arange(len(moved))
+    place_rows = places.view(batch["labels"].shape).numpy()
+    return with_radix(batch, predictor_indices=moved, prediction_rows=places, place_rows=place_rows)
 
 
 def take_a_sibling_for_the_same(batch: dict[str, Any]) -> dict[str, Any]:
     """Sharing by position, not by history: a token of one branch stands for the one at its place in another."""
-    batch["input_ids"][0, batch["radix"].layout.inverse_indices[5 + 4 + 2]] = 9  # in the place of the third row's 5
+    batch["input_ids"].view(-1)[batch["radix"].layout.inverse_indices[5 + 4 + 2]] = 9  # in the place of the third row's 5
     return batch
 
 
@@ -140,10 +143,11 @@ def test_stock_sdpa_on_a_radix_batch(tiny_qwen3: Callable[..., Any]) -> None:
     batch = RadixCollator()(FEATURES)
 
     def stock() -> Iterator[Tensor]:
-        hidden = restore_model(model).model(batch["input_ids"], position_ids=batch["position_ids"]).last_hidden_state
+        ids = batch["input_ids"].flatten()[: batch["radix"].layout.num_rows][None]
+        hidden = restore_model(model).model(ids, position_ids=batch["position_ids"]).last_hidden_state
         rows = batch["radix"].predictor_indices[batch["radix"].prediction_rows]
         logits = model.lm_head(hidden[0, rows])
-        yield torch.nn.functional.cross_entropy(logits, batch["shift_labels"][0])
+        yield torch.nn.functional.cross_entropy(logits, batch["shift_labels"].flatten())
 
     report = verify_arms(model, FEATURES, lambda: ordinary_padded(model, FEATURES), stock)
     assert report["float64"].loss_error < 0.02, "the loss hardly shows it"
