@@ -170,6 +170,11 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "radixtrain/hf/third_party.py": {
         **dict.fromkeys(
+            ("torch.nn.Module._call_impl", "torch.nn.Module._compiled_call_impl"),
+            "are called in place of `forward` if an instance has one of its own",
+        ),
+        "transformers.PretrainedConfig._experts_implementation": "names the function that the experts of a model call",
+        **dict.fromkeys(
             ("torch.nn.Module._forward_pre_hooks", "torch.nn.Module._forward_hooks"),
             "tells third-party hooks, which a fused head would not run, which empty a cache and see unique tokens",
         ),

@@ -188,6 +188,12 @@ def test_functions_of_the_file(tiny_qwen3: Callable[..., Any], monkeypatch: pyte
     expected = of_calls(tiny_qwen3())
     assert_same(of_calls(shared), expected)
     assert sharing_report(shared).num_shared == 1
+    monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", original)
+    silu = functional.silu
+    monkeypatch.setattr(functional, "silu", lambda x, **more: mix(silu(x)))
+    expected = of_calls(tiny_qwen3())
+    assert_same(of_calls(shared), expected)
+    assert sharing_report(shared).num_shared == 1
 
 
 def test_a_setting_that_changes(tiny_qwen3: Callable[..., Any]) -> None:
