@@ -151,14 +151,10 @@ class BackboneHooks:
         given = self._ordinary(backbone, args, kwargs) if radix is None else self._radix(backbone, radix, args, kwargs)
         if given is None:
             return None
-        self._begin(given["radix_call"], args, kwargs)
-        return (), given
-
-    def _begin(self, call: RadixCall | KeptCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Begin a call on unique tokens. args, kwargs: of the ordinary one."""
+        call: RadixCall = given["radix_call"]
         self.progress.become(call)
-        if isinstance(call, RadixCall):
-            call.ordinary, call.generators = (args, kwargs), generator_states(call.layout.device)
+        call.ordinary, call.generators = (args, kwargs), generator_states(call.layout.device)
+        return (), given
 
     def _judge_again(self, parts: Parts) -> None:
         """Judge the model again if its settings or modules have changed, as a program may do between two calls."""
