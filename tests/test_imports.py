@@ -94,7 +94,7 @@ OF_FIT = {*FIT, "wandb", "matplotlib", "peft", "trl"}
 
 @pytest.mark.parametrize("flags", [[], ["--json", "true"]])
 def test_doctor_needs_nothing_to_say_what_is_missing(flags: list[str]) -> None:
-    loaded_by(BLOCKED.format(hidden=OF_FIT, arguments=["doctor", *flags], code=1))
+    loaded_by(BLOCKED.format(hidden=OF_FIT, arguments=["doctor", *flags], code=0))
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ MODELS: list[tuple[str, dict[str, Any], str]] = [
         {"layer_types": ["full_attention"] * 2},
         r"DeepseekV32ForCausalLM has sparse attention \(an indexer picks keys\) \(index_topk=4\)",
     ),
-    ("GPTNeoForCausalLM", {}, "does not take its attention from AttentionInterface"),
+    ("BloomForCausalLM", {}, "does not take its attention from AttentionInterface"),
     ("GitForCausalLM", {}, "GitForCausalLM does not take its attention from AttentionInterface"),
     (
         "Gemma3ForCausalLM",
