@@ -251,7 +251,7 @@ def _inside(root: nn.Module) -> Iterator[nn.Module]:
 
 
 def _path(root: nn.Module, module: nn.Module) -> str:
-    return next(path for path, each in root.named_modules() if each is module) or type(root).__name__
+    return next((path for path, each in root.named_modules() if each is module), "") or type(root).__name__
 
 
 def _unknown(functions: Iterable[Any], own: Collection[str] = (), known: Collection[str] | None = None) -> str | None:

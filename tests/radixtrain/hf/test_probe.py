@@ -172,6 +172,17 @@ def test_generation(tiny_qwen3: Callable[..., Any], name: str) -> None:
             assert use()
 
 
+def test_a_head(tiny_qwen3: Callable[..., Any]) -> None:
+    """It gets the rows that predict; with share_prefixes, every token at its place."""
+    model = tiny_qwen3(tie_word_embeddings=False)
+    model.lm_head = nn.Sequential(model.lm_head, nn.Softmax(dim=1))
+    ordinary = deepcopy(model)
+    assert_same(of_calls(share_prefixes(model)), of_calls(ordinary))
+    assert sharing_report(model).num_shared == 1
+    with pytest.raises(UserError, match=MIXES):
+        prepare_model(ordinary)(**RadixCollator()([{"input_ids": ids, "labels": ids} for ids in IDS.tolist()]))
+
+
 def score(model: Any) -> Any:
     return score_completions(model, [[7, 8, 9], [7, 8]], [[1, 2], [3]])
 
