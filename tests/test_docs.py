@@ -428,7 +428,6 @@ def test_the_site_has_every_page_and_every_link_leads_to_one(tmp_path: Path) -> 
 REPEATED = [
     r"(\d+) (?:classes, each tried|have the same gradient)",
     r"(\d+) (?:classes: sparse|are refused)",
-    r"(\d+) kinds of",
     r"takes ([\d.]+ to [\d.]+) of the ordinary time",
     r"no loss off by more than ([\d.]+e-\d)|largest difference of a loss, of a gradient norm \| ([\d.]+e-\d)",
     r"on ([\d.]+) for 256|, and ([\d.]+) (?:for|at) 256",
