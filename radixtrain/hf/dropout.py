@@ -37,7 +37,7 @@ def check_dropout(parts: Parts, allowed: tuple[str, ...]) -> None:
         if is_random and isinstance(value, float) and value > 0 and last not in allowed:
             raise UserError(
                 f"{parts.name} has {name}={value}: a shared token would draw once, but an ordinary batch draws once "
-                f"per copy; set it to 0, or allow it by name: allow_dropout=[{last!r}]"
+                f"per copy; set it to 0 before the model is made, or allow it by name: allow_dropout=[{last!r}]"
             )
     for part in (parts.decoder, parts.head):
         if part is not None:

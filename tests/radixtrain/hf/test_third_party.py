@@ -12,6 +12,7 @@ import torch
 from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module
 from peft import EvaConfig, LoraConfig
 from peft.tuners.lora.eva import get_eva_state_dict
+from tiny_models import tiny_model
 from torch import Tensor, nn
 from torch.ao.quantization.observer import RecordingObserver
 from torch.ao.quantization.quantize import _observer_forward_hook
@@ -20,6 +21,8 @@ from torch.nn.utils.parametrize import register_parametrization
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3Model
 
 from radixtrain import (
@@ -347,3 +350,43 @@ def test_a_forward_of_a_recurrent_layer(tiny_hybrid: Callable[..., Any], before:
         found.append(model(input_ids=IDS, labels=IDS, use_cache=False).loss)
     assert torch.equal(*found)
     assert sharing_report(model).num_shared == 0
+
+
+def capped(experts: Any, states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Each expert drops what comes after a number of tokens."""
+    first = torch.arange(len(states))[:, None] < 16
+    return type(experts).forward.__wrapped__(experts, states, chosen, weights * first)
+
+
+def test_an_experts_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is registered, and named by a setting that comes later."""
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "capped", capped)
+    batch = RadixCollator()([{"input_ids": ids, "labels": ids} for ids in IDS.tolist()])
+    found = []
+    for share in (lambda model: model, share_prefixes):
+        model = share(tiny_model("MixtralForCausalLM"))
+        model.config._experts_implementation = "capped"
+        found.append(model(input_ids=IDS, labels=IDS, use_cache=False).loss)
+    assert torch.equal(*found)
+    (reason,) = sharing_report(model).not_shared
+    assert "its experts_implementation" in reason and "capped" in reason
+    model = prepare_model(tiny_model("MixtralForCausalLM"))
+    model.config._experts_implementation = "capped"
+    with pytest.raises(UserError, match=r"its experts_implementation .*capped"):
+        model(**batch)
+
+
+def test_a_dynamic_rope_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A type with "dynamic" in its name changes its frequencies, as transformers asks."""
+    monkeypatch.setitem(ROPE_INIT_FUNCTIONS, "dynamic_mine", ROPE_INIT_FUNCTIONS["dynamic"])
+    rope = {"rope_type": "dynamic_mine", "rope_theta": 10000.0, "factor": 2.0}
+    found = []
+    for share in (lambda model: model, share_prefixes):
+        model = share(tiny_model("Qwen3ForCausalLM", max_position_embeddings=6, rope_parameters=rope))
+        wide = nn.functional.pad(IDS, (0, 4))
+        given = {"input_ids": wide, "attention_mask": (wide != 0).long(), "labels": wide.masked_fill(wide == 0, -100)}
+        found.append(model(**given, use_cache=False).loss)
+    assert torch.equal(*found)
+    assert list(sharing_report(model).not_shared) == [
+        "dynamic_mine rotary embeddings change their frequencies at 6 tokens"
+    ]
