@@ -303,7 +303,10 @@ def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
 
 
 def _batch(ids: IntArray, plan: PrefixPlan, layout: TreeLayout, targets: _Targets, **known: Any) -> dict[str, Any]:
-    """Make the batch of unique tokens. ids: (B, L) or (1, U). layout: of the plan. known: the other fields of its `RadixInputs`."""
+    """Make the batch of unique tokens.
+
+    ids: (B, L) or (1, U). layout: of the plan. known: the other fields of its `RadixInputs`.
+    """
     radix = RadixInputs(layout=layout, cu_seqlens=layout.cu_seqlens, **targets.of_predictions, **known)
     return {
         "input_ids": torch.from_numpy(ids),

@@ -103,7 +103,7 @@ def exact_match(model: Any, tokenizer: PreTrainedTokenizerBase, test: Path, most
     wrong = 0
     step = step.to(model.device)
     for batch, members in zip(step.micro_batches, step.members, strict=True):
-        labels, tokens = batch["shift_labels"][0], batch["radix"].label_indices
+        labels, tokens = batch["shift_labels"].flatten(), batch["radix"].label_indices
         hidden = backbone_of(model)(**inputs_of(batch)).last_hidden_state[0]
         best = model.lm_head(hidden).argmax(-1)[batch["radix"].prediction_rows]
         sequences = sequences_of(tokens, batch["radix"].cu_seqlens)

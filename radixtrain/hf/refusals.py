@@ -8,7 +8,7 @@ Every tensor of an ordinary batch has one row per example, so trainers cut and j
 `dispatch_batches=True` every tensor comes cut to its first element, with `nn.DataParallel` each GPU gets a share. The
 tensors of a radix batch have the lengths of the tree, so both are refused, dispatching already by the collator
 (`radixtrain/collators/misuse_guard.py`). So are inputs that a wrapper dropped or added, and evaluations that take the
-logits for one row per example: a radix batch gives one list of predictions, `[1, P, V]`, in the order of the tree. Only
+logits for one row per example: a radix batch gives only those of labelled tokens, `[B, P / B, V]`. Only
 the stack says what an evaluation is for: `Trainer` takes `labels` from the batch before it calls the model.
 """
 
@@ -137,11 +137,11 @@ def check_evaluation() -> None:
     if trainer is not None:
         raise UserError(
             f"{trainer} uses the logits of an evaluation (compute_metrics, predict) as one row per example, but a "
-            f"batch of RadixCollator has one list of predictions for all its examples, in the order of the tree, so "
-            f"the metrics would be wrong. Evaluate on ordinary batches, which a prepared model computes as before: by "
-            f"share_prefixes and the trainer's own collator, or with Hugging Face's Trainer by another collator for "
-            f"evaluation (recipes/hf_trainer_metrics.py in the repository). For the loss only, leave out "
-            f"compute_metrics, or set prediction_loss_only=True in the training arguments"
+            f"batch of RadixCollator has the logits of labelled tokens only, so the metrics would be wrong. Evaluate on "
+            f"ordinary batches, which a prepared model computes as before: by share_prefixes and the trainer's own "
+            f"collator, or with Hugging Face's Trainer by another collator for evaluation "
+            f"(recipes/hf_trainer_metrics.py in the repository). For the loss only, leave out compute_metrics, or set "
+            f"prediction_loss_only=True in the training arguments"
         )
 
 

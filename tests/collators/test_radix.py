@@ -114,7 +114,9 @@ def test_position_ids():
 @pytest.mark.parametrize(
     ("features", "options", "ids", "expected"),
     [
-        pytest.param([[7, 8, 9]], {}, [[7, 8, 9]], [[8, 9, N, N]], id="as many as columns with the one that ends a row"),
+        pytest.param(
+            [[7, 8, 9]], {}, [[7, 8, 9]], [[8, 9, N, N]], id="as many as columns with the one that ends a row"
+        ),
         pytest.param([[7, 8, 9], [7, 8]], {}, [[7, 8, 9]] * 2, [[8, 9, N, N], [8, N, N, N]], id="a shared label"),
         pytest.param([[7, 8]] * 4, {"pad_to_multiple_of": 4}, [[7, 8], [7, 7]] * 2, [[8, N, N]] * 4, id="padding"),
         pytest.param([[7, 8], [9]], {"pad_to_multiple_of": 8}, [[7, 8, 9, 7], [7] * 4], [[8, N], [N, N]], id="wide"),

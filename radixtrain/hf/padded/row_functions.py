@@ -66,7 +66,7 @@ def _softmax(x: Spread, func: object, others: Others, named: Named) -> Any:
 def _linear(x: Spread, func: Callable[..., Any], others: Others, named: Named) -> Any:
     """Compute the rows that are needed, once each."""
     num_places, num_rows = x.place_rows.size, len(x.asked_rows)
-    weight = others[0] if others else named.get("weight")
+    weight: Any = others[0] if others else named.get("weight")
     if num_places < MIN_SAVING * num_rows or getattr(weight, "ndim", 0) != 2:
         return NotImplemented
     x.report.count_head(num_places, num_rows)

@@ -136,11 +136,12 @@ class SpreadRows(Tensor):
                 spread.held = None
             elif each is not self:  # its function still runs
                 spread.entered.append(ref(each))
-        spread = self.spread if type(self) is SpreadRows else None
-        if spread and spread.dense is not None and node_of(spread.dense) is not spread.dense_node:
+        dense = self.spread.dense if type(self) is SpreadRows else None
+        if dense is not None and node_of(dense) is not self.spread.dense_node:
             self.whole()
 
     def _follow(self) -> None:
+        """Change the ordinary tensor as the function did, whose node is now that of this object."""
         spread, self.made_by = self.spread, self.node
         comes_after = spread.dense is not None and node_of_memory(spread.dense) is not spread.memory_node
         with spread.modes._replace(grad=True).entered(spread.table):
@@ -262,8 +263,8 @@ def _of_whole(func: Callable[..., Any], args: Any, kwargs: Any, ours: list[Sprea
     found = func(*args, **kwargs)
     for each in (each for each in ours if type(each) is SpreadRows):
         found = each if found is each.spread.dense else found
-        each.whole()  # if it was changed
-        if type(each) is SpreadRows and each.is_held and version_of(each.spread.dense) != each.spread.held:
+        whole = each.whole()  # if it was changed
+        if type(each) is SpreadRows and each.is_held and version_of(whole) != each.spread.held:
             each.spread.entered.append(partial(_itself, each))  # the user may not keep it
     return found
 

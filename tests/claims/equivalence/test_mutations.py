@@ -88,7 +88,9 @@ def predict_from_the_row_before(batch: dict[str, Any]) -> dict[str, Any]:
 
 def take_a_sibling_for_the_same(batch: dict[str, Any]) -> dict[str, Any]:
     """Sharing by position, not by history: a token of one branch stands for the one at its place in another."""
-    batch["input_ids"].view(-1)[batch["radix"].layout.inverse_indices[5 + 4 + 2]] = 9  # in the place of the third row's 5
+    batch["input_ids"].view(-1)[batch["radix"].layout.inverse_indices[5 + 4 + 2]] = (
+        9  # in the place of the third row's 5
+    )
     return batch
 
 
