@@ -33,10 +33,9 @@ from radixtrain.hf.padded.spread import (
     version_of,
 )
 
-
 CHANGED_BEFORE = (
-    "an autograd.Function or a reentrant checkpoint gets shared hidden states or logits that were changed in place while "
-    "another function held them: clone them before the change"
+    "an autograd.Function or a reentrant checkpoint gets shared hidden states or logits that were changed in place "
+    "while another function held them: clone them before the change"
 )
 
 
