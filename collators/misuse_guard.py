@@ -1,6 +1,7 @@
 """Refuses misuses of a radix batch before they end in an error that names none of them.
 
-1. `prepare_model` was forgotten, or a module takes only some entries of the batch. An unprepared Hugging Face model accepts a radix batch: it takes unknown entries as
+1. `prepare_model` was forgotten, or a module takes only some entries of the batch.
+An unprepared Hugging Face model accepts a radix batch: it takes unknown entries as
 options of its attention, and fails later, on the shapes of its loss. So a new `RadixCollator` watches the
 calls of modules until a prepared model gets a radix batch; then the watch ends and costs nothing. That another model
 of the process is prepared does not end it. torch gives its global hooks no keyword arguments; they are read from the
@@ -99,7 +100,7 @@ def _check_takes(module: nn.Module, batch: Iterable[str]) -> None:
     missing = [name for name in batch if name not in taken]
     if missing and all(each.kind is not each.VAR_KEYWORD for each in taken.values()):
         raise UserError(
-            f"{type(module).__name__} got a batch of RadixCollator, and its forward does not take {', '.join(missing)}: "
+            f"{type(module).__name__} got a batch of RadixCollator, and its forward takes no {', '.join(missing)}: "
             f"let it take **batch and pass all of it on to the model, or use share_prefixes(model) and another collator"
         )
 

@@ -147,7 +147,7 @@ def in_one_row(given: Mapping[str, Any], layout: TreeLayout) -> dict[str, Tensor
 
 
 def with_rows(output: Any, rows: Tensor) -> Any:
-    """Set these hidden rows, (1, P, D) or (B, P / B, D), as the first entry of a backbone's output, a tuple or a `ModelOutput`."""
+    """Set these hidden rows, (B, P / B, D), as the first entry of a backbone's output, a tuple or a `ModelOutput`."""
     if isinstance(output, tuple):
         return rows, *output[1:]
     output.last_hidden_state = rows

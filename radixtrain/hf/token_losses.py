@@ -34,11 +34,11 @@ from radixtrain.errors import UserError
 from radixtrain.tree.arrays import IntArray
 
 UNKNOWN = (
-    "no loss that is known to be a sum over tokens gave this gradient, but one of your own, or a term beside that loss, "
-    "or the model's loss of a part of the logits (compute_loss, compute_loss_func, another loss_function). A batch of "
-    "RadixCollator has logits only where a label is predicted, so a loss that reads any other would be a different one. "
-    "If yours is a sum over labels, whatever it is divided by, or a mean of such sums over sequences, say so: "
-    "RadixCollator(token_loss=True). For any other loss use share_prefixes(model) and your own collator"
+    "no loss that is known to be a sum over tokens gave this gradient, but one of your own, or a term beside that "
+    "loss, or the model's loss of a part of the logits (compute_loss, compute_loss_func, another loss_function). A "
+    "batch of RadixCollator has logits only where a label is predicted, so a loss that reads any other would be a "
+    "different one. If yours is a sum over labels, whatever it is divided by, or a mean of such sums over sequences, "
+    "say so: RadixCollator(token_loss=True). For any other loss use share_prefixes(model) and your own collator"
 )
 MAX_NODES = 200  # of a graph between hidden rows and a loss: a head, adapters on it, a scale, a soft-cap
 

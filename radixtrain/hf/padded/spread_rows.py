@@ -33,10 +33,9 @@ from radixtrain.hf.padded.spread import (
     version_of,
 )
 
-
 CHANGED_BEFORE = (
-    "an autograd.Function or a reentrant checkpoint gets shared hidden states or logits that were changed in place while "
-    "another function held them: clone them before the change"
+    "an autograd.Function or a reentrant checkpoint gets shared hidden states or logits that were changed in place "
+    "while another function held them: clone them before the change"
 )
 
 
@@ -137,7 +136,7 @@ class SpreadRows(Tensor):
             elif each is not self:  # its function still runs
                 spread.entered.append(ref(each))
         dense = self.spread.dense if type(self) is SpreadRows else None
-        if dense is not None and node_of(dense) is not self.spread.dense_node:
+        if dense is not None and node_of(dense) is not self.spread.dense_node and not self.is_held:
             self.whole()
 
     def _follow(self) -> None:
