@@ -137,8 +137,8 @@ def check_evaluation() -> None:
     if trainer is not None:
         raise UserError(
             f"{trainer} uses the logits of an evaluation (compute_metrics, predict) as one row per example, but a "
-            f"batch of RadixCollator has the logits of labelled tokens only, so the metrics would be wrong. Evaluate on "
-            f"ordinary batches, which a prepared model computes as before: by share_prefixes and the trainer's own "
+            f"batch of RadixCollator has the logits of labelled tokens only, so the metrics would be wrong. Evaluate "
+            f"on ordinary batches, which a prepared model computes as before: by share_prefixes and the trainer's own "
             f"collator, or with Hugging Face's Trainer by another collator for evaluation "
             f"(recipes/hf_trainer_metrics.py in the repository). For the loss only, leave out compute_metrics, or set "
             f"prediction_loss_only=True in the training arguments"
