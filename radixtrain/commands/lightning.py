@@ -196,6 +196,11 @@ class Command:
         settings, num_checkpoints = self.model.hparams, self.callbacks.most_checkpoints
         return ckpt_path, check_weights_and_room(self.name, settings, self.output_dir, ckpt_path, num_checkpoints)
 
+    def _wandb_run(self) -> str:
+        """Say the run at Weights & Biases that `fit` continues. Only rank 0 knows whether the folder is replaced."""
+        resumed = None if self.is_try or self.replaces else self.ckpt_path
+        return continue_wandb_run(self.trainer.loggers, resumed)
+
     def _run_prepared(self, written: int, stack: ExitStack) -> None:
         """Load data and model before the trainer starts, so that an error in either leaves nothing written.
 
@@ -216,8 +221,7 @@ class Command:
         if self.name == "fit":
             check_interval(trainer, self.datamodule.steps_per_epoch)
             trainer.log_every_n_steps = steps_between_logs(trainer, self.datamodule)
-            resumed = None if self.is_try or self.replaces else self.ckpt_path
-            self.model.run_settings[WANDB_RUN] = continue_wandb_run(trainer.loggers, resumed)
+            self.model.run_settings[WANDB_RUN] = ranks().broadcast_from_rank0(self._wandb_run)
             if ranks().is_first:
                 shown = vars(self.settings.trainer), written, evaluation.line()
                 print_overview(trainer, self.model, self.datamodule, *shown)
