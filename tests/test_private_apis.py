@@ -15,6 +15,7 @@ from typing import Any
 import lightning as L
 import pytest
 from accelerate.hooks import ModelHook, add_hook_to_module
+from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from transformers import LlamaConfig, LlamaModel, PretrainedConfig, PreTrainedModel
@@ -82,6 +83,10 @@ TABLE: dict[str, dict[str, str]] = {
     "radixtrain/bench/cells.py": {
         "transformers.PreTrainedModel._from_config": "makes a model with random weights in a dtype",
     },
+    "radixtrain/commands/loggers.py": {
+        "lightning.pytorch.loggers.WandbLogger._id": "is the run at Weights & Biases, which a resumed run continues",
+        "lightning.pytorch.loggers.WandbLogger._wandb_init": "are the arguments with which that run begins",
+    },
     "radixtrain/data/workers.py": {
         "multiprocessing.context.ForkProcess._Popen": "makes the process of a worker",
         "multiprocessing.popen_fork.Popen._launch": "forks, which is tried again",
@@ -112,6 +117,7 @@ TABLE: dict[str, dict[str, str]] = {
         "transformers.PretrainedConfig._attn_implementation": "names the attention of a model",
     },
     "radixtrain/hf/conditions.py": {
+        "torch.nn.Module._modules": "lists the modules of a model in every call",
         "transformers.PretrainedConfig._attn_implementation": "names the attention of a model",
     },
     "radixtrain/hf/dropout.py": {
@@ -140,6 +146,7 @@ TABLE: dict[str, dict[str, str]] = {
         "torch.Tensor._is_view": "says of a tensor without memory whether a function made a view or a copy",
     },
     "radixtrain/hf/padded/spread.py": {
+        "torch.Tensor._base": "finds the memory of a view, whose node every view of it follows",
         "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack": "the ordinary tensor is made for all",
         "torch.utils._python_dispatch._disable_current_modes": "no mode counts or fakes how it is made",
         "torch._C._autograd._top_saved_tensors_default_hooks": "says whether a checkpoint counts what is saved",
@@ -266,6 +273,7 @@ INSTANCES: dict[Any, Callable[[], Any]] = {
     PretrainedConfig: PretrainedConfig,
     PreTrainedModel: checkpointed_layer,
     DDPStrategy: DDPStrategy,
+    WandbLogger: lambda: WandbLogger(offline=True),
     L.Trainer: lambda: L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False),
 }
 

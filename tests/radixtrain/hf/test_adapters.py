@@ -376,10 +376,7 @@ class TestAdaptersThatCameLater:
     def test_injected(self, peft, tiny_qwen3, into):
         """Without a PEFT model around it."""
         base, config = prepare_model(tiny_qwen3()), configuration(peft, "LILY", r=4)
-        if into == "the model":
-            base.add_adapter(config)
-        else:
-            peft.inject_adapter_in_model(config, base.model)
+        peft.inject_adapter_in_model(config, base if into == "the model" else base.model)
         with pytest.raises(UserError, match="kind LILY"):
             base(**RadixCollator()(FEATURES))
 

@@ -91,7 +91,7 @@ PUT_IN: dict[str, tuple[Change, str]] = {
     "a softmax over columns": (after_mlp(lambda: nn.Softmax(dim=-1)), ""),
     "a mixer of another family": (
         after_mlp(lambda: Lfm2ShortConv(tiny_model("Lfm2ForCausalLM").config, 0)),
-        MIXES,
+        f"{MIXES}|further recurrent layers",
     ),
     "a norm over tokens": (after_mlp(lambda: nn.LocalResponseNorm(3)), MIXES),
     "a norm over columns": (after_mlp(lambda: nn.LayerNorm(WIDTH)), ""),

@@ -170,7 +170,7 @@ class TestNotRefused:
         """A head of the user's own comes after it."""
         backbone = prepare_model(tiny_qwen3().model)
         batch = {k: v for k, v in RadixCollator()(FEATURES).items() if k not in ("labels", "shift_labels")}
-        assert backbone(**batch).last_hidden_state.shape[1] == len(batch["radix"].prediction_rows)
+        assert backbone(**batch).last_hidden_state.shape[:2].numel() == len(batch["radix"].prediction_rows)
 
     def test_a_state_goes_only_forward(self, tiny_hybrid):
         """A hybrid without any attention was said to attend in both directions."""
