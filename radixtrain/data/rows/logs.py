@@ -14,7 +14,7 @@ RESPONSES = {"function_call", "function_call_output"}
 """The `type` of blocks and items that no other format has."""
 OF_RUNS = {
     *("token_ids", "sampled_mask", "prompt_ids", "response_ids", "prompt_token_ids", "completion_token_ids"),
-    *("prompt_ids_suffix", "response_length", "output_token_logprobs", "rollout_logprobs", "rollout_log_probs"),
+    *("prompt_ids_suffix", "output_token_logprobs", "rollout_logprobs", "rollout_log_probs"),
     *("node_id", "path_id", "messages_and_choices", "exchanges"),
 }
 """What only stores of agents' runs call something."""
@@ -57,7 +57,8 @@ def log_hint(fields: dict[str, Any]) -> str:
         return converter_of("Anthropic messages")
     if types & RESPONSES or ("output" in fields and types & {"message", "reasoning"}):
         return converter_of("OpenAI Responses")
-    if "output" in fields and isinstance(given.get("messages") if isinstance(given, dict) else given, list):
+    given = given.get("messages") if isinstance(given, dict) else given
+    if "output" in fields and isinstance(given, list) and all(isinstance(each, dict) for each in given):
         return converter_of("Langfuse generations")
     is_call = "request" in fields and str(fields.get("response")).lstrip()[:1] in ("{", "[")
     return converter_of("model calls") if is_call else ""
