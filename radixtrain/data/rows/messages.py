@@ -21,7 +21,7 @@ SPEAKERS = {
     **dict.fromkeys(("gpt", "chatgpt", "bard", "bing", "bot", "model", "function_call", "tool_call"), "assistant"),
     **dict.fromkeys(("function", "observation", "function_response", "tool_response", "ipython"), "tool"),
 }
-OF_CALLS = ("type", "id", "index", "function", "name", "arguments")
+OF_CALLS = ("type", "id", "index", "function", "name", "arguments", "parsed_arguments", "strict")
 CALLS = ("function_call", "tool_call")  # speakers whose text is the JSON of a call
 TEXT_PARTS = ("text", "input_text", "output_text")
 MEDIA = re.compile("image|audio|video")

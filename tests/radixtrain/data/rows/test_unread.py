@@ -72,6 +72,11 @@ LEARNED: list[tuple[dict[str, Any], list[str], list[str]]] = [
         "()a|"], [
         "hash", "reasoning_effort", "reward_model", "used_in_training"]),
     ({"messages": [Q, assistant("3")], "label": 3}, ["()3|"], ["label"]),
+    ({"request": {"messages": [Q]}, "response": {"id": "x", "usage": {"rejected_prediction_tokens": 0}, "choices": [
+        {"index": 0, "finish_reason": "stop", "message": GOOD, "logprobs": {"content": [{"logprob": -1.5}]}}]}},
+     ["()a|"], []),
+    ({"messages": [Q, assistant("", tool_calls=[{"name": "f", "arguments": {}, "parsed_arguments": {"a": 1}}])]}, [
+        "()f|"], []),
     ({"instruction": "q", "input": "", "output": "a", "text": ""}, ["()a|"], []),
     ({"messages": [Q, assistant("a", reasoning_effort="high", usage={"cached_tokens": 0})]}, ["()a|"], [
         "messages.reasoning_effort", "messages.usage"]),
@@ -311,6 +316,11 @@ def test_a_list_in_another_turn_is_refused_too(tmp_path: Path) -> None:
     [
         ({"messages": [Q, assistant("", tool_calls=[{"function": {"name": "f", "arguments": '"{\\"x\\": 1}"'}}])]},
          "expected an object, found '{\"x\": 1}', which is JSON that was encoded twice"),
+        *(
+            ({"request": {"messages": [Q]}, "response": {**of_call, "choices": [{"message": BAD, **of_choice}]}},
+             f"response: {name}: 0: nothing reads this")
+            for of_call, of_choice, name in (({"score": 0}, {}, "score"), ({}, {"feedback": 0}, "feedback"))
+        ),
         ({"contents": [{"role": "user", "parts": [{"text": "q"}]}]}, "Gemini's contents are not read: write messages"),
         # no advice that fails when it is followed
         ({"system": "s", "chat": "USER: q"}, "ANSWER}, with the names of two columns for QUESTION and ANSWER"),
