@@ -79,11 +79,15 @@ def _as_list(value: object) -> list[Any]:
 
 
 def _loaded(value: object) -> Any:
-    """Parse a text as YAML; return it unchanged if that is empty, fails, or is larger than settings ever are."""
+    """Parse a text as YAML; return it unchanged if that is empty, fails, or is larger than settings ever are.
+
+    Also if that is a text too: YAML takes comments, line breaks and quotes out of it.
+    """
     if isinstance(value, str) and value.strip():
         with suppress(yaml.YAMLError, UsageError):
             check_yaml(value)
-            return load_yaml(value)
+            loaded = load_yaml(value)
+            return value if isinstance(loaded, str) or (loaded is None and "#" in value) else loaded
     return value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from radixtrain.commands.keys import Key, keys_of, known_keys
-from radixtrain.errors import UsageError, did_you_mean
+from radixtrain.errors import UsageError
 from radixtrain.settings.commands import LINKS
 from radixtrain.yaml_text import check_yaml, parse_yaml, read_yaml
 
@@ -45,8 +46,9 @@ SYNONYMS = {
     "data.max_tokens: tokens of a micro-batch; rows need no packing": "packing sample_packing "
     "neat_packing padding_free per_device_eval_batch_size",
     "data.max_length": "max_seq_length max_seq_len sequence_len cutoff_len model_max_length",
-    "data.assistant_only_loss: negated, since true there is false here": "train_on_inputs train_on_prompt",
-    "data.assistant_only_loss": "train_on_responses_only",
+    "data.assistant_only_loss: negated, since true there is false here": "train_on_inputs train_on_input "
+    "train_on_prompt",
+    "data.assistant_only_loss": "train_on_responses_only answer_only_loss mask_prompt",
     "data.train_on: last_turn, if only the last turn is to be learned": "mask_history loss_scale",
     "data.chat_template_path: a file": "chat_template template",
     "data.system_prompt": "default_system",
@@ -54,7 +56,7 @@ SYNONYMS = {
     "data.dataset_num_proc": "preprocessing_num_workers dataset_processes",
     "data.shuffle_dataset: negated, since true there is false here": "disable_shuffling",
     "trainer.max_epochs": "num_train_epochs num_epochs epochs",
-    "trainer.precision: bf16-mixed": "bf16 fp16 tf32 mixed_precision",
+    "trainer.precision: bf16-mixed or 16-mixed": "bf16 fp16 mixed_precision",
     "trainer.log_every_n_steps": "logging_steps",
     "trainer.val_check_interval: steps, or the share of an epoch between two": "eval_steps "
     "eval_strategy evals_per_epoch",
@@ -71,12 +73,14 @@ SYNONYMS = {
 # What there is instead of a key -> names in those tools.
 NO_KEYS = {
     "fit imitates answers; for preferences use share_prefixes in a trainer (docs/any-trainer.md)": "rl stage rlhf_type",
+    "weights have 4 bits with model.load_in_4bit, or else those of model.dtype": "load_in_8bit load_in_16bit",
     "the tokens of the model's own tokenizer are used": "eos_token pad_token bos_token special_tokens add_tokens "
     "new_special_tokens additional_special_tokens",
 }
 MEANT = {name: key for key, names in SYNONYMS.items() for name in names.split()}
 NOT_HERE = {name: reason for reason, names in NO_KEYS.items() for name in names.split()}
-NEAR = 0.8  # a guess that is less alike misleads
+NEAR = 0.82  # a guess that is less alike misleads, such as train_on for train_on_eos
+NEGATIONS = {"no", "not", "non", "disable", "without", "skip", "dont", "never"}
 
 
 class Typed(NamedTuple):
@@ -114,7 +118,7 @@ def check_typed(typed: Sequence[str]) -> Typed:
             empty.append(name)
             continue
         own.add(name)
-        given += _of_file(value, keys) if name == "config" else [(name, _bounded(value))]
+        given += _of_file(value, keys) if name == "config" else [(name, _bounded(value, keys.get(name)))]
     names = [(name.removesuffix("+"), value) for name, value in given]
     sections = {name.partition(".")[0] for name in keys if "." in name}
     unknown = [name for name, _ in names if not keys.keys() & prefixes(name).keys() and name not in sections]
@@ -141,9 +145,10 @@ def shortened(value: object) -> str:
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]} ..."
 
 
-def _bounded(value: str) -> str:
+def _bounded(value: str, key: Key | None) -> str:
+    is_text = key and key.kind in ("text", "text, null")  # a prompt of several lines may look like YAML
     with suppress(yaml.YAMLError):  # then it is a text
-        check_yaml(value)
+        check_yaml(json.dumps(value, ensure_ascii=False) if is_text else value)
     return value
 
 
@@ -189,12 +194,10 @@ def _meant(name: str, keys: dict[str, Key], command: str) -> str:
     if last in NOT_HERE:
         return f": {NOT_HERE[last]}"
     close = [last] if last in by_last else get_close_matches(last, by_last, n=1, cutoff=NEAR)
-    if name in LINKS or close:
-        return f", did you mean {LINKS[name] if name in LINKS else by_last[close[0]]}?"
-    whole = (
-        "" if "." in name else did_you_mean(name, keys, cutoff=NEAR)
-    )  # the common section would make every key look close
-    return whole or f" (`radixtrain {command} --help` lists the keys)"
+    if name not in LINKS and not close:
+        return f" (`radixtrain {command} --help` lists the keys)"
+    negated = ", negated" if close and NEGATIONS & ({*last.split("_")} - {*close[0].split("_")}) else ""
+    return f", did you mean {LINKS[name] if name in LINKS else by_last[close[0]]}{negated}?"
 
 
 def _check_missing(keys: dict[str, Key], given: dict[str, Any]) -> None:

@@ -23,7 +23,8 @@ def watch_steps() -> None:
 
 def warn_of_rounding(optimizer: Optimizer, *_: object) -> None:
     """Warn if the optimizer changes weights of 16 bits. Takes 20 us for 300 weights."""
-    for dtype in {weight.dtype for group in optimizer.param_groups for weight in group["params"]}:
+    weights = (weight for group in optimizer.param_groups for weight in group["params"])
+    for dtype in {weight.dtype for weight in weights if weight.grad is not None}:  # frozen ones do not change
         if dtype.itemsize == 2:
             _warn(dtype)
 

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 from radixtrain.data.files.rows import OF_TOKENS, Row, explain, parse
 from radixtrain.data.rows.logs import OF_CHATS, log_hint
-from radixtrain.data.rows.messages import EMPTY, check_messages, with_system
-from radixtrain.data.rows.unread import check_unread, in_yaml, is_message, preference_data, tells
+from radixtrain.data.rows.messages import EMPTY, PAIRS, check_messages, with_system
+from radixtrain.data.rows.unread import check_unread, in_yaml, preference_data
+from radixtrain.data.rows.verdicts import is_message, tells
 from radixtrain.errors import DataError
 
 Fields = dict[str, Any]
@@ -24,19 +25,6 @@ LABELS = ("label", "labels", "category", "class", "target", "intent", "sentiment
 BESIDE_TEXT = (*LABELS, "prompt", "completion", "summary", "solution", "reply")
 OF_TOKENIZERS = ("token_type_ids", "special_tokens_mask", "length")
 QUESTIONS = ("user", "instruction", "question", "query", "problem")
-PAIRS = (
-    ("user", "assistant"),
-    ("instruction", "output"),
-    ("instruction", "response"),
-    ("question", "answer"),
-    ("question", "response"),
-    ("query", "response"),
-    ("query", "answer"),
-    ("problem", "solution"),
-    ("prompt", "response"),
-    ("prompt", "answer"),
-    ("input", "output"),
-)
 IDS = re.compile(r"(^|[_-])(id|uuid|key|hash|url|date|time|timestamp|source|split|lang|language)$", re.IGNORECASE)
 CONTEXTS = ("context", "passage", "document", "article", "choices", "options", "input")
 
@@ -65,7 +53,9 @@ def standard_row(row: Row, answered: bool = True) -> Row:
             _check_answer(standard, unused, row.where)
             said = turns_of(standard) or [{"content": text} for text in standard.values()]
             unread = {**row.unmapped, **{name: fields[name] for name in unused}}.items()
-            check_unread({name: value for name, value in unread if not _is_part(value, said)}, row.where)
+            check_unread(
+                {name: value for name, value in unread if not _is_part(value, said, name in LABELS)}, row.where
+            )
     except DataError as error:
         raise DataError(row.where, f"{error.reason}{log_hint(fields)}") from None
     if read is None:
@@ -127,7 +117,8 @@ def _chat(fields: Fields, name: str, where: str) -> Read:
     messages = check_messages(fields[name], where, name)
     for beside in ("prompt", "completion"):
         if beside in fields and not _is_part(fields[beside], messages):
-            choices = f"{{messages: {name}}} or {{prompt: prompt, completion: completion}}"
+            pair = " or {prompt: prompt, completion: completion}" if {"prompt", "completion"} <= fields.keys() else ""
+            choices = f"{{messages: {name}}}{pair}"
             raise DataError(where, f"{beside} beside {name}, and it is not part of it: write data.columns: {choices}")
     return _with_columns(messages, {name}, fields, where)
 
@@ -146,7 +137,7 @@ def _check_answer(standard: Fields, unused: list[str], where: str) -> None:
 
 def _pair(fields: Fields, pair: Pair, where: str) -> Read:
     text = fields.get("text")  # Alpaca's file has the whole row as text, too
-    if text is not None and not (isinstance(text, str) and str(fields[pair.answer or pair.question]) in text):
+    if text and not (isinstance(text, str) and str(fields[pair.answer or pair.question]) in text):
         columns = f"{{user: {pair.question}, assistant: {pair.answer}}} or {{text: text}}"
         raise DataError(where, f"text beside {pair.question}, and it is not that: write data.columns: {columns}")
     messages = check_messages(pair_messages(fields, pair, where), where, pair.answer or pair.question)
@@ -210,11 +201,11 @@ def _prompt(fields: Fields, where: str) -> Read:
 def _text(fields: Fields, where: str) -> Read:
     for name in BESIDE_TEXT:
         if name in fields:
-            raise DataError(
-                where,
-                f"{name} beside text would not be learned; to answer with it, write data.columns: "
-                f"{{user: text, assistant: {name}}}; to learn only the text, {{text: text, {name}: null}}",
-            )
+            answer = f"to answer with it, write data.columns: {{user: text, assistant: {name}}}; "
+            if not isinstance(fields[name], str):
+                answer = "to answer with it, write it as text; "
+            only = f"to learn only the text, write data.columns: {{text: text, {name}: null}}"
+            raise DataError(where, f"{name} beside text would not be learned; {answer}{only}")
     _refuse_system(fields, where)
     return {"text": fields["text"]}, {"text"}
 
@@ -234,10 +225,10 @@ def _check_media(fields: Fields, where: str) -> None:
             raise DataError(where, f"{name}: only text is read; {leave}; {instead}")
 
 
-def _is_part(value: object, messages: list[Fields]) -> bool:
-    """Return whether the conversation holds this text, or these messages, too."""
+def _is_part(value: object, messages: list[Fields], is_class: bool = False) -> bool:
+    """Return whether the conversation holds this text, or these messages, too; or the number of a class."""
     contents = [str(message.get("content", "")).strip() for message in messages]
-    if isinstance(value, str | int):
+    if isinstance(value, str) or (is_class and type(value) is int):
         return str(value).strip() in ("", *contents)
     turns = value if isinstance(value, list) else [None]
     return all(
@@ -256,8 +247,10 @@ def _unknown(fields: Fields) -> str:
     if chats := [name for name, value in fields.items() if _holds_messages(value)]:
         return f"{found}; {chats[0]} holds messages: write data.columns: {{messages: {chats[0]}}}"
     texts = [name for name, value in fields.items() if isinstance(value, str) and not _is_id(name, value)]
-    question, answer = texts if len(texts) == 2 else ("QUESTION", "ANSWER")
-    return f"{found}, or data.columns: {{user: {question}, assistant: {answer}}}"
+    is_clear = len(texts) == 2 and all(fields[name].strip() and name not in (*SYSTEM, *OF_CHATS) for name in texts)
+    question, answer = map(in_yaml, texts) if is_clear else ("QUESTION", "ANSWER")
+    theirs = "" if is_clear else ", with the names of two columns for QUESTION and ANSWER"
+    return f"{found}, or data.columns: {{user: {question}, assistant: {answer}}}{theirs}"
 
 
 def _imitating(fields: Fields) -> str:
@@ -316,6 +309,8 @@ def find_pair(fields: Fields, answered: bool, where: str) -> Pair | None:
     [pair] = pairs
     if pair.question == "instruction" and "input" in fields:
         pair = pair._replace(context="input")
+    for name in (pair.question, pair.answer):
+        _cell_text(fields, name or pair.question, where)
     _check_context(fields, pair, where)
     return pair
 
@@ -340,11 +335,11 @@ def _check_context(fields: Fields, pair: Pair, where: str) -> None:
     if others:
         name, answer = others[0], pair.answer or "answer"
         choice = f"{{instruction: {pair.question}, input: {name}, output: {answer}}}"
-        raise DataError(
-            where,
-            f"{name} beside {pair.question} and {answer}: to put it after the question, write data.columns: {choice}; "
-            f"to leave it out, {_choice(pair)}",
+        put = (
+            f"write data.columns: {choice}" if isinstance(fields[name], str) else f"make it a text named {CONTEXTS[-1]}"
         )
+        put = f"to put it after the question, {put}"
+        raise DataError(where, f"{name} beside {pair.question} and {answer}: {put}; to leave it out, {_choice(pair)}")
 
 
 def _history(fields: Fields, where: str) -> list[Fields]:

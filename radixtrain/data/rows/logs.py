@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from radixtrain.data.files.rows import Row
+from radixtrain.data.rows.verdicts import tells
 from radixtrain.errors import DataError
 
 OF_CHATS = ("tools", "functions", "chat_template_kwargs")
@@ -14,10 +15,11 @@ RESPONSES = {"function_call", "function_call_output"}
 """The `type` of blocks and items that no other format has."""
 OF_RUNS = {
     *("token_ids", "sampled_mask", "prompt_ids", "response_ids", "prompt_token_ids", "completion_token_ids"),
-    *("prompt_ids_suffix", "response_length", "output_token_logprobs", "rollout_logprobs", "rollout_log_probs"),
+    *("prompt_ids_suffix", "output_token_logprobs", "rollout_logprobs", "rollout_log_probs"),
     *("node_id", "path_id", "messages_and_choices", "exchanges"),
 }
 """What only stores of agents' runs call something."""
+OF_RESPONSES = ("choices", "usage", "message", "logprobs")
 CUT = ("length", "content_filter")
 """Why an answer ended before the model had ended it."""
 
@@ -37,6 +39,10 @@ def choices_of(row: Row) -> list[Row]:
         if reason in CUT:
             fix = "leave it out, or set on_bad_row: skip"
             raise DataError(row.where, f"response.choices: finish_reason: {reason}: the answer was cut off; {fix}")
+    for name, value in (item for each in (response, *choices) for item in each.items()):
+        if name not in OF_RESPONSES and tells(name, value):
+            reason = "nothing reads this, and it may say what is good to learn; keep the rows to imitate, without it"
+            raise DataError(row.where, f"response: {name}: {repr(value)[:40]}: {reason}")
     answers = ({"prompt": prompt, "completion": [each.get("message")], **beside} for each in choices)
     others = {name: value for name, value in row.fields.items() if name not in ("request", "response")}
     return [row._replace(fields=answer, unmapped={**row.unmapped, **others}) for answer in answers]
@@ -57,7 +63,8 @@ def log_hint(fields: dict[str, Any]) -> str:
         return converter_of("Anthropic messages")
     if types & RESPONSES or ("output" in fields and types & {"message", "reasoning"}):
         return converter_of("OpenAI Responses")
-    if "output" in fields and isinstance(given.get("messages") if isinstance(given, dict) else given, list):
+    given = given.get("messages") if isinstance(given, dict) else given
+    if "output" in fields and isinstance(given, list) and all(isinstance(each, dict) for each in given):
         return converter_of("Langfuse generations")
     is_call = "request" in fields and str(fields.get("response")).lstrip()[:1] in ("{", "[")
     return converter_of("model calls") if is_call else ""

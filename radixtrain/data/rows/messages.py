@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from radixtrain.data.files.rows import explain, parse
 from radixtrain.data.rows.logs import converter_of
+from radixtrain.data.rows.verdicts import tells
 from radixtrain.errors import DataError
 
 Message = dict[str, Any]
@@ -19,12 +21,26 @@ SPEAKERS = {
     **dict.fromkeys(("gpt", "chatgpt", "bard", "bing", "bot", "model", "function_call", "tool_call"), "assistant"),
     **dict.fromkeys(("function", "observation", "function_response", "tool_response", "ipython"), "tool"),
 }
+OF_CALLS = ("type", "id", "index", "function", "name", "arguments", "parsed_arguments", "strict")
 CALLS = ("function_call", "tool_call")  # speakers whose text is the JSON of a call
 TEXT_PARTS = ("text", "input_text", "output_text")
 MEDIA = re.compile("image|audio|video")
 NO_MEDIA = (
     "; images, audio and video are not supported here. What a model's processor returns for images is read by "
     "RadixCollator(images=...), share_prefixes and generate; or remove the part, or the row (data.on_bad_row: skip)"
+)
+PAIRS = (
+    ("user", "assistant"),
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("question", "answer"),
+    ("question", "response"),
+    ("query", "response"),
+    ("query", "answer"),
+    ("problem", "solution"),
+    ("prompt", "response"),
+    ("prompt", "answer"),
+    ("input", "output"),
 )
 EMPTY = "is empty: nothing is learned from it but to stop; leave the row out (data.on_bad_row: skip)"
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
@@ -52,12 +68,15 @@ def check_messages(messages: object, where: str, field: str = "messages") -> lis
 
 
 def _of_pair(message: Any) -> list[Any]:
-    """Return the two turns of ms-swift's `{human, assistant}`; or the message itself."""
-    if not isinstance(message, dict) or not {"human", "assistant"} <= message.keys():
+    """Return the two turns of a message such as ms-swift's `{human, assistant}`; or the message itself."""
+    if not isinstance(message, dict) or message.keys() & {"role", "from", "instruction"}:
         return [message]
-    rest = {key: value for key, value in message.items() if key not in ("human", "assistant")}
-    answer = {"role": "assistant", "content": message["assistant"]} | rest
-    return [{"role": "user", "content": message["human"]}, answer]
+    for question, answer in (("human", "assistant"), *PAIRS):
+        if {question, answer} <= message.keys():
+            rest = {key: value for key, value in message.items() if key not in (question, answer)}
+            answered = {"role": "assistant", "content": message[answer]} | rest
+            return [{"role": "user", "content": message[question]}, answered]
+    return [message]
 
 
 def with_system(messages: list[Message], system: str, where: str) -> list[Message]:
@@ -120,7 +139,7 @@ def _checked(message: Message, name: str, where: str) -> Message:
     _check_weight(message, name, where)
     for key in THOUGHTS:  # templates leave out a list of parts, or fail on it
         if key in message:
-            message[key] = _thought(message[key])
+            message[key] = thought(message[key])
         if not isinstance(message.get(key, ""), str):
             raise DataError(where, f"{name}: {key}: expected text, found {_describe(message[key])}")
     if "tool_calls" in message and message["content"] is None:
@@ -132,7 +151,7 @@ def _checked(message: Message, name: str, where: str) -> Message:
     return message
 
 
-def _thought(value: object) -> object:
+def thought(value: object) -> object:
     """Join the texts of a list of parts, such as OpenRouter's and Anthropic's; other values come back as they are."""
     parts = [part if isinstance(part, dict) else {} for part in value] if isinstance(value, list) else []
     texts = [text for part in parts if isinstance(text := part.get("text", part.get("thinking")), str)]
@@ -179,7 +198,7 @@ def _part_text(part: Any, name: str, where: str) -> str:
         reason = f"only parts {{type: text, text}} are read, found {repr(found)[:60]}{hint}"
         raise DataError(where, f"{name}: content: {reason}")
     for key, value in part.items():
-        if key not in ("type", "text") and isinstance(value, int | float):
+        if key not in ("type", "text") and tells(key, value, of_turn=True):
             raise DataError(where, f"{name}: content: {key}: {value!r} of a part is not read; remove it, or the part")
     text: str = part["text"]
     return text
@@ -235,6 +254,11 @@ def _read_call(call: Message, name: str, where: str) -> Message:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         raise DataError(where, f"{name}: expected the name of a function, found {repr(call)[:60]}")
     name = f"{name} of the tool {function['name']!r}"
+    for key, value in (given | function).items():
+        is_part = isinstance(value, Mapping | list) or str(value).lstrip().startswith("{")  # arguments, maybe as text
+        if key not in OF_CALLS and ((value and is_part) or tells(key, value, of_turn=True)):
+            reason = "of a call is not read; remove it, or name it arguments"
+            raise DataError(where, f"{name}: {key}: {repr(value)[:40]} {reason}")
     return given | {"function": function | {"arguments": _arguments(function.get("arguments"), name, where)}}
 
 

@@ -1,6 +1,7 @@
 """The keys of the classes of settings, as checks see them and as `--help` shows them, without an import of torch."""
 
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import yaml
 from radixtrain.__main__ import main
 from radixtrain.commands import COMMANDS
 from radixtrain.commands.keys import TRAINER, all_keys, help_text, keys_of, known_keys, topic_of
+from radixtrain.commands.reading import read
 from radixtrain.commands.typed import NO_KEYS, SYNONYMS, check_typed
 from radixtrain.errors import UsageError
 
@@ -60,6 +62,10 @@ def test_the_names_of_other_tools():
         ("rope_scaling", "--help` lists the keys"),
         ("streaming", "--help` lists the keys"),
         ("lora_modules_to_save", "--help` lists the keys"),
+        ("train_on_input", "data.assistant_only_loss, negated"),
+        ("mask_prompt", "here it is data.assistant_only_loss"),
+        ("load_in_8bit", "4 bits with model.load_in_4bit, or else those of model.dtype"),
+        *((name, "--help` lists the keys") for name in ("model_type", "train_on_eos", "hub_strategy", "max_samples")),
     ],
 )
 @pytest.mark.parametrize("section", ["", "data."])
@@ -67,6 +73,36 @@ def test_a_name_of_another_tool_keeps_its_sense(name, told, section):
     with pytest.raises(UsageError) as raised:
         check_typed(["fit", f"--{section}{name}=true"])
     assert told in str(raised.value) and "did you mean" not in str(raised.value)
+
+
+def test_a_guess_says_that_the_sense_is_another():
+    with pytest.raises(UsageError, match=r"did you mean data.split_turns, negated\?"):
+        check_typed(["fit", "--data.no_split_turns=true"])
+
+
+@pytest.mark.parametrize("from_a_file", [True, False])
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "# Role\nYou are kind.",
+        "line one\nline two",
+        "a\n\nb",
+        "Answer #1",
+        "# a",
+        "'q'",
+        "  a ",
+        "a: 1\na: 2",
+        "- a\n- b",
+        "1",
+    ],
+)
+def test_a_prompt_is_read_as_it_is_written(prompt, from_a_file, tmp_path):
+    """YAML would take comments, line breaks, blanks and quotes out of it."""
+    given = ["--model.model_name_or_path=m", "--data.train_file=t", "--output_dir=o"]
+    (tmp_path / "a.yaml").write_text(json.dumps({"data": {"system_prompt": prompt}}))
+    own = [f"--config={tmp_path / 'a.yaml'}"] if from_a_file else [f"--data.system_prompt={prompt}"]
+    typed = check_typed(["fit", *given, *own])
+    assert read("fit", typed.given, {}).data.system_prompt == prompt
 
 
 def test_every_key_has_a_meaning_and_values():

@@ -47,7 +47,7 @@ KEYS = {
     "--model.use_dora --model.use_rslora": "model.use_dora is set without model.use_peft",
     "--data.columns " + "[" * 100_000: "more than 50 lists or sections inside of one another",
     "--seed_everything " + "9" * 5000: "a number of 5,000 digits; as a text, write it in quotes",
-    "--output_dir \udcff": "a value is not UTF-8 text: '\\udcff'",
+    "--output_dir \udcff": "a value is not UTF-8 text: '\"\\udcff\"'",
     "--overwrite --model.nope 1": f"no key model.nope{NO_KEY}",  # a switch takes no value, and not the next key
 }
 VALUES = {

@@ -224,7 +224,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"question": "q", "answer": 1}, "answer: expected text, found 1"),
     ({"instruction": "q", "output": "a", "history": ["x"]}, "history: expected a list of [question, answer]"),
     ({**CALLED, "response": {"choices": [{"finish_reason": "length", "message": A}]}}, "response.choices: finish_reas"),
-    ({"text": "t", "label": 0}, "label beside text would not be learned; to answer with it, write data.columns"),
+    ({"text": "t", "label": 0}, "label beside text would not be learned; to answer with it, write it as text"),
     ({"text": "t", "category": "c"}, "category beside text would not be learned"),
     ({"text": "q", "completion": "a"}, "completion beside text would not be learned"),
     ({"text": "q", "summary": "a"}, "summary beside text would not be learned"),
@@ -310,6 +310,26 @@ TURNS_REFUSED: list[tuple[Any, str]] = [
     (
         assistant([{"type": "text", "text": "x", "loss": False}]),
         " (role 'assistant'): content: loss: False of a part is not read; remove it, or the part",
+    ),
+    *(
+        (assistant([{"type": "text", "text": "x", key: value}]), f" (role 'assistant'): content: {key}: {value!r} of a")
+        for key, value in (("train", "no"), ("meta", {"loss": 0}), ("loss_mask", [0]), ("thinking", "deep"))
+    ),
+    *(
+        (
+            {"role": "assistant", "tool_calls": [call]},
+            f" (role 'assistant'): tool_calls: call 1 of the tool 'f': {key}: {value!r} of a call is not read",
+        )
+        for key, value in (
+            ("args", {"x": 1}),
+            ("parameters", {"x": 1}),
+            ("input", '{"x": 1}'),
+            ("weight", 0),
+            ("train", "false"),
+            ("meta", {"train": False}),
+            ("thought", "deep"),
+        )
+        for call in ({"name": "f", key: value}, {"function": {"name": "f", key: value}, "id": "1", "index": 0})
     ),
     (user([{"image": "a"}]), " (role 'user'): content: only parts {type: text, text} are read, found {'image': 'a'};"),
     *(

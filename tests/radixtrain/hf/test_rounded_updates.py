@@ -57,6 +57,7 @@ CASES: dict[str, tuple[torch.dtype, str, str]] = {  # of the weights, what is sp
     "float32 under autocast": (torch.float32, "autocast", ""),
     "float32 LoRA on bfloat16": (torch.bfloat16, "lora", ""),
     "an optimizer of float32 copies": (torch.bfloat16, "copies", ""),
+    "frozen weights in the optimizer": (torch.bfloat16, "lora, all", ""),
 }
 
 
@@ -71,8 +72,8 @@ def test_weights_of_16_bits_are_named_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = tiny_qwen3().to(dtype).train()
-    model = share(with_lora(model) if special == "lora" else model)
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    model = share(with_lora(model) if "lora" in special else model)
+    weights = [weight for weight in model.parameters() if weight.requires_grad or special == "lora, all"]
     if special == "copies":  # DeepSpeed and FSDP step these, and write them back into the model
         weights = [weight.detach().float().requires_grad_() for weight in weights]
     optimizer = torch.optim.SGD(weights, lr=1e-3)

@@ -68,6 +68,20 @@ LEARNED: list[tuple[dict[str, Any], list[str], list[str]]] = [
         "parallel_tool_calls"]),
     ({"messages": CHAT, "label": "a", "prompt": "q"}, ["()a|"], ["label", "prompt"]),  # a class, which is the answer
     ({"messages": CHAT, "train": True, "weight": 1.0, "reasoning": "off"}, ["()a|"], ["reasoning", "train", "weight"]),
+    ({"messages": CHAT, "hash": "1", "used_in_training": "yes", "reward_model": "R", "reasoning_effort": "high"}, [
+        "()a|"], [
+        "hash", "reasoning_effort", "reward_model", "used_in_training"]),
+    ({"messages": [Q, assistant("3")], "label": 3}, ["()3|"], ["label"]),
+    ({"request": {"messages": [Q]}, "response": {"id": "x", "usage": {"rejected_prediction_tokens": 0}, "choices": [
+        {"index": 0, "finish_reason": "stop", "message": GOOD, "logprobs": {"content": [{"logprob": -1.5}]}}]}},
+     ["()a|"], []),
+    ({"messages": [Q, assistant("", tool_calls=[{"name": "f", "arguments": {}, "parsed_arguments": {"a": 1}}])]}, [
+        "()f|"], []),
+    ({"instruction": "q", "input": "", "output": "a", "text": ""}, ["()a|"], []),
+    ({"messages": [Q, assistant("a", reasoning_effort="high", usage={"cached_tokens": 0})]}, ["()a|"], [
+        "messages.reasoning_effort", "messages.usage"]),
+    ({"messages": [Q, assistant([{"type": "text", "text": "a", "index": 0, "cache_control": {"type": "x"}}])]}, [
+        "()a|"], []),
     ({"messages": CHAT, "version": 1.0, "age": 42, "status_code": 200}, ["()a|"], ["age", "status_code", "version"]),
     ({"input_ids": [81, 82], "token_type_ids": [0, 0], "id": 1}, ["QR"], ["id"]),
     ({"text": "t", "language_score": 0.97, "token_count": 1}, ["t|"], ["language_score", "token_count"]),
@@ -81,6 +95,8 @@ LEARNED: list[tuple[dict[str, Any], list[str], list[str]]] = [
     # other tools' forms
     ({"system": "S", "conversation": [{"human": "q", "assistant": "a"}, {"human": "r", "assistant": "b"}]}, [
         "()a|", "()b|"], []),
+    ({"conversation": [{"input": "q", "output": "a"}, {"input": "r", "output": "b"}]}, ["()a|", "()b|"], []),
+    ({"conversations": [{"user": "q", "assistant": "a"}]}, ["()a|"], []),
     ({"messages": [{"role": "system", "content": "s", "tools": [TOOL]}, *CHAT]}, ["()a|"], []),
     ({"messages": CHAT, "tools": "null", "chat_template_kwargs": "null"}, ["()a|"], []),
     ({"messages": [Q, {"role": "model", "content": "a"}]}, ["()a|"], []),
@@ -113,12 +129,15 @@ ROWS: list[tuple[dict[str, Any], str, str]] = [
             ("ok", "0"), ("feedback", {"value": "negative"}),
             ("turn_mask", [0, 1]), ("responses", [GOOD]), ("other", [GOOD]), ("final", assistant("good")),
             ("thinking", "deep"), ("chain_of_thoughts", "long and deep"), ("loss_weights", [1.0, 2.0]),
+            ("used_in_training", "no"), ("loss", "off"), ("points", 3), ("quality", 2), ("negative", "another answer"),
         )
     ),
     ({"messages": [Q, BAD], "Is it: good?": False}, "Is it: good?: False", '"Is it: good?": null'),
     ({"conversations": gpt("q", "BAD"), "label": False}, "label: False", "label: null"),
     ({"instruction": "q", "input": "", "output": "BAD", "kto_tag": "false"}, "kto_tag: 'false'", "kto_tag: null"),
     ({"prompt": "q", "response": "BAD", "score": 0}, "score: 0", "score: null"),
+    ({"prompt": "q", "response": "4", "score": 4}, "score: 4", "score: null"),  # not a class, though equal
+    ({"prompt": "q", "completion": "False", "label": False}, "label: False", "label: null"),
     ({"prompt": "q", "completion": "BAD", "label": False}, "label: False", "label: null"),
     ({"prompt": [Q], "completion": [BAD], "reward": -0.5}, "reward: -0.5", "reward: null"),
     ({"input_ids": [81, 82], "labels": [-100, 82], "reward": 0.0}, "reward: 0.0", "reward: null"),
@@ -164,6 +183,7 @@ ADVICE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"messages": [*CHAT, user("r")], "answer": "b"}, {"answer": None}, "()a|"),
     ({"prompt": "q", "completion": "a", "system": "s"}, {"user": "prompt", "assistant": "completion"}, "()a|"),
     ({"traj": CHAT, "id": 1}, {"messages": "traj"}, "()a|"),
+    ({"Frage 1": "q", "antwort": "a"}, {"user": "Frage 1", "assistant": "antwort"}, "()a|"),
 ]
 
 
@@ -171,7 +191,9 @@ ADVICE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 def test_advice_works(row: Any, columns: dict[str, Any], learned: str, tmp_path: Path) -> None:
     with pytest.raises(DataError) as raised:
         read(tmp_path, [row])
-    pairs = (f"{ours}: {theirs or 'null'}" for ours, theirs in columns.items())
+    pairs = (
+        f"{ours}: {json.dumps(theirs) if ' ' in str(theirs) else theirs or 'null'}" for ours, theirs in columns.items()
+    )
     assert f"{{{', '.join(pairs)}}}" in str(raised.value)
     assert read(tmp_path, [row], columns)[0] == [learned]
 
@@ -219,7 +241,7 @@ TURNS: list[tuple[dict[str, Any], str, list[str]]] = [
         for key, value in (
             ("train", False), ("training", 0), ("trainable", False), ("loss", False), ("loss", 0.0), ("loss_mask", 0),
             ("step_loss_mask", 0), ("loss_weight", 0.0), ("loss_scale", 0.0), ("learn", False), ("is_good", False),
-            ("反", 0), ("supervised", False),
+            ("反", 0), ("supervised", False), ("keep_turn", False),
         )
     ),
     *(
@@ -239,7 +261,8 @@ TURNS: list[tuple[dict[str, Any], str, list[str]]] = [
             ("train_detail", [{"begin_offset": 0, "end_offset": 2, "train": False}]),
             ("parts", [{"text": "deep"}]), ("annotations", ["x"]), ("note", "what it would have said instead"),
             ("provider_specific_fields", {"reasoning_content": "deep"}), ("extra", {"train": False}),
-            ("feedback", "bad"), ("verdict", "wrong"),
+            ("feedback", "bad"), ("verdict", "wrong"), ("loss", "off"), ("extra", {"x": {"y": 0}}),
+            ("thoughts", ["deep", "deeper"]),
         )
     ),
 ]  # fmt: skip
@@ -293,7 +316,18 @@ def test_a_list_in_another_turn_is_refused_too(tmp_path: Path) -> None:
     [
         ({"messages": [Q, assistant("", tool_calls=[{"function": {"name": "f", "arguments": '"{\\"x\\": 1}"'}}])]},
          "expected an object, found '{\"x\": 1}', which is JSON that was encoded twice"),
+        *(
+            ({"request": {"messages": [Q]}, "response": {**of_call, "choices": [{"message": BAD, **of_choice}]}},
+             f"response: {name}: 0: nothing reads this")
+            for of_call, of_choice, name in (({"score": 0}, {}, "score"), ({}, {"feedback": 0}, "feedback"))
+        ),
         ({"contents": [{"role": "user", "parts": [{"text": "q"}]}]}, "Gemini's contents are not read: write messages"),
+        # no advice that fails when it is followed
+        ({"system": "s", "chat": "USER: q"}, "ANSWER}, with the names of two columns for QUESTION and ANSWER"),
+        ({"question": "q", "answer": True, "passage": "p"}, "answer: expected text, found True"),
+        ({"question": "q", "answer": "a", "choices": ["x"]}, "after the question, make it a text named input; to"),
+        ({"messages": CHAT, "prompt": "x"}, "not part of it: write data.columns: {messages: messages}"),
+        ({"text": "t", "label": 0}, "write it as text; to learn only the text, write data.columns: {text"),
     ],
 )  # fmt: skip
 def test_other_advice(row: Any, error: str, tmp_path: Path) -> None:
