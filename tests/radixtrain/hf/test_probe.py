@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -77,6 +78,15 @@ def a_function_on_an_instance(model: Any) -> None:
     mlp.act_fn = lambda x: mix(activation(x))
 
 
+def another_activation(function: Callable[[Tensor], Tensor]) -> Change:
+    def change(model: Any) -> None:
+        mlp = model.model.layers[0].mlp
+        mlp._modules.pop("act_fn", None)
+        mlp.act_fn = function
+
+    return change
+
+
 def another_call(model: Any) -> None:
     mlp = model.model.layers[0].mlp
     mlp._call_impl = MethodType(lambda self, x: mix(type(self).forward(self, x)), mlp)
@@ -91,7 +101,7 @@ PUT_IN: dict[str, tuple[Change, str]] = {
     "a softmax over columns": (after_mlp(lambda: nn.Softmax(dim=-1)), ""),
     "a mixer of another family": (
         after_mlp(lambda: Lfm2ShortConv(tiny_model("Lfm2ForCausalLM").config, 0)),
-        MIXES,
+        "further recurrent layers",
     ),
     "a norm over tokens": (after_mlp(lambda: nn.LocalResponseNorm(3)), MIXES),
     "a norm over columns": (after_mlp(lambda: nn.LayerNorm(WIDTH)), ""),
@@ -100,6 +110,10 @@ PUT_IN: dict[str, tuple[Change, str]] = {
     "a bound forward": (replaced_forward(nn.Softmax(dim=1)), MIXES),
     "a bound forward that may stay": (replaced_forward(nn.Softplus()), ""),
     "a function": (a_function_on_an_instance, MIXES),
+    "a function of torch over tokens": (another_activation(partial(torch.softmax, dim=1)), MIXES),
+    "a function of torch.nn over tokens": (another_activation(partial(functional.softmax, dim=-2)), MIXES),
+    "a function of torch that draws": (another_activation(partial(functional.rrelu, training=True)), DRAWS),
+    "a function of torch over columns": (another_activation(partial(torch.softmax, dim=-1)), ""),
     "another call": (another_call, MIXES),
     "an activation over tokens": (lambda model: setattr(model.model.layers[0].mlp, "act_fn", nn.Softmax(dim=1)), MIXES),
     "a gradient by frequency": (lambda model: setattr(model.model.embed_tokens, "scale_grad_by_freq", True), COPIES),
@@ -204,6 +218,14 @@ def test_a_setting_that_changes(tiny_qwen3: Callable[..., Any]) -> None:
     of_calls(model)
     model.model.layers[0].mlp[1].dim = -1
     of_calls(model)
+    assert (sharing_report(model).num_shared, sum(sharing_report(model).not_shared.values())) == (2, 1)
+
+
+def test_a_function_that_changes(tiny_qwen3: Callable[..., Any]) -> None:
+    model = share_prefixes(tiny_qwen3())
+    for dim in (-1, 1, -1):
+        another_activation(partial(torch.softmax, dim=dim))(model)
+        of_calls(model)
     assert (sharing_report(model).num_shared, sum(sharing_report(model).not_shared.values())) == (2, 1)
 
 
