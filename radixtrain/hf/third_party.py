@@ -161,7 +161,8 @@ def code_to_try(decoder: nn.Module, head: nn.Module | None = None) -> tuple[str,
     spaces = map(vars, (nn.functional, *map(sys.modules.__getitem__, files), *classes))
     functions = [each for space in spaces for each in space.values() if isinstance(each, FUNCTIONS)]
     function = _unknown(_functions(*functions), sys.stdlib_module_names)
-    code = f"{_path(decoder, found[0])}, a {type(found[0]).__qualname__}" if found else function or ""
+    roots = (root for root in (decoder, head) if root is not None and found and found[0] in {*root.modules()})
+    code = next((f"{_path(root, found[0])}, a {type(found[0]).__qualname__}" for root in roots), function or "")
     settings = [(id(each), type(each), each.extra_repr(), *values_of(each)) for each in found]
     return code, (*map(id, functions), decoder.training, *settings)
 

@@ -252,6 +252,24 @@ def test_functions_of_the_file(tiny_qwen3: Callable[..., Any], monkeypatch: pyte
     assert sharing_report(shared).num_shared == 1
 
 
+@pytest.mark.parametrize(("dim", "reason"), [(-1, ""), (1, MIXES)])
+def test_a_head(tiny_qwen3: Callable[..., Any], dim: int, reason: str) -> None:
+    """It gets only the rows that predict in a radix batch, and all of them in a padded one."""
+    models = [tiny_qwen3(tie_word_embeddings=False) for _ in range(3)]
+    for each in models:
+        each.lm_head = nn.Sequential(nn.Softmax(dim=dim), each.lm_head)
+    ordinary, shared, prepared = models
+    expected = of_calls(ordinary)
+    assert_same(of_calls(share_prefixes(shared)), expected)
+    batch = RadixCollator()([{"input_ids": i, "labels": j} for i, j in zip(IDS.tolist(), LABELS.tolist(), strict=True)])
+    prepare_model(prepared)
+    if reason:
+        with pytest.raises(UserError, match=rf"\(0, a Softmax\) {reason}"):
+            prepared(**batch)
+    else:
+        assert relative_error(prepared(**batch).loss.detach(), expected[0]) <= 1e-5
+
+
 def test_a_setting_that_changes(tiny_qwen3: Callable[..., Any]) -> None:
     model = share_prefixes(tiny_qwen3())
     model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, nn.Softmax(dim=-1))
