@@ -70,7 +70,8 @@ def why_inexact(
     tried = _verdicts.setdefault(decoder, {}).setdefault(key, {})
     if ROWS.shape not in tried:
         tried[ROWS.shape] = _tried(decoder, head, progress, allowed, ROWS, drew)
-    if code and not any(shape[0] <= rows and shape[1] <= length for rows, length in tried):
+    is_known = any(reason or (shape[0] <= rows and shape[1] <= each) for (rows, each), reason in tried.items())
+    if code and not is_known:
         places = torch.arange(shape[1])
         own = torch.arange(shape[0])[:, None] * (places >= shape[1] // 2)
         with torch.no_grad():  # and without a head, whose logits would take much memory
