@@ -13,6 +13,7 @@ from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
+from threading import RLock, get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -34,6 +35,7 @@ from radixtrain.tree.runs import RunCost
 
 # Rows that share five tokens, two of them six; of ids that every vocabulary has.
 ROWS = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 1, 2], [1, 2, 3, 4, 5, 3, 2, 7, 1], [1, 2, 3, 4, 5, 3, 6, 1, 7]])
+_trying = RLock()  # a trial changes modules for a while
 DTENSOR = "torch.distributed.tensor", "DTensor"
 FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"
 # Of a decoder, by its state and the shape of the rows that were tried.
@@ -67,16 +69,17 @@ def why_inexact(
         return f"{type(decoder).__name__} draws at random" if number_that_draws(decoder) else None
     numbers = [value for each in decoder.modules() for value in values_of(each)] if drew else ()
     key = state, torch.is_grad_enabled(), *allowed, *numbers
-    tried = _verdicts.setdefault(decoder, {}).setdefault(key, {})
-    if ROWS.shape not in tried:
-        tried[ROWS.shape] = _tried(decoder, head, progress, allowed, ROWS, drew)
-    is_known = any(reason or (shape[0] <= rows and shape[1] <= each) for (rows, each), reason in tried.items())
-    if code and not is_known:
-        places = torch.arange(shape[1])
-        own = torch.arange(shape[0])[:, None] * (places >= shape[1] // 2)
-        with torch.no_grad():  # and without a head, whose logits would take much memory
-            tried[shape] = _tried(decoder, None, progress, allowed, (places + own) % 7 + 1)
-    reason = next(filter(None, tried.values()), None)
+    with _trying:
+        tried = _verdicts.setdefault(decoder, {}).setdefault(key, {})
+        if ROWS.shape not in tried:
+            tried[ROWS.shape] = _tried(decoder, head, progress, allowed, ROWS, drew)
+        is_known = any(reason or (shape[0] <= rows and shape[1] <= each) for (rows, each), reason in tried.items())
+        if code and not is_known:
+            places = torch.arange(shape[1])
+            own = torch.arange(shape[0])[:, None] * (places >= shape[1] // 2)
+            with torch.no_grad():  # and without a head, whose logits would take much memory
+                tried[shape] = _tried(decoder, None, progress, allowed, (places + own) % 7 + 1)
+        reason = next(filter(None, tried.values()), None)
     who = f"code that is not the model's own ({code})" if code else type(decoder).__name__
     return reason and f"{who} {reason}"
 
@@ -136,8 +139,11 @@ def _states(
     copies: the row of each token. Without any gradient there are zeros.
     """
     embedded: list[Tensor] = []
+    thread = get_ident()
 
     def make_leaf(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        if get_ident() != thread:
+            return output
         embedded.append(output.detach().requires_grad_(torch.is_grad_enabled()))
         return embedded[-1].clone()  # which a model may change in place
 
@@ -159,8 +165,8 @@ def _as_it_was(decoder: Any) -> Iterator[list[Any]]:
     changed: list[Any] = []
     embeddings = [each.detach()[: int(ROWS.max()) + 1] for each in decoder.get_input_embeddings().parameters()]
     tensors = [(each, each.clone()) for each in (*decoder.buffers(), *embeddings)]
-    held = [each for module in decoder.modules() for each in (vars(module), *vars(module).values())]
-    copies = [(each, copy(each)) for each in held if isinstance(each, dict | list)]
+    held: list[Any] = [each for module in decoder.modules() for each in (vars(module), *vars(module).values())]
+    copies: list[Any] = [(each, copy(each)) for each in held if isinstance(each, dict | list)]
     try:
         yield changed
     finally:

@@ -158,9 +158,9 @@ def code_to_try(decoder: nn.Module, head: nn.Module | None = None) -> tuple[str,
         or ((type(each) in of_files or not CALLED.isdisjoint(each.__dict__)) and _is_changed(each))
     ]
     classes = (each for kind in kinds for each in kind.__mro__ if each.__module__ in files)
-    spaces = map(vars, (nn.functional, *map(sys.modules.__getitem__, files), *classes))
+    spaces = map(vars, (torch, torch.Tensor, nn.Module, nn.functional, *map(sys.modules.__getitem__, files), *classes))
     functions = [each for space in spaces for each in space.values() if isinstance(each, FUNCTIONS)]
-    function = _unknown(_functions(*functions), sys.stdlib_module_names)
+    function = _unknown(_functions(*functions), {*sys.stdlib_module_names, "typing_extensions"})
     roots = (root for root in (decoder, head) if root is not None and found and found[0] in {*root.modules()})
     code = next((f"{_path(root, found[0])}, a {type(found[0]).__qualname__}" for root in roots), function or "")
     settings = [(id(each), type(each), each.extra_repr(), *values_of(each)) for each in found]

@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
+from threading import Thread
 from types import MethodType
 from typing import Any
 
@@ -250,6 +251,30 @@ def test_functions_of_the_file(tiny_qwen3: Callable[..., Any], monkeypatch: pyte
     expected = of_calls(tiny_qwen3())
     assert_same(of_calls(shared), expected)
     assert sharing_report(shared).num_shared == 1
+    monkeypatch.setattr(functional, "silu", silu)
+    rsqrt = torch.rsqrt
+    monkeypatch.setattr(torch, "rsqrt", lambda x: mix(rsqrt(x)))
+    expected = of_calls(tiny_qwen3())
+    assert_same(of_calls(shared), expected)
+    assert sharing_report(shared).num_shared == 1
+
+
+def test_threads(tiny_qwen3: Callable[..., Any]) -> None:
+    """One tries a model while others call it."""
+    model = tiny_qwen3()
+    after_mlp(nn.Softplus)(model)
+    share_prefixes(model)
+    threads = [Thread(target=of_calls_without_gradients, args=(model,)) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not sharing_report(model).not_shared
+
+
+@torch.no_grad()
+def of_calls_without_gradients(model: Any) -> None:
+    model(input_ids=IDS, labels=LABELS, use_cache=False)
 
 
 @pytest.mark.parametrize(("dim", "reason"), [(-1, ""), (1, MIXES)])
