@@ -262,6 +262,8 @@ def _why_set(module: nn.Module, must_be_causal: bool, config: PreTrainedConfig) 
         return f"{type(module).__name__} has attn_implementation {name!r}, and not that of its decoder"
     if must_be_causal and not getattr(module, "is_causal", True):
         return f"{_name_of(module)} has is_causal=False"
+    if config._attn_implementation == "sdpa" and getattr(module, "sinks", None) is not None:
+        return f"{_name_of(module)} has sinks, which attn_implementation 'sdpa' leaves out"
     if config._attn_implementation == "eager" and getattr(module, OWN_FUNCTION, False):
         return f"{_name_of(module)} calls an attention function of its own ({OWN_FUNCTION})"
     return None

@@ -49,7 +49,7 @@ def on_stored_rows(model: nn.Module, parts: Parts, kernel: str, longest: int) ->
     with _in_words_of_generation(), lock, evaluating(model), torch.no_grad():
         check_adapters(model.modules(), ())
         reason = why_third_party(parts.base, parts.base, hooks_of(parts.base))
-        if reason := reason or why_inexact(parts.decoder, parts.head, progress=Progress()):
+        if reason := reason or why_inexact(parts.decoder, parts.head, progress=Progress(), shape=(3, longest)):
             raise UserError(f"{parts.name}: {reason}; leave it out, or {WITHOUT['generate']}")
         yield
 

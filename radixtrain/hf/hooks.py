@@ -268,7 +268,9 @@ class BackboneHooks:
             )
         hooks = hooks_of(backbone) if self.model is backbone else None
         reason = why_third_party(self.model, self.model, hooks)
-        if reason := reason or why_inexact(decoder, head, progress=self.progress, allowed=self.allow_dropout):
+        shape, allowed = (layout.cu_seqlens.shape[0] - 1, layout.max_seqlen), self.allow_dropout
+        reason = reason or why_inexact(decoder, head, progress=self.progress, allowed=allowed, shape=shape)
+        if reason:
             raise UserError(f"a batch of a RadixCollator: {reason}; leave it out, or {TRAIN_WITHOUT_SHARING}")
         check_pass(decoder, head, layout, radix.is_left_padded, self.allow_dropout)
 

@@ -2,14 +2,18 @@
 
 Code that is not the model's own is judged by what it does, whatever package it is from. It may mix tokens or rows, draw
 at random, or depend on how many tokens there are and on their order; its gradient may depend on the number of copies.
-All of that shows here. What binds only in longer rows, such as a window or a capacity, does not.
+It may leave a state that depends on them. All of that shows here. What binds only in longer rows, such as a capacity,
+shows in rows as long as those of the call, of which only the values are compared.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
+from functools import partial
+from threading import RLock, get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,9 +35,11 @@ from radixtrain.tree.runs import RunCost
 
 # Rows that share five tokens, two of them six; of ids that every vocabulary has.
 ROWS = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 1, 2], [1, 2, 3, 4, 5, 3, 2, 7, 1], [1, 2, 3, 4, 5, 3, 6, 1, 7]])
+_trying = RLock()  # a trial changes modules for a while
 DTENSOR = "torch.distributed.tensor", "DTensor"
 FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"
-_verdicts: WeakKeyDictionary[nn.Module, dict[Hashable, str | None]] = WeakKeyDictionary()  # of a decoder, by its state
+# Of a decoder, by its state and the shape of the rows that were tried.
+_verdicts: WeakKeyDictionary[nn.Module, dict[Hashable, dict[Sequence[int], str | None]]] = WeakKeyDictionary()
 
 
 def why_inexact(
@@ -43,15 +49,18 @@ def why_inexact(
     progress: Progress,
     allowed: Collection[str] = (),
     drew: bool = False,
+    shape: Sequence[int] = ROWS.shape,
 ) -> str | None:
     """Say what a model computes differently on unique tokens; None if nothing.
 
     head: computes logits from hidden states of unique tokens; None if it gets every token at its place.
     progress: of the calls of the model. allowed: as `allow_dropout` of `prepare_model`.
     drew: whether a pass moved a generator. OPT draws numbers that change nothing while its layerdrop is 0.
+    shape: rows and tokens in each, of the padded batch.
 
     A model is tried if it has code that is not its own, or drew; and again when a module, a mode or a number in these
-    has changed. For any other this costs one look at its modules: 1.4 ms of one core for 28 layers with LoRA.
+    has changed, or more or longer rows come. For any other this costs one look at its modules: 1.4 ms of one core for
+    28 layers with LoRA.
     """
     code, state = code_to_try(decoder, head)
     if not (code or drew):
@@ -60,24 +69,34 @@ def why_inexact(
         return f"{type(decoder).__name__} draws at random" if number_that_draws(decoder) else None
     numbers = [value for each in decoder.modules() for value in values_of(each)] if drew else ()
     key = state, torch.is_grad_enabled(), *allowed, *numbers
-    tried = _verdicts.setdefault(decoder, {})
-    if key not in tried:
-        tried[key] = _tried(decoder, head, progress, allowed)
+    with _trying:
+        tried = _verdicts.setdefault(decoder, {}).setdefault(key, {})
+        if ROWS.shape not in tried:
+            tried[ROWS.shape] = _tried(decoder, head, progress, allowed, ROWS, drew)
+        is_known = any(reason or (shape[0] <= rows and shape[1] <= each) for (rows, each), reason in tried.items())
+        if code and not is_known:
+            places = torch.arange(shape[1])
+            own = torch.arange(shape[0])[:, None] * (places >= shape[1] // 2)
+            with torch.no_grad():  # and without a head, whose logits would take much memory
+                tried[shape] = _tried(decoder, None, progress, allowed, (places + own) % 7 + 1)
+        reason = next(filter(None, tried.values()), None)
     who = f"code that is not the model's own ({code})" if code else type(decoder).__name__
-    return tried[key] and f"{who} {tried[key]}"
+    return reason and f"{who} {reason}"
 
 
-def _tried(decoder: Any, head: Any, progress: Progress, allowed: Collection[str]) -> str | None:
-    """Run the decoder on `ROWS` as it is now: mode, gradients, autocast. Leaves no trace.
+def _tried(
+    decoder: Any, head: Any, progress: Progress, allowed: Collection[str], rows: Tensor, drew: bool = False
+) -> str | None:
+    """Run the decoder on rows as it is now: mode, gradients, autocast. Leaves no trace.
 
-    Takes three forward passes of at most 27 tokens, and as many backward passes if gradients are on.
+    Takes three forward passes, and as many backward passes if gradients are on.
     """
     if not _is_whole(decoder):
         return "cannot be tried, because the weights are not whole in this process"
     if torch.is_grad_enabled() and any(vars(each).get("scale_grad_by_freq") for each in decoder.modules()):
         return "divides a gradient by how often its token occurs (scale_grad_by_freq)"
     device = next(decoder.get_input_embeddings().parameters()).device
-    rows = ROWS[:, : chunk_of(decoder.config)]
+    rows = rows[:, : chunk_of(decoder.config)]
     plan = build_prefix_plan(rows.flatten(), torch.arange(0, rows.numel() + 1, rows.shape[1]))
     layout = TreeLayout.from_plan(plan, RunCost() if mixers_of(decoder) else None).to(device)
     call = RadixCall(layout, None, "auto", "auto", window_may_bind(decoder.config, layout.max_seqlen))
@@ -90,53 +109,88 @@ def _tried(decoder: Any, head: Any, progress: Progress, allowed: Collection[str]
         "radix_call": call,
     }
     with _without_trace(decoder, allowed):
+        before = generator_states(device)
         try:
             with progress.during(None):
-                expected, of_copies = _states(decoder, head, ordinary)
-                again, _ = _states(decoder, head, ordinary)
+                expected, of_copies, left = _states(decoder, head, ordinary)
+                again, *_ = _states(decoder, head, ordinary)
+            has_drawn = not all(map(torch.equal, before, generator_states(device)))
             with progress.during(call):
-                states, of_rows = _states(decoder, head, once, copies)
+                states, of_rows, left_once = _states(decoder, head, once, copies)
         except Exception as error:  # by code of any kind
             return f"cannot be tried on a few tokens ({type(error).__name__}: {first_line(error)})"
-    bar = _bar(decoder, expected)
-    if not _error(expected, again) <= bar:
+    are_alike = partial(_are_alike, _bar(decoder, expected))
+    if not are_alike(expected, again) or drew > has_drawn:  # only in longer rows
         return "draws at random"
-    if not _error(expected, states) <= bar:
+    if not are_alike(expected, states):
         return "computes a token from others, or from its place among them"
-    if not _error(torch.zeros_like(of_rows).index_add_(0, copies, of_copies), of_rows) <= bar:
+    if not are_alike(torch.zeros_like(of_rows).index_add_(0, copies, of_copies), of_rows):
         return "has a gradient that is not the sum over the copies of a token"
+    if len(left) != len(left_once) or not all(map(are_alike, left, left_once)):
+        return "leaves another state in a module"
     return None
 
 
 def _states(
     decoder: Any, head: Any, given: dict[str, Any], copies: Tensor | slice = slice(None)
-) -> tuple[Tensor, Tensor]:
-    """Return the hidden states or logits of all tokens, and the gradient of their embeddings, or zeros without any.
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Return the hidden states or logits of all tokens, the gradient of their embeddings, and what modules have got.
 
-    copies: the row of each token.
+    copies: the row of each token. Without any gradient there are zeros.
     """
     embedded: list[Tensor] = []
+    thread = get_ident()
 
     def make_leaf(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        if get_ident() != thread:
+            return output
         embedded.append(output.detach().requires_grad_(torch.is_grad_enabled()))
         return embedded[-1].clone()  # which a model may change in place
 
-    handle = decoder.get_input_embeddings().register_forward_hook(make_leaf)
-    try:
+    with _as_it_was(decoder) as changed:  # which removes the hook too
+        decoder.get_input_embeddings().register_forward_hook(make_leaf)
         states = decoder.forward(**given, use_cache=False)[0]
+        states, leaf = (states if head is None else head(states)).flatten(0, 1)[copies], embedded[0]
+        gradient = torch.zeros_like(leaf)
+        if states.requires_grad:
+            weights = torch.arange(states.shape[-1], device=states.device).sin().to(states.dtype)
+            (gradient,) = torch.autograd.grad((states @ weights).sum(), leaf)
+    left = [torch.as_tensor(value).detach() for value in changed if isinstance(value, Tensor | float | int)]
+    return states.detach(), gradient.flatten(0, 1), left
+
+
+@contextmanager
+def _as_it_was(decoder: Any) -> Iterator[list[Any]]:
+    """Give back what modules hold, buffers, and rows of embeddings with a `max_norm`; yield what has been changed."""
+    changed: list[Any] = []
+    embeddings = [each.detach()[: int(ROWS.max()) + 1] for each in decoder.get_input_embeddings().parameters()]
+    tensors = [(each, each.clone()) for each in (*decoder.buffers(), *embeddings)]
+    held: list[Any] = [each for module in decoder.modules() for each in (vars(module), *vars(module).values())]
+    copies: list[Any] = [(each, copy(each)) for each in held if isinstance(each, dict | list)]
+    try:
+        yield changed
     finally:
-        handle.remove()
-    states, leaf = (states if head is None else head(states)).flatten(0, 1)[copies], embedded[0]
-    gradient = torch.zeros_like(leaf)
-    if states.requires_grad:
-        weights = torch.arange(states.shape[-1], device=states.device).sin().to(states.dtype)
-        (gradient,) = torch.autograd.grad((states @ weights).sum(), leaf)
-    return states.detach(), gradient.flatten(0, 1)
+        for now, before in copies:
+            if isinstance(now, list):
+                changed += now[len(before) :]
+                now[:] = before
+            else:
+                changed += [value for name, value in now.items() if value is not before.get(name)]
+                for name in now.keys() - before.keys():
+                    del now[name]
+                now.update(before)
+        with torch.no_grad():
+            for tensor, values in tensors:
+                if not torch.equal(tensor, values):
+                    changed.append(tensor.clone())
+                    tensor.copy_(values)
 
 
-def _error(expected: Tensor, other: Tensor) -> float:
+def _are_alike(bar: float, expected: Tensor, other: Tensor) -> bool:
+    if expected.shape != other.shape or torch.equal(expected, other):
+        return expected.shape == other.shape
     expected, other = expected.double(), other.double()
-    return float((expected - other).norm() / expected.norm().clamp(min=torch.finfo(torch.float64).tiny))
+    return bool((expected - other).norm() <= bar * expected.norm())
 
 
 def _bar(decoder: nn.Module, states: Tensor) -> float:
@@ -161,12 +215,14 @@ def _is_whole(decoder: nn.Module) -> bool:
 
 @contextmanager
 def _without_trace(decoder: Any, allowed: Collection[str]) -> Iterator[None]:
-    """Give back generators, buffers, flags, and rows of embeddings with a `max_norm`; compile nothing."""
-    embeddings = [each.detach()[: int(ROWS.max()) + 1] for each in decoder.get_input_embeddings().parameters()]
-    tensors = [*decoder.buffers(), *embeddings]
-    before = [(each, each.clone()) for each in tensors]
+    """Give back generators and flags; compile nothing."""
+    device = next(decoder.get_input_embeddings().parameters()).device
     checkpointing = [each for each in decoder.modules() if vars(each).get("gradient_checkpointing")]
-    of_numpy, of_python, device = np.random.get_state(), random.getstate(), embeddings[0].device  # noqa: NPY002
+    generators = [
+        value for each in decoder.modules() for value in vars(each).values() if isinstance(value, torch.Generator)
+    ]
+    of_modules = [each.get_state() for each in generators]
+    of_numpy, of_python = np.random.get_state(), random.getstate()  # noqa: NPY002
     for module in checkpointing:  # a reentrant one allows no gradient of a single tensor
         module.gradient_checkpointing = False
     with without_dropout(decoder, allowed), torch.compiler.set_stance("force_eager"):
@@ -175,12 +231,10 @@ def _without_trace(decoder: Any, allowed: Collection[str]) -> Iterator[None]:
             yield
         finally:
             set_generator_states(device, states)
+            for generator, state in zip(generators, of_modules, strict=True):
+                generator.set_state(state)
             np.random.set_state(of_numpy)  # noqa: NPY002
             random.setstate(of_python)
             torch.clear_autocast_cache()
             for module in checkpointing:
                 module.gradient_checkpointing = True
-            with torch.no_grad():
-                for tensor, values in before:
-                    if not torch.equal(tensor, values):
-                        tensor.copy_(values)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -149,7 +149,7 @@ def code_to_try(decoder: nn.Module, head: nn.Module | None = None) -> tuple[str,
     modules = [each for root in (decoder, head) if root is not None for each in (root, *_inside(root))]
     kinds = {*map(type, modules)}
     others = {kind for kind in kinds if not _is_own(kind, files)}
-    of_files = {kind for kind in kinds if kind.__module__ in files} | {nn.Embedding}
+    of_files = {kind for kind in kinds if kind.__module__.startswith((*files, *BESIDE_MODELS))} | {nn.Embedding}
     in_place = {id(each) for parent in modules if type(parent) in of_files for each in _named_children(parent)}
     found = [
         each
@@ -158,10 +158,11 @@ def code_to_try(decoder: nn.Module, head: nn.Module | None = None) -> tuple[str,
         or ((type(each) in of_files or not CALLED.isdisjoint(each.__dict__)) and _is_changed(each))
     ]
     classes = (each for kind in kinds for each in kind.__mro__ if each.__module__ in files)
-    spaces = map(vars, (nn.functional, *map(sys.modules.__getitem__, files), *classes))
+    spaces = map(vars, (torch, torch.Tensor, nn.Module, nn.functional, *map(sys.modules.__getitem__, files), *classes))
     functions = [each for space in spaces for each in space.values() if isinstance(each, FUNCTIONS)]
-    function = _unknown(_functions(*functions), sys.stdlib_module_names)
-    code = f"{_path(decoder, found[0])}, a {type(found[0]).__qualname__}" if found else function or ""
+    function = _unknown(_functions(*functions), {*sys.stdlib_module_names, "typing_extensions"})
+    roots = (root for root in (decoder, head) if root is not None and found and found[0] in {*root.modules()})
+    code = next((f"{_path(root, found[0])}, a {type(found[0]).__qualname__}" for root in roots), function or "")
     settings = [(id(each), type(each), each.extra_repr(), *values_of(each)) for each in found]
     return code, (*map(id, functions), decoder.training, *settings)
 
@@ -173,8 +174,12 @@ def _named_children(parent: nn.Module) -> list[nn.Module]:
 
 
 def values_of(module: nn.Module) -> Iterator[object]:
-    """Yield the settings that a module holds: no counts, which a pass may change."""
-    return (value for value in vars(module).values() if type(value) in (bool, float, str))
+    """Yield the settings and functions that a module holds: no counts, which a pass may change."""
+    for value in vars(module).values():
+        if type(value) in (bool, float, str) or isinstance(value, FUNCTIONS):
+            yield value
+        elif callable(value):
+            yield id(value)
 
 
 def _is_own(kind: type, files: Collection[str]) -> bool:
@@ -203,8 +208,12 @@ def _is_changed(module: nn.Module) -> bool:
         return True
     forward = _on_instance(module, [*_functions(_of_class(kind, "forward"))])
     called.pop("forward", None)
-    others = (each for each in _functions(*called.values()) if not isinstance(each, BuiltinFunctionType))
-    return _unknown(forward, known=KNOWN - TRIED) is not None or _unknown(others) is not None
+    checkpoint = _functions(called.pop("_gradient_checkpointing_func", None))
+    others = (each for each in _functions(*called.values()) if getattr(each, "__name__", "") not in names_in(kind))
+    return any(
+        _unknown(functions, known=known) is not None
+        for functions, known in ((forward, KNOWN - TRIED), (checkpoint, KNOWN), (others, KNOWN - {"torch"}))
+    )
 
 
 def _why_module(model: nn.Module, root: Any, modules: Sequence[nn.Module]) -> str | None:

@@ -32,6 +32,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from radixtrain.errors import UserError
 from radixtrain.tree.arrays import IntArray
+from radixtrain.tree.radix_inputs import RADIX
 
 UNKNOWN = (
     "no loss that is known to be a sum over tokens gave this gradient, but one of your own, or a term beside that "
@@ -136,6 +137,8 @@ class TokenLoss:
         self.ordinary = ordinary
 
     def __call__(self, *args: object, **kwargs: object) -> Tensor:
+        if RADIX in kwargs:  # a program changes the labels, and does not know of shift_labels
+            kwargs = {**kwargs, "shift_labels": None}
         if torch.compiler.is_compiling():  # where no rows are watched, and a look at the graph would break it
             return self.ordinary(*args, **kwargs)
         if "logits" in kwargs:

@@ -77,14 +77,15 @@ class PaddedSharing:
         backbone: PreTrainedModel,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        why_inexact: Callable[[PreTrainedModel], str | None],
+        why_inexact: Callable[..., str | None],
     ) -> dict[str, Any] | None:
         """Return the arguments of the call that computes unique tokens; None for a call that is not shared.
 
         model: around the backbone, which is called with args and kwargs. why_inexact: tries the decoder.
         """
         given = without_empty_types(backbone, arguments_of(backbone, args, kwargs))
-        reason = why_unshared(model, backbone, given, self.generates) or why_inexact(text_decoder_of(backbone))
+        reason = why_unshared(model, backbone, given, self.generates)
+        reason = reason or why_inexact(text_decoder_of(backbone), shape=given["input_ids"].shape)
         if reason is None:
             began = time.perf_counter()
             try:

@@ -86,7 +86,7 @@ class TestRefused:
     def test_what_a_layer_finds_in_its_pass_is_said_in_words_of_generation(
         self, tiny_qwen3: Callable[..., Any]
     ) -> None:
-        model = tiny_qwen3()
+        model = tiny_qwen3(attn_implementation="eager")
         parts_of(model).decoder.layers[0].self_attn.sinks = 1.0  # and it does not hand them over
         assert "would leave it out; use model.generate" in self.refusal(model)
 

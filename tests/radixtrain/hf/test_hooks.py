@@ -181,6 +181,7 @@ CHANGES: dict[str, tuple[str, dict[str, Any], Callable[[Any], Any], str | None]]
         "has is_causal=False",
     ),
     "every layer": ("Qwen3ForCausalLM", {}, not_causal, "has is_causal=False"),
+    "sinks": ("GptOssForCausalLM", {}, set_later("config._attn_implementation", "sdpa"), "has sinks"),
     "an indexer": ("Qwen3ForCausalLM", {}, set_later("config.index_topk", 2), "has sparse attention"),
     "chunks": ("BertLMHeadModel", DECODER, set_later("bert.encoder.layer.0.chunk_size_feed_forward", 6), "=6, into"),
     "a compiled script": (  # whose class has no `forward` to be judged

@@ -3,6 +3,8 @@
 import random
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
+from threading import Thread
 from types import MethodType
 from typing import Any
 
@@ -22,7 +24,8 @@ from radixtrain.testing import relative_error
 
 WIDTH = 32
 IDS = torch.tensor([[7, 8, 9, 1, 2, 4, 8], [7, 8, 9, 1, 3, 7, 7], [7, 8, 9, 4, 5, 7, 2]])
-LABELS = IDS.masked_fill(torch.arange(7) < 3, -100)
+IDS = torch.cat([IDS, IDS[:, 2:].flip(1)], dim=1)
+LABELS = IDS.masked_fill(torch.arange(12) < 3, -100)
 Change = Callable[[Any], object]  # of a model
 
 
@@ -59,6 +62,41 @@ class Clip(nn.Conv1d):
         return Clipped.apply(input)  # type: ignore[no-any-return]
 
 
+class Capacity(nn.Conv1d):
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rows = input.flatten(0, 1)
+        return (rows * (torch.arange(len(rows)) < 30)[:, None]).view_as(input)
+
+
+class Average(nn.Conv1d):
+    """Keeps a mean of its tokens that nothing reads, in a buffer, which it replaces or changes, or in a list."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(WIDTH, WIDTH, 1)
+        self.how, self.losses = how, [torch.zeros(())]
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        found = 0.9 * self.mean + input.detach().flatten(0, 1).mean(dim=0)
+        if self.how == "a list":
+            self.losses.append(input.square().mean())
+        elif self.how == "in place":
+            self.mean.copy_(found)
+        else:
+            self.mean = found
+        return input
+
+
+class PerCall(nn.Conv1d):
+    """Depends on how often it was called, which is once in a call."""
+
+    count = 0
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        self.count += 1
+        return input * self.count
+
+
 def replaced_forward(inner: nn.Module) -> Change:
     def change(model: Any) -> None:
         mlp = model.model.layers[1].mlp
@@ -77,12 +115,22 @@ def a_function_on_an_instance(model: Any) -> None:
     mlp.act_fn = lambda x: mix(activation(x))
 
 
+def another_activation(function: Callable[[Tensor], Tensor]) -> Change:
+    def change(model: Any) -> None:
+        mlp = model.model.layers[0].mlp
+        mlp._modules.pop("act_fn", None)
+        mlp.act_fn = function
+
+    return change
+
+
 def another_call(model: Any) -> None:
     mlp = model.model.layers[0].mlp
     mlp._call_impl = MethodType(lambda self, x: mix(type(self).forward(self, x)), mlp)
 
 
 MIXES, DRAWS, COPIES = "computes a token from others", "draws at random", "the copies of a token|how often its token"
+STATE = "leaves another state in a module"
 # What is put into a model -> what its calls are unshared for; empty if they are shared.
 PUT_IN: dict[str, tuple[Change, str]] = {
     "a method that torch calls": (after_mlp(lambda: CausalConv(WIDTH, WIDTH, 3)), MIXES),
@@ -91,7 +139,7 @@ PUT_IN: dict[str, tuple[Change, str]] = {
     "a softmax over columns": (after_mlp(lambda: nn.Softmax(dim=-1)), ""),
     "a mixer of another family": (
         after_mlp(lambda: Lfm2ShortConv(tiny_model("Lfm2ForCausalLM").config, 0)),
-        f"{MIXES}|further recurrent layers",
+        "further recurrent layers",
     ),
     "a norm over tokens": (after_mlp(lambda: nn.LocalResponseNorm(3)), MIXES),
     "a norm over columns": (after_mlp(lambda: nn.LayerNorm(WIDTH)), ""),
@@ -100,10 +148,19 @@ PUT_IN: dict[str, tuple[Change, str]] = {
     "a bound forward": (replaced_forward(nn.Softmax(dim=1)), MIXES),
     "a bound forward that may stay": (replaced_forward(nn.Softplus()), ""),
     "a function": (a_function_on_an_instance, MIXES),
+    "a function of torch over tokens": (another_activation(partial(torch.softmax, dim=1)), MIXES),
+    "a function of torch.nn over tokens": (another_activation(partial(functional.softmax, dim=-2)), MIXES),
+    "a function of torch that draws": (another_activation(partial(functional.rrelu, training=True)), DRAWS),
+    "a function of torch over columns": (another_activation(partial(torch.softmax, dim=-1)), ""),
     "another call": (another_call, MIXES),
     "an activation over tokens": (lambda model: setattr(model.model.layers[0].mlp, "act_fn", nn.Softmax(dim=1)), MIXES),
     "a gradient by frequency": (lambda model: setattr(model.model.embed_tokens, "scale_grad_by_freq", True), COPIES),
     "a largest norm": (lambda model: setattr(model.model.embed_tokens, "max_norm", 3.0), ""),
+    "only the first 30 tokens": (after_mlp(lambda: Capacity(WIDTH, WIDTH, 1)), MIXES),
+    "a mean that is replaced": (after_mlp(lambda: Average("")), STATE),
+    "a mean that is changed in place": (after_mlp(lambda: Average("in place")), STATE),
+    "losses in a list": (after_mlp(lambda: Average("a list")), STATE),
+    "a count of calls": (after_mlp(lambda: PerCall(WIDTH, WIDTH, 1)), ""),
     "a gradient that is clipped": (after_mlp(lambda: Clip(WIDTH, WIDTH, 1)), COPIES),
 }
 
@@ -205,6 +262,48 @@ def test_functions_of_the_file(tiny_qwen3: Callable[..., Any], monkeypatch: pyte
     expected = of_calls(tiny_qwen3())
     assert_same(of_calls(shared), expected)
     assert sharing_report(shared).num_shared == 1
+    monkeypatch.setattr(functional, "silu", silu)
+    rsqrt = torch.rsqrt
+    monkeypatch.setattr(torch, "rsqrt", lambda x: mix(rsqrt(x)))
+    expected = of_calls(tiny_qwen3())
+    assert_same(of_calls(shared), expected)
+    assert sharing_report(shared).num_shared == 1
+
+
+def test_threads(tiny_qwen3: Callable[..., Any]) -> None:
+    """One tries a model while others call it."""
+    model = tiny_qwen3()
+    after_mlp(nn.Softplus)(model)
+    share_prefixes(model)
+    threads = [Thread(target=of_calls_without_gradients, args=(model,)) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not sharing_report(model).not_shared
+
+
+@torch.no_grad()
+def of_calls_without_gradients(model: Any) -> None:
+    model(input_ids=IDS, labels=LABELS, use_cache=False)
+
+
+@pytest.mark.parametrize(("dim", "reason"), [(-1, ""), (1, MIXES)])
+def test_a_head(tiny_qwen3: Callable[..., Any], dim: int, reason: str) -> None:
+    """It gets only the rows that predict in a radix batch, and all of them in a padded one."""
+    models = [tiny_qwen3(tie_word_embeddings=False) for _ in range(3)]
+    for each in models:
+        each.lm_head = nn.Sequential(nn.Softmax(dim=dim), each.lm_head)
+    ordinary, shared, prepared = models
+    expected = of_calls(ordinary)
+    assert_same(of_calls(share_prefixes(shared)), expected)
+    batch = RadixCollator()([{"input_ids": i, "labels": j} for i, j in zip(IDS.tolist(), LABELS.tolist(), strict=True)])
+    prepare_model(prepared)
+    if reason:
+        with pytest.raises(UserError, match=rf"\(0, a Softmax\) {reason}"):
+            prepared(**batch)
+    else:
+        assert relative_error(prepared(**batch).loss.detach(), expected[0]) <= 1e-5
 
 
 def test_a_setting_that_changes(tiny_qwen3: Callable[..., Any]) -> None:
@@ -218,20 +317,37 @@ def test_a_setting_that_changes(tiny_qwen3: Callable[..., Any]) -> None:
     assert (sharing_report(model).num_shared, sum(sharing_report(model).not_shared.values())) == (2, 1)
 
 
+def test_a_function_that_changes(tiny_qwen3: Callable[..., Any]) -> None:
+    model = share_prefixes(tiny_qwen3())
+    for dim in (-1, 1, -1):
+        another_activation(partial(torch.softmax, dim=dim))(model)
+        of_calls(model)
+    assert (sharing_report(model).num_shared, sum(sharing_report(model).not_shared.values())) == (2, 1)
+
+
 class Drawing(nn.Conv1d):
-    """Draws from every generator, and counts in a buffer."""
+    """Draws from every generator, and counts in a buffer, a number, a list and one made in the first call."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH, 1)
+        self.generator, self.count, self.counts = torch.Generator().manual_seed(0), 0, [0]
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("replaced", torch.zeros(()))
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         self.seen += 1
-        return input + torch.rand(()) + random.random() + float(np.random.random())  # noqa: NPY002
+        self.replaced, self.count = self.replaced + 1, self.count + 1
+        self.counts.append(1)
+        self.late = getattr(self, "late", 0) + 1
+        drawn = torch.rand(()) + random.random() + float(np.random.random())  # noqa: NPY002
+        return input + drawn + torch.rand((), generator=self.generator)
 
 
 def test_it_leaves_no_trace(tiny_qwen3: Callable[..., Any]) -> None:
     model = tiny_qwen3()
     model.gradient_checkpointing_enable({"use_reentrant": True})
     mlp = model.model.layers[0].mlp
-    model.model.layers[0].mlp = nn.Sequential(mlp, Drawing(WIDTH, WIDTH, 1))
-    model.model.layers[0].mlp[1].register_buffer("seen", torch.zeros(()))
+    model.model.layers[0].mlp = nn.Sequential(mlp, Drawing())
     model.model.embed_tokens.max_norm = 1.0
     ordinary, shared = deepcopy(model), share_prefixes(model)
     found = []
@@ -240,6 +356,8 @@ def test_it_leaves_no_trace(tiny_qwen3: Callable[..., Any]) -> None:
         modes = [module.training for module in each.modules()]
         loss = each(input_ids=IDS, labels=LABELS, use_cache=False).loss
         left = [torch.rand(()), torch.tensor(random.random()), torch.tensor(np.random.random())]  # noqa: NPY002
+        drawing = each.model.layers[0].mlp[1]
+        left += [torch.tensor([drawing.count, drawing.late, len(drawing.counts)])]
         found.append([loss.detach(), *left, *each.buffers(), *each.parameters()])
         assert all(p.grad is None for p in each.parameters())
         assert modes == [module.training for module in each.modules()]

@@ -96,6 +96,7 @@ VOUCHED = RadixCollator(token_loss=True)(FEATURES)
 EXACT: dict[str, Callable[[Any], Tensor]] = {
     "the model's": lambda model: model(**BATCH).loss,
     "divided by a number": lambda model: model(**BATCH, num_items_in_batch=7).loss * 7 / sum_of_labels(),
+    "of labels that were changed": lambda model: model(**{**BATCH, "shift_labels": BATCH["labels"]}).loss,
     "vouched for": lambda model: summed(model(**VOUCHED).logits, VOUCHED),
     "label smoothing of 0": lambda model: LabelSmoother(0.0)(model(**UNLABELLED), BATCH["labels"], shift_labels=True),
 }
