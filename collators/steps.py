@@ -122,7 +122,7 @@ class StepCollator:
             members=[*groups, *([] for _ in range(num_missing))],
             num_labels=sum(feature.num_labels for feature in arrays),
             num_tokens=sum(len(feature.input_ids) for feature in arrays),
-            num_computed_tokens=sum(batch["input_ids"].numel() for batch in batches),
+            num_computed_tokens=sum(batch["position_ids"].numel() for batch in batches),
             num_unique_tokens=shares.num_unique_tokens,
         )
 
@@ -153,7 +153,7 @@ class StepCollator:
         """
         members = [arrays[index] for index in group]
         batch = self._collate(members)
-        if self.min_shared_tokens == 1 or self._budget is None or batch["input_ids"].numel() <= self._budget:
+        if self.min_shared_tokens == 1 or self._budget is None or batch["position_ids"].numel() <= self._budget:
             return batch
         return replace(self, min_shared_tokens=1)._collate(members)
 

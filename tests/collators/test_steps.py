@@ -139,9 +139,9 @@ def test_the_ranks_together_make_the_step_however_it_is_cut(features, max_tokens
         unique = len(prefixes) if options.get("dedup", True) else None
         assert (step.num_labels, step.num_tokens) == (sum(expected.values()), num_tokens)
         assert step.num_unique_tokens == unique
-        assert step.num_computed_tokens == sum(batch["radix"].layout.num_rows for batch in step.micro_batches)
+        assert step.num_computed_tokens == sum(batch["position_ids"].numel() for batch in step.micro_batches)
         for batch, members in zip(step.micro_batches, step.members, strict=True):
-            assert max_tokens is None or batch["radix"].layout.num_rows <= max_tokens or len(members) <= 1
+            assert max_tokens is None or batch["position_ids"].numel() <= max_tokens or len(members) <= 1
 
 
 def test_ranks_that_choose_branches_keep_the_number_of_micro_batches():

@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 import xxhash
 
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
-from radixtrain.text_files import read_text
+from radixtrain.text_files import MOST_BYTES, check_file
 
 IDS, WEIGHTS = pa.list_(pa.int32()), pa.list_(pa.float32())
 LISTS = {"input_ids": IDS, "loss_spans": IDS, "labels": IDS, "loss_weights": WEIGHTS}
@@ -181,7 +181,8 @@ def write_about(entry: Path, about: Mapping[str, Any]) -> None:
 
 def read_about(entry: Path) -> dict[str, Any]:
     """Read what was written. Raises ValueError if the file was changed since, OSError if it cannot be read."""
-    checksum, _, text = read_text(entry / ABOUT).encode().partition(b"\n")
+    check_file(entry / ABOUT, MOST_BYTES)
+    checksum, _, text = (entry / ABOUT).read_bytes().partition(b"\n")
     if checksum != _checksum(text):
         raise ValueError(f"{ABOUT} is not as it was written")
     about: dict[str, Any] = json.loads(text)

@@ -135,4 +135,4 @@ def test_a_hook_of_the_user_on_a_mixer(tiny_hybrid: Build) -> None:
     mixer.register_forward_hook(lambda module, args, output: seen.append(output.shape))
     batch = batch_of()
     model(**batch)
-    assert seen == [(*batch["input_ids"].shape, 32)]
+    assert seen == [(*batch["position_ids"].shape, 32)]

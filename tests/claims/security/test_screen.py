@@ -39,7 +39,7 @@ def evil(shop: Path, tmp_path: Path) -> Path:
     for row in rows:
         row["messages"][-1]["content"] += EVIL
     path = tmp_path / f"rows{EVIL}.jsonl"
-    path.write_text("".join(json.dumps({**row, EVIL: 1}) + "\n" for row in rows), encoding="utf-8")
+    path.write_text("".join(json.dumps({**row, EVIL: "x"}) + "\n" for row in rows), encoding="utf-8")
     return path
 
 

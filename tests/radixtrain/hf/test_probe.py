@@ -289,7 +289,7 @@ def of_calls_without_gradients(model: Any) -> None:
 
 
 @pytest.mark.parametrize(("dim", "reason"), [(-1, ""), (1, MIXES)])
-def test_a_head(tiny_qwen3: Callable[..., Any], dim: int, reason: str) -> None:
+def test_a_head_by_what_it_does(tiny_qwen3: Callable[..., Any], dim: int, reason: str) -> None:
     """It gets only the rows that predict in a radix batch, and all of them in a padded one."""
     models = [tiny_qwen3(tie_word_embeddings=False) for _ in range(3)]
     for each in models:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from radixtrain.errors import UserError
 from radixtrain.report.contents import DataReport, Setting, Splitting, TreeNode
 from radixtrain.report.page import SHORT_TEXT, render, tree_rows, write_page
 
@@ -94,12 +95,16 @@ class TestText:
             assert part in text, part
 
     def test_a_lone_surrogate(self, report: DataReport, tmp_path: Path) -> None:
-        """A link that others have put there is replaced, and not followed."""
-        (tmp_path / "other").write_text("mine")
-        (tmp_path / "a.html").symlink_to("other")
         write_page(replace(report, title="a\ud800b", tree=node("\ud800", 1, 1)), tmp_path / "a.html")
         assert "a?b" in (tmp_path / "a.html").read_text(encoding="utf-8")
-        assert (tmp_path / "other").read_text() == "mine"
+
+    def test_a_link_of_others(self, report: DataReport, tmp_path: Path) -> None:
+        """It is neither followed nor replaced."""
+        (tmp_path / "other").write_text("mine")
+        (tmp_path / "a.html").symlink_to("other")
+        with pytest.raises(UserError, match="is there and radixtrain did not write it"):
+            write_page(report, tmp_path / "a.html")
+        assert (tmp_path / "other").read_text() == "mine" and (tmp_path / "a.html").is_symlink()
 
 
 def node(text: str, tokens: int, sequences: int, *children: TreeNode) -> TreeNode:
