@@ -419,7 +419,7 @@ def a_label_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         own = split.labels.clone()
         own[0, int((own[0] != own[0, 0]).nonzero()[0])] = own[0, 0]  # sequences that share a label have it in order
         split.labels = own
-        return args, {**kwargs, "shift_labels": split.labels}
+        return args, {**kwargs, "shift_labels": own, "labels": own.roll(1)}
 
     monkeypatch.setattr(SplitModel, "cut", cut)
 
