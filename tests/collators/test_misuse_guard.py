@@ -164,6 +164,18 @@ def test_modules_of_the_user_are_left_alone(tiny_qwen3: Callable[..., Any]) -> N
         assert module(**batch) == len(batch)
 
 
+class Narrow(Own):
+    def forward(self, input_ids: Any, labels: Any = None) -> Any:  # type: ignore[override]
+        return self.model(input_ids=input_ids, labels=labels)
+
+
+def test_a_module_that_takes_only_some_entries(tiny_qwen3: Callable[..., Any]) -> None:
+    module = Narrow(prepare_model(tiny_qwen3()))
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"Narrow got a batch of RadixCollator, and its forward takes no .*radix"):
+            module(**RadixCollator()(FEATURES))
+
+
 def test_a_second_batch_for_a_module_of_the_user_ends_the_watch(tiny_qwen3: Callable[..., Any]) -> None:
     """Or every call of a module would pay for it."""
     batch, module = RadixCollator()(FEATURES), nn.parallel.DataParallel(Embedded(tiny_qwen3()))
