@@ -5,6 +5,7 @@ Ranks are forked, and meet by gloo. Each returns its gradients averaged over all
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -241,6 +242,10 @@ def test_every_family(name: str, print_after: Print) -> None:
         learn(prepare_model(build()), batch)
     except UserError as refusal:
         pytest.skip(f"refused without sp_group, too: {refusal}")
+    except AttributeError as error:  # Llama 4 with images, 5.24
+        with pytest.raises(AttributeError, match=re.escape(str(error))):
+            build()(input_ids=torch.tensor([[7, 8, 9]]), labels=torch.tensor([[7, 8, 9]]))
+        pytest.skip(f"transformers fails by itself: {error}")
     try:
         ordinary, other = split(build, rows(), ranks=4)
     except AssertionError as error:
