@@ -55,6 +55,7 @@ BESIDE_MODELS = (
 TRIED = {"fla", "timm", "torch", "transformers"}
 CALLED = {"forward", "_call_impl", "_compiled_call_impl"}  # by torch, if an instance has one
 FUNCTIONS = FunctionType | MethodType | partial
+COMPILED = "__compiled_fn_", "__resume_at_"  # what torch.compile adds to the module whose code it has compiled
 OURS = "radixtrain.hf.hooks"
 UNIQUE_TOKENS = (
     "would see the unique tokens, [1, U, D] (if it treats each token independently, declare it position_wise)"
@@ -159,7 +160,12 @@ def code_to_try(decoder: nn.Module, head: nn.Module | None = None) -> tuple[str,
     ]
     classes = (each for kind in kinds for each in kind.__mro__ if each.__module__ in files)
     spaces = map(vars, (torch, torch.Tensor, nn.Module, nn.functional, *map(sys.modules.__getitem__, files), *classes))
-    functions = [each for space in spaces for each in space.values() if isinstance(each, FUNCTIONS)]
+    functions = [
+        each
+        for space in spaces
+        for name, each in space.items()
+        if isinstance(each, FUNCTIONS) and not name.startswith(COMPILED)
+    ]
     function = _unknown(_functions(*functions), {*sys.stdlib_module_names, "typing_extensions"})
     roots = (root for root in (decoder, head) if root is not None and found and found[0] in {*root.modules()})
     code = next((f"{_path(root, found[0])}, a {type(found[0]).__qualname__}" for root in roots), function or "")
@@ -183,8 +189,12 @@ def values_of(module: nn.Module) -> Iterator[object]:
 
 
 def _is_own(kind: type, files: Collection[str]) -> bool:
-    """Return whether a class of modules is of these files, or computes each token from that token only."""
-    made = next(each for each in kind.__mro__ if not each.__module__.startswith("torch.distributed."))
+    """Return whether a class of modules is of these files, or computes each token from that token only.
+
+    Wrappers of torch.distributed, and the class that FSDP2 makes of a module's own, compute what is inside.
+    """
+    wrappers = {each for each in kind.__mro__ if each.__module__.startswith("torch.distributed.")}
+    made = next(each for each in kind.__mro__ if wrappers.isdisjoint((each, *each.__bases__)))
     package = made.__module__.partition(".")[0]
     is_known = made in PLAIN or made in _POSITION_WISE or made.__module__.startswith(BESIDE_MODELS)
     return is_known or made.__module__ in files or (package in KNOWN and package not in TRIED)
