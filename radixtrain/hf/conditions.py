@@ -332,11 +332,12 @@ CONDITIONS = (
     Condition(_attends_both_ways, fix="change it, or {without}"),
     Condition(_drops_attention, TRAINING, "set attention_dropout to 0"),
     Condition(_computes_in_chunks, fix="set it to 0, which changes no result, or {without}"),
-    Condition(_is_an_encoder, fix="use a decoder, or {without}"),
+    Condition(_is_an_encoder, ("share_prefixes",), "use a decoder, or {without}"),
     Condition(_chooses_a_span, ("share_prefixes",)),
     Condition(_cannot_be_reached),
     Condition(_has_other_attention, ("prepare_model", "generate")),
     Condition(why_no_positions),
     Condition(why_counted_from_padding),
     Condition(_keeps_a_batch_to_itself, ("prepare_model",), "use share_prefixes(model) with ordinary batches"),
+    Condition(_is_an_encoder, ("prepare_model", "generate"), "use a decoder, or {without}"),
 )

@@ -30,7 +30,7 @@ class Position:
     validation_pending: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 <= self.num_steps <= self.num_batches:
+        if min(self.num_steps, self.num_batches) < 0:
             raise UserError(f"ckpt_path: {self.num_steps} steps after {self.num_batches} batches, as no run has taken")
 
     def loops(self, epoch_length: int) -> dict[str, Any]:

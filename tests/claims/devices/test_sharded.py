@@ -63,7 +63,8 @@ REFUSED = {  # if the model is prepared after it was sharded
     ("FSDP1, the backbone", "share_prefixes"): "prepare the model before it is wrapped",
 }
 
-SEEN = "the steps differ by|size mismatch|must match the size|num_shared=0|did not pass the backbone"  # by numbers, or by refusals
+# By numbers, or by refusals.
+SEEN = "the steps differ by|size mismatch|must match the size|num_shared=0|did not pass the backbone"
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:

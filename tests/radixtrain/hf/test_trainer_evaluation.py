@@ -25,7 +25,7 @@ from radixtrain.verification.oracle import float64_arithmetic
 
 BAR = 1e-10
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
-REFUSED = r"Trainer uses the logits of an evaluation .* in the order of the tree.*recipes/hf_trainer_metrics\.py"
+REFUSED = r"Trainer uses the logits of an evaluation .* of labelled tokens only.*recipes/hf_trainer_metrics\.py"
 
 
 @pytest.fixture(autouse=True)
