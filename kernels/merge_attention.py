@@ -19,13 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from radixtrain.kernels.first_order import first_order, refuse_batched
-from radixtrain.kernels.rows import gather_rows
+from radixtrain.kernels.rows import sum_rows
 from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
 
 Rows = slice | Tensor
@@ -47,72 +47,152 @@ class Piece:
     of_further: bool = False
 
 
-def attention_in_pieces(
+class Route(NamedTuple):
+    """How attention of U rows is computed: by pieces, perhaps on gathered copies of the rows.
+
+    pieces: the first covers every query and every key; the others may cover any. No query sees a key in two pieces.
+    keys: (J,), int64. the rows of k and v that pieces have as keys, which may repeat; None for all, uncopied. With
+        copies, pieces `of_further` index the rows themselves.
+    queries: (T,), int64. the same of q. outputs: (U,), int64. which of these queries each row is.
+    """
+
+    pieces: Sequence[Piece]
+    keys: Tensor | None = None
+    queries: Tensor | None = None
+    outputs: Tensor | None = None
+
+
+def routed_attention(
     q_UNH: Tensor,
     k_UKH: Tensor,
     v_UKH: Tensor,
-    pieces: Sequence[Piece],
+    route: Route,
     kernel: VarlenKernel,
     scoring: Scoring,
     sinks_N: Tensor | None = None,
-    further: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Compute attention of every query over the keys of all its pieces.
+    """Compute attention of every query over the keys of all its pieces, differentiable once.
 
-    pieces: the first covers every row of q and of k; the others may cover any. No query sees a key in two pieces.
     scoring: of every piece; a window needs whole sequences as entries of the first, and the others `in_window`.
     sinks_N: (N,), any floating dtype; differentiable like the others.
-    further: keys and values of other rows, (C, K, H) each, such as rows that were computed earlier.
     Returns (U, N, H), the dtype of q. 16-bit outputs and gradients are merged and added in float32 and rounded once.
     """
-    assert scoring.window is None or all(piece.in_window for piece in pieces[1:]), (
-        "a window needs the distance from a query to its keys, which a piece does not know"
-    )
-    return _Pieces.apply(q_UNH, sinks_N, tuple(pieces), kernel, scoring, k_UKH, v_UKH, *(further or ()))
+    return _Routed.apply(q_UNH, k_UKH, v_UKH, sinks_N, route, kernel, scoring)
 
 
-class _Pieces(torch.autograd.Function):
+class _Routed(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        sinks: Tensor | None,
-        pieces: tuple[Piece, ...],
-        kernel: VarlenKernel,
-        scoring: Scoring,
-        *keys: Tensor,  # and values; perhaps further ones after them
-    ) -> Tensor:
-        first, *rest = pieces
-        parts = kernel.forward(q, keys[0], keys[1], first.ragged, scoring)
-        out, lse = merged_pieces(q, parts, rest, keys, kernel, scoring, sinks)
-        ctx.save_for_backward(q, sinks, out, lse, *keys)
-        ctx.pieces, ctx.kernel, ctx.scoring = pieces, kernel, scoring
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *how: Any) -> Tensor:
+        out, lse = route_forward(q, k, v, sinks, *how)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.how = how
         return out
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         refuse_batched(dout)
-        q, sinks, out, lse, *keys = ctx.saved_tensors
-        first, *rest = ctx.pieces
-        grads = ctx.kernel.backward(dout, q, keys[0], keys[1], out, lse, first.ragged, ctx.scoring)
-        # One more share is one sum a number, which torch adds in float32 and rounds once.
-        wide = lse.dtype if len(rest) > 1 else q.dtype
-        dq, dkeys = grads[0].to(wide), [grad.to(wide) for grad in grads[1:]]
-        dkeys += [torch.zeros_like(x, dtype=wide) for x in keys[2:]]
-        unlimited = replace(ctx.scoring, window=None)
-        for piece in rest:
-            dout_piece, q_piece, out_piece = (rows_of(x, piece.q_rows) for x in (dout, q, out))
-            k_piece, v_piece = (rows_of(x, piece.k_rows) for x in _keys_of(piece, keys))
-            lse_piece = rows_of(lse.t(), piece.q_rows).t()
-            shares = ctx.kernel.backward(
-                dout_piece, q_piece, k_piece, v_piece, out_piece, lse_piece, piece.ragged, unlimited
-            )
-            rows = piece.q_rows, piece.k_rows, piece.k_rows
-            for total, of_piece, share in zip((dq, *_keys_of(piece, dkeys)), rows, shares, strict=True):
-                _add(total, of_piece, share)
-        dsinks = None if sinks is None else _sinks_gradient(dout, out, lse, sinks)
-        return dq.to(q.dtype), dsinks, None, None, None, *(grad.to(q.dtype) for grad in dkeys)
+        return *route_backward(dout, *ctx.saved_tensors, *ctx.how), None, None, None
+
+
+def route_forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, route: Route, kernel: VarlenKernel, scoring: Scoring
+) -> tuple[Tensor, Tensor]:
+    """Compute the output, (U, N, H), and the log-sum-exp, (N, U)."""
+    queries = q if route.queries is None else q.index_select(0, route.queries)
+    out, lse = attention_in_pieces(queries, _keys(route, k, v), route.pieces, kernel, scoring, sinks)
+    if route.outputs is None:
+        return out, lse
+    return out.index_select(0, route.outputs), lse.index_select(1, route.outputs)
+
+
+def route_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    route: Route,
+    kernel: VarlenKernel,
+    scoring: Scoring,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Compute the gradients of q, k, v and the sinks. Copies of rows are made again, and their gradients added up."""
+    dsinks = None if sinks is None else _sinks_gradient(dout, out, lse, sinks)
+    queries, keys = q, _keys(route, k, v)
+    if route.queries is not None:
+        assert route.outputs is not None
+        queries, out = (x.index_select(0, route.queries) for x in (q, out))
+        lse = lse.index_select(1, route.queries)
+        dout = sum_rows(dout, route.outputs, len(route.queries))
+    dq, dkeys = _backward_in_pieces(dout, queries, keys, out, lse, route.pieces, kernel, scoring)
+    if route.queries is not None:
+        dq = sum_rows(dq, route.queries, len(q))
+    if route.keys is None:
+        dk, dv = dkeys
+    else:
+        dk, dv = (sum_rows(grad, route.keys, len(k)) for grad in dkeys[:2])
+        if len(dkeys) > 2:
+            dk, dv = dk + dkeys[2], dv + dkeys[3]
+    return dq, dk, dv, dsinks
+
+
+def _keys(route: Route, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    if route.keys is None:
+        return k, v
+    copies = k.index_select(0, route.keys), v.index_select(0, route.keys)
+    return (*copies, k, v) if any(piece.of_further for piece in route.pieces) else copies
+
+
+def attention_in_pieces(
+    q_UNH: Tensor,
+    keys: Sequence[Tensor],
+    pieces: Sequence[Piece],
+    kernel: VarlenKernel,
+    scoring: Scoring,
+    sinks_N: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Compute attention over pieces, without a gradient. keys: and values, (J, K, H) each; perhaps further ones.
+
+    Returns (U, N, H), the dtype of q, and the log-sum-exp (N, U).
+    """
+    assert scoring.window is None or all(piece.in_window for piece in pieces[1:]), (
+        "a window needs the distance from a query to its keys, which a piece does not know"
+    )
+    first, *rest = pieces
+    return merged_pieces(
+        q_UNH, kernel.forward(q_UNH, *keys[:2], first.ragged, scoring), rest, keys, kernel, scoring, sinks_N
+    )
+
+
+def _backward_in_pieces(
+    dout: Tensor,
+    q: Tensor,
+    keys: Sequence[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    pieces: Sequence[Piece],
+    kernel: VarlenKernel,
+    scoring: Scoring,
+) -> tuple[Tensor, list[Tensor]]:
+    """Add up the shares of the pieces, each given the merged out and lse. Returns the gradients of q and of `keys`."""
+    first, *rest = pieces
+    grads = kernel.backward(dout, q, keys[0], keys[1], out, lse, first.ragged, scoring)
+    # One more share is one sum a number, which torch adds in float32 and rounds once.
+    wide = lse.dtype if len(rest) > 1 else q.dtype
+    dq, dkeys = grads[0].to(wide), [grad.to(wide) for grad in grads[1:]]
+    dkeys += [torch.zeros_like(x, dtype=wide) for x in keys[2:]]
+    unlimited = replace(scoring, window=None)
+    for piece in rest:
+        dout_piece, q_piece, out_piece = (rows_of(x, piece.q_rows) for x in (dout, q, out))
+        k_piece, v_piece = (rows_of(x, piece.k_rows) for x in _keys_of(piece, keys))
+        lse_piece = rows_of(lse.t(), piece.q_rows).t()
+        shares = kernel.backward(dout_piece, q_piece, k_piece, v_piece, out_piece, lse_piece, piece.ragged, unlimited)
+        rows = piece.q_rows, piece.k_rows, piece.k_rows
+        for total, of_piece, share in zip((dq, *_keys_of(piece, dkeys)), rows, shares, strict=True):
+            _add(total, of_piece, share)
+    return dq.to(q.dtype), [grad.to(q.dtype) for grad in dkeys]
 
 
 def _keys_of(piece: Piece, keys: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -185,58 +265,6 @@ def merge_piece(out: Tensor, lse: Tensor, rows: Rows, piece_out: Tensor, piece_l
         lse.index_copy_(1, rows, total)
 
 
-def path_attention(
-    q_UNH: Tensor,
-    k_UKH: Tensor,
-    v_UKH: Tensor,
-    path_keys: Tensor,
-    ragged: Ragged,
-    kernel: VarlenKernel,
-    scoring: Scoring,
-    sinks_N: Tensor | None = None,
-    later: Piece | None = None,
-) -> Tensor:
-    """Compute tree attention as one varlen call: the new rows of each sequence onto its root path, which is gathered.
-
-    The new rows of a sequence are the last of its path, so bottom-right causal attention is exact for any trie, and a
-    sliding window keeps its meaning. One entry per sequence gathers fewer keys than one per segment.
-
-    path_keys: (T',), int64. unique rows of every path, back to back.
-    ragged: new rows of each path onto the path, causal.
-    sinks_N: (N,). logits without a value, one for each head, or None.
-    later: one more call, on rows of q onto rows of k and v that are not on their paths, by an index tensor.
-    Returns (U, N, H).
-    """
-    k_path, v_path = gather_rows(k_UKH, path_keys), gather_rows(v_UKH, path_keys)
-    further = None if later is None else (k_UKH, v_UKH)
-    return attention_in_pieces(q_UNH, k_path, v_path, onto_copies(ragged, later), kernel, scoring, sinks_N, further)
-
-
-def onto_copies(ragged: Ragged, later: Piece | None) -> list[Piece]:
-    """Make a call of all queries onto keys gathered for them, and perhaps one more onto keys that were not."""
-    return [Piece(slice(None), slice(None), ragged), *([replace(later, of_further=True)] if later else [])]
-
-
-def expand_attention(
-    q_UNH: Tensor,
-    k_UKH: Tensor,
-    v_UKH: Tensor,
-    inverse_indices: Tensor,
-    gather_indices: Tensor,
-    ragged: Ragged,
-    kernel: VarlenKernel,
-    scoring: Scoring,
-    sinks_N: Tensor | None = None,
-) -> Tensor:
-    """Compute ordinary causal attention of T packed tokens, read at their first occurrences (RadixMLP, section 3.3).
-
-    inverse_indices: (T,), int64. packed token -> unique row.
-    gather_indices: (U,), int64. unique row -> packed token.
-    ragged: the sequences, causal.
-    sinks_N: (N,). logits without a value, one for each head, or None.
-    Returns (U, N, H).
-    """
-    q, k, v = (gather_rows(x, inverse_indices) for x in (q_UNH, k_UKH, v_UKH))
-    everything = Piece(slice(None), slice(None), ragged)
-    out_TNH = attention_in_pieces(q, k, v, (everything,), kernel, scoring, sinks_N)
-    return gather_rows(out_TNH, gather_indices)
+def onto_copies(own: Piece, later: Piece | None) -> list[Piece]:
+    """List a call of all queries onto keys gathered for them, and perhaps one more onto keys that were not."""
+    return [own, *([replace(later, of_further=True)] if later else [])]

@@ -19,8 +19,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,18 +31,19 @@ from radixtrain.errors import UserError
 from radixtrain.kernels.lanes import attention_in_lanes
 from radixtrain.kernels.merge_attention import (
     Piece,
+    Route,
     attention_in_pieces,
-    expand_attention,
     onto_copies,
-    path_attention,
+    route_backward,
+    route_forward,
+    routed_attention,
 )
 from radixtrain.kernels.reference import reference_attention, tree_mask
 from radixtrain.kernels.tree_flex import flex_refusal, flex_tree_attention
 from radixtrain.kernels.varlen import KERNELS, KernelCall, varlen_kernel, varlen_refusal
-from radixtrain.kernels.varlen_args import Scoring, VarlenKernel
+from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
 from radixtrain.tree.blocks import WITH_BLOCKS
 from radixtrain.tree.cached_layout import CachedLayout
-from radixtrain.tree.cost_model import paths_are_cheaper
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan
 
@@ -50,6 +52,10 @@ STRATEGIES = (*EVERYWHERE, "tree")
 # Forward and backward of 40,320 tokens on an H100, head dim 128: version 3 in 74.3 ms, 4 in 74.1, 2 in 142.3
 # (ecmwf/anemoi-core#959). Version 3 before 4: it is there at once, 4 compiles in the first step.
 PREFERRED_ON_CUDA = ("flash_attn_3", "flash_attn_4", "flash_attn", "torch", "efficient", "eager")
+# Sequences of one length that share nothing are a batch, for which `torch` is as fast as these: packed, version 4 took
+# 0.377 s for what torch took 0.373 s for (H200, 2026-11-27).
+BATCHED = ("torch", "cudnn", "flash_attn_3", "flash_attn_4")
+Routed = tuple[Route, VarlenKernel, Scoring]
 logger = logging.getLogger(__name__)
 
 
@@ -101,6 +107,38 @@ def tree_attention(
     Raises ValueError if shapes, dtypes or devices do not fit, UserError for a name that is unknown or cannot run here.
     """
     layout = plan if isinstance(plan, TreeLayout) else TreeLayout.from_plan(plan).to(query.device)
+    if torch.compiler.is_compiling() and attention != "tree":  # which is compiled by itself
+        factor = query.shape[-1] ** -0.5 if scale is None else scale
+        options = attention, kernel, factor, softcap, window, both_ways
+        out: Tensor = _operator(query, key, value, sinks, layout.host, layout.rows, *options)[0]
+        return out
+    request = query, key, value, sinks, layout, attention, kernel, scale, softcap, window, both_ways
+    choice, scoring, later = _checked(*request)
+    if choice.strategy == "tree":
+        return flex_tree_attention(query, key, value, layout.block_mask(scoring.window), scoring, sinks)
+    if choice.strategy == "reference":
+        seen = _seen(layout, scoring.window, later is not None)
+        return reference_attention(query, key, value, seen, scoring, sinks)
+    is_plain = sinks is None and later is None and softcap is None and choice.kernel in BATCHED
+    if choice.strategy == "cascade" and is_plain and layout.even_shape is not None:
+        return _batched_attention(query, key, value, layout.even_shape, scoring.scale)
+    return routed_attention(query, key, value, *_routed(*request), sinks)
+
+
+def _checked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    layout: TreeLayout,
+    attention: str,
+    kernel: str,
+    scale: float | None,
+    softcap: float | None,
+    window: int | None,
+    both_ways: bool,
+) -> tuple[AttentionChoice, Scoring, Piece | None]:
+    """Check a request, and return what computes it, and the call onto later rows of the same block, if there is one."""
     _check_tensors(query, key, value, layout.num_rows, layout.device)
     _check_modifiers(query, softcap, window, sinks)
     scoring = _scoring(query, scale, softcap, window, layout.max_seqlen)
@@ -110,26 +148,119 @@ def tree_attention(
             f"attention={attention!r} only attends backwards, and the images of this batch attend in both directions: "
             f"use auto, cascade or path"
         )
-    if attention == "auto" and scoring.window is None and layout.device.type != "cpu":
-        attention = "path" if paths_are_cheaper(layout, query.shape[1], *key.shape[1:]) else "cascade"
     choice = _chosen(attention, kernel, query, scoring, sinks)
-    if choice.strategy == "tree":
-        return flex_tree_attention(query, key, value, layout.block_mask(scoring.window), scoring, sinks)
-    if choice.strategy == "reference":
-        mask = tree_mask(layout.row_subtree_ends, layout.row_depths, scoring.window)
-        return reference_attention(query, key, value, mask if blocks is None else mask | blocks.mask(), scoring, sinks)
-    varlen = _kernel(choice.kernel, query.device)
-    later = None if blocks is None else blocks.later
+    return choice, scoring, None if blocks is None else blocks.later
+
+
+def _routed(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layout: TreeLayout, *options: Any
+) -> Routed:
+    """Return what computes a request in pieces. The arguments are those of `_checked`."""
+    choice, scoring, later = _checked(query, key, value, sinks, layout, *options)
+    kernel = _kernel("eager" if choice.kernel == "none" else choice.kernel, query.device)
     if choice.strategy == "cascade":
-        if layout.even_shape is not None and choice.kernel == "torch" and sinks is None and later is None:
-            return _batched_attention(query, key, value, layout.even_shape, scoring.scale)
-        pieces = (*_pieces_of(layout, key, value), *([later] if later else []))
-        return attention_in_pieces(query, key, value, pieces, varlen, scoring, sinks)
+        return Route((*_pieces_of(layout, key, value), *([later] if later else []))), kernel, scoring
     if choice.strategy == "path":
-        return path_attention(query, key, value, layout.path_keys, layout.paths, varlen, scoring, sinks, later)
-    return expand_attention(
-        query, key, value, layout.inverse_indices, layout.gather_indices, layout.sequences, varlen, scoring, sinks
-    )
+        return Route(onto_copies(layout.paths, later), layout.path_keys), kernel, scoring
+    if choice.strategy == "expand":
+        tokens = layout.inverse_indices
+        return Route((layout.sequences,), tokens, tokens, layout.gather_indices), kernel, scoring
+    # A compiled graph has no autograd inside an operator: there the eager kernel computes under the explicit mask.
+    hidden = ~_seen(layout, scoring.window, later is not None)
+    mask = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))
+    everything = Piece(slice(None), slice(None), replace(Ragged.whole(*mask.shape), masks=(mask,)))
+    return Route((everything,)), kernel, replace(scoring, window=None)
+
+
+def _seen(layout: TreeLayout, window: int | None, both_ways: bool) -> Tensor:
+    """Return the mask (U, U), bool: which keys each query sees."""
+    seen = tree_mask(layout.row_subtree_ends, layout.row_depths, window)
+    return seen | layout.blocks.mask() if both_ways and layout.blocks is not None else seen
+
+
+@torch.library.custom_op("radixtrain::tree_attention", mutates_args=())
+def _operator(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    host: Tensor,
+    rows: Tensor,
+    attention: str,
+    kernel: str,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+    both_ways: bool,
+) -> tuple[Tensor, Tensor]:
+    """Compute tree attention as an operator of torch, for compiled graphs: they hold `host` and `rows` of a layout.
+
+    Eager mode calls the same functions directly, where profilers and modes of torch see their kernels.
+    Returns the output, (U, N, H), and the log-sum-exp, (N, U).
+    """
+    inputs = query, key, value, sinks
+    how = _routed(*inputs, _decoded(host, rows), attention, kernel, scale, softcap, window, both_ways)
+    out, lse = route_forward(*inputs, *how)
+    return out.contiguous(), lse.contiguous()
+
+
+@torch.library.custom_op("radixtrain::tree_attention_backward", mutates_args=())
+def _operator_backward(
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    host: Tensor,
+    rows: Tensor,
+    attention: str,
+    kernel: str,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+    both_ways: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute the gradients of query, key, value and sinks; the last one is empty without sinks."""
+    inputs = query, key, value, sinks
+    how = _routed(*inputs, _decoded(host, rows), attention, kernel, scale, softcap, window, both_ways)
+    *grads, dsinks = route_backward(dout, *inputs, out, lse, *how)
+    dq, dk, dv = (grad.contiguous() for grad in grads)
+    return dq, dk, dv, query.new_empty(0) if dsinks is None else dsinks
+
+
+@_operator.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *others: Any) -> tuple[Tensor, Tensor]:
+    out = query.new_empty(*query.shape[:2], value.shape[2])
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return out, query.new_empty(query.shape[1], query.shape[0], dtype=wide)
+
+
+@_operator_backward.register_fake
+def _(dout: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *others: Any) -> Any:
+    grads = (x.new_empty(x.shape) for x in (query, key, value))
+    return *grads, query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.options = *inputs[:6], inputs[6:]
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, sinks, host, rows, out, lse = ctx.saved_tensors
+    dq, dk, dv, dsinks = _operator_backward(dout, q, k, v, sinks, out, lse, host, rows, *ctx.options)
+    return dq, dk, dv, None if sinks is None else dsinks, *[None] * (2 + len(ctx.options))
+
+
+_operator.register_autograd(_differentiate, setup_context=_save)
+
+
+@lru_cache(maxsize=8)  # every layer of a pass brings the same two tensors
+def _decoded(host: Tensor, rows: Tensor) -> TreeLayout:
+    return TreeLayout(host, rows)
 
 
 @torch.no_grad()
@@ -165,14 +296,14 @@ def cached_attention(
     if scoring.window is not None:
         slots, call = layout.windowed(scoring.window)
         seen_keys, seen_values = (rows.index_select(0, slots) for rows in stored)
-        further = None if later is None else (key, value)
-        onto_seen = onto_copies(call, later)
-        return attention_in_pieces(query, seen_keys, seen_values, onto_seen, varlen, scoring, sinks, further)
+        onto_seen = onto_copies(Piece(slice(None), slice(None), call), later)
+        keys = seen_keys, seen_values, *((key, value) if later else ())
+        return attention_in_pieces(query, keys, onto_seen, varlen, scoring, sinks)[0]
     if layout.lanes is not None:
         return attention_in_lanes(query, stored, layout.lanes, layout.shared, varlen, scoring, sinks)
     assert layout.prompts is not None
     pieces = (*_pieces_of(layout.prompts, key, value), *([later] if later else []), *layout.shared)
-    return attention_in_pieces(query, key, value, pieces, varlen, scoring, sinks, stored)
+    return attention_in_pieces(query, (key, value, *stored), pieces, varlen, scoring, sinks)[0]
 
 
 def _batched_attention(query: Tensor, key: Tensor, value: Tensor, shape: tuple[int, int], scale: float) -> Tensor:

@@ -198,14 +198,13 @@ class BackboneHooks:
 
     def _count(self, backbone: PreTrainedModel, radix: RadixInputs, layout: TreeLayout, num_head_rows: int) -> None:
         """Count a batch of a `RadixCollator`."""
-        num_own = layout.inverse_indices.shape[0]
-        shares = bool(layout.levels) or layout.num_rows < num_own  # padding adds rows
+        num_own, shares = layout.num_tokens, layout.shares
         self.sharing.count(backbone, shares, HELP_NOT_ALIKE)
         self.report.num_shared += shares
         if not shares:
             self.report.not_shared[NOT_ALIKE] += 1
         num_tokens = num_own if radix.num_tokens is None else radix.num_tokens
-        num_places = (layout.cu_seqlens.shape[0] - 1) * layout.max_seqlen if num_tokens else 0  # B x L
+        num_places = layout.num_sequences * layout.max_seqlen if num_tokens else 0  # B x L
         self.report.count_tokens(num_places, num_tokens, layout.num_rows)
         if self.model is not backbone:
             self.report.count_head(num_places, num_head_rows)
@@ -268,7 +267,7 @@ class BackboneHooks:
             )
         hooks = hooks_of(backbone) if self.model is backbone else None
         reason = why_third_party(self.model, self.model, hooks)
-        shape, allowed = (layout.cu_seqlens.shape[0] - 1, layout.max_seqlen), self.allow_dropout
+        shape, allowed = (layout.num_sequences, layout.max_seqlen), self.allow_dropout
         reason = reason or why_inexact(decoder, head, progress=self.progress, allowed=allowed, shape=shape)
         if reason:
             raise UserError(f"a batch of a RadixCollator: {reason}; leave it out, or {TRAIN_WITHOUT_SHARING}")

@@ -17,6 +17,7 @@ from radixtrain.errors import UserError
 from radixtrain.inspection.micro_batch import MicroBatch, Prediction, Run, RunTree, micro_batches, named_rows, run_tree
 from radixtrain.inspection.row import row_stages
 from radixtrain.inspection.tokens import LOSS, marked, number, visible
+from radixtrain.tree.plan import levels_of
 from radixtrain.tree.radix_inputs import layout_of, radix_of
 
 MOST_STRAYS = 8
@@ -92,6 +93,7 @@ def _ratios(part: MicroBatch) -> Iterator[tuple[str, str, str]]:
 def numbers(part: MicroBatch, tree: RunTree) -> Table:
     """Make a table with a line for each number: its name, its value, its meaning."""
     batch, layout, padding = part.batch, layout_of(part.batch), part.num_padding
+    depth = levels_of(layout.segment_parents.tolist()).max() + 1
     num_rows = len({sample.where for sample in part.samples})
     computed = f"U, unique tokens; and {padding} of padding" if padding else "U, unique tokens"
     lines = [
@@ -107,7 +109,11 @@ def numbers(part: MicroBatch, tree: RunTree) -> Table:
             "R, rows for which the head computes logits",
         ),
         ("segments", f"{layout.subtree_ends.numel():,}", "S, runs of tokens without a branch"),
-        ("depth", f"{len(layout.levels) + 1:,}", "segments on the longest way through the tree"),
+        (
+            "depth",
+            f"{levels_of(layout.segment_parents.tolist()).max() + 1:,}",
+            "segments on the longest way through the tree",
+        ),
         ("roots", f"{len(tree.roots):,}", "different first tokens"),
     ]
     table = Table.grid(padding=(0, 2))

@@ -22,13 +22,12 @@ from torch.nn.functional import pad
 from radixtrain.kernels.merge_attention import Piece
 from radixtrain.kernels.varlen_args import Ragged
 from radixtrain.tree.arrays import IntArray, cumulative
-from radixtrain.tree.movable import Movable
 
 WITH_BLOCKS = ("cascade", "path", "reference")  # the attention strategies that compute them
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class BlockLayout(Movable):
+class BlockLayout:
     """The blocks of U rows, on a device.
 
     block_of_row: (U,), int64. The number of its block; -1 for a row that only attends backwards.

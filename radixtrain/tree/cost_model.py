@@ -24,10 +24,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from radixtrain.kernels.cascade import cascade_bounds
 from radixtrain.kernels.cpu_loops import LONG, STRIP
 from radixtrain.tree.arrays import IntArray
-from radixtrain.tree.layout import TreeLayout
+from radixtrain.tree.chains import cascade
+from radixtrain.tree.layout import GROUP
 from radixtrain.tree.plan import PrefixPlan
 from radixtrain.tree.runs import RunCost, cost_of_runs
 
@@ -83,20 +83,6 @@ FIXED_RATES = {
     "cpu": Rates(call=2e-4, rectangle=5e-6, pair=2e-10, element=2.5e-9, flop=8e-12, sent_byte=6e-10, exchange=5e-3),
     "cuda": Rates(call=1e-4, rectangle=0.0, pair=5e-14, element=1.5e-11, flop=4e-15, sent_byte=1e-11, exchange=2e-4),
 }
-MIN_GAIN = 2  # how many times cheaper gathering paths must be: it takes memory, and the rates were not measured
-
-
-def paths_are_cheaper(layout: TreeLayout, num_heads: int, num_key_value_heads: int, head_dim: int) -> bool:
-    """Return whether one call on gathered root paths beats a call for each level of the tree, on a device.
-
-    Both compute the same pairs. Chats cut into their turns have 19 to 49 levels, and a call for each is 3 to 5
-    times the operations. Reads no values of the device.
-    """
-    rates = FIXED_RATES["cuda"]
-    queries, keys = (sum(getattr(level, name) for level in layout.levels) for name in ("num_queries", "num_keys"))
-    moved = (queries * num_heads + 2 * keys * num_key_value_heads) * head_dim
-    gathered = 2 * len(layout.path_keys) * num_key_value_heads * head_dim
-    return len(layout.levels) * rates.call + moved * rates.element > MIN_GAIN * gathered * rates.element
 
 
 @dataclass(frozen=True)
@@ -210,22 +196,15 @@ def attention_work(plan: PrefixPlan, strategy: str, on_host: bool) -> AttentionW
 
 
 def _cascade(plan: PrefixPlan, on_host: bool) -> AttentionWork:
-    """Count every segment onto itself, and all rows below a segment onto it."""
-    if on_host:
-        own_bounds, below = cascade_bounds(plan.segment_starts.tolist(), plan.subtree_ends.tolist())
-        own = np.diff(own_bounds)
-        q_starts, q_ends, k_starts, k_ends = np.array(below, dtype=np.int64).reshape(-1, 4).T
-        q_lengths, k_lengths = q_ends - q_starts, k_ends - k_starts
-        num_calls = len(below)
-    else:
-        own = np.diff(plan.segment_starts)
-        ends = plan.segment_starts[1:]
-        branching = plan.subtree_ends > ends
-        q_lengths, k_lengths = (plan.subtree_ends - ends)[branching], own[branching]
-        num_calls = max(plan.depth - 1, 0)
+    """Count chains onto themselves, and what hangs on them onto prefixes of them."""
+    segments = plan.segment_starts, plan.segment_parents, plan.subtree_ends
+    cut = cascade(*(x.tolist() for x in segments), GROUP if on_host else 0)
+    entries = np.array([entry for entries in cut.calls for entry in entries], dtype=np.int64).reshape(-1, 4).T
+    q_lengths, k_lengths = entries[1] - entries[0], entries[3] - entries[2]
+    own = np.diff(cut.bounds)
     causal = _causal(own, own, on_host)
     return AttentionWork(
-        calls=causal.calls + num_calls,
+        calls=causal.calls + (len(q_lengths) if on_host else len(cut.calls)),
         rectangles=causal.rectangles + len(q_lengths),
         pairs=causal.pairs + int((q_lengths * k_lengths).sum()),
         query_rows=int(q_lengths.sum()),

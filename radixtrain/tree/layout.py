@@ -1,116 +1,199 @@
-"""The prefix plan as tensors, which travel in a batch to the device, where the attention strategies read them.
+"""The prefix plan as two tensors, from which attention reads what it launches.
 
-T packed tokens, U unique rows, B sequences, S segments, P predictions.
+`host`, int64, stays on the CPU: how long each section of `rows` is, and the numbers that a launch needs. `rows`, int32,
+goes to the device: bounds and indices, section after section. Both are made in the DataLoader worker, so that a batch
+is moved by one copy, nothing is read back, and a compiled graph holds two tensors and no number of the tree.
+
+T packed tokens, U unique rows, B sequences, S segments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from radixtrain.kernels.cascade import Level, bundled_pieces
 from radixtrain.kernels.merge_attention import Piece
 from radixtrain.kernels.tree_flex import tree_block_mask
 from radixtrain.kernels.varlen_args import Ragged
-from radixtrain.tree.arrays import concatenate_ranges
+from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative
 from radixtrain.tree.blocks import BlockLayout
-from radixtrain.tree.movable import Movable
+from radixtrain.tree.chains import Cascade, Entry, cascade
+from radixtrain.tree.movable import Function, Movable
 from radixtrain.tree.plan import PrefixPlan
-from radixtrain.tree.runs import RunCost, RunLayout, cheapest_runs
+from radixtrain.tree.runs import RunCall, RunCost, RunLayout, cheapest_runs
+
+# Most rows of a group of chains on the host, whose kernels loop: 84 segments of 64 banking77 rows, most of them a few
+# tokens, would be 104 calls one by one.
+GROUP = 32
+OF_PLAN = ("gather_indices", "inverse_indices", "cu_seqlens", "segment_starts", "segment_parents", "subtree_ends")
+OF_PATHS = ("path_keys", "path_cu_seqlens_q", "path_cu_seqlens_k")
+OF_RUNS = ("rows", "places", "parents")
+SECTIONS = (*OF_PLAN, *OF_PATHS, "own", "calls", "block_of_row", "block_queries", *OF_RUNS)
+WIDTH = 7  # numbers of a call
 
 
-@dataclass(frozen=True, eq=False)
+class _Numbers(NamedTuple):
+    """Numbers in `host`, after the lengths of the sections; then come calls, blocks and runs.
+
+    max_seqlen, max_own, max_new, max_path: longest sequence, chain, run of new rows, path; in tokens.
+    max_position: largest position id, without padding rows; 0 if there is no row.
+    """
+
+    max_seqlen: int
+    max_own: int
+    max_new: int
+    max_path: int
+    max_position: int
+    num_calls: int
+    num_blocks: int
+
+
+def _section(name: str, dtype: torch.dtype = torch.int64) -> Any:
+    """Make a property: a section of `rows`. int32 is free; int64, for indices, is one copy of all sections."""
+    return cached_property(lambda layout: layout.section(name, dtype))
+
+
 class TreeLayout(Movable):
     """A `PrefixPlan` on a device.
 
-    gather_indices (U): int64, as in the plan.
-    inverse_indices (T), path_keys (T'), cu_seqlens (B+1), segment_starts (S+1), subtree_ends (S),
-    path_cu_seqlens_q/k (E+1): int32.
-    max_seqlen, max_segment, max_new_tokens, max_path: longest sequence, segment, run of new rows, path; in tokens.
-    max_position: largest position id, without padding rows; 0 if there is no row.
-    levels: one `Level` for each level of the tree that has descendants.
-    level_queries, level_keys: int64. rows of the levels with several segments, back to back (single ones are slices).
-    level_cu_seqlens_q, level_cu_seqlens_k: int32. bounds of the same calls, back to back, each from 0.
-    runs: for layers with a recurrent state, if requested.
-    blocks: rows that attend in both directions, if there are any.
+    host: int64, on the CPU. rows: int32, on the device.
+
+    The sections of `rows`, as in the plan:
+
+    gather_indices (U), inverse_indices (T), path_keys (T'): int64.
+    cu_seqlens (B+1), segment_starts (S+1), segment_parents, subtree_ends (S): int32.
     """
 
-    gather_indices: Tensor
-    inverse_indices: Tensor
-    cu_seqlens: Tensor
-    segment_starts: Tensor
-    subtree_ends: Tensor
-    path_keys: Tensor
-    path_cu_seqlens_q: Tensor
-    path_cu_seqlens_k: Tensor
-    level_queries: Tensor
-    level_keys: Tensor
-    level_cu_seqlens_q: Tensor
-    level_cu_seqlens_k: Tensor
-    max_seqlen: int
-    max_segment: int
-    max_new_tokens: int
-    max_path: int
-    max_position: int
-    levels: tuple[Level, ...]
-    runs: RunLayout | None = None
-    blocks: BlockLayout | None = None
+    host: Tensor
+    rows: Tensor
+
+    gather_indices = _section("gather_indices")
+    inverse_indices = _section("inverse_indices")
+    path_keys = _section("path_keys")
+    cu_seqlens = _section("cu_seqlens", torch.int32)
+    segment_starts = _section("segment_starts", torch.int32)
+    segment_parents = _section("segment_parents", torch.int32)
+    subtree_ends = _section("subtree_ends", torch.int32)
+
+    def __init__(self, host: Tensor, rows: Tensor) -> None:
+        self.host, self.rows = host, rows
 
     @classmethod
     def from_plan(
         cls, plan: PrefixPlan, run_cost: RunCost | None = None, blocks: BlockLayout | None = None
     ) -> TreeLayout:
-        """Copy a plan to CPU tensors. Runs in the DataLoader worker.
+        """Encode a plan, on the CPU. Runs in the DataLoader worker.
 
         run_cost: None, or the cost of the model's recurrent layers, by which their runs are chosen.
         blocks: of its rows, if any attend in both directions.
         """
         segments = plan.segment_starts, plan.segment_parents
-        return cls(
-            gather_indices=_int64(plan.gather_indices),
-            inverse_indices=_int32(plan.inverse_indices),
-            cu_seqlens=_int32(plan.cu_seqlens),
-            segment_starts=_int32(plan.segment_starts),
-            subtree_ends=_int32(plan.subtree_ends),
-            path_keys=_int32(plan.path_keys),
-            path_cu_seqlens_q=_int32(plan.path_cu_seqlens_q),
-            path_cu_seqlens_k=_int32(plan.path_cu_seqlens_k),
+        return cls.encode(plan, None if run_cost is None else cheapest_runs(*segments, run_cost), blocks)
+
+    @classmethod
+    def encode(cls, plan: PrefixPlan, runs: RunLayout | None = None, blocks: BlockLayout | None = None) -> TreeLayout:
+        """Encode a plan with these runs and blocks, on the CPU."""
+        calls = cascade(*(x.tolist() for x in (plan.segment_starts, plan.segment_parents, plan.subtree_ends)))
+        numbers, call_rows = _encoded_calls(calls)
+        sections = [getattr(plan, name) for name in (*OF_PLAN, *OF_PATHS)]
+        sections += [np.array(calls.bounds), call_rows]
+        sections += [x.numpy() for x in ((blocks.block_of_row, blocks.queries) if blocks else 2 * [NO_ROWS])]
+        sections += [x.numpy() for x in ([getattr(runs, name) for name in OF_RUNS] if runs else 3 * [NO_ROWS])]
+        header = _Numbers(
             max_seqlen=_longest(plan.cu_seqlens),
-            max_segment=_longest(plan.segment_starts),
-            max_new_tokens=_longest(plan.path_cu_seqlens_q),
+            max_own=_longest(np.array(calls.bounds)),
+            max_new=_longest(plan.path_cu_seqlens_q),
             max_path=_longest(plan.path_cu_seqlens_k),
             max_position=int(plan.position_ids[: plan.num_unique_tokens].max(initial=0)),
-            runs=None if run_cost is None else cheapest_runs(*segments, run_cost),
-            blocks=blocks,
-            **_levels(plan),
+            num_calls=len(calls.calls),
+            num_blocks=len(blocks.lengths) if blocks else 0,
         )
+        of_runs = [] if runs is None else [x for call in runs.calls for x in call.as_numbers()]
+        host = [*map(len, sections), *header, *numbers, *(blocks.lengths if blocks else ()), *of_runs]
+        rows = np.concatenate(sections).astype(np.int32)
+        return cls(torch.tensor(host, dtype=torch.int64, device="cpu"), torch.from_numpy(rows))
+
+    def map(self, function: Function) -> TreeLayout:
+        """Replace `rows`; return the layout itself if nothing changes. `host` stays where it is."""
+        rows = function(self.rows)
+        return self if rows is self.rows else TreeLayout(self.host, rows)
+
+    @cached_property
+    def _host(self) -> list[int]:
+        return self.host.tolist()
+
+    @cached_property
+    def _numbers(self) -> _Numbers:
+        return _Numbers(*self._host[len(SECTIONS) :][: len(_Numbers._fields)])
+
+    @cached_property
+    def _further(self) -> tuple[list[int], list[int], list[int]]:
+        """Return the numbers of calls, of blocks and of runs."""
+        rest = self._host[len(SECTIONS) + len(_Numbers._fields) :]
+        calls, blocks = self._numbers.num_calls * WIDTH, self._numbers.num_blocks
+        return rest[:calls], rest[calls : calls + blocks], rest[calls + blocks :]
+
+    @cached_property
+    def _bounds(self) -> list[int]:
+        return [0, *accumulate(self._host[: len(SECTIONS)])]
+
+    @cached_property
+    def _wide(self) -> Tensor:
+        return self.rows.long()
+
+    def section(self, name: str, dtype: torch.dtype = torch.int64) -> Tensor:
+        """Return a section of `rows`, as int64 or int32."""
+        index = SECTIONS.index(name)
+        rows = self.rows if dtype == torch.int32 else self._wide
+        return rows[self._bounds[index] : self._bounds[index + 1]]
 
     @property
     def num_rows(self) -> int:
-        return self.gather_indices.shape[0]
+        return self._host[0]
+
+    @property
+    def max_seqlen(self) -> int:
+        """Return the tokens of the longest sequence."""
+        return self._numbers.max_seqlen
+
+    @property
+    def max_position(self) -> int:
+        """Return the largest position id, without padding rows; 0 if there is no row."""
+        return self._numbers.max_position
+
+    @property
+    def num_sequences(self) -> int:
+        return self._host[SECTIONS.index("cu_seqlens")] - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return self._host[SECTIONS.index("inverse_indices")]
+
+    @property
+    def shares(self) -> bool:
+        """Return whether some row stands for several tokens. Padding adds rows."""
+        return self._numbers.num_calls > 0 or self.num_rows < self.num_tokens
 
     @property
     def batch_shape(self) -> tuple[int, int]:
         """Return (B, L), the shape of the ids in an ordinary batch; wider if the rows with their padding need it."""
-        num_sequences = self.cu_seqlens.shape[0] - 1
-        return num_sequences, max(self.max_seqlen, -(-self.num_rows // num_sequences))
+        return self.num_sequences, max(self.max_seqlen, -(-self.num_rows // self.num_sequences))
 
     @property
     def device(self) -> torch.device:
-        return self.gather_indices.device
+        return self.rows.device
 
     @cached_property
     def row_subtree_ends(self) -> Tensor:
         """Return the tree mask as (U,), int32: query q sees key k iff `k <= q < row_subtree_ends[k]`."""
-        lengths = self.segment_starts.diff()
-        return self.subtree_ends.repeat_interleave(lengths, output_size=self.num_rows)
+        return self.subtree_ends.repeat_interleave(self.segment_starts.diff(), output_size=self.num_rows)
 
     @cached_property
     def row_depths(self) -> Tensor:
@@ -135,53 +218,97 @@ class TreeLayout(Movable):
         None for a single sequence on a GPU, since its length is new in every batch: torch may take cuDNN, which plans
         each shape for a tenth of a second. Equal lengths come again.
         """
-        batch = self.cu_seqlens.shape[0] - 1, self.max_seqlen
-        is_even = self.num_rows == self.inverse_indices.shape[0] == batch[0] * batch[1] > 0
-        return batch if is_even and not self.levels and (batch[0] > 1 or self.device.type == "cpu") else None
+        batch = self.num_sequences, self.max_seqlen
+        is_even = self.num_rows == self.num_tokens == batch[0] * batch[1] > 0 and not self.shares
+        return batch if is_even and (batch[0] > 1 or self.device.type == "cpu") else None
 
     @cached_property
-    def sequences(self) -> Ragged:
+    def sequences(self) -> Piece:
         """Return the call of `expand`: the packed sequences onto themselves, causal."""
-        bounds = _host_bounds(self.cu_seqlens, self.cu_seqlens)
-        return Ragged(self.cu_seqlens, self.cu_seqlens, self.max_seqlen, self.max_seqlen, True, bounds)
+        return self._causal(self.cu_seqlens, self.cu_seqlens, self.max_seqlen, self.max_seqlen)
 
     @cached_property
-    def paths(self) -> Ragged:
+    def paths(self) -> Piece:
         """Return the call of `path`: new rows of each sequence onto its root path, causal."""
-        cu_seqlens = self.path_cu_seqlens_q, self.path_cu_seqlens_k
-        return Ragged(*cu_seqlens, self.max_new_tokens, self.max_path, True, _host_bounds(*cu_seqlens))
+        bounds = (self.section(name, torch.int32) for name in OF_PATHS[1:])
+        return self._causal(*bounds, self._numbers.max_new, self._numbers.max_path)
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """Return the calls of `cascade`; the first covers every row."""
         if self.device.type == "cpu":
-            return bundled_pieces(self.segment_starts, self.subtree_ends, self.row_subtree_ends)
-        return self.packed_pieces()
+            return self.pieces_on_host(GROUP)
+        own, longest = self.section("own", torch.int32), self._numbers.max_own
+        return self._causal(own, own, longest, longest), *self._packed_calls()
 
     @cached_property
     def separate_pieces(self) -> tuple[Piece, ...]:
         """Return the calls of `cascade` on the host, without a mask that hides one branch from another."""
-        return bundled_pieces(self.segment_starts, self.subtree_ends, self.row_subtree_ends, bundle=1)
+        return self.pieces_on_host(0)
 
-    def packed_pieces(self) -> tuple[Piece, ...]:
-        """Return the calls of `cascade` on a device: one for all segments, and one for each level of the tree."""
-        own = Ragged(self.segment_starts, self.segment_starts, self.max_segment, self.max_segment, causal=True)
-        return (Piece(slice(None), slice(None), own), *self._level_pieces())
+    def pieces_on_host(self, most_rows: int) -> tuple[Piece, ...]:
+        """Return calls for kernels that loop: groups of chains, and slices. most_rows: of a group of several chains."""
+        cut = cascade(*(x.tolist() for x in (self.segment_starts, self.segment_parents, self.subtree_ends)), most_rows)
+        groups = zip(pairwise(cut.bounds), cut.num_chains, strict=True)
+        masks = tuple(None if number == 1 else self._mask(*rows) for rows, number in groups)
+        bounds = torch.tensor(cut.bounds, dtype=torch.int32, device="cpu")
+        longest = _longest(np.array(cut.bounds))
+        own = self._causal(bounds, bounds, longest, longest, masks)
+        return own, *(_sliced(entry) for entries in cut.calls for entry in entries)
 
-    def _level_pieces(self) -> Iterator[Piece]:
-        """Yield the calls of descendants onto their ancestors, one for each level of the tree."""
-        entry = query = key = 0
-        for level in self.levels:
-            bounds = slice(entry, entry + level.num_entries + 1)
-            entry += level.num_entries + 1
-            cu_seqlens = self.level_cu_seqlens_q[bounds], self.level_cu_seqlens_k[bounds]
-            ragged = Ragged(*cu_seqlens, level.max_seqlen_q, level.max_seqlen_k, causal=False)
-            q_rows: slice | Tensor = slice(level.first_query, level.first_query + level.num_queries)
-            k_rows: slice | Tensor = slice(level.first_key, level.first_key + level.num_keys)
-            if level.num_entries > 1:
-                q_rows, query = self.level_queries[query : query + level.num_queries], query + level.num_queries
-                k_rows, key = self.level_keys[key : key + level.num_keys], key + level.num_keys
-            yield Piece(q_rows, k_rows, ragged)
+    def _mask(self, start: int, end: int) -> Tensor:
+        """Make the mask of the rows [start, end), float32: 0 if `k <= q < row_subtree_ends[k]`, else -inf."""
+        rows = torch.arange(start, end, device="cpu")
+        hidden = (rows[:, None] < rows) | (rows[:, None] >= self.row_subtree_ends[start:end])
+        return torch.zeros(hidden.shape, device="cpu").masked_fill_(hidden, float("-inf"))
+
+    def _causal(self, q: Tensor, k: Tensor, longest_q: int, longest_k: int, masks: Any = None) -> Piece:
+        """Make a causal call on all rows. q, k: its bounds, (E+1,), int32."""
+        on_host = None
+        if self.device.type == "cpu":  # on a device, reading them would wait
+            entries = zip(*(pairwise(x.tolist()) for x in (q, k)), strict=True)
+            on_host = tuple((*queries, *keys) for queries, keys in entries)
+        return Piece(slice(None), slice(None), Ragged(q, k, longest_q, longest_k, True, on_host, masks))
+
+    def _packed_calls(self) -> Iterator[Piece]:
+        """Yield the calls onto prefixes of chains as a device takes them."""
+        at = 0
+
+        def taken(number: int, dtype: torch.dtype) -> Tensor:
+            nonlocal at
+            at += number
+            return self.section("calls", dtype)[at - number : at]
+
+        numbers = iter(self._further[0])
+        for entries, num_q, num_k, max_q, max_k, first_q, first_k in zip(*[numbers] * WIDTH, strict=True):
+            bounds = [taken(entries + 1, torch.int32) for _ in range(2)]
+            rows = [
+                taken(number, torch.int64) if first < 0 else slice(first, first + number)
+                for number, first in ((num_q, first_q), (num_k, first_k))
+            ]
+            yield Piece(*rows, Ragged(*bounds, max_q, max_k, causal=False))
+
+    @cached_property
+    def blocks(self) -> BlockLayout | None:
+        """Return the blocks of rows that attend in both directions; None without any."""
+        lengths = self._further[1]
+        if not lengths:
+            return None
+        queries = self.section("block_queries")
+        return BlockLayout(
+            block_of_row=self.section("block_of_row"), queries=queries, keys=queries + 1, lengths=tuple(lengths)
+        )
+
+    @cached_property
+    def runs(self) -> RunLayout | None:
+        """Return the runs of layers with a recurrent state; None if none were requested."""
+        numbers = self._further[2]
+        if not numbers:
+            return None
+        return RunLayout(calls=RunCall.from_numbers(numbers), **{name: self.section(name) for name in OF_RUNS})
+
+
+NO_ROWS = torch.zeros(0, dtype=torch.int64, device="cpu")
 
 
 def sequences_of(token_indices: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -189,52 +316,29 @@ def sequences_of(token_indices: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.bucketize(token_indices, cu_seqlens[1:].to(token_indices.dtype), right=True)
 
 
-def _levels(plan: PrefixPlan) -> dict[str, Any]:
-    """Compute the cascade's calls of a plan: fields `levels` and `level_*` of a `TreeLayout`."""
-    ends = plan.segment_starts[1:]
-    branching = np.flatnonzero(plan.subtree_ends > ends)
-    by_level = branching[np.argsort(plan.segment_levels[branching], kind="stable")]
-    num_entries = np.bincount(plan.segment_levels[branching])
-    first = np.cumsum(num_entries) - num_entries
-    q_starts, k_starts = ends[by_level], plan.segment_starts[by_level]
-    q_lengths, k_lengths = plan.subtree_ends[by_level] - q_starts, q_starts - k_starts
-    sizes = [reduce.reduceat(lengths, first) for reduce in (np.add, np.maximum) for lengths in (q_lengths, k_lengths)]
-    columns = (num_entries, *sizes, q_starts[first], k_starts[first])
-    several = np.repeat(num_entries > 1, num_entries)
-    return {
-        "levels": tuple(map(Level, *(column.tolist() for column in columns))),
-        "level_queries": _int64(concatenate_ranges(q_starts[several], q_lengths[several])),
-        "level_keys": _int64(concatenate_ranges(k_starts[several], k_lengths[several])),
-        "level_cu_seqlens_q": _int32(_cu_seqlens_per_level(q_lengths, num_entries)),
-        "level_cu_seqlens_k": _int32(_cu_seqlens_per_level(k_lengths, num_entries)),
-    }
+def _encoded_calls(cut: Cascade) -> tuple[list[int], IntArray]:
+    """Return the numbers of the calls, and their bounds and indices. Rows that follow each other need no indices."""
+    numbers: list[int] = []
+    rows: list[IntArray] = []
+    for entries in cut.calls:
+        q0, q1, k0, k1 = np.array(entries).T
+        firsts, indices = [], []
+        for starts, lengths in ((q0, q1 - q0), (k0, k1 - k0)):
+            bounds = cumulative(lengths)
+            is_slice = bool((starts == starts[0] + bounds[:-1]).all())
+            firsts.append(int(starts[0]) if is_slice else -1)
+            indices += [] if is_slice else [concatenate_ranges(starts, lengths)]
+            rows.append(bounds)
+        rows += indices
+        lengths_q, lengths_k = q1 - q0, k1 - k0
+        numbers += [len(entries), *(int(f(x)) for f in (np.sum, np.max) for x in (lengths_q, lengths_k)), *firsts]
+    return numbers, np.concatenate([*rows, np.zeros(0, dtype=np.int64)])
 
 
-def _cu_seqlens_per_level(lengths: np.ndarray, num_entries: np.ndarray) -> np.ndarray:
-    """Return the bounds of the lengths of each level, back to back, each from 0: one more than there are lengths."""
-    level = np.arange(len(num_entries)).repeat(num_entries)
-    ends = np.cumsum(lengths)
-    before = np.concatenate([[0], ends])[np.cumsum(num_entries) - num_entries]
-    bounds = np.zeros(len(lengths) + len(num_entries), dtype=np.int64)
-    bounds[np.arange(len(lengths)) + level + 1] = ends - before[level]
-    return bounds
+def _sliced(entry: Entry) -> Piece:
+    q0, q1, k0, k1 = entry
+    return Piece(slice(q0, q1), slice(k0, k1), Ragged.whole(q1 - q0, k1 - k0))
 
 
-def _host_bounds(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[tuple[int, int, int, int], ...] | None:
-    """Return the bounds as host ints; None on a device, because reading them would wait."""
-    if cu_seqlens_q.device.type != "cpu":
-        return None
-    q, k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    return tuple(zip(q[:-1], q[1:], k[:-1], k[1:], strict=True))
-
-
-def _longest(cu_seqlens: np.ndarray) -> int:
-    return int(np.diff(cu_seqlens).max(initial=0))
-
-
-def _int64(array: np.ndarray) -> Tensor:
-    return torch.tensor(array, dtype=torch.int64, device="cpu")
-
-
-def _int32(array: np.ndarray) -> Tensor:
-    return torch.from_numpy(array.astype(np.int32))
+def _longest(bounds: np.ndarray) -> int:
+    return int(np.diff(bounds).max(initial=0))

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from radixtrain.tree.arrays import IntArray, cumulative, lengths_of, read_only, validated_batch
-from radixtrain.tree.sorting import sort_sequences, without_small_branches
+from radixtrain.tree.sorting import heaviest_first, sort_sequences, without_small_branches
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -163,10 +163,7 @@ class PrefixPlan:
     @cached_property
     def segment_levels(self) -> IntArray:
         """Count the branches above each segment, (S,): 0 at a root."""
-        levels: list[int] = []
-        for parent in self.segment_parents.tolist():
-            levels.append(levels[parent] + 1 if parent >= 0 else 0)
-        return read_only(np.array(levels, dtype=np.int64))
+        return read_only(levels_of(self.segment_parents.tolist()))
 
     @property
     def depth(self) -> int:
@@ -219,8 +216,10 @@ def build_prefix_plan(
     _check_at_least_one("pad_to_multiple_of", pad_to_multiple_of)
 
     by_order = sort_sequences(ids, bounds, positions)
-    order, lengths, starts = by_order.order, by_order.lengths, bounds[by_order.order]
-    lcp = by_order.lcp if min_shared_tokens == 1 else without_small_branches(by_order.lcp, min_shared_tokens)
+    if min_shared_tokens > 1:
+        by_order = replace(by_order, lcp=without_small_branches(by_order.lcp, min_shared_tokens))
+    by_order = heaviest_first(by_order)
+    order, lengths, lcp, starts = by_order.order, by_order.lengths, by_order.lcp, bounds[by_order.order]
     num_new = lengths - lcp
     depth_minus_row = lengths - np.add.accumulate(num_new)  # of the last rows that each sequence adds
     row_minus_token = np.zeros(len(bounds) - 1, dtype=np.int64)
@@ -243,6 +242,14 @@ def build_prefix_plan(
     )
     padding = -len(gather) % pad_to_multiple_of if pad_to_multiple_of else 0
     return _padded(plan, padding) if padding else plan
+
+
+def levels_of(segment_parents: list[int]) -> IntArray:
+    """Count the branches above each segment, (S,): 0 at a root."""
+    levels: list[int] = []
+    for parent in segment_parents:
+        levels.append(levels[parent] + 1 if parent >= 0 else 0)
+    return np.array(levels, dtype=np.int64)
 
 
 def _check_at_least_one(name: str, number: int | None) -> None:

@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise, product
+from itertools import chain, groupby, islice, pairwise, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,7 +40,6 @@ import torch
 from torch import Tensor
 
 from radixtrain.tree.arrays import IntArray
-from radixtrain.tree.movable import Movable
 
 SHORTEST_FORK = 2  # rows
 SHORTEST_FROM_STATE = 2  # rows in a call
@@ -82,9 +81,22 @@ class RunCall(NamedTuple):
     keeps: int
     sources: tuple[tuple[int, int], ...]
 
+    def as_numbers(self) -> list[int]:
+        """Encode the call: its own numbers, how many sources it has, and these."""
+        return [self.num_runs, self.length, self.keeps, len(self.sources), *chain.from_iterable(self.sources)]
+
+    @classmethod
+    def from_numbers(cls, numbers: Sequence[int]) -> tuple[RunCall, ...]:
+        """Decode calls that stand one after the other."""
+        rest, calls = iter(numbers), []
+        for num_runs, length, keeps, num_sources in iter(lambda: tuple(islice(rest, 4)), ()):
+            sources = tuple((next(rest), next(rest)) for _ in range(num_sources))
+            calls.append(cls(num_runs, length, keeps, sources))
+        return tuple(calls)
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class RunLayout(Movable):
+class RunLayout:
     """Runs in calls, on a device. U unique rows, R runs.
 
     calls: in the order in which they are computed; host ints.

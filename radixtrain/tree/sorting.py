@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -134,3 +134,45 @@ def without_small_branches(lcp: IntArray, min_shared_tokens: int) -> IntArray:
         saved = (depth[point] - above) * entries[point]
         remaining[point] = depth[point] if saved >= min_shared_tokens else above
     return remaining[np.array(point_of, dtype=np.int64)]
+
+
+def heaviest_first(by_order: SortedSequences) -> SortedSequences:
+    """Move the branch with the most tokens to the front at every branch point, so that it continues the run above it.
+
+    Any depth-first order describes the trie, so the order and the LCP array stay what they are for its readers. The
+    others keep their order, and a sequence that ends at the branch point adds no rows wherever it comes.
+    """
+    lengths, lcp = by_order.lengths.tolist(), by_order.lcp.tolist()
+    if not any(lcp):
+        return by_order
+    firsts = dict.fromkeys(range(len(lcp)), 0)  # the LCP of each sequence with the one before it in the new order
+    open_points: list[tuple[int, list[_Branch]]] = [(0, [])]
+    for place, depth in enumerate([*lcp[1:], -1]):
+        branch = _Branch([place], lengths[place])
+        while open_points and open_points[-1][0] > depth:
+            point, branches = open_points.pop()
+            branch = _joined(point, [*branches, branch], firsts)
+        if open_points and open_points[-1][0] == depth:
+            open_points[-1][1].append(branch)
+        elif depth >= 0:
+            open_points.append((depth, [branch]))
+    order = np.array(branch.places, dtype=np.int64)
+    return SortedSequences(by_order.order[order], by_order.lengths[order], np.array([firsts[x] for x in branch.places]))
+
+
+class _Branch(NamedTuple):
+    """Sequences that are alike up to a branch point. num_tokens: the rows of all, with those above it once."""
+
+    places: list[int]
+    num_tokens: int
+
+
+def _joined(point: int, branches: list[_Branch], firsts: dict[int, int]) -> _Branch:
+    """Put the branches of a point, at this depth, in order, and note that each but the first shares it."""
+    if point:
+        heaviest = max(range(len(branches)), key=lambda index: branches[index].num_tokens)
+        branches.insert(0, branches.pop(heaviest))
+    for branch in branches:
+        firsts[branch.places[0]] = point
+    places = [place for branch in branches for place in branch.places]
+    return _Branch(places, point + sum(branch.num_tokens - point for branch in branches))
