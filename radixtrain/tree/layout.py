@@ -236,8 +236,10 @@ class TreeLayout(Movable):
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """Return the calls of `cascade`; the first covers every row."""
-        if self.device.type == "cpu":
-            return self.pieces_on_host(GROUP)
+        return self.pieces_on_host(GROUP) if self.device.type == "cpu" else self.packed_pieces()
+
+    def packed_pieces(self) -> tuple[Piece, ...]:
+        """Return calls for kernels that take all entries at once."""
         own, longest = self.section("own", torch.int32), self._numbers.max_own
         return self._causal(own, own, longest, longest), *self._packed_calls()
 
