@@ -172,7 +172,7 @@ def test_window_counts_tokens_not_positions() -> None:
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 def test_a_row_that_broke_breaks_no_other_branch(broken: float) -> None:
-    """Branches that share a bundle and its mask: 0 x NaN would be NaN. What no other sequence has may break with it."""
+    """Branches that share a group and its mask: 0 x NaN would be NaN. What no other sequence has may break with it."""
     plan = plan_of(NESTED)
     q, k, v, dout = attention_inputs(plan, torch.float64)
     own = torch.tensor(plan.inverse_indices[plan.cu_seqlens[2] - 2 : plan.cu_seqlens[2]])  # 4, 4 of the second sequence
