@@ -42,8 +42,8 @@ class PrefixPlan:
     inverse_indices: (T,). packed token -> its unique row: `x_T = x_U[inverse_indices]`.
     position_ids: (U,). position of each unique row, in tokens from the start of its sequence unless given otherwise.
     cu_seqlens: (B+1,). where each sequence starts in the packed layout, as given.
-    path_sequences: (E,). the sequences that bring new rows, in the order of these. The path of each is its rows, the last of
-        which are new.
+    path_sequences: (E,). the sequences that bring new rows, in the order of these. The path of each is its rows, the
+        last of which are new.
     path_cu_seqlens_q: (E+1,). where the new rows of each path start, and U.
     num_padding: padding rows at the end of U. They are a segment of their own that nothing else sees, and one more path
         after those of the sequences.
