@@ -17,6 +17,7 @@ Sinks go with every strategy and kernel, a soft-cap with every strategy but `tre
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -198,6 +199,7 @@ def _operator(
     Eager mode calls the same functions directly, where profilers and modes of torch see their kernels.
     Returns the output, (U, N, H), and the log-sum-exp, (N, U).
     """
+    _launches[host.data_ptr()] += 1
     inputs = query, key, value, sinks
     how = _routed(*inputs, _decoded(host, rows), attention, kernel, scale, softcap, window, both_ways)
     out, lse = route_forward(*inputs, *how)
@@ -256,6 +258,14 @@ def _differentiate(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ..
 
 
 _operator.register_autograd(_differentiate, setup_context=_save)
+
+
+_launches: Counter[int] = Counter()  # by the address of `host`
+
+
+def launched_in_graphs(layout: TreeLayout) -> int:
+    """Return how many times compiled graphs have computed attention with this layout since the last time."""
+    return _launches.pop(layout.host.data_ptr(), 0)
 
 
 @lru_cache(maxsize=8)  # every layer of a pass brings the same two tensors

@@ -152,6 +152,11 @@ class BackboneHooks:
         if given is None:
             return None
         call: RadixCall = given["radix_call"]
+        for tensor in (given.get("input_ids"), given.get("inputs_embeds"), given.get("position_ids")):
+            if tensor is not None:  # or compiled layers would be compiled again for the second batch
+                torch._dynamo.maybe_mark_dynamic(tensor, tensor.ndim - 1 - tensor.is_floating_point())
+        for tensor in (call.layout.host, call.layout.rows):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
         self.progress.become(call)
         call.ordinary, call.generators = (args, kwargs), generator_states(call.layout.device)
         return (), given
@@ -273,6 +278,7 @@ class BackboneHooks:
             raise UserError(f"a batch of a RadixCollator: {reason}; leave it out, or {TRAIN_WITHOUT_SHARING}")
         check_pass(decoder, head, layout, radix.is_left_padded, self.allow_dropout)
 
+    @torch.compiler.disable
     def after(self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Check that every layer ran tree attention, keep the rows that predict, expand router logits to all tokens."""
         self.progress.end()

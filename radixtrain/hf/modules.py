@@ -217,3 +217,8 @@ def text_attention(decoder: nn.Module) -> Iterator[nn.Module]:
 def is_attention(module: nn.Module) -> bool:
     """Return whether a module attends: as Hugging Face's attention, or by its name, which a subclass may change."""
     return attends(type(module)) or any("Attention" in each.__name__ for each in type(module).__mro__)
+
+
+def name_of(module: nn.Module) -> str:
+    """Return what errors call a module of a layer."""
+    return f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"

@@ -100,10 +100,10 @@ def _tried(
     plan = build_prefix_plan(rows.flatten(), torch.arange(0, rows.numel() + 1, rows.shape[1]))
     layout = TreeLayout.from_plan(plan, RunCost() if mixers_of(decoder) else None).to(device)
     call = RadixCall(layout, None, "auto", "auto", window_may_bind(decoder.config, layout.max_seqlen))
-    copies = layout.inverse_indices.long()
+    copies = layout.inverse_indices
     ordinary = {"input_ids": rows.to(device)}
     once = {
-        "input_ids": rows.flatten()[plan.gather_indices].to(device)[None],
+        "input_ids": rows.to(device).flatten()[layout.gather_indices][None],
         "position_ids": torch.tensor(plan.position_ids, device=device)[None],
         "attention_mask": no_mask(call.window_may_bind, device, call),
         "radix_call": call,
