@@ -23,6 +23,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from radixtrain.hf.backbone import is_text
 
 OF_ALL_MODELS = ("torch.", "transformers.modeling_utils")  # they name what a model may have, not what it has
+CHECKPOINT = "_gradient_checkpointing_func"  # of a module that transformers may checkpoint
 EAGER = "eager_attention_forward"  # ends the name of the eager attention of a modeling file
 
 
