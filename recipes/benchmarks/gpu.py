@@ -15,18 +15,18 @@ Parts, in their order; `gpu_parts/` says what each measures. `seconds` is what a
 | `sync`        | 15      | whether a step waits for the device                                                   |
 | `table`       | 60      | DualKV's table of one layer of attention                                              |
 | `profile`     | 25      | kernels of one forward pass and of one step of each arm                               |
-| `step`        | 170     | steps and forward passes of Qwen3-0.6B, 4B and 8B shapes, beside every rival          |
+| `step`        | 300     | steps and forward passes of Qwen3-0.6B, 4B and 8B shapes, beside every rival          |
 | `ceilings`    | 10      | a copy, a matrix product, attention on each backend: what the card can do             |
 | `repeat`      | 15      | whether a step has the same bits again                                                |
 | `chunks`      | 10      | head and loss by the size of their chunks                                             |
 | `unshared`    | 30      | sequences that share nothing, of equal and of unequal lengths: it should cost nothing |
 | `attention`   | 50      | one layer: every strategy and kernel on three trees                                   |
-| `trees`       | 60      | an agent's history with an answer after each of 20 turns                              |
-| `groups`      | 40      | 8 answers to one prompt, as in RL                                                     |
+| `trees`       | 120     | an agent's history with an answer after each of 20 turns                              |
+| `groups`      | 80      | 8 answers to one prompt, as in RL                                                     |
 | `liger`       | 40      | all arms with Liger's layers                                                          |
 | `compile`     | 150     | all arms under torch.compile, after `liger`: compiling may take all the time          |
 
-All of them take 12 minutes: ask for some, or for more `--seconds`. Each part gets its share of the time that is left,
+All of them take 16 minutes: ask for some, or for more `--seconds`. Each part gets its share of the time that is left,
 looks at the clock, and leaves out by name what does not fit, the last arms first. A part that fails says so, and the
 others go on. A part that hangs or takes its process with it is left out too, and the others run in a fresh process
 (`gpu_parts/watch.py`). Both files are whole after every result.
@@ -42,8 +42,8 @@ from collections.abc import Sequence
 from gpu_parts.watch import options_of, watch
 
 PARTS = {
-    **{"equivalence": 35, "sync": 15, "table": 60, "profile": 25, "step": 170, "ceilings": 10, "repeat": 15},
-    **{"chunks": 10, "unshared": 30, "attention": 50, "trees": 60, "groups": 40, "liger": 40, "compile": 150},
+    **{"equivalence": 35, "sync": 15, "table": 60, "profile": 25, "step": 300, "ceilings": 10, "repeat": 15},
+    **{"chunks": 10, "unshared": 30, "attention": 50, "trees": 120, "groups": 80, "liger": 40, "compile": 150},
 }
 """Seconds that each should take; the time that is left is shared in this proportion."""
 ARMS = ("padded/cudnn", "cascade/torch", "packed/torch", "cascade/cudnn", "path/torch", "padded/flash")

@@ -129,7 +129,7 @@ def is_rival(name: str) -> bool:
 def arm_named(name: str, shape: ModelShape, device: torch.device) -> Arm:
     """The arm of that name. Raises UserError if it is unknown, names no kernel or cannot run here."""
     way, _, kernel = name.partition("/")
-    if kernel in ("", "auto"):
+    if "auto" in (way, kernel) or not kernel:
         raise UserError(f"an arm names its kernel, as cascade/torch or padded/cudnn; got {name!r}")
     if way == "padded":
         return _padded_arm(kernel, device)
