@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
+from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.movable import Movable
 
 __all__ = ["as_python", "histories_of_rows", "predictions_of", "tensors_of"]
@@ -25,7 +26,9 @@ def as_python(value: Any) -> Any:
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """Of a tensor, a record, or whatever holds some of them."""
+    """Of a tensor, a record, or whatever holds some of them: those that move with it."""
+    if isinstance(value, TreeLayout):
+        return [value.rows]
     if isinstance(value, Movable):
         return tensors_of(value.fields())
     leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor | Movable)]
