@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from radixtrain.collators.batching import (
     SequenceCost,
@@ -28,7 +29,7 @@ from radixtrain.collators.targets import check_shared_targets, keep_once
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.tree.arrays import lengths_of
 from radixtrain.tree.cost_model import StepCost
-from radixtrain.tree.movable import Movable
+from radixtrain.tree.movable import Function, Movable
 from radixtrain.tree.radix_inputs import RADIX, RadixInputs, with_radix
 
 DUMMY_TOKENS = 2  # one that predicts and one that is predicted
@@ -58,6 +59,15 @@ class Step(Movable):
     num_unique_tokens: int | None = None
     num_whole_tokens: int = 0
     where: tuple[str, ...] = ()
+
+    def map(self, function: Function) -> Step:
+        """Replace what moves of the micro-batches."""
+
+        def moved(x: Any) -> Any:
+            return x.map(function) if isinstance(x, Movable) else function(x) if isinstance(x, Tensor) else x
+
+        batches = [{name: moved(x) for name, x in batch.items()} for batch in self.micro_batches]
+        return replace(self, micro_batches=batches)
 
     @property
     def num_ordinary_tokens(self) -> int:
@@ -218,14 +228,16 @@ class PaddedCollator:
             "attention_mask": torch.from_numpy(is_token.astype(np.int64)),
             "position_ids": torch.from_numpy(positions),
             "shift_labels": torch.from_numpy(labels[tokens])[None],
-            RADIX: RadixInputs(
-                layout=None,
-                cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)),
-                predictor_indices=torch.from_numpy(np.flatnonzero(is_token)[tokens] - 1),
-                prediction_rows=torch.arange(len(tokens), device="cpu"),
-                loss_weights=torch.from_numpy(weights[tokens]),
-                label_indices=torch.from_numpy(tokens),
-                **policy_fields(floats, tokens),
+            RADIX: RadixInputs.of(
+                None,
+                {
+                    "cu_seqlens": torch.from_numpy(cu_seqlens.astype(np.int32)),
+                    "predictor_indices": torch.from_numpy(np.flatnonzero(is_token)[tokens] - 1),
+                    "prediction_rows": torch.arange(len(tokens), device="cpu"),
+                    "loss_weights": torch.from_numpy(weights[tokens]),
+                    "label_indices": torch.from_numpy(tokens),
+                    **policy_fields(floats, tokens),
+                },
             ),
         }
 

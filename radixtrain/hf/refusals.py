@@ -51,20 +51,18 @@ RETURNED_PER_TOKEN = ("output_hidden_states", "output_attentions")
 def on_device_of_rows(radix: RadixInputs, given: Mapping[str, Any]) -> RadixInputs:
     """Move what a batch carries to where its rows are: some wrappers move only tensors. given: its other arguments."""
     rows = _rows_of(given)
-    return radix if rows is None or rows.device == radix.cu_seqlens.device else radix.to(rows.device)
+    return radix if rows is None or rows.device == radix.rows.device else radix.to(rows.device)
 
 
 def own_layout(radix: RadixInputs) -> TreeLayout:
-    """Copy the plan of a batch: what layers keep in it has the dtype and the mode of one call.
-
-    Raises UserError if the batch has none.
-    """
-    if radix.layout is None:
+    """Return the plan of a batch, for one call. Raises UserError if the batch has none."""
+    layout = radix.layout
+    if layout is None:
         raise UserError(
             "a padded batch of StepCollator(dedup=False) has no plan: give an ordinary model its input_ids, "
             "attention_mask and position_ids"
         )
-    return radix.layout.changed()
+    return layout
 
 
 def check_inputs(decoder: PreTrainedModel, given: Mapping[str, Any], num_rows: int) -> None:

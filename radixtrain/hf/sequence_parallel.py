@@ -35,8 +35,8 @@ from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import Heads, RadixCall
 from radixtrain.hf.backbone import Parts, in_one_row
 from radixtrain.hf.progress import Progress
-from radixtrain.tree.movable import Movable
-from radixtrain.tree.radix_inputs import RADIX, layout_of, radix_of, with_radix
+from radixtrain.hf.refusals import on_device_of_rows
+from radixtrain.tree.radix_inputs import RADIX, RadixInputs, layout_of, radix_of, with_radix
 
 logger = logging.getLogger(__name__)
 
@@ -101,8 +101,8 @@ PLAIN = (int, float, str, np.generic)  # types whose `repr` is complete and the 
 
 def _flat(value: object) -> Iterator[Any]:
     """Yield what is in a tuple or a record, however deep; or the value itself."""
-    if isinstance(value, Movable):
-        value = tuple(value.fields().values())
+    if isinstance(value, RadixInputs):
+        value = tuple({**vars(value), "host": None}.values())  # `rows` differ too
     if not isinstance(value, tuple):
         yield value
         return
@@ -150,7 +150,7 @@ class SplitCall(RadixCall):
 
     def __init__(self, split: RowSplit, *args: Any) -> None:
         super().__init__(*args)
-        self.split = split
+        self.split, self.in_graph = split, False
 
     @property
     def num_rows(self) -> int:
@@ -242,6 +242,7 @@ class SplitModel:
                 "sp_group: each rank computes the loss of its own rows, so the model has to get labels; use "
                 "RadixCollator() without merge_labels, and the loss that the model returns"
             )
+        kwargs = {**kwargs, RADIX: on_device_of_rows(radix_of(kwargs), kwargs)}
         self.rows.check_same(kwargs)
         num_rows = layout_of(kwargs).num_rows
         rank, size, targets = self.rows.rank, self.rows.size, kwargs["shift_labels"].reshape(1, -1)

@@ -1,9 +1,9 @@
-"""A record of tensors that moves between devices as one tensor does."""
+"""What moves between devices as a tensor does: loaders, Accelerate, Lightning and `x.to(device)` find the methods."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -12,24 +12,11 @@ Function = Callable[[Tensor], Tensor]
 
 
 class Movable:
-    """A record whose annotated fields are tensors, host values, other records of this kind, lists and dicts."""
-
-    def fields(self) -> dict[str, Any]:
-        """Return the fields, without what properties have cached."""
-        return {name: vars(self)[name] for name in type(self).__annotations__}
-
-    def changed(self, **fields: object) -> Self:
-        """Copy the record with other values in some fields, and without what its properties have cached."""
-        copied = object.__new__(type(self))
-        own = {name: x.changed() if isinstance(x, Movable) else x for name, x in self.fields().items()}
-        vars(copied).update(own | fields)
-        return copied
+    """An object of which `map` replaces the tensors that move. Whatever else it holds stays where it is."""
 
     def map(self, function: Function) -> Self:
-        """Replace every tensor; return the record itself if nothing changes."""
-        old = self.fields()
-        new = {name: _mapped(value, function) for name, value in old.items()}
-        return self if all(new[name] is old[name] for name in old) else self.changed(**new)
+        """Replace what moves; return the object itself if nothing changes."""
+        raise NotImplementedError
 
     def to(self, device: torch.device | str, non_blocking: bool | None = None) -> Self:
         """Move to a device.
@@ -44,13 +31,3 @@ class Movable:
     def pin_memory(self) -> Self:
         """Copy into page-locked memory of the host, from which copies to a GPU are asynchronous."""
         return self.map(Tensor.pin_memory)
-
-
-def _mapped(value: object, function: Function) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, Movable):
-        return value.map(function)
-    if isinstance(value, dict):
-        return {key: _mapped(each, function) for key, each in value.items()}
-    return [_mapped(each, function) for each in value] if isinstance(value, list) else value

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, groupby, islice, pairwise, product
 from typing import Any, NamedTuple
 
@@ -111,6 +111,11 @@ class RunLayout:
     rows: Tensor
     places: Tensor
     parents: Tensor
+
+    def to(self, device: torch.device) -> RunLayout:
+        """Move from the CPU, without waiting for the copies."""
+        tensors = {name: getattr(self, name).to(device, non_blocking=True) for name in ("rows", "places", "parents")}
+        return replace(self, **tensors)
 
     @property
     def num_forks(self) -> int:

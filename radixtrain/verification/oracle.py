@@ -206,6 +206,8 @@ class _LiftCasts(TorchFunctionMode):
             kwargs["grad_tensors"] = kwargs.pop("gradient", None)
         if func is torch.autograd.backward:
             return self._backward(*args, **(kwargs or {}))
+        if func is torch.Tensor.view:  # which takes bits for another dtype, and casts none
+            return func(*args, **(kwargs or {}))
         if func is torch.Tensor.float:
             func = torch.Tensor.double
         args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)

@@ -37,38 +37,30 @@ def test_a_tokenizer_is_not_taken():
 
 
 def test_two_sequences():
-    long, short = torch.int64, torch.int32
+    long = torch.int64
     assert as_python(RadixCollator()(DOCSTRING)) == {
         "input_ids": (long, [[7, 8, 5], [9, 7, 8]]),
         "position_ids": (long, [[0, 1, 2, 2]]),
         "labels": (long, [[N, 9], [N, 5]]),
         "shift_labels": (long, [[9, N], [5, N]]),
         "radix": {
-            "cu_seqlens": (short, [0, 3, 6]),
             "predictor_indices": (long, [1]),
             "prediction_rows": (long, [0, 0, 0, 0]),
             "place_rows": [[0, -1], [0, -1]],
             "loss_weights": (long, [1, 0, 1, 0]),
             "label_indices": (long, [2, 0, 5, 0]),
             "layout": {
-                "gather_indices": (long, [0, 1, 5, 2]),
-                "inverse_indices": (short, [0, 1, 3, 0, 1, 2]),
-                "cu_seqlens": (short, [0, 3, 6]),
-                "segment_starts": (short, [0, 2, 3, 4]),
-                "subtree_ends": (short, [4, 3, 4]),
-                "path_keys": (short, [0, 1, 2, 0, 1, 3]),
-                "path_cu_seqlens_q": (short, [0, 3, 4]),
-                "path_cu_seqlens_k": (short, [0, 3, 6]),
-                "level_queries": (long, []),
-                "level_keys": (long, []),
-                "level_cu_seqlens_q": (short, [0, 2]),
-                "level_cu_seqlens_k": (short, [0, 2]),
-                "max_seqlen": 3,
-                "max_segment": 2,
-                "max_new_tokens": 3,
-                "max_path": 3,
-                "max_position": 2,
-                "levels": ((1, 2, 2, 2, 2, 2, 0),),
+                "gather_indices": [0, 1, 5, 2],
+                "inverse_indices": [0, 1, 3, 0, 1, 2],
+                "cu_seqlens": [0, 3, 6],
+                "segment_starts": [0, 2, 3, 4],
+                "segment_parents": [-1, 0, 0],
+                "subtree_ends": [4, 3, 4],
+                "path_keys": [0, 1, 2, 0, 1, 3],
+                "path_cu_seqlens_q": [0, 3, 4],
+                "path_cu_seqlens_k": [0, 3, 6],
+                "own": [0, 3, 4],
+                "calls": [0, 1, 0, 2],  # the last row onto the two that both have
             },
         },
     }

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
-from radixtrain.tree.layout import TreeLayout
-from radixtrain.tree.movable import Movable
+from radixtrain.tree.layout import SECTIONS, TreeLayout
+from radixtrain.tree.radix_inputs import PLAN, RadixInputs
 
 __all__ = ["as_python", "histories_of_rows", "predictions_of", "tensors_of"]
 
@@ -20,19 +20,19 @@ def as_python(value: Any) -> Any:
         return value.dtype, value.tolist()
     if isinstance(value, np.ndarray):
         return value.tolist()
-    if isinstance(value, Movable):
-        return {name: as_python(x) for name, x in value.fields().items() if has(x)}
+    if isinstance(value, TreeLayout):
+        return {name: value.section(name).tolist() for name in SECTIONS if len(value.section(name))}
+    if isinstance(value, RadixInputs):
+        tensors = {name: value.tensor(name) for name in value.sections if name != PLAN}
+        known = {name: x for name, x in vars(value).items() if name not in ("host", "rows", "sections")}
+        return {name: as_python(x) for name, x in {"layout": value.layout, **tensors, **known}.items() if has(x)}
     return {name: as_python(x) for name, x in value.items()} if isinstance(value, dict) else value
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """Of a tensor, a record, or whatever holds some of them: those that move with it."""
-    if isinstance(value, TreeLayout):
-        return [value.rows]
-    if isinstance(value, Movable):
-        return tensors_of(value.fields())
-    leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor | Movable)]
-    return [tensor for leaf in leaves for tensor in ([leaf] if isinstance(leaf, torch.Tensor) else tensors_of(leaf))]
+    """Of a record, or whatever holds some of them and tensors: those that move with it."""
+    leaves = [x.rows if isinstance(x, TreeLayout | RadixInputs) else x for x in tree_leaves(value)]
+    return [x for x in leaves if isinstance(x, torch.Tensor)]
 
 
 def has(value: Any) -> bool:

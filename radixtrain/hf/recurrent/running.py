@@ -216,14 +216,14 @@ class TreeRuns:
         """Return the runs that cost least."""
         if self.layout.runs is not None:
             return self.layout.runs
-        return cheapest_runs(*self._segments).to(self.layout.device, non_blocking=True)
+        return cheapest_runs(*self._segments).to(self.layout.device)
 
     @cached_property
     def whole(self) -> RunLayout:
         """Return runs without forks: each sequence from its first token on, as an ordinary batch has them."""
         if not self.forked.num_forks:
             return self.forked
-        return runs_of_segments(*self._segments, min_saved=None).to(self.layout.device, non_blocking=True)
+        return runs_of_segments(*self._segments, min_saved=None).to(self.layout.device)
 
     @cached_property
     def _segments(self) -> tuple[IntArray, IntArray]:
