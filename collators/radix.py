@@ -307,11 +307,10 @@ def _batch(ids: IntArray, plan: PrefixPlan, layout: TreeLayout, targets: _Target
 
     ids: (B, L) or (1, U). layout: of the plan. known: the other fields of its `RadixInputs`.
     """
+    of_layout = {"host": layout.host, "plan": layout.rows, "cu_seqlens": layout.cu_seqlens}
     return {
         "input_ids": torch.from_numpy(ids),
         **targets.labels,
         "position_ids": torch.tensor(plan.position_ids, device="cpu")[None],
-        RADIX: RadixInputs.of(
-            layout.host, plan=layout.rows, cu_seqlens=layout.cu_seqlens, **targets.of_predictions, **known
-        ),
+        RADIX: RadixInputs.of(**of_layout, **targets.of_predictions, **known),
     }

@@ -82,17 +82,9 @@ class RadixInputs(Movable):
     image_rows = _section("image_rows")
 
     @classmethod
-    def of(cls, host: Tensor | None = None, **given: Any) -> RadixInputs:
-        """Encode the tensors among these fields as sections. None is left out."""
-        found = {name: x for name, x in given.items() if isinstance(x, Tensor)}
-        sections, parts, end = {}, [], 0
-        for name in sorted(found, key=lambda name: -found[name].itemsize):  # int64 starts at an even place
-            x = found[name]
-            parts.append(x.view(torch.int32) if len(x) else x.int())  # an empty one may have stride 0
-            start, end = end, end + len(parts[-1])
-            sections[name] = slice(start, end), x.dtype
-        known = {name: x for name, x in given.items() if name not in found and x is not None}
-        return cls(rows=torch.cat(parts), sections=sections, host=host, **known)
+    def of(cls, **given: Any) -> RadixInputs:
+        """Make one of these fields, of which tensors become sections, except `host`."""
+        return cls(**_encoded(given))
 
     def map(self, function: Function) -> RadixInputs:
         """Replace `rows`; return the object itself if nothing changes. `host` stays where it is."""
@@ -115,6 +107,19 @@ class RadixInputs(Movable):
         return None if self.host is None else TreeLayout(self.host, self.tensor("plan"))
 
 
+def _encoded(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace the tensors among these fields, except `host`, by `rows` and `sections`."""
+    found = {name: x for name, x in given.items() if isinstance(x, Tensor) and name != "host"}
+    sections, parts, end = {}, [], 0
+    for name in sorted(found, key=lambda name: -found[name].itemsize):  # an int64 starts at an even place
+        x = found[name]
+        parts.append(x.view(torch.int32) if len(x) else x.int())  # an empty one may have stride 0
+        start, end = end, end + len(parts[-1])
+        sections[name] = slice(start, end), x.dtype
+    known = {name: given[name] for name in given.keys() - found.keys()}
+    return {"rows": torch.cat(parts), "sections": sections, **known}
+
+
 def radix_of(batch: Mapping[str, Any]) -> RadixInputs:
     """Return the `RadixInputs` of a batch."""
     found: RadixInputs = batch[RADIX]
@@ -124,9 +129,8 @@ def radix_of(batch: Mapping[str, Any]) -> RadixInputs:
 def with_radix(batch: Mapping[str, Any], **fields: object) -> dict[str, Any]:
     """Copy the batch with other values in some fields of its `RadixInputs`, or other tensors in place of its own."""
     radix = radix_of(batch)
-    known = {name: x for name, x in vars(radix).items() if name not in ("rows", "sections")}
     tensors = {name: radix.tensor(name) for name in radix.sections}
-    return {**batch, RADIX: RadixInputs.of(**{**known, **tensors, **fields})}
+    return {**batch, RADIX: replace(radix, **_encoded(tensors | fields))}
 
 
 def layout_of(batch: Mapping[str, Any]) -> TreeLayout:

@@ -35,7 +35,7 @@ def test_sections_come_back_bit_by_bit(num_bounds: int, num_rows: int, num_weigh
         "prediction_rows": torch.arange(num_rows),
         "old_logprobs": torch.full((num_floats,), float("nan")),
     }
-    radix = RadixInputs.of(**tensors, label_indices=None, token_loss=True)
+    radix = RadixInputs.of(**tensors, token_loss=True)
     assert radix.rows.dtype == torch.int32 and radix.token_loss and radix.host is radix.layout is None
     for name, tensor in tensors.items():
         found = getattr(radix, name)
