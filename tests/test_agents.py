@@ -201,7 +201,9 @@ def test_a_report_or_a_warning_says_why_nothing_is_shared_or_learned(
     prepared(torch.tensor([[1, 2, 3]]))
     said += str(sharing_report(prepared))
     rounded_updates._warn.cache_clear()
+    trained = tiny_qwen3().bfloat16()
+    trained(torch.tensor([[1, 2, 3]])).logits.sum().backward()
     with caplog.at_level(logging.WARNING, logger="radixtrain"):
-        rounded_updates.warn_of_rounding(torch.optim.SGD(tiny_qwen3().bfloat16().parameters()))
+        rounded_updates.warn_of_rounding(torch.optim.SGD(trained.parameters()))
     said += caplog.text
     assert len(REPORTED) == 6 and all(reason in said for reason in REPORTED)

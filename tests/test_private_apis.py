@@ -122,6 +122,7 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "radixtrain/hf/dropout.py": {
         "torch.nn.Module._modules": "finds dropout modules in 0.3 ms",
+        "torch.utils._python_dispatch._disable_current_modes": "no mode counts or fakes how generators are compared",
     },
     "radixtrain/hf/hooks.py": {
         "torch.nn.Module._forward_pre_hooks": (
@@ -145,6 +146,11 @@ TABLE: dict[str, dict[str, str]] = {
         "torch.utils._pytree": "finds the tensors among the arguments of a function",
         "torch.Tensor._is_view": "says of a tensor without memory whether a function made a view or a copy",
     },
+    "radixtrain/hf/modules.py": {
+        "transformers.PreTrainedModel._gradient_checkpointing_func": (
+            "computes a layer again, without the layer's hooks, and may be a user's"
+        ),
+    },
     "radixtrain/hf/padded/spread.py": {
         "torch.Tensor._base": "finds the memory of a view, whose node every view of it follows",
         "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack": "the ordinary tensor is made for all",
@@ -166,11 +172,6 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "radixtrain/hf/progress.py": {
         "torch._C._current_graph_task_id": "tells layers that a backward pass recomputes from others",
-    },
-    "radixtrain/hf/recurrent/layers.py": {
-        "transformers.PreTrainedModel._gradient_checkpointing_func": (
-            "computes a layer again, without the layer's hooks"
-        ),
     },
     "radixtrain/hf/refusals.py": {
         "torch.nn.Module._is_replica": "tells a copy that DataParallel made",

@@ -36,14 +36,14 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from radixtrain.attention import cached_attention, tree_attention
+from radixtrain.attention import cached_attention, launched_in_graphs, tree_attention
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.backbone import is_text
-from radixtrain.hf.modules import attends, eager_places, interfaces_of, why_replaced
+from radixtrain.hf.modules import attends, eager_places, interfaces_of, name_of, why_replaced
 from radixtrain.hf.padded.rows import Places
 from radixtrain.hf.recurrent.running import TreeRuns
-from radixtrain.hf.scaled_by_place import at_own_places
-from radixtrain.hf.windows import mask_function, on_mask, window_of
+from radixtrain.hf.scaled_by_place import at_own_places, scales
+from radixtrain.hf.windows import is_empty, mask_function, on_mask, window_of
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.cached_layout import CachedLayout
 from radixtrain.tree.layout import TreeLayout
@@ -68,6 +68,7 @@ class Call:
         self.calls: list[int] = []
         self.both_ways: list[int] = []
 
+    in_graph = False  # whether layers may attend in a compiled graph
     depths: Any  # the place of each new row in its sequence
 
     def attend(self, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
@@ -81,10 +82,13 @@ class Call:
         num_layers: that attend; None if it is not known. others: what the layers did that took no part.
         """
         # DiffLlama calls its attention twice a layer; a model that runs one layer twice has fewer modules than layers.
-        if num_layers not in (None, len(self.calls), len(set(self.calls))):
+        in_graphs = launched_in_graphs(self.layout) if isinstance(self.layout, TreeLayout) else 0
+        number = len(self.calls) + in_graphs
+        all_ran = num_layers in (None, number, len(set(self.calls))) or (in_graphs and number % num_layers == 0)
+        if not all_ran:
             raise RuntimeError(
-                f"radix attention ran in {len(set(self.calls))} of {num_layers} layers of {type(backbone).__name__}: "
-                f"the others {others}"
+                f"radix attention ran in {len(set(self.calls)) + in_graphs} of {num_layers} layers of "
+                f"{type(backbone).__name__}: the others {others}"
             )
         if self.layout.blocks is not None and not self.both_ways:
             raise RuntimeError(
@@ -126,6 +130,8 @@ class RadixCall(Call):
         self.token_loss = False
         self.place_rows: IntArray | None = None
         self.mixed: list[int] = []
+        self.in_graph = layout.blocks is None
+        launched_in_graphs(layout)  # of an earlier pass, which recomputed its layers
         self.ordinary: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
         self.generators: list[Tensor] = []
 
@@ -261,11 +267,11 @@ def _why_set(module: nn.Module, must_be_causal: bool, config: PreTrainedConfig) 
         name = own._attn_implementation
         return f"{type(module).__name__} has attn_implementation {name!r}, and not that of its decoder"
     if must_be_causal and not getattr(module, "is_causal", True):
-        return f"{_name_of(module)} has is_causal=False"
+        return f"{name_of(module)} has is_causal=False"
     if config._attn_implementation == "sdpa" and getattr(module, "sinks", None) is not None:
-        return f"{_name_of(module)} has sinks, which attn_implementation 'sdpa' leaves out"
+        return f"{name_of(module)} has sinks, which attn_implementation 'sdpa' leaves out"
     if config._attn_implementation == "eager" and getattr(module, OWN_FUNCTION, False):
-        return f"{_name_of(module)} calls an attention function of its own ({OWN_FUNCTION})"
+        return f"{name_of(module)} calls an attention function of its own ({OWN_FUNCTION})"
     return None
 
 
@@ -319,11 +325,43 @@ def radix_attention(ordinary: Attention, obeys_argument: bool = False) -> Attent
             return ordinary(module, query, key, value, attention_mask, *further, **kwargs)
         if further:
             raise UserError(
-                f"{_name_of(module)} gives its attention more than a mask by position; {TRAIN_WITHOUT_SHARING}"
+                f"{name_of(module)} gives its attention more than a mask by position; {TRAIN_WITHOUT_SHARING}"
             )
-        return _attend(call, module, (query, key, value), attention_mask, kwargs, obeys_argument)
+        heads = query, key, value
+        if torch.compiler.is_compiling() and call.in_graph and is_empty(attention_mask) and not scales(module):
+            return _attend_in_graph(call, module, heads, attention_mask, kwargs, obeys_argument)
+        return _attend(call, module, heads, attention_mask, kwargs, obeys_argument)
 
     return attention
+
+
+def _attend_in_graph(
+    call: Call, layer: nn.Module, heads: Heads, mask: Tensor, options: Mapping[str, Any], obeys_argument: bool
+) -> tuple[Tensor, None]:
+    """Compute the attention of one layer in a compiled graph, which holds no number of the tree."""
+    _check_options(layer, options)
+    window = options.get("sliding_window") if obeys_argument else mask.shape[3]
+    return _attended(call, heads, window, options, False)
+
+
+def _attended(
+    call: Call,
+    heads: Heads,
+    window: int | None,
+    options: Mapping[str, Any],
+    both_ways: bool,
+) -> tuple[Tensor, None]:
+    query, _, value = heads
+    scaling = options.get("scaling")
+    out_UNH = call.attend(
+        _of_one_head_dim(*(_as_autocast(x[0]).transpose(0, 1) for x in heads)),
+        window,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,  # of the head dim before padding
+        softcap=options.get("softcap"),
+        sinks=options.get("s_aux"),
+        both_ways=both_ways,
+    )
+    return out_UNH[None, ..., : value.shape[-1]].contiguous(), None  # as `sdpa` of Hugging Face: JetMoE makes a view
 
 
 def _call_of(module: nn.Module, attention_mask: object, kwargs: Mapping[str, Any]) -> Call | None:
@@ -334,22 +372,22 @@ def _call_of(module: nn.Module, attention_mask: object, kwargs: Mapping[str, Any
     """
     if kwargs.get(RADIX) is not None:
         raise UserError(
-            f"{_name_of(module)} receives a radix batch that did not pass the backbone which prepare_model prepared: "
+            f"{name_of(module)} receives a radix batch that did not pass the backbone which prepare_model prepared: "
             f"call the prepared model or its backbone, not a part of it, its forward method or another model"
         )
     written = on_mask(attention_mask)
-    if written is None and not (isinstance(attention_mask, Tensor) and attention_mask.shape[-2:] == (0, 0)):
+    if written is None and not is_empty(attention_mask):
         return None
     call: Call | None = None if written is None else written.call
     if call is None:
         raise UserError(
-            f"{_name_of(module)} receives neither the keyword arguments of the model call nor the mask of its model, "
+            f"{name_of(module)} receives neither the keyword arguments of the model call nor the mask of its model, "
             f"so the tree cannot reach it; {TRAIN_WITHOUT_SHARING}"
         )
     return call
 
 
-@torch.compiler.disable  # host integers and custom kernels: traced, it would be recompiled for every tree
+@torch.compiler.disable  # it counts the layers, and reads what a graph cannot
 @saying_what_was_tested()
 def _attend(
     call: Call,
@@ -362,26 +400,18 @@ def _attend(
     """Compute the attention of one layer, by its call. options: what Hugging Face's layers pass by keyword."""
     _check_options(layer, options)
     argument, longest = options.get("sliding_window"), call.layout.max_seqlen
-    window = window_of(_name_of(layer), attention_mask, argument, longest, call.window_may_bind, obeys_argument)
-    written, scaling, (query, _, value) = on_mask(attention_mask), options.get("scaling"), heads
+    window = window_of(layer, attention_mask, argument, longest, call.window_may_bind, obeys_argument)
+    written = on_mask(attention_mask)
     both_ways = written is not None and written.both_ways
-    heads = at_own_places(layer, query, call), *heads[1:]
     try:
-        out_UNH = call.attend(
-            _of_one_head_dim(*(_as_autocast(x[0]).transpose(0, 1) for x in heads)),
-            window,
-            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,  # of the head dim before padding
-            softcap=options.get("softcap"),
-            sinks=options.get("s_aux"),
-            both_ways=both_ways,
-        )
+        attended = _attended(call, (at_own_places(layer, heads[0], call), *heads[1:]), window, options, both_ways)
     except UserError as error:  # this layer cannot do what was requested
         why = f" attends to the last {window} tokens, and this batch has a sequence of {longest}" if window else ""
-        raise UserError(f"{_name_of(layer)}{why}: {error}") from None
+        raise UserError(f"{name_of(layer)}{why}: {error}") from None
     call.calls.append(id(layer))
     if both_ways:
         call.both_ways.append(id(layer))
-    return out_UNH[None, ..., : value.shape[-1]].contiguous(), None  # as `sdpa` of Hugging Face: JetMoE makes a view
+    return attended
 
 
 def _as_autocast(x: Tensor) -> Tensor:
@@ -409,23 +439,22 @@ def _of_one_head_dim(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
 
 def _check_options(module: nn.Module, options: Mapping[str, Any]) -> None:
     """Refuse what a layer requests and tree attention does not compute."""
-    layer = _name_of(module)
     if options.get("dropout"):
-        raise UserError(f"{layer} requests attention dropout {options['dropout']}; set attention_dropout to 0")
+        raise UserError(
+            f"{name_of(module)} requests attention dropout {options['dropout']}; set attention_dropout to 0"
+        )
     if options.get("position_bias") is not None:
         raise UserError(
-            f"{layer} adds a position_bias to its scores, which tree attention does not compute; "
+            f"{name_of(module)} adds a position_bias to its scores, which tree attention does not compute; "
             f"{TRAIN_WITHOUT_SHARING}"
         )
     for key, attribute in (("softcap", "attn_logit_softcapping"), ("s_aux", "sinks")):
         if options.get(key) is None and getattr(module, attribute, None) is not None:
             raise UserError(
-                f"{layer} has {attribute} and does not pass it to its attention function as {key}, so tree attention "
-                f"would leave it out; {TRAIN_WITHOUT_SHARING}"
+                f"{name_of(module)} has {attribute} and does not pass it to its attention function as {key}, so tree "
+                f"attention would leave it out; {TRAIN_WITHOUT_SHARING}"
             )
     if not options.get("is_causal", getattr(module, "is_causal", True)):
-        raise UserError(f"{layer} is not causal; a shared prefix has the same states only under causal attention")
-
-
-def _name_of(module: nn.Module) -> str:
-    return f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
+        raise UserError(
+            f"{name_of(module)} is not causal; a shared prefix has the same states only under causal attention"
+        )

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 
 from radixtrain.errors import UserError
@@ -68,6 +69,12 @@ def generator_states(device: torch.device) -> list[Tensor]:
     """Return the states of the generators from which a pass on this device draws."""
     of_device = [] if device.type == "cpu" else [torch.get_device_module(device).get_rng_state(device)]
     return [torch.get_rng_state(), *of_device]
+
+
+def has_drawn(device: torch.device, before: Sequence[Tensor]) -> bool:
+    """Return whether a pass has drawn since `generator_states` returned these."""
+    with _disable_current_modes():  # the states have values, also if a mode takes those of the model for fakes
+        return not all(map(torch.equal, before, generator_states(device)))
 
 
 def set_generator_states(device: torch.device, states: Sequence[Tensor]) -> None:

@@ -27,7 +27,7 @@ from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.backbone import Parts, arguments_of, in_one_row, text_decoder_of, with_rows
 from radixtrain.hf.conditions import traits_of, why_unsupported
-from radixtrain.hf.dropout import generator_states, number_that_draws, set_generator_states
+from radixtrain.hf.dropout import generator_states, has_drawn, number_that_draws, set_generator_states
 from radixtrain.hf.image_models import types_for, with_features
 from radixtrain.hf.modules import mixers_of, num_attention_layers, text_layers
 from radixtrain.hf.padded.calls import is_compiled, is_generating
@@ -152,6 +152,11 @@ class BackboneHooks:
         if given is None:
             return None
         call: RadixCall = given["radix_call"]
+        for tensor in (given.get("input_ids"), given.get("inputs_embeds"), given.get("position_ids")):
+            if tensor is not None:  # or compiled layers would be compiled again for the second batch
+                torch._dynamo.maybe_mark_dynamic(tensor, tensor.ndim - 1 - tensor.is_floating_point())
+        for tensor in (call.layout.host, call.layout.rows):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
         self.progress.become(call)
         call.ordinary, call.generators = (args, kwargs), generator_states(call.layout.device)
         return (), given
@@ -273,6 +278,7 @@ class BackboneHooks:
             raise UserError(f"a batch of a RadixCollator: {reason}; leave it out, or {TRAIN_WITHOUT_SHARING}")
         check_pass(decoder, head, layout, radix.is_left_padded, self.allow_dropout)
 
+    @torch.compiler.disable
     def after(self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Check that every layer ran tree attention, keep the rows that predict, expand router logits to all tokens."""
         self.progress.end()
@@ -302,8 +308,7 @@ class BackboneHooks:
 
     def _why_drawn(self, backbone: PreTrainedModel, call: RadixCall) -> str | None:
         """Say what a pass drew at random. Modules may hold a number that the configuration does not have."""
-        states = generator_states(call.layout.device)
-        if self.allow_dropout or all(map(torch.equal, states, call.generators)):
+        if self.allow_dropout or not has_drawn(call.layout.device, call.generators):
             return None
         decoder = text_decoder_of(backbone)
         reason = why_inexact(decoder, progress=self.progress, drew=True)

@@ -23,6 +23,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from radixtrain.hf.backbone import is_text
 
 OF_ALL_MODELS = ("torch.", "transformers.modeling_utils")  # they name what a model may have, not what it has
+CHECKPOINT = "_gradient_checkpointing_func"  # of a module that transformers may checkpoint
 EAGER = "eager_attention_forward"  # ends the name of the eager attention of a modeling file
 
 
@@ -217,3 +218,8 @@ def text_attention(decoder: nn.Module) -> Iterator[nn.Module]:
 def is_attention(module: nn.Module) -> bool:
     """Return whether a module attends: as Hugging Face's attention, or by its name, which a subclass may change."""
     return attends(type(module)) or any("Attention" in each.__name__ for each in type(module).__mro__)
+
+
+def name_of(module: nn.Module) -> str:
+    """Return what errors call a module of a layer."""
+    return f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"

@@ -24,7 +24,13 @@ from torch import Tensor, nn
 from radixtrain.collators.misuse_guard import is_instance_by_name
 from radixtrain.errors import first_line
 from radixtrain.hf.attention_interface import RadixCall
-from radixtrain.hf.dropout import generator_states, number_that_draws, set_generator_states, without_dropout
+from radixtrain.hf.dropout import (
+    generator_states,
+    has_drawn,
+    number_that_draws,
+    set_generator_states,
+    without_dropout,
+)
 from radixtrain.hf.modules import mixers_of
 from radixtrain.hf.progress import Progress
 from radixtrain.hf.third_party import code_to_try, values_of
@@ -100,10 +106,10 @@ def _tried(
     plan = build_prefix_plan(rows.flatten(), torch.arange(0, rows.numel() + 1, rows.shape[1]))
     layout = TreeLayout.from_plan(plan, RunCost() if mixers_of(decoder) else None).to(device)
     call = RadixCall(layout, None, "auto", "auto", window_may_bind(decoder.config, layout.max_seqlen))
-    copies = layout.inverse_indices.long()
+    copies = layout.inverse_indices
     ordinary = {"input_ids": rows.to(device)}
     once = {
-        "input_ids": rows.flatten()[plan.gather_indices].to(device)[None],
+        "input_ids": rows.to(device).flatten()[layout.gather_indices][None],
         "position_ids": torch.tensor(plan.position_ids, device=device)[None],
         "attention_mask": no_mask(call.window_may_bind, device, call),
         "radix_call": call,
@@ -114,13 +120,13 @@ def _tried(
             with progress.during(None):
                 expected, of_copies, left = _states(decoder, head, ordinary)
                 again, *_ = _states(decoder, head, ordinary)
-            has_drawn = not all(map(torch.equal, before, generator_states(device)))
+            draws = has_drawn(device, before)
             with progress.during(call):
                 states, of_rows, left_once = _states(decoder, head, once, copies)
         except Exception as error:  # by code of any kind
             return f"cannot be tried on a few tokens ({type(error).__name__}: {first_line(error)})"
     are_alike = partial(_are_alike, _bar(decoder, expected))
-    if not are_alike(expected, again) or drew > has_drawn:  # only in longer rows
+    if not are_alike(expected, again) or drew > draws:  # only in longer rows
         return "draws at random"
     if not are_alike(expected, states):
         return "computes a token from others, or from its place among them"

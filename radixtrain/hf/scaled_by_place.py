@@ -18,10 +18,16 @@ def scaled_from(config: PreTrainedConfig) -> int | None:
     return config.floor_scale if getattr(config, "attn_temperature_tuning", None) else None
 
 
+def scales(layer: nn.Module) -> bool:
+    """Return whether a layer scales its queries by their place."""
+    own: Any = layer
+    return bool(getattr(layer, "attn_temperature_tuning", None)) and not own.use_rope
+
+
 def at_own_places(layer: nn.Module, query: Tensor, call: Any) -> Tensor:
     """Scale queries, (1, N, rows, H), by the place of each row in its sequence. call: of the layer; has `depths`."""
     own: Any = layer
-    if not getattr(layer, "attn_temperature_tuning", None) or own.use_rope:
+    if not scales(layer):
         return query
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     computed, of_sequence = (

@@ -150,7 +150,7 @@ class SplitCall(RadixCall):
 
     def __init__(self, split: RowSplit, *args: Any) -> None:
         super().__init__(*args)
-        self.split = split
+        self.split, self.in_graph = split, False
 
     @property
     def num_rows(self) -> int:

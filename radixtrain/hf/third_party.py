@@ -22,7 +22,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from radixtrain.hf.modules import PROTOCOL, names_in
+from radixtrain.hf.modules import CHECKPOINT, PROTOCOL, names_in
 
 FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 HOOKS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
@@ -218,7 +218,7 @@ def _is_changed(module: nn.Module) -> bool:
         return True
     forward = _on_instance(module, [*_functions(_of_class(kind, "forward"))])
     called.pop("forward", None)
-    checkpoint = _functions(called.pop("_gradient_checkpointing_func", None))
+    checkpoint = _functions(called.pop(CHECKPOINT, None))
     others = (each for each in _functions(*called.values()) if getattr(each, "__name__", "") not in names_in(kind))
     return any(
         _unknown(functions, known=known) is not None

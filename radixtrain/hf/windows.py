@@ -7,7 +7,9 @@ No U x U mask is ever built. The backbone's hook (`radixtrain/hf/hooks.py`) give
   It reads from the model's mask what the last token of the longest sequence sees, so that every layer gets the window
   that it would have obeyed, and, if the batch has blocks of rows that may attend in both directions, whether they do.
 
-Both carry an `OnMask`, also for layers that get nothing else.
+Both carry an `OnMask`, also for layers that get nothing else. An empty 4-D mask is as wide as the window, because that
+is what a compiled graph can read: a size, which it does not compile anew for. There Hugging Face's own number is the
+window, unless the model has changed the mask.
 """
 
 from __future__ import annotations
@@ -16,16 +18,18 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedConfig
 
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
+from radixtrain.hf.modules import name_of
 from radixtrain.hf.names import OF_OLDER_MASKS
 from radixtrain.tree.blocks import BlockLayout
 from radixtrain.versions import saying_what_was_tested
 
 ON_MASK = "_radix_on_mask"
+FULL = 2**30  # the width of a mask without a window: more than any sequence
 # What transformers gives a mask function by keyword.
 READ = {
     *("attention_mask", "mask_function", "config", "local_size", "use_vmap", "dtype", "device"),
@@ -68,7 +72,12 @@ def chunk_of(config: PreTrainedConfig | None) -> int | None:
 
 def no_mask(may_bind: bool, device: torch.device, call: object = None) -> Tensor:
     """Make the empty `attention_mask` of a backbone. With two dimensions it makes every layer request its window."""
-    return _empty((1, 0) if may_bind else (1, 1, 0, 0), device, OnMask(call, None if may_bind else 0))
+    return _empty((1, 0) if may_bind else (1, 1, 0, FULL), device, OnMask(call, None if may_bind else 0))
+
+
+def is_empty(mask: object) -> bool:
+    """Return whether this is a mask that a layer gets from `no_mask` or `mask_function`."""
+    return isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[2] == 0
 
 
 def on_mask(mask: object) -> OnMask | None:
@@ -94,12 +103,21 @@ def mask_function(ordinary: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a mask function, which Hugging Face calls by keyword only: `ordinary`, except for a radix batch."""
 
     def mask(*, attention_mask: Tensor | None = None, **kwargs: object) -> Any:
+        if attention_mask is not None and _is_stock_in_graph(attention_mask, kwargs):
+            window = None if chunk_of(kwargs.get("config")) else kwargs.get("local_size")
+            return attention_mask.new_empty((1, 1, 0, window or FULL))
         written = on_mask(attention_mask)
         if attention_mask is None or written is None:
             return ordinary(attention_mask=attention_mask, **kwargs)
-        return _empty((1, 1, 0, 0), attention_mask.device, _requested(written.call, kwargs))
+        found = _requested(written.call, kwargs)
+        return _empty((1, 1, 0, found.window or FULL), attention_mask.device, found)
 
     return mask
+
+
+def _is_stock_in_graph(mask: Tensor, given: Mapping[str, Any]) -> bool:
+    """Return whether a compiled graph requests a mask of transformers for a radix batch, as its model left it."""
+    return torch.compiler.is_compiling() and mask.shape == (1, 0) and not given.get("use_vmap") and given.keys() <= READ
 
 
 @torch.compiler.disable  # host integers
@@ -174,24 +192,24 @@ def _seen(sees: Callable[..., Tensor], blocks: BlockLayout, longest: int) -> tup
 
 
 def window_of(
-    layer: str, attention_mask: object, argument: int | None, longest: int, may_bind: bool, obeys_argument: bool
+    layer: nn.Module, attention_mask: object, argument: int | None, longest: int, may_bind: bool, obeys_argument: bool
 ) -> int | None:
     """Return the sliding window of a layer if it binds, else None.
 
-    layer: its name in errors. argument: its `sliding_window`. longest: the batch's longest sequence, in tokens.
+    argument: its `sliding_window`. longest: the batch's longest sequence, in tokens.
     obeys_argument: whether its own attention obeys only the argument, as flash attention does; any other obeys only its
     mask.
     """
     if isinstance(attention_mask, Tensor) and attention_mask.numel():
         raise UserError(
-            f"{layer} gets a mask {tuple(attention_mask.shape)} that its model made, which tree attention would leave "
-            f"out; {TRAIN_WITHOUT_SHARING}"
+            f"{name_of(layer)} gets a mask {tuple(attention_mask.shape)} that its model made, which tree attention "
+            f"would leave out; {TRAIN_WITHOUT_SHARING}"
         )
     written = on_mask(attention_mask)
     window = argument if obeys_argument else None if written is None else written.window
     if window is None and may_bind and not obeys_argument:
         raise UserError(
-            f"{layer} gets a mask that transformers.masking_utils has not made, and its model has a sliding window "
-            f"shorter than this batch's longest sequence ({longest}); set max_length to the window or less"
+            f"{name_of(layer)} gets a mask that transformers.masking_utils has not made, and its model has a sliding "
+            f"window shorter than this batch's longest sequence ({longest}); set max_length to the window or less"
         )
     return window if window and window < longest else None

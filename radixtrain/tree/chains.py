@@ -76,7 +76,7 @@ def cascade(starts: Sequence[int], parents: Sequence[int], ends: Sequence[int], 
 def _chains(parents: Sequence[int]) -> list[range]:
     """Return the segments of each chain: a segment that follows its parent goes on with its chain."""
     firsts = [segment for segment, parent in enumerate(parents) if parent < 0 or parent != segment - 1]
-    return [range(first, last) for first, last in zip(firsts, [*firsts[1:], len(parents)], strict=True)]
+    return [range(first, last) for first, last in pairwise([*firsts, len(parents)])]
 
 
 def _groups(starts: list[int], most_rows: int) -> tuple[list[int], list[int]]:

@@ -201,6 +201,11 @@ class TreeLayout(Movable):
         return self.gather_indices - self.cu_seqlens[sequences_of(self.gather_indices, self.cu_seqlens)]
 
     @cached_property
+    def requests(self) -> dict[Any, Any]:
+        """Return what layers have asked for of attention, by that; filled by `tree_attention`."""
+        return {}
+
+    @cached_property
     def _block_masks(self) -> dict[int | None, BlockMask]:
         return {}
 
@@ -236,15 +241,26 @@ class TreeLayout(Movable):
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """Return the calls of `cascade`; the first covers every row."""
-        if self.device.type == "cpu":
-            return self.pieces_on_host(GROUP)
+        return self.pieces_on_host(GROUP) if self.device.type == "cpu" else self.packed_pieces()
+
+    def packed_pieces(self) -> tuple[Piece, ...]:
+        """Return calls for kernels that take all entries at once."""
         own, longest = self.section("own", torch.int32), self._numbers.max_own
         return self._causal(own, own, longest, longest), *self._packed_calls()
 
     @cached_property
     def separate_pieces(self) -> tuple[Piece, ...]:
-        """Return the calls of `cascade` on the host, without a mask that hides one branch from another."""
-        return self.pieces_on_host(0)
+        """Return calls on the host in which no row is hidden from a query of another branch: one onto each segment.
+
+        A chain would hide what follows a branch from the rows before it.
+        """
+        starts, ends = self.segment_starts.tolist(), self.subtree_ends.tolist()
+        below = [
+            (last, end, first, last) for (first, last), end in zip(pairwise(starts), ends, strict=True) if end > last
+        ]
+        longest = _longest(np.array(starts))
+        own = self._causal(self.segment_starts, self.segment_starts, longest, longest)
+        return own, *map(_sliced, below)
 
     def pieces_on_host(self, most_rows: int) -> tuple[Piece, ...]:
         """Return calls for kernels that loop: groups of chains, and slices. most_rows: of a group of several chains."""

@@ -1,4 +1,4 @@
-"""What moves between devices as a tensor does: torch's loader, Accelerate, Lightning and loops call its methods."""
+"""What moves between devices as a tensor does: loaders, Accelerate, Lightning and `x.to(device)` find the methods."""
 
 from __future__ import annotations
 

@@ -9,12 +9,13 @@ nodes of that trie in depth-first pre-order, so that
 
 No pointer tree is walked. The sequences are sorted and neighbours are compared once (`radixtrain/tree/sorting.py`).
 Everything is read off the array of longest common prefixes (LCP), as a suffix array replaces a suffix tree (Abouelhoda,
-Kurtz and Ohlebusch 2004, "lcp-intervals"). In sorted order the new tokens of a sequence are a contiguous suffix of it.
+Kurtz and Ohlebusch 2004, "lcp-intervals"). In sorted order the new tokens of a sequence are a contiguous suffix of it,
+and still are when the branch with the most rows has moved to the front, where it continues the rows of its parent.
 
-    sequences      sorted, with LCP        unique rows (U = 6)           segments
-    0: 7 8 9       1: 7 8 5    lcp 0       row    0 1 2 3 4 5            [0, 2)  7 8  subtree_end 5
-    1: 7 8 5       0: 7 8 9    lcp 2       token  7 8 5 9 6 9            [2, 3)  5    subtree_end 3
-    2: 7 8 9 6     2: 7 8 9 6  lcp 3                                     [3, 5)  9 6  subtree_end 5
+    sequences      in order, with LCP      unique rows (U = 6)           segments
+    0: 7 8 9       2: 7 8 9 6  lcp 0       row    0 1 2 3 4 5            [0, 2)  7 8  subtree_end 5
+    1: 7 8 5       0: 7 8 9    lcp 3       token  7 8 9 6 5 9            [2, 4)  9 6  subtree_end 4
+    2: 7 8 9 6     1: 7 8 5    lcp 2                                     [4, 5)  5    subtree_end 5
     3: 9           3: 9        lcp 0                                     [5, 6)  9    subtree_end 6
 
 NumPy only: the plan is built in DataLoader workers, and nothing here imports torch.
@@ -41,8 +42,8 @@ class PrefixPlan:
     inverse_indices: (T,). packed token -> its unique row: `x_T = x_U[inverse_indices]`.
     position_ids: (U,). position of each unique row, in tokens from the start of its sequence unless given otherwise.
     cu_seqlens: (B+1,). where each sequence starts in the packed layout, as given.
-    path_sequences: (E,). the sequences that bring new rows, in sorted order. The path of each is its rows, the last of
-        which are new.
+    path_sequences: (E,). the sequences that bring new rows, in the order of these. The path of each is its rows, the
+        last of which are new.
     path_cu_seqlens_q: (E+1,). where the new rows of each path start, and U.
     num_padding: padding rows at the end of U. They are a segment of their own that nothing else sees, and one more path
         after those of the sequences.

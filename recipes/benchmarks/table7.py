@@ -135,7 +135,7 @@ def radix_pass(
 
 def unique_logits(model: Qwen3ForCausalLM, batch: Batch) -> Tensor:
     """(U, V). As if every unique row predicted something."""
-    return model(**inputs_of(batch, predictor_indices=torch.arange(batch["input_ids"].shape[1]))).logits[0]
+    return model(**inputs_of(batch, predictor_indices=torch.arange(batch["radix"].layout.num_rows))).logits[0]
 
 
 def gradients_of(model: Qwen3ForCausalLM) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from radixtrain.errors import UserError
 from radixtrain.kernels.cpu_loops import EagerKernel, TorchCPUKernel
-from radixtrain.kernels.merge_attention import Piece, attention_in_pieces
+from radixtrain.kernels.merge_attention import Piece, Route, attention_in_pieces, onto_copies, routed_attention
 from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
 
 SCALE = 0.6
@@ -65,8 +65,8 @@ def union_of(pieces: tuple[Piece, ...], num_rows: int) -> Tensor:
     return times - 1
 
 
-def in_pieces(pieces: tuple[Piece, ...], kernel: VarlenKernel, scoring: Scoring = SCORING) -> Callable[..., Tensor]:
-    return lambda q, k, v, *sinks: attention_in_pieces(q, k, v, pieces, kernel, scoring, *sinks)
+def in_pieces(pieces: tuple[Piece, ...], kernel: VarlenKernel) -> Callable[..., Tensor]:
+    return lambda q, k, v, *sinks: routed_attention(q, k, v, Route(pieces), kernel, SCORING, *sinks)
 
 
 SINKS = torch.tensor([-2.0, 0.0, 1.5, 40.0], dtype=torch.float64)  # from hardly there to everything
@@ -82,17 +82,49 @@ def test_one_softmax_over_the_union(kernel: VarlenKernel, name: str) -> None:
         assert_exact(found, with_gradients(attend, tensors, *own), heads)
 
 
+@kernels
+def test_copies_of_rows(kernel: VarlenKernel) -> None:
+    """Queries 1 and 3 twice, keys up to three times; and a piece of which the keys are the rows themselves."""
+    queries, keys = torch.tensor([1, 0, 3, 1, 2, 3]), torch.tensor([2, 0, 2, 4, 4, 4])
+    outputs = torch.tensor([1, 3, 4, 2])  # of two equal copies, one is read
+    own = Piece(EVERYTHING, EVERYTHING, ragged([3, 3], [3, 3]))
+    tensors = random_tensors((4, 5))
+    found = with_gradients(
+        lambda q, k, v, sinks: routed_attention(q, k, v, Route((own,), keys, queries, outputs), kernel, SCORING, sinks),
+        tensors,
+        SINKS,
+    )
+    seen = torch.tensor([[0, 1, 2], [3, 4, 5], [3, 4, 5], [0, 1, 2]])
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        copies = k[keys], v[keys]
+        distances = torch.full((4, 6), -1).scatter_(1, seen, 0)
+        return one_softmax(q, *copies, sinks, distances=distances, scale=SCALE)
+
+    assert_exact(found, with_gradients(attend, tensors, SINKS))
+
+
+@kernels
+def test_copies_and_the_rows_themselves(kernel: VarlenKernel) -> None:
+    keys, later = torch.tensor([1, 0, 1]), Piece(torch.tensor([2, 0]), slice(2, 4), ragged([2], [2]))
+    own = Piece(EVERYTHING, EVERYTHING, ragged([1, 2], [1, 2]))
+    tensors, route = random_tensors((3, 4)), Route(onto_copies(own, later), keys)
+    found = with_gradients(lambda q, k, v: routed_attention(q, k, v, route, kernel, SCORING), tensors)
+    distances = torch.tensor([[-1, 0, 0, 0], [0, 0, -1, -1], [0, 0, 0, 0]])
+    assert_exact(found, with_gradients(partial(one_softmax, distances=distances, scale=SCALE), tensors))
+
+
 def test_a_window_needs_whole_sequences() -> None:
     q, k, v, _ = random_tensors((10, 10))
     with pytest.raises(AssertionError, match="a window needs the distance"):
-        attention_in_pieces(q, k, v, PIECES["slices"], EagerKernel(), Scoring(SCALE, window=2))
+        attention_in_pieces(q, (k, v), PIECES["slices"], EagerKernel(), Scoring(SCALE, window=2), None)
 
 
 @kernels
 def test_only_some_inputs_need_gradients(kernel: VarlenKernel) -> None:
     q, k, v, dout = random_tensors((10, 10))
     expected = with_gradients(in_pieces(PIECES["slices"], kernel), [q, k, v, dout])
-    attention_in_pieces(q, k.requires_grad_(), v, PIECES["slices"], kernel, SCORING).backward(dout)
+    in_pieces(PIECES["slices"], kernel)(q, k.requires_grad_(), v).backward(dout)
     assert_exact([k.grad], [expected[2]])
     assert q.grad is None and v.grad is None
 
@@ -100,6 +132,6 @@ def test_only_some_inputs_need_gradients(kernel: VarlenKernel) -> None:
 @kernels
 def test_differentiating_twice_is_refused(kernel: VarlenKernel) -> None:
     q, k, v, _ = (x.requires_grad_() for x in random_tensors((10, 10)))
-    out = attention_in_pieces(q, k, v, PIECES["slices"], kernel, SCORING)
+    out = in_pieces(PIECES["slices"], kernel)(q, k, v)
     with pytest.raises(UserError, match="create_graph=True"):
         torch.autograd.grad(out.square().sum(), q, create_graph=True)

@@ -171,18 +171,22 @@ def test_window_counts_tokens_not_positions() -> None:
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
-def test_a_row_that_broke_breaks_no_other_branch(broken: float) -> None:
-    """Branches that share a bundle and its mask: 0 x NaN would be NaN. What no other sequence has may break with it."""
+@pytest.mark.parametrize(("attention", "sequence"), [("cascade", 0), ("cascade", 1), ("path", 0), ("expand", 1)])
+def test_a_row_that_broke_breaks_no_other_branch(broken: float, attention: str, sequence: int) -> None:
+    """Branches in one call under a mask, or in one chain: 0 x NaN would be NaN.
+
+    What no other sequence has may break with it; `path` and `expand` compute the rows of all in one of the sequences.
+    """
     plan = plan_of(NESTED)
     q, k, v, dout = attention_inputs(plan, torch.float64)
-    own = torch.tensor(plan.inverse_indices[plan.cu_seqlens[2] - 2 : plan.cu_seqlens[2]])  # 4, 4 of the second sequence
+    end, num_own = plan.cu_seqlens[sequence + 1], (1, 2)[sequence]  # its last tokens: 3, or 4 4
+    own = torch.tensor(plan.inverse_indices[end - num_own : end])
     k[own[-1]], v[own[-1]] = broken, broken
     dout[own] = 0
     others = torch.ones(plan.num_rows, dtype=torch.bool).index_fill(0, own, False)
     clean = by_tree(plan, [q, k.nan_to_num(0, 0, 0), v.nan_to_num(0, 0, 0), dout], "reference")
-    for attention in ("cascade", "path", "expand"):
-        out, *_ = by_tree(plan, [q, k, v, dout], attention)
-        assert relative_error(out[others], clean[0][others]) <= 1e-12, attention
+    out, *_ = by_tree(plan, [q, k, v, dout], attention)
+    assert relative_error(out[others], clean[0][others]) <= 1e-12
 
 
 ROWS = plan_of(NESTED).num_rows

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +13,6 @@ from torch import Tensor
 from radixtrain import RadixCache, generate
 from radixtrain.generation.generate import Generated
 from radixtrain.generation.store import KeyValueStore
-from radixtrain.kernels.cascade import bundled_pieces
 from radixtrain.kernels.merge_attention import Piece
 from radixtrain.tree.shared_pieces import shared_piece
 
@@ -103,14 +101,14 @@ def worst_errors(model: Any, each: Answered) -> tuple[float, float]:
 def with_pieces_of(cells: int, max_rows: int = 16_384, one_call_a_run: bool = False) -> Iterator[None]:
     """Inside, a few tokens are as many calls as a real batch.
 
-    Shared rows are kept from `cells` (query, key) pairs on, a pass of prompts has at most `max_rows` rows, and bundles
-    and strips of attention have a few. one_call_a_run: shared runs are attended to one by one, as on a device.
+    Shared rows are kept from `cells` (query, key) pairs on, a pass of prompts has at most `max_rows` rows, and
+    groups and strips of attention have a few. one_call_a_run: shared runs are attended to one by one, as on a device.
     """
     with pytest.MonkeyPatch.context() as patch:
         for name in ("generate", "passes"):
             patch.setattr(sys.modules[f"radixtrain.generation.{name}"], "PIECE_CELLS", cells)
         patch.setattr("radixtrain.generation.prefill.MAX_ROWS", max_rows)
-        patch.setattr("radixtrain.tree.layout.bundled_pieces", partial(bundled_pieces, bundle=4))
+        patch.setattr("radixtrain.tree.layout.GROUP", 4)
         patch.setattr("radixtrain.kernels.cpu_loops.STRIP", 6)
         if one_call_a_run:
             patch.setattr("radixtrain.tree.cached_layout.shared_pieces", one_by_one)

@@ -16,6 +16,7 @@ from radixtrain import RadixCollator, image_inputs_of, share_prefixes
 from radixtrain.hf.backbone import backbone_of, model_inside
 from radixtrain.hf.sharing_report import SharingReport
 from radixtrain.images.tokens import TOKEN_TYPES, TYPES
+from radixtrain.tree.radix_inputs import layout_of
 from radixtrain.verification.oracle import radix_batch
 
 __all__ = ["DOORS", "check_padded", "check_rows", "count_images", "features_of", "same_call"]
@@ -103,7 +104,7 @@ def check_rows(
     rung = same_step(model, features, lambda model: radix_batch(model, batch), **options)
     assert images[-1] == (len({*letters_of(rows)}),) * 2, "each image once"
     assert any("vis" in tensor.name or "tower" in tensor.name for tensor in rung.alive), "no gradient in the tower"
-    return batch["input_ids"].shape[1]
+    return layout_of(batch).num_rows
 
 
 DOORS: dict[str, Callable[..., int]] = {

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
-from radixtrain.hf.modules import layer_around, mixers_of
+from radixtrain.hf.modules import CHECKPOINT, layer_around, mixers_of
 from radixtrain.hf.progress import Progress
 from radixtrain.hf.recurrent.forking import why_it_cannot_fork
 from radixtrain.hf.recurrent.running import arguments_by_name, cache_argument, run_on_tree
@@ -28,7 +28,6 @@ from radixtrain.versions import saying_what_was_tested
 
 logger = logging.getLogger(__name__)
 MARK = "_radixtrain_call"
-CHECKPOINT = "_gradient_checkpointing_func"  # of a module that transformers may checkpoint
 
 
 class Mixer:

@@ -1,16 +1,13 @@
 """The arms of a step, by name: what a user would pick, and ours. Each has the head only on labelled tokens.
 
-| name                     | what                                                                               |
-|--------------------------|------------------------------------------------------------------------------------|
-| `padded`                 | Hugging Face's `sdpa`, sorted by length, without a mask; torch chooses the backend |
-| `padded/cudnn`, `/flash` | the same on a backend by name                                                      |
-| `packed`                 | the sequences back to back in one row, varlen attention: flash-attn 4, 3 or 2 if   |
-|                          | transformers finds them, otherwise the flash kernel inside torch                   |
-| `packed/KERNEL`          | the same on a kernel of ours, by name                                              |
-| `STRATEGY`               | ours: `cascade`, `path`, `expand`, `tree`, `auto`                                  |
-| `STRATEGY/KERNEL`        | the same on a kernel by name                                                       |
+| name              | what                                                                                      |
+|-------------------|-------------------------------------------------------------------------------------------|
+| `padded/BACKEND`  | Hugging Face's `sdpa` on a backend of `BACKENDS`, sorted by length, without a mask        |
+| `packed/KERNEL`   | the sequences back to back in one row, varlen attention on a kernel of `radixtrain`       |
+| `STRATEGY/KERNEL` | ours: `cascade`, `path` or `expand`, on a kernel of `radixtrain`; `tree/flex` has its own |
 
-A packed batch has `cu_seq_lens_q` as Hugging Face's own collator for flattening makes them.
+Every name has its kernel, since what `auto` takes depends on what is installed. A packed batch has `cu_seq_lens_q` as
+Hugging Face's own collator for flattening makes them, and is cut by tokens as ours is.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,19 +20,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AttentionInterface, PreTrainedModel, utils
+from transformers import AttentionInterface, PreTrainedModel
 
 from radixtrain.attention import choose_attention
 from radixtrain.bench.cells import ModelShape
 from radixtrain.bench.work import Arm, Work
 from radixtrain.collators.features import token_rows
+from radixtrain.collators.steps import StepCollator
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.predicting_rows import PredictingRows, Targets
 from radixtrain.hf.prepare import restore_model
 from radixtrain.kernels.merge_attention import Piece, attention_in_pieces
-from radixtrain.kernels.packages import package_missing
 from radixtrain.kernels.varlen import varlen_kernel
 from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
 from radixtrain.tree.radix_inputs import RADIX, RadixInputs
@@ -45,7 +42,7 @@ __all__ = [
     "PackedArm",
     "arm_named",
     "as_loaded",
-    "chosen_backend",
+    "compiled",
     "is_rival",
     "packed_implementation",
     "packed_work",
@@ -85,57 +82,85 @@ class PackedArm(Arm):
             yield PredictingRows(rows, parts_of(model).head, Targets.of(batch)).loss_sum() / work.num_labels
 
 
+@dataclass(frozen=True)
+class Compiler:
+    """A backend of torch.compile for one arm.
+
+    torch.compile reuses code that was compiled for an equal backend, and has no guard on the backend of `sdpa`: with
+    one for all arms, a second padded arm would run the kernel of the first.
+    """
+
+    arm: str
+    backend: str
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        return torch._dynamo.lookup_backend(self.backend)(*inputs, **options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledArm(Arm):
+    """An arm whose layers torch.compile has compiled. dynamic: one code for all sizes, or one for each."""
+
+    arm: Arm
+    compiler: Compiler
+    dynamic: bool
+
+    def prepare(self, model: PreTrainedModel) -> None:
+        self.arm.prepare(model)
+        for layer in parts_of(model).decoder.layers:
+            layer.compile(backend=self.compiler, dynamic=self.dynamic)
+
+    def run_step(self, model: PreTrainedModel, work: Work) -> None:
+        self.arm.run_step(model, work)
+
+
+def compiled(name: str, arm: Arm, device: torch.device) -> CompiledArm:
+    """The arm with compiled layers: a padded one for each of its sizes, which are few and the same in every step."""
+    torch._dynamo.config.recompile_limit = 64  # all arms are entries of one code, and the limit would be 8
+    compiler = Compiler(name, "inductor" if device.type == "cuda" else "eager")
+    dynamic = not name.startswith("padded")
+    return CompiledArm(plain_head=True, attention=arm.attention, arm=arm, compiler=compiler, dynamic=dynamic)
+
+
 def is_rival(name: str) -> bool:
     return name.partition("/")[0] in ("padded", "packed")
 
 
 def arm_named(name: str, shape: ModelShape, device: torch.device) -> Arm:
-    """The arm of that name. Raises UserError if it is unknown, cannot run here, or is what `padded` takes anyway."""
+    """The arm of that name. Raises UserError if it is unknown, names no kernel or cannot run here."""
     way, _, kernel = name.partition("/")
+    if "auto" in (way, kernel) or not kernel:
+        raise UserError(f"an arm names its kernel, as cascade/torch or padded/cudnn; got {name!r}")
     if way == "padded":
-        return _padded_arm(kernel, shape, device)
+        return _padded_arm(kernel, device)
+    kernel = "auto" if name == "tree/flex" else kernel
+    choose_attention("expand" if way == "packed" else way, kernel, device, torch.bfloat16, shape.head_dim)
     if way == "packed":
-        choose_attention("expand", kernel or "auto", device, torch.bfloat16, shape.head_dim)
         return PackedArm(plain_head=True, implementation=packed_implementation(kernel, device))
-    choose_attention(way, kernel or "auto", device, torch.bfloat16, shape.head_dim)
-    return Arm(plain_head=True, attention=way, kernel=kernel or "auto")
+    return Arm(plain_head=True, attention=way, kernel=kernel)
 
 
-def _padded_arm(backend: str, shape: ModelShape, device: torch.device) -> Arm:
-    if not backend:
-        return Arm(plain_head=True)
+def _padded_arm(backend: str, device: torch.device) -> Arm:
     if backend not in BACKENDS:
         raise UserError(f"a padded arm has one of the backends {', '.join(BACKENDS)}, got {backend!r}")
-    if device.type != "cuda":
-        raise UserError("backends are chosen on CUDA")
-    if sdpa_backend(shape, device) == BACKENDS[backend].name:
-        raise UserError("this is the backend that `padded` takes")
+    if backend == "cudnn" and device.type != "cuda":
+        raise UserError("cuDNN needs CUDA")
     return InsideArm(plain_head=True, context=partial(sdpa_kernel, BACKENDS[backend]))
 
 
 def sdpa_backend(shape: ModelShape, device: torch.device) -> str:
-    """The backend that torch takes for the `padded` arm."""
+    """The backend that torch chooses for causal attention without a mask, as its enumeration names it."""
     config = shape.config()
-    return chosen_backend(config.num_attention_heads, config.num_key_value_heads, shape.head_dim, device)
-
-
-def chosen_backend(heads: int, key_heads: int, head_dim: int, device: torch.device) -> str:
-    """The backend that torch takes for causal attention in bfloat16, as its enumeration names it."""
+    heads = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
     options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
-    q, k, v = (torch.zeros(1, number, 128, head_dim, **options) for number in (heads, key_heads, key_heads))
-    return SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=True)).name
+    qkv = [torch.zeros(1, number, 128, shape.head_dim, **options) for number in heads]
+    return SDPBackend(torch._fused_sdp_choice(*qkv, is_causal=True, enable_gqa=True)).name
 
 
 def packed_implementation(kernel: str, device: torch.device) -> str:
-    """The `attn_implementation` of a packed arm: one of our kernels by name, or the fastest that transformers has."""
-    if not kernel and device.type == "cuda":
-        for version, package in {3: "flash_attn_3", 4: "flash_attn_4", 2: "flash_attn"}.items():
-            available = getattr(utils, f"is_flash_attn_{version}_available", bool)  # older transformers: no version 4
-            if available() and package_missing(package, device) is None:
-                return f"flash_attention_{version}"
-    name = f"{kernel or 'torch'}_varlen".replace("flash", "fa")  # transformers looks for a `flash` of its own
-    attend = partial(varlen_attention, kernel=varlen_kernel(kernel or "torch", device))
-    AttentionInterface.register(name, attend)
+    """An `attn_implementation` for packed rows on this kernel."""
+    name = f"{kernel}_varlen".replace("flash", "fa")  # transformers looks for a `flash` of its own
+    AttentionInterface.register(name, partial(varlen_attention, kernel=varlen_kernel(kernel, device)))
     return name
 
 
@@ -169,14 +194,23 @@ def varlen_attention(
 def as_loaded(model: PreTrainedModel) -> PreTrainedModel:
     """The model as `build_model` made it, whatever arm it was prepared for."""
     restore_model(model).set_attn_implementation("sdpa")
+    for layer in parts_of(model).decoder.layers:
+        layer._compiled_call_impl = None
     return model
 
 
-def packed_work(work: Work) -> Work:
-    """The same work, with the sequences of each ordinary micro-batch back to back instead of padded. On the host."""
-    arrays = token_rows(work.features)
-    batches = [_packed([arrays[index] for index in members]) for members in work.ordinary.members]
-    return replace(work, ordinary=replace(work.ordinary, micro_batches=batches))
+def packed_work(work: Work, max_tokens: int | None = None) -> Work:
+    """The same work with the sequences back to back, on the host.
+
+    max_tokens: of a micro-batch. Sequences are cut as ours are, by the same collator: for it nothing is shared.
+    """
+    alone = [
+        {**feature, "input_ids": np.append(index, feature["input_ids"][1:])}
+        for index, feature in enumerate(work.features)
+    ]
+    members, arrays = StepCollator(max_tokens=max_tokens)(alone).members, token_rows(work.features)
+    batches = [_packed([arrays[index] for index in group]) for group in members]
+    return replace(work, ordinary=replace(work.ordinary, micro_batches=batches, members=members))
 
 
 def _packed(arrays: Sequence[TokenRow]) -> dict[str, Any]:

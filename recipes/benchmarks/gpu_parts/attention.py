@@ -8,21 +8,19 @@
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from gpu_parts.bars import DUALKV, OF_HOPPER
-from gpu_parts.equivalence import ways
-from gpu_parts.optional import optional
+from gpu_parts.equivalence import Way, ways
 from gpu_parts.plans import Plans, one_prompt
 from gpu_parts.run import Run, median_seconds
 from torch import Tensor
 
 from radixtrain.attention import tree_attention
-from radixtrain.errors import UserError
 from radixtrain.kernels.reference import reference_attention, tree_mask
 from radixtrain.kernels.varlen_args import Scoring
 from radixtrain.testing import flash_attention_by_the_book, relative_error
@@ -48,13 +46,6 @@ class Heads(NamedTuple):
 HEADS, TINY_HEADS = Heads(32, 8, 128), Heads(4, 2, 16)
 
 
-class Kind(NamedTuple):
-    """A way to compute attention. attend: of a tree, q, k and v."""
-
-    name: str
-    attend: Callable[..., Tensor]
-
-
 class Tree(NamedTuple):
     """A plan, on the device, and q, k, v and dout of its rows."""
 
@@ -70,6 +61,10 @@ class Tree(NamedTuple):
         tensors = [torch.randn(shape, device=device, generator=generator).to(dtype) for shape in shapes]
         return cls(plan, layout, tensors)
 
+    def attend_by(self, way: Way) -> Attend:
+        strategy, kernel = way
+        return partial(tree_attention, plan=self.layout, attention=strategy, kernel=kernel)
+
     def teraflops(self, heads: Heads) -> float:
         """Of forward and backward over the pairs that the tree mask shows."""
         pairs = int((self.plan.position_ids.astype(np.int64) + 1).sum())
@@ -78,32 +73,32 @@ class Tree(NamedTuple):
 
 def attention(run: Run, plans: Plans, heads: Heads) -> None:
     """Each plan on every way that runs here; on a GPU without the specifications, which are too slow."""
-    kinds = list(_kinds(run, "attention", torch.bfloat16, heads))
+    kinds = _kinds(run, "attention", torch.bfloat16, heads)
     for name, make in plans.items():
         tree = Tree.of(make(), heads, run.device, torch.bfloat16)
         exact, ordinary = _truth(tree.layout, tree.tensors)
-        for kind in kinds:
-            if not run.has_time(f"attention {name}, {kind.name}"):
+        for kind, way in kinds.items():
+            if not run.has_time(f"attention {name}, {kind}"):
                 continue
             try:
-                measures = _layer(run, partial(kind.attend, tree), tree.tensors, exact, ordinary)
+                measures = _layer(run, tree.attend_by(way), tree.tensors, exact, ordinary)
             except Exception as error:  # a kernel's; the others are still to be measured
-                run.leave_out(f"attention {name}, {kind.name}", error)
+                run.leave_out(f"attention {name}, {kind}", error)
                 continue
             rate = tree.teraflops(heads) / measures["step_milliseconds"] * 1e3
-            run.found("attention", f"{name}, {kind.name}", **measures, teraflops_per_second=rate)
+            run.found("attention", f"{name}, {kind}", **measures, teraflops_per_second=rate)
 
 
 def table(run: Run, heads: Heads, shrink: int = 1) -> None:
     """Each row on the kernels of which something is asked, by `cascade`. shrink: all lengths are divided by it."""
-    asked = rf"^(cascade (torch|{OF_HOPPER})|cudnn_flex)$"
-    kinds = [kind for kind in _kinds(run, "table", torch.float16, heads) if re.match(asked, kind.name)]
+    asked = re.compile(rf"^cascade (torch|{OF_HOPPER})$")
+    kinds = {kind: way for kind, way in _kinds(run, "table", torch.float16, heads).items() if asked.match(kind)}
     for number, prompt, published, *_ in DUALKV:
         tree = Tree.of(one_prompt(prompt // shrink, 2048 // shrink, number), heads, run.device, torch.float16)
-        for kind in kinds:
-            case = f"N {number}, P {prompt // 1024}k, {kind.name}"
+        for kind, way in kinds.items():
+            case = f"N {number}, P {prompt // 1024}k, {kind}"
             try:
-                step = partial(_step, partial(kind.attend, tree), tree.tensors)
+                step = partial(_step, tree.attend_by(way), tree.tensors)
                 measures = _ten_steps(run, f"table {case}", step)
             except Exception as error:
                 run.leave_out(f"table {case}", error)
@@ -124,21 +119,11 @@ def _ten_steps(run: Run, case: str, step: Callable[[], object]) -> dict[str, flo
     return {"milliseconds": seconds * 1e3, "peak_gigabytes": peak}
 
 
-def _kinds(run: Run, part: str, dtype: torch.dtype, heads: Heads) -> Iterator[Kind]:
-    """Every way that is fast enough here, and the kernels in `recipes` that are there."""
-    slow = SLOW if run.device.type == "cuda" else ()
-    for way in ways(run, part, dtype, heads.dim):
-        if not {*way} & {*slow}:
-            yield Kind(" ".join(way), partial(_by_strategy, *way))
-    try:
-        flex = optional("gpu_parts.tree_masks").cudnn_flex
-        yield Kind("cudnn_flex", lambda tree, *qkv: flex(*qkv, tree.plan, heads.dim**-0.5))
-    except UserError as error:
-        run.leave_out(f"{part} on cudnn_flex", error)
-
-
-def _by_strategy(strategy: str, kernel: str, tree: Tree, *qkv: Tensor) -> Tensor:
-    return tree_attention(*qkv, tree.layout, attention=strategy, kernel=kernel)
+def _kinds(run: Run, part: str, dtype: torch.dtype, heads: Heads) -> dict[str, Way]:
+    """Every way that is fast enough here, by its name."""
+    slow = {*SLOW} if run.device.type == "cuda" else set()
+    found = [way for way in ways(run, part, dtype, heads.dim) if not {*way} & slow]
+    return {" ".join(way).removesuffix(" auto"): way for way in found}  # those with a kernel of their own
 
 
 def _layer(

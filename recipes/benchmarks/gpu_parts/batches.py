@@ -1,18 +1,13 @@
 """Which steps are measured: every row of `STEPS` is a batch, its models, and what is changed in them.
 
-| part            | sequences                                                                                 |
-|-----------------|-------------------------------------------------------------------------------------------|
-| `step`          | 32 with a prompt of 2,048 and 256 of their own; and its forward pass                      |
-| `unshared`      | nothing shared: 8 of 2,304, and 16 of 64 to 4,096                                         |
-| `trees`         | an agent: 20 turns of 400 tokens, each seen by an answer of 100                           |
-| `groups`        | a group of RL: 8 answers of 1,024 after a prompt of 1,024                                 |
-| `short`         | 32 with a prompt of 512 and 64 of their own; also the forward pass                        |
-| `unequal`       | the prompt of `step`, own parts of 16 to 1,024 tokens, as many of each order of magnitude |
-| `checkpointing` | those of `step`, activations of 4B kept, and computed again                               |
-| `contexts`      | a prompt of 32k with 8 answers, and one of 64k with 4                                     |
-| `compile`       | those of `step`, every layer compiled by torch.compile, in all arms                       |
-| `liger`         | those of `step`, norms, rotary embeddings and MLPs by Liger, in all arms                  |
-| `rates`         | small ones of four kinds, for the choice of a strategy                                    |
+| part       | sequences                                                                |
+|------------|--------------------------------------------------------------------------|
+| `step`     | 32 with a prompt of 2,048 and 256 of their own; and its forward pass     |
+| `unshared` | nothing shared: 8 of 2,304, and 16 of 64 to 4,096                        |
+| `trees`    | an agent: 20 turns of 400 tokens, each seen by an answer of 100          |
+| `groups`   | a group of RL: 8 answers of 1,024 after a prompt of 1,024                |
+| `liger`    | those of `step`, norms, rotary embeddings and MLPs by Liger, in all arms |
+| `compile`  | those of `step`, every layer compiled by torch.compile, in all arms      |
 
 All tokens and weights are random. 4B and 8B compute activations again in the backward pass.
 """
@@ -53,7 +48,6 @@ class Case(NamedTuple):
 
     recompute: activations are computed again in the backward pass.
     change: of the model, in all arms: "", `compiled` or `liger`.
-    most_padded: sequences of an ordinary micro-batch, at most: fewer of unequal lengths have less padding. 0: all.
     """
 
     shape: ModelShape
@@ -61,7 +55,6 @@ class Case(NamedTuple):
     mode: Mode = "step"
     recompute: bool = False
     change: str = ""
-    most_padded: int = 0
 
     def __str__(self) -> str:
         recomputing = "recomputing" if self.recompute else ""
@@ -73,15 +66,13 @@ class Case(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Cases of a part. tiny: the batch that a laptop computes. recompute: None, as the size of the model asks."""
+    """Cases of a part. tiny: the batch that a laptop computes."""
 
     models: tuple[str, ...]
     batch: Batch
     tiny: Batch
     modes: tuple[Mode, ...] = ("step",)
-    recompute: bool | None = None
     change: str = ""
-    most_padded: int = 0
 
 
 def one_prompt(prompt: int, own: int, number: int) -> Batch:
@@ -132,28 +123,12 @@ STEPS = {
     "step": [Row(("0.6B", "4B", "8B"), PLAIN, TINY_PLAIN, BOTH)],
     "unshared": [
         Row(("0.6B",), one_prompt(0, 2304, 8), one_prompt(0, 40, 4)),
-        Row(("0.6B",), unequal(0, 4096, 16), unequal(0, 64, 4), most_padded=4),
+        Row(("0.6B",), unequal(0, 4096, 16), unequal(0, 64, 4)),
     ],
     "trees": [Row(("0.6B", "4B", "8B"), agent(20, 400, 100), agent(4, 8, 4))],
     "groups": [Row(("0.6B", "4B", "8B"), one_prompt(1024, 1024, 8), one_prompt(16, 16, 4))],
-    "short": [Row(("0.6B", "4B", "8B"), one_prompt(512, 64, 32), one_prompt(8, 4, 4), BOTH)],
-    "unequal": [Row(("0.6B", "4B"), unequal(2048, 1024, 32), unequal(32, 64, 9), most_padded=8)],
-    "checkpointing": [
-        Row(("4B",), PLAIN, TINY_PLAIN, recompute=False),
-        Row(("4B",), PLAIN, TINY_PLAIN, recompute=True),
-    ],
-    "contexts": [
-        Row(("0.6B",), one_prompt(32_768, 1024, 8), one_prompt(64, 8, 4), recompute=True),
-        Row(("0.6B",), one_prompt(65_536, 1024, 4), one_prompt(128, 8, 4), recompute=True),
-    ],
-    "compile": [Row(("0.6B", "4B"), PLAIN, TINY_PLAIN, change="compiled")],
     "liger": [Row(("0.6B", "4B"), PLAIN, TINY_PLAIN, change="liger")],
-    "rates": [
-        Row(("0.6B",), one_prompt(512, 64, 32), TINY_PLAIN),
-        Row(("0.6B",), unequal(512, 64, 32), unequal(32, 8, 4)),
-        Row(("0.6B",), one_prompt(1024, 1024, 8), one_prompt(16, 16, 4)),
-        Row(("0.6B",), agent(20, 100, 25), agent(4, 8, 4)),
-    ],
+    "compile": [Row(("0.6B", "4B"), PLAIN, TINY_PLAIN, change="compiled")],
 }
 
 
@@ -163,6 +138,5 @@ def cases(part: str, models: Sequence[str], tiny: bool) -> list[Case]:
     for row in STEPS[part]:
         asked = [(name, MODELS[name], row.batch) for name in row.models if name in models]
         for name, shape, batch in [("", TINY_MODEL, row.tiny)] if tiny else asked:
-            recompute = name in RECOMPUTING if row.recompute is None else row.recompute
-            found += [Case(shape, batch, mode, recompute, row.change, row.most_padded) for mode in row.modes]
+            found += [Case(shape, batch, mode, name in RECOMPUTING, row.change) for mode in row.modes]
     return found

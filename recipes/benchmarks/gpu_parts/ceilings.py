@@ -1,16 +1,15 @@
 """What the card can do: a copy, a matrix product, and attention of every kernel. Times of a step are judged by these.
 
-Attention is causal, of 16 sequences of 2,304 tokens with the heads of Qwen3-4B: `sdpa` as torch chooses, on each
-backend by name, and the varlen kernels of `radixtrain/kernels`.
+Attention is causal, of 16 sequences of 2,304 tokens with the heads of Qwen3-4B: `sdpa` on each backend
+by name, and the varlen kernels of `radixtrain/kernels`.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from gpu_parts.arms import BACKENDS, chosen_backend
+from gpu_parts.arms import BACKENDS
 from gpu_parts.attention import SLOW
 from gpu_parts.run import Run, median_seconds
 from torch import Tensor
@@ -82,10 +81,8 @@ def _rates(run: Run, attend: Callable[..., Tensor], qkv: list[Tensor], sizes: Si
 
 def _ways(run: Run, sizes: Sizes) -> Iterator[tuple[str, Callable[..., Tensor]]]:
     """Functions of q, k and v, (B, L, heads, H)."""
-    chosen = chosen_backend(sizes.heads, sizes.key_heads, sizes.head_dim, run.device)
-    yield f"sdpa, which takes {chosen}", _sdpa
     for name, backend in BACKENDS.items():
-        if run.device.type == "cuda" and backend.name != chosen:
+        if run.device.type == "cuda" or name != "cudnn":
             yield f"sdpa, {name}", partial(_sdpa, backend=backend)
     bounds = torch.arange(0, (sizes.batch + 1) * sizes.length, sizes.length, dtype=torch.int32, device=run.device)
     ragged = Ragged(bounds, bounds, sizes.length, sizes.length, causal=True)
@@ -96,8 +93,8 @@ def _ways(run: Run, sizes: Sizes) -> Iterator[tuple[str, Callable[..., Tensor]]]
         yield f"varlen, {name}", partial(_varlen, ragged=ragged, kernel=varlen_kernel(name, run.device))
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend | None = None) -> Tensor:
-    with nullcontext() if backend is None else sdpa_kernel(backend):
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend) -> Tensor:
+    with sdpa_kernel(backend):
         heads_first = (x.transpose(1, 2) for x in (q, k, v))
         return scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2)
 

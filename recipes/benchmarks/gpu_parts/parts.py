@@ -5,17 +5,14 @@ from collections.abc import Callable
 from functools import partial
 
 from gpu_parts.attention import HEADS, TINY_HEADS, attention, table
-from gpu_parts.batches import MODELS, STEPS, TINY_MODEL, Case, cases, one_prompt
+from gpu_parts.batches import MODELS, STEPS, TINY_MODEL, cases
 from gpu_parts.ceilings import SIZES, TINY_SIZES, ceilings
 from gpu_parts.equivalence import equivalence
 from gpu_parts.kernel_times import profile_steps
 from gpu_parts.loss_chunks import loss_chunks
 from gpu_parts.plans import PLANS, TINY_PLANS
-from gpu_parts.rates import rates
 from gpu_parts.repeat import repeat
-from gpu_parts.rows import SUMS, TINY_SUMS, rows
 from gpu_parts.run import Run
-from gpu_parts.shared import generation, shared
 from gpu_parts.steps import steps
 from gpu_parts.sync import sync
 
@@ -32,8 +29,6 @@ def calls(run: Run, options: argparse.Namespace) -> dict[str, Callable[[], None]
     small, prompt = (TINY_MODEL, 32) if tiny else (VERIFIED, 256)
     shape, heads = (TINY_MODEL, TINY_HEADS) if tiny else (MODELS[options.models[0]], HEADS)
     of_part = {part: cases(part, options.models, tiny) for part in STEPS}
-    in_a_loop = Case(shape, one_prompt(32, 8, 4) if tiny else one_prompt(2048, 256, 4))
-    answered = Case(shape, one_prompt(32, 4, 4) if tiny else one_prompt(2048, 32, 32))
     return {
         **{part: partial(steps, run, part, each, arms) for part, each in of_part.items()},
         "equivalence": lambda: equivalence(run, small, prompt),
@@ -41,11 +36,7 @@ def calls(run: Run, options: argparse.Namespace) -> dict[str, Callable[[], None]
         "ceilings": lambda: ceilings(run, TINY_SIZES if tiny else SIZES),
         "repeat": lambda: repeat(run, small, prompt),
         "chunks": lambda: loss_chunks(run, shape, *((64, range(12, 14)) if tiny else (8192, range(24, 29)))),
-        "profile": lambda: [profile_steps(run, of_part[part][0], arms) for part in ("trees", "step")],
-        "rates": lambda: rates(run, of_part["rates"]),
-        "rows": lambda: rows(run, TINY_SUMS if tiny else SUMS),
+        "profile": lambda: [profile_steps(run, case, arms) for case in of_part["step"][:2]],
         "attention": lambda: attention(run, TINY_PLANS if tiny else PLANS, heads),
-        "shared": lambda: shared(run, in_a_loop),
-        "generate": lambda: generation(run, answered, 4 if tiny else 64),
         "table": lambda: table(run, heads, shrink=512 if tiny else 1),
     }

@@ -31,7 +31,7 @@ __all__ = ["real"]
 ROWS = 48  # conversations of a step: with padding they take about 50 GB
 
 
-def real(run: Run, folder: Path | None, steps: int, tiny: bool) -> None:
+def real(run: Run, folder: Path | None, steps: int, tiny: bool, kernel: str) -> None:
     """Some steps with radixtrain beside those without it; the exact match before and after an epoch with it."""
     if folder is None:
         return run.leave_out("real", "--real names no folder with weights and rows")
@@ -43,10 +43,11 @@ def real(run: Run, folder: Path | None, steps: int, tiny: bool) -> None:
         encoded = islice(chats, num_rows * steps if tiny else None)
         rows = [_lists(sample, 64 if tiny else 0) for samples in encoded for sample in samples]
         trainer, model = partial(_trainer, run, output, rows, num_rows), partial(_model, run, folder)
+        shared = partial(prepare_model, attention="cascade", kernel=kernel)
         tokens = sum(len(row["input_ids"]) for row in rows) * num_rows // len(rows)  # of a step, on average
-        arms = _arms(model, tokenizer, partial(trainer, max_steps=steps))
+        arms = _arms(model, shared, tokenizer, partial(trainer, max_steps=steps))
         compare(run, who, tokens, arms, run.seconds_left / 2)
-        trained, test = prepare_model(model()), folder / "banking77_test.jsonl"
+        trained, test = shared(model()), folder / "banking77_test.jsonl"
         run.found("real", f"{who}, before", exact_match=exact_match(trained, tokenizer, test, num_tests))
         epoch = trainer(trained.train(), RadixCollator(), **{"max_steps": 1} if tiny else {"num_train_epochs": 1})
         epoch.add_callback(Clock(run.device, time.perf_counter() + 0.8 * run.seconds_left))
@@ -62,12 +63,12 @@ def _lists(sample: TokenRow, most: int) -> dict[str, list[int]]:
 
 
 def _arms(
-    model: Callable[[], Any], tokenizer: Any, trainer: Callable[..., Trainer]
+    model: Callable[[], Any], shared: partial[Any], tokenizer: Any, trainer: Callable[..., Trainer]
 ) -> dict[str, Callable[[], Trainer]]:
     padded = DataCollatorForSeq2Seq(tokenizer)
     return {
         "padded": lambda: trainer(model(), padded),
-        "radixtrain": lambda: trainer(prepare_model(model()), RadixCollator()),
+        f"radixtrain {'/'.join(shared.keywords.values())}": lambda: trainer(shared(model()), RadixCollator()),
         OTHER_ORDER: lambda: trainer(model(), reversed_rows(padded)),
     }
 

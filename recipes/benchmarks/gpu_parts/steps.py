@@ -1,8 +1,9 @@
 """How fast is a step? Arms take turns on the same weights, beside what a user would pick (`arms.py`, `batches.py`).
 
 `measured` is against the fastest rival, which is named. The ideal is the ratio of floating-point operations without
-padding. If memory does not hold a step, it is several micro-batches, as few as fit, cut for each arm on its own. Peaks
-are beyond the weights. The clock starts after the model is prepared for its arm and has no gradients.
+padding. If memory does not hold a step, it is several micro-batches, as few as fit, cut for each arm on its own: so
+peaks, which are beyond the weights, compare as bytes a computed token (padding is computed too). The clock starts after
+a run of the arm, without gradients.
 """
 
 import math
@@ -13,30 +14,32 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from gpu_parts.arms import PackedArm, arm_named, as_loaded, is_rival, packed_work, sdpa_backend
+from gpu_parts.arms import PackedArm, arm_named, as_loaded, compiled, is_rival, packed_work
 from gpu_parts.batches import Case, Features
 from gpu_parts.optional import optional
 from gpu_parts.run import Run
 from torch import nn
 
 from radixtrain.bench.cells import build_model
-from radixtrain.bench.work import Arm, Work, with_ordinary_batch_size, work_of
+from radixtrain.bench.work import Arm, Work, work_of
+from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.errors import UserError
 from radixtrain.timing import peak_bytes, seconds_of
 
-__all__ = ["Turns", "arms_of", "built", "fitting_work", "prepare", "ratio", "steps", "take_turns"]
+__all__ = ["TURNS", "arms_of", "built", "fitting_work", "prepare", "steps", "take_turns"]
 
 MEMORY_SHARES = (0.8, 0.4, 0.2)  # of the free memory, for the activations of a micro-batch; then again with less
 CPU_BYTES = 2**30
-MAX_TURNS = 5
+TURNS = 3
 Arms = dict[str, tuple[Arm, Work]]
 
 
 class Turns(NamedTuple):
-    """Of an arm. peak: bytes beyond the weights."""
+    """Of an arm. peak: bytes beyond the weights. batches: computed tokens of each micro-batch."""
 
     seconds: list[float]
     peak: int
+    batches: list[int]
 
 
 def steps(run: Run, part: str, cases: Sequence[Case], names: Sequence[str]) -> None:
@@ -60,9 +63,6 @@ def built(case: Case, device: torch.device) -> Any:
     if case.recompute:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})  # transformers renamed it
-    if case.change == "compiled":
-        for layer in model.model.layers:
-            layer.compile(dynamic=True, backend="inductor" if device.type == "cuda" else "eager")
     if case.change == "liger":
         patch = optional("liger_kernel.transformers").apply_liger_kernel_to_qwen3
         patch(model=model, fused_linear_cross_entropy=False)  # all arms have one of ours
@@ -74,8 +74,8 @@ def _measure(run: Run, part: str, model: Any, case: Case, names: Sequence[str], 
     features = case.batch.features(case.shape)
     for share in MEMORY_SHARES:
         try:
-            work = fitting_work(run, model, case, features, share)
-            turns = take_turns(run, model, arms_of(run, case, work, names), seconds)
+            work, packed = fitting_work(run, model, case, features, share)
+            turns = take_turns(run, model, arms_of(run, case, work, packed, names), seconds)
             break
         except torch.OutOfMemoryError:
             if share == MEMORY_SHARES[-1]:
@@ -91,8 +91,10 @@ def _measure(run: Run, part: str, model: Any, case: Case, names: Sequence[str], 
 def _compared(turns: dict[str, Turns], ideal: float) -> dict[str, dict[str, Any]]:
     """Measures of each arm: times, and those of ours beside every rival."""
     found = {}
-    for name, (took, peak) in turns.items():
-        found[name] = {"seconds": statistics.median(took), "turns": len(took), "peak_gigabytes": peak / 1e9}
+    for name, (took, peak, batches) in turns.items():
+        found[name] = {"seconds": statistics.median(took), "slowest_over_fastest": max(took) / min(took)}
+        found[name] |= {"peak_gigabytes": peak / 1e9, "micro_batches": len(batches)}
+        found[name]["peak_megabytes_a_token"] = peak / 1e6 / max(batches)
         over = {rival: ratio(turns[rival].seconds, took) for rival in turns if is_rival(rival)}
         if over and not is_rival(name):
             fastest = min(over, key=lambda rival: over[rival])
@@ -103,10 +105,9 @@ def _compared(turns: dict[str, Turns], ideal: float) -> dict[str, dict[str, Any]
     return found
 
 
-def arms_of(run: Run, case: Case, work: Work, names: Sequence[str]) -> Arms:
-    """The arms of these names that run here, with the work of each on the device; the others are left out by name."""
-    on_device, packed = work.to(run.device), _without_padding(work).to(run.device)
-    run.header["padded arm"] = f"sdpa, {sdpa_backend(case.shape, run.device)}"
+def arms_of(run: Run, case: Case, work: Work, packed: Work, names: Sequence[str]) -> Arms:
+    """The arms of these names that run here, with their work on the device; the others are left out by name."""
+    on_device, packed = work.to(run.device), packed.to(run.device)
     arms: Arms = {}
     for name in names:
         try:
@@ -114,44 +115,48 @@ def arms_of(run: Run, case: Case, work: Work, names: Sequence[str]) -> Arms:
         except (UserError, ValueError) as error:
             run.leave_out(f"arm {name}", error)
             continue
-        arms[name] = (arm, packed if isinstance(arm, PackedArm) else on_device)
-        if isinstance(arm, PackedArm):
-            run.header[f"{name} arm"] = arm.implementation
+        of_arm = packed if isinstance(arm, PackedArm) else on_device
+        arms[name] = (compiled(name, arm, run.device) if case.change == "compiled" else arm, of_arm)
     return arms
 
 
-def _without_padding(work: Work) -> Work:
-    """The packed arm in micro-batches of about as many tokens as the padded ones have with their padding."""
-    largest = max(batch["input_ids"].numel() for batch in work.ordinary.micro_batches)
-    number = math.ceil(work.num_tokens / largest)
-    return packed_work(with_ordinary_batch_size(work, math.ceil(len(work.features) / number)))
-
-
 def take_turns(run: Run, model: Any, arms: Arms, seconds: float) -> dict[str, Turns]:
-    """A B A B ..., while another turn fits into the seconds, and at least one each.
+    """A B C A B C A B C: three turns of each arm that the seconds have room for, the first arm in any case.
 
-    The first turn of each is not timed and shows its memory. An arm that raises there is left out, if memory holds it.
+    An arm begins only if the other turns of those before it fit after its first one, which may compile: it is expected
+    to take as long as the longest so far. An arm that raises there is left out, if memory holds it.
     """
-    deadline, peaks = time.perf_counter() + seconds, dict[str, int]()
+    deadline, longest, reserved = time.perf_counter() + seconds, 0.0, 0.0
+    found: dict[str, Turns] = {}
     for name, (arm, work) in arms.items():
+        start = time.perf_counter()
+        left = deadline - start - reserved
+        if found and left < longest:
+            run.leave_out(f"{work.cell}, {name}", f"{max(0.0, left):.0f} of {seconds:.0f} seconds were left for it")
+            continue
         try:
-            prepare(model, arm)
-            peaks[name] = peak_bytes(lambda arm=arm, work=work: arm.run_step(model, work), run.device)
+            took, peak = _turn(model, arm, work, run.device)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             run.leave_out(f"{work.cell}, {name}", error)
-    took: dict[str, list[float]] = {name: [] for name in peaks}
-    for _ in range(MAX_TURNS):
-        start = time.perf_counter()
-        for name in took:
-            arm, work = arms[name]
-            prepare(model, arm)
-            took[name].append(seconds_of(lambda arm=arm, work=work: arm.run_step(model, work), run.device))
-        if 2 * time.perf_counter() - start > deadline:
-            break
+            continue
+        longest, reserved = max(longest, time.perf_counter() - start), reserved + (TURNS - 1) * 2 * took
+        batches = [batch["input_ids"].numel() for batch in work.step(arm.attention).micro_batches]
+        found[name] = Turns([took], peak, batches)
+    for _ in range(TURNS - 1):
+        for name, turns in found.items():
+            turns.seconds.append(_turn(model, *arms[name], run.device)[0])
     as_loaded(model).zero_grad(set_to_none=True)
-    return {name: Turns(took[name], peak) for name, peak in peaks.items()}
+    return found
+
+
+def _turn(model: Any, arm: Arm, work: Work, device: torch.device) -> tuple[float, int]:
+    """Seconds and peak. The first run after `prepare` shows the peak: what it does only once is in no later step."""
+    prepare(model, arm)
+    peak = peak_bytes(lambda: arm.run_step(model, work), device)
+    model.zero_grad(set_to_none=True)
+    return seconds_of(lambda: arm.run_step(model, work), device), peak
 
 
 def prepare(model: nn.Module, arm: Arm) -> None:
@@ -165,20 +170,28 @@ def ratio(rival: list[float], ours: list[float]) -> float:
     return statistics.median(one / other for one, other in zip(rival, ours, strict=True))
 
 
-def fitting_work(run: Run, model: Any, case: Case, features: Features, share: float = MEMORY_SHARES[0]) -> Work:
-    """The step in micro-batches that memory holds: the longest sequence shows how many bytes a token needs."""
+def fitting_work(
+    run: Run, model: Any, case: Case, features: Features, share: float = MEMORY_SHARES[0]
+) -> tuple[Work, Work]:
+    """The step in micro-batches that memory holds, and without padding. The longest sequence shows what a token takes.
+
+    A padded micro-batch has as many sequences, a packed one as many tokens, ours as many unique tokens as fit.
+    """
     longest = max(features, key=lambda feature: len(feature["input_ids"]))
     length = len(longest["input_ids"])
     one = work_of(replace(case.cell, num_sequences=1), [longest]).to(run.device)
     most = []
-    for arm in (Arm(plain_head=True), Arm(attention="cascade", plain_head=True)):
+    for arm in (Arm(plain_head=True), Arm(attention="cascade", kernel="torch", plain_head=True)):
         prepare(model, arm)
         arm.run_step(model, one)  # leaves gradients, so that what is free after it is free for activations
         peak = max(1, peak_bytes(lambda arm=arm: arm.run_step(model, one), run.device))
-        most.append(int(share * _free_bytes(run) * length / peak))
-    size = min(max(1, most[0] // length), case.most_padded or len(features))
+        most.append(max(length, int(share * _free_bytes(run) * length / peak)))
+    size = min(most[0] // length, len(features))
     size = math.ceil(len(features) / math.ceil(len(features) / size))
-    return work_of(case.cell, features, size, max(length, most[1]))
+    work = work_of(case.cell, features, size, most[1])
+    packed = packed_work(work, most[0])
+    end_watch()  # of our collator: a hook on all modules, which would slow the rivals and compile them twice
+    return work, packed
 
 
 def _free_bytes(run: Run) -> int:

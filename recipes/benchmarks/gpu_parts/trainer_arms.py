@@ -6,6 +6,7 @@ Random weights, and rows of random tokens that all begin with the same prompt, e
 receives its group, and computes loss and gradient as it does after a generation.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,7 @@ from gpu_parts.batches import one_prompt
 from gpu_parts.optional import optional
 from gpu_parts.trainers import OTHER_ORDER, reversed_rows
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
 from transformers import (
     DataCollatorWithFlattening,
     PreTrainedTokenizerFast,
@@ -39,7 +41,7 @@ WORDS = 4096  # of the tokenizer, at most
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained. prompt, own: tokens. rows: of a batch. folder: for what a trainer writes."""
+    """What is trained. prompt, own: tokens. rows: of a batch. folder: for what a trainer writes. kernel: by name."""
 
     shape: ModelShape
     prompt: int
@@ -48,6 +50,19 @@ class Setting:
     steps: int
     device: torch.device
     folder: Path
+    kernel: str
+
+    @property
+    def choice(self) -> dict[str, str]:
+        """Of our arms, for `prepare_model` and `share_prefixes`: never `auto`, which depends on what is installed."""
+        return {"attention": "cascade", "kernel": self.kernel}
+
+    def named(self, arm: str) -> str:
+        return f"{arm} {'/'.join(self.choice.values())}"
+
+    def packed(self) -> Any:
+        """The model for rows without padding."""
+        return self.model(packed_implementation(self.kernel, self.device))
 
     @property
     def tokens(self) -> int:
@@ -98,17 +113,17 @@ class Setting:
 def hf_arms(setting: Setting) -> Arms:
     """Trainer on padded batches, without padding (transformers' own collator), and with the two lines of radixtrain."""
     arguments = TrainingArguments(**setting.arguments, train_sampling_strategy="sequential")
-    rows, packed = setting.features(), packed_implementation("", setting.device)
+    rows = setting.features()
 
     def trainer(model: Any, collate: Any) -> Trainer:
         return Trainer(model=model, args=arguments, train_dataset=rows, data_collator=collate)
 
     return {
         "padded": lambda: trainer(setting.model(), default_data_collator),
-        "radixtrain": lambda: trainer(prepare_model(setting.model()), RadixCollator()),
+        setting.named("radixtrain"): lambda: trainer(prepare_model(setting.model(), **setting.choice), RadixCollator()),
         OTHER_ORDER: lambda: trainer(setting.model(), reversed_rows(default_data_collator)),
-        "padding-free": lambda: trainer(
-            setting.model(packed), DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+        f"padding-free {setting.kernel}": lambda: trainer(
+            setting.packed(), DataCollatorWithFlattening(return_flash_attn_kwargs=True)
         ),
     }
 
@@ -116,7 +131,6 @@ def hf_arms(setting: Setting) -> Arms:
 def sft_arms(setting: Setting) -> Arms:
     """SFTTrainer on padded batches, with padding_free, with packing, and with the two lines of radixtrain."""
     trl, rows = optional("trl"), optional("datasets").Dataset.from_list(setting.features())
-    packed = packed_implementation("", setting.device)
 
     def trainer(model: Any, collate: Any = None, reverse: bool = False, **flags: Any) -> Trainer:
         flags = {"max_length": None, "train_sampling_strategy": "sequential", **flags}
@@ -129,10 +143,10 @@ def sft_arms(setting: Setting) -> Arms:
     whole = {"packing": True, "max_length": setting.tokens, "per_device_train_batch_size": 1}  # a batch in one row
     return {
         "padded": lambda: trainer(setting.model()),
-        "radixtrain": lambda: trainer(prepare_model(setting.model()), RadixCollator()),
+        setting.named("radixtrain"): lambda: trainer(prepare_model(setting.model(), **setting.choice), RadixCollator()),
         OTHER_ORDER: lambda: trainer(setting.model(), reverse=True),
-        "padding_free": lambda: trainer(setting.model(packed), padding_free=True),
-        "packing": lambda: trainer(setting.model(packed), **whole),
+        f"padding_free {setting.kernel}": lambda: trainer(setting.packed(), padding_free=True),
+        f"packing {setting.kernel}": lambda: trainer(setting.packed(), **whole),
     }
 
 
@@ -153,11 +167,14 @@ def dpo_arms(setting: Setting) -> Arms:
         made.data_collator = reversed_rows(made.data_collator) if reverse else made.data_collator
         return made
 
-    return _shared(trainer)
+    return _shared(setting, trainer)
 
 
 def grpo_arms(setting: Setting) -> Arms:
-    """GRPOTrainer on a given group, and with `share_prefixes`."""
+    """GRPOTrainer on a given group, and with `share_prefixes`.
+
+    Another order of rows has the same losses to the bit; there a place of padding at the left makes it round otherwise.
+    """
     trl, datasets = optional("trl"), optional("datasets")
     rows = datasets.Dataset.from_list([{"prompt": setting.texts()[0]}] * setting.rows)
     flags = {"num_generations": setting.rows, "max_completion_length": setting.own}
@@ -167,17 +184,23 @@ def grpo_arms(setting: Setting) -> Arms:
     def trainer(share: Callable[[Any], Any], reverse: bool = False) -> Trainer:
         tokenizer = setting.tokenizer()
         made = trl.GRPOTrainer(share(setting.model()), _no_reward, config, rows, processing_class=tokenizer)
-        given = {name: x.flip(0) if reverse and x.ndim else x for name, x in group.items()}
+        given = _otherwise(group) if reverse else group
         made._prepare_inputs = lambda _: dict(given)
         return made
 
-    return _shared(trainer)
+    return _shared(setting, trainer)
 
 
-def _shared(trainer: Callable[..., Trainer]) -> Arms:
+def _otherwise(group: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same group, its rows in reverse and their prompts after a place of padding."""
+    given = {name: x.flip(0) if x.ndim else x for name, x in group.items()}
+    return given | {name: nn.functional.pad(given[name], (1, 0)) for name in ("prompt_ids", "prompt_mask")}
+
+
+def _shared(setting: Setting, trainer: Callable[..., Trainer]) -> Arms:
     return {
         "as it is": partial(trainer, lambda model: model),
-        "share_prefixes": partial(trainer, share_prefixes),
+        setting.named("share_prefixes"): partial(trainer, partial(share_prefixes, **setting.choice)),
         OTHER_ORDER: partial(trainer, lambda model: model, reverse=True),
     }
 
@@ -187,7 +210,10 @@ def _no_reward(completions: list[Any], **_: Any) -> list[float]:
 
 
 def _group(setting: Setting) -> dict[str, torch.Tensor]:
-    """Prompt, completions and advantages of one group, as `GRPOTrainer` has them after a generation."""
+    """Prompt, completions and advantages of one group, as `GRPOTrainer` has them after a generation.
+
+    The policy that sampled it chose every word equally often: a ratio of 1 would make the loss 0, whatever the model.
+    """
     batch = one_prompt(setting.prompt, setting.own, setting.rows).features(setting.shape)
     ids = torch.stack([torch.from_numpy(row["input_ids"]) for row in batch]).to(setting.device)
     prompts, completions = ids.split([setting.prompt, setting.own], dim=1)
@@ -195,5 +221,6 @@ def _group(setting: Setting) -> dict[str, torch.Tensor]:
     return {
         **{"prompt_ids": prompts, "prompt_mask": torch.ones_like(prompts)},
         **{"completion_ids": completions, "completion_mask": torch.ones_like(completions)},
+        "old_per_token_logps": torch.full(completions.shape, -math.log(setting.shape.vocab_size)).to(setting.device),
         **{"advantages": advantages, "num_items_in_batch": torch.tensor(completions.numel(), device=setting.device)},
     }

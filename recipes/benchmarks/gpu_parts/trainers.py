@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from gpu_parts.kernel_times import found_kernels, recorder
 from gpu_parts.run import Run
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl
+from torch.profiler import profile
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from radixtrain.timing import peak_bytes
 
-__all__ = ["OTHER_ORDER", "Clock", "compare", "reversed_rows"]
+__all__ = ["OTHER_ORDER", "Clock", "compare", "profile_last_step", "reversed_rows"]
 
 OTHER_ORDER = "other order"
 SIGNALS = {"loss": 2**-20, "grad_norm": 2**-7}
@@ -54,6 +56,21 @@ class Clock(TrainerCallback):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
+
+
+@dataclass
+class LastStep(TrainerCallback):
+    """Records what runs on the device in the last step of a training."""
+
+    recorded: profile
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+        if state.global_step == args.max_steps - 1:
+            self.recorded.start()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+        if state.global_step == args.max_steps:
+            self.recorded.stop()
 
 
 @dataclass
@@ -98,11 +115,27 @@ def compare(
             run.write()
 
 
-def _train(make: Callable[[], Trainer], clock: Clock) -> Trained:
+def profile_last_step(run: Run, who: str, arms: Mapping[str, Callable[[], Trainer]]) -> None:
+    """Kernels of the last step of each training, beside the median time of the steps before it."""
+    for name, make in arms.items():
+        if name == OTHER_ORDER or not run.has_time(f"profile {who}, {name}"):
+            continue
+        clock, recorded = Clock(run.device), recorder(run.device)
+        _made(make, clock, LastStep(recorded)).train()
+        found_kernels(run, f"{who}, {name}", _median(clock.seconds[:-1]), recorded)
+
+
+def _made(make: Callable[[], Trainer], *callbacks: TrainerCallback) -> Trainer:
     gc.collect()  # a trainer holds itself, and with it the model and optimizer of the last arm
     trainer = make()
-    trainer.add_callback(clock)
+    for callback in callbacks:
+        trainer.add_callback(callback)
     trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def _train(make: Callable[[], Trainer], clock: Clock) -> Trained:
+    trainer = _made(make, clock)
     peak = peak_bytes(trainer.train, clock.device)
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     return Trained({name: [float(entry[name]) for entry in log] for name in SIGNALS}, clock.seconds, peak)
@@ -110,10 +143,10 @@ def _train(make: Callable[[], Trainer], clock: Clock) -> Trained:
 
 def _measures(tokens: int, found: Trained, ordinary: Trained | None) -> dict[str, Any]:
     """ordinary: None if it could not be trained: then there is nothing beside it."""
-    seconds = _median_seconds(found)
+    seconds = _median(found.seconds)
     measures: dict[str, Any] = {"tokens_per_second": tokens / seconds, "step_seconds": seconds}
     if ordinary is not None:
-        measures["speed_up"] = _median_seconds(ordinary) / seconds
+        measures["speed_up"] = _median(ordinary.seconds) / seconds
     measures |= {"peak_gigabytes": found.peak / 1e9, "steps": len(found.seconds)}
     measures |= {"first_loss": found.log["loss"][0], "last_loss": found.log["loss"][-1]}
     if ordinary is not None and ordinary is not found:
@@ -121,8 +154,9 @@ def _measures(tokens: int, found: Trained, ordinary: Trained | None) -> dict[str
     return measures
 
 
-def _median_seconds(trained: Trained) -> float:
-    return statistics.median(trained.seconds[WARM_UP:] or trained.seconds)
+def _median(seconds: Sequence[float]) -> float:
+    """Without those of the warm-up."""
+    return statistics.median(seconds[WARM_UP:] or seconds)
 
 
 def _over_noise(found: Trained, ordinary: Trained, other_order: Trained) -> float:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from torch import Tensor
 from radixtrain import RadixCollator
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.hf.activation_checkpointing import recompute
-from radixtrain.kernels.cascade import bundled_pieces
 from radixtrain.training.module import RadixModule
 from radixtrain.verification.oracle import radix_batch
 
@@ -65,9 +63,9 @@ class Way:
 
 
 @pytest.fixture(autouse=True)
-def small_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bundles and strips of a few rows, so that a try of 40 tokens is as many calls as a real batch."""
-    monkeypatch.setattr("radixtrain.tree.layout.bundled_pieces", partial(bundled_pieces, bundle=4))
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of chains and strips of a few rows, so that a try of 40 tokens is as many calls as a real batch."""
+    monkeypatch.setattr("radixtrain.tree.layout.GROUP", 4)
     monkeypatch.setattr("radixtrain.kernels.cpu_loops.STRIP", 6)
 
 

@@ -51,7 +51,8 @@ def test_rounding(
     # In one piece, as the ordinary batch: gradients that are added up over micro-batches round once more for each.
     whole = ways(max_tokens=st.none())
 
-    @settings(max_examples=TRIES, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+    # The worst of ten tries is luck, 2.1x once.
+    @settings(max_examples=max(TRIES, 50), deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
     @given(features=BATCHES, way=whole)
     def one_try(features: Features, way: Any) -> None:
         set_checkpointing(model, way.activation_checkpointing)

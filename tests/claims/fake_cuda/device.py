@@ -35,6 +35,9 @@ def answer() -> None:
     from torch._subclasses import fake_tensor
 
     vars(fake_tensor)["init_gpu_context"] = lambda *_: None  # it would make a real tensor
+    state = torch.get_rng_state()
+    for module in (torch.cuda, torch.cuda.random):  # nothing is drawn
+        vars(module).update(get_rng_state=lambda device=None: state, set_rng_state=lambda *_: None)
     vars(torch.cuda).update(
         is_available=lambda: True,
         is_initialized=lambda: True,

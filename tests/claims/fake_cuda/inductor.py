@@ -60,7 +60,7 @@ def compile_without_running() -> None:
 
 
 def _answer_as_an_h100() -> None:
-    properties, state = namedtuple("Properties", H100)(**H100), torch.get_rng_state()
+    properties = namedtuple("Properties", H100)(**H100)
     answers = {
         **{"get_device_properties": properties, "current_device": 0, "device_count": 1, "is_available": True},
         **{"get_compute_capability": 90, "get_raw_stream": 0},
@@ -69,8 +69,6 @@ def _answer_as_an_h100() -> None:
         for place in (CudaInterface, CudaInterface.Worker):
             setattr(place, name, staticmethod(lambda device=None, answer=answer: answer))
     torch.cuda.get_device_properties = lambda device=None: properties
-    for module in (torch.cuda, torch.cuda.random):
-        vars(module).update(get_rng_state=lambda *_: state.clone(), set_rng_state=lambda *_: None)
     for name in ("_exchange_device", "_maybe_exchange_device", "set_device"):
         setattr(torch.cuda, name, lambda device, name=name: 0)
     torch._C._cuda_getCurrentRawStream = lambda device: 0

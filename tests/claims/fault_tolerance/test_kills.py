@@ -187,7 +187,7 @@ def test_killed_runs(start, lines, tmp_path, print_after, workers):
             if not killer.kill(run, folder):
                 assert run.wait() == 0, run.said()
                 break
-        run = start(lines(folder, **flags, **AUTO))
+        run = start(lines(folder, **flags, **AUTO), draws=True)  # over a half-drawn picture
         assert run.wait() == 0, run.said()
         assert_same_run(folder, whole)
         assert_nothing_left(folder, tmp_path / "temporary")

@@ -175,8 +175,9 @@ TRAINER = {
 
 
 @pytest.fixture
-def said_of(tmp_path: Path, capsys: Any) -> Callable[..., str]:
-    """`said_of(code, typed)`: the line that a command ends with."""
+def said_of(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """`said_of(code, typed)`: the line that a command ends with. One that is not refused writes where it is tidied."""
+    monkeypatch.chdir(tmp_path)
 
     def run(code: int, typed: list[str]) -> str:
         assert main(typed) == code, typed

@@ -45,7 +45,7 @@ def test_values_of_another_head_dim(attention, v_head_dim):
 
 
 def test_sinks_that_do_not_reach_the_attention_function(tiny_qwen3):
-    model = prepare_model(tiny_qwen3())
+    model = prepare_model(tiny_qwen3(attn_implementation="eager"))
     model.model.layers[1].self_attn.sinks = nn.Parameter(torch.zeros(4))
     with pytest.raises(UserError, match=r"Qwen3Attention of layer 1 has sinks and does not pass it .* as s_aux"):
         model(**RadixCollator()(FEATURES))

@@ -2,7 +2,9 @@
 
 import pickle
 from collections import Counter
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from accelerate.utils import send_to_device
@@ -10,53 +12,53 @@ from batch_contents import as_python
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from lightning.fabric.utilities import move_data_to_device
-from plans import DEEP, FOREST, plan_of
-from torch.utils._pytree import tree_leaves
+from plans import DEEP, FOREST, mask_pairs, plan_of, seen_pairs
 from torch.utils.data import DataLoader
 
 from radixtrain.testing import FREE_FORKS, ragged_batches
-from radixtrain.tree.layout import TreeLayout
+from radixtrain.tree.blocks import BlockLayout
+from radixtrain.tree.layout import SECTIONS, TreeLayout
+from radixtrain.tree.runs import cheapest_runs
 
-INTS = {"max_seqlen", "max_segment", "max_new_tokens", "max_path", "max_position"}
-
-
-def layout_of(sequences, run_cost=None, **options):
-    return TreeLayout.from_plan(plan_of(sequences, **options), run_cost)
+META = torch.device("meta")
 
 
-def whole_layout(sequences=FOREST, **options):
-    """With the runs of recurrent layers, which a batch has only if asked for."""
-    return layout_of(sequences, FREE_FORKS, **options)
-
-
-def mask_pairs(plan):
-    ends = plan.row_subtree_ends.tolist()
-    return {(query, key) for key, end in enumerate(ends) for query in range(key, end)}
+def whole_layout(sequences=FOREST):
+    """With runs of recurrent layers, and a block of the first two rows; and what was encoded of them."""
+    plan = plan_of(sequences)
+    runs = cheapest_runs(plan.segment_starts, plan.segment_parents, FREE_FORKS)
+    blocks = BlockLayout.of(np.where(np.arange(plan.num_rows) < 2, 0, -1))
+    return TreeLayout.encode(plan, runs, blocks), runs, blocks
 
 
 def test_a_forest_in_full():
-    """A forest of two trees: [0, 2) 7 8 -> 5 | 9 6 and [5, 6) 9 -> 1 | 2 -> 2 | 4."""
-    long, short = torch.int64, torch.int32
-    assert as_python(layout_of(FOREST)) == {
-        "gather_indices": (long, [0, 1, 5, 2, 9, 10, 11, 13, 14, 17]),
-        "inverse_indices": (short, [0, 1, 3, 0, 1, 2, 0, 1, 3, 4, 5, 6, 5, 7, 8, 5, 7, 9]),
-        "cu_seqlens": (short, [0, 3, 6, 10, 12, 15, 18]),
-        "segment_starts": (short, [0, 2, 3, 5, 6, 7, 8, 9, 10]),
-        "subtree_ends": (short, [5, 3, 5, 10, 7, 10, 9, 10]),
-        "path_keys": (short, [0, 1, 2, 0, 1, 3, 0, 1, 3, 4, 5, 6, 5, 7, 8, 5, 7, 9]),
-        "path_cu_seqlens_q": (short, [0, 3, 4, 5, 7, 9, 10]),
-        "path_cu_seqlens_k": (short, [0, 3, 6, 10, 12, 15, 18]),
-        "level_queries": (long, [2, 3, 4, 6, 7, 8, 9]),
-        "level_keys": (long, [0, 1, 5]),
-        "level_cu_seqlens_q": (short, [0, 3, 7, 0, 2]),
-        "level_cu_seqlens_k": (short, [0, 2, 3, 0, 1]),
-        "max_seqlen": 4,
-        "max_segment": 2,
-        "max_new_tokens": 3,
-        "max_path": 4,
-        "max_position": 3,
-        "levels": ((2, 7, 3, 4, 2, 2, 0), (1, 2, 1, 2, 1, 8, 7)),
+    """Two trees, with the heaviest branch first: rows 7 8 -> 9 6 | 5 and 9 -> 2 -> 2 | 4, and 9 -> 1."""
+    layout = TreeLayout.from_plan(plan_of(FOREST))
+    assert {name: layout.section(name).tolist() for name in SECTIONS if len(layout.section(name))} == {
+        "gather_indices": [0, 1, 2, 9, 5, 10, 13, 14, 17, 11],
+        "inverse_indices": [0, 1, 2, 0, 1, 4, 0, 1, 2, 3, 5, 9, 5, 6, 7, 5, 6, 8],
+        "cu_seqlens": [0, 3, 6, 10, 12, 15, 18],
+        "segment_starts": [0, 2, 4, 5, 6, 7, 8, 9, 10],
+        "segment_parents": [-1, 0, 0, -1, 3, 4, 4, 3],
+        "subtree_ends": [5, 4, 5, 10, 9, 8, 9, 10],
+        "path_keys": [0, 1, 2, 3, 0, 1, 4, 5, 6, 7, 5, 6, 8, 5, 9],
+        "path_cu_seqlens_q": [0, 4, 5, 8, 9, 10],
+        "path_cu_seqlens_k": [0, 4, 7, 10, 13, 15],
+        "own": [0, 4, 5, 8, 9, 10],
+        "calls": [*(0, 1, 2), *(0, 2, 3), *(4, 9), *(0, 1, 5), *(0, 1), *(0, 2)],  # bounds and rows; bounds of slices
     }
+    own, prompts, both = layout.packed_pieces()
+    assert own.q_rows == own.k_rows == slice(None)
+    assert (prompts.q_rows.tolist(), prompts.k_rows.tolist()) == ([4, 9], [0, 1, 5])
+    assert (both.q_rows, both.k_rows) == (slice(8, 9), slice(5, 7)), "rows that follow each other are no copy"
+    assert (layout.num_rows, layout.num_tokens, layout.num_sequences, layout.max_seqlen) == (10, 18, 6, 4)
+    assert layout.shares and layout.runs is layout.blocks is None
+
+
+def test_runs_and_blocks_come_back():
+    layout, runs, blocks = whole_layout()
+    assert as_python(vars(layout.runs)) == as_python(vars(runs)) and runs.num_forks
+    assert as_python(vars(layout.blocks)) == as_python(vars(blocks))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +68,7 @@ def test_a_forest_in_full():
 )
 def test_max_position_leaves_padding_rows_out(sequences, positions, expected):
     """Eight rows: those of padding count on to 4 and more."""
-    layout = layout_of(sequences, position_ids=positions, pad_to_multiple_of=8)
+    layout = TreeLayout.from_plan(plan_of(sequences, position_ids=positions, pad_to_multiple_of=8))
     assert layout.max_position == expected
 
 
@@ -77,15 +79,8 @@ def test_paths_cover_every_pair_of_the_mask_once(sequences, min_shared_tokens, p
     plan = plan_of(sequences, min_shared_tokens=min_shared_tokens, pad_to_multiple_of=pad_to_multiple_of)
     layout = TreeLayout.from_plan(plan)
     assert layout.row_subtree_ends.tolist() == plan.row_subtree_ends.tolist()
-    paths, found = layout.paths, Counter()
-    assert paths.causal
-    for q0, q1, k0, k1 in paths.bounds:
-        rows, path = range(q0, q1), plan.path_keys[k0:k1].tolist()
-        assert len(rows) <= paths.max_seqlen_q
-        assert len(path) <= paths.max_seqlen_k
-        for i, row in enumerate(rows):
-            found.update((row, key) for key in path[: len(path) - len(rows) + i + 1])
-    assert found == Counter(mask_pairs(plan))
+    paths = replace(layout.paths, k_rows=layout.path_keys)
+    assert seen_pairs(paths, plan.num_rows) == Counter(mask_pairs(plan))
 
 
 MOVERS = {
@@ -99,20 +94,21 @@ MOVERS = {
 @pytest.mark.parametrize("sequences", [FOREST, [[1, 2, 3], [4, 5]], [[3]]], ids=["forks", "no fork", "one token"])
 @pytest.mark.parametrize("move", MOVERS.values(), ids=MOVERS)
 def test_a_batch_survives(move, sequences):
-    layout = whole_layout(sequences)
+    layout = TreeLayout.from_plan(plan_of(sequences), FREE_FORKS)
     again = move({"layout": layout}, torch.device("cpu"))["layout"]
     assert as_python(again) == as_python(layout)
 
 
 @pytest.mark.parametrize("move", [move_data_to_device, send_to_device, None], ids=["lightning", "accelerate", "to"])
 def test_moved_to_a_device(move):
-    """Every tensor and nothing else. Torch's meta device has no values, so none is read back."""
-    layout, meta = whole_layout(), torch.device("meta")
-    moved = move({"layout": layout}, meta)["layout"] if move else layout.to(meta, non_blocking=True)
-    devices = {x.device for x in tree_leaves([vars(part) for part in (moved, moved.runs)]) if torch.is_tensor(x)}
-    assert devices == {moved.device} == {meta} and layout.device.type == "cpu"
-    assert [getattr(moved, name) for name in (*INTS, "levels")] == [getattr(layout, name) for name in (*INTS, "levels")]
-    assert moved.runs.calls == layout.runs.calls
-    assert [piece.ragged.bounds for piece in moved.pieces] == [None] * 3, "levels are packed"
-    assert moved.sequences.bounds is moved.paths.bounds is None
+    """Only `rows` moves. Torch's meta device has no values, so none is read back."""
+    layout, runs, blocks = whole_layout()
+    moved = move({"layout": layout}, META)["layout"] if move else layout.to(META, non_blocking=True)
+    assert moved.host is layout.host and moved.rows.device == moved.device == META and layout.device.type == "cpu"
+    assert moved.runs.calls == runs.calls and moved.blocks.lengths == blocks.lengths
+    assert moved.runs.rows.device == moved.blocks.queries.device == META
+    calls = [piece.ragged for piece in (*moved.pieces, moved.sequences, moved.paths)]
+    longest = [(call.max_seqlen_q, call.max_seqlen_k) for call in calls]
+    assert longest == [(4, 4), (1, 2), (1, 2), (4, 4), (4, 4)]
+    assert all(call.bounds is None for call in calls)
     assert layout.to("cpu") is layout, "and keeps what its layers have made"

@@ -103,20 +103,20 @@ def test_gather_and_inverse(sequences, gather, inverse):
 def test_every_array_of_the_module_docstring_example():
     plan = plan_of([[7, 8, 9], [7, 8, 5], [7, 8, 9, 6], [9]])
     assert {name: getattr(plan, name).tolist() for name in ARRAYS} == {
-        "gather_indices": [0, 1, 5, 2, 9, 10],
-        "inverse_indices": [0, 1, 3, 0, 1, 2, 0, 1, 3, 4, 5],
-        "counts": [3, 3, 1, 2, 1, 1],
-        "position_ids": [0, 1, 2, 2, 3, 0],
+        "gather_indices": [0, 1, 2, 9, 5, 10],
+        "inverse_indices": [0, 1, 2, 0, 1, 4, 0, 1, 2, 3, 5],
+        "counts": [3, 3, 2, 1, 1, 1],
+        "position_ids": [0, 1, 2, 3, 2, 0],
         "cu_seqlens": [0, 3, 6, 10, 11],
-        "path_sequences": [1, 0, 2, 3],
-        "segment_starts": [0, 2, 3, 5, 6],
+        "path_sequences": [2, 1, 3],
+        "segment_starts": [0, 2, 4, 5, 6],
         "segment_parents": [-1, 0, 0, -1],
-        "subtree_ends": [5, 3, 5, 6],
-        "path_keys": [0, 1, 2, 0, 1, 3, 0, 1, 3, 4, 5],
-        "path_cu_seqlens_q": [0, 3, 4, 5, 6],
-        "path_cu_seqlens_k": [0, 3, 6, 10, 11],
+        "subtree_ends": [5, 4, 5, 6],
+        "path_keys": [0, 1, 2, 3, 0, 1, 4, 5],
+        "path_cu_seqlens_q": [0, 4, 5, 6],
+        "path_cu_seqlens_k": [0, 4, 7, 8],
     }
-    assert plan.row_subtree_ends.tolist() == [5, 5, 3, 5, 5, 6]
+    assert plan.row_subtree_ends.tolist() == [5, 5, 4, 4, 5, 6]
     assert plan.segment_levels.tolist() == [0, 1, 1, 0]
     assert (plan.num_sequences, plan.num_tokens, plan.num_rows, plan.num_unique_tokens) == (4, 11, 6, 6)
     assert (plan.num_segments, plan.depth, plan.compression_ratio) == (4, 2, 11 / 6)
@@ -251,6 +251,10 @@ def test_segments_are_the_longest_runs_without_a_branch(batch, options):
     for parent in plan.segment_parents.tolist():
         levels.append(levels[parent] + 1 if parent >= 0 else 0)
     assert plan.segment_levels.tolist() == levels
+    sizes, children = (plan.subtree_ends - plan.segment_starts[:-1]).tolist(), {}
+    for segment, parent in enumerate(plan.segment_parents.tolist()):
+        children.setdefault(parent, []).append(sizes[segment])
+    assert all(of[0] == max(of) for parent, of in children.items() if parent >= 0), "the heaviest child comes first"
     assert plan.depth == max(levels, default=-1) + 1
 
 
@@ -296,7 +300,8 @@ def one_long_sequence(num_tokens):
 
 
 def single_tokens(num_tokens):
-    return list(tokens_of(num_tokens, 1))
+    """One of them twice: nothing else is shared, whatever the size."""
+    return [[0], *np.random.default_rng(0).permutation(num_tokens - 1)[:, None]]
 
 
 def nested(num_tokens):

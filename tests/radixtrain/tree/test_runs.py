@@ -6,7 +6,6 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from batch_contents import as_python
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from plans import DEEP, FOREST, plan_of
@@ -235,12 +234,9 @@ def runs_of(sequences, rates=FREE_FORKS):
 
 def test_runs_in_full():
     """[0, 1) 3, then [1, 3) 7 8 -> 5 5 | 9 1."""
-    assert as_python(runs_of([[7, 8, 9, 1], [3], [7, 8, 5, 5]])) == {
-        "calls": ((1, 2, 1, ()), (1, 1, 0, ()), (2, 2, 0, ((0, 2),))),
-        "rows": (torch.int64, [1, 2, 0, 3, 4, 5, 6]),
-        "places": (torch.int64, [2, 0, 1, 3, 4, 5, 6]),
-        "parents": (torch.int64, [0, 0]),
-    }
+    calls = RunCall(1, 2, 1, ()), RunCall(1, 1, 0, ()), RunCall(2, 2, 0, ((0, 2),))
+    expected = calls, [1, 2, 0, 3, 4, 5, 6], [2, 0, 1, 3, 4, 5, 6], [0, 0]
+    assert contents(runs_of([[7, 8, 9, 1], [3], [7, 8, 5, 5]])) == expected
 
 
 def test_the_collator_makes_them_of_its_rows():

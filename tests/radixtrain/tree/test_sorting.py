@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from radixtrain.testing import ragged_batches
 from radixtrain.tree.plan import build_prefix_plan
-from radixtrain.tree.sorting import sort_sequences, without_small_branches
+from radixtrain.tree.sorting import heaviest_first, sort_sequences, without_small_branches
 
 
 def pack(sequences):
@@ -66,15 +66,27 @@ def test_neighbours_part_at_the_depth_of_the_last_two_or_at_another(offset, plac
 @settings(max_examples=100, deadline=None)
 @given(ragged_batches(min_length=0, min_sequences=0))
 def test_sort_sequences_sorts_as_python_does(sequences):
+    """And with the heaviest branch first, the LCP of neighbours is still what they share."""
     by_order = sort_sequences(*pack(sequences))
     expected = sorted((index for index, ids in enumerate(sequences) if ids), key=lambda index: sequences[index])
     assert by_order.order.tolist() == expected
-    assert by_order.lengths.tolist() == [len(sequences[index]) for index in expected]
-    shared = [0]
-    for one, other in pairwise(expected):
-        pairs = list(zip(sequences[one], sequences[other], strict=False))
-        shared.append(next((n for n, (a, b) in enumerate(pairs) if a != b), len(pairs)))
-    assert by_order.lcp.tolist() == shared[: len(expected)]
+    moved = heaviest_first(by_order)
+    assert sorted(moved.order.tolist()) == sorted(expected)
+    for each in (by_order, moved):
+        assert each.lengths.tolist() == [len(sequences[index]) for index in each.order]
+        shared = [0]
+        for one, other in pairwise(each.order.tolist()):
+            pairs = list(zip(sequences[one], sequences[other], strict=False))
+            shared.append(next((n for n, (a, b) in enumerate(pairs) if a != b), len(pairs)))
+        assert each.lcp.tolist() == shared[: len(expected)]
+
+
+def test_heaviest_first_literally():
+    """By the rows of a branch, not by its sequences or its longest; of equal ones the first. Roots stay in order."""
+    sequences = [[1, 2], [2, 1], [2, 2, 1], [2, 2, 2], [2, 3, 3, 3], [2, 4, 1, 1], [2, 4, 2, 2], [2, 5, 5, 5], [3] * 9]
+    found = heaviest_first(sort_sequences(*pack(sequences)))
+    assert found.order.tolist() == [0, 5, 6, 1, 2, 3, 4, 7, 8]
+    assert found.lcp.tolist() == [0, 0, 2, 1, 1, 2, 1, 1, 0]
 
 
 @pytest.mark.parametrize(
