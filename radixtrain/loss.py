@@ -270,14 +270,14 @@ def _add_gradients(chunk: _Chunk, given: Sequence[Any], gradients: Sequence[Tens
     logits, targets = _logits_of(x, weight, bias), (rows, chunk.labels)
     picked = logits[targets]
     top, sums = fused(_max_and_sum, logits)
-    picked = picked - top[rows]
+    picked = picked - top[rows, 0]
     if any(each is not None for each in gradients):
-        factor = torch.zeros_like(sums).index_add_(0, rows, chunk.loss_weights) / sums
+        factor = torch.zeros_like(sums).index_add_(0, rows, chunk.loss_weights[:, None]) / sums
         fused(_softmax, logits, top, factor)
         if logits.dtype == top.dtype:
             logits.index_put_(targets, -chunk.loss_weights, accumulate=True)
         else:  # a softmax near 1 has lost the digits that 1 leaves of it
-            d_picked = picked.exp() * factor[rows] - _target_weights(chunk, logits.shape[1])
+            d_picked = picked.exp() * factor[rows, 0] - _target_weights(chunk, logits.shape[1])
             logits[targets] = d_picked.to(logits.dtype)
         if d_bias is not None:
             d_bias += logits.sum(0, dtype=d_bias.dtype)
@@ -286,7 +286,7 @@ def _add_gradients(chunk: _Chunk, given: Sequence[Any], gradients: Sequence[Tens
             d_x[chunk.rows] = logits if weight is None else logits @ weight
         if d_weight is not None:
             _add_product(d_weight, logits, x)
-    return picked - sums.log()[rows]
+    return picked - sums[rows, 0].log()
 
 
 def _logits_of(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -303,15 +303,15 @@ def _max_and_sum(logits: Tensor) -> tuple[Tensor, Tensor]:
     """
     z = logits.to(_wide(logits))
     top = z.amax(-1, keepdim=True)
-    return top[:, 0], z.sub_(top).exp_().sum(-1, keepdim=True)[:, 0]
+    return top, z.sub_(top).exp_().sum(-1, keepdim=True)
 
 
 def _softmax(logits: Tensor, top: Tensor, factor: Tensor) -> None:
     """Overwrite logits, or what `_max_and_sum` left there, with `factor exp(z - top)`."""
     z = logits.to(top.dtype)
     if logits.dtype != top.dtype:
-        z.sub_(top[:, None]).exp_()
-    logits.copy_(z.mul_(factor[:, None]))
+        z.sub_(top).exp_()
+    logits.copy_(z.mul_(factor))
 
 
 def _target_weights(chunk: _Chunk, vocab_size: int) -> Tensor:

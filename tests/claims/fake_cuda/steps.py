@@ -29,6 +29,7 @@ from radixtrain.hf import third_party
 from radixtrain.hf.padded.rows import PaddedRows
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.hf.recurrent import layers
+from radixtrain.loss import linear_cross_entropy
 from radixtrain.testing import FREE_FORKS
 from radixtrain.training.module import RadixModule
 from radixtrain.tree.layout import TreeLayout
@@ -97,6 +98,16 @@ def attended(head_dim: int, num_rows: int = 600) -> dict[str, int]:
     with mode, waits:
         heads = [torch.zeros(num_rows, n, head_dim, dtype=BF16, device="cuda:0", requires_grad=True) for n in (8, 2, 2)]
         tree_attention(*heads, layout, attention="tree").sum().backward()
+    return dict(waits.counts)
+
+
+def head_and_loss(dtype: torch.dtype) -> dict[str, int]:
+    """Of two chunks of rows: they are of one size or not, and compiled once."""
+    mode, waits = FakeCUDA(), Waits()
+    with mode, waits, torch.device(DEVICE):
+        hidden, weight = (torch.zeros(n, 64, dtype=dtype, requires_grad=True) for n in (3000, 151_936))
+        rows = torch.zeros(3000, dtype=torch.int64)
+        linear_cross_entropy(hidden, weight, rows, rows, torch.ones(3000)).backward()
     return dict(waits.counts)
 
 
@@ -233,6 +244,7 @@ GROUPS: dict[str, dict[str, Case]] = {
         "windows and sinks": lambda: radix(tiny_model("GptOssForCausalLM", **WIDER), attention="tree"),
         **{f"heads of {dim}": lambda dim=dim: attended(dim) for dim in (128, 256)},
         "fewer rows than a block": lambda: attended(128, 71),
+        **{f"the loss in {dtype}": lambda dtype=dtype: head_and_loss(dtype) for dtype in (BF16, FLOAT32)},
     },
     "mistakes": {name: lambda change=change: mistaken(change) for name, change in MISTAKES.items()},
 }
