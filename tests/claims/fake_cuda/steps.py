@@ -18,6 +18,7 @@ import torch
 from inductor import SHARED, compile_without_running
 from tiny_models import tiny_hybrid, tiny_model, tiny_qwen3
 from torch import nn
+from torch.utils._python_dispatch import _pop_mode_temporarily
 from transformers import AutoModelForCausalLM, Qwen3Config
 from watch import DEVICE, FakeCUDA, Waits, move_module, moved
 
@@ -29,6 +30,7 @@ from radixtrain.hf import third_party
 from radixtrain.hf.padded.rows import PaddedRows
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.hf.recurrent import layers
+from radixtrain.kernels import fusion
 from radixtrain.loss import linear_cross_entropy
 from radixtrain.testing import FREE_FORKS
 from radixtrain.training.module import RadixModule
@@ -179,6 +181,15 @@ def launches(attention: str) -> dict[str, int]:
 
 
 def _launches(loss: Callable[[], torch.Tensor]) -> int:
+    def one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*tensors: torch.Tensor) -> Any:
+            seen.launches += 1
+            with _pop_mode_temporarily():
+                return function(*tensors)
+
+        return run
+
+    vars(fusion)["_compiled"] = one_kernel
     with Waits() as seen:
         loss().backward()
     return seen.launches
