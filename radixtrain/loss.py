@@ -15,7 +15,7 @@ while its logits exist, as in Liger's fused linear cross-entropy, so that the ba
 number, in place.
 
 Two passes over the logits of a chunk find the maximum and the sum of each row, and then put `dz` in their place. On
-CUDA torch.compile makes each one kernel. Of 16-bit logits they move 6 bytes an element, their operators one by one 44.
+CUDA torch.compile makes each one kernel. Of 16-bit logits they move 6 bytes an element, their operators one by one 66.
 
 Memory of the fused loss beyond hidden, head and their gradients: the logits of one chunk, and half as much again in 16
 bits. The gradient of a 16-bit head is summed in float32 and rounded in the backward pass, so that it takes 6 bytes an

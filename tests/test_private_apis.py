@@ -201,7 +201,7 @@ TABLE: dict[str, dict[str, str]] = {
     "radixtrain/hf/windows.py": {
         "torch.utils._python_dispatch._disable_current_modes": "no mode counts or fakes what is asked of a mask",
     },
-    "radixtrain/kernels/fusion.py": {
+    "kernels/fusion.py": {
         "torch._dynamo.mark_static": "makes the length of a row a constant of what is compiled for any number of rows",
     },
     "radixtrain/loss.py": {
