@@ -37,7 +37,6 @@ class RadixInputs(Movable):
     label_indices: (P,), int64. the original token that each entry is, counted over all features back to back; None if
         an entry may stand for several.
     old_logprobs, advantages: (P,), float32. as they were given, if they were.
-    strategy, min_shared_tokens: what a `StepCost` chose; None without one.
     token_loss: whether the loss is known to be a sum over tokens, whoever computes it.
     is_left_padded: whether a feature was padded on the left and had no `position_ids`. They count from 0 here and from
         the padding in Hugging Face: the same for rotary embeddings, but not for learned ones.
@@ -57,8 +56,6 @@ class RadixInputs(Movable):
     label_indices: Tensor | None = None
     old_logprobs: Tensor | None = None
     advantages: Tensor | None = None
-    strategy: str | None = None
-    min_shared_tokens: int | None = None
     token_loss: bool = False
     is_left_padded: bool = False
     image_rows: Tensor | None = None

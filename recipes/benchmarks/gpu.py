@@ -25,7 +25,6 @@ Parts, most important first; `gpu_parts/` says what each measures. `seconds` is 
 | `groups`        | 40      | 8 answers to one prompt, as in RL                                                     |
 | `shared`        | 25      | share_prefixes beside the model as it is                                              |
 | `generate`      | 25      | radixtrain.generate beside model.generate                                             |
-| `rates`         | 30      | the rates of this device beside the fixed ones, and what both choose                  |
 | `short`         | 60      | prompts of 512 and answers of 64                                                      |
 | `unequal`       | 60      | own parts of 16 to 1,024 tokens                                                       |
 | `table`         | 90      | DualKV's table of one layer of attention                                              |
@@ -52,7 +51,7 @@ from gpu_parts.watch import options_of, watch
 PARTS = {
     **{"equivalence": 35, "sync": 15, "step": 170, "ceilings": 10, "repeat": 15, "chunks": 10, "profile": 25},
     **{"unshared": 30, "attention": 50, "rows": 15, "trees": 60, "groups": 40, "shared": 25, "generate": 25},
-    **{"rates": 30, "short": 60, "unequal": 60, "table": 90, "checkpointing": 60, "contexts": 120},
+    **{"short": 60, "unequal": 60, "table": 90, "checkpointing": 60, "contexts": 120},
     **{"compile": 200, "liger": 60},
 }
 """Seconds that each should take; the time that is left is shared in this proportion."""

@@ -71,7 +71,6 @@ def test_the_one_call(tmp_path: Path) -> None:
     steps = ("fastest_rival", "efficiency", "peak_gigabytes", "over_padded", "over_packed")
     expected = {(part, measure) for part in ("step", "trees", "unshared") for measure in steps}
     expected |= {("rows", "share_of_copy"), ("sync", "finite"), ("repeat", "same_bits"), ("table", "milliseconds")}
-    expected |= {("rates", measure) for measure in ("slowdown", "pair", "element")}
     expected |= {("equivalence", "median_ratio"), ("attention", "error_ratio")}
     assert expected <= measured
     shared = [measures["r"] for part, _, measures in found["results"] if part == "trees" and "r" in measures]

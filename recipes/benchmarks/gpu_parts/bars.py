@@ -100,7 +100,6 @@ BARS = (
     _share_of_ideal("Qwen3-0.6B", "groups", 0.92, "0.89, 1.36x"),
     _share_of_ideal("Qwen3-8B", "groups", 0.92, "0.94, 1.60x"),
     Bar("segment sum in float32: share of a copy's bandwidth", "rows", "share_of_copy", 0.8),
-    Bar("fixed rates: time over what a calibration chooses", "rates", "slowdown", 1.03, False),
     *_of_dualkv("flash in torch", "cascade torch", 3),
     *_of_dualkv("a kernel for Hopper", OF_HOPPER, 4),
     Bar(
@@ -120,7 +119,6 @@ NOTES = {
     "varlen attention without padding; all have the head on labelled tokens only. Peaks are beyond the weights: "
     "gradients and activations.",
     "rows": "Beside a copy of as many bytes from device to device.",
-    "rates": "Seconds of each unit, fixed and fitted; and a step with the choices of either.",
     "table": "Table 1 of DualKV: one layer, forward and backward, float16, 32 heads, 8 key heads, 128 wide, answers of "
     "2,048 tokens. Its milliseconds are those that its authors published for one H100.",
     "trainers": "Steps of the trainer itself, optimizer included. *over noise* is the largest difference of a loss, or "

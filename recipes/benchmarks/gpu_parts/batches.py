@@ -12,7 +12,6 @@
 | `contexts`      | a prompt of 32k with 8 answers, and one of 64k with 4                                     |
 | `compile`       | those of `step`, every layer compiled by torch.compile, in all arms                       |
 | `liger`         | those of `step`, norms, rotary embeddings and MLPs by Liger, in all arms                  |
-| `rates`         | small ones of four kinds, for the choice of a strategy                                    |
 
 All tokens and weights are random. 4B and 8B compute activations again in the backward pass.
 """
@@ -148,12 +147,6 @@ STEPS = {
     ],
     "compile": [Row(("0.6B", "4B"), PLAIN, TINY_PLAIN, change="compiled")],
     "liger": [Row(("0.6B", "4B"), PLAIN, TINY_PLAIN, change="liger")],
-    "rates": [
-        Row(("0.6B",), one_prompt(512, 64, 32), TINY_PLAIN),
-        Row(("0.6B",), unequal(512, 64, 32), unequal(32, 8, 4)),
-        Row(("0.6B",), one_prompt(1024, 1024, 8), one_prompt(16, 16, 4)),
-        Row(("0.6B",), agent(20, 100, 25), agent(4, 8, 4)),
-    ],
 }
 
 

@@ -11,7 +11,6 @@ from gpu_parts.equivalence import equivalence
 from gpu_parts.kernel_times import profile_steps
 from gpu_parts.loss_chunks import loss_chunks
 from gpu_parts.plans import PLANS, TINY_PLANS
-from gpu_parts.rates import rates
 from gpu_parts.repeat import repeat
 from gpu_parts.rows import SUMS, TINY_SUMS, rows
 from gpu_parts.run import Run
@@ -42,7 +41,6 @@ def calls(run: Run, options: argparse.Namespace) -> dict[str, Callable[[], None]
         "repeat": lambda: repeat(run, small, prompt),
         "chunks": lambda: loss_chunks(run, shape, *((64, range(12, 14)) if tiny else (8192, range(24, 29)))),
         "profile": lambda: [profile_steps(run, of_part[part][0], arms) for part in ("trees", "step")],
-        "rates": lambda: rates(run, of_part["rates"]),
         "rows": lambda: rows(run, TINY_SUMS if tiny else SUMS),
         "attention": lambda: attention(run, TINY_PLANS if tiny else PLANS, heads),
         "shared": lambda: shared(run, in_a_loop),
