@@ -31,7 +31,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype="float32")  # bfloat16 rounds small updates away
     model = prepare_model(model.to(device).train())  # <-
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
-    collate = StepCollator(max_tokens=2048, min_shared_tokens=16)  # <-
+    collate = StepCollator(max_tokens=2048, min_shared_tokens=4)  # <-
     draw = random.Random(0)
     for number in range(options.max_steps):
         step = collate(draw.sample(rows, 16)).to(device)

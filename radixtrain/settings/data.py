@@ -91,7 +91,7 @@ class DataSettings(Section):
     shuffle_dataset: bool = True
     group_by_prefix: bool | int = False
     seed: Annotated[int, Limits(0, 2**32 - 1)] = 42
-    min_shared_tokens: Count = 16
+    min_shared_tokens: Count = 4
     shared_targets: Literal["every", "once"] = "every"
     pad_to_multiple_of: Count | None = None
     dataset_num_proc: Annotated[int | None, Limits(1, MOST_PROCESSES)] = None

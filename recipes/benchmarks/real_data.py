@@ -108,7 +108,7 @@ def measure_file(
     samples = [sample for samples in ChatEncoder(tokenizer).encode_all(drawn) for sample in samples]
     features = [{"input_ids": sample.input_ids, "labels": sample.labels} for sample in samples]
     cell = GivenBatch(shape, f"{len(samples)} of {file.name}", len(samples))
-    work = work_of(cell, features, None, options.max_tokens, min_shared_tokens=16)
+    work = work_of(cell, features, None, options.max_tokens, min_shared_tokens=4)
     print(described(work), flush=True)
     model = build_model(shape, device, dtype, options.attn_implementation)
     work, seconds = fastest_ordinary(model, work, [size or None for size in options.ordinary_rows])

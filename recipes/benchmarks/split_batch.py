@@ -121,8 +121,8 @@ def steps(shape: ModelShape, file: Path | None) -> Iterator[tuple[str, Rows]]:
 
 def arms_of(model: Any, shape: ModelShape, rows: Rows) -> dict[str, Arm]:
     rank, size = dist.get_rank(), dist.get_world_size()
-    whole = StepCollator(merge_labels=False, min_shared_tokens=16)(rows)
-    share = StepCollator(merge_labels=False, min_shared_tokens=16, rank=rank, num_ranks=size)(rows)
+    whole = StepCollator(merge_labels=False, min_shared_tokens=4)(rows)
+    share = StepCollator(merge_labels=False, min_shared_tokens=4, rank=rank, num_ranks=size)(rows)
     one = prepare_model(deepcopy(model))
     split = DistributedDataParallel(prepare_model(deepcopy(model), sp_group=dist.group.WORLD))
     data_parallel = DistributedDataParallel(prepare_model(deepcopy(model)))
