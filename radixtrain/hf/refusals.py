@@ -30,7 +30,7 @@ from radixtrain.hf.conditions import check_supported, why_no_soft_cap
 from radixtrain.hf.dropout import check_drawing_modules, check_noise
 from radixtrain.hf.names import CACHE
 from radixtrain.hf.positions import check_position, positions_in_table, why_padding_matters
-from radixtrain.hf.step_cost import ModelDimensions
+from radixtrain.hf.dimensions import ModelDimensions
 from radixtrain.hf.windows import chunk_of
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.radix_inputs import RadixInputs
