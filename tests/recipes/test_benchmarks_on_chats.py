@@ -13,7 +13,6 @@ import pytest
 from forked_ranks import on_ranks
 from tiers import FULL
 
-
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("RADIXTRAIN_DATA", ROOT.parent / "shared" / "data" / "sft"))
 
