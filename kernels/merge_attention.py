@@ -161,9 +161,8 @@ def attention_in_pieces(
         "a window needs the distance from a query to its keys, which a piece does not know"
     )
     first, *rest = pieces
-    return merged_pieces(
-        q_UNH, kernel.forward(q_UNH, *keys[:2], first.ragged, scoring), rest, keys, kernel, scoring, sinks_N
-    )
+    own = kernel.forward(q_UNH, keys[0], keys[1], first.ragged, scoring)
+    return merged_pieces(q_UNH, own, rest, keys, kernel, scoring, sinks_N)
 
 
 def _backward_in_pieces(

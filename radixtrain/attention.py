@@ -212,26 +212,40 @@ OPERATORS.define(
 
 @torch.library.impl(OPERATORS, "tree_attention", "CompositeExplicitAutograd")
 @torch.compiler.disable
-def _forward(*given: Any) -> tuple[Tensor, Tensor]:
-    *inputs, host, rows = given[:6]
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, host: Tensor, rows: Tensor, *options: Any
+) -> tuple[Tensor, Tensor]:
     _launches[host.data_ptr()] += 1
-    out, lse = route_forward(*inputs, *_route_in_graph(inputs, host, rows, given[6:]))
+    how = _routed_in_graph(query, key, value, sinks, host, rows, options)
+    out, lse = route_forward(query, key, value, sinks, *how)
     return out.contiguous(), lse.contiguous()
 
 
 @torch.library.impl(OPERATORS, "tree_attention_backward", "CompositeExplicitAutograd")
 @torch.compiler.disable
-def _backward(dout: Tensor, *given: Any) -> tuple[Tensor, ...]:
+def _backward(
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    host: Tensor,
+    rows: Tensor,
+    *options: Any,
+) -> tuple[Tensor, ...]:
     """Compute the gradients of query, key, value and sinks; the last one is empty without sinks."""
-    inputs, (out, lse, host, rows) = given[:4], given[4:8]
-    *grads, dsinks = route_backward(dout, *inputs, out, lse, *_route_in_graph(inputs, host, rows, given[8:]))
-    dq, dk, dv = (grad.contiguous() for grad in grads)
-    return dq, dk, dv, dout.new_empty(0) if dsinks is None else dsinks
+    how = _routed_in_graph(query, key, value, sinks, host, rows, options)
+    dq, dk, dv, dsinks = route_backward(dout, query, key, value, sinks, out, lse, *how)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous(), dout.new_empty(0) if dsinks is None else dsinks
 
 
-def _route_in_graph(inputs: Sequence[Any], host: Tensor, rows: Tensor, options: Sequence[Any]) -> Routed:
+def _routed_in_graph(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, host: Tensor, rows: Tensor, options: Sequence[Any]
+) -> Routed:
     layout = _decoded(host, rows)
-    return _routed(inputs[1], inputs[2], layout, _requested(*inputs, layout, Options(*options)))
+    return _routed(key, value, layout, _requested(query, key, value, sinks, layout, Options(*options)))
 
 
 @torch.library.register_fake("radixtrain::tree_attention", lib=OPERATORS)
