@@ -231,12 +231,11 @@ class RadixCollator:
 class _Targets(NamedTuple):
     """The entries of a batch that a loss reads.
 
-    of_predictions: the tensors of its `RadixInputs` about them, and place_rows.
+    of_predictions: the fields of its `RadixInputs` about them.
     """
 
     labels: dict[str, Tensor]
-    of_predictions: dict[str, Tensor]
-    place_rows: IntArray | None = None
+    of_predictions: dict[str, Any]
 
 
 def _plain(predictions: Predictions, cu_seqlens: IntArray, other_width: int) -> _Targets:
@@ -268,7 +267,7 @@ def _plain(predictions: Predictions, cu_seqlens: IntArray, other_width: int) -> 
         "label_indices": placed(tokens, 0),
     }
     labels = {"labels": np.roll(shift_labels, 1, axis=1), "shift_labels": shift_labels}
-    return _Targets(_tensors(labels), _tensors(fields), placed(rows, -1).reshape(shift_labels.shape))
+    return _Targets(_tensors(labels), {**_tensors(fields), "place_rows": placed(rows, -1).reshape(shift_labels.shape)})
 
 
 def _merged(predictions: Predictions, floats: Mapping[str, FloatArray]) -> _Targets:
@@ -290,8 +289,8 @@ def _merged(predictions: Predictions, floats: Mapping[str, FloatArray]) -> _Targ
     return _Targets(_tensors({"shift_labels": merged.labels[None]}), {**_tensors(fields), **of_policy})
 
 
-def policy_fields(floats: Mapping[str, FloatArray], tokens: IntArray) -> dict[str, Tensor]:
-    """Return the tensors of a `RadixInputs` that a policy loss reads, if the features have them.
+def policy_fields(floats: Mapping[str, FloatArray], tokens: IntArray) -> dict[str, Any]:
+    """Return the fields of a `RadixInputs` that a policy loss reads, if the features have them.
 
     floats: of `packed`. tokens: (P,). the packed token that bears each label.
     """
@@ -306,11 +305,12 @@ def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
 def _batch(ids: IntArray, plan: PrefixPlan, layout: TreeLayout, targets: _Targets, **known: Any) -> dict[str, Any]:
     """Make the batch of unique tokens.
 
-    ids: (B, L) or (1, U). layout: of the plan. known: of its `RadixInputs`.
+    ids: (B, L) or (1, U). layout: of the plan. known: the other fields of its `RadixInputs`.
     """
+    of_layout = {"host": layout.host, "plan": layout.rows, "cu_seqlens": layout.cu_seqlens}
     return {
         "input_ids": torch.from_numpy(ids),
         **targets.labels,
         "position_ids": torch.tensor(plan.position_ids, device="cpu")[None],
-        RADIX: RadixInputs.of(layout, targets.of_predictions, place_rows=targets.place_rows, **known),
+        RADIX: RadixInputs.of(**of_layout, **targets.of_predictions, **known),
     }

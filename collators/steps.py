@@ -229,15 +229,12 @@ class PaddedCollator:
             "position_ids": torch.from_numpy(positions),
             "shift_labels": torch.from_numpy(labels[tokens])[None],
             RADIX: RadixInputs.of(
-                None,
-                {
-                    "cu_seqlens": torch.from_numpy(cu_seqlens.astype(np.int32)),
-                    "predictor_indices": torch.from_numpy(np.flatnonzero(is_token)[tokens] - 1),
-                    "prediction_rows": torch.arange(len(tokens), device="cpu"),
-                    "loss_weights": torch.from_numpy(weights[tokens]),
-                    "label_indices": torch.from_numpy(tokens),
-                    **policy_fields(floats, tokens),
-                },
+                cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)),
+                predictor_indices=torch.from_numpy(np.flatnonzero(is_token)[tokens] - 1),
+                prediction_rows=torch.arange(len(tokens), device="cpu"),
+                loss_weights=torch.from_numpy(weights[tokens]),
+                label_indices=torch.from_numpy(tokens),
+                **policy_fields(floats, tokens),
             ),
         }
 

@@ -5,7 +5,7 @@
 | `reference` | U             | U, explicit mask         | eager; the specification   | yes                 |
 | `expand`    | scatter to T  | T                        | one varlen call            | yes                 |
 | `path`      | U             | root paths, gathered     | one varlen call            | yes                 |
-| `cascade`   | U, no copies  | U, no copies             | one, and one a tree level  | no                  |
+| `cascade`   | U, no copies  | U, no copies             | few (`tree/chains.py`)     | no                  |
 | `tree`      | U, no copies  | U, no copies             | one, with a block mask     | yes                 |
 
 Sinks go with every strategy and kernel, a soft-cap with every strategy but `tree` and the kernels that compute it
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -95,7 +95,7 @@ def tree_attention(
     key, value: (U, K, H), same dtype and device; N is a multiple of K (grouped-query attention).
     plan: the prefix plan of these U rows. A `TreeLayout` on the device of the tensors saves the copy.
     attention: `auto`, `cascade`, `path`, `expand`, `reference` or `tree`. `auto` is `cascade`, or `path` if a window
-        binds, or on a device if the tree is deep.
+        binds.
     kernel: `auto`, `torch`, `flash_attn`, `flash_attn_3`, `flash_attn_4`, `cudnn`, `efficient` or `eager`. `reference`
         does not read it; `tree` has its own kernel and takes only `auto`.
     scale: factor on the scores; default `H ** -0.5`.
@@ -108,13 +108,13 @@ def tree_attention(
     Raises ValueError if shapes, dtypes or devices do not fit, UserError for a name that is unknown or cannot run here.
     """
     layout = plan if isinstance(plan, TreeLayout) else TreeLayout.from_plan(plan).to(query.device)
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    options = Options(attention, kernel, factor, softcap, window, both_ways)
     if torch.compiler.is_compiling() and attention != "tree":  # which is compiled by itself
-        factor = query.shape[-1] ** -0.5 if scale is None else scale
-        options = attention, kernel, factor, softcap, window, both_ways
-        out: Tensor = _operator(query, key, value, sinks, layout.host, layout.rows, *options)[0]
+        operator = torch.ops.radixtrain.tree_attention
+        out: Tensor = operator(query, key, value, sinks, layout.host, layout.rows, *options)[0]
         return out
-    request = query, key, value, sinks, layout, attention, kernel, scale, softcap, window, both_ways
-    choice, scoring, later = _checked(*request)
+    choice, scoring, later = request = _requested(query, key, value, sinks, layout, options)
     if choice.strategy == "tree":
         return flex_tree_attention(query, key, value, layout.block_mask(scoring.window), scoring, sinks)
     if choice.strategy == "reference":
@@ -122,27 +122,48 @@ def tree_attention(
         return reference_attention(query, key, value, seen, scoring, sinks)
     is_plain = sinks is None and later is None and softcap is None and choice.kernel in BATCHED
     if choice.strategy == "cascade" and is_plain and layout.even_shape is not None:
-        return _batched_attention(query, key, value, layout.even_shape, scoring.scale)
-    return routed_attention(query, key, value, *_routed(*request), sinks)
+        return _batched_attention(query, key, value, layout.even_shape, factor)
+    return routed_attention(query, key, value, *_routed(key, value, layout, request), sinks)
+
+
+class Options(NamedTuple):
+    """What a layer asks for, as `tree_attention` takes it."""
+
+    attention: str
+    kernel: str
+    scale: float
+    softcap: float | None
+    window: int | None
+    both_ways: bool
+
+
+class Request(NamedTuple):
+    """What computes an attention. later: the call onto later rows of the same block, if there is one."""
+
+    choice: AttentionChoice
+    scoring: Scoring
+    later: Piece | None
+
+
+def _requested(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layout: TreeLayout, options: Options
+) -> Request:
+    """Check what a layer asks for and choose what computes it, once for all layers that ask for the same."""
+    tensors = (query, key, value) if sinks is None else (query, key, value, sinks)
+    asked = options, *[(x.shape, x.dtype, x.device) for x in tensors]
+    found: Request | None = layout.requests.get(asked)
+    if found is None:
+        found = layout.requests[asked] = _checked(query, key, value, sinks, layout, options)
+    return found
 
 
 def _checked(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    layout: TreeLayout,
-    attention: str,
-    kernel: str,
-    scale: float | None,
-    softcap: float | None,
-    window: int | None,
-    both_ways: bool,
-) -> tuple[AttentionChoice, Scoring, Piece | None]:
-    """Check a request, and return what computes it, and the call onto later rows of the same block, if there is one."""
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layout: TreeLayout, options: Options
+) -> Request:
+    attention, kernel, scale, softcap, window, both_ways = options
     _check_tensors(query, key, value, layout.num_rows, layout.device)
     _check_modifiers(query, softcap, window, sinks)
-    scoring = _scoring(query, scale, softcap, window, layout.max_seqlen)
+    scoring = _scoring(scale, softcap, window, layout.max_seqlen)
     blocks = layout.blocks if both_ways else None
     if blocks is not None and attention not in ("auto", *WITH_BLOCKS):
         raise UserError(
@@ -150,15 +171,13 @@ def _checked(
             f"use auto, cascade or path"
         )
     choice = _chosen(attention, kernel, query, scoring, sinks)
-    return choice, scoring, None if blocks is None else blocks.later
+    return Request(choice, scoring, None if blocks is None else blocks.later)
 
 
-def _routed(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layout: TreeLayout, *options: Any
-) -> Routed:
-    """Return what computes a request in pieces. The arguments are those of `_checked`."""
-    choice, scoring, later = _checked(query, key, value, sinks, layout, *options)
-    kernel = _kernel("eager" if choice.kernel == "none" else choice.kernel, query.device)
+def _routed(key: Tensor, value: Tensor, layout: TreeLayout, request: Request) -> Routed:
+    """Return the pieces that compute a request, the kernel of all of them, and how it scores."""
+    choice, scoring, later = request
+    kernel = _kernel("eager" if choice.kernel == "none" else choice.kernel, key.device)
     if choice.strategy == "cascade":
         return Route((*_pieces_of(layout, key, value), *([later] if later else []))), kernel, scoring
     if choice.strategy == "path":
@@ -179,87 +198,69 @@ def _seen(layout: TreeLayout, window: int | None, both_ways: bool) -> Tensor:
     return seen | layout.blocks.mask() if both_ways and layout.blocks is not None else seen
 
 
-@torch.library.custom_op("radixtrain::tree_attention", mutates_args=())
-def _operator(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    host: Tensor,
-    rows: Tensor,
-    attention: str,
-    kernel: str,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
-    both_ways: bool,
-) -> tuple[Tensor, Tensor]:
-    """Compute tree attention as an operator of torch, for compiled graphs: they hold `host` and `rows` of a layout.
+# Tree attention as operators of torch, for compiled graphs, which then hold the two tensors of a layout and no number
+# of the tree. Eager mode calls the same functions directly, so that profilers and modes of torch see their kernels.
+INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? sinks"
+OPTIONS = "str attention, str kernel, float scale, float? softcap, SymInt? window, bool both_ways"
+OPERATORS = torch.library.Library("radixtrain", "FRAGMENT")
+OPERATORS.define(f"tree_attention({INPUTS}, Tensor host, Tensor rows, {OPTIONS}) -> (Tensor out, Tensor lse)")
+OPERATORS.define(
+    f"tree_attention_backward(Tensor dout, {INPUTS}, Tensor out, Tensor lse, Tensor host, Tensor rows, {OPTIONS})"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
+)
 
-    Eager mode calls the same functions directly, where profilers and modes of torch see their kernels.
-    Returns the output, (U, N, H), and the log-sum-exp, (N, U).
-    """
+
+@torch.library.impl(OPERATORS, "tree_attention", "CompositeExplicitAutograd")
+@torch.compiler.disable
+def _forward(*given: Any) -> tuple[Tensor, Tensor]:
+    *inputs, host, rows = given[:6]
     _launches[host.data_ptr()] += 1
-    inputs = query, key, value, sinks
-    how = _routed(*inputs, _decoded(host, rows), attention, kernel, scale, softcap, window, both_ways)
-    out, lse = route_forward(*inputs, *how)
+    out, lse = route_forward(*inputs, *_route_in_graph(inputs, host, rows, given[6:]))
     return out.contiguous(), lse.contiguous()
 
 
-@torch.library.custom_op("radixtrain::tree_attention_backward", mutates_args=())
-def _operator_backward(
-    dout: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    host: Tensor,
-    rows: Tensor,
-    attention: str,
-    kernel: str,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
-    both_ways: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@torch.library.impl(OPERATORS, "tree_attention_backward", "CompositeExplicitAutograd")
+@torch.compiler.disable
+def _backward(dout: Tensor, *given: Any) -> tuple[Tensor, ...]:
     """Compute the gradients of query, key, value and sinks; the last one is empty without sinks."""
-    inputs = query, key, value, sinks
-    how = _routed(*inputs, _decoded(host, rows), attention, kernel, scale, softcap, window, both_ways)
-    *grads, dsinks = route_backward(dout, *inputs, out, lse, *how)
+    inputs, (out, lse, host, rows) = given[:4], given[4:8]
+    *grads, dsinks = route_backward(dout, *inputs, out, lse, *_route_in_graph(inputs, host, rows, given[8:]))
     dq, dk, dv = (grad.contiguous() for grad in grads)
-    return dq, dk, dv, query.new_empty(0) if dsinks is None else dsinks
+    return dq, dk, dv, dout.new_empty(0) if dsinks is None else dsinks
 
 
-@_operator.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *others: Any) -> tuple[Tensor, Tensor]:
-    out = query.new_empty(*query.shape[:2], value.shape[2])
+def _route_in_graph(inputs: Sequence[Any], host: Tensor, rows: Tensor, options: Sequence[Any]) -> Routed:
+    layout = _decoded(host, rows)
+    return _routed(inputs[1], inputs[2], layout, _requested(*inputs, layout, Options(*options)))
+
+
+@torch.library.register_fake("radixtrain::tree_attention", lib=OPERATORS)
+def _(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    num_rows, num_heads, _ = query.shape
     wide = torch.promote_types(query.dtype, torch.float32)
-    return out, query.new_empty(query.shape[1], query.shape[0], dtype=wide)
+    return query.new_empty(num_rows, num_heads, value.shape[2]), query.new_empty(num_heads, num_rows, dtype=wide)
 
 
-@_operator_backward.register_fake
-def _(dout: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *others: Any) -> Any:
+@torch.library.register_fake("radixtrain::tree_attention_backward", lib=OPERATORS)
+def _(
+    dout: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *others: Any
+) -> tuple[Tensor, ...]:
     grads = (x.new_empty(x.shape) for x in (query, key, value))
-    return *grads, query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return *grads, dout.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.options = *inputs[:6], inputs[6:]
-    ctx.save_for_backward(*tensors, *output)
+    ctx.options = inputs[6:]
+    ctx.save_for_backward(*inputs[:4], *output, *inputs[4:6])
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, sinks, host, rows, out, lse = ctx.saved_tensors
-    dq, dk, dv, dsinks = _operator_backward(dout, q, k, v, sinks, out, lse, host, rows, *ctx.options)
-    return dq, dk, dv, None if sinks is None else dsinks, *[None] * (2 + len(ctx.options))
+    *grads, dsinks = torch.ops.radixtrain.tree_attention_backward(dout, *ctx.saved_tensors, *ctx.options)
+    return *grads, None if ctx.saved_tensors[3] is None else dsinks, *[None] * (2 + len(ctx.options))
 
 
-_operator.register_autograd(_differentiate, setup_context=_save)
-
-
+torch.library.register_autograd("radixtrain::tree_attention", _differentiate, setup_context=_save, lib=OPERATORS)
 _launches: Counter[int] = Counter()  # by the address of `host`
 
 
@@ -300,7 +301,7 @@ def cached_attention(
     """
     _check_tensors(query, key, value, layout.num_rows, layout.slots.device)
     _check_modifiers(query, softcap, window, sinks)
-    scoring = _scoring(query, scale, softcap, window, layout.max_seqlen)
+    scoring = _scoring(query.shape[-1] ** -0.5 if scale is None else scale, softcap, window, layout.max_seqlen)
     varlen = _kernel(_chosen("auto", kernel, query, scoring, sinks).kernel, query.device)
     later = layout.blocks.later if both_ways and layout.blocks is not None else None
     if scoring.window is not None:
@@ -323,10 +324,9 @@ def _batched_attention(query: Tensor, key: Tensor, value: Tensor, shape: tuple[i
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def _scoring(query: Tensor, scale: float | None, softcap: float | None, window: int | None, max_seqlen: int) -> Scoring:
+def _scoring(scale: float, softcap: float | None, window: int | None, max_seqlen: int) -> Scoring:
     """Describe how scores are made. A window that no sequence exceeds is left out."""
-    binding = window if window is not None and window < max_seqlen else None
-    return Scoring(query.shape[-1] ** -0.5 if scale is None else scale, softcap, binding)
+    return Scoring(scale, softcap, window if window is not None and window < max_seqlen else None)
 
 
 def _chosen(attention: str, kernel: str, query: Tensor, scoring: Scoring, sinks: Tensor | None) -> AttentionChoice:

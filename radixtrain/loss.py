@@ -15,7 +15,7 @@ while its logits exist, as in Liger's fused linear cross-entropy, so that the ba
 number, in place.
 
 Two passes over the logits of a chunk find the maximum and the sum of each row, and then put `dz` in their place. On
-CUDA torch.compile makes each one kernel. Of 16-bit logits they move 6 bytes an element, their operators one by one 44.
+CUDA torch.compile makes each one kernel. Of 16-bit logits they move 6 bytes an element, their operators one by one 66.
 
 Memory of the fused loss beyond hidden, head and their gradients: the logits of one chunk, and half as much again in 16
 bits. The gradient of a 16-bit head is summed in float32 and rounded in the backward pass, so that it takes 6 bytes an
@@ -257,9 +257,7 @@ def _logprobs_and_gradients(
     gradients = [torch.empty_like(x) if needed[0] else None, *sums]
     with torch.autocast(x.device.type, enabled=False):
         for chunk in _chunks_of(x, head[0], labels, rows, loss_weights):
-            found = _add_gradients(chunk, given, gradients)
-            # of another chunk's prediction the weight is 0
-            logprobs[chunk.places] += torch.where(chunk.loss_weights == 0, 0, found)
+            logprobs[chunk.places] += _add_gradients(chunk, given, gradients)
     return logprobs, gradients
 
 
@@ -270,14 +268,14 @@ def _add_gradients(chunk: _Chunk, given: Sequence[Any], gradients: Sequence[Tens
     logits, targets = _logits_of(x, weight, bias), (rows, chunk.labels)
     picked = logits[targets]
     top, sums = fused(_max_and_sum, logits)
-    picked = picked - top[rows]
+    picked, logprobs = fused(_of_targets, picked, rows, chunk.loss_weights, top, sums)
     if any(each is not None for each in gradients):
-        factor = torch.zeros_like(sums).index_add_(0, rows, chunk.loss_weights) / sums
+        factor = torch.zeros_like(sums).index_add_(0, rows, chunk.loss_weights[:, None]) / sums
         fused(_softmax, logits, top, factor)
         if logits.dtype == top.dtype:
             logits.index_put_(targets, -chunk.loss_weights, accumulate=True)
         else:  # a softmax near 1 has lost the digits that 1 leaves of it
-            d_picked = picked.exp() * factor[rows] - _target_weights(chunk, logits.shape[1])
+            d_picked = fused(_d_targets, picked, rows, _target_weights(chunk, logits.shape[1]), factor)
             logits[targets] = d_picked.to(logits.dtype)
         if d_bias is not None:
             d_bias += logits.sum(0, dtype=d_bias.dtype)
@@ -286,7 +284,7 @@ def _add_gradients(chunk: _Chunk, given: Sequence[Any], gradients: Sequence[Tens
             d_x[chunk.rows] = logits if weight is None else logits @ weight
         if d_weight is not None:
             _add_product(d_weight, logits, x)
-    return picked - sums.log()[rows]
+    return logprobs
 
 
 def _logits_of(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -303,15 +301,25 @@ def _max_and_sum(logits: Tensor) -> tuple[Tensor, Tensor]:
     """
     z = logits.to(_wide(logits))
     top = z.amax(-1, keepdim=True)
-    return top[:, 0], z.sub_(top).exp_().sum(-1, keepdim=True)[:, 0]
+    return top, z.sub_(top).exp_().sum(-1, keepdim=True)
 
 
 def _softmax(logits: Tensor, top: Tensor, factor: Tensor) -> None:
     """Overwrite logits, or what `_max_and_sum` left there, with `factor exp(z - top)`."""
     z = logits.to(top.dtype)
     if logits.dtype != top.dtype:
-        z.sub_(top[:, None]).exp_()
-    logits.copy_(z.mul_(factor[:, None]))
+        z.sub_(top).exp_()
+    logits.copy_(z.mul_(factor))
+
+
+def _of_targets(z: Tensor, rows: Tensor, weights: Tensor, top: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `z - max z` of the predictions, and `log p`: 0 if the weight is 0, as that of another chunk's is."""
+    z = z - top[rows, 0]
+    return z, torch.where(weights == 0, weights, z - sums[rows, 0].log())
+
+
+def _d_targets(z: Tensor, rows: Tensor, weights: Tensor, factor: Tensor) -> Tensor:
+    return z.exp() * factor[rows, 0] - weights
 
 
 def _target_weights(chunk: _Chunk, vocab_size: int) -> Tensor:

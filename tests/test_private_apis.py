@@ -202,6 +202,9 @@ TABLE: dict[str, dict[str, str]] = {
     "radixtrain/hf/windows.py": {
         "torch.utils._python_dispatch._disable_current_modes": "no mode counts or fakes what is asked of a mask",
     },
+    "kernels/fusion.py": {
+        "torch._dynamo.mark_static": "makes the length of a row a constant of what is compiled for any number of rows",
+    },
     "radixtrain/loss.py": {
         "torch._C._functorch.is_batchedtensor": (
             "says whether a batch of gradients is computed, which needs what was saved"

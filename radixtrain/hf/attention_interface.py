@@ -87,8 +87,8 @@ class Call:
         all_ran = num_layers in (None, number, len(set(self.calls))) or (in_graphs and number % num_layers == 0)
         if not all_ran:
             raise RuntimeError(
-                f"radix attention ran in {len(set(self.calls)) + in_graphs} of {num_layers} layers of {type(backbone).__name__}: "
-                f"the others {others}"
+                f"radix attention ran in {len(set(self.calls)) + in_graphs} of {num_layers} layers of "
+                f"{type(backbone).__name__}: the others {others}"
             )
         if self.layout.blocks is not None and not self.both_ways:
             raise RuntimeError(
@@ -440,7 +440,9 @@ def _of_one_head_dim(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
 def _check_options(module: nn.Module, options: Mapping[str, Any]) -> None:
     """Refuse what a layer requests and tree attention does not compute."""
     if options.get("dropout"):
-        raise UserError(f"{name_of(module)} requests attention dropout {options['dropout']}; set attention_dropout to 0")
+        raise UserError(
+            f"{name_of(module)} requests attention dropout {options['dropout']}; set attention_dropout to 0"
+        )
     if options.get("position_bias") is not None:
         raise UserError(
             f"{name_of(module)} adds a position_bias to its scores, which tree attention does not compute; "
@@ -449,8 +451,10 @@ def _check_options(module: nn.Module, options: Mapping[str, Any]) -> None:
     for key, attribute in (("softcap", "attn_logit_softcapping"), ("s_aux", "sinks")):
         if options.get(key) is None and getattr(module, attribute, None) is not None:
             raise UserError(
-                f"{name_of(module)} has {attribute} and does not pass it to its attention function as {key}, so tree attention "
-                f"would leave it out; {TRAIN_WITHOUT_SHARING}"
+                f"{name_of(module)} has {attribute} and does not pass it to its attention function as {key}, so tree "
+                f"attention would leave it out; {TRAIN_WITHOUT_SHARING}"
             )
     if not options.get("is_causal", getattr(module, "is_causal", True)):
-        raise UserError(f"{name_of(module)} is not causal; a shared prefix has the same states only under causal attention")
+        raise UserError(
+            f"{name_of(module)} is not causal; a shared prefix has the same states only under causal attention"
+        )

@@ -103,10 +103,9 @@ def mask_function(ordinary: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a mask function, which Hugging Face calls by keyword only: `ordinary`, except for a radix batch."""
 
     def mask(*, attention_mask: Tensor | None = None, **kwargs: object) -> Any:
-        if torch.compiler.is_compiling() and attention_mask is not None and attention_mask.shape == (1, 0):
-            if not kwargs.get("use_vmap") and kwargs.keys() <= READ:
-                window = None if chunk_of(kwargs.get("config")) else kwargs.get("local_size")
-                return attention_mask.new_empty((1, 1, 0, window or FULL))
+        if attention_mask is not None and _is_stock_in_graph(attention_mask, kwargs):
+            window = None if chunk_of(kwargs.get("config")) else kwargs.get("local_size")
+            return attention_mask.new_empty((1, 1, 0, window or FULL))
         written = on_mask(attention_mask)
         if attention_mask is None or written is None:
             return ordinary(attention_mask=attention_mask, **kwargs)
@@ -114,6 +113,11 @@ def mask_function(ordinary: Callable[..., Any]) -> Callable[..., Any]:
         return _empty((1, 1, 0, found.window or FULL), attention_mask.device, found)
 
     return mask
+
+
+def _is_stock_in_graph(mask: Tensor, given: Mapping[str, Any]) -> bool:
+    """Return whether a compiled graph requests a mask of transformers for a radix batch, as its model left it."""
+    return torch.compiler.is_compiling() and mask.shape == (1, 0) and not given.get("use_vmap") and given.keys() <= READ
 
 
 @torch.compiler.disable  # host integers
@@ -198,14 +202,14 @@ def window_of(
     """
     if isinstance(attention_mask, Tensor) and attention_mask.numel():
         raise UserError(
-            f"{name_of(layer)} gets a mask {tuple(attention_mask.shape)} that its model made, which tree attention would leave "
-            f"out; {TRAIN_WITHOUT_SHARING}"
+            f"{name_of(layer)} gets a mask {tuple(attention_mask.shape)} that its model made, which tree attention "
+            f"would leave out; {TRAIN_WITHOUT_SHARING}"
         )
     written = on_mask(attention_mask)
     window = argument if obeys_argument else None if written is None else written.window
     if window is None and may_bind and not obeys_argument:
         raise UserError(
-            f"{name_of(layer)} gets a mask that transformers.masking_utils has not made, and its model has a sliding window "
-            f"shorter than this batch's longest sequence ({longest}); set max_length to the window or less"
+            f"{name_of(layer)} gets a mask that transformers.masking_utils has not made, and its model has a sliding "
+            f"window shorter than this batch's longest sequence ({longest}); set max_length to the window or less"
         )
     return window if window and window < longest else None

@@ -109,11 +109,7 @@ def numbers(part: MicroBatch, tree: RunTree) -> Table:
             "R, rows for which the head computes logits",
         ),
         ("segments", f"{layout.subtree_ends.numel():,}", "S, runs of tokens without a branch"),
-        (
-            "depth",
-            f"{levels_of(layout.segment_parents.tolist()).max() + 1:,}",
-            "segments on the longest way through the tree",
-        ),
+        ("depth", f"{depth:,}", "segments on the longest way through the tree"),
         ("roots", f"{len(tree.roots):,}", "different first tokens"),
     ]
     table = Table.grid(padding=(0, 2))

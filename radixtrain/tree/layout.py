@@ -201,6 +201,11 @@ class TreeLayout(Movable):
         return self.gather_indices - self.cu_seqlens[sequences_of(self.gather_indices, self.cu_seqlens)]
 
     @cached_property
+    def requests(self) -> dict[Any, Any]:
+        """Return what layers have asked for of attention, by that; filled by `tree_attention`."""
+        return {}
+
+    @cached_property
     def _block_masks(self) -> dict[int | None, BlockMask]:
         return {}
 

@@ -1,4 +1,4 @@
-"""What moves between devices as a tensor does: DataLoaders, Accelerate, Lightning and `x.to(device)` find the methods."""
+"""What moves between devices as a tensor does: loaders, Accelerate, Lightning and `x.to(device)` find the methods."""
 
 from __future__ import annotations
 

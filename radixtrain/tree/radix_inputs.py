@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -23,14 +22,10 @@ from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.movable import Function, Movable
 
 RADIX = "radix"  # its key in a batch
-PLAN = "plan"  # the section of the layout
 
 
-def _tensor(name: str) -> Any:
-    """Make a property: a section of `rows`, None if there is none. float32 is a view; int64 is made at each reading.
-
-    It is not cached: made in inference mode, it could not be saved for a backward pass.
-    """
+def _section(name: str) -> Any:
+    """Make a property: a section of `rows`; None if there is none."""
     return property(lambda radix: radix.tensor(name))
 
 
@@ -38,9 +33,9 @@ def _tensor(name: str) -> Any:
 class RadixInputs(Movable):
     """What a prepared model and radixtrain's losses read from a batch.
 
-    rows: int32, the only tensor that moves: sections back to back, the bits of those that are float32.
-    host: of the layout, on the CPU; None without one.
-    sections: start, end and dtype of each section that there is.
+    rows: int32, the only tensor that moves: the bits of all others, back to back, int64 first.
+    sections: where each of the others is in `rows`, and its dtype.
+    host: of the layout, on the CPU; None in a padded batch.
     place_rows: (B, P / B), int64, on the host. `prediction_rows`, for a model that computes its own loss: its head gets
         a row for each of them; -1 for those without a label. None if it gets the R predictors.
     strategy, min_shared_tokens: what a `StepCost` chose; None without one.
@@ -52,8 +47,10 @@ class RadixInputs(Movable):
         only fills up.
     split: the number of rows in all, or a `SplitLoss`, if a rank of an `sp_group` holds only some of them.
 
-    The sections, each of which is a tensor:
+    The sections, each of them a view:
 
+    plan: int32. `rows` of the layout; None in a padded batch.
+    cu_seqlens: (B+1,), int32. bounds of the sequences, back to back.
     predictor_indices: (R,), int64. the row of each predictor, ascending.
     prediction_rows: (P,), int64. which of the R predictors each entry of `shift_labels` belongs to.
     loss_weights: (P,). how many original tokens each entry stands for, int64; or its given weight, float32.
@@ -64,8 +61,8 @@ class RadixInputs(Movable):
     """
 
     rows: Tensor
-    host: Tensor | None
-    sections: dict[str, tuple[int, int, torch.dtype]]
+    sections: dict[str, tuple[slice, torch.dtype]]
+    host: Tensor | None = None
     place_rows: IntArray | None = None
     strategy: str | None = None
     min_shared_tokens: int | None = None
@@ -75,18 +72,19 @@ class RadixInputs(Movable):
     num_tokens: int | None = None
     split: Any = None
 
-    predictor_indices = _tensor("predictor_indices")
-    prediction_rows = _tensor("prediction_rows")
-    loss_weights = _tensor("loss_weights")
-    label_indices = _tensor("label_indices")
-    old_logprobs = _tensor("old_logprobs")
-    advantages = _tensor("advantages")
-    image_rows = _tensor("image_rows")
+    cu_seqlens = _section("cu_seqlens")
+    predictor_indices = _section("predictor_indices")
+    prediction_rows = _section("prediction_rows")
+    loss_weights = _section("loss_weights")
+    label_indices = _section("label_indices")
+    old_logprobs = _section("old_logprobs")
+    advantages = _section("advantages")
+    image_rows = _section("image_rows")
 
     @classmethod
-    def of(cls, layout: TreeLayout | None, tensors: Mapping[str, Tensor], **known: Any) -> RadixInputs:
-        """Encode the sections. layout: None in a padded batch, which has `cu_seqlens` among its tensors."""
-        return cls(**_encoded(layout, tensors), **known)
+    def of(cls, **given: Any) -> RadixInputs:
+        """Make one of these fields, of which tensors become sections, except `host`."""
+        return cls(**_encoded(given))
 
     def map(self, function: Function) -> RadixInputs:
         """Replace `rows`; return the object itself if nothing changes. `host` stays where it is."""
@@ -94,12 +92,11 @@ class RadixInputs(Movable):
         return self if rows is self.rows else replace(self, rows=rows)
 
     def tensor(self, name: str) -> Any:
-        """Return a section of `rows` in its own dtype; None if there is none."""
+        """Return a section; None if there is none."""
         if name not in self.sections:
             return None
-        start, end, dtype = self.sections[name]
-        section = self.rows[start:end]
-        return section.long() if dtype == torch.int64 else section.view(dtype)
+        place, dtype = self.sections[name]
+        return self.rows[place].view(dtype)
 
     @property
     def layout(self) -> TreeLayout | None:
@@ -107,35 +104,20 @@ class RadixInputs(Movable):
 
         A new one at each reading: what layers cache in it has the dtype and the mode of one call.
         """
-        return None if self.host is None else TreeLayout(self.host, self.tensor(PLAN))
-
-    @property
-    def cu_seqlens(self) -> Tensor:
-        """Return the bounds of the sequences, back to back, (B+1,), int32."""
-        found: Tensor = self.tensor("cu_seqlens") if self.layout is None else self.layout.cu_seqlens
-        return found
+        return None if self.host is None else TreeLayout(self.host, self.tensor("plan"))
 
 
-def _encoded(layout: TreeLayout | None, tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    """Make the fields that hold the layout and these tensors."""
-    given = {PLAN: None if layout is None else layout.rows, **tensors}
-    found = {name: tensor for name, tensor in given.items() if tensor is not None}
-    bounds = pairwise(accumulate(map(len, found.values()), initial=0))
-    return {
-        "rows": torch.cat([_as_int32(tensor) for tensor in found.values()]),
-        "host": None if layout is None else layout.host,
-        "sections": {name: (*each, found[name].dtype) for name, each in zip(found, bounds, strict=True)},
-    }
-
-
-def _as_int32(tensor: Tensor) -> Tensor:
-    """Narrow int64, which counts tokens of a batch, and take float32 bit by bit."""
-    if tensor.dtype != torch.int64:
-        assert tensor.dtype in (torch.int32, torch.float32), tensor.dtype
-        return tensor.view(torch.int32)
-    narrow = tensor.int()
-    assert tensor.device.type != "cpu" or bool((narrow == tensor).all()), "2^31 tokens"  # a device would be waited for
-    return narrow
+def _encoded(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace the tensors among these fields, except `host`, by `rows` and `sections`."""
+    found = {name: x for name, x in given.items() if isinstance(x, Tensor) and name != "host"}
+    sections, parts, end = {}, [], 0
+    for name in sorted(found, key=lambda name: -found[name].itemsize):  # an int64 starts at an even place
+        x = found[name]
+        parts.append(x.view(torch.int32) if len(x) else x.int())  # an empty one may have stride 0
+        start, end = end, end + len(parts[-1])
+        sections[name] = slice(start, end), x.dtype
+    known = {name: given[name] for name in given.keys() - found.keys()}
+    return {"rows": torch.cat(parts), "sections": sections, **known}
 
 
 def radix_of(batch: Mapping[str, Any]) -> RadixInputs:
@@ -144,15 +126,11 @@ def radix_of(batch: Mapping[str, Any]) -> RadixInputs:
     return found
 
 
-def with_radix(batch: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
-    """Copy the batch with another layout, other tensors or other values in some fields of its `RadixInputs`."""
-    radix, properties = radix_of(batch), vars(RadixInputs)
-    tensors = {name: fields.pop(name) for name in list(fields) if isinstance(properties.get(name), property)}
-    if tensors:
-        layout = tensors.pop("layout", radix.layout)
-        own = {name: radix.tensor(name) for name in radix.sections if name != PLAN}
-        fields.update(_encoded(layout, own | tensors))
-    return {**batch, RADIX: replace(radix, **fields)}
+def with_radix(batch: Mapping[str, Any], **fields: object) -> dict[str, Any]:
+    """Copy the batch with other values in some fields of its `RadixInputs`, or other tensors in place of its own."""
+    radix = radix_of(batch)
+    tensors = {name: radix.tensor(name) for name in radix.sections}
+    return {**batch, RADIX: replace(radix, **_encoded(tensors | fields))}
 
 
 def layout_of(batch: Mapping[str, Any]) -> TreeLayout:

@@ -44,6 +44,7 @@ def test_two_sequences():
         "labels": (long, [[N, 9], [N, 5]]),
         "shift_labels": (long, [[9, N], [5, N]]),
         "radix": {
+            "cu_seqlens": (torch.int32, [0, 3, 6]),
             "predictor_indices": (long, [1]),
             "prediction_rows": (long, [0, 0, 0, 0]),
             "place_rows": [[0, -1], [0, -1]],

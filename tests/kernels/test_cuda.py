@@ -33,7 +33,7 @@ INSTALLED = ["torch", "efficient", *([] if cudnn_missing(CUDA) else ["cudnn"]), 
 
 
 def nested_plan():
-    """A prompt, two branches of it, leaves on both: several segments on one level."""
+    """A prompt, two branches of it, leaves on both: several chains hang on a chain."""
     rng = np.random.default_rng(0)
     prompt, left, right = (rng.integers(0, 1000, length) for length in (200, 60, 40))
     leaves = [np.concatenate([prompt, branch, rng.integers(0, 1000, 30)]) for branch in (left, right) for _ in range(3)]
@@ -87,7 +87,7 @@ def rows(*shape, seed=0, dtype=torch.bfloat16):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(CUDA, dtype)
 
 
-# Lengths of queries and of keys. RAGGED: two entries without queries, one of a single query. DENSE: a level of cascade.
+# Lengths of queries and of keys. RAGGED: two entries without queries, one of a single query. DENSE: a call of cascade.
 RAGGED = [0, 100, 0, 1, 70], [64, 130, 5, 33, 70]
 DENSE, ONE_SEQUENCE = ([300], [190]), ([190], [190])
 

@@ -21,7 +21,7 @@ from radixtrain.kernels.cpu_loops import EagerKernel
 from radixtrain.kernels.cudnn import CudnnKernel, cudnn_missing
 from radixtrain.kernels.efficient import EfficientKernel
 from radixtrain.kernels.flash import FlashAttn3Kernel, FlashAttn4Kernel, FlashAttnKernel, TorchCUDAKernel
-from radixtrain.kernels.merge_attention import attention_in_pieces, expand_attention, path_attention
+from radixtrain.kernels.merge_attention import Route, routed_attention
 from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
 from radixtrain.testing import assert_within_reference_error
 from radixtrain.tree.layout import TreeLayout
@@ -87,15 +87,19 @@ class NothingIsReadBack(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def on_cuda(strategy: str, layout: TreeLayout, kernel: VarlenKernel, scoring: Scoring) -> Callable[..., Tensor]:
-    """A strategy with the pieces that it takes on CUDA: for `cascade` one call a level."""
+def route_of(strategy: str, layout: TreeLayout) -> Route:
+    """A strategy with the pieces that it takes on CUDA."""
     if strategy == "cascade":
-        pieces = tuple(layout.packed_pieces())
-        return lambda q, k, v, *sinks: attention_in_pieces(q, k, v, pieces, kernel, scoring, *sinks)
+        return Route(layout.packed_pieces())
     if strategy == "path":
-        return lambda q, k, v, *sinks: path_attention(q, k, v, layout.path_keys, layout.paths, kernel, scoring, *sinks)
-    copies = layout.inverse_indices, layout.gather_indices, layout.sequences
-    return lambda q, k, v, *sinks: expand_attention(q, k, v, *copies, kernel, scoring, *sinks)
+        return Route((layout.paths,), layout.path_keys)
+    tokens = layout.inverse_indices
+    return Route((layout.sequences,), tokens, tokens, layout.gather_indices)
+
+
+def on_cuda(strategy: str, layout: TreeLayout, kernel: VarlenKernel, scoring: Scoring) -> Callable[..., Tensor]:
+    route = route_of(strategy, layout)
+    return lambda q, k, v, *sinks: routed_attention(q, k, v, route, kernel, scoring, *sinks)
 
 
 def by_softmax(plan: PrefixPlan, scoring: Scoring) -> Callable[..., Tensor]:
@@ -103,9 +107,7 @@ def by_softmax(plan: PrefixPlan, scoring: Scoring) -> Callable[..., Tensor]:
 
 
 def calls_of(strategy: str, layout: TreeLayout) -> list[Ragged]:
-    if strategy == "cascade":
-        return [piece.ragged for piece in layout.packed_pieces()]
-    return [layout.paths if strategy == "path" else layout.sequences]
+    return [piece.ragged for piece in route_of(strategy, layout).pieces]
 
 
 @pytest.mark.parametrize("scoring", SCORINGS, ids=str)

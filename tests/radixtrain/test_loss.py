@@ -1,12 +1,14 @@
 """R predictor rows, P predictions, D hidden, V vocabulary."""
 
 import math
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 from tiers import FULL, tries
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.autograd import gradcheck
 from torch.nn.functional import cross_entropy, linear
@@ -56,19 +58,12 @@ def with_gradients(function, given: list[Tensor | None]) -> list[Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss, [x for x in leaves if x is not None])]
 
 
-def ours(labels: Tensor = LABELS, rows: Tensor = ROWS, weights: Tensor = WEIGHTS):
-    return lambda hidden, weight, bias: linear_cross_entropy(hidden, weight, labels, rows, weights, bias)
+def ours(labels: Tensor = LABELS, rows: Tensor = ROWS, weights: Tensor = WEIGHTS, impl: Any = "fused"):
+    return lambda hidden, weight, bias: linear_cross_entropy(hidden, weight, labels, rows, weights, bias, impl)
 
 
-def by_torch(labels: Tensor = LABELS, rows: Tensor = ROWS, weights: Tensor = WEIGHTS):
-    """One row of logits a prediction, as a stock head computes them; the softmax in float32 or wider, as in HF."""
-
-    def total(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        logits = linear(hidden[rows], weight, bias).to(wide)
-        return (weights.to(wide) * cross_entropy(logits, labels, reduction="none")).sum()
-
-    return total
+def by_torch(*predictions: Tensor):
+    return ours(*predictions, impl="reference")
 
 
 def assert_equal_in_float64(actual: list[Tensor], truth: list[Tensor]) -> None:
@@ -88,7 +83,7 @@ def chunked_by_four(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["on host", "to all"])
 def dealt(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    """How predictions come to their chunks on CPU, and on accelerators."""
+    """How predictions come to their chunks on CPU, and on accelerators, which leave 16-bit logits as they are."""
     if request.param == "to all":
         monkeypatch.setattr(loss_module, "_on_host", lambda x: False)
     return request.param
@@ -101,12 +96,13 @@ def random_predictions(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     return labels, rows, torch.randint(1, 5, (300,), generator=generator).float()
 
 
-def test_three_targets_at_one_row_literally() -> None:
+@pytest.mark.parametrize("impl", ["fused", "reference"])
+def test_three_targets_at_one_row_literally(impl: Any) -> None:
     """Logits (0, ln 2, ln 3): probabilities 1/6, 2/6, 3/6. Labels 0, 1, 2 stand for 1, 2 and 4 tokens."""
     hidden = torch.tensor([[1.0]], dtype=torch.float64, requires_grad=True)
     weight = torch.tensor([[0.0], [math.log(2)], [math.log(3)]], dtype=torch.float64, requires_grad=True)
     rows, labels, weights = torch.zeros(3, dtype=torch.int64), torch.tensor([0, 1, 2]), torch.tensor([1.0, 2.0, 4.0])
-    loss = linear_cross_entropy(hidden, weight, labels, rows, weights)
+    loss = ours(labels, rows, weights, impl)(hidden, weight, None)
     loss.backward()
     assert loss.item() == pytest.approx(math.log(6) + 2 * math.log(3) + 4 * math.log(2), abs=1e-12)
     d_logits = [7 / 6 - 1, 7 * 2 / 6 - 2, 7 * 3 / 6 - 4]
@@ -123,8 +119,13 @@ def test_cross_entropy_of_torch(monkeypatch: pytest.MonkeyPatch, dealt: str, bia
         assert_equal_in_float64(with_gradients(ours(), given), truth)
 
 
+def test_another_impl_is_refused() -> None:
+    with pytest.raises(ValueError, match='impl must be "fused" or "reference", got \'liger\''):
+        ours(impl="liger")(*parameters(torch.float32))
+
+
 @dtypes
-def test_lower_precision(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+def test_lower_precision(monkeypatch: pytest.MonkeyPatch, dealt: str, dtype: torch.dtype) -> None:
     """Losses of 16 draws together: the rounding of a single one is luck."""
     for rows_per_chunk, bias in ((40, True), (10_000, False)):
         cut_into(monkeypatch, rows_per_chunk)
@@ -390,6 +391,49 @@ def test_nothing_waits_for_the_device(
         logits_logprobs(logits, labels, rows).sum().backward()
 
 
+@FULL
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_compiled_passes(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """By Inductor for a CPU, whole and once for any number of rows, beside the same functions in eager.
+
+    The maximum and the product have the same bits. A sum is added in another order, and `exp` may differ in its last
+    bit, which changes a rounding to 8 bits once in 2**15.
+    """
+    counter = CompileCounterWithBackend("inductor")
+    compile = partial(torch.compile, dynamic=True, fullgraph=True, backend=counter)
+    compiled = cache(compile)
+
+    def fused(function: Any, *tensors: Tensor) -> Any:
+        for x in tensors:
+            torch._dynamo.mark_static(x, [*range(1, x.ndim)])
+        return compiled(function)(*tensors)
+
+    def compare(found: list[Tensor], eager: list[Tensor], truth: list[Tensor]) -> None:
+        if dtype == torch.float64:
+            assert_equal_in_float64(found, truth)
+        else:
+            assert_within_reference_error(found, eager, truth)
+
+    for num_rows in (40, 200, 65):
+        logits = torch.randn(num_rows, 4096, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+        eager, found = logits.clone(), logits.clone()
+        (top, sums), (found_top, found_sums) = loss_module._max_and_sum(eager), fused(loss_module._max_and_sum, found)
+        assert torch.equal(top, found_top)
+        compare([found_sums], [sums], [(logits.double() - top).exp().sum(-1, keepdim=True)])
+        found = eager.clone()
+        loss_module._softmax(eager, top, 1 / sums)
+        fused(loss_module._softmax, found, top, 1 / sums)
+        differ = (eager != found).double().mean()
+        assert differ < 2**-13 if dtype == torch.bfloat16 else not differ, differ
+    assert counter.frame_count == 2
+    monkeypatch.setattr(loss_module, "_on_host", lambda x: False)
+    given, predictions = parameters(dtype, 200, 64, 150), random_predictions()
+    truth = with_gradients(by_torch(*predictions), [x.double() for x in given])
+    reference = with_gradients(ours(*predictions), given)
+    monkeypatch.setattr(loss_module, "fused", fused)
+    compare(with_gradients(ours(*predictions), given)[1:], reference[1:], truth[1:])  # the loss is one number: luck
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a machine with a CUDA device runs this: make test-gpu")
 def test_on_cuda_nothing_waits_and_the_result_is_the_same(chunked_by_four: None) -> None:
@@ -419,7 +463,7 @@ class TestLogprobs:
         assert logits_logprobs(logits.bfloat16(), LABELS, ROWS).dtype == torch.float32
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_lower_precision(self, dtype: torch.dtype) -> None:
+    def test_lower_precision(self, dealt: str, dtype: torch.dtype) -> None:
         labels, rows, _ = random_predictions()
         factors = torch.randn(300, generator=torch.Generator().manual_seed(0))
         given = parameters(dtype, 200, 64, 150)
@@ -448,7 +492,8 @@ class TestLogprobs:
 
 
 FORMULAS = {
-    "fused": lambda hidden, weight, labels: linear_cross_entropy(hidden, weight, labels, ROWS, WEIGHTS),
+    "fused": lambda hidden, weight, labels: ours(labels)(hidden, weight, None),
+    "reference": lambda hidden, weight, labels: ours(labels, impl="reference")(hidden, weight, None),
     "logits": lambda hidden, weight, labels: logits_cross_entropy(linear(hidden, weight), labels, ROWS, WEIGHTS),
     "logprobs": lambda hidden, weight, labels: linear_logprobs(hidden, weight, labels, ROWS),
     "logprobs of logits": lambda hidden, weight, labels: logits_logprobs(linear(hidden, weight), labels, ROWS),
@@ -462,19 +507,20 @@ def test_a_label_that_is_no_token(dealt: str, formula: str, label: int) -> None:
     hidden, weight, _ = parameters(torch.float32)
     labels = LABELS.clone()
     labels[3] = label
-    with pytest.raises(IndexError, match=f"Target {label} is out of" if dealt == "on host" else f"index {V} is out of"):
+    says_which = dealt == "on host" or formula == "reference"
+    with pytest.raises(IndexError, match=f"Target {label} is out of" if says_which else f"index {V} is out of"):
         FORMULAS[formula](hidden, weight, labels)
 
 
-@pytest.mark.parametrize("formula", ["fused", "logits"])
+@pytest.mark.parametrize("formula", ["fused", "reference", "logits"])
 def test_no_prediction_counts(dealt: str, formula: str) -> None:
     """The mean is NaN, as torch's own, and its gradient 0 and not `0 * inf`."""
     for labels, rows, weights in ((LABELS, ROWS, WEIGHTS * 0), (LABELS[:0], ROWS[:0], WEIGHTS[:0])):
         hidden, weight, bias = (x.requires_grad_() for x in parameters(torch.float32))
-        if formula == "fused":
-            loss = linear_cross_entropy(hidden, weight, labels, rows, weights, bias)
-        else:
+        if formula == "logits":
             loss = logits_cross_entropy(linear(hidden, weight, bias), labels, rows, weights)
+        else:
+            loss = ours(labels, rows, weights, formula)(hidden, weight, bias)
         mean = loss / weights.sum()
         mean.backward()
         assert loss.item() == 0 and mean.isnan() and not any(x.grad.any() for x in (hidden, weight, bias))
@@ -518,7 +564,7 @@ class TestOfLogits:
             assert_equal_in_float64(found, with_gradients(ours(), given))
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-    def test_lower_precision(self, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    def test_lower_precision(self, monkeypatch: pytest.MonkeyPatch, dealt: str, dtype: torch.dtype) -> None:
         """Of the losses of 16 draws together, as above."""
         logits = torch.randn(200, 150, generator=torch.Generator().manual_seed(0)).to(dtype)
         for rows_per_chunk in (40, 10_000):
@@ -530,6 +576,13 @@ class TestOfLogits:
             results = [[torch.stack(x) for x in zip(*arm, strict=True)] for arm in zip(*draws, strict=True)]
             assert [x.dtype for x in results[0]] == [torch.float32, dtype]
             assert_within_reference_error(*results, names=("loss", "d_logits"))
+
+    def test_a_target_that_is_almost_certain(self, dealt: str) -> None:
+        """Its gradient is rounded once: a softmax of 0.999 in bfloat16 is 1, and its gradient would be 0."""
+        logits, rows = torch.tensor([[8.0, 0, 0, 1], [0, 9, 1, 1]]).bfloat16(), torch.tensor([0, 0, 1, 0])
+        predictions = torch.tensor([0, 0, 1, 3]), rows, torch.tensor([0.3, 1.7, 1.0, 0.0])
+        truth = self.by_torch(logits.double(), *predictions)[1]
+        assert torch.equal(of_logits(logits, *predictions)[1], truth.bfloat16()) and truth[0, 0] < 0
 
     @pytest.mark.parametrize("view", ["transposed", "every other row", "one row for all"])
     def test_strided_logits(self, chunked_by_four: None, view: str) -> None:

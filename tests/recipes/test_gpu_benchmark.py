@@ -222,7 +222,7 @@ def test_what_is_wanted_most_comes_first_and_every_arm_has_a_kernel() -> None:
 @pytest.mark.parametrize("name", ["cascade", "path/auto", "packed", "packed/auto", "padded", "padded/", "auto/torch"])
 def test_no_arm_is_auto(name: str) -> None:
     with pytest.raises(UserError, match="an arm names its"):
-        gpu_arms.arm_named(name, batches.TINY_MODEL, CPU)
+        gpu_arms.arm_named(name, TINY, CPU)
 
 
 def test_the_time_of_a_run_is_shared_among_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +291,7 @@ def test_peaks_are_bytes_of_a_computed_token(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_every_arm_is_cut_by_the_memory_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The packed one by tokens, exactly as ours is where nothing is shared."""
-    shape, run = batches.TINY_MODEL, Run(device=CPU, seconds=1000.0)
+    shape, run = TINY, Run(device=CPU, seconds=1000.0)
     apart, shared = (batches.Case(shape, batches.unequal(prompt, 64, 9)) for prompt in (0, 32))
     model = build_model(shape, CPU, torch.float32, "sdpa")
 
@@ -319,7 +319,7 @@ def test_each_arm_is_compiled_on_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
         return graph.forward
 
     monkeypatch.setattr("torch._dynamo.lookup_backend", lambda _: backend)
-    case = batches.Case(batches.TINY_MODEL, batches.one_prompt(16, 8, 5), change="compiled")
+    case = batches.Case(TINY, batches.one_prompt(16, 8, 5), change="compiled")
     run, model = Run(device=CPU, seconds=1000.0), steps.built(case, CPU)
     work = work_of(case.cell, case.batch.features(case.shape), 3)
     arms = steps.arms_of(run, case, work, gpu_arms.packed_work(work), ["padded/flash", "packed/torch"])
@@ -335,6 +335,11 @@ def test_each_arm_is_compiled_on_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
                 assert graphs == [False, False], "for 3 and for 2 sequences"
             else:
                 assert graphs and any(graphs)
+    again = gpu_arms.compiled("padded/cudnn", gpu_arms.arm_named("padded/flash", TINY, CPU), CPU)
+    graphs.clear()
+    prepare(model, again)
+    again.run_step(model, work)
+    assert len(graphs) == 2, "or a second backend would run the code of the first"
     assert torch._dynamo.config.recompile_limit == 64
     gpu_arms.as_loaded(model)
     assert all(layer._compiled_call_impl is None for layer in model.model.layers)

@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from radixtrain.tree.layout import SECTIONS, TreeLayout
-from radixtrain.tree.radix_inputs import PLAN, RadixInputs
+from radixtrain.tree.radix_inputs import RadixInputs
 
 __all__ = ["as_python", "histories_of_rows", "predictions_of", "tensors_of"]
 
@@ -23,7 +23,7 @@ def as_python(value: Any) -> Any:
     if isinstance(value, TreeLayout):
         return {name: value.section(name).tolist() for name in SECTIONS if len(value.section(name))}
     if isinstance(value, RadixInputs):
-        tensors = {name: value.tensor(name) for name in value.sections if name != PLAN}
+        tensors = {name: value.tensor(name) for name in value.sections if name != "plan"}
         known = {name: x for name, x in vars(value).items() if name not in ("host", "rows", "sections")}
         return {name: as_python(x) for name, x in {"layout": value.layout, **tensors, **known}.items() if has(x)}
     return {name: as_python(x) for name, x in value.items()} if isinstance(value, dict) else value

@@ -225,8 +225,7 @@ def _packed(arrays: Sequence[TokenRow]) -> dict[str, Any]:
         **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), cu_seqlens),
         **dict.fromkeys(("max_length_q", "max_length_k"), max(lengths)),
         "shift_labels": torch.from_numpy(labels[places])[None],
-        RADIX: RadixInputs(
-            layout=None,
+        RADIX: RadixInputs.of(
             cu_seqlens=cu_seqlens,
             predictor_indices=torch.from_numpy(places - 1),
             prediction_rows=torch.arange(len(places)),

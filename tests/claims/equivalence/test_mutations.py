@@ -4,7 +4,6 @@ The float64 rung, whose bar is a number, sees each; the float32 rung sees each t
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,11 +12,11 @@ import torch
 from torch import Tensor
 
 import radixtrain.hf.attention_interface
-import radixtrain.kernels.merge_attention
-import radixtrain.kernels.rows
 from radixtrain import RadixCollator, restore_model, verify_equivalence
 from radixtrain.attention import tree_attention
+from radixtrain.kernels import merge_attention
 from radixtrain.kernels.merge_attention import attention_in_pieces
+from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.radix_inputs import with_radix
 from radixtrain.verification.equivalence import verify_arms
 from radixtrain.verification.oracle import ordinary_padded
@@ -132,7 +131,8 @@ def test_a_wrong_mask(
     tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, ends_of: Callable[[Any], Tensor]
 ) -> None:
     def mutated(query: Tensor, key: Tensor, value: Tensor, layout: Any, **options: Any) -> Tensor:
-        wrong = replace(layout, subtree_ends=ends_of(layout))
+        wrong = TreeLayout(layout.host, layout.rows)
+        wrong.subtree_ends = ends_of(layout)
         return tree_attention(query, key, value, wrong, **{**options, "attention": "reference"})
 
     monkeypatch.setattr(radixtrain.hf.attention_interface, "tree_attention", mutated)
@@ -167,14 +167,13 @@ def test_top_left_causal(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.Mon
 def test_the_log_sum_exp_of_a_piece_in_the_backward(
     tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A forward pass that is right, and a backward pass of each piece as if it were the only one."""
+    """A forward pass that is right, and a backward pass in which the pieces have those of the first and not of all."""
+    exact = merge_attention._backward_in_pieces
 
-    def each_by_itself(q: Tensor, k: Tensor, v: Tensor, pieces: Any, *args: Any) -> Tensor:
-        exact = attention_in_pieces(q, k, v, pieces, *args)
-        first = attention_in_pieces(q, k, v, pieces[:1], *args)
-        return exact.detach() + first - first.detach()
+    def of_the_first(dout: Tensor, q: Tensor, keys: Any, out: Tensor, lse: Tensor, pieces: Any, *how: Any) -> Any:
+        return exact(dout, q, keys, *attention_in_pieces(q, keys, pieces[:1], *how, None), pieces, *how)
 
-    monkeypatch.setattr("radixtrain.attention.attention_in_pieces", each_by_itself)
+    monkeypatch.setattr(merge_attention, "_backward_in_pieces", of_the_first)
     report = verdict(tiny_qwen3(), attention="cascade")
     assert report["float32"].loss_error <= report["float32"].loss_bar, "the loss does not show it"
     assert_caught(report)
@@ -189,7 +188,7 @@ def test_a_gradient_that_is_written_and_not_added(
     def last_copy(x: Tensor, indices: Tensor, num_rows: int) -> Tensor:
         return x.new_zeros(num_rows, *x.shape[1:]).index_copy_(0, indices.long(), x)
 
-    monkeypatch.setattr(radixtrain.kernels.rows, "sum_rows", last_copy)
+    monkeypatch.setattr(merge_attention, "sum_rows", last_copy)
     report = verdict(tiny_qwen3(), attention=attention)
     assert report["float32"].loss_error <= report["float32"].loss_bar, "the loss does not show it"
     assert_caught(report)

@@ -15,11 +15,11 @@ from torch import Tensor, cat
 
 import radixtrain.hf.recurrent.layers
 import radixtrain.hf.recurrent.running
+import radixtrain.tree.layout
 import radixtrain.tree.runs
 from radixtrain import RadixCollator, verify_equivalence
 from radixtrain.hf.recurrent.running import ForkedStates
 from radixtrain.tree.plan import build_prefix_plan
-from radixtrain.tree.radix_inputs import with_radix
 from radixtrain.tree.runs import RunCall, RunCost, RunLayout, runs_of_segments
 from radixtrain.verification.report import EquivalenceReport
 
@@ -49,11 +49,9 @@ def table(multiple: int = 1) -> RunLayout:
 
 
 def verdict(model: Any, table_of: Table) -> EquivalenceReport:
-    def collate(features: Any) -> dict[str, Any]:
-        batch = RadixCollator()(features)
-        return with_radix(batch, layout=replace(batch["radix"].layout, runs=table_of()))
-
-    return verify_equivalence(model, FEATURES, collator=collate)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(radixtrain.tree.layout, "cheapest_runs", lambda *_: table_of())
+        return verify_equivalence(model, FEATURES, collator=RadixCollator(run_cost=RunCost()))
 
 
 def assert_caught(report: EquivalenceReport) -> None:

@@ -6,7 +6,7 @@ in test_families.py.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,11 +19,9 @@ from same_step import same_step
 from tiers import cases, tries
 
 from radixtrain import RadixCollator, restore_model
-from radixtrain.hf.recurrent.running import parents_of
 from radixtrain.testing import labelled_features
-from radixtrain.tree.layout import TreeLayout
-from radixtrain.tree.radix_inputs import with_radix
-from radixtrain.tree.runs import RunCost, runs_of_segments
+from radixtrain.tree.arrays import IntArray
+from radixtrain.tree.runs import RunCost, RunLayout, runs_of_segments
 from radixtrain.verification.oracle import Features, float64_truth, radix_batch
 from radixtrain.verification.report import Rung
 
@@ -57,15 +55,12 @@ class Forks:
 
     def batch(self, features: Features, **options: Any) -> dict[str, Any]:
         """A radix batch with these runs."""
-        if self.min_saved == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            if self.min_saved != 0:
+                patch.setattr("radixtrain.tree.layout.cheapest_runs", self._table)
             return RadixCollator(run_cost=RunCost(), **options)(features)
-        batch = RadixCollator(**options)(features)
-        layout = batch["radix"].layout
-        return with_radix(batch, layout=replace(layout, runs=self._table(layout)))
 
-    def _table(self, layout: TreeLayout) -> Any:
-        starts = layout.segment_starts.numpy().astype("int64")
-        parents = parents_of(starts, layout.subtree_ends.numpy())
+    def _table(self, starts: IntArray, parents: IntArray, _: RunCost) -> RunLayout:
         return runs_of_segments(starts, parents, self.min_saved, self.multiple, RunCost(call=self.call, state=0.0))
 
 

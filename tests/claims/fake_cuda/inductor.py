@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import _pop_mode_temporarily
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from radixtrain.kernels import tree_flex
+from radixtrain.kernels import fusion, tree_flex
 
 __all__ = ["SHARED", "compile_without_running"]
 
@@ -36,14 +37,14 @@ class Chip:
 def compile_without_running() -> None:
     """From here on. Called after `device.answer`."""
     _answer_as_an_h100()
-    precompile, whole = CachingAutotuner._precompile_config, tree_flex._compiled()
+    precompile, compile_function = CachingAutotuner._precompile_config, fusion._compiled
 
     def compiled(kernel: CachingAutotuner, config: Any) -> Any:
         result = precompile(kernel, config)
         SHARED.append((kernel.fn.__name__, result.kernel.shared))
         return result
 
-    def unwatched(*args: Any) -> Any:
+    def unwatched(whole: Any, *args: Any) -> Any:
         with _pop_mode_temporarily():  # torch compiles nothing while a mode such as `Waits` looks on
             return whole(*args)
 
@@ -56,7 +57,9 @@ def compile_without_running() -> None:
     changes["_make_launchers"] = lambda kernel: kernel.launchers.append(None)
     for name, change in changes.items():
         setattr(CachingAutotuner, name, change)
-    tree_flex._compiled = lambda: unwatched
+    whole = partial(unwatched, tree_flex._compiled())
+    tree_flex._compiled = lambda: whole
+    fusion._compiled = lambda function: partial(unwatched, compile_function(function))
 
 
 def _answer_as_an_h100() -> None:

@@ -18,6 +18,7 @@ import torch
 from inductor import SHARED, compile_without_running
 from tiny_models import tiny_hybrid, tiny_model, tiny_qwen3
 from torch import nn
+from torch.utils._python_dispatch import _pop_mode_temporarily
 from transformers import AutoModelForCausalLM, Qwen3Config
 from watch import DEVICE, FakeCUDA, Waits, move_module, moved
 
@@ -29,7 +30,9 @@ from radixtrain.hf import third_party
 from radixtrain.hf.padded.rows import PaddedRows
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.hf.recurrent import layers
+from radixtrain.kernels import fusion
 from radixtrain.kernels.merge_attention import merge_piece, merge_sinks
+from radixtrain.loss import linear_cross_entropy
 from radixtrain.testing import FREE_FORKS
 from radixtrain.training.module import RadixModule
 from radixtrain.tree.layout import TreeLayout
@@ -103,7 +106,7 @@ def attended(head_dim: int, num_rows: int = 600) -> dict[str, int]:
 
 def merged(rows: slice | None = None, sinks: bool = False) -> dict[str, int]:
     """Two pieces of bfloat16 become one, or a piece and sinks, on three numbers of rows."""
-    with FakeCUDA():
+    with FakeCUDA(), Waits():
         for number in (600, 700, 1000):
             out, lse = torch.zeros(number, 16, 128, dtype=BF16, device=DEVICE), torch.zeros(16, number, device=DEVICE)
             if sinks:
@@ -112,6 +115,16 @@ def merged(rows: slice | None = None, sinks: bool = False) -> dict[str, int]:
                 indices = torch.zeros(500, dtype=torch.int64, device=DEVICE)
                 merge_piece(out, lse, indices if rows is None else rows, out[:500].clone(), lse[:, :500].clone())
     return {}
+
+
+def head_and_loss(dtype: torch.dtype) -> dict[str, int]:
+    """Of two chunks of rows: they are of one size or not, and compiled once."""
+    mode, waits = FakeCUDA(), Waits()
+    with mode, waits, torch.device(DEVICE):
+        hidden, weight = (torch.zeros(n, 64, dtype=dtype, requires_grad=True) for n in (3000, 151_936))
+        rows = torch.zeros(3000, dtype=torch.int64)
+        linear_cross_entropy(hidden, weight, rows, rows, torch.ones(3000)).backward()
+    return dict(waits.counts)
 
 
 def step_of_fit(forward: Context | None = None, dtype: torch.dtype = FLOAT32, **collator: Any) -> dict[str, int]:
@@ -182,6 +195,15 @@ def launches(attention: str) -> dict[str, int]:
 
 
 def _launches(loss: Callable[[], torch.Tensor]) -> int:
+    def one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*tensors: torch.Tensor) -> Any:
+            seen.launches += 1
+            with _pop_mode_temporarily():
+                return function(*tensors)
+
+        return run
+
+    vars(fusion)["_compiled"] = one_kernel
     with Waits() as seen:
         loss().backward()
     return seen.launches
@@ -247,6 +269,7 @@ GROUPS: dict[str, dict[str, Case]] = {
         "windows and sinks": lambda: radix(tiny_model("GptOssForCausalLM", **WIDER), attention="tree"),
         **{f"heads of {dim}": lambda dim=dim: attended(dim) for dim in (128, 256)},
         "fewer rows than a block": lambda: attended(128, 71),
+        **{f"the loss in {dtype}": lambda dtype=dtype: head_and_loss(dtype) for dtype in (BF16, FLOAT32)},
     },
     "merges": {
         "slice": lambda: merged(slice(100, 600)),

@@ -24,6 +24,7 @@ from radixtrain.errors import UserError
 from radixtrain.hf.padded.rows import PaddedRows, Places
 from radixtrain.hf.padded.spread_rows import SpreadRows
 from radixtrain.kernels.rows import gather_rows
+from radixtrain.tree.layout import TreeLayout
 
 # Nested, one a prefix of another, two identical, one token, one without a shared prefix.
 ROWS = [[1, 2, 3, 1, 1, 2, 2, 1], [1, 2, 3, 1, 4], [1, 2, 3, 1, 4], [1, 2, 3, 1], [1], [2, 2, 3, 1]]
@@ -168,7 +169,8 @@ def forgotten_prompt(layout: Any) -> Tensor:
 @pytest.mark.parametrize("ends_of", [sibling_leak, forgotten_prompt], ids=lambda ends: ends.__name__)
 def test_a_group_leak(monkeypatch: pytest.MonkeyPatch, ends_of: Callable[[Any], Tensor]) -> None:
     def mutated(query: Tensor, key: Tensor, value: Tensor, layout: Any, **options: Any) -> Tensor:
-        wrong = replace(layout, subtree_ends=ends_of(layout))
+        wrong = TreeLayout(layout.host, layout.rows)
+        wrong.subtree_ends = ends_of(layout)
         return tree_attention(query, key, value, wrong, **{**options, "attention": "reference"})
 
     monkeypatch.setattr("radixtrain.hf.attention_interface.tree_attention", mutated)
