@@ -50,12 +50,13 @@ class CudnnKernel:
         self.is_planned: WeakKeyDictionary[Ragged, bool] = WeakKeyDictionary()  # the same in all layers of a batch
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scoring: Scoring) -> tuple[Tensor, Tensor]:
-        if not self._takes(q, k, ragged, scoring):
+        padding = self._padding(q, k, ragged, scoring)
+        if padding is None:
             return self.other.forward(q, k, v, ragged, scoring)
-        shape, extra_q, extra_k = _padded_shape(ragged)
+        number, extra_q, extra_k = padding
         out_ENTH, lse_ENT1, *_ = aten._scaled_dot_product_cudnn_attention(
-            _batched(q, shape[0], extra_q),
-            *(_batched(x, shape[0], extra_k) for x in (k, v)),
+            _batched(q, number, extra_q),
+            *(_batched(x, number, extra_k) for x in (k, v)),
             None,  # bias
             True,  # the log-sum-exp too
             0.0,  # dropout
@@ -68,34 +69,44 @@ class CudnnKernel:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ragged: Ragged, scoring: Scoring
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if not self._takes(q, k, ragged, scoring):
+        padding = self._padding(q, k, ragged, scoring)
+        if padding is None:
             return self.other.backward(dout, q, k, v, out, lse, ragged, scoring)
-        shape, extra_q, extra_k = _padded_shape(ragged)
+        number, extra_q, extra_k = padding
         no_dropout = torch.empty((), dtype=torch.int64, device=q.device)  # the philox state, unread without dropout
-        dout, q, out = (_batched(x, shape[0], extra_q) for x in (dout, q, out))
-        k, v = (_batched(x, shape[0], extra_k) for x in (k, v))
-        lse_ENT = pad(lse.unflatten(1, (shape[0], -1)).transpose(0, 1), (0, extra_q)).contiguous()
+        dout, q, out = (_batched(x, number, extra_q) for x in (dout, q, out))
+        k, v = (_batched(x, number, extra_k) for x in (k, v))
+        lse_ENT = pad(lse.unflatten(1, (number, -1)).transpose(0, 1), (0, extra_q)).contiguous()
         dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
             *(dout, q, k, v, out, lse_ENT[..., None]),
             no_dropout,
             no_dropout,
             *(None, None, None),  # bias, bounds of nested tensors
-            *shape[1:],
+            *(q.shape[2], k.shape[2]),
             0.0,  # dropout
             ragged.causal,
             scale=scoring.scale,
         )
         return _rows(dq, ragged.max_seqlen_q), _rows(dk, ragged.max_seqlen_k), _rows(dv, ragged.max_seqlen_k)
 
-    def _takes(self, q: Tensor, k: Tensor, ragged: Ragged, scoring: Scoring) -> bool:
-        """Return whether cuDNN computes this call."""
-        if not _is_dense(q, k, ragged, scoring):
-            return False
+    def _padding(self, q: Tensor, k: Tensor, ragged: Ragged, scoring: Scoring) -> tuple[int, int, int] | None:
+        """Return how many entries cuDNN gets, and how many queries and keys pad each; None if it does not get the call.
+
+        It takes equal entries with more than one key, and counts queries from the top left. Several are not padded:
+        short ones would be twice as long.
+        """
+        assert scoring.softcap is None, "`tree_attention` refuses a soft-cap on this kernel"
+        number, num_q, num_k = len(ragged.cu_seqlens_q) - 1, ragged.max_seqlen_q, ragged.max_seqlen_k
+        is_even = (len(q), len(k)) == (number * num_q, number * num_k) and num_q > 0 and num_k > 1
+        if not is_even or scoring.window is not None or (ragged.causal and num_q != num_k):
+            return None
+        extra_q = -num_q % ROWS if number == 1 else 0
+        extra_k = extra_q if ragged.causal else 0
         if ragged not in self.is_planned:
-            shape = *_padded_shape(ragged)[0], ragged.causal
+            shape = number, num_q + extra_q, num_k + extra_k, ragged.causal
             self.is_planned[ragged] = self.seen[shape] >= self.batches
             self.seen[shape] += 1
-        return self.is_planned[ragged]
+        return (number, extra_q, extra_k) if self.is_planned[ragged] else None
 
 
 def cudnn_missing(device: torch.device) -> str | None:
@@ -110,25 +121,6 @@ def cudnn_missing(device: torch.device) -> str | None:
     if os.getenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE"):
         return "lays out the log-sum-exp differently under TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
     return None
-
-
-def _is_dense(q: Tensor, k: Tensor, ragged: Ragged, scoring: Scoring) -> bool:
-    """Return whether equal entries have all rows, more than one key, and queries as cuDNN counts: from the top left."""
-    assert scoring.softcap is None, "`tree_attention` refuses a soft-cap on this kernel"
-    number, num_q, num_k = len(ragged.cu_seqlens_q) - 1, ragged.max_seqlen_q, ragged.max_seqlen_k
-    is_even = (len(q), len(k)) == (number * num_q, number * num_k) and num_q > 0 and num_k > 1
-    return is_even and scoring.window is None and (not ragged.causal or num_q == num_k)
-
-
-def _padded_shape(ragged: Ragged) -> tuple[tuple[int, int, int], int, int]:
-    """Return entries, queries and keys of each with their padding, and how many of the queries and keys are padding.
-
-    Several entries are not padded: short ones would be twice as long.
-    """
-    number, num_q, num_k = len(ragged.cu_seqlens_q) - 1, ragged.max_seqlen_q, ragged.max_seqlen_k
-    extra_q = -num_q % ROWS if number == 1 else 0
-    extra_k = extra_q if ragged.causal else 0
-    return (number, num_q + extra_q, num_k + extra_k), extra_q, extra_k
 
 
 def _batched(x: Tensor, number: int, extra: int) -> Tensor:
