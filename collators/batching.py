@@ -8,10 +8,10 @@ Every rank computes the same answer without communication. The sorted sequences 
 
     in a row    7 8 1, 7 8 2 | 7 8 3, 7 8 4     each rank gets a run of the sorted order: 4 + 4 unique tokens. What the
                                                 neighbours of a border share, 7 8, is computed on both sides of it
-    in units    3 3 3 3, 2 | 1 1 1, 4 4         neighbours that share enough stay together, and the unit that costs most
-                                                goes first, to the rank that has least: 5 + 5 unique tokens
+    in units    3 3 3 3, 2 | 1 1 1, 4 4         neighbours that share enough stay together, and the largest unit goes
+                                                first, to the rank that has least: 5 + 5 unique tokens
 
-The way whose most expensive rank costs least is taken. Costs are integers, whose sums are the same on every machine.
+The way whose fullest rank has the fewest unique tokens is taken.
 Pure NumPy, because the collator carries it into DataLoader workers.
 """
 
@@ -26,13 +26,11 @@ from typing import NamedTuple
 import numpy as np
 
 from radixtrain.tree.arrays import IntArray, cumulative
-from radixtrain.tree.cost_model import StepCost
 from radixtrain.tree.sorting import SortedSequences, sort_sequences
 
 DEPTHS = (16, 64, 256, 1024)  # fewest tokens that neighbours in a unit share; single sequences are tried as units too
 PRECISION = 1000  # the cost of the most expensive rank is minimised to one part in this many
 CLOSE = 50  # costs that differ by less than one part in this many count as equal: then the least computation wins
-LARGEST_ROW = 2**20  # in pairs: if a row costs more, attention counts as free
 
 
 def cut_by_padded_tokens(sequences: Sequence[Sized], max_tokens: int | None) -> list[list[int]]:
@@ -48,38 +46,11 @@ def cut_by_padded_tokens(sequences: Sequence[Sized], max_tokens: int | None) -> 
     return batches
 
 
-class SequenceCost(NamedTuple):
-    """The cost of a token, in integers of an arbitrary unit.
-
-    row: of a row, without attention. pair: of each token that the row attends to, itself included.
-    """
-
-    row: int = 1
-    pair: int = 0
-
-    @classmethod
-    def of(cls, step_cost: StepCost | None) -> SequenceCost:
-        """Return the cost by the model's rates; without them, each unique token costs 1."""
-        if step_cost is None:
-            return cls()
-        heads = step_cost.num_heads * step_cost.head_dim
-        pair = step_cost.attention_share * heads * step_cost.rates.pair
-        row = step_cost.row_seconds
-        return cls(row=max(round(row / pair), 1), pair=1) if pair * LARGEST_ROW > row else cls()
-
-    def __call__(self, lengths: IntArray) -> IntArray:
-        """Return the cost of sequences of these lengths; sharing the first n tokens saves the cost of n tokens."""
-        return self.row * lengths + self.pair * (lengths * (lengths + 1) // 2)
-
-
-UNIQUE_TOKENS = SequenceCost()
-
-
 class Shares(NamedTuple):
     """A step, divided among the ranks.
 
     groups: by rank, its micro-batches as lists of sequence indices.
-    costs: by rank, its predicted cost, in the unit of the `SequenceCost`.
+    costs: by rank, the tokens that it computes: unique ones, or padded ones.
     num_unique_tokens: of all sequences together; None if they are padded.
     """
 
@@ -98,7 +69,6 @@ def share_by_unique_tokens(
     num_ranks: int,
     max_tokens: int | None,
     position_ids: IntArray | None = None,
-    cost: SequenceCost = UNIQUE_TOKENS,
 ) -> Shares:
     """Cut the sequences into micro-batches for each rank, of at most `max_tokens` unique tokens or a single sequence.
 
@@ -116,10 +86,10 @@ def share_by_unique_tokens(
         return Shares([[] for _ in range(num_ranks)], [0] * num_ranks, 0)
     by_order = sort_sequences(np.concatenate(sequences), cumulative(lengths), position_ids)
     if num_ranks == 1:
-        return _cut_for_ranks(by_order, np.zeros_like(lengths), 1, max_tokens, cost)
-    candidates = [_in_a_row(by_order, num_ranks, max_tokens, cost)]
-    candidates += [_in_units(by_order, starts, num_ranks, cost) for starts in _units(by_order.lcp)]
-    found = [_cut_for_ranks(by_order, rank_of, num_ranks, max_tokens, cost) for rank_of in candidates]
+        return _cut_for_ranks(by_order, np.zeros_like(lengths), 1, max_tokens)
+    candidates = [_in_a_row(by_order, num_ranks, max_tokens)]
+    candidates += [_in_units(by_order, starts, num_ranks) for starts in _units(by_order.lcp)]
+    found = [_cut_for_ranks(by_order, rank_of, num_ranks, max_tokens) for rank_of in candidates]
     return _cheapest(found)
 
 
@@ -132,10 +102,8 @@ def deal_by_unique_tokens(by_order: SortedSequences, batch_size: int) -> list[li
     """
     num_batches = len(by_order.order) // batch_size
     candidates = [np.arange(num_batches).repeat(batch_size)]
-    candidates += [
-        _in_units(by_order, starts, num_batches, UNIQUE_TOKENS, batch_size) for starts in _units(by_order.lcp)
-    ]
-    found = [_cut_for_ranks(by_order, each, num_batches, None, UNIQUE_TOKENS) for each in candidates]
+    candidates += [_in_units(by_order, starts, num_batches, batch_size) for starts in _units(by_order.lcp)]
+    found = [_cut_for_ranks(by_order, each, num_batches, None) for each in candidates]
     return [batch for (batch,) in _cheapest(found).groups]
 
 
@@ -171,29 +139,27 @@ def share_by_padded_tokens(sequences: Sequence[IntArray], num_ranks: int, max_to
     return Shares(groups, paid)
 
 
-def _in_a_row(by_order: SortedSequences, num_ranks: int, max_tokens: int | None, cost: SequenceCost) -> IntArray:
+def _in_a_row(by_order: SortedSequences, num_ranks: int, max_tokens: int | None) -> IntArray:
     """Return the rank of each sorted place, (B,), if every rank gets a run of them."""
-    heads = cost(by_order.lcp)
-    sums = cumulative(cost(by_order.lengths) - heads).tolist()
-    rows = cumulative(by_order.lengths - by_order.lcp).tolist()
-    shared, head = by_order.lcp.tolist(), heads.tolist()
+    sums = cumulative(by_order.lengths - by_order.lcp).tolist()
+    shared = by_order.lcp.tolist()
 
     def end_of(start: int, limit: int) -> int:
         """Fill micro-batches as long as the limit allows; the first sequence of each is paid in full."""
-        while start < len(head):
-            full = len(head)
+        while start < len(shared):
+            full = len(shared)
             if max_tokens is not None:
-                full = max(bisect_right(rows, rows[start] + max_tokens - shared[start]) - 1, start + 1)
-            end = min(full, bisect_right(sums, sums[start] + limit - head[start]) - 1)
+                full = max(bisect_right(sums, sums[start] + max_tokens - shared[start]) - 1, start + 1)
+            end = min(full, bisect_right(sums, sums[start] + limit - shared[start]) - 1)
             if end <= start:
                 break
-            limit -= sums[end] - sums[start] + head[start]
+            limit -= sums[end] - sums[start] + shared[start]
             start = end
             if end < full:
                 break
         return start
 
-    bounds = _even_runs(end_of, num_ranks, cost(by_order.lengths).tolist())
+    bounds = _even_runs(end_of, num_ranks, by_order.lengths.tolist())
     return np.arange(num_ranks).repeat(np.diff(bounds))
 
 
@@ -232,15 +198,13 @@ def _units(lcp: IntArray) -> Iterator[IntArray]:
             yield np.flatnonzero(lcp < depth)
 
 
-def _in_units(
-    by_order: SortedSequences, starts: IntArray, num_ranks: int, cost: SequenceCost, most: int | None = None
-) -> IntArray:
+def _in_units(by_order: SortedSequences, starts: IntArray, num_ranks: int, most: int | None = None) -> IntArray:
     """Return the rank of each sorted place, (B,): units go to the cheapest rank, the most expensive unit first.
 
     most: sequences per rank. A unit that no rank has room for is divided.
     """
-    heads, ends = cost(by_order.lcp), np.append(starts[1:], len(by_order.lcp))
-    sums = cumulative(cost(by_order.lengths) - heads)
+    heads, ends = by_order.lcp, np.append(starts[1:], len(by_order.lcp))
+    sums = cumulative(by_order.lengths - heads)
     ranks = [(0, rank) for rank in range(num_ranks)]
     room = [len(heads) if most is None else most] * num_ranks
     rank_of = np.zeros(len(heads), dtype=np.int64)
@@ -261,17 +225,14 @@ def _in_units(
     return rank_of
 
 
-def _cut_for_ranks(
-    by_order: SortedSequences, rank_of: IntArray, num_ranks: int, max_tokens: int | None, cost: SequenceCost
-) -> Shares:
+def _cut_for_ranks(by_order: SortedSequences, rank_of: IntArray, num_ranks: int, max_tokens: int | None) -> Shares:
     """Cut the sequences of each rank into micro-batches, and compute their cost with all that they share."""
     groups, paid = [], []
     for rank in range(num_ranks):
         mine = _some_of(by_order, np.flatnonzero(rank_of == rank))
         groups.append(_cut(mine, max_tokens))
         firsts = cumulative(np.array([len(group) for group in groups[-1]], dtype=np.int64))[:-1]
-        heads = cost(mine.lcp)
-        paid.append(int((cost(mine.lengths) - heads).sum() + heads[firsts].sum()))
+        paid.append(int((mine.lengths - mine.lcp).sum() + mine.lcp[firsts].sum()))
     return Shares(groups, paid, by_order.num_unique_tokens)
 
 

@@ -7,7 +7,7 @@ in their workers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -28,8 +28,6 @@ from radixtrain.collators.token_row import IGNORE_INDEX, FloatArray, TokenRow
 from radixtrain.errors import UserError
 from radixtrain.images.tokens import ImageInputs
 from radixtrain.tree.arrays import IntArray
-from radixtrain.tree.blocks import WITH_BLOCKS
-from radixtrain.tree.cost_model import CHOICES, StepCost
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 from radixtrain.tree.radix_inputs import RADIX, RadixInputs
@@ -41,14 +39,12 @@ class RadixCollator:
     """Collate token sequences into a batch of their unique tokens.
 
     min_shared_tokens: a branch point that saves fewer tokens than this gets no branch; see `build_prefix_plan`.
-    step_cost: chooses the `min_shared_tokens` and the attention strategy of each batch that cost least by
-        `radixtrain.hf.step_cost.step_cost_of(model)`; `min_shared_tokens` is then left at 1.
     pad_to_multiple_of: pad the unique tokens to a multiple of this many.
     merge_labels: False for a model that computes its own loss: one prediction per original labelled token, in a row of
         logits for each sequence. True for
         radixtrain's own loss: identical predictions merged and weighted, one hidden row per distinct predictor.
-    run_cost: what a recurrent layer of the model costs, by which its runs are chosen in the worker; by default of
-        `step_cost`. Without either a prepared model chooses them itself, which on a device waits once a batch.
+    run_cost: `radixtrain.hf.recurrent.forking.run_cost_of(model)`, by which the runs of recurrent layers are chosen in
+        the worker. Without it a prepared model chooses them itself, which on a device waits once a batch.
     shared_targets: what a label counts that several sequences of the batch share: `"every"`, once for each of them, as
         an ordinary trainer sums; `"once"`, once, with the mean of their loss weights; see `keep_once`.
     images: `radixtrain.image_inputs_of(model)`, for rows with images; without it they are refused.
@@ -129,7 +125,6 @@ class RadixCollator:
     pad_to_multiple_of: int | None = None
     merge_labels: bool = False
     return_tensors: str = "pt"
-    step_cost: StepCost | None = None
     loss_on_all: bool = False
     shared_targets: Literal["every", "once"] = "every"
     run_cost: RunCost | None = None
@@ -145,10 +140,6 @@ class RadixCollator:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        if self.step_cost is not None and self.min_shared_tokens != 1:
-            raise ValueError(
-                f"step_cost chooses min_shared_tokens; leave out min_shared_tokens={self.min_shared_tokens}"
-            )
         if self.return_tensors != "pt":
             raise ValueError(
                 f"RadixCollator returns torch tensors; return_tensors={self.return_tensors!r} is not available"
@@ -166,22 +157,21 @@ class RadixCollator:
             arrays = keep_once(arrays, None if images is None else images.tokens.codes)
         return self.collate(arrays, images=images)
 
-    def collate(
-        self, arrays: Sequence[TokenRow], max_tokens: int | None = None, images: BatchImages | None = None
-    ) -> dict[str, Any]:
-        """Collate features that have been read, and whose shared labels are trained unchanged.
-
-        max_tokens: most unique tokens that `step_cost` may choose, if that is possible. images: of the features.
-        """
+    def collate(self, arrays: Sequence[TokenRow], images: BatchImages | None = None) -> dict[str, Any]:
+        """Collate features that have been read, and whose shared labels are trained unchanged. images: of these."""
         if not self.merge_labels:
             check_no_floats(arrays)
         ids, labels, cu_seqlens, positions, floats = packed(arrays)
-        strategies = CHOICES if images is None or images.tokens.blocks is None else WITH_BLOCKS
-        compared_ids = ids if images is None else images.tokens.codes
-        plan, chosen = self._plan(compared_ids, cu_seqlens, positions, max_tokens, strategies)
+        plan = build_prefix_plan(
+            ids if images is None else images.tokens.codes,
+            cu_seqlens,
+            positions,
+            min_shared_tokens=self.min_shared_tokens,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+        )
         predictions = list_predictions(plan, labels, floats.get("loss_weights"))
         blocks = None if images is None else images.tokens.blocks_of(plan)
-        layout = TreeLayout.from_plan(plan, self._run_cost, blocks)
+        layout = TreeLayout.from_plan(plan, self.run_cost, blocks)
         shape = (1, plan.num_rows) if self.merge_labels else layout.batch_shape
         batch = _batch(
             np.resize(ids[plan.gather_indices], shape),
@@ -190,42 +180,8 @@ class RadixCollator:
             _merged(predictions, floats) if self.merge_labels else _plain(predictions, plan.cu_seqlens, shape[1]),
             token_loss=self.token_loss or self.merge_labels,
             is_left_padded=any(feature.is_counted_from_padding for feature in arrays),
-            **chosen,
         )
         return batch if images is None else images.added_to(batch, plan)
-
-    @property
-    def _run_cost(self) -> RunCost | None:
-        return self.step_cost.run_cost if self.run_cost is None and self.step_cost else self.run_cost
-
-    def _plan(
-        self,
-        ids: IntArray,
-        cu_seqlens: IntArray,
-        positions: IntArray | None,
-        max_tokens: int | None,
-        strategies: Sequence[str] = CHOICES,
-    ) -> tuple[PrefixPlan, dict[str, Any]]:
-        """Build the plan, and return what was chosen for it too.
-
-        ids: (T,). token ids, or other codes that tell tokens apart. strategies: that may be chosen.
-        """
-
-        def plan_of(min_shared_tokens: int) -> PrefixPlan:
-            return build_prefix_plan(
-                ids,
-                cu_seqlens,
-                positions,
-                min_shared_tokens=min_shared_tokens,
-                pad_to_multiple_of=self.pad_to_multiple_of,
-            )
-
-        if self.step_cost is None:
-            return plan_of(self.min_shared_tokens), {}
-        allowed = tuple(x for x in self.step_cost.strategies if x in strategies)
-        step_cost = replace(self.step_cost, strategies=allowed or self.step_cost.strategies)
-        choice, plan = step_cost.cheapest(plan_of, max_tokens)
-        return plan, {"strategy": choice.strategy, "min_shared_tokens": choice.min_shared_tokens}
 
 
 class _Targets(NamedTuple):

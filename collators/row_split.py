@@ -1,4 +1,4 @@
-"""A micro-batch -> the part that one of n ranks computes; and the predicted computation and traffic of n ranks.
+"""A micro-batch -> the part that one of n ranks computes; and the predicted computation of n ranks.
 
 The first rank has the first ceil(U / n) rows, and so on. The last ones are filled up by copies of the first row, which
 reach nothing, so that every rank has as many rows. Experts that copies are routed to are reached anyway.
@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from radixtrain.collators.batching import SequenceCost, share_by_unique_tokens
+from radixtrain.collators.batching import share_by_unique_tokens
 from radixtrain.tree.arrays import IntArray, back_to_back
-from radixtrain.tree.cost_model import StepCost
 from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.tree.radix_inputs import radix_of, with_radix
 
@@ -89,57 +88,40 @@ class Division(NamedTuple):
     """Steps on `num_ranks` ranks, in groups of `sp_size` that split each micro-batch; groups of 1 are data parallel.
 
     r: tokens per computed token.
-    num_rows: of the rank that computes most, and sent_bytes: that it sends for attention, in one layer, forward and
-        backward; both are means over the steps.
-    seconds: that a layer takes, the mean over the steps, by the fixed rates of the cost model. What is alike in every
-        division, such as gradients that are averaged, is left out.
+    num_rows: of the rank that computes most, the mean over the steps.
     most_rows: of a rank at once, in the largest micro-batch of all steps.
-    memory_bytes: peak of a rank, if it is predicted.
+    sent_bytes: that the rank sends for attention in a step, and memory_bytes: its peak, if they are predicted.
     """
 
     num_ranks: int
     sp_size: int
     r: float
     num_rows: float
-    sent_bytes: float
-    seconds: float
     most_rows: int
+    sent_bytes: float = 0.0
     memory_bytes: int | None = None
 
 
-def divide(
-    steps: Steps, num_ranks: int, sp_size: int, max_tokens: int, step_cost: StepCost, element_bytes: int
-) -> Division:
+def divide(steps: Steps, num_ranks: int, sp_size: int, max_tokens: int) -> Division:
     """Predict these steps, without padding and without what sharing of branches that are too small saves.
 
-    steps: the token ids of each sequence of each step. max_tokens: of a rank. element_bytes: of a number that is sent.
+    steps: the token ids of each sequence of each step. max_tokens: of a rank.
     """
-    cost = SequenceCost.of(step_cost)
-    num_computed, most_rows, num_rows, sent, seconds = 0, 0, [], [], []
+    num_computed, most_rows, num_rows = 0, 0, []
     for sequences in steps:
-        shares = share_by_unique_tokens(sequences, num_ranks // sp_size, max_tokens * sp_size, cost=cost)
-        found = [[_part(sequences, each, sp_size, step_cost) for each in groups] for groups in shares.groups]
-        rows = [sum(at_once for at_once, _ in of_group) for of_group in found]
-        num_computed += sp_size * sum(rows)
-        most_rows = max(most_rows, *(at_once for of_group in found for at_once, _ in of_group))
-        num_rows.append(max(rows))
-        sent.append(max(rows) * step_cost.sent_numbers(sp_size) * element_bytes)
-        computing = max(sum(seconds for _, seconds in of_group) for of_group in found)
-        seconds.append(computing + sent[-1] * step_cost.rates.sent_byte)
+        shares = share_by_unique_tokens(sequences, num_ranks // sp_size, max_tokens * sp_size)
+        found = [[_rows_of_rank(sequences, each, sp_size) for each in groups] for groups in shares.groups]
+        num_computed += sp_size * sum(map(sum, found))
+        most_rows = max(most_rows, *(at_once for of_group in found for at_once in of_group))
+        num_rows.append(max(map(sum, found)))
     num_tokens = sum(len(ids) for sequences in steps for ids in sequences)
-    busiest, sent_bytes, taken = (statistics.fmean(each) for each in (num_rows, sent, seconds))
-    return Division(num_ranks, sp_size, num_tokens / num_computed, busiest, sent_bytes, taken, most_rows)
+    return Division(num_ranks, sp_size, num_tokens / num_computed, statistics.fmean(num_rows), most_rows)
 
 
-def _part(sequences: Sequence[IntArray], group: Sequence[int], sp_size: int, step_cost: StepCost) -> tuple[int, float]:
-    """Return the rows of a rank that shares a micro-batch, and the seconds of a layer on them and on its heads."""
-    mine = [sequences[index] for index in group]
-    plan = build_prefix_plan(*back_to_back(mine))
-    num_rows = rows_per_rank(plan.num_rows, sp_size)
-    of_rank = step_cost.of_rank(sp_size)
-    attention = min(of_rank.attention_seconds(plan, strategy) for strategy in step_cost.strategies)
-    exchange = step_cost.rates.exchange if sp_size > 1 else 0.0
-    return num_rows, num_rows * step_cost.row_seconds + attention + exchange
+def _rows_of_rank(sequences: Sequence[IntArray], group: Sequence[int], sp_size: int) -> int:
+    """Return the rows of a rank that shares a micro-batch."""
+    plan = build_prefix_plan(*back_to_back([sequences[index] for index in group]))
+    return rows_per_rank(plan.num_rows, sp_size)
 
 
 def sp_sizes(num_ranks: int, num_heads: int) -> list[int]:

@@ -16,21 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from radixtrain.collators.batching import (
-    SequenceCost,
-    Shares,
-    share_by_padded_tokens,
-    share_by_unique_tokens,
-)
+from radixtrain.collators.batching import Shares, share_by_padded_tokens, share_by_unique_tokens
 from radixtrain.collators.features import check_no_floats, packed, token_rows
 from radixtrain.collators.radix import RadixCollator, policy_fields
 from radixtrain.collators.row_split import split_batch
 from radixtrain.collators.targets import check_shared_targets, keep_once
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.tree.arrays import lengths_of
-from radixtrain.tree.cost_model import StepCost
 from radixtrain.tree.movable import Function, Movable
 from radixtrain.tree.radix_inputs import RADIX, RadixInputs, with_radix
+from radixtrain.tree.runs import RunCost
 
 DUMMY_TOKENS = 2  # one that predicts and one that is predicted
 
@@ -87,7 +82,7 @@ class StepCollator:
         token (`predict`).
     shared_targets: what a label counts that several sequences of the step share, see `RadixCollator`. Decided before
         the step is cut, so that it does not depend on the cut.
-    min_shared_tokens, pad_to_multiple_of, step_cost: see `RadixCollator`.
+    min_shared_tokens, pad_to_multiple_of, run_cost: see `RadixCollator`.
     pad_token_id: see `PaddedCollator`.
     rank, num_ranks: which share of the step is collated, of how many. All ranks collate the same features.
     sp_size: consecutive ranks that have the same micro-batches, of as many times `max_tokens`. The collator keeps the
@@ -103,7 +98,7 @@ class StepCollator:
     min_shared_tokens: int = 1
     pad_to_multiple_of: int | None = None
     pad_token_id: int = 0
-    step_cost: StepCost | None = None
+    run_cost: RunCost | None = None
     shared_targets: Literal["every", "once"] = "every"
     rank: int = 0
     num_ranks: int = 1
@@ -144,10 +139,9 @@ class StepCollator:
         multiple, max_tokens = self.pad_to_multiple_of or 1, self._budget
         if max_tokens is not None:
             max_tokens -= max_tokens % multiple  # padding takes no micro-batch over the budget
-        cost = SequenceCost.of(self.step_cost)
         num_groups = self.num_ranks // self.sp_size
         positions = packed(arrays).position_ids
-        return share_by_unique_tokens(sequences, num_groups, max_tokens, positions, cost)
+        return share_by_unique_tokens(sequences, num_groups, max_tokens, positions)
 
     def _read(self, features: Sequence[Mapping[str, Any]]) -> list[TokenRow]:
         """Read the features, with the labels that are to be trained."""
@@ -178,13 +172,13 @@ class StepCollator:
             min_shared_tokens=self.min_shared_tokens,
             pad_to_multiple_of=self.pad_to_multiple_of,
             merge_labels=self.merge_labels,
-            step_cost=self.step_cost,
+            run_cost=self.run_cost,
         )
 
     def _collate(self, arrays: Sequence[TokenRow]) -> dict[str, Any]:
         """Collate one micro-batch."""
         if self.dedup:
-            return self._collator.collate(arrays, self._budget)
+            return self._collator.collate(arrays)
         return PaddedCollator(pad_token_id=self.pad_token_id).collate(arrays)
 
 

@@ -256,8 +256,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _differentiate(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    *grads, dsinks = torch.ops.radixtrain.tree_attention_backward(dout, *ctx.saved_tensors, *ctx.options)
-    return *grads, None if ctx.saved_tensors[3] is None else dsinks, *[None] * (2 + len(ctx.options))
+    saved = ctx.saved_tensors  # once: activation checkpointing gives them only once
+    *grads, dsinks = torch.ops.radixtrain.tree_attention_backward(dout, *saved, *ctx.options)
+    return *grads, None if saved[3] is None else dsinks, *[None] * (2 + len(ctx.options))
 
 
 torch.library.register_autograd("radixtrain::tree_attention", _differentiate, setup_context=_save, lib=OPERATORS)

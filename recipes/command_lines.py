@@ -172,7 +172,6 @@ FIT --print_config --data.chat_template_kwargs '{enable_thinking: false, n: 3}'
 FIT --print_config --data.group_by_prefix true
 FIT --print_config --data.group_by_prefix 4
 FIT --print_config --data.min_shared_tokens 16
-FIT --print_config --data.min_shared_tokens auto
 FIT --print_config --model.activation_checkpointing 0.5
 FIT --print_config --model.activation_checkpointing true
 FIT --print_config --model.activation_checkpointing 1

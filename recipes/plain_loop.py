@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from radixtrain import StepCollator, prepare_model, step_losses
 from radixtrain.data.chat import ChatEncoder, load_tokenizer
 from radixtrain.data.formats import read_rows
-from radixtrain.hf.step_cost import step_cost_of
 
 
 def main() -> None:
@@ -32,7 +31,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype="float32")  # bfloat16 rounds small updates away
     model = prepare_model(model.to(device).train())  # <-
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
-    collate = StepCollator(max_tokens=2048, step_cost=step_cost_of(model))  # <-
+    collate = StepCollator(max_tokens=2048, min_shared_tokens=4)  # <-
     draw = random.Random(0)
     for number in range(options.max_steps):
         step = collate(draw.sample(rows, 16)).to(device)

@@ -183,7 +183,7 @@ def grid(models: Any, prompt_length: Any, suffix_length: Any, num_sequences: Any
 def strategies(
     wanted: str | Sequence[str], kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> tuple[str, ...]:
-    """Return the strategies, each once; `auto` stays, for the cost model. Raises UserError if one cannot run."""
+    """Return the strategies, each once. Raises UserError if one cannot run."""
     names = [wanted] if isinstance(wanted, str) else wanted
     _check_not_empty("attention", names)
     for name in names:

@@ -27,8 +27,8 @@ from transformers import AutoModel, PreTrainedConfig
 from radixtrain.errors import UserError, first_line
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.conditions import EXACT_LAYERS
+from radixtrain.hf.dimensions import ALIKE, LayerKinds, ModelDimensions, kinds_of_mixers
 from radixtrain.hf.recurrent.running import ForkedStates, cache_argument
-from radixtrain.hf.step_cost import ALIKE, LayerKinds, ModelDimensions, kinds_of_mixers
 from radixtrain.tree.plan import PrefixPlan
 
 USES_OF_STATE = 3  # multiply-adds per number of a state

@@ -159,9 +159,9 @@ def measure(model: PreTrainedModel, work: Work, settings: Settings) -> list[Meas
     return [
         Measured(
             cell=work.cell,
-            attention=f"auto: {work.choices}" if arm.attention == "auto" and work.auto else str(arm),
+            attention=str(arm),
             num_tokens=work.num_tokens,
-            num_unique_tokens=work.num_unique_tokens(str(arm)),
+            num_unique_tokens=work.num_unique_tokens,
             least_unique_tokens=work.least_unique_tokens,
             ideal_speedup=work.ideal_speedup(model.config),
             ordinary_turns=tuple(turns[ordinary]),

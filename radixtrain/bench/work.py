@@ -26,7 +26,6 @@ from radixtrain.errors import UserError
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.hf.prepare import prepare_model, restore_model
 from radixtrain.timing import peak_bytes, seconds_in_turns
-from radixtrain.tree.cost_model import StepCost
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 from radixtrain.tree.radix_inputs import radix_of
 
@@ -41,7 +40,6 @@ class Work:
     features: the sequences, as a collator takes them.
     ordinary, radix: the step of either arm.
     plans: of each micro-batch of `radix`.
-    auto: like `radix`, with what a `StepCost` chose for each micro-batch; None without a `StepCost`.
     """
 
     cell: Cell | GivenBatch
@@ -49,17 +47,13 @@ class Work:
     ordinary: Step
     radix: Step
     plans: list[PrefixPlan]
-    auto: Step | None = None
 
     def to(self, device: torch.device) -> Work:
-        auto = None if self.auto is None else self.auto.to(device)
-        return replace(self, ordinary=self.ordinary.to(device), radix=self.radix.to(device), auto=auto)
+        return replace(self, ordinary=self.ordinary.to(device), radix=self.radix.to(device))
 
     def step(self, attention: str | None) -> Step:
-        """Return the step of the ordinary arm (None) or a strategy; for `auto` what the `StepCost` chose, if any."""
-        if attention is None:
-            return self.ordinary
-        return self.auto if attention == "auto" and self.auto is not None else self.radix
+        """Return the step of the ordinary arm (None) or a strategy."""
+        return self.ordinary if attention is None else self.radix
 
     @property
     def lengths(self) -> list[int]:
@@ -77,19 +71,14 @@ class Work:
         return self.radix.num_unique_tokens if len(self.radix.micro_batches) > 1 else None
 
     @property
-    def choices(self) -> str:
-        """Describe what the `StepCost` chose for the micro-batches of `auto`, as `strategy/min_shared_tokens`."""
-        chosen = [] if self.auto is None else map(radix_of, self.auto.micro_batches)
-        return ", ".join(dict.fromkeys(f"{each.strategy}/{each.min_shared_tokens}" for each in chosen))
-
-    @property
     def num_tokens(self) -> int:
         """Return T, without padding."""
         return self.radix.num_tokens
 
-    def num_unique_tokens(self, attention: str) -> int:
+    @property
+    def num_unique_tokens(self) -> int:
         """Return the U that a radix arm computes; a prefix in two micro-batches counts twice."""
-        return self.step(attention).num_computed_tokens
+        return self.radix.num_computed_tokens
 
     def ideal_speedup(self, config: PreTrainedConfig) -> float:
         """Return the floating-point operations of the ordinary arm, without padding, over those of the radix arm."""
@@ -117,26 +106,23 @@ def work_of(
     features: Sequence[Mapping[str, Any]],
     batch_size: int | None = None,
     max_tokens: int | None = None,
+    **options: Any,
 ) -> Work:
     """Collate given sequences, on the host.
 
     features: as a `RadixCollator` takes them.
     batch_size: sequences of an ordinary micro-batch; None for a single micro-batch.
     max_tokens: most unique tokens of a radix micro-batch; None for a single micro-batch.
+    options: of the `StepCollator`.
 
     Raises UserError if no token bears loss.
     """
-    step = StepCollator(max_tokens=max_tokens)(features)
+    step = StepCollator(max_tokens=max_tokens, **options)(features)
     if not step.num_labels:
         raise UserError(f"{cell}: no token bears loss, so there is no step to measure")
     arrays = token_rows(features)
     plans = [_plan([arrays[index] for index in members]) for members in step.members]
     return Work(cell=cell, features=features, ordinary=_padded(arrays, batch_size), radix=step, plans=plans)
-
-
-def with_choices(work: Work, step_cost: StepCost, max_tokens: int | None = None) -> Work:
-    """Add the batches of `auto` to the work, on the host. max_tokens: as for `work_of`."""
-    return replace(work, auto=StepCollator(max_tokens=max_tokens, step_cost=step_cost)(work.features))
 
 
 def with_ordinary_batch_size(work: Work, batch_size: int | None, keep_mask: bool = False) -> Work:

@@ -13,10 +13,9 @@ from transformers.utils.logging import disable_progress_bar
 from radixtrain.bench.cells import Cell, ModelShape, build_model, check_options, grid, strategies
 from radixtrain.bench.measure import Measured, Settings, measure
 from radixtrain.bench.table import draw, print_table, write_csv
-from radixtrain.bench.work import make_work, with_choices
+from radixtrain.bench.work import make_work
 from radixtrain.commands.reading import print_settings
 from radixtrain.commands.typed import Typed
-from radixtrain.hf.step_cost import step_cost_of
 from radixtrain.settings.commands import Bench
 from radixtrain.timing import environment, header
 
@@ -97,8 +96,6 @@ def _measure(
             _say(progress)
             try:
                 model = build_model(shape, device, dtype, attn_implementation) if model is None else model
-                if "auto" in settings.attention:
-                    work = with_choices(work, step_cost_of(model))
                 yield measure(model, work, settings)
             except torch.OutOfMemoryError:
                 _say(f"{progress}: left out: the device's memory does not hold it")

@@ -19,7 +19,7 @@ from radixtrain.errors import UserError
 from radixtrain.settings.data import DataSettings, Files
 from radixtrain.settings.section import value_of
 from radixtrain.tree.arrays import IntArray
-from radixtrain.tree.cost_model import StepCost
+from radixtrain.tree.runs import RunCost
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,8 +39,8 @@ class StepData:
         self.conversations: dict[str, Corpus] = {}
         self.reports: dict[str, EncodeReport] = {}
         """What happened to the rows of each split; with `val_size`, before the validation rows were taken out."""
-        self.step_cost: Callable[[], StepCost | None] | None = None
-        """What `min_shared_tokens: auto` chooses by; a `RadixModule` sets it. None: every branch is taken."""
+        self.run_cost: Callable[[], RunCost | None] | None = None
+        """What recurrent layers cost; a `RadixModule` sets it. None: the model chooses their runs."""
 
     @property
     def is_fixed(self) -> bool:
@@ -82,22 +82,21 @@ class StepData:
         return len(self.sampler_of("train"))
 
     def step_collator(self, merge_labels: bool = True) -> StepCollator:
-        """Make the collator of a whole optimizer step of sequences. Calls `step_cost`.
+        """Make the collator of a whole optimizer step of sequences. Calls `run_cost`.
 
         With several ranks, each calls it. In training each rank collates only its share, see `_share_collator`.
 
         merge_labels: False for `predict`, which lists every label once.
         """
         settings = self.settings
-        least = settings.min_shared_tokens
         return StepCollator(
             dedup=settings.dedup,
             max_tokens=settings.max_tokens,
             merge_labels=merge_labels,
-            min_shared_tokens=1 if least == "auto" else least,
+            min_shared_tokens=settings.min_shared_tokens,
             pad_to_multiple_of=settings.pad_to_multiple_of,
             shared_targets=settings.shared_targets if merge_labels else "every",
-            step_cost=self.step_cost() if least == "auto" and settings.dedup and self.step_cost else None,
+            run_cost=self.run_cost() if settings.dedup and self.run_cost else None,
         )
 
     def features_of_step(self, index: int) -> list[dict[str, Any]]:

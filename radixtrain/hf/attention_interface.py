@@ -101,7 +101,6 @@ class RadixCall(Call):
     """A forward pass on a radix batch.
 
     predictor_indices: the rows that the head gets; None for all of them.
-    chosen: the strategy for `auto`, if the collator's `step_cost` chose one.
     places: where the rows stand in the padded batch that they came from; None for a batch of a `RadixCollator`.
     misses_cache: whether the ordinary call would have returned a cache.
     images: of the padded batch; None without any.
@@ -120,11 +119,10 @@ class RadixCall(Call):
         attention: str,
         kernel: str,
         window_may_bind: bool,
-        chosen: str | None = None,
         places: Places | None = None,
     ) -> None:
         super().__init__(layout, kernel, window_may_bind)
-        self.predictor_indices, self.attention, self.chosen = predictor_indices, attention, chosen
+        self.predictor_indices, self.attention = predictor_indices, attention
         self.places, self.misses_cache = places, False
         self.images: Any = None
         self.token_loss = False
@@ -160,9 +158,7 @@ class RadixCall(Call):
 
     def attend(self, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
         """Attend to the unique tokens."""
-        is_lost = self.chosen == "cascade" and window is not None  # cascade cannot apply one, and collators ignore it
-        strategy = self.attention if self.chosen is None or is_lost else self.chosen
-        options = {"attention": strategy, "kernel": self.kernel, "window": window, **scoring}
+        options = {"attention": self.attention, "kernel": self.kernel, "window": window, **scoring}
         return tree_attention(*heads, self.layout, **options)
 
 

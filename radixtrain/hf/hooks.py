@@ -193,8 +193,7 @@ class BackboneHooks:
         predictors = _requested_rows(radix)
         self._count(backbone, radix, layout, predictors.shape[0])
         may_bind = layout.blocks is not None or window_may_bind(text_decoder_of(backbone).config, layout.max_seqlen)
-        chosen = radix.strategy if self.attention == "auto" else None
-        options = layout, predictors, self.attention, self.kernel, may_bind, chosen
+        options = layout, predictors, self.attention, self.kernel, may_bind
         call = RadixCall(*options) if self.split is None else SplitCall(self.split, *options)
         call.token_loss, call.place_rows = radix.token_loss, radix.place_rows
         mask = no_mask(may_bind, layout.device, call)

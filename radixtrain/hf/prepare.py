@@ -63,8 +63,7 @@ def prepare_model(
     model: a `PreTrainedModel` for causal language modelling, its bare backbone, or one wrapped by PEFT. In a multimodal
         model the text decoder is prepared: text shares, ordinary batches with images run as before. Preparing again
         replaces the earlier choice; a model of `share_prefixes` goes on sharing.
-    attention: `auto`, `cascade`, `path`, `expand`, `reference` or `tree`; see `radixtrain.attention`. With `auto`, a
-        collator that has a `step_cost` chooses for each batch.
+    attention: `auto`, `cascade`, `path`, `expand`, `reference` or `tree`; see `radixtrain.attention`.
     kernel: `auto`, `torch`, `flash_attn`, `flash_attn_3`, `flash_attn_4`, `cudnn`, `efficient` or `eager`.
     allow_dropout: names of what may draw at random: a dropout module or a module around it, by one part of its path
         without dots (such as `lora_dropout`), or a setting of the model or of an adapter. A shared token then draws

@@ -27,10 +27,10 @@ from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.attention_interface import OPTIONS, take_over
 from radixtrain.hf.backbone import Parts, pretrained_model_of
 from radixtrain.hf.conditions import check_supported, why_no_soft_cap
+from radixtrain.hf.dimensions import ModelDimensions
 from radixtrain.hf.dropout import check_drawing_modules, check_noise
 from radixtrain.hf.names import CACHE
 from radixtrain.hf.positions import check_position, positions_in_table, why_padding_matters
-from radixtrain.hf.step_cost import ModelDimensions
 from radixtrain.hf.windows import chunk_of
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.radix_inputs import RadixInputs

@@ -63,8 +63,6 @@ def _micro_batch(data: StepData, step: int, index: int, full: bool) -> Iterator[
         yield Text(f"not read, of all rows: {unread}", style="dim")
     if copies := text_of_copies(data.conversations["train"], data.settings):
         yield Text(copies, style="dim")
-    if data.settings.min_shared_tokens == "auto":
-        yield Text("data.min_shared_tokens is auto: fit may leave out small branches", style="dim")
     yield LEGEND
     yield draw(tree, [sample.where for sample in part.samples], full)
     yield from _strays(tree)

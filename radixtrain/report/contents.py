@@ -123,7 +123,7 @@ class DataReport:
         one as a command to paste.
     num_epoch_tokens: tokens of an epoch with weighted sources; 0 if each row occurs once.
     environment: machine and versions, for the foot of the page.
-    divisions: of the steps of the current setting on several devices, every branch taken; sent_bytes are of all layers.
+    divisions: of the steps of the current setting on several devices, every branch taken.
     notes: sentences: what was not predicted and why, what is estimated from a sample of how many rows.
     hints: sentences: what a larger batch or group_by_prefix would bring.
     """
@@ -153,12 +153,6 @@ class DataReport:
     divisions: tuple[Division, ...] = ()
     notes: tuple[str, ...] = ()
     hints: tuple[str, ...] = ()
-
-    @property
-    def times(self) -> tuple[float, ...]:
-        """Return the predicted seconds of each division over those of data parallel on as many devices."""
-        parallel = {each.num_ranks: each.seconds for each in self.divisions if each.sp_size == 1}
-        return tuple(each.seconds / parallel[each.num_ranks] for each in self.divisions)
 
 
 MINUTE, HOUR = 60, 3600

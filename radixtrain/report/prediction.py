@@ -34,11 +34,9 @@ import torch
 
 from radixtrain.errors import UserError
 from radixtrain.hf.activation_checkpointing import num_recomputed, recompute
-from radixtrain.hf.step_cost import step_cost_of
 from radixtrain.report.profiling import ArmName, Case, RunSetup, Timings, time_cases, without_messages
 from radixtrain.report.sharing import CountedStep, Counts, SampledSteps
 from radixtrain.timing import non_negative_fit
-from radixtrain.tree.cost_model import CHOICES, StepCost
 
 # Time that `fit` spends between two optimizer steps: Lightning's loop and the log, on an x86-64 core.
 STEP_SECONDS = 8e-3
@@ -128,17 +126,6 @@ class Prediction:
         """Predict the peak bytes of a process whose largest micro-batch has that many rows."""
         activations = self.peak[0] * num_rows + self.peak[1]
         return round(self.process.base_bytes + self.state_bytes + self.process.malloc * activations)
-
-
-def step_cost_of_run(setup: RunSetup) -> StepCost | None:
-    """Return the cost by which the collator chooses; None for `attention: reference` or `tree`, which have none.
-
-    Raises UserError if the device is neither a CPU nor CUDA, or its free memory does not hold the cut model.
-    """
-    _free_beside(setup, setup.period)
-    if setup.attention not in ("auto", *CHOICES):
-        return None
-    return step_cost_of(setup.build(setup.period, setup.device), setup.attention)
 
 
 def predict_seconds(

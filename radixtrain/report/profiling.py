@@ -26,7 +26,6 @@ from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.prepare import restore_model
 from radixtrain.report.sharing import Counts, Features, ordinary_counts, radix_counts
 from radixtrain.timing import held_bytes, seconds_in_turns, seconds_of
-from radixtrain.tree.cost_model import StepCost
 
 ArmName = Literal["radix", "ordinary", "recomputing"]  # the last: radix with all layers recomputing their activations
 ARMS: tuple[ArmName, ...] = ("radix", "ordinary", "recomputing")
@@ -70,7 +69,7 @@ class Case:
     num_labels: int
 
 
-def cases_of(steps: Iterable[Features], collator: StepCollator, step_cost: StepCost | None) -> list[Case]:
+def cases_of(steps: Iterable[Features], collator: StepCollator) -> list[Case]:
     """Make micro-batches for all arms, of these steps and of parts of them, from the smallest to the largest.
 
     collator: with `dedup`, as in training. Takes the first and the last micro-batch of each step.
@@ -81,7 +80,7 @@ def cases_of(steps: Iterable[Features], collator: StepCollator, step_cost: StepC
             some = features[: max(1, round(part * len(features)))]
             step, padded = collator(some), replace(collator, dedup=False)(some)
             for index in {0, len(step.micro_batches) - 1}:
-                counts = radix_counts(step.micro_batches[index], step_cost)
+                counts = radix_counts(step.micro_batches[index])
                 for arm in ("recomputing", "radix"):  # among equal ones, the last is affordable first
                     cases.append(Case(arm, counts, step.micro_batches[index], step.num_labels))
             for batch in padded.micro_batches[:1] + padded.micro_batches[1:][-1:]:

@@ -30,10 +30,8 @@ from radixtrain.data.steps import (
 )
 from radixtrain.report.contents import Splitting
 from radixtrain.tree.arrays import IntArray, back_to_back
-from radixtrain.tree.cost_model import StepCost
 from radixtrain.tree.groups import PrefixGroups
-from radixtrain.tree.plan import build_prefix_plan
-from radixtrain.tree.radix_inputs import layout_of, radix_of
+from radixtrain.tree.radix_inputs import radix_of
 from radixtrain.tree.sorting import sort_sequences
 
 BATCH_SIZES = (8, 16, 32, 64, 128, 256)
@@ -51,8 +49,8 @@ class Counts(NamedTuple):
     """The counts of a micro-batch.
 
     rows: that every layer computes: unique tokens, or padded ones.
-    attention: what attention costs beyond rows. In a unit of its own for each arm: seconds of one layer by its
-        `StepCost` in a radix batch, or its (query, key) pairs without one; rows x longest sequence in a padded batch.
+    attention: what attention costs beyond rows, in a unit of its own for each arm: (query, key) pairs of a radix batch,
+        rows x longest sequence of a padded one.
     predictions: rows for which the head computes logits.
     """
 
@@ -84,13 +82,11 @@ class CountedStep:
 def counted_step(
     features: Features,
     collator: StepCollator,
-    step_cost: StepCost | None,
     whole: Sequence[tuple[int, int]],
 ) -> CountedStep:
     """Collate the sequences of a step as `fit` does, and count. The padded arms are counted without being collated.
 
-    collator: with `dedup`. step_cost: of one layer; None without one.
-    whole: tokens and labels of the whole chats of the step.
+    collator: with `dedup`. whole: tokens and labels of the whole chats of the step.
     """
     start = time.perf_counter()
     step = collator(features)
@@ -102,25 +98,17 @@ def counted_step(
         num_whole_tokens=sum(length for length, _ in whole),
         num_unique_tokens=step.num_unique_tokens,
         num_rows=step.num_computed_tokens,
-        radix=tuple(radix_counts(batch, step_cost) for batch in step.micro_batches),
+        radix=tuple(radix_counts(batch) for batch in step.micro_batches),
         ordinary=_padded_step(rows, collator.max_tokens),
         whole=_padded_step(whole, collator.max_tokens),
         collate_seconds=seconds,
     )
 
 
-def radix_counts(batch: Mapping[str, Any], step_cost: StepCost | None) -> Counts:
-    """Count a micro-batch of a `RadixCollator`. Without a cost each unique token counts its path."""
-    radix, layout = radix_of(batch), layout_of(batch)
-    rows, predictions = batch["input_ids"].numel(), len(radix.predictor_indices)
-    positions = batch["position_ids"][0].numpy()
-    if step_cost is None:
-        return Counts(rows, int(positions.sum() + rows), predictions)
-    inverse = layout.inverse_indices.long().numpy()
-    plan = build_prefix_plan(inverse, radix.cu_seqlens.numpy(), positions[inverse])  # each row counts as a token
-    strategy = radix.strategy or step_cost.strategies[0]
-    linear = plan.num_rows * step_cost.row_flops * step_cost.rates.flop
-    return Counts(rows, step_cost.seconds(plan, strategy) - linear, predictions)
+def radix_counts(batch: Mapping[str, Any]) -> Counts:
+    """Count a micro-batch of a `RadixCollator`: each unique token attends to its path."""
+    rows, predictions = batch["input_ids"].numel(), len(radix_of(batch).predictor_indices)
+    return Counts(rows, int(batch["position_ids"].sum()) + rows, predictions)
 
 
 def ordinary_counts(batch: Mapping[str, Any]) -> Counts:
@@ -185,7 +173,7 @@ class Epoch:
 
     lengths: (num_samples,), int64. tokens of each sample.
     weights: how often each conversation occurs, as for `StepSampler`.
-    collator: with `dedup`; its `max_tokens` is replaced. step_cost: by which it chooses, or None.
+    collator: with `dedup`; its `max_tokens` is replaced.
     """
 
     conversations: Sequence[Sequence[TokenRow]]
@@ -193,7 +181,6 @@ class Epoch:
     seed: int
     shuffle: bool
     collator: StepCollator
-    step_cost: StepCost | None = None
     weights: np.ndarray | None = None
     _groupings: dict[tuple[int, str], GroupedOrder | None] = field(default_factory=dict, init=False)
 
@@ -216,7 +203,7 @@ class Epoch:
         counted, num_conversations = [], 0
         for batch in self.batches(draw):
             whole = [chat for index in batch for chat in whole_chats(self.conversations[index])]
-            counted.append(counted_step(self.features(batch), collator, self.step_cost, whole))
+            counted.append(counted_step(self.features(batch), collator, whole))
             num_conversations += len(batch)
             if sum(step.num_tokens for step in counted) > COUNTED_TOKENS:
                 break

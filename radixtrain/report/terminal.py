@@ -92,13 +92,13 @@ def _settings_table(report: DataReport) -> Table:
 def _divisions_table(report: DataReport) -> Table:
     """Make a table of data parallel, and of micro-batches that ranks split."""
     table = _table("Your settings on several devices")
-    for name in ("devices", "sp_size", "r", "rows of\nthe busiest", "which\nsends", "memory", "time"):
+    for name in ("devices", "sp_size", "r", "rows of\nthe busiest", "which\nsends", "memory"):
         table.add_column(name, justify="right", no_wrap=True)
-    for each, time in zip(report.divisions, report.times, strict=True):
+    for each in report.divisions:
         sent = bytes_text(round(each.sent_bytes)) if each.sp_size > 1 else NOTHING
         memory = NOTHING if each.memory_bytes is None else bytes_text(each.memory_bytes)
         numbers = f"{each.num_ranks}", f"{each.sp_size}", ratio(each.r), f"{each.num_rows:,.0f}"
-        table.add_row(*map(Text, (*numbers, sent, memory, f"{time:.2f}")))
+        table.add_row(*map(Text, (*numbers, sent, memory)))
     return table
 
 

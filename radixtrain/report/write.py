@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from radixtrain.collators.row_split import Division, divide, sp_sizes
 from radixtrain.data.sample import EncodeReport
@@ -17,9 +18,12 @@ from radixtrain.data.step_data import StepData
 from radixtrain.data.steps import text_of_copies
 from radixtrain.data.tokenized.corpus import Corpus
 from radixtrain.errors import UserError, bytes_text
+from radixtrain.hf.backbone import parts_of
+from radixtrain.hf.dimensions import ModelDimensions
+from radixtrain.hf.modules import mixers_of
 from radixtrain.report.breaks import find_breaks
 from radixtrain.report.contents import DataReport, Setting, Splitting, duration, ratio
-from radixtrain.report.prediction import Prediction, free_bytes, predict_seconds, process_of_fit, step_cost_of_run
+from radixtrain.report.prediction import Prediction, free_bytes, predict_seconds, process_of_fit
 from radixtrain.report.profiling import RunSetup, cases_of
 from radixtrain.report.sharing import (
     Draw,
@@ -33,7 +37,6 @@ from radixtrain.report.sharing import (
 from radixtrain.report.tree import prefix_tree
 from radixtrain.timing import environment
 from radixtrain.tree.arrays import IntArray
-from radixtrain.tree.cost_model import StepCost
 
 logger = logging.getLogger(__name__)
 
@@ -60,12 +63,8 @@ def make_report(data: StepData, setup: RunSetup, typed: Sequence[str] = (), max_
     """
     notes: list[str] = []
     of_data, process = data.settings, process_of_fit(setup.device)
-    step_cost, why_not = None, "" if max_seconds else "max_seconds is 0"
-    try:
-        step_cost = step_cost_of_run(setup)
-    except UserError as error:
-        why_not = str(error)
-    epoch = _epoch(data, step_cost)
+    why_not = "" if max_seconds else "max_seconds is 0"
+    epoch = _epoch(data)
     together = of_data.group_by_prefix
     own = Draw(of_data.batch_size, of_data.max_tokens, together if together is True or together > 1 else False)
     logger.info("looking for prompts that %d conversations share", len(epoch.conversations))
@@ -81,7 +80,7 @@ def make_report(data: StepData, setup: RunSetup, typed: Sequence[str] = (), max_
     if not why_not:
         try:
             steps = [epoch.features(batch) for batch in epoch.batches(own)[:TIMED_STEPS]]
-            cases = cases_of(steps, epoch.collator, step_cost)
+            cases = cases_of(steps, epoch.collator)
             logger.info("timing micro-batches of both arms, for about %.0f s", max_seconds)
             prediction = predict_seconds(setup, cases, of_data.dataloader_num_workers, max_seconds, process)
         except UserError as error:
@@ -107,11 +106,11 @@ def make_report(data: StepData, setup: RunSetup, typed: Sequence[str] = (), max_
         best = best_setting(current, [*settings, *shares], free_bytes(setup.device))
         shown = [each for each in shares if _draw(each) == _draw(current) or each == best]
         settings = sorted([*settings, *shown], key=lambda each: (*_draw(each), each.activation_checkpointing))
-    divisions = _divisions(epoch, sampled[own], step_cost, setup, prediction)
+    divisions = _divisions(epoch, sampled[own], setup, prediction)
     if not divisions:
         notes.append(
-            "Steps were not divided among several devices: their cost is not known, or recurrent layers compute all "
-            "rows on each device."
+            "Steps were not divided among several devices: recurrent layers compute all rows on each device, or the "
+            "configuration does not say the dimensions."
         )
     about = _about_data(data, epoch, notes)
     rows, copies = data.reports["train"], text_of_copies(data.conversations["train"], of_data)
@@ -143,17 +142,15 @@ def _hint_at_system_prompt(rows: EncodeReport) -> Iterator[str]:
         )
 
 
-def _epoch(data: StepData, step_cost: StepCost | None) -> Epoch:
+def _epoch(data: StepData) -> Epoch:
     """Draw and collate an epoch as `fit` does, with deduplication."""
     settings, corpus = data.settings, data.conversations["train"]
-    chosen_by = step_cost if settings.min_shared_tokens == "auto" else None
     return Epoch(
         conversations=corpus,
         lengths=corpus.lengths,
         seed=settings.seed,
         shuffle=settings.shuffle_dataset,
-        collator=replace(data.step_collator(), dedup=True, step_cost=chosen_by),
-        step_cost=step_cost,
+        collator=replace(data.step_collator(), dedup=True),
         weights=corpus.weights,
     )
 
@@ -161,7 +158,6 @@ def _epoch(data: StepData, step_cost: StepCost | None) -> Epoch:
 def _divisions(
     epoch: Epoch,
     sampled: SampledSteps,
-    step_cost: StepCost | None,
     setup: RunSetup,
     prediction: Prediction | None,
 ) -> tuple[Division, ...]:
@@ -169,21 +165,30 @@ def _divisions(
 
     Their r is against whole chats, if these are split.
     """
-    if step_cost is None or step_cost.mixer_share:
+    parts = parts_of(setup.build(setup.period, torch.device("meta")))
+    try:
+        dimensions = ModelDimensions.of(parts.base.config)
+    except UserError:
+        return ()
+    if mixers_of(parts.decoder):
         return ()
     logger.info("dividing the steps among several devices")
     own, share = sampled.draw, sampled.whole_share
     batches = epoch.batches(own)[: len(sampled.steps)]
     steps = [[sample.input_ids for i in batch for sample in epoch.conversations[i]] for batch in batches]
     found = [
-        divide(steps, num_ranks, sp_size, own.max_tokens, step_cost, setup.dtype.itemsize)
+        divide(steps, num_ranks, sp_size, own.max_tokens)
         for num_ranks in NUM_RANKS
-        for sp_size in sp_sizes(num_ranks, step_cost.num_heads)
+        for sp_size in sp_sizes(num_ranks, dimensions.num_attention_heads)
     ]
     if prediction is not None:
         memory = prediction.at(setup.share).bytes_of_rows
         found = [each._replace(memory_bytes=memory(each.most_rows)) for each in found]
-    return tuple(each._replace(r=share * each.r, sent_bytes=setup.num_layers * each.sent_bytes) for each in found)
+    layers = setup.num_layers * setup.dtype.itemsize
+    return tuple(
+        each._replace(r=share * each.r, sent_bytes=layers * each.num_rows * dimensions.sent_numbers(each.sp_size))
+        for each in found
+    )
 
 
 def _setting(sampled: SampledSteps, share: float, prediction: Prediction | None) -> Setting:

@@ -243,7 +243,7 @@ class Bench(Section):
     num_sequences: sequences of the batch.
     tree: flat, one prompt for all; nested, half of it for every four sequences.
     mode: forward is without gradients.
-    attention: strategies on unique tokens; auto is what `fit` would choose.
+    attention: strategies on unique tokens; auto is what `fit` chooses.
     kernel: of the attention on unique tokens.
     attn_implementation: of the ordinary arm: Hugging Face's sdpa, flash_attention_2, eager.
     device: cpu or cuda.

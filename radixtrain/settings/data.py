@@ -49,8 +49,7 @@ class DataSettings(Section):
         together; true takes the smallest that reaches 80 % of the largest r, at most half of a step.
     seed: for the order of the steps and `val_size`; on the command line it is `seed_everything`, and 42 if that is
         true or false and not a number.
-    min_shared_tokens: a branch point that saves fewer tokens gets no branch; auto chooses for each batch by the cost
-        of a layer.
+    min_shared_tokens: a branch point that saves fewer tokens gets no branch.
     shared_targets: weight of a label that several sequences of a step share: every, once for each, as in an ordinary
         trainer; once, once with the mean of their loss weights.
     pad_to_multiple_of: pad the unique tokens of a micro-batch to a multiple of it.
@@ -92,7 +91,7 @@ class DataSettings(Section):
     shuffle_dataset: bool = True
     group_by_prefix: bool | int = False
     seed: Annotated[int, Limits(0, 2**32 - 1)] = 42
-    min_shared_tokens: Count | Literal["auto"] = "auto"
+    min_shared_tokens: Count = 4
     shared_targets: Literal["every", "once"] = "every"
     pad_to_multiple_of: Count | None = None
     dataset_num_proc: Annotated[int | None, Limits(1, MOST_PROCESSES)] = None

@@ -59,7 +59,7 @@ class Trainer(L.Trainer):
         """
         self._move(model, ckpt_path)
         model.trainer = self
-        datamodule.step_cost = model.step_cost
+        datamodule.run_cost = model.run_cost
         collator = datamodule.step_collator()
         available = datamodule.steps_per_epoch
         failed: list[tuple[int, EquivalenceReport]] = []

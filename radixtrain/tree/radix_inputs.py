@@ -38,7 +38,6 @@ class RadixInputs(Movable):
     host: of the layout, on the CPU; None in a padded batch.
     place_rows: (B, P / B), int64, on the host. `prediction_rows`, for a model that computes its own loss: its head gets
         a row for each of them; -1 for those without a label. None if it gets the R predictors.
-    strategy, min_shared_tokens: what a `StepCost` chose; None without one.
     token_loss: whether the loss is known to be a sum over tokens, whoever computes it.
     is_left_padded: whether a feature was padded on the left and had no `position_ids`. They count from 0 here and from
         the padding in Hugging Face: the same for rotary embeddings, but not for learned ones.
@@ -64,8 +63,6 @@ class RadixInputs(Movable):
     sections: dict[str, tuple[slice, torch.dtype]]
     host: Tensor | None = None
     place_rows: IntArray | None = None
-    strategy: str | None = None
-    min_shared_tokens: int | None = None
     token_loss: bool = False
     is_left_padded: bool = False
     image_pieces: tuple[tuple[int, tuple[int, ...]], ...] = ()

@@ -50,7 +50,7 @@ Pieces = tuple[tuple[int, int], ...]  # ranges of rows, [start, end), one after 
 
 @dataclass(frozen=True, kw_only=True)
 class RunCost:
-    """The cost of recurrent layers, forward and backward; in seconds, or in rows if nothing was measured.
+    """The cost of recurrent layers, forward and backward, in rows.
 
     call: of the layer, of any size.
     row: computed, a padded one included.

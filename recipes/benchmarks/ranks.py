@@ -9,18 +9,15 @@ Each file holds chats as `radixtrain fit` takes them; a tokenizer of 4,096 entri
 `--per_rank` a step has `--batch_size` conversations for each rank, otherwise in all. For each number of ranks, over
 the steps of one epoch:
 
-imbalance: predicted cost of the most expensive rank over the mean of the ranks; the mean over the steps.
+imbalance: unique tokens of the rank that has most over the mean of the ranks; the mean over the steps.
 r: tokens per computed token, of all ranks; and over that of one rank with the same steps.
-speed-up: cost of the steps on one rank over that of the most expensive ranks; communication costs nothing.
+speed-up: unique tokens of the steps on one rank over those of the rank that has most; communication costs nothing.
 weight zero: micro-batches of weight zero in a step, which ranks run because another rank has more.
 cut: processor milliseconds that a rank takes to cut a step, median; in a DataLoader worker, ahead of the training step.
 
 `--split` compares data parallelism with sequence parallelism, which splits the rows of a step over the ranks, filled
 up to equal parts; a micro-batch then has room on all of them. *worst* is the rows of the rank that has most, filling
 left out, over the mean of the ranks; the mean over the steps.
-
-The cost counts rows, and pairs of a query and a key: as many pairs as `--pairs_per_row` cost as much as a row. 4,000
-is that of a layer of Qwen3-0.6B, counted in floating-point operations.
 """
 
 import argparse
@@ -31,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from radixtrain.collators.batching import SequenceCost, Shares, share_by_unique_tokens
+from radixtrain.collators.batching import Shares, share_by_unique_tokens
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.formats import read_rows
 from radixtrain.data.steps import StepSampler
@@ -76,7 +73,6 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--num_ranks", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--max_tokens", type=int, default=16384)
-    parser.add_argument("--pairs_per_row", type=int, default=4000)
     parser.add_argument("--seed", type=int, default=42)
     options = parser.parse_args(argv)
     print(HEAD_OF_SPLIT if options.split else HEAD, flush=True)
@@ -104,9 +100,8 @@ def steps_of(conversations: list[list[IntArray]], batch_size: int, seed: int) ->
 
 def line(name: str, size: int, num_ranks: int, steps: list[list[IntArray]], options: argparse.Namespace) -> str:
     """Of the table: how an epoch divides. The means of its steps, except for the cut, a median."""
-    cost = SequenceCost(row=options.pairs_per_row, pair=1)
-    one = [divided(step, 1, options.max_tokens, cost) for step in steps]
-    found = [divided(step, num_ranks, options.max_tokens, cost) for step in steps]
+    one = [divided(step, 1, options.max_tokens) for step in steps]
+    found = [divided(step, num_ranks, options.max_tokens) for step in steps]
     num_tokens = sum(len(sequence) for step in steps for sequence in step)
     rows, rows_of_one = (sum(step.rows for step in each) for each in (found, one))
     imbalance, weightless = (statistics.mean(getattr(step, name) for step in found) for name in MEANS)
@@ -120,12 +115,12 @@ def line(name: str, size: int, num_ranks: int, steps: list[list[IntArray]], opti
 
 def split_line(name: str, size: int, num_ranks: int, steps: list[list[IntArray]], options: argparse.Namespace) -> str:
     """Of the table of `--split`: rows of each rank by data parallel, and by splitting every micro-batch."""
-    cost, budget = SequenceCost(row=options.pairs_per_row, pair=1), options.max_tokens
+    budget = options.max_tokens
     num_tokens = sum(len(sequence) for step in steps for sequence in step)
-    rows_of_one = sum(map(sum, (data_parallel_rows(step, 1, budget, cost) for step in steps)))
+    rows_of_one = sum(map(sum, (data_parallel_rows(step, 1, budget) for step in steps)))
     cells = []
     for way in (data_parallel_rows, split_rows):
-        rows = [way(step, num_ranks, budget, cost) for step in steps]
+        rows = [way(step, num_ranks, budget) for step in steps]
         filled = way is split_rows  # to as many as the rank that has most
         computed = num_ranks * sum(map(max, rows)) if filled else sum(map(sum, rows))
         worst = statistics.mean(max(ranks) * num_ranks / sum(ranks) for ranks in rows)
@@ -133,15 +128,15 @@ def split_line(name: str, size: int, num_ranks: int, steps: list[list[IntArray]]
     return f"| {name} | {size:,} | {num_ranks} | {' | '.join(cells)} |"
 
 
-def data_parallel_rows(sequences: Sequence[IntArray], num_ranks: int, max_tokens: int, cost: SequenceCost) -> list[int]:
+def data_parallel_rows(sequences: Sequence[IntArray], num_ranks: int, max_tokens: int) -> list[int]:
     """Unique tokens of each rank, in micro-batches of its own."""
-    groups = share_by_unique_tokens(sequences, num_ranks, max_tokens, cost=cost).groups
+    groups = share_by_unique_tokens(sequences, num_ranks, max_tokens).groups
     return [sum(unique_tokens(sequences, group) for group in of_rank) for of_rank in groups]
 
 
-def split_rows(sequences: Sequence[IntArray], num_ranks: int, max_tokens: int, cost: SequenceCost) -> list[int]:
+def split_rows(sequences: Sequence[IntArray], num_ranks: int, max_tokens: int) -> list[int]:
     """Unique tokens of each rank, of micro-batches that all ranks compute together."""
-    (groups,) = share_by_unique_tokens(sequences, 1, num_ranks * max_tokens, cost=cost).groups
+    (groups,) = share_by_unique_tokens(sequences, 1, num_ranks * max_tokens).groups
     rows = [0] * num_ranks
     for group in groups:
         left = unique_tokens(sequences, group)
@@ -152,9 +147,9 @@ def split_rows(sequences: Sequence[IntArray], num_ranks: int, max_tokens: int, c
     return rows
 
 
-def divided(sequences: Sequence[IntArray], num_ranks: int, max_tokens: int, cost: SequenceCost) -> Divided:
+def divided(sequences: Sequence[IntArray], num_ranks: int, max_tokens: int) -> Divided:
     start = time.process_time()
-    shares = share_by_unique_tokens(sequences, num_ranks, max_tokens, cost=cost)
+    shares = share_by_unique_tokens(sequences, num_ranks, max_tokens)
     milliseconds = 1e3 * (time.process_time() - start)
     num_weightless = sum(shares.num_micro_batches - len(groups) for groups in shares.groups)
     rows = computed_rows(sequences, shares) + num_weightless * WEIGHTLESS_ROWS

@@ -28,12 +28,11 @@ from transformers.utils.logging import disable_progress_bar
 from radixtrain.bench.cells import GivenBatch, ModelShape, build_model, check_options, strategies
 from radixtrain.bench.measure import Measured, Settings, measure
 from radixtrain.bench.table import print_table, write_csv
-from radixtrain.bench.work import Arm, Work, step_seconds, with_choices, with_ordinary_batch_size, work_of
+from radixtrain.bench.work import Arm, Work, step_seconds, with_ordinary_batch_size, work_of
 from radixtrain.data.chat import ChatEncoder, load_tokenizer
 from radixtrain.data.formats import Row, read_rows
 from radixtrain.errors import UserError
 from radixtrain.hf.head import has_plain_head
-from radixtrain.hf.step_cost import step_cost_of
 from radixtrain.timing import environment, header
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -108,13 +107,10 @@ def measure_file(
     drawn = [rows[index] for index in np.random.default_rng(options.seed).permutation(len(rows))[: options.num_rows]]
     samples = [sample for samples in ChatEncoder(tokenizer).encode_all(drawn) for sample in samples]
     features = [{"input_ids": sample.input_ids, "labels": sample.labels} for sample in samples]
-    work = work_of(
-        GivenBatch(shape, f"{len(samples)} of {file.name}", len(samples)), features, None, options.max_tokens
-    )
+    cell = GivenBatch(shape, f"{len(samples)} of {file.name}", len(samples))
+    work = work_of(cell, features, None, options.max_tokens, min_shared_tokens=4)
     print(described(work), flush=True)
     model = build_model(shape, device, dtype, options.attn_implementation)
-    if "auto" in settings.attention:
-        work = with_choices(work, step_cost_of(model), options.max_tokens)
     work, seconds = fastest_ordinary(model, work, [size or None for size in options.ordinary_rows])
     tried = ", ".join(f"{size} rows {time:.3f} s" for size, time in seconds.items())
     print(f"  ordinary step in micro-batches of {tried}; the fastest is measured", flush=True)
@@ -168,7 +164,7 @@ def learnt_tokenizer(file: Path, rows: list[Row]) -> Any:
 
 
 def described(work: Work) -> str:
-    lengths, num_unique = sorted(work.lengths), work.num_unique_tokens("cascade")
+    lengths, num_unique = sorted(work.lengths), work.num_unique_tokens
     return (
         f"{work.cell.sequences}: {work.num_tokens:,} tokens, {num_unique:,} unique, {work.num_labels:,} "
         f"labelled; {lengths[0]} to {lengths[-1]} long, median {lengths[len(lengths) // 2]}; radix micro-batches: "

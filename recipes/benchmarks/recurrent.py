@@ -22,9 +22,9 @@ from transformers.models.auto import AutoModelForCausalLM
 
 from radixtrain.bench.cells import Cell, GivenBatch, ModelShape, features_of_cell
 from radixtrain.bench.measure import Measured, Settings, measure
-from radixtrain.bench.work import Work, with_choices, work_of
+from radixtrain.bench.work import Work, work_of
 from radixtrain.errors import UserError
-from radixtrain.hf.step_cost import step_cost_of
+from radixtrain.hf.recurrent.forking import run_cost_of
 from radixtrain.timing import header
 from radixtrain.tree.radix_inputs import layout_of
 
@@ -124,9 +124,9 @@ def results(options: argparse.Namespace) -> Iterator[tuple[str, Batch, int, Meas
     for name in options.models:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(MODELS[name](options.hidden), attn_implementation="sdpa").train()
-        step_cost = step_cost_of(model)
         for batch in BATCHES:
-            work = with_choices(work_of(GivenBatch(ModelShape(), str(batch), batch.rows), rows_of(batch)), step_cost)
+            cell = GivenBatch(ModelShape(), str(batch), batch.rows)
+            work = work_of(cell, rows_of(batch), run_cost=run_cost_of(model))
             (result,) = measure(model, work, Settings(repeats=options.repeats, float64_truth=True))
             yield name, batch, num_forks(work), result
 
@@ -144,7 +144,7 @@ def rows_of(batch: Batch) -> list[dict[str, Any]]:
 
 def num_forks(work: Work) -> int:
     """States that a recurrent layer keeps in a step."""
-    layouts = map(layout_of, work.step("auto").micro_batches)
+    layouts = map(layout_of, work.radix.micro_batches)
     return sum(layout.runs.num_forks for layout in layouts if layout.runs)
 
 

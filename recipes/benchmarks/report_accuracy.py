@@ -42,7 +42,7 @@ from radixtrain.bench.cells import Cell, ModelShape, build_model, features_of_ce
 from radixtrain.bench.work import Arm, added_bytes
 from radixtrain.collators.steps import StepCollator
 from radixtrain.hf.activation_checkpointing import recompute
-from radixtrain.report.prediction import Process, predict_seconds, step_cost_of_run
+from radixtrain.report.prediction import Process, predict_seconds
 from radixtrain.report.profiling import RunSetup, cases_of
 from radixtrain.timing import header, seconds_in_turns
 
@@ -104,8 +104,7 @@ def share_lines(shape: ModelShape, repeats: int) -> Iterator[str]:
         dtype=torch.float32,
         num_layers=shape.num_hidden_layers,
     )
-    step_cost = step_cost_of_run(setup)
-    cases = cases_of([features_of_cell(Cell(shape, 512, 64, 16, "flat"))], StepCollator(step_cost=step_cost), step_cost)
+    cases = cases_of([features_of_cell(Cell(shape, 512, 64, 16, "flat"))], StepCollator())
     found = predict_seconds(setup, cases, num_workers=1, max_seconds=20.0, process=Process(0, 1.0))
     case = max((case for case in cases if case.arm == "radix"), key=lambda case: case.counts.rows)
     model, arm = build(shape.num_hidden_layers, CPU), Arm(plain_head=True, attention="auto")

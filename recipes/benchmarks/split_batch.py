@@ -40,7 +40,6 @@ from radixtrain.collators.steps import StepCollator
 from radixtrain.collators.token_row import IGNORE_INDEX
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.formats import read_rows
-from radixtrain.hf.step_cost import step_cost_of
 from radixtrain.testing import relative_error
 from radixtrain.timing import header, peak_bytes
 
@@ -121,9 +120,9 @@ def steps(shape: ModelShape, file: Path | None) -> Iterator[tuple[str, Rows]]:
 
 
 def arms_of(model: Any, shape: ModelShape, rows: Rows) -> dict[str, Arm]:
-    rank, size, step_cost = dist.get_rank(), dist.get_world_size(), step_cost_of(model)
-    whole = StepCollator(merge_labels=False, step_cost=step_cost)(rows)
-    share = StepCollator(merge_labels=False, step_cost=step_cost, rank=rank, num_ranks=size)(rows)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    whole = StepCollator(merge_labels=False, min_shared_tokens=4)(rows)
+    share = StepCollator(merge_labels=False, min_shared_tokens=4, rank=rank, num_ranks=size)(rows)
     one = prepare_model(deepcopy(model))
     split = DistributedDataParallel(prepare_model(deepcopy(model), sp_group=dist.group.WORLD))
     data_parallel = DistributedDataParallel(prepare_model(deepcopy(model)))

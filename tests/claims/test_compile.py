@@ -1,10 +1,8 @@
 """`torch.compile` of a prepared model: one compilation for batches of every size.
 
-The hook in front of the backbone and tree attention itself run outside the graphs (`torch.compiler.disable`): what they
-do is made of host integers and kernels of their own, and traced they would be compiled anew for every tree. So a graph
-breaks at every attention and goes on after it; layers share their graphs, whatever their number and whatever U is.
-Mixers with a recurrent state run outside as well. No graph is compiled to machine code here: whether torch's compiler
-can do that on a processor is its own matter.
+Attention is one operator in the graph, which gets the plan as two tensors. The two hooks of the backbone run outside
+(`torch.compiler.disable`), and so do mixers with a recurrent state. No graph is compiled to machine code here: whether
+torch's compiler can do that on a processor is its own matter.
 """
 
 import random
@@ -71,6 +69,25 @@ def test_one_compilation_for_every_size(tiny_qwen3: Callable[..., Any]) -> None:
             graphs.append(counters["stats"]["unique_graphs"])
     assert len({batch_of(length)["input_ids"].shape[1] for length in PROMPTS}) == len(PROMPTS)
     assert graphs[-1] - graphs[0] <= 2, f"graphs compiled after each batch: {graphs}"  # sizes that coincide at first
+    assert len(counters["graph_break"]) <= 2, counters["graph_break"]  # at our hooks
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("attention", ["cascade", "path", "expand"])
+def test_layers_are_one_graph(tiny_qwen3: Callable[..., Any], attention: str, checkpointing: bool) -> None:
+    """For all layers and batches, without a break; exact in float64."""
+    model = prepare_model(tiny_qwen3(num_hidden_layers=3), attention=attention).double()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    batches = map(batch_of, PROMPTS)
+    expected = [(batch, gradients_of(model, lambda batch=batch: [model(**batch).loss])) for batch in batches]
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    for batch, truth in expected:
+        found = gradients_of(model, lambda batch=batch: [model(**batch).loss])
+        for name, each in truth.tensors.items():
+            torch.testing.assert_close(found.tensors[name], each, rtol=1e-12, atol=1e-14)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
 def test_layers_share_their_graphs(tiny_qwen3: Callable[..., Any]) -> None:

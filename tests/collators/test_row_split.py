@@ -18,10 +18,9 @@ from radixtrain.collators.radix import RadixCollator
 from radixtrain.collators.row_split import divide, sp_sizes, split_batch
 from radixtrain.collators.steps import StepCollator
 from radixtrain.distributed import ranks
+from radixtrain.hf.dimensions import ModelDimensions
 from radixtrain.hf.predicting_rows import forward_rows
-from radixtrain.hf.step_cost import step_cost_of
 from radixtrain.testing import ragged_batches
-from radixtrain.tree.cost_model import FIXED_RATES, StepCost
 
 FLOATS = ("old_logprobs", "advantages")
 
@@ -89,9 +88,6 @@ def test_what_is_not_split(options):
         StepCollator(sp_size=2, **options)
 
 
-COST = StepCost(rates=FIXED_RATES["cpu"], on_host=True, num_heads=4, num_key_value_heads=2, head_dim=16, row_flops=6e9)
-
-
 def step(num_sequences: int) -> list[np.ndarray]:
     """A prompt of 100 tokens, and answers of 10."""
     return [np.array([*range(100), *[200 + number] * 10]) for number in range(num_sequences)]
@@ -100,29 +96,16 @@ def step(num_sequences: int) -> list[np.ndarray]:
 def test_a_step_on_two_ranks() -> None:
     """Data parallel computes the prompt twice; the split once, and fills up the second step to an even number."""
     steps = [step(4), [np.arange(5)]]
-    parallel, split = (divide(steps, 2, sp_size, 1000, COST, element_bytes=4) for sp_size in (1, 2))
+    parallel, split = (divide(steps, 2, sp_size, 1000) for sp_size in (1, 2))
     assert (parallel.num_rows, split.num_rows) == ((120 + 5) / 2, (70 + 3) / 2)
     assert (parallel.r, split.r) == (445 / 245, 445 / 146)
     assert (parallel.most_rows, split.most_rows) == (120, 70)
-    # half of the heads of q, k, v and the output go to the other rank, and their gradients
-    assert (parallel.sent_bytes, split.sent_bytes) == (0, split.num_rows * 2 * (2 * 4 + 2 * 2) * 16 * 4 / 2)
-    assert split.seconds - split.sent_bytes * 6e-10 - 5e-3 == pytest.approx(36.5 * 6e9 * 8e-12, rel=0.01)
-    assert parallel.seconds == pytest.approx(62.5 * 6e9 * 8e-12, rel=0.01)
-
-
-def test_attention_is_that_of_all_rows_on_some_heads() -> None:
-    """Calls are not divided by the ranks, pairs are."""
-    free = replace(FIXED_RATES["cpu"], flop=0.0, sent_byte=0.0, exchange=0.0)
-    for rate, part in (("call", 1.0), ("pair", 0.5)):
-        rates = replace(free, **{name: 0.0 for name in ("call", "rectangle", "pair", "element") if name != rate})
-        one, two = (divide([step(4)], n, n, 1000, replace(COST, rates=rates), 4) for n in (1, 2))
-        assert two.seconds == pytest.approx(part * one.seconds) and one.seconds > 0
 
 
 def test_the_budget_is_that_of_a_rank() -> None:
     """Four sequences of 110 tokens: in micro-batches of 120 of one rank, or of 240 of both."""
     for sp_size, max_tokens, rows in ((1, 120, (120, 120)), (1, 110, (220, 110)), (2, 110, (70, 70))):
-        found = divide([step(4)], 2, sp_size, max_tokens, COST, 4)
+        found = divide([step(4)], 2, sp_size, max_tokens)
         assert (found.num_rows, found.most_rows) == rows
 
 
@@ -136,9 +119,9 @@ def test_which_numbers_of_ranks_can_split() -> None:
 def test_ranks_compute_and_send_as_much(monkeypatch: pytest.MonkeyPatch, size: int, sp_size: int) -> None:
     sequences = step(5)
     model = tiny_qwen3()
-    cost, features = step_cost_of(model), [{"input_ids": ids, "labels": ids} for ids in sequences]
+    dimensions, features = ModelDimensions.of(model.config), [{"input_ids": ids, "labels": ids} for ids in sequences]
     model.resize_token_embeddings(300)
-    expected = divide([sequences], size, sp_size, 200, cost, element_bytes=4)
+    expected = divide([sequences], size, sp_size, 200)
     sent = 0.0
     exchange = dist.all_to_all_single
 
@@ -159,4 +142,5 @@ def test_ranks_compute_and_send_as_much(monkeypatch: pytest.MonkeyPatch, size: i
     computed, exchanged = zip(*on_ranks(size, work, sp_size=sp_size), strict=True)
     assert expected.num_rows == max(computed)
     assert expected.r == sum(map(len, sequences)) / sum(computed)
-    assert expected.sent_bytes * model.config.num_hidden_layers == max(exchanged)
+    sent_numbers = model.config.num_hidden_layers * dimensions.sent_numbers(sp_size)
+    assert 4 * expected.num_rows * sent_numbers == max(exchanged)

@@ -17,7 +17,6 @@ from radixtrain import prepare_model
 from radixtrain.collators.steps import PaddedCollator, StepCollator
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.testing import ragged_batches
-from radixtrain.tree.cost_model import Rates, StepCost
 from radixtrain.verification.oracle import float64_throughout
 
 N = -100
@@ -142,17 +141,6 @@ def test_the_ranks_together_make_the_step_however_it_is_cut(features, max_tokens
         assert step.num_computed_tokens == sum(batch["position_ids"].numel() for batch in step.micro_batches)
         for batch, members in zip(step.micro_batches, step.members, strict=True):
             assert max_tokens is None or batch["position_ids"].numel() <= max_tokens or len(members) <= 1
-
-
-def test_ranks_that_choose_branches_keep_the_number_of_micro_batches():
-    """By a cost that finds few branches worth their calls: the collator of one rank would cut such a micro-batch."""
-    rates = Rates(call=1.0, rectangle=1e-3, pair=1e-9, element=1e-9, flop=1e-9)
-    sizes = {"num_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "row_flops": 1e6}
-    cost = StepCost(rates=rates, on_host=True, **sizes)
-    features = [{"input_ids": [1, 2, *ids], "labels": [N, N, *ids]} for ids in ([3], [4], [5, 6], [5, 7], [8], [9])]
-    for rank in (0, 1):
-        step = StepCollator(max_tokens=8, step_cost=cost, rank=rank, num_ranks=2)(features)
-        assert [batch["input_ids"].numel() <= 8 for batch in step.micro_batches] == [True]
 
 
 @pytest.mark.parametrize(("rank", "num_ranks"), [(2, 2), (-1, 2), (0, 0)])

@@ -77,7 +77,7 @@ BY_TEXT = {
     "note: 'open, password=x": "note: 'open, password=***",
 }
 HARMLESS: dict[str, Any] = {
-    **{"max_tokens": 16384, "next_tokens": ["yes", "no"], "min_shared_tokens": "auto", "tokenizer": "x", "none": None},
+    **{"max_tokens": 16384, "next_tokens": ["yes", "no"], "min_shared_tokens": 16, "tokenizer": "x", "none": None},
     **{"train_file": "tokens.jsonl", "monitor": "eval_loss", "secret": None, "save": True, "token": 7},
     **{"eos_token": "<|im_end|>", "pad_token": "x", "stop_tokens": ["x"], "lora_target_modules": ["k_proj"]},
     "model_name_or_path": f"/models/snapshots/{HEX}",

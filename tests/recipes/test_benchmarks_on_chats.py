@@ -13,8 +13,6 @@ import pytest
 from forked_ranks import on_ranks
 from tiers import FULL
 
-from radixtrain.collators.batching import SequenceCost
-
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("RADIXTRAIN_DATA", ROOT.parent / "shared" / "data" / "sft"))
 
@@ -110,10 +108,10 @@ class TestRanks:
         import ranks as benchmark
 
         sequences = [np.array(ids) for ids in ([7, 8, 1], [7, 8, 2], [7, 8, 3])]
-        step = benchmark.divided(sequences, 2, 100, SequenceCost(row=1, pair=0))
+        step = benchmark.divided(sequences, 2, 100)
         assert (sorted(step.costs), step.rows, step.num_weightless) == ([3, 4], 7, 0)
         assert step.imbalance == pytest.approx(4 / 3.5)
-        step = benchmark.divided(sequences, 2, 3, SequenceCost(row=1, pair=0))
+        step = benchmark.divided(sequences, 2, 3)
         assert (sorted(step.costs), step.rows, step.num_weightless) == ([3, 6], 9 + 2, 1)
 
     def test_a_step_that_is_split(self) -> None:
@@ -121,10 +119,9 @@ class TestRanks:
         import ranks as benchmark
 
         sequences = [np.array(ids) for ids in ([7, 8, 1], [7, 8, 2], [7, 8, 3])]
-        cost = SequenceCost(row=1, pair=0)
-        assert benchmark.split_rows(sequences, 2, 100, cost) == [3, 2]
-        assert benchmark.split_rows(sequences, 2, 2, cost) == [2 + 2, 2 + 1]
-        assert sorted(benchmark.data_parallel_rows(sequences, 2, 100, cost)) == [3, 4]
+        assert benchmark.split_rows(sequences, 2, 100) == [3, 2]
+        assert benchmark.split_rows(sequences, 2, 2) == [2 + 2, 2 + 1]
+        assert sorted(benchmark.data_parallel_rows(sequences, 2, 100)) == [3, 4]
 
     @FULL
     @pytest.mark.data

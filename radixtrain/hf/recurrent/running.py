@@ -8,7 +8,7 @@ Before transformers 5.21 it reads them as `cache.layers[layer_idx]` has them. `F
 call on several runs: it gives each run the state that it starts from and keeps the final ones, both with their
 gradients. Nothing is written in place.
 
-The runs come with the batch if the collator has a `step_cost` of the model. Otherwise they are made here, at the first
+The runs come with the batch if the collator has the `run_cost` of the model. Otherwise they are made here, at the first
 mixer, which on a device waits once a batch to read the segments. U unique rows; R runs of length L in a call.
 """
 

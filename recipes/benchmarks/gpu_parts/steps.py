@@ -84,7 +84,7 @@ def _measure(run: Run, part: str, model: Any, case: Case, names: Sequence[str], 
             as_loaded(model).zero_grad(set_to_none=True)
     for name, measures in _compared(turns, work.ideal_speedup(model.config)).items():
         if not is_rival(name):
-            measures["r"] = work.num_tokens / work.num_unique_tokens(name.partition("/")[0])
+            measures["r"] = work.num_tokens / work.num_unique_tokens
         run.found(part, f"{case}, {name}", **measures)
 
 

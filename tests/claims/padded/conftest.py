@@ -1,6 +1,5 @@
 """What every test of padded batches needs."""
 
-
 import pytest
 
 

@@ -11,10 +11,9 @@ from tiny_models import tiny_model
 from radixtrain.bench.cells import Cell, GivenBatch, ModelShape
 from radixtrain.bench.flops import ordinary_flops, unique_flops
 from radixtrain.bench.measure import Settings, measure
-from radixtrain.bench.work import Arm, make_work, step_seconds, with_choices, with_ordinary_batch_size, work_of
+from radixtrain.bench.work import Arm, make_work, step_seconds, with_ordinary_batch_size, work_of
 from radixtrain.errors import UserError
 from radixtrain.hf.head import has_plain_head
-from radixtrain.tree.cost_model import Rates, StepCost
 from radixtrain.verification.oracle import float64_throughout
 
 ORDINARY = Arm(plain_head=True)
@@ -69,7 +68,7 @@ class TestGivenRows:
         assert [tuple(batch["input_ids"].shape) for batch in work.ordinary.micro_batches] == [(3, 27), (3, 25), (2, 24)]
         assert [*map(len, work.radix.members)] == [4, 4]
         assert sorted(index for members in work.radix.members for index in members) == list(range(8))
-        assert (work.num_tokens, work.num_unique_tokens("cascade")) == (4 * 41 + 2 * 18, 41 + 2 * 18)
+        assert (work.num_tokens, work.num_unique_tokens) == (4 * 41 + 2 * 18, 41 + 2 * 18)
 
     def test_the_arithmetic_counts_no_padding_and_every_micro_batch(
         self, shape: ModelShape, ragged_features: Any
@@ -84,18 +83,6 @@ class TestGivenRows:
         features = [{"input_ids": [1, 2], "labels": [-100, -100]}]
         with pytest.raises(UserError, match=r"2x32, 8 of train\.jsonl, step: no token bears loss"):
             work_of(GivenBatch(shape, "8 of train.jsonl", 8), features)
-
-
-def test_the_batches_of_auto_are_those_that_the_cost_model_chose(flat: Cell) -> None:
-    work = make_work(flat)
-    assert work.step("auto") is work.step("path") is work.radix
-    rates = Rates(call=1.0, rectangle=0.0, pair=0.0, element=0.0, flop=0.0)
-    cost = StepCost(rates=rates, on_host=True, num_heads=4, num_key_value_heads=2, head_dim=8, row_flops=0.0)
-    chosen = with_choices(work, replace(cost, strategies=("expand",)))
-    assert chosen.choices == "expand/1" and work.choices == ""
-    assert chosen.step("auto") is chosen.auto is not None
-    assert chosen.step("path") is chosen.radix
-    assert chosen.to("cpu").choices == "expand/1" and work.to("cpu").auto is None
 
 
 @pytest.mark.parametrize("keep_mask", [True, False])

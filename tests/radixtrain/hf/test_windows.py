@@ -98,7 +98,7 @@ def test_masks_that_are_cut_to_the_last_rows():
     call = SimpleNamespace(layout=SimpleNamespace(max_seqlen=9, blocks=None))
     mask = no_mask(False, torch.device("cpu"), call)
     with torch.inference_mode():
-        for view in (mask[:, :, -1:], mask[:, :, :, :3], mask.expand(2, 1, 0, 0), mask.view(0, 1)):
+        for view in (mask[:, :, -1:], mask[:, :, :, :3], mask.expand(2, -1, -1, -1), mask.view(0, 1)):
             assert on_mask(view) == (call, 0, False)
         assert on_mask(mask.clone()) is on_mask(mask & True) is on_mask(torch.zeros(0)) is None
 

@@ -60,8 +60,8 @@ def report() -> DataReport:
         **{"num_unique_tokens": 96_000, "num_labels": 12_345, "num_prompts": 2, "max_length": 1024, "longest": 2310},
         **{"length_quantiles": {"min": 12, "50 %": 60, "max": 2310}, "num_over_length": 37},
         divisions=(
-            Division(8, 1, 1.5, 12_345.6, 0.0, 1.0, 13_000),
-            Division(8, 4, 3.25, 6_789.0, 3 * 2**30, 0.8, 7_000, 5 * 2**30),
+            Division(8, 1, 1.5, 12_345.6, 13_000),
+            Division(8, 4, 3.25, 6_789.0, 7_000, 3 * 2**30, 5 * 2**30),
         ),
         **{"sources": {"a.jsonl": 5, HOSTILE: 2}, "tree": tree(), "settings": settings},
         **{"current": settings[4], "best": settings[6], "command": f"radixtrain fit --a '{HOSTILE}'"},

@@ -16,7 +16,7 @@ from radixtrain.errors import UserError
 from radixtrain.hf.activation_checkpointing import num_recomputed, recompute
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.report import prediction as module
-from radixtrain.report.prediction import Prediction, Process, free_bytes, predict_seconds, step_cost_of_run
+from radixtrain.report.prediction import Prediction, Process, free_bytes, predict_seconds
 from radixtrain.report.profiling import Case, RunSetup, Timings, cases_of
 from radixtrain.report.sharing import CountedStep, Counts, Draw, SampledSteps
 from radixtrain.timing import peak_bytes
@@ -193,7 +193,7 @@ class TestShares:
             with device:
                 return tiny_qwen3(num_hidden_layers=num_layers).train()
 
-        cases = cases_of([features], StepCollator(max_tokens=1000), None)
+        cases = cases_of([features], StepCollator(max_tokens=1000))
         setup = setup_of(build, 9)
         found = predict_seconds(
             setup, cases, num_workers=1, max_seconds=1e6, process=BARE
@@ -252,11 +252,6 @@ class TestPrediction:
         step = step_of(Counts(100, 0, 0), Counts(100, 0, 0), collate_seconds=7.0)
         without = self.FOUND.radix_seconds(step)
         assert replace(self.FOUND, waits_for_collator=True).radix_seconds(step) == without + 7.0
-
-
-def test_reference_has_no_cost(tiny_qwen3: Callable[..., Any]) -> None:
-    setup = setup_of(lambda num_layers, device: tiny_qwen3(num_hidden_layers=1), attention="reference")
-    assert step_cost_of_run(setup) is None
 
 
 def test_free_bytes_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ def setup(tiny_qwen3: Callable[..., Any]) -> RunSetup:
 
 
 def test_cases_are_micro_batches_of_steps_and_of_their_parts(features: list[dict[str, Any]]) -> None:
-    cases = cases_of([features], StepCollator(max_tokens=1000), None)
+    cases = cases_of([features], StepCollator(max_tokens=1000))
     sizes = {arm: [case.counts.rows for case in cases if case.arm == arm] for arm in ARMS}
     lengths = [len(feature["input_ids"]) for feature in features]
     assert sizes["radix"] == sizes["recomputing"] == [30 + sum(lengths[:n]) - 30 * n for n in (1, 2, 4, 8, 16)]
@@ -40,14 +40,14 @@ def test_cases_are_micro_batches_of_steps_and_of_their_parts(features: list[dict
 
 
 def test_a_small_budget_gives_the_first_and_the_last_micro_batch(features: list[dict[str, Any]]) -> None:
-    cases = cases_of([features[:8]], StepCollator(max_tokens=50), None)
+    cases = cases_of([features[:8]], StepCollator(max_tokens=50))
     assert max(case.counts.rows for case in cases) <= 50
     assert {case.arm for case in cases} == set(ARMS)
 
 
 class TestTimeCases:
     def test_every_case_in_both_arms(self, features: list[dict[str, Any]], setup: RunSetup) -> None:
-        cases = cases_of([features], StepCollator(max_tokens=1000), None)
+        cases = cases_of([features], StepCollator(max_tokens=1000))
         timed = time_cases(setup, 1, cases)
         assert list(timed.seconds) == cases and min(timed.seconds.values()) > 0
         assert timed.num_layers == 1 and timed.optimizer_seconds > 0
@@ -59,14 +59,14 @@ class TestTimeCases:
     def test_the_smallest_in_any_case(
         self, features: list[dict[str, Any]], setup: RunSetup, limits: dict[str, float]
     ) -> None:
-        cases = cases_of([features], StepCollator(max_tokens=1000), None)
+        cases = cases_of([features], StepCollator(max_tokens=1000))
         timed = time_cases(setup, 1, cases, **limits)
         assert [case.counts.rows for case in timed.seconds] == [
             min(case.counts.rows for case in cases if case.arm == arm) for arm in ARMS
         ]
 
     def test_the_model_is_restored_if_a_case_fails(self, features: list[dict[str, Any]], setup: RunSetup) -> None:
-        cases = cases_of([features], StepCollator(max_tokens=1000), None)
+        cases = cases_of([features], StepCollator(max_tokens=1000))
         for case in cases:
             case.batch["input_ids"] = case.batch["input_ids"] + 10_000  # outside of the vocabulary
         with pytest.raises(IndexError):

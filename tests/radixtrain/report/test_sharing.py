@@ -18,11 +18,7 @@ from radixtrain.report.sharing import (
     num_distinct_tokens,
     num_shared_prompts,
     ordinary_counts,
-    radix_counts,
 )
-from radixtrain.tree.cost_model import Rates, StepCost
-from radixtrain.tree.plan import build_prefix_plan
-from radixtrain.tree.runs import RunCost
 
 OWN = Draw(batch_size=16, max_tokens=4096)
 
@@ -143,9 +139,6 @@ def test_quantiles() -> None:
 
 COLLATOR = StepCollator(max_tokens=60)
 WHOLE = [(28, 8)]  # tokens and labels of a whole chat
-RATES = Rates(call=1e-6, rectangle=1e-7, pair=1e-9, element=1e-9, flop=1e-10)
-COST = StepCost(rates=RATES, on_host=True, num_heads=4, num_key_value_heads=2, head_dim=8, row_flops=100.0)
-HYBRID = replace(COST, rates=replace(RATES, runs=RunCost()), attention_share=0.25, mixer_share=0.75)
 
 
 @pytest.fixture
@@ -160,13 +153,9 @@ def two_prompts() -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("step_cost", [None, COST, HYBRID])
-def test_both_arms_are_counted_as_they_are_collated(
-    two_prompts: list[dict[str, Any]], step_cost: StepCost | None
-) -> None:
-    collator = replace(COLLATOR, step_cost=step_cost)
-    counted = counted_step(two_prompts, collator, step_cost, WHOLE)
-    radix, ordinary = collator(two_prompts), replace(collator, dedup=False)(two_prompts)
+def test_both_arms_are_counted_as_they_are_collated(two_prompts: list[dict[str, Any]]) -> None:
+    counted = counted_step(two_prompts, COLLATOR, WHOLE)
+    radix, ordinary = COLLATOR(two_prompts), replace(COLLATOR, dedup=False)(two_prompts)
     assert [counts.rows for counts in counted.radix] == [batch["input_ids"].numel() for batch in radix.micro_batches]
     assert list(counted.ordinary) == [ordinary_counts(batch) for batch in ordinary.micro_batches]
     assert (counted.num_tokens, counted.num_rows) == (radix.num_tokens, radix.num_computed_tokens)
@@ -175,29 +164,15 @@ def test_both_arms_are_counted_as_they_are_collated(
 
 
 def test_a_padded_batch(two_prompts: list[dict[str, Any]]) -> None:
-    (counts,) = counted_step(two_prompts, StepCollator(), None, WHOLE).ordinary
+    (counts,) = counted_step(two_prompts, StepCollator(), WHOLE).ordinary
     assert counts == (8 * 28, 8 * 28 * 28, 2 * (4 + 5 + 6 + 8))
 
 
-def test_attention_without_a_cost_is_pairs() -> None:
+def test_attention_is_pairs() -> None:
     sequences = [
         {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]},
         {"input_ids": [1, 2, 4, 5], "labels": [-100, 2, 4, 5]},
     ]
-    (counts,) = counted_step(sequences, StepCollator(), None, WHOLE).radix
+    (counts,) = counted_step(sequences, StepCollator(), WHOLE).radix
     # unique tokens at depths 1, 2, 3 and 3, 4; the second token predicts 3 and 4, the first 2, and 4 predicts 5
     assert counts == (5, 1 + 2 + 3 + 3 + 4, 3)
-
-
-@pytest.mark.parametrize("cost", [COST, HYBRID])
-def test_attention_is_what_the_layer_costs_beyond_its_matrices(
-    two_prompts: list[dict[str, Any]], cost: StepCost
-) -> None:
-    step = StepCollator(step_cost=cost)(two_prompts)
-    (batch,) = step.micro_batches
-    ids = [each["input_ids"] for each in two_prompts]
-    bounds = np.cumsum([0, *map(len, ids)])
-    plan = build_prefix_plan(np.concatenate(ids), bounds, min_shared_tokens=batch["radix"].min_shared_tokens)
-    counts = radix_counts(batch, cost)
-    cheapest = min(cost.seconds(plan, strategy) for strategy in cost.strategies)
-    assert counts.attention == pytest.approx(cheapest - plan.num_rows * 100.0 * 1e-10)

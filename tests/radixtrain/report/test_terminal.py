@@ -28,7 +28,7 @@ def test_the_numbers(report: DataReport) -> None:
         "16 1,024 4 5 2x 25 min 256 MiB yours",
         "16 4,096 4 5 2x 25 min 1 GiB best",
         "16 4,096 yes 8 9 4x 12 min 30 s 1 GiB",
-        "8 1 1.5 12,346 - - 1.00 8 4 3.25 6,789 3 GiB 5 GiB 0.80",
+        "8 1 1.5 12,346 - - 8 4 3.25 6,789 3 GiB 5 GiB",
         "6 x 40 tokens",
         "└── 4 branches",
         "a date: fixing only this saves 4,810,000 computed tokens of an epoch; 9,000,000 once the others here are",

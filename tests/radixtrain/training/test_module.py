@@ -208,11 +208,11 @@ class TestUnderTheTrainerOfAUser:
         return trainer, RadixModule(model, learning_rate=1e-2, **settings), data
 
     def test_it_is_the_run_of_the_command_line(self, shop: Path, tmp_path: Path, arguments: Any) -> None:
-        """In every digit: the schedule knows the steps of an epoch, and the data know what sharing costs."""
+        """In every digit: the schedule knows the steps of an epoch, and the data know what recurrent layers cost."""
         trainer, module, data = self.parts(shop, tmp_path / "script")
         trainer.fit(module, datamodule=data)
         assert module.steps_per_epoch == data.steps_per_epoch == 5
-        assert data.step_cost == module.step_cost
+        assert data.run_cost == module.run_cost
         assert main(arguments()) == 0
         of_script = {step + 1: loss for step, loss in logged(tmp_path / "script").items()}  # Lightning counts from 0
         assert of_script == logged(tmp_path / "out")
@@ -230,7 +230,7 @@ class TestUnderTheTrainerOfAUser:
         trainer, module, data = self.parts(shop, tmp_path / "script")
         data.setup("fit")
         trainer.fit(module, data.train_dataloader())
-        assert module.steps_per_epoch is None and data.step_cost is None
+        assert module.steps_per_epoch is None and data.run_cost is None
         assert len(logged(tmp_path / "script")) == 10
 
     @FULL

@@ -34,7 +34,7 @@ def test_the_command(
     text = " ".join(capsys.readouterr().out.split())
     assert "rows 20, 20 samples" in text, text
     assert "A training step is predicted to run at" in text and "on 1 of 1 layers" in text
-    assert re.search(r"8 1 [\d.]+ \d+ - \S+ [MG]iB 1\.00 8 2 [\d.]+ \d+ \d+ MiB \S+ [MG]iB [\d.]+", text), text
+    assert re.search(r"8 1 [\d.]+ \d+ - \S+ [MG]iB 8 2 [\d.]+ \d+ \d+ MiB \S+ [MG]iB", text), text
     assert "python -m radixtrain fit --output_dir=" in text and "--data.batch_size=4" in text
     page = tmp_path / "out" / "report.html"
     assert str(page) in text and "<html" in page.read_text(encoding="utf-8")[:200]

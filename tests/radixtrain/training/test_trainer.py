@@ -11,7 +11,6 @@ from wrong_keys import with_wrong_keys
 from radixtrain.__main__ import main
 from radixtrain.errors import UserError
 from radixtrain.training.trainer import Trainer
-from radixtrain.tree.cost_model import StepCost
 
 Arguments = Callable[..., list[str]]
 
@@ -31,20 +30,6 @@ def test_a_broken_attention_is_found_and_the_parameter_named(
     assert "worst element [" in error
     assert "Traceback" not in captured.err
     assert "NOT EQUAL" in captured.out
-
-
-def test_what_is_verified_is_what_is_trained(arguments: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The choices of `min_shared_tokens: auto` included."""
-    seen = []
-    cheapest = StepCost.cheapest
-
-    def spy(self: StepCost, *args: Any) -> Any:
-        seen.append(cheapest(self, *args))
-        return seen[-1]
-
-    monkeypatch.setattr(StepCost, "cheapest", spy)
-    assert main(arguments("verify")) == 0
-    assert seen
 
 
 def test_lora_is_filled_so_that_all_of_it_is_tested(arguments: Arguments, capsys: pytest.CaptureFixture[str]) -> None:

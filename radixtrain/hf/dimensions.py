@@ -1,28 +1,20 @@
-"""The dimensions of a Hugging Face decoder, and the cost of its layer, by which the collator chooses.
+"""The dimensions of a Hugging Face decoder, and which kinds of layers it has.
 
 Configurations name dimensions in several ways. `PreTrainedConfig.attribute_map` translates most of these (GPT-2's
 `n_embd` is `hidden_size`); the rest is here: what a missing value means, multi-query attention, latent attention (MLA).
-
-No cost is measured: the rates are `FIXED_RATES`, the same on every machine, and so are the choices, which change the
-order of sums and with it the last digits of a loss.
 """
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from radixtrain.errors import UserError
-from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.modules import attends, mixers_of, text_layers
-from radixtrain.hf.recurrent.forking import can_fork
-from radixtrain.tree.cost_model import CHOICES, FIXED_RATES, StepCost
-from radixtrain.tree.runs import RunCost
 
 MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim")
 
@@ -87,6 +79,15 @@ class ModelDimensions:
     def mlp_parameters(self, intermediate_size: int) -> int:
         """Count the parameters in the matrices of one layer's MLP of this width, counted as gated: three of them."""
         return 3 * self.hidden_size * intermediate_size
+
+    def sent_numbers(self, sp_size: int) -> int:
+        """Count the numbers that one of `sp_size` ranks sends per row and layer, forward and backward.
+
+        Queries, keys and values to the ranks that have their heads, and the output back; and once more the gradients.
+        Too few key heads are copied.
+        """
+        key_heads = math.lcm(sp_size, self.num_key_value_heads)
+        return 4 * (self.num_attention_heads + key_heads) * self.widest_head_dim * (sp_size - 1) // sp_size
 
     def _projection(self, width: int, rank: int | None) -> int:
         """Count the parameters from the hidden size to this width, directly or by two matrices."""
@@ -183,55 +184,3 @@ def _has_mlp(layer: nn.Module) -> bool:
     mixing = [*mixers_of(layer).values(), *(module for module in layer.modules() if attends(type(module)))]
     inside = {id(parameter) for module in mixing for parameter in module.parameters()}
     return any(parameter.ndim > 1 and id(parameter) not in inside for parameter in layer.parameters())
-
-
-logger = logging.getLogger(__name__)
-
-
-def step_cost_of(model: nn.Module, attention: str = "auto", device: torch.device | None = None) -> StepCost:
-    """Predict the cost of a layer of this model, the mean one if they differ. Nothing is measured.
-
-    model: a Hugging Face decoder, or one wrapped by PEFT, on the device that trains it: a CPU or CUDA.
-    attention: `auto` to choose among all strategies, or the one that will be used.
-    device: where the model will train, if it is not there yet.
-
-    Raises UserError for another device, an attention without a known cost, or a configuration that does not say its
-    dimensions.
-    """
-    if attention not in ("auto", *CHOICES):
-        raise UserError(f"attention must be auto or one of {', '.join(CHOICES)}, got {attention!r}")
-    device = device or next(model.parameters()).device
-    if device.type not in FIXED_RATES:
-        raise UserError(f"the cost of a step is known on a CPU or a CUDA device, and the model is on {device}")
-    parts = parts_of(model)
-    dimensions, kinds = ModelDimensions.of(parts.base.config), LayerKinds.of(parts.decoder)
-    rates = FIXED_RATES[device.type]
-    mlp = dimensions.mlp_parameters(dimensions.intermediate_size or 4 * dimensions.hidden_size)
-    return StepCost(
-        rates=replace(rates, runs=_run_cost(parts.decoder, dimensions.hidden_size, rates.flop)),
-        on_host=device.type == "cpu",
-        num_heads=dimensions.num_attention_heads,
-        num_key_value_heads=dimensions.num_key_value_heads,
-        head_dim=dimensions.widest_head_dim,
-        row_flops=6.0 * (kinds.attention * dimensions.attention_parameters + kinds.mlps * mlp),
-        strategies=CHOICES if attention == "auto" else (attention,),
-        attention_share=kinds.attention,
-        mixer_share=kinds.mixers,
-    )
-
-
-def _run_cost(decoder: PreTrainedModel, hidden_size: int, flop: float) -> RunCost | None:
-    """Return the defaults of `RunCost` in seconds; None without recurrent layers."""
-    mixers = [mixer for mixer, _ in kinds_of_mixers(decoder)]
-    if not mixers:
-        return None
-    forks = any(can_fork(mixer, hidden_size) for mixer in mixers)
-    if not forks:
-        logger.warning(
-            "%s cannot start from a state with a gradient, so recurrent layers compute every sequence from its first "
-            "token on; all else is shared",
-            " and ".join(sorted({type(mixer).__name__ for mixer in mixers})),
-        )
-    # Four square matrices, forward and backward, take 24 h^2. A whole mixer was measured at 2.5 to 10 times that.
-    row, default = flop * 60 * hidden_size**2, RunCost()
-    return RunCost(call=row * default.call, row=row, state=row * default.state, can_fork=forks)
