@@ -10,6 +10,7 @@ The packages are asked to add in a fixed order in the backward pass. The kernel 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -70,20 +71,15 @@ class TorchCUDAKernel:
 class _Packaged:
     """A package of which both functions take the same arguments by name.
 
-    package: in `PACKAGES`. functions: forward and backward. causal: the name of that argument.
-    in_forward, in_backward: further arguments. The backward fills gradients that it receives after the log-sum-exp.
+    attend, differentiate: the functions. The second fills gradients that it receives after the log-sum-exp.
+    causal: the name of that argument. in_forward, in_backward: further arguments.
     """
 
-    package: str
-    functions: tuple[str, str]
+    attend: Callable[..., Any]
+    differentiate: Callable[..., Any]
     causal = "causal"
     in_forward: ClassVar[dict[str, Any]] = {}
     in_backward: ClassVar[dict[str, Any]] = {}
-
-    def __init__(self) -> None:
-        module = importlib.import_module(PACKAGES[self.package].module)
-        owner = torch.ops.flash_attn_3 if self.package == "flash_attn_3" else module
-        self.attend, self.differentiate = (getattr(owner, name) for name in self.functions)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scoring: Scoring) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self.attend(*_contiguous(q, k, v), **self._by_name(ragged, scoring), **self.in_forward)
@@ -110,10 +106,13 @@ class _Packaged:
 class FlashAttnKernel(_Packaged):
     """The flash-attn package, version 2 (`flash_attn.flash_attn_interface`)."""
 
-    package = "flash_attn"
-    functions = "_flash_attn_varlen_forward", "_flash_attn_varlen_backward"
     in_forward: ClassVar = {"dropout_p": 0.0}
     in_backward: ClassVar = {"dropout_p": 0.0, "alibi_slopes": None}
+
+    def __init__(self) -> None:
+        interface = importlib.import_module(PACKAGES["flash_attn"].module)
+        self.attend = interface._flash_attn_varlen_forward
+        self.differentiate = interface._flash_attn_varlen_backward
 
 
 class FlashAttn3Kernel(_Packaged):
@@ -125,10 +124,14 @@ class FlashAttn3Kernel(_Packaged):
     Builds from before Dao-AILab/flash-attention#1893 (September 2025) add in no fixed order, whatever is requested.
     """
 
-    package, functions, causal = "flash_attn_3", ("fwd", "bwd"), "is_causal"
+    causal = "is_causal"
     # `num_splits` 0 would let it split the keys, and merge them in a second pass.
     in_forward: ClassVar = {**dict.fromkeys(FLASH_3_UNUSED), "num_splits": 1}
     in_backward: ClassVar = {"seqused_q": None, "seqused_k": None}
+
+    def __init__(self) -> None:
+        importlib.import_module(PACKAGES["flash_attn_3"].module)
+        self.attend, self.differentiate = torch.ops.flash_attn_3.fwd, torch.ops.flash_attn_3.bwd
 
 
 class FlashAttn4Kernel(_Packaged):
@@ -140,8 +143,11 @@ class FlashAttn4Kernel(_Packaged):
     and only the first values are read: order and number change from release to release.
     """
 
-    package, functions = "flash_attn_4", ("_flash_attn_fwd", "_flash_attn_bwd")
     in_forward: ClassVar = {"num_splits": 1, "return_lse": True}
+
+    def __init__(self) -> None:
+        interface = importlib.import_module(PACKAGES["flash_attn_4"].module)
+        self.attend, self.differentiate = interface._flash_attn_fwd, interface._flash_attn_bwd
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ragged: Ragged, scoring: Scoring
