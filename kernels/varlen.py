@@ -6,7 +6,7 @@
 | `flash_attn`   | the flash-attn package, CUDA    | float16, bfloat16                | yes      | yes    |
 | `flash_attn_3` | flash-attn-3, Hopper            | float16, bfloat16                | yes      | yes    |
 | `flash_attn_4` | flash-attn-4, Hopper, Blackwell | float16, bfloat16                | yes      | yes    |
-| `cudnn`        | `torch`; one entry cuDNN        | float16, bfloat16                | no       | yes    |
+| `cudnn`        | `torch`; equal entries cuDNN    | float16, bfloat16                | no       | yes    |
 | `efficient`    | torch's other kernel, CUDA      | float32, float16, bfloat16       | no       | yes    |
 | `eager`        | anywhere, a loop of matmuls     | all; the specification           | yes      | yes    |
 """
@@ -41,6 +41,7 @@ ON_CUDA: dict[str, Callable[[], VarlenKernel]] = {
     "efficient": EfficientKernel,
 }
 KERNELS = (*ON_CUDA, "eager")
+AND_CUDNN = " and cudnn"  # after the name of a kernel: cuDNN for equal entries whose shape comes again and again
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,12 @@ class KernelCall:
 
 
 def varlen_kernel(name: str, device: torch.device) -> VarlenKernel:
-    """Return the kernel of that name on that device. Raises ImportError without its package, ValueError if unknown."""
+    """Return the kernel of that name on that device. Raises ImportError without its package, ValueError if unknown.
+
+    name: of `KERNELS`, perhaps with `AND_CUDNN` after it.
+    """
+    if name.endswith(AND_CUDNN):
+        return CudnnKernel(varlen_kernel(name.removesuffix(AND_CUDNN), device))
     if name == "eager":
         return EagerKernel()
     if name == "torch" and device.type == "cpu":

@@ -17,7 +17,7 @@ from radixtrain.kernels import efficient
 from radixtrain.kernels.cpu_loops import EagerKernel
 from radixtrain.kernels.cudnn import cudnn_missing
 from radixtrain.kernels.packages import PACKAGES, package_missing
-from radixtrain.kernels.varlen import varlen_kernel
+from radixtrain.kernels.varlen import AND_CUDNN, varlen_kernel
 from radixtrain.kernels.varlen_args import Ragged, Scoring
 from radixtrain.testing import assert_within_reference_error
 from radixtrain.tree.layout import TreeLayout
@@ -89,7 +89,7 @@ def rows(*shape, seed=0, dtype=torch.bfloat16):
 
 # Lengths of queries and of keys. RAGGED: two entries without queries, one of a single query. DENSE: a call of cascade.
 RAGGED = [0, 100, 0, 1, 70], [64, 130, 5, 33, 70]
-DENSE, ONE_SEQUENCE = ([300], [190]), ([190], [190])
+DENSE, ONE_SEQUENCE, EQUAL = ([300], [190]), ([190], [190]), ([70] * 3, [70] * 3)
 
 
 def ragged_call(queries, keys, causal):
@@ -126,7 +126,8 @@ def test_kernels_against_the_specification(name):
         dk, dv = assert_like_the_specification(kernel, ragged_call(*RAGGED, causal=True), heads, head_dim)
         assert not dk[:64].any() and not dv[:64].any(), "keys that no query sees"
         assert_like_the_specification(kernel, ragged_call(*DENSE, causal=False), heads, head_dim)
-        assert_like_the_specification(kernel, ragged_call(*ONE_SEQUENCE, causal=True), heads, head_dim)
+        for lengths in (ONE_SEQUENCE, EQUAL):
+            assert_like_the_specification(kernel, ragged_call(*lengths, causal=True), heads, head_dim)
 
 
 @pytest.mark.parametrize("window", [None, 40])
@@ -184,6 +185,6 @@ def test_tree_waits_for_nothing():
 
 
 def test_the_choice_of_this_machine():
-    """flash-attention 3 on a Hopper that has it, then 4, then 2, then what torch carries."""
-    preferred = next(name for name in PREFERRED_ON_CUDA if name in INSTALLED)
+    """flash-attention 3 on a Hopper that has it, then 4, then 2, then what torch carries; there with cuDNN."""
+    preferred = next(name for name in PREFERRED_ON_CUDA if name in INSTALLED) + AND_CUDNN * ("cudnn" in INSTALLED)
     assert choose_attention("auto", "auto", CUDA, torch.bfloat16, 128).kernel == preferred
