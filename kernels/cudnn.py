@@ -8,8 +8,9 @@ in cudnn-frontend). So a merged out and lse give a piece's share, and torch's ow
 
 torch builds one plan for each shape and layout of q, k and v, and keeps it; it does not compare the layouts of out and
 dout, so here all tensors are contiguous. A plan for a new number of queries or keys took about 0.07 s in each direction
-on an H100 (200 levels of a comb). So a single entry is padded to a multiple of `ROWS` queries, and `auto` has a shape
-planned only when it comes again and again.
+on an H100 (200 levels of a comb). So a single entry is padded to a multiple of `ROWS` queries. `auto` does not take it:
+a prompt of another length in every batch would be planned every time, and waiting until a length comes again would
+make the bits of a step depend on the steps before it, which a resumed run does not have.
 
 Padding queries are zeros after the others. Their dout and out are zeros too, so that they add nothing to dk and dv. A
 causal entry gets padding keys as well, which only they see.
@@ -18,8 +19,6 @@ causal entry gets padding keys as well, which only they see.
 from __future__ import annotations
 
 import os
-from collections import Counter
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -27,30 +26,20 @@ from torch.nn.functional import pad
 
 from radixtrain.kernels.flash import TorchCUDAKernel
 from radixtrain.kernels.packages import unfit_device
-from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
+from radixtrain.kernels.varlen_args import Ragged, Scoring
 
 aten = torch.ops.aten
 OLDEST_CUDNN = 91500  # from here on torch itself prefers it on Hopper; the backward of 9.10.0 and 9.10.1 was wrong
 ROWS = 512
-# Batches of a shape before it is planned. A plan takes 0.14 s, and cuDNN saves about 0.02 s of a step of 0.3 s of
-# Qwen3-0.6B, 32 x (2048 + 256), on an H100.
-BATCHES = 8
 
 
 class CudnnKernel:
-    """`aten._scaled_dot_product_cudnn_attention` / `_backward` for equal entries, another kernel for others.
+    """`aten._scaled_dot_product_cudnn_attention` / `_backward` for equal entries, torch's flash kernels for others."""
 
-    other: torch's flash kernels if None; then every shape is planned at once.
-    """
-
-    def __init__(self, other: VarlenKernel | None = None) -> None:
-        self.other = other or TorchCUDAKernel()
-        self.batches = 0 if other is None else BATCHES
-        self.seen: Counter[tuple[int, ...]] = Counter()
-        self.is_planned: WeakKeyDictionary[Ragged, bool] = WeakKeyDictionary()  # the same in all layers of a batch
+    other = TorchCUDAKernel()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scoring: Scoring) -> tuple[Tensor, Tensor]:
-        padding = self._padding(q, k, ragged, scoring)
+        padding = _padding(q, k, ragged, scoring)
         if padding is None:
             return self.other.forward(q, k, v, ragged, scoring)
         number, extra_q, extra_k = padding
@@ -69,7 +58,7 @@ class CudnnKernel:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ragged: Ragged, scoring: Scoring
     ) -> tuple[Tensor, Tensor, Tensor]:
-        padding = self._padding(q, k, ragged, scoring)
+        padding = _padding(q, k, ragged, scoring)
         if padding is None:
             return self.other.backward(dout, q, k, v, out, lse, ragged, scoring)
         number, extra_q, extra_k = padding
@@ -88,25 +77,6 @@ class CudnnKernel:
             scale=scoring.scale,
         )
         return _rows(dq, ragged.max_seqlen_q), _rows(dk, ragged.max_seqlen_k), _rows(dv, ragged.max_seqlen_k)
-
-    def _padding(self, q: Tensor, k: Tensor, ragged: Ragged, scoring: Scoring) -> tuple[int, int, int] | None:
-        """Return how many entries cuDNN gets, and how many queries and keys pad each; None if it does not get the call.
-
-        It takes equal entries with more than one key, and counts queries from the top left. Several are not padded:
-        short ones would be twice as long.
-        """
-        assert scoring.softcap is None, "`tree_attention` refuses a soft-cap on this kernel"
-        number, num_q, num_k = len(ragged.cu_seqlens_q) - 1, ragged.max_seqlen_q, ragged.max_seqlen_k
-        is_even = (len(q), len(k)) == (number * num_q, number * num_k) and num_q > 0 and num_k > 1
-        if not is_even or scoring.window is not None or (ragged.causal and num_q != num_k):
-            return None
-        extra_q = -num_q % ROWS if number == 1 else 0
-        extra_k = extra_q if ragged.causal else 0
-        if ragged not in self.is_planned:
-            shape = number, num_q + extra_q, num_k + extra_k, ragged.causal
-            self.is_planned[ragged] = self.seen[shape] >= self.batches
-            self.seen[shape] += 1
-        return (number, extra_q, extra_k) if self.is_planned[ragged] else None
 
 
 def cudnn_missing(device: torch.device) -> str | None:
@@ -132,3 +102,18 @@ def _batched(x: Tensor, number: int, extra: int) -> Tensor:
 def _rows(x: Tensor, length: int) -> Tensor:
     """Return (E, heads, rows, H) without padding as (rows, heads, H)."""
     return x.transpose(1, 2)[:, :length].flatten(0, 1)
+
+
+def _padding(q: Tensor, k: Tensor, ragged: Ragged, scoring: Scoring) -> tuple[int, int, int] | None:
+    """Return how many entries cuDNN gets, and how many queries and keys pad each; None if it does not get the call.
+
+    It takes equal entries with more than one key, and counts queries from the top left. Several are not padded:
+    short ones would be twice as long.
+    """
+    assert scoring.softcap is None, "`tree_attention` refuses a soft-cap on this kernel"
+    number, num_q, num_k = len(ragged.cu_seqlens_q) - 1, ragged.max_seqlen_q, ragged.max_seqlen_k
+    is_even = (len(q), len(k)) == (number * num_q, number * num_k) and num_q > 0 and num_k > 1
+    if not is_even or scoring.window is not None or (ragged.causal and num_q != num_k):
+        return None
+    extra_q = -num_q % ROWS if number == 1 else 0
+    return number, extra_q, extra_q if ragged.causal else 0

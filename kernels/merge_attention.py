@@ -161,8 +161,8 @@ def attention_in_pieces(
     assert scoring.window is None or all(piece.in_window for piece in pieces[1:]), (
         "a window needs the distance from a query to its keys, which a piece does not know"
     )
-    (first, *rest), (k, v) = pieces, keys[:2]
-    own = kernel.forward(q_UNH, k, v, first.ragged, scoring)
+    first, *rest = pieces
+    own = kernel.forward(q_UNH, keys[0], keys[1], first.ragged, scoring)
     return merged_pieces(q_UNH, own, rest, keys, kernel, scoring, sinks_N)
 
 

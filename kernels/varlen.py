@@ -41,7 +41,6 @@ ON_CUDA: dict[str, Callable[[], VarlenKernel]] = {
     "efficient": EfficientKernel,
 }
 KERNELS = (*ON_CUDA, "eager")
-AND_CUDNN = " and cudnn"  # after the name of a kernel: cuDNN for equal entries whose shape comes again and again
 
 
 @dataclass(frozen=True)
@@ -60,12 +59,7 @@ class KernelCall:
 
 
 def varlen_kernel(name: str, device: torch.device) -> VarlenKernel:
-    """Return the kernel of that name on that device. Raises ImportError without its package, ValueError if unknown.
-
-    name: of `KERNELS`, perhaps with `AND_CUDNN` after it.
-    """
-    if name.endswith(AND_CUDNN):
-        return CudnnKernel(varlen_kernel(name.removesuffix(AND_CUDNN), device))
+    """Return the kernel of that name on that device. Raises ImportError without its package, ValueError if unknown."""
     if name == "eager":
         return EagerKernel()
     if name == "torch" and device.type == "cpu":

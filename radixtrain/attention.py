@@ -41,7 +41,7 @@ from radixtrain.kernels.merge_attention import (
 )
 from radixtrain.kernels.reference import reference_attention, tree_mask
 from radixtrain.kernels.tree_flex import flex_refusal, flex_tree_attention
-from radixtrain.kernels.varlen import AND_CUDNN, KERNELS, KernelCall, varlen_kernel, varlen_refusal
+from radixtrain.kernels.varlen import KERNELS, KernelCall, varlen_kernel, varlen_refusal
 from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
 from radixtrain.tree.blocks import WITH_BLOCKS
 from radixtrain.tree.cached_layout import CachedLayout
@@ -120,7 +120,7 @@ def tree_attention(
     if choice.strategy == "reference":
         seen = _seen(layout, scoring.window, later is not None)
         return reference_attention(query, key, value, seen, scoring, sinks)
-    is_plain = sinks is None and later is None and softcap is None and choice.kernel.removesuffix(AND_CUDNN) in BATCHED
+    is_plain = sinks is None and later is None and softcap is None and choice.kernel in BATCHED
     if choice.strategy == "cascade" and is_plain and layout.even_shape is not None:
         return _batched_attention(query, key, value, layout.even_shape, factor)
     return routed_attention(query, key, value, *_routed(key, value, layout, request), sinks)
@@ -212,26 +212,40 @@ OPERATORS.define(
 
 @torch.library.impl(OPERATORS, "tree_attention", "CompositeExplicitAutograd")
 @torch.compiler.disable
-def _forward(*given: Any) -> tuple[Tensor, Tensor]:
-    *inputs, host, rows = given[:6]
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, host: Tensor, rows: Tensor, *options: Any
+) -> tuple[Tensor, Tensor]:
     _launches[host.data_ptr()] += 1
-    out, lse = route_forward(*inputs, *_route_in_graph(inputs, host, rows, given[6:]))
+    how = _routed_in_graph(query, key, value, sinks, host, rows, options)
+    out, lse = route_forward(query, key, value, sinks, *how)
     return out.contiguous(), lse.contiguous()
 
 
 @torch.library.impl(OPERATORS, "tree_attention_backward", "CompositeExplicitAutograd")
 @torch.compiler.disable
-def _backward(dout: Tensor, *given: Any) -> tuple[Tensor, ...]:
+def _backward(
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    host: Tensor,
+    rows: Tensor,
+    *options: Any,
+) -> tuple[Tensor, ...]:
     """Compute the gradients of query, key, value and sinks; the last one is empty without sinks."""
-    inputs, (out, lse, host, rows) = given[:4], given[4:8]
-    *grads, dsinks = route_backward(dout, *inputs, out, lse, *_route_in_graph(inputs, host, rows, given[8:]))
-    dq, dk, dv = (grad.contiguous() for grad in grads)
-    return dq, dk, dv, dout.new_empty(0) if dsinks is None else dsinks
+    how = _routed_in_graph(query, key, value, sinks, host, rows, options)
+    dq, dk, dv, dsinks = route_backward(dout, query, key, value, sinks, out, lse, *how)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous(), dout.new_empty(0) if dsinks is None else dsinks
 
 
-def _route_in_graph(inputs: Sequence[Any], host: Tensor, rows: Tensor, options: Sequence[Any]) -> Routed:
+def _routed_in_graph(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, host: Tensor, rows: Tensor, options: Sequence[Any]
+) -> Routed:
     layout = _decoded(host, rows)
-    return _routed(inputs[1], inputs[2], layout, _requested(*inputs, layout, Options(*options)))
+    return _routed(key, value, layout, _requested(query, key, value, sinks, layout, Options(*options)))
 
 
 @torch.library.register_fake("radixtrain::tree_attention", lib=OPERATORS)
@@ -417,18 +431,7 @@ def _choose_kernel(kernel: str, call: KernelCall) -> tuple[str, str]:
     refusals = {name: varlen_refusal(name, call) for name in preferred}
     name = next(name for name in preferred if refusals[name] is None)
     passed_over = [f"{other} {refusal}" for other, refusal in refusals.items() if refusal]
-    if call.device.type == "cuda" and _pays_with_cudnn(call):
-        name += AND_CUDNN
     return name, f"on {call.device.type}" + "".join(f", {text}" for text in passed_over)
-
-
-def _pays_with_cudnn(call: KernelCall) -> bool:
-    """Return whether cuDNN takes a call, and computes its equal entries faster than what it was compared with.
-
-    Forward and backward of 576 and 516 TFLOP/s on an H100, head dim 128, where torch's flash had 346 and 306. A step of
-    Qwen3-0.6B on an H200 took 0.243 s, and 0.256 s with flash-attn 4 (32 x (2048 + 256), 2026-11-27).
-    """
-    return not call.window and call.head_dim <= 128 and varlen_refusal("cudnn", call) is None
 
 
 @lru_cache(maxsize=16)

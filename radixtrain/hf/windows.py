@@ -15,7 +15,7 @@ window, unless the model has changed the mask.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +75,7 @@ def no_mask(may_bind: bool, device: torch.device, call: object = None) -> Tensor
     return _empty((1, 0) if may_bind else (1, 1, 0, FULL), device, OnMask(call, None if may_bind else 0))
 
 
-def is_empty(mask: object) -> bool:
+def is_empty(mask: object) -> TypeGuard[Tensor]:
     """Return whether this is a mask that a layer gets from `no_mask` or `mask_function`."""
     return isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[2] == 0
 
@@ -102,7 +102,7 @@ def _empty(shape: tuple[int, ...], device: torch.device, written: OnMask) -> Ten
 def mask_function(ordinary: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a mask function, which Hugging Face calls by keyword only: `ordinary`, except for a radix batch."""
 
-    def mask(*, attention_mask: Tensor | None = None, **kwargs: object) -> Any:
+    def mask(*, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
         if attention_mask is not None and _is_stock_in_graph(attention_mask, kwargs):
             window = None if chunk_of(kwargs.get("config")) else kwargs.get("local_size")
             return attention_mask.new_empty((1, 1, 0, window or FULL))

@@ -10,7 +10,7 @@ A block is shared as a whole or not at all, so its rows are consecutive.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -56,6 +56,11 @@ class BlockLayout:
             keys=torch.from_numpy(queries + 1),
             lengths=tuple(end - start - 1 for start, end in bounds),
         )
+
+    def to(self, device: torch.device) -> BlockLayout:
+        """Copy to a device, for new rows of a generation pass."""
+        tensors = {name: getattr(self, name).to(device) for name in ("block_of_row", "queries", "keys")}
+        return replace(self, **tensors)
 
     @cached_property
     def later(self) -> Piece:

@@ -67,9 +67,9 @@ def cascade(starts: Sequence[int], parents: Sequence[int], ends: Sequence[int], 
         marks = [starts[segment] for segment in (chain[0], *(place + 1 for place in places))]
         for power, call in enumerate(free):
             calls += [[] for _ in range(call + 1 - len(calls))]
-            for first, last, *keys in _blocks(places, marks, ends, 1 << power):
+            for first, last, first_key, last_key in _blocks(places, marks, ends, 1 << power):
                 if last > group_end:  # queries of the group see these keys in its mask
-                    calls[call].append((max(first, group_end), last, *keys))
+                    calls[call].append((max(first, group_end), last, first_key, last_key))
     return Cascade(bounds, [sorted(entries) for entries in calls if entries], num_chains)
 
 

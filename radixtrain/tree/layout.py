@@ -235,8 +235,8 @@ class TreeLayout(Movable):
     @cached_property
     def paths(self) -> Piece:
         """Return the call of `path`: new rows of each sequence onto its root path, causal."""
-        bounds = (self.section(name, torch.int32) for name in OF_PATHS[1:])
-        return self._causal(*bounds, self._numbers.max_new, self._numbers.max_path)
+        q, k = (self.section(name, torch.int32) for name in OF_PATHS[1:])
+        return self._causal(q, k, self._numbers.max_new, self._numbers.max_path)
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
@@ -264,7 +264,8 @@ class TreeLayout(Movable):
 
     def pieces_on_host(self, most_rows: int) -> tuple[Piece, ...]:
         """Return calls for kernels that loop: groups of chains, and slices. most_rows: of a group of several chains."""
-        cut = cascade(*(x.tolist() for x in (self.segment_starts, self.segment_parents, self.subtree_ends)), most_rows)
+        starts, parents, ends = (x.tolist() for x in (self.segment_starts, self.segment_parents, self.subtree_ends))
+        cut = cascade(starts, parents, ends, most_rows)
         groups = zip(pairwise(cut.bounds), cut.num_chains, strict=True)
         masks = tuple(None if number == 1 else self._mask(*rows) for rows, number in groups)
         bounds = torch.tensor(cut.bounds, dtype=torch.int32, device="cpu")
@@ -297,12 +298,12 @@ class TreeLayout(Movable):
 
         numbers = iter(self._further[0])
         for entries, num_q, num_k, max_q, max_k, first_q, first_k in zip(*[numbers] * WIDTH, strict=True):
-            bounds = [taken(entries + 1, torch.int32) for _ in range(2)]
-            rows = [
+            cu_q, cu_k = (taken(entries + 1, torch.int32) for _ in range(2))
+            q_rows, k_rows = (
                 taken(number, torch.int64) if first < 0 else slice(first, first + number)
                 for number, first in ((num_q, first_q), (num_k, first_k))
-            ]
-            yield Piece(*rows, Ragged(*bounds, max_q, max_k, causal=False))
+            )
+            yield Piece(q_rows, k_rows, Ragged(cu_q, cu_k, max_q, max_k, causal=False))
 
     @cached_property
     def blocks(self) -> BlockLayout | None:

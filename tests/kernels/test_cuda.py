@@ -17,7 +17,7 @@ from radixtrain.kernels import efficient
 from radixtrain.kernels.cpu_loops import EagerKernel
 from radixtrain.kernels.cudnn import cudnn_missing
 from radixtrain.kernels.packages import PACKAGES, package_missing
-from radixtrain.kernels.varlen import AND_CUDNN, varlen_kernel
+from radixtrain.kernels.varlen import varlen_kernel
 from radixtrain.kernels.varlen_args import Ragged, Scoring
 from radixtrain.testing import assert_within_reference_error
 from radixtrain.tree.layout import TreeLayout
@@ -185,6 +185,6 @@ def test_tree_waits_for_nothing():
 
 
 def test_the_choice_of_this_machine():
-    """flash-attention 3 on a Hopper that has it, then 4, then 2, then what torch carries; there with cuDNN."""
-    preferred = next(name for name in PREFERRED_ON_CUDA if name in INSTALLED) + AND_CUDNN * ("cudnn" in INSTALLED)
+    """flash-attention 3 on a Hopper that has it, then 4, then 2, then what torch carries."""
+    preferred = next(name for name in PREFERRED_ON_CUDA if name in INSTALLED)
     assert choose_attention("auto", "auto", CUDA, torch.bfloat16, 128).kernel == preferred

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from radixtrain.kernels import efficient, flash
 from radixtrain.kernels.cpu_loops import EagerKernel
-from radixtrain.kernels.cudnn import BATCHES, CudnnKernel, cudnn_missing
+from radixtrain.kernels.cudnn import CudnnKernel, cudnn_missing
 from radixtrain.kernels.efficient import EfficientKernel
 from radixtrain.kernels.flash import FlashAttn3Kernel, FlashAttn4Kernel, FlashAttnKernel, TorchCUDAKernel
 from radixtrain.kernels.merge_attention import Route, routed_attention
@@ -202,22 +202,6 @@ def test_what_cudnn_computes(rules: Flash, lengths: tuple, causal: bool, shape: 
     found = in_both_directions(CudnnKernel(), tensors, *call)
     assert_exact(found, in_both_directions(EagerKernel(), tensors, *call))
     assert rules.dense == [shape] * 2 * (shape is not None)
-
-
-def test_what_auto_leaves_to_cudnn(rules: Flash) -> None:
-    """A shape that comes again and again, in all layers of a batch and in both directions, or not at all."""
-    kernel, scoring = CudnnKernel(EagerKernel()), Scoring(0.4)
-    for batch, num_queries in enumerate([9, 10, 11, 12, 9, 9, 500, 512, 9, 9]):
-        rules.reset()
-        ragged = one_call([(num_queries,), (4,)], False)
-        for _layer in range(2):
-            in_both_directions(kernel, rows_of(ragged), ragged, scoring)
-        assert len(rules.dense) == (0 if batch < BATCHES else 4)
-    for number in range(2 * BATCHES):  # a prompt that is new in every batch
-        rules.reset()
-        ragged = one_call([(9,), (5 + number,)], False)
-        in_both_directions(kernel, rows_of(ragged), ragged, scoring)
-        assert not rules.dense
 
 
 def one_call(lengths: list[tuple[int, ...]], causal: bool) -> Ragged:

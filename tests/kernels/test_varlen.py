@@ -179,8 +179,6 @@ def test_kernel_by_name() -> None:
     for name, kind in cuda.items():
         assert isinstance(varlen_kernel(name, torch.device("cuda")), kind)
     assert isinstance(varlen_kernel("torch", torch.device("cpu")), TorchCPUKernel)
-    both = varlen_kernel("eager and cudnn", torch.device("cuda"))
-    assert isinstance(both, CudnnKernel) and isinstance(both.other, EagerKernel)
 
 
 @pytest.mark.parametrize(

@@ -341,38 +341,6 @@ class TestChoice:
             assert f"{name} {refusal}" in choice.reason
 
     @pytest.mark.parametrize(
-        ("packages", "dtype", "head_dim", "modifiers", "kernel"),
-        [
-            ([], BF16, 128, {}, "torch and cudnn"),
-            ([], F16, 64, {"sinks": True}, "torch and cudnn"),
-            ([THREE], BF16, 128, {}, "flash_attn_3 and cudnn"),
-            ([FOUR], BF16, 128, {}, "flash_attn_4 and cudnn"),
-            ([TWO], BF16, 64, SOFTCAP, "flash_attn"),
-            ([], BF16, 64, WINDOW, "torch"),
-            ([], BF16, 256, {}, "torch"),
-            ([], BF16, 17, {}, "efficient"),
-            ([], F32, 64, {}, "efficient"),
-        ],
-    )
-    def test_cudnn_beside_another(
-        self, monkeypatch, tmp_path, packages, dtype, head_dim, modifiers: dict, kernel: str
-    ) -> None:
-        """`auto` on a Hopper: no soft-cap, window or wide heads. One that is named, cudnn too, is what runs."""
-        for package in packages:
-            install(tmp_path, package)
-        monkeypatch.setattr("sys.path", [str(tmp_path)])
-        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-        monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-        monkeypatch.setattr("torch.backends.cudnn.version", lambda: 91900)
-        assert choose_attention("auto", "auto", CUDA, dtype, head_dim, **modifiers).kernel == kernel
-        named = kernel.removesuffix(" and cudnn")
-        assert choose_attention("auto", named, CUDA, dtype, head_dim, **modifiers).kernel == named
-        if named != kernel:
-            assert choose_attention("auto", "cudnn", CUDA, dtype, head_dim, **modifiers).kernel == "cudnn"
-            with pytest.raises(UserError, match=f"kernel must be auto, .*; got '{kernel}'"):
-                choose_attention("auto", kernel, CUDA, dtype, head_dim, **modifiers)
-
-    @pytest.mark.parametrize(
         ("kernels", "call", "modifiers", "reason"),
         [
             (["cudnn"], (CUDA, BF16, 64), {}, "needs a GPU of compute capability 9.x, and torch sees no CUDA device"),
