@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import shutil
 import sysconfig
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 
 def fused(function: Callable[..., Any], *tensors: Tensor) -> Any:
@@ -29,12 +32,22 @@ def fused(function: Callable[..., Any], *tensors: Tensor) -> Any:
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile, if Triton is there and finds a GPU, a C compiler and Python's headers that it can use.
+    """Compile, if torch can here.
 
     Not with `fullgraph`: torch compiles nothing under a dispatch mode such as `FlopCounterMode`, and would raise there.
     """
-    compiler, headers = shutil.which(os.environ.get("CC", "gcc")), Path(sysconfig.get_path("include"), "Python.h")
-    has_triton = importlib.util.find_spec("triton") and torch.cuda.get_device_capability() >= (7, 0)
-    if has_triton and compiler and headers.exists():
-        return torch.compile(function, dynamic=True)
-    return function
+    return function if _why_not() else torch.compile(function, dynamic=True)
+
+
+@cache
+def _why_not() -> str:
+    """Say once why torch.compile finds no compiler for this GPU; empty if it finds one."""
+    missing = {
+        "Triton": importlib.util.find_spec("triton") and torch.cuda.get_device_capability() >= (7, 0),
+        "a C compiler": shutil.which(os.environ.get("CC", "gcc")),
+        "Python's headers": Path(sysconfig.get_path("include"), "Python.h").exists(),
+    }
+    reason = next((name for name, found in missing.items() if not found), "")
+    if reason:
+        logger.warning("loss and merges run uncompiled on this GPU, which is slower: %s is missing", reason)
+    return reason
