@@ -10,7 +10,8 @@ The packages are asked to add in a fixed order in the backward pass. The kernel 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ class TorchCUDAKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scoring: Scoring) -> tuple[Tensor, Tensor]:
         out, lse, *_ = aten._flash_attention_forward(
-            *(_rows_contiguous(x) for x in (q, k, v)),
+            *_contiguous(q, k, v),
             *ragged.arguments,
             0.0,  # dropout
             ragged.causal,
@@ -49,7 +50,7 @@ class TorchCUDAKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)  # the philox state, unread without dropout
         return aten._flash_attention_backward(
-            *(_rows_contiguous(x) for x in (dout, q, k, v, out)),
+            *_contiguous(dout, q, k, v, out),
             lse.contiguous(),
             *ragged.arguments,
             0.0,  # dropout
@@ -67,45 +68,54 @@ class TorchCUDAKernel:
         return {} if scoring.window is None else {"window_size_left": scoring.window - 1, "window_size_right": 0}
 
 
-class FlashAttnKernel:
-    """The flash-attn package, version 2 (`flash_attn.flash_attn_interface`)."""
+class _Packaged:
+    """A package of which both functions take the same arguments by name.
 
-    def __init__(self) -> None:
-        self.interface = importlib.import_module(PACKAGES["flash_attn"].module)
+    attend, differentiate: the functions. The second fills gradients that it receives after the log-sum-exp.
+    causal: the name of that argument. in_forward, in_backward: further arguments.
+    """
+
+    attend: Callable[..., Any]
+    differentiate: Callable[..., Any]
+    causal = "causal"
+    in_forward: ClassVar[dict[str, Any]] = {}
+    in_backward: ClassVar[dict[str, Any]] = {}
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scoring: Scoring) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self.interface._flash_attn_varlen_forward(
-            *(_rows_contiguous(x) for x in (q, k, v)),
-            *ragged.arguments,
-            0.0,  # dropout
-            scoring.scale,
-            causal=ragged.causal,
-            **_window_and_softcap(ragged, scoring),
-        )
+        out, lse, *_ = self.attend(*_contiguous(q, k, v), **self._by_name(ragged, scoring), **self.in_forward)
         return out, lse
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ragged: Ragged, scoring: Scoring
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        self.interface._flash_attn_varlen_backward(
-            *(_rows_contiguous(x) for x in (dout, q, k, v, out)),
-            lse.contiguous(),
-            dq,
-            dk,
-            dv,
-            *ragged.arguments,
-            0.0,  # dropout
-            scoring.scale,
-            ragged.causal,
-            **_window_and_softcap(ragged, scoring),
-            alibi_slopes=None,
-            deterministic=True,
-        )
+        tensors = *_contiguous(dout, q, k, v, out), lse.contiguous(), dq, dk, dv
+        self.differentiate(*tensors, **self._by_name(ragged, scoring), **self.in_backward, deterministic=True)
         return dq, dk, dv
 
+    def _by_name(self, ragged: Ragged, scoring: Scoring) -> dict[str, Any]:
+        """Return bounds and scoring: the keys on either side of a query's own, -1 for all; 0 for no soft-cap."""
+        assert ragged.causal or scoring.window is None, "a window counts from the last key"
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", self.causal)
+        left, right = (-1, -1) if scoring.window is None else (scoring.window - 1, 0)
+        scores = {"softmax_scale": scoring.scale, "softcap": scoring.softcap or 0.0}
+        bounds = dict(zip(names, (*ragged.arguments, ragged.causal), strict=True))
+        return {**bounds, **scores, "window_size_left": left, "window_size_right": right}
 
-class FlashAttn3Kernel:
+
+class FlashAttnKernel(_Packaged):
+    """The flash-attn package, version 2 (`flash_attn.flash_attn_interface`)."""
+
+    in_forward: ClassVar = {"dropout_p": 0.0}
+    in_backward: ClassVar = {"dropout_p": 0.0, "alibi_slopes": None}
+
+    def __init__(self) -> None:
+        interface = importlib.import_module(PACKAGES["flash_attn"].module)
+        self.attend = interface._flash_attn_varlen_forward
+        self.differentiate = interface._flash_attn_varlen_backward
+
+
+class FlashAttn3Kernel(_Packaged):
     """The flash-attn-3 package, for Hopper: the operators that `flash_attn_3._C` registers with torch.
 
     They are called by the names of their schema, which builds share. The functions above them in
@@ -114,38 +124,17 @@ class FlashAttn3Kernel:
     Builds from before Dao-AILab/flash-attention#1893 (September 2025) add in no fixed order, whatever is requested.
     """
 
+    causal = "is_causal"
+    # `num_splits` 0 would let it split the keys, and merge them in a second pass.
+    in_forward: ClassVar = {**dict.fromkeys(FLASH_3_UNUSED), "num_splits": 1}
+    in_backward: ClassVar = {"seqused_q": None, "seqused_k": None}
+
     def __init__(self) -> None:
         importlib.import_module(PACKAGES["flash_attn_3"].module)
-        self.ops = torch.ops.flash_attn_3
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scoring: Scoring) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self.ops.fwd(
-            *(_rows_contiguous(x) for x in (q, k, v)),
-            **_by_name(ragged, scoring, causal="is_causal"),
-            **dict.fromkeys(FLASH_3_UNUSED),
-            num_splits=1,  # 0 lets it split the keys, and merge them in a second pass
-        )
-        return out, lse
-
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ragged: Ragged, scoring: Scoring
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        self.ops.bwd(
-            *(_rows_contiguous(x) for x in (dout, q, k, v, out)),
-            lse.contiguous(),
-            dq=dq,
-            dk=dk,
-            dv=dv,
-            **_by_name(ragged, scoring, causal="is_causal"),
-            seqused_q=None,
-            seqused_k=None,
-            deterministic=True,
-        )
-        return dq, dk, dv
+        self.attend, self.differentiate = torch.ops.flash_attn_3.fwd, torch.ops.flash_attn_3.bwd
 
 
-class FlashAttn4Kernel:
+class FlashAttn4Kernel(_Packaged):
     """The flash-attn-4 package, for Hopper and Blackwell, written in CuTe: `flash_attn.cute.interface`.
 
     It compiles at the first call of a kind, 5 to 20 s for both directions: dtype, head dim, query heads for each key
@@ -154,27 +143,17 @@ class FlashAttn4Kernel:
     and only the first values are read: order and number change from release to release.
     """
 
-    def __init__(self) -> None:
-        self.interface = importlib.import_module(PACKAGES["flash_attn_4"].module)
+    in_forward: ClassVar = {"num_splits": 1, "return_lse": True}
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scoring: Scoring) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self.interface._flash_attn_fwd(
-            *(_rows_contiguous(x) for x in (q, k, v)),
-            **_by_name(ragged, scoring),
-            num_splits=1,  # 0 lets it split the keys, and merge them in a second pass
-            return_lse=True,
-        )
-        return out, lse
+    def __init__(self) -> None:
+        interface = importlib.import_module(PACKAGES["flash_attn_4"].module)
+        self.attend, self.differentiate = interface._flash_attn_fwd, interface._flash_attn_bwd
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ragged: Ragged, scoring: Scoring
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv, *_ = self.interface._flash_attn_bwd(
-            *(_rows_contiguous(x) for x in (q, k, v, out, dout)),
-            lse.contiguous(),
-            **_by_name(ragged, scoring),
-            deterministic=True,
-        )
+        tensors = *_contiguous(q, k, v, out, dout), lse.contiguous()
+        dq, dk, dv, *_ = self.differentiate(*tensors, **self._by_name(ragged, scoring), deterministic=True)
         return dq, dk, dv
 
 
@@ -194,19 +173,6 @@ def takes_window() -> bool:
     return all("window_size_left" in [argument.name for argument in schema.arguments] for schema in schemas)
 
 
-def _window_and_softcap(ragged: Ragged, scoring: Scoring) -> dict[str, Any]:
-    """Return the packages' arguments: the keys on either side of a query's own, -1 for all; 0 for no soft-cap."""
-    assert ragged.causal or scoring.window is None, "a window counts from the last key"
-    left, right = (-1, -1) if scoring.window is None else (scoring.window - 1, 0)
-    return {"window_size_left": left, "window_size_right": right, "softcap": scoring.softcap or 0.0}
-
-
-def _rows_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _by_name(ragged: Ragged, scoring: Scoring, causal: str = "causal") -> dict[str, Any]:
-    """Return the arguments that versions 3 and 4 share. causal: the name of that argument."""
-    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    bounds = dict(zip(names, ragged.arguments, strict=True))
-    return {**bounds, "softmax_scale": scoring.scale, causal: ragged.causal, **_window_and_softcap(ragged, scoring)}
+def _contiguous(*tensors: Tensor) -> list[Tensor]:
+    """Return rows without gaps in their last axis."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]

@@ -6,7 +6,7 @@
 | `flash_attn`   | the flash-attn package, CUDA    | float16, bfloat16                | yes      | yes    |
 | `flash_attn_3` | flash-attn-3, Hopper            | float16, bfloat16                | yes      | yes    |
 | `flash_attn_4` | flash-attn-4, Hopper, Blackwell | float16, bfloat16                | yes      | yes    |
-| `cudnn`        | `torch`; one entry cuDNN        | float16, bfloat16                | no       | yes    |
+| `cudnn`        | `torch`; equal entries cuDNN    | float16, bfloat16                | no       | yes    |
 | `efficient`    | torch's other kernel, CUDA      | float32, float16, bfloat16       | no       | yes    |
 | `eager`        | anywhere, a loop of matmuls     | all; the specification           | yes      | yes    |
 """

@@ -211,7 +211,6 @@ OPERATORS.define(
 
 
 @torch.library.impl(OPERATORS, "tree_attention", "CompositeExplicitAutograd")
-@torch.compiler.disable
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, host: Tensor, rows: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor]:
@@ -222,7 +221,6 @@ def _forward(
 
 
 @torch.library.impl(OPERATORS, "tree_attention_backward", "CompositeExplicitAutograd")
-@torch.compiler.disable
 def _backward(
     dout: Tensor,
     query: Tensor,

@@ -168,7 +168,7 @@ class _CrossEntropy(torch.autograd.Function):
         logprobs, gradients = _logprobs_and_gradients(ctx.needs_input_grad, given, labels, rows, loss_weights)
         ctx.save_for_backward(*gradients, loss_weights.any())
         ctx.dtypes = [None if value is None else value.dtype for value in given]
-        return -(loss_weights.to(logprobs) * logprobs).sum()
+        return 0 - (loss_weights.to(logprobs) * logprobs).sum()  # not -0.0 if no label counts
 
     @staticmethod
     @first_order

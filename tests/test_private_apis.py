@@ -125,6 +125,7 @@ TABLE: dict[str, dict[str, str]] = {
         "torch.utils._python_dispatch._disable_current_modes": "no mode counts or fakes how generators are compared",
     },
     "radixtrain/hf/hooks.py": {
+        "torch._dynamo.maybe_mark_dynamic": "keeps the second batch from compiling layers again",
         "torch.nn.Module._forward_pre_hooks": (
             "finds our hooks, on copies of a head too, those by which PEFT gives each row an adapter, and a user's"
         ),

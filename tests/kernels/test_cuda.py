@@ -89,7 +89,7 @@ def rows(*shape, seed=0, dtype=torch.bfloat16):
 
 # Lengths of queries and of keys. RAGGED: two entries without queries, one of a single query. DENSE: a call of cascade.
 RAGGED = [0, 100, 0, 1, 70], [64, 130, 5, 33, 70]
-DENSE, ONE_SEQUENCE = ([300], [190]), ([190], [190])
+DENSE, ONE_SEQUENCE, EQUAL = ([300], [190]), ([190], [190]), ([70] * 3, [70] * 3)
 
 
 def ragged_call(queries, keys, causal):
@@ -126,7 +126,8 @@ def test_kernels_against_the_specification(name):
         dk, dv = assert_like_the_specification(kernel, ragged_call(*RAGGED, causal=True), heads, head_dim)
         assert not dk[:64].any() and not dv[:64].any(), "keys that no query sees"
         assert_like_the_specification(kernel, ragged_call(*DENSE, causal=False), heads, head_dim)
-        assert_like_the_specification(kernel, ragged_call(*ONE_SEQUENCE, causal=True), heads, head_dim)
+        for lengths in (ONE_SEQUENCE, EQUAL):
+            assert_like_the_specification(kernel, ragged_call(*lengths, causal=True), heads, head_dim)
 
 
 @pytest.mark.parametrize("window", [None, 40])

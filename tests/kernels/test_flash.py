@@ -4,8 +4,9 @@ import re
 import sys
 from collections.abc import Callable
 from functools import partial
-from itertools import product
+from itertools import accumulate, product
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -177,6 +178,50 @@ def test_one_entry(kernel: VarlenKernel, lengths: tuple[int, int], causal: bool)
     grads = EagerKernel().backward(dout, q, k, v, other, lse + 0.7, *call)
     actual = [*kernel.forward(q, k, v, *call), *kernel.backward(dout, q, k, v, merged, lse + 0.7, *call)]
     assert_exact(actual, [out, lse, *grads])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "causal", "shape"),  # shape: entries, queries and keys of each, as cuDNN sees them; None: not at all
+    [
+        ((9, 4), False, (1, 512, 4)),
+        ((513, 4), False, (1, 1024, 4)),
+        ((512, 4), False, (1, 512, 4)),
+        ((6, 6), True, (1, 512, 512)),
+        ((3, 6), True, None),
+        ((9, 1), False, None),
+        (((6, 6), (6, 6)), True, (2, 6, 6)),
+        (((6, 5), (6, 5)), True, None),
+        (((6, 6), (3, 3)), False, (2, 6, 3)),
+    ],
+)
+def test_what_cudnn_computes(rules: Flash, lengths: tuple, causal: bool, shape: tuple[int, int, int] | None) -> None:
+    """In float64 as the specification: queries that pad a call add nothing to any key, and are cut off."""
+    ragged = one_call([x if isinstance(x, tuple) else (x,) for x in lengths], causal)
+    tensors = rows_of(ragged)
+    call = ragged, Scoring(0.4)
+    found = in_both_directions(CudnnKernel(), tensors, *call)
+    assert_exact(found, in_both_directions(EagerKernel(), tensors, *call))
+    assert rules.dense == [shape] * 2 * (shape is not None)
+
+
+def one_call(lengths: list[tuple[int, ...]], causal: bool) -> Ragged:
+    bounds = (torch.tensor([0, *accumulate(each)], dtype=torch.int32) for each in lengths)
+    return Ragged(*bounds, *map(max, lengths), causal)
+
+
+def rows_of(ragged: Ragged) -> list[Tensor]:
+    """q, dout, another out, k, v."""
+    generator = torch.Generator().manual_seed(0)
+    num_queries, num_keys = int(ragged.cu_seqlens_q[-1]), int(ragged.cu_seqlens_k[-1])
+    shapes = [(num_queries, 4, 8)] * 3 + [(num_keys, 2, 8)] * 2
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def in_both_directions(kernel: VarlenKernel, tensors: list[Tensor], *call: Any) -> list[Tensor]:
+    """out, lse, and the gradients given an out and a log-sum-exp that are not those of this call."""
+    q, dout, other, k, v = tensors
+    out, lse = kernel.forward(q, k, v, *call)
+    return [out, lse, *kernel.backward(dout, q, k, v, other, lse + 0.7, *call)]
 
 
 @pytest.mark.parametrize("head_dim", [8, 5])

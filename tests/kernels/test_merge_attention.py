@@ -1,17 +1,30 @@
 """U rows, N query heads, K key/value heads, H head dim."""
 
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, product
+from pathlib import Path
 
 import pytest
 import torch
 from one_softmax import assert_exact, one_softmax, random_tensors, with_gradients
+from tiers import FULL
 from torch import Tensor
 
 from radixtrain.errors import UserError
 from radixtrain.kernels.cpu_loops import EagerKernel, TorchCPUKernel
-from radixtrain.kernels.merge_attention import Piece, Route, attention_in_pieces, onto_copies, routed_attention
+from radixtrain.kernels.merge_attention import (
+    Piece,
+    Route,
+    attention_in_pieces,
+    merge_piece,
+    onto_copies,
+    routed_attention,
+)
 from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
 
 SCALE = 0.6
@@ -135,3 +148,30 @@ def test_differentiating_twice_is_refused(kernel: VarlenKernel) -> None:
     out = in_pieces(PIECES["slices"], kernel)(q, k, v)
     with pytest.raises(UserError, match="create_graph=True"):
         torch.autograd.grad(out.square().sum(), q, create_graph=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_one_merge_is_rounded_once(dtype: torch.dtype) -> None:
+    """As if the outputs were float32 and the merged ones rounded: a slice, indices, and a piece of all rows."""
+    out, other = (x.to(dtype) for x in torch.randn(2, 50, 2, 8, generator=torch.Generator().manual_seed(0)))
+    lse, other_lse = torch.randn(2, 2, 50, generator=torch.Generator().manual_seed(1))
+    for rows in (slice(20, 50), torch.arange(49, 19, -1), EVERYTHING):
+        number = len(out[rows])
+        piece, found, expected = (other[:number], other_lse[:, :number]), (out.clone(), lse.clone()), out.float()
+        weight = torch.sigmoid(piece[1] - lse[:, rows]).t()[..., None]
+        expected[rows] = torch.lerp(expected[rows], piece[0].float(), weight)
+        merge_piece(*found, rows, *piece)
+        assert torch.equal(found[0], expected.to(dtype))
+        assert torch.equal(found[1][:, rows], torch.logaddexp(lse[:, rows], piece[1]))
+        assert torch.equal(found[1][:, :20], lse[:, :20]) == (rows is not EVERYTHING)
+
+
+@FULL
+@pytest.mark.skipif(shutil.which("g++") is None, reason="with g++ installed this runs")
+def test_compiled_as_on_cuda() -> None:
+    """The same bits as the eager form; compiled for any number of rows, once more for one row and for all rows."""
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
+    command = [sys.executable, str(Path(__file__).with_name("compiled_merges.py"))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == 2 * (3 + 2 + 1)

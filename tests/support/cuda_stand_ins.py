@@ -84,9 +84,9 @@ def check_16_bytes(dtypes: tuple[torch.dtype, ...], *tensors: Tensor) -> None:
 
 
 def check_dense(dtypes: tuple[torch.dtype, ...], *tensors: Tensor) -> None:
-    """What cuDNN's dense kernel takes: (1, heads, rows, head dim). A plan does not know the layout of out and dout."""
+    """What cuDNN's dense kernel takes: (E, heads, rows, head dim). A plan does not know the layout of out and dout."""
     for x in tensors:
-        assert x.ndim == 4 and len(x) == 1 and x.transpose(1, 2).is_contiguous()
+        assert x.ndim == 4 and x.transpose(1, 2).is_contiguous()
         check_rows(dtypes, x[0])
 
 
@@ -119,6 +119,7 @@ class Flash:
         self.wide_dtypes: tuple[torch.dtype, ...] = (*self.dtypes, torch.float32)
         self.num_forward = self.num_backward = 0
         self.seen: list[Scoring] = []
+        self.dense: list[tuple[int, int, int]] = []  # entries, queries and keys of each
 
     def _ragged(self, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, windowed: bool) -> None:
         assert k.shape == v.shape and q.shape[2] == k.shape[2] and q.shape[1] % k.shape[1] == 0
@@ -249,10 +250,11 @@ class Flash:
         return *(grad[None] for grad in grads), dout.new_zeros(0)
 
     def _dense_call(self, given: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> tuple[Ragged, Scoring]:
-        num_queries, num_keys, causal = q.shape[2], k.shape[2], given["is_causal"]
-        assert k.shape == v.shape and q.shape[3] == k.shape[3] and q.shape[1] % k.shape[1] == 0
+        number, num_queries, num_keys, causal = len(q), q.shape[2], k.shape[2], given["is_causal"]
+        assert k.shape == v.shape and q.shape[3] == k.shape[3] and q.shape[1] % k.shape[1] == 0 and number == len(k)
         assert num_keys > 1 and (num_queries == num_keys or not causal), "causal from the top left; no single key"
-        bounds = (torch.tensor([0, n], dtype=torch.int32) for n in (num_queries, num_keys))
+        self.dense.append((number, num_queries, num_keys))
+        bounds = (n * torch.arange(number + 1, dtype=torch.int32) for n in (num_queries, num_keys))
         return Ragged(*bounds, num_queries, num_keys, causal), self._scoring(causal, given["scale"], None, None, 0.0)
 
     def _dense_forward(self, given: dict[str, Any]) -> tuple[Any, ...]:
@@ -263,10 +265,11 @@ class Flash:
         tensors = [given[name] for name in names]
         check_dense(self.dtypes, *tensors)
         ragged, scoring = self._dense_call(given, *tensors)
-        out, lse = EagerKernel().forward(*(x[0].transpose(0, 1) for x in tensors), ragged, scoring)
+        out, lse = EagerKernel().forward(*(x.transpose(1, 2).flatten(0, 1) for x in tensors), ragged, scoring)
+        lse = lse.unflatten(1, (len(tensors[0]), -1)).transpose(0, 1)
         unused = torch.zeros((), dtype=torch.int64)
         rest = None, None, ragged.max_seqlen_q, ragged.max_seqlen_k, unused, unused, None
-        return out[None].transpose(1, 2), lse.contiguous()[None, ..., None], *rest
+        return out.unflatten(0, (len(lse), -1)).transpose(1, 2), lse.contiguous()[..., None], *rest
 
     def _dense_backward(self, given: dict[str, Any]) -> tuple[Tensor, ...]:
         self.num_backward += 1
@@ -279,8 +282,9 @@ class Flash:
         lse = given["logsumexp"]
         assert lse.shape == (*q.shape[:3], 1) and lse.is_contiguous()
         assert lse.dtype == torch.promote_types(q.dtype, torch.float32)
-        rows = (x[0].transpose(0, 1) for x in tensors)
-        return tuple(x[None].transpose(1, 2) for x in EagerKernel().backward(*rows, lse[0, ..., 0], ragged, scoring))
+        rows = (x.transpose(1, 2).flatten(0, 1) for x in tensors)
+        grads = EagerKernel().backward(*rows, lse[..., 0].transpose(0, 1).flatten(1), ragged, scoring)
+        return tuple(x.unflatten(0, (len(q), -1)).transpose(1, 2) for x in grads)
 
     def _forward_3(self, given: dict[str, Any]) -> tuple[Tensor, ...]:
         names = ("q", "k", "v", *BOUNDS_3)

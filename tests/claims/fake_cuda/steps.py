@@ -31,6 +31,7 @@ from radixtrain.hf.padded.rows import PaddedRows
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.hf.recurrent import layers
 from radixtrain.kernels import fusion
+from radixtrain.kernels.merge_attention import merge_piece, merge_sinks
 from radixtrain.loss import linear_cross_entropy
 from radixtrain.testing import FREE_FORKS
 from radixtrain.training.module import RadixModule
@@ -101,6 +102,19 @@ def attended(head_dim: int, num_rows: int = 600) -> dict[str, int]:
         heads = [torch.zeros(num_rows, n, head_dim, dtype=BF16, device="cuda:0", requires_grad=True) for n in (8, 2, 2)]
         tree_attention(*heads, layout, attention="tree").sum().backward()
     return dict(waits.counts)
+
+
+def merged(rows: slice | None = None, sinks: bool = False) -> dict[str, int]:
+    """Two pieces of bfloat16 become one, or a piece and sinks, on three numbers of rows."""
+    with FakeCUDA(), Waits():
+        for number in (600, 700, 1000):
+            out, lse = torch.zeros(number, 16, 128, dtype=BF16, device=DEVICE), torch.zeros(16, number, device=DEVICE)
+            if sinks:
+                merge_sinks(out, lse, torch.zeros(16, dtype=BF16, device=DEVICE))
+            else:
+                indices = torch.zeros(500, dtype=torch.int64, device=DEVICE)
+                merge_piece(out, lse, indices if rows is None else rows, out[:500].clone(), lse[:, :500].clone())
+    return {}
 
 
 def head_and_loss(dtype: torch.dtype) -> dict[str, int]:
@@ -257,13 +271,18 @@ GROUPS: dict[str, dict[str, Case]] = {
         "fewer rows than a block": lambda: attended(128, 71),
         **{f"the loss in {dtype}": lambda dtype=dtype: head_and_loss(dtype) for dtype in (BF16, FLOAT32)},
     },
+    "merges": {
+        "slice": lambda: merged(slice(100, 600)),
+        "indices": lambda: merged(),
+        "sinks": lambda: merged(sinks=True),
+    },
     "mistakes": {name: lambda change=change: mistaken(change) for name, change in MISTAKES.items()},
 }
 
 
 def main(group: str) -> None:
     """Print a line for each case of the group. The kernels of one that is compiled go into its line."""
-    if group == "compiled":
+    if group in ("compiled", "merges"):
         compile_without_running()
     vars(layers)["why_it_cannot_fork"] = lambda *_: ""  # tried once for a mixer, on values
     for name, case in GROUPS[group].items():

@@ -97,6 +97,18 @@ def test_how_many_kernels_a_step_launches(library: Path) -> None:
         assert case["launches"]["a layer"] < 200, name
 
 
+def test_a_merge_is_compiled_for_an_h100(library: Path) -> None:
+    """Outputs are read and written once, by one kernel, and the log-sum-exps, which are small, by another.
+
+    Rows that are not consecutive are gathered, and then written to their places. Compiled twice for every size: with
+    two block sizes, of which the faster one is taken.
+    """
+    found = {name: [kernel for kernel, _ in case["shared"]] for name, case in ran(library, "merges").items()}
+    assert {name: len(set(kernels)) for name, kernels in found.items()} == {"slice": 2, "indices": 5, "sinks": 2}
+    for name, kernels in found.items():
+        assert len(kernels) == 2 * len(set(kernels)), f"{name}: compiled again for another number of rows"
+
+
 def test_mistakes_are_seen(library: Path) -> None:
     found = ran(library, "mistakes")
     assert found.keys() == MISTAKES.keys()

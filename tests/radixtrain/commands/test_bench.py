@@ -56,7 +56,7 @@ def test_the_whole_grid_in_a_csv_that_parses_back(tmp_path: Path, capsys: pytest
     for row in rows:
         work = make_work(Cell(shape, 60, 5, int(row["num_sequences"]), row["tree"], row["mode"]))  # type: ignore[arg-type]
         found = {name: float(text) for name, text in row.items() if re.fullmatch(r"\d+(\.\d+)?(e[+-]?\d+)?", text)}
-        assert found["r"] == work.num_tokens / work.num_unique_tokens("cascade")
+        assert found["r"] == work.num_tokens / work.num_unique_tokens
         assert found["ideal_speedup"] == work.ideal_speedup(shape.config())
         seconds = 1e-6 * found["microseconds_per_unique_token"] * found["num_unique_tokens"]
         assert seconds == pytest.approx(found["radix_seconds"], rel=1e-12)
