@@ -123,7 +123,7 @@ def why_third_party(model: nn.Module, root: nn.Module, hooks: Iterable[Any] | No
     hooks: those of `root` that get unique tokens, as its `forward` then does; None if both run outside the sharing.
 
     A hook or a `forward` on an instance may come from the packages of `KNOWN`, a class or its `forward` also from the
-    model's package, and either may be declared `position_wise`. Takes 1.1 ms of one core for 28 layers with LoRA (2,385
+    model's package, and either may be declared `position_wise`. Takes 0.7 ms of one core for 28 layers with LoRA (2,385
     modules), and 14 ms if Accelerate has a hook on each.
     """
     if torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0:
