@@ -153,13 +153,16 @@ def code_to_try(decoder: nn.Module, head: nn.Module | None = None) -> tuple[str,
     others = {kind for kind in kinds if not _is_own(kind, files)}
     of_files = {kind for kind in kinds if kind.__module__.startswith((*files, *BESIDE_MODELS))} | {nn.Embedding}
     # This runs in every pass, so it calls nothing of Python for a module that holds nothing callable.
-    names: dict[type, frozenset[str]] = {kind: names_in(kind) for kind in kinds}
-    mixers = {kind for kind in kinds if not PROTOCOL.isdisjoint(names[kind])}
+    names: dict[type, frozenset[str]] = {kind: names_in(kind) for kind in of_files}
+    mixers = {kind for kind in of_files if not PROTOCOL.isdisjoint(names[kind])}
     changed = {
         id(each)
         for each in modules
-        if (type(each) in of_files or not each.__dict__.keys().isdisjoint(CALLED))
-        and (type(each) in mixers or each.__dict__.get(BY_COUNT) or any(map(callable, each.__dict__.values())))
+        if (
+            type(each) in mixers
+            or not each.__dict__.keys().isdisjoint(CALLED)
+            or (type(each) in of_files and (each.__dict__.get(BY_COUNT) or any(map(callable, each.__dict__.values()))))
+        )
         and _is_changed(each)
     }
     in_place = {  # whose class the code of their parent names, such as the convolution of a recurrent layer
