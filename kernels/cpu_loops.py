@@ -209,7 +209,7 @@ class LoopingKernel:
         dq = torch.zeros_like(q) if schedule.num_queries < len(q) else torch.empty_like(q)
         dk, dv = torch.zeros_like(k, dtype=meet), torch.zeros_like(v, dtype=meet)
         for part in schedule.parts:
-            dout_part, q_part, out_part = (part.queries(x) for x in (dout, q, out))
+            dout_part, q_part, out_part = map(part.queries, (dout, q, out))
             lse_part = part.queries(lse.t()).transpose(1, 2)
             keys = part.keys(k), part.keys(v)
             grads = self.part_backward(dout_part, q_part, *keys, out_part, lse_part, part, scoring)
@@ -326,7 +326,7 @@ class TorchCPUKernel(LoopingKernel):
         self, q_bTNH: Tensor, k_bJKH: Tensor, v_bJKH: Tensor, part: Rectangles, scoring: Scoring
     ) -> tuple[Tensor, Tensor]:
         out_bNTH, lse_bNT = aten._scaled_dot_product_flash_attention_for_cpu(
-            *(_heads_first(x) for x in (q_bTNH, k_bJKH, v_bJKH)), 0.0, **self._options(q_bTNH, part, scoring)
+            *map(_heads_first, (q_bTNH, k_bJKH, v_bJKH)), 0.0, **self._options(q_bTNH, part, scoring)
         )
         return out_bNTH.transpose(1, 2), lse_bNT
 
@@ -341,11 +341,11 @@ class TorchCPUKernel(LoopingKernel):
         part: Rectangles,
         scoring: Scoring,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        rows = (_heads_first(x) for x in (dout_bTNH, q_bTNH, k_bJKH, v_bJKH, out_bTNH))
+        rows = map(_heads_first, (dout_bTNH, q_bTNH, k_bJKH, v_bJKH, out_bTNH))
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *rows, lse_bNT, 0.0, **self._options(q_bTNH, part, scoring)
         )
-        dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
+        dq, dk, dv = [grad.transpose(1, 2) for grad in grads]
         return dq, dk, dv
 
     def _options(self, q: Tensor, part: Rectangles, scoring: Scoring) -> dict[str, Any]:

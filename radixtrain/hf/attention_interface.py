@@ -232,8 +232,12 @@ def _take_all(decoder: PreTrainedModel, name: str) -> str | None:
     around = partial(radix_attention, obeys_argument=name in FLASH)
     reason = _take((ALL_MASK_ATTENTION_FUNCTIONS, name, AttentionMaskInterface.register), mask, mask_function)
     reasons = (_take(place, attention, around) for place in _places({*map(type, _attending[decoder])}, name))
-    others = (_why_set(*each, decoder.config) or why_replaced(each[0]) for each in _attending[decoder].items())
-    return reason or next(filter(None, (*reasons, *others)), None)
+    attending = [*_attending[decoder].items()]
+    settings = (_why_set(*each, decoder.config, name) for each in attending)
+    of_classes = {type(module): module for module, _ in attending if "forward" not in vars(module)}  # one of each
+    others = (module for module, _ in attending if "forward" in vars(module))
+    replaced = map(why_replaced, (*of_classes.values(), *others))
+    return reason or next(filter(None, (*reasons, *settings, *replaced)), None)
 
 
 def forget_attention(decoder: nn.Module) -> None:
@@ -256,17 +260,20 @@ def _all_attending(decoder: nn.Module) -> WeakKeyDictionary[nn.Module, bool]:
     return WeakKeyDictionary({module: kind in causal for module, kind in kinds.items()})
 
 
-def _why_set(module: nn.Module, must_be_causal: bool, config: PreTrainedConfig) -> str | None:
-    """Say why a layer does not compute the causal attention that its decoder makes masks for, by what it holds."""
+def _why_set(module: nn.Module, must_be_causal: bool, config: PreTrainedConfig, implementation: str) -> str | None:
+    """Say why a layer does not compute the causal attention that its decoder makes masks for, by what it holds.
+
+    config, implementation: of the decoder, and its attn_implementation.
+    """
     own: Any = getattr(module, "config", config)
-    if own is not config and getattr(own, "_attn_implementation", None) not in (None, config._attn_implementation):
+    if own is not config and getattr(own, "_attn_implementation", None) not in (None, implementation):
         name = own._attn_implementation
         return f"{type(module).__name__} has attn_implementation {name!r}, and not that of its decoder"
     if must_be_causal and not getattr(module, "is_causal", True):
         return f"{name_of(module)} has is_causal=False"
-    if config._attn_implementation == "sdpa" and getattr(module, "sinks", None) is not None:
+    if implementation == "sdpa" and getattr(module, "sinks", None) is not None:
         return f"{name_of(module)} has sinks, which attn_implementation 'sdpa' leaves out"
-    if config._attn_implementation == "eager" and getattr(module, OWN_FUNCTION, False):
+    if implementation == "eager" and getattr(module, OWN_FUNCTION, False):
         return f"{name_of(module)} calls an attention function of its own ({OWN_FUNCTION})"
     return None
 
@@ -350,7 +357,7 @@ def _attended(
     query, _, value = heads
     scaling = options.get("scaling")
     out_UNH = call.attend(
-        _of_one_head_dim(*(_as_autocast(x[0]).transpose(0, 1) for x in heads)),
+        _of_one_head_dim(*[_as_autocast(x[0]).transpose(0, 1) for x in heads]),
         window,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,  # of the head dim before padding
         softcap=options.get("softcap"),

@@ -188,6 +188,8 @@ def types_for(backbone: PreTrainedModel, layout: TreeLayout | CachedLayout) -> d
 
 def without_empty_types(backbone: PreTrainedModel, given: Mapping[str, Any]) -> dict[str, Any]:
     """Leave out types that mark no token, as processors return them for text. May wait for the device."""
+    if given.keys().isdisjoint((TYPES, TOKEN_TYPES)):
+        return dict(given)
     types = types_of_mask(backbone) or ""
     is_empty = types in given and block_function_of(backbone) is not None and not given[types].any()
     return {name: value for name, value in given.items() if name != types or not is_empty}

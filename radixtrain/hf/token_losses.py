@@ -23,6 +23,7 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from functools import update_wrapper, wraps
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -125,7 +126,7 @@ def _watch_above(source: Tensor) -> LossWatch | None:
         seen.add(node)
         if isinstance(watch := getattr(node, "watch", None), LossWatch):
             return watch
-        waiting.extend(above for above, _ in node.next_functions)
+        waiting.extend(map(itemgetter(0), node.next_functions))
     return None
 
 

@@ -196,10 +196,11 @@ class SpreadRows(Tensor):
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        for each in tree_leaves((args, kwargs)):
+        leaves = tree_leaves((args, kwargs))
+        for each in leaves:
             if type(each) is SpreadRows:
                 each.follow_functions()
-        ours = [each for each in tree_leaves((args, kwargs)) if type(each) is SpreadRows]
+        ours = [each for each in leaves if type(each) is SpreadRows]
         if func in READ and ours and ours[0].is_read:
             return READ[func](*args)
         for each in ours:

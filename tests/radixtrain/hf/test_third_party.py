@@ -1,5 +1,6 @@
 """Third-party code inside of a model: what it changes, and whether its calls are shared."""
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -35,6 +36,7 @@ from radixtrain import (
     sharing_report,
 )
 from radixtrain.errors import UserError
+from radixtrain.hf.third_party import code_to_try, why_third_party
 from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_throughout
 
@@ -390,3 +392,70 @@ def test_a_dynamic_rope_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(sharing_report(model).not_shared) == [
         "dynamic_mine rotary embeddings change their frequencies at 6 tokens"
     ]
+
+
+def of_class(patch: pytest.MonkeyPatch, name: str) -> None:
+    original = Qwen3MLP.forward
+    patch.setattr(Qwen3MLP, name, lambda self, x: steered(original(self, x)), raising=False)
+
+
+def another_activation(mlp: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(vars(mlp), "act_fn", lambda x: steered(nn.functional.silu(x)))
+    patch.delitem(mlp._modules, "act_fn")
+
+
+def of_torch(mlp: Any, patch: pytest.MonkeyPatch) -> None:
+    silu = nn.functional.silu
+    patch.setattr(nn.functional, "silu", lambda x, **options: steered(silu(x, **options)))
+
+
+CHANGES: dict[str, Callable[[Any, pytest.MonkeyPatch], object]] = {
+    "a hook": lambda mlp, patch: patch.setitem(mlp._forward_pre_hooks, -1, steer),
+    "the forward of an instance": lambda mlp, patch: patch.setitem(
+        vars(mlp), "forward", lambda x: steered(Qwen3MLP.forward(mlp, x))
+    ),
+    "the forward of a class": lambda mlp, patch: of_class(patch, "forward"),
+    "the __call__ of a class": lambda mlp, patch: of_class(patch, "__call__"),
+    "the class of an instance": lambda mlp, patch: patch.setattr(mlp, "__class__", Subclass),
+    "a module": lambda mlp, patch: patch.setitem(mlp._modules, "up_proj", Around(mlp.up_proj)),
+    "an activation": another_activation,
+    "a function of torch": of_torch,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_between_two_calls_is_seen(
+    tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """And that it is gone."""
+    models = [tiny_qwen3(), share_prefixes(tiny_qwen3(), min_ratio=0.0)]
+    report = sharing_report(models[1])
+    for number in (1, 2):
+        models[1](input_ids=IDS, labels=IDS, use_cache=False)
+        losses = []
+        for model in models:
+            with monkeypatch.context() as patch:
+                CHANGES[name](model.model.layers[1].mlp, patch)
+                losses.append(model(input_ids=IDS, labels=IDS, use_cache=False).loss.detach())
+        assert torch.equal(*losses)
+        assert (report.num_shared, sum(report.not_shared.values())) == (number, number)
+
+
+def calls_of_python(run: Callable[[], object]) -> int:
+    calls = []
+    sys.setprofile(lambda frame, event, argument: calls.append(frame) if event == "call" else None)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return len(calls)
+
+
+def test_a_layer_more_costs_no_call_of_python(tiny_qwen3: Callable[..., Any]) -> None:
+    """Every pass looks at every module."""
+    fewest = []
+    for number in (2, 6):
+        model = tiny_qwen3(num_hidden_layers=number)
+        looks = partial(why_third_party, model, model.model, []), partial(code_to_try, model.model, model.lm_head)
+        fewest.append([min(calls_of_python(look) for _ in range(3)) for look in looks])
+    assert fewest[0] == fewest[1]
