@@ -206,6 +206,9 @@ TABLE: dict[str, dict[str, str]] = {
     "kernels/fusion.py": {
         "torch._dynamo.mark_static": "makes the length of a row a constant of what is compiled for any number of rows",
     },
+    "radixtrain/tree/layout.py": {
+        "torch.utils._python_dispatch._disable_current_modes": "no mode fakes the numbers of a plan",
+    },
     "radixtrain/loss.py": {
         "torch._C._functorch.is_batchedtensor": (
             "says whether a batch of gradients is computed, which needs what was saved"

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
+from torch.utils._python_dispatch import _disable_current_modes
 
 from radixtrain.kernels.merge_attention import Piece
 from radixtrain.kernels.tree_flex import tree_block_mask
@@ -94,8 +95,10 @@ class TreeLayout(Movable):
         run_cost: None, or the cost of the model's recurrent layers, by which their runs are chosen.
         blocks: of its rows, if any attend in both directions.
         """
-        segments = plan.segment_starts, plan.segment_parents
-        return cls.encode(plan, None if run_cost is None else cheapest_runs(*segments, run_cost), blocks)
+        with _disable_current_modes():  # a mode that fakes tensors would lose what they hold
+            segments = plan.segment_starts, plan.segment_parents
+            runs = None if run_cost is None else cheapest_runs(*segments, run_cost)
+        return cls.encode(plan, runs, blocks)
 
     @classmethod
     def encode(cls, plan: PrefixPlan, runs: RunLayout | None = None, blocks: BlockLayout | None = None) -> TreeLayout:
@@ -104,8 +107,9 @@ class TreeLayout(Movable):
         numbers, call_rows = _encoded_calls(calls)
         sections = [getattr(plan, name) for name in (*OF_PLAN, *OF_PATHS)]
         sections += [np.array(calls.bounds), call_rows]
-        sections += [x.numpy() for x in ((blocks.block_of_row, blocks.queries) if blocks else 2 * [NO_ROWS])]
-        sections += [x.numpy() for x in ([getattr(runs, name) for name in OF_RUNS] if runs else 3 * [NO_ROWS])]
+        sections += [blocks.block_of_row.numpy(), blocks.queries.numpy()] if blocks else [NO_ROWS] * 2
+        with _disable_current_modes():
+            sections += [getattr(runs, name).numpy() for name in OF_RUNS] if runs else [NO_ROWS] * len(OF_RUNS)
         header = _Numbers(
             max_seqlen=_longest(plan.cu_seqlens),
             max_own=_longest(np.array(calls.bounds)),
@@ -118,7 +122,9 @@ class TreeLayout(Movable):
         of_runs = [] if runs is None else [x for call in runs.calls for x in call.as_numbers()]
         host = [*map(len, sections), *header, *numbers, *(blocks.lengths if blocks else ()), *of_runs]
         rows = np.concatenate(sections).astype(np.int32)
-        return cls(torch.tensor(host, dtype=torch.int64, device="cpu"), torch.from_numpy(rows))
+        with _disable_current_modes():
+            host_tensor = torch.tensor(host, dtype=torch.int64, device="cpu")
+        return cls(host_tensor, torch.from_numpy(rows))
 
     def map(self, function: Function) -> TreeLayout:
         """Replace `rows`; return the layout itself if nothing changes. `host` stays where it is."""
@@ -127,7 +133,8 @@ class TreeLayout(Movable):
 
     @cached_property
     def _host(self) -> list[int]:
-        return self.host.tolist()
+        with _disable_current_modes():
+            return self.host.tolist()
 
     @cached_property
     def _numbers(self) -> _Numbers:
@@ -325,7 +332,7 @@ class TreeLayout(Movable):
         return RunLayout(calls=RunCall.from_numbers(numbers), **{name: self.section(name) for name in OF_RUNS})
 
 
-NO_ROWS = torch.zeros(0, dtype=torch.int64, device="cpu")
+NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
 def sequences_of(token_indices: Tensor, cu_seqlens: Tensor) -> Tensor:
