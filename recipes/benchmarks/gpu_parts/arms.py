@@ -32,7 +32,7 @@ from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.predicting_rows import PredictingRows, Targets
 from radixtrain.hf.prepare import restore_model
-from radixtrain.kernels.merge_attention import Piece, attention_in_pieces
+from radixtrain.kernels.merge_attention import Piece, Route, routed_attention
 from radixtrain.kernels.varlen import varlen_kernel
 from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
 from radixtrain.tree.radix_inputs import RADIX, RadixInputs
@@ -187,7 +187,7 @@ def varlen_attention(
     ragged = Ragged(cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, causal=True)
     scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling)
     everything = [Piece(slice(None), slice(None), ragged)]
-    out = attention_in_pieces(*heads, everything, kernel, scoring)
+    out = routed_attention(*heads, Route(everything), kernel, scoring)
     return out[None], None
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from radixtrain.kernels.merge_attention import Piece, attention_in_pieces
+from radixtrain.kernels.merge_attention import Piece, Route, routed_attention
 from radixtrain.kernels.varlen import KERNELS, KernelCall, varlen_kernel, varlen_refusal
 from radixtrain.kernels.varlen_args import Ragged, Scoring
 
@@ -102,4 +102,4 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend) -> Tensor:
 def _varlen(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, kernel: Any) -> Tensor:
     everything = [Piece(slice(None), slice(None), ragged)]
     rows = (x.flatten(0, 1) for x in (q, k, v))
-    return attention_in_pieces(*rows, everything, kernel, Scoring(q.shape[-1] ** -0.5)).view_as(q)
+    return routed_attention(*rows, Route(everything), kernel, Scoring(q.shape[-1] ** -0.5)).view_as(q)
