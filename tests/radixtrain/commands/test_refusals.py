@@ -78,7 +78,7 @@ CLASSES = {
     "--trainer.callbacks='{class_path: Timer, a: 1}'": "no key a in trainer.callbacks (`radixtrain fit --help trainer.",
     "--trainer.callbacks='{class_path: Timer, init_args: [a]}'": "trainer.callbacks: init_args must be a mapping of na",
     "--trainer.callbacks='{class_path: Timer, dict_kwargs: {1: 2}}'": "trainer.callbacks: dict_kwargs must be a mappin",
-    "--trainer.callbacks='{class_path: Timer, init_args: {verbose: some}}'": "trainer.callbacks: Timer: verbose must be",
+    "--trainer.callbacks='{class_path: Timer, init_args: {verbose: some}}'": "trainer.callbacks: Timer: verbose must b",
 }
 FILES = {
     "": f"{NO_KEYS}an empty file",
