@@ -85,7 +85,7 @@ class Command:
         self.name = self.typed[0]
         self.settings = self._with_settings_of_model(settings, typed)
         self.settings.data.predict_unlabelled = not needs_labels(named_scores(self.settings.model.scores))
-        describe_classes(self.settings.trainer, self.name)
+        describe_classes(self.settings.trainer)
 
     def _with_settings_of_model(self, before: Run, typed: Typed) -> Run:
         """Return the settings over those of the training run, if a model that radixtrain trained is evaluated."""

@@ -29,7 +29,7 @@ def config(shop: Path, tmp_path: Path) -> Path:
         "data": {"train_file": str(shop / "train.jsonl")},
         "trainer": {
             "logger": [
-                {"class_path": f"{LOGGERS}.WandbLogger", "init_args": wandb, "dict_kwargs": notes},
+                {"class_path": f"{LOGGERS}.WandbLogger", "init_args": {**wandb, **notes}},
                 {"class_path": f"{LOGGERS}.CSVLogger", "init_args": {"save_dir": str(tmp_path / "out"), "name": "csv"}},
             ]
         },

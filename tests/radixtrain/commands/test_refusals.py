@@ -75,9 +75,10 @@ CLASSES = {
     """--trainer.callbacks='[{"class_path": "evil.Callback"}]'""": NOT_IMPORTED,
     """--trainer.callbacks='[{"class_path": "torch.hub.load"}]'""": "trainer.callbacks: class_path 'torch.hub.load' is "
     "not accepted: expected a subclass of Callback",
-    "--trainer.callbacks='{class_path: Timer, a: 1}'": "no key a in trainer.callbacks (`radixtrain fit --help trainer.",
+    "--trainer.callbacks='{class_path: Timer, a: 1}'": "no key a in trainer.callbacks: write options of a class in it",
     "--trainer.callbacks='{class_path: Timer, init_args: [a]}'": "trainer.callbacks: init_args must be a mapping of na",
-    "--trainer.callbacks='{class_path: Timer, dict_kwargs: {1: 2}}'": "trainer.callbacks: dict_kwargs must be a mappin",
+    "--trainer.callbacks='{class_path: Timer, init_args: {1: 2}}'": "trainer.callbacks: init_args must be a mapping of",
+    "--trainer.callbacks='{class_path: Timer, dict_kwargs: {a: 1}}'": "no key dict_kwargs in trainer.callbacks: write ",
     "--trainer.callbacks='{class_path: Timer, init_args: {verbose: some}}'": "trainer.callbacks: Timer: verbose must b",
 }
 FILES = {
