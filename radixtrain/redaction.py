@@ -172,7 +172,7 @@ def _assigned_in(text: str, name: re.Match[str], is_message: bool) -> re.Match[s
 
 def _masked_text(text: str, key: str) -> str:
     """Mask a value of the command line, which may be a mapping or a list in YAML."""
-    name, value = key.rstrip("+").lstrip("-"), _parsed(text)
+    name, value = key.lstrip("-"), _parsed(text)
     clean = masked(value, name)
     return text if clean == value else clean if isinstance(clean, str) else _as_one_line(clean)
 

@@ -1,4 +1,4 @@
-"""YAML as people write it, checked before it is built: what is too deep, too large or repetitive is refused."""
+"""YAML as people write it, checked before it is built: what is too deep, too large or given twice is refused."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from radixtrain.text_files import read_text
 PACKAGES = ("radixtrain", "lightning", "torch", "transformers")
 MOST_CHARACTERS = 1 << 20
 MOST_DEPTH = 50
-MOST_VALUES = 100_000  # counting repetitions by aliases
 MOST_DIGITS = 300
 BASE: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-MERGE = "tag:yaml.org,2002:merge"  # `<<`: a mapping may merge several, and override what they hold
 
 
 class Loader(BASE):
@@ -45,12 +43,11 @@ def load_yaml(text: str) -> Any:
 
 
 class _Collection:
-    """A list or a mapping that is not closed yet. lines: of its keys, by tag and text. size: values in it."""
+    """A list or a mapping that is not closed yet. lines: of its keys, by tag and text."""
 
-    def __init__(self, anchor: str | None, is_mapping: bool):
-        self.anchor, self.is_mapping, self.at_key = anchor, is_mapping, is_mapping
+    def __init__(self, is_mapping: bool):
+        self.is_mapping, self.at_key = is_mapping, is_mapping
         self.lines: dict[tuple[str, str], int] = {}
-        self.size = 1
 
 
 def read_yaml(path: str) -> Any:
@@ -75,7 +72,9 @@ def parse_yaml(text: str, name: str) -> Any:
 def check_yaml(text: str, name: str = "") -> None:
     """Raise UsageError for more than settings ever are, and for a key given twice, of which loaders take the last.
 
-    name: of the file. A key that overrides what an anchor, `<<` or an earlier file has is not given twice.
+    Raises it also for anchors, aliases and `<<`, by which a few lines may hold more than fits into the memory.
+
+    name: of the file.
 
     Raises also yaml.YAMLError.
     """
@@ -85,41 +84,30 @@ def check_yaml(text: str, name: str = "") -> None:
         loader = Loader(text)
     except UnicodeEncodeError:  # the command line had bytes that are not UTF-8
         raise UsageError(f"{name or 'a value'} is not UTF-8 text: {text!a}") from None
-    sizes: dict[str, int] = {}  # of what anchors name, in values
-    open_: list[_Collection] = [_Collection(None, is_mapping=False)]
+    open_: list[_Collection] = [_Collection(is_mapping=False)]
     while loader.check_event():
         event, inner = loader.get_event(), open_[-1]
+        if isinstance(event, yaml.CollectionEndEvent):
+            open_.pop()
+        if not isinstance(event, yaml.NodeEvent):
+            continue
         line = event.start_mark.line + 1
         where = f"{name}:{line}: " if name else ""
-        size, anchor = 1, getattr(event, "anchor", None)
+        is_plain = isinstance(event, yaml.ScalarEvent) and not event.style
+        if event.anchor is not None or (is_plain and event.value == "<<"):
+            raise UsageError(f"{where}`&`, `*` and `<<` are not read: write the value out, or a text in quotes")
+        if is_plain and re.search(rf"^[-+.]?\w*\d{{{MOST_DIGITS}}}", event.value):
+            raise UsageError(f"{where}a number of {len(event.value):,} digits; as a text, write it in quotes")
+        if inner.at_key and isinstance(event, yaml.ScalarEvent):
+            key = (loader.resolve(yaml.ScalarNode, event.value, event.implicit), event.value)
+            if key in inner.lines:
+                raise UsageError(_twice(event.value, inner.lines[key], line, name))
+            inner.lines[key] = line
+        inner.at_key = inner.is_mapping and not inner.at_key
         if isinstance(event, yaml.CollectionStartEvent):
-            open_.append(_Collection(anchor, isinstance(event, yaml.MappingStartEvent)))
+            open_.append(_Collection(isinstance(event, yaml.MappingStartEvent)))
             if len(open_) > MOST_DEPTH:
                 raise UsageError(f"{where}more than {MOST_DEPTH} lists or sections inside of one another")
-            continue
-        if isinstance(event, yaml.CollectionEndEvent):
-            size, anchor, inner = inner.size, inner.anchor, open_[-2]
-            open_.pop()
-        elif isinstance(event, yaml.AliasEvent):
-            if anchor not in sizes:
-                raise UsageError(f"{where}*{anchor} refers to its own container, or to nothing")
-            size = sizes[anchor]
-        elif isinstance(event, yaml.ScalarEvent):
-            if not event.style and re.search(rf"^[-+.]?\w*\d{{{MOST_DIGITS}}}", event.value):
-                raise UsageError(f"{where}a number of {len(event.value):,} digits; as a text, write it in quotes")
-            key = (loader.resolve(yaml.ScalarNode, event.value, event.implicit), event.value)
-            if inner.at_key and key[0] != MERGE:
-                if key in inner.lines:
-                    raise UsageError(_twice(event.value, inner.lines[key], line, name))
-                inner.lines[key] = line
-        else:
-            continue
-        if anchor is not None:
-            sizes[anchor] = size
-        inner.size += size
-        inner.at_key = inner.is_mapping and not inner.at_key
-        if inner.size > MOST_VALUES:
-            raise UsageError(f"{where}more than {MOST_VALUES:,} values, with those that aliases repeat")
 
 
 def _twice(key: str, first: int, second: int, name: str) -> str:

@@ -92,7 +92,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     for key, value in found.items():
         if not isinstance(value, dict):
             raise DamagedCheckpoint(path, SKELETON, f"holds no settings of a run: {key} is not a dictionary")
-    found["radixtrain"] = {"settings": found["radixtrain"].get("settings", {})}
+    found["radixtrain"] = {"wandb_run": found["radixtrain"].get("wandb_run", "")}
     return _read(path, SKELETON, lambda _: unpack(Packed(found, {})))
 
 

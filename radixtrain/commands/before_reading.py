@@ -10,7 +10,7 @@ from radixtrain.checkpoints.atomic import tidy_leftovers
 from radixtrain.checkpoints.manifest import checkpoints_in
 from radixtrain.checkpoints.resolve import AUTO, resolve
 from radixtrain.training.fault_tolerance import slurm
-from radixtrain.training.fault_tolerance.resume import changed_settings, check_settings_of_run
+from radixtrain.training.fault_tolerance.resume import check_settings_of_run
 from radixtrain.training.fault_tolerance.run_folder import check_new_run, is_resumed, is_set_aside
 from radixtrain.training.results.model_folder import check_model_folder
 from radixtrain.training.results.run_progress import print_line, weights_text
@@ -35,7 +35,7 @@ def checkpoint_of_fit(
     if slurm.is_restarted(output_dir) and not (overwrite and is_set_aside(output_dir)):
         ckpt_path, overwrite = AUTO, False
     checkpoints = output_dir / "checkpoints"
-    check_new_run(output_dir, ckpt_path, overwrite, lambda path: changed_settings(path, model, data))
+    check_new_run(output_dir, ckpt_path, overwrite)
     tidy_leftovers(checkpoints)
     is_start = ckpt_path == AUTO and not checkpoints_in(checkpoints)
     chosen = None if is_start else checkpoint_to_evaluate(output_dir, ckpt_path)

@@ -44,7 +44,7 @@ UNKNOWN = "unexpected_keyword_argument"
 LACKING = ("missing_argument", "missing_keyword_only_argument")
 
 
-def describe_classes(trainer: object, command: str) -> None:
+def describe_classes(trainer: object) -> None:
     """Write each class of the section `trainer` as `class_path` and `init_args`.
 
     Raises UsageError for what is not a class of the key, or not one that a configuration may name.
@@ -53,7 +53,7 @@ def describe_classes(trainer: object, command: str) -> None:
         name = key.removeprefix("trainer.")
         value = getattr(trainer, name)
         is_list = isinstance(value, list) or (name == "callbacks" and value is not None)
-        found = [_described(key, each, kinds, command) for each in (value if isinstance(value, list) else [value])]
+        found = [_described(key, each, kinds) for each in (value if isinstance(value, list) else [value])]
         setattr(trainer, name, found if is_list else found[0])
 
 
@@ -105,27 +105,25 @@ def _refusal(key: str, kind: Any, refused: ValidationError, command: str) -> str
     return refusal(Key(f"{key}: {kind.__name__}: {option}", "", None, "", taken), error["input"])
 
 
-def _described(key: str, value: Any, kinds: tuple[type, ...], command: str) -> Any:
+def _described(key: str, value: Any, kinds: tuple[type, ...]) -> Any:
     if value is None or isinstance(value, bool) or (isinstance(value, str) and _is_name(key, value, kinds)):
         return value
     written: Mapping[str, Any] = {"class_path": value} if isinstance(value, str) else value
-    parts = {name: written.get(name) or {} for name in ("init_args", "dict_kwargs")}
-    if unknown := written.keys() - parts.keys() - {"class_path"}:
-        raise UsageError(f"no key {min(unknown)} in {key} (`radixtrain {command} --help {key}` lists the keys)")
-    for name, part in parts.items():
-        if not isinstance(part, Mapping) or not all(isinstance(option, str) for option in part):
-            raise UsageError(f"{key}: {name} must be a mapping of names to values; got {shortened(part)}")
+    if unknown := written.keys() - {"class_path", "init_args"}:
+        raise UsageError(f"no key {min(unknown)} in {key}: write options of a class in its init_args")
+    options = written.get("init_args") or {}
+    if not isinstance(options, Mapping) or not all(isinstance(option, str) for option in options):
+        raise UsageError(f"{key}: init_args must be a mapping of names to values; got {shortened(options)}")
     path = str(written.get("class_path"))
     _class_named(key, path, kinds)
-    options = parts["init_args"] | parts["dict_kwargs"]
-    return {"class_path": path, "init_args": {name: _inside(key, each, command) for name, each in options.items()}}
+    return {"class_path": path, "init_args": {name: _inside(key, each) for name, each in options.items()}}
 
 
-def _inside(key: str, value: object, command: str) -> Any:
+def _inside(key: str, value: object) -> Any:
     """Describe an argument of a class, which may describe a class itself."""
     if isinstance(value, list):
-        return [_inside(key, each, command) for each in value]
-    return _described(key, value, ANY, command) if is_class(value) else value
+        return [_inside(key, each) for each in value]
+    return _described(key, value, ANY) if is_class(value) else value
 
 
 def _is_name(key: str, text: str, kinds: tuple[type, ...]) -> bool:

@@ -48,7 +48,7 @@ from radixtrain.training.devices.launcher_env import default_devices, launcher_e
 from radixtrain.training.devices.settings import as_list, check_devices, device_settings, sp_size_of
 from radixtrain.training.fault_tolerance import slurm
 from radixtrain.training.fault_tolerance.failures import explain, raise_file_limit
-from radixtrain.training.fault_tolerance.resume import WANDB_RUN, settings_of_run, template_date
+from radixtrain.training.fault_tolerance.resume import template_date
 from radixtrain.training.fault_tolerance.run_folder import EarlierRun, check_output_dir, locked, logs_of_run
 from radixtrain.training.fault_tolerance.saving import FolderCheckpointIO
 from radixtrain.training.module import RadixModule
@@ -85,7 +85,7 @@ class Command:
         self.name = self.typed[0]
         self.settings = self._with_settings_of_model(settings, typed)
         self.settings.data.predict_unlabelled = not needs_labels(named_scores(self.settings.model.scores))
-        describe_classes(self.settings.trainer, self.name)
+        describe_classes(self.settings.trainer)
 
     def _with_settings_of_model(self, before: Run, typed: Typed) -> Run:
         """Return the settings over those of the training run, if a model that radixtrain trained is evaluated."""
@@ -170,8 +170,6 @@ class Command:
     def run(self) -> None:
         """Run the command. Only one at a time writes into a folder. Signals stop it, and make `fit` save."""
         raise_file_limit(self.settings.data.dataloader_num_workers)
-        if self.name == "fit":
-            self.model.run_settings = settings_of_run(self.settings)
         with ExitStack() as stack:
             stack.enter_context(self.callbacks.requests)
             stack.enter_context(slurm.hidden())
@@ -221,7 +219,7 @@ class Command:
         if self.name == "fit":
             check_interval(trainer, self.datamodule.steps_per_epoch)
             trainer.log_every_n_steps = steps_between_logs(trainer, self.datamodule)
-            self.model.run_settings[WANDB_RUN] = ranks().broadcast_from_rank0(self._wandb_run)
+            self.model.wandb_run = ranks().broadcast_from_rank0(self._wandb_run)
             if ranks().is_first:
                 shown = vars(self.settings.trainer), written, evaluation.line()
                 print_overview(trainer, self.model, self.datamodule, *shown)

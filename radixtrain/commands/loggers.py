@@ -23,7 +23,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from radixtrain.checkpoints.folder import read_settings
 from radixtrain.errors import UserError, first_line
 from radixtrain.settings.trainer import TrainerSettings
-from radixtrain.training.fault_tolerance.resume import WANDB_RUN
 from radixtrain.versions import to_install
 
 PROJECT = "radixtrain"  # default; WANDB_PROJECT, TRACKIO_PROJECT or SWANLAB_PROJECT overrides it
@@ -137,8 +136,8 @@ def continue_wandb_run(loggers: Iterable[Logger], checkpoint: str | None) -> str
 
     checkpoint: that a run of the same folder resumes from; None for a new run.
     """
-    settings = read_settings(Path(checkpoint))["radixtrain"]["settings"] if checkpoint else {}
-    run_id = str(settings.get(WANDB_RUN) or uuid4().hex[:8])
+    resumed = read_settings(Path(checkpoint))["radixtrain"]["wandb_run"] if checkpoint else ""
+    run_id = str(resumed or uuid4().hex[:8])
     for log in loggers:
         if isinstance(log, WandbLogger) and not (log.version or os.environ.get("WANDB_RUN_ID")):
             log._wandb_init["id"] = log._id = run_id

@@ -11,13 +11,12 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 
 from radixtrain.commands.keys import Key, is_section, kind_of, known_keys
-from radixtrain.commands.typed import prefixes, shortened
+from radixtrain.commands.typed import shortened
 from radixtrain.errors import UsageError, did_you_mean
 from radixtrain.settings.commands import LINKS, OF_COMMAND
 from radixtrain.settings.section import check_limits, parts_of
 from radixtrain.yaml_text import check_yaml, load_yaml
 
-OF_CLASS = ("class_path", "init_args", "dict_kwargs")
 # Types of Python in words.
 KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
 HELP = " (`radixtrain {} --help {}` says more)"
@@ -35,47 +34,11 @@ def read(command: str, given: Sequence[tuple[str, Any]], defaults: Mapping[str, 
 
     Raises UsageError for a value that its key does not take; UserError for a number beyond its limits.
     """
-    keys, values = known_keys(command), dict(defaults)
-    for name, value in given:
-        _put(values, name, value, keys, command)
-    found = {name: fitted(keys[name], value, command) for name, value in values.items()}
+    keys = known_keys(command)
+    found = {name: fitted(keys[name], value, command) for name, value in {**defaults, **dict(given)}.items()}
     for name, value in found.items():
         check_limits(name, keys[name].type, value)
     return _built(OF_COMMAND[command], found)
-
-
-def _put(values: dict[str, Any], name: str, value: object, keys: Mapping[str, Key], command: str) -> None:
-    """Set a key; `key+` adds to its list, and `key.option` sets an option inside of its value."""
-    path = name.removesuffix("+")
-    key, inside = next((key, rest) for key, rest in reversed(prefixes(path).items()) if key in keys)
-    if path != name:
-        whole, more = (_loaded(each) for each in (values.get(key), value))
-        value = [*_as_list(whole), *_as_list(more)]
-    elif inside:
-        value = _with_option(_loaded(values.get(key)), inside, value)
-        if value is None:
-            raise UsageError(f"no key {inside} in {key}, which is not a section{HELP.format(command, key)}")
-    values[key] = value
-
-
-def _with_option(whole: object, path: str, value: object) -> Any:
-    """Add an option to a mapping, or to the last one of a list, or an argument to a class; None if it takes none."""
-    if isinstance(whole, list) and whole:
-        last = _with_option(whole[-1], path, value)
-        return None if last is None else [*whole[:-1], last]
-    if isinstance(whole, str):
-        whole = {"class_path": whole}
-    if not isinstance(whole, dict | NoneType):
-        return None
-    name, _, rest = path.partition(".")
-    if whole is not None and "class_path" in whole and name not in OF_CLASS:
-        name, rest = "init_args", path
-    before = (whole or {}).get(name)
-    return {**(whole or {}), name: _with_option(before, rest, value) if rest else _loaded(value)}
-
-
-def _as_list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def _loaded(value: object) -> Any:

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import yaml
@@ -119,19 +118,18 @@ def check_typed(typed: Sequence[str]) -> Typed:
             continue
         own.add(name)
         given += _of_file(value, keys) if name == "config" else [(name, _bounded(value, keys.get(name)))]
-    names = [(name.removesuffix("+"), value) for name, value in given]
     sections = {name.partition(".")[0] for name in keys if "." in name}
-    unknown = [name for name, _ in names if not keys.keys() & prefixes(name).keys() and name not in sections]
+    unknown = [name for name, _ in given if name not in keys and name not in sections]
     if unknown:
         raise UsageError("; ".join(f"no key {name}{_meant(name, keys, command)}" for name in dict.fromkeys(unknown)))
     if empty:
         raise UsageError(f"{empty[0]} needs a value: --{empty[0]} VALUE")
-    final = dict(names)
+    final = dict(given)
     for section in sections & final.keys():
         got = shortened(final[section])
         raise UsageError(f"{section} is a section: expected keys with their values; got {got}")
     _check_missing(keys, final)
-    _check_lora(names, own)
+    _check_lora(given, own)
     return Typed(arguments, [(name, value) for name, value in given if name not in PRINTING], "print_config" in own)
 
 
@@ -176,16 +174,13 @@ def _leaves(section: str, settings: dict[Any, Any], keys: dict[str, Key]) -> Ite
             yield name, value
 
 
-def prefixes(name: str) -> dict[str, str]:
-    """Split a dotted name at each dot: `a.b.c` may be an option of the key `a.b`."""
-    found = accumulate(name.split("."), "{}.{}".format)
-    return {part: name[len(part) + 1 :] for part in found}
-
-
 def _meant(name: str, keys: dict[str, Key], command: str) -> str:
     """Suggest a key: by another tool's name, by the same last part in another section, or by spelling."""
     if command == "bench" and name.startswith(("model.", "data.")):
         return ": it times random tokens on random weights; `radixtrain report` times your model on your data"
+    for whole in keys:
+        if name.startswith((f"{whole}.", f"{whole}+")):
+            return f": write the whole value of {whole}"
     last = name.rpartition(".")[2].replace("-", "_")
     by_last = {key.rpartition(".")[2]: key for key in keys}
     key, _, note = MEANT.get(last, "").partition(": ")

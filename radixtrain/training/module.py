@@ -80,8 +80,8 @@ class RadixModule(L.LightningModule):
         self.generators_before_step: dict[str, Any] | None = None
         self.resumed: dict[str, Any] | None = None
         """The checkpoint that this run resumes from, without its tensors; None from the first step on."""
-        self.run_settings: dict[str, Any] = {}
-        """Settings of the command line besides model and data, see `settings_of_run`. A checkpoint keeps them."""
+        self.wandb_run = ""
+        """The run at Weights & Biases. A checkpoint keeps it, and a resumed run continues it."""
         self.base_digest: str | None = None
         self.last_step: dict[str, Any] = {}
         """The metrics of the last step, as they were logged: reading a tensor among them waits for the device."""

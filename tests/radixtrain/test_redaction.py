@@ -133,9 +133,9 @@ def test_of_a_command_line() -> None:
     logger = {"class_path": "WandbLogger", "init_args": {"project": "p", "api_key": "secret words"}}
     written = yaml.safe_dump(logger, default_flow_style=True)
     typed = ["--trainer.a.api_key=x", "--trainer.b.token", "y", "--c", "z", "--trainer.logger", written]
-    shown = masked_arguments([*typed, "--model.warmup_steps=0.1", "--trainer.api_keys+=k", "--text=a: b"])
+    shown = masked_arguments([*typed, "--model.warmup_steps=0.1", "--trainer.api_keys=k", "--text=a: b"])
     assert shown[:5] == ["--trainer.a.api_key=***", "--trainer.b.token", "***", "--c", "z"]
-    assert shown[-3:] == ["--model.warmup_steps=0.1", "--trainer.api_keys+=***", "--text=a: b"]
+    assert shown[-3:] == ["--model.warmup_steps=0.1", "--trainer.api_keys=***", "--text=a: b"]
     assert yaml.safe_load(shown[6])["init_args"] == {"project": "p", "api_key": "***"}
     for harmless in (
         ["--data.train_file=[a.jsonl, {path: b.jsonl, weight: 2}]", "fit", "--x", "1e-5"],

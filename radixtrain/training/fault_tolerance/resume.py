@@ -1,19 +1,18 @@
-"""Resumes a run from a checkpoint with the current settings: each that changed is applied and logged, or refused."""
+"""Resumes a run from a checkpoint with the current settings: each that changed is applied, or refused by name."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from radixtrain.checkpoints.folder import read_settings
 from radixtrain.errors import UserError
-from radixtrain.settings.section import value_of
 from radixtrain.training.fault_tolerance.position import Position, check_not_beyond
-from radixtrain.training.optimizer import epoch_length, num_steps_of_run, set_hyperparameters
+from radixtrain.training.optimizer import epoch_length, set_hyperparameters
 
 logger = logging.getLogger(__name__)
 
@@ -21,14 +20,6 @@ logger = logging.getLogger(__name__)
 PARTS_OF_THE_MODEL = (
     *("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "use_dora", "use_rslora"),
     *("load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "bnb_4bit_use_double_quant"),
-)
-# Keys that no training step reads, or whose effects are compared: weights, rows, steps.
-WANDB_RUN = "wandb_run_id"  # of a checkpoint: the run at Weights & Biases, which a resumed run continues
-WITHOUT_EFFECT = (
-    WANDB_RUN,
-    *("model_name_or_path", "scores", "next_tokens", "normalize_embeddings", "generate", "verify_first_batch"),
-    *("train_file", "validation_file", "test_file", "predict_file", "columns", "predict_unlabelled", "predict_prompts"),
-    *("dataset_num_proc", "cache_dir", "overwrite_cache", "dataloader_num_workers", "on_bad_row", "sp_size"),
 )
 # Keys of `data` that decide how steps are drawn: a position among other steps would mean nothing.
 DRAWING = ("batch_size", "shuffle_dataset", "group_by_prefix", "seed", "val_size")
@@ -38,29 +29,6 @@ OF_ROWS = (
     *("completion_only_loss", "split_turns", "train_on", "chat_template_path", "chat_template_kwargs", "system_prompt"),
     *("on_unrendered", "template_date"),
 )
-# Keys for what a run does besides its steps: those of the top level, and those of `trainer` for validations.
-BESIDE_STEPS = (
-    *("save_best", "early_stopping", "save_every_steps", "save_every_minutes", "save_total_limit"),
-    *("trainer.val_check_interval", "trainer.check_val_every_n_epoch", "trainer.limit_val_batches"),
-)
-
-
-def settings_of_run(settings: Any) -> dict[str, Any]:
-    """Return keys that are neither the model's nor the data's, with their values, as a checkpoint keeps them.
-
-    settings: of `fit`.
-    """
-    answers = {f"evaluate_generation.{name}": value for name, value in vars(settings.evaluate_generation).items()}
-    own = {**{name: value_of(settings, name) for name in BESIDE_STEPS}, **answers}
-    return {name: _plain(value) for name, value in own.items()}
-
-
-def changed_settings(checkpoint: Path, module: object, data: object) -> list[str]:
-    """List `model.lora_r was 8 and is 16` for each setting that has changed, whatever its effect, but not the base.
-
-    checkpoint: of the run. module, data: a `RadixModule` and an `SFTData` with the current settings.
-    """
-    return _changed(read_settings(checkpoint), module, data, ["model_name_or_path"])
 
 
 def template_date(checkpoint: str | None) -> str:
@@ -74,7 +42,10 @@ def template_date(checkpoint: str | None) -> str:
 
 
 def check_settings_of_run(checkpoint: Path, module: Any, data: Any) -> None:
-    """Raise UserError, before rows are read, if a setting prevents the resume. Arguments as for `changed_settings`."""
+    """Raise UserError, before rows are read, if a setting prevents the resume.
+
+    checkpoint: of the run. module, data: a `RadixModule` and an `SFTData` with the current settings.
+    """
     saved = read_settings(checkpoint)
     was, now = (_drawing(each) for each in (saved["datamodule_hyper_parameters"], data.hparams))
     if changed := parts_of_the_model(saved["hyper_parameters"], module.hparams):
@@ -117,7 +88,6 @@ def restore_position(checkpoint: dict[str, Any], module: Any) -> None:
             f"trainer.limit_train_batches and trainer.overfit_batches as they were"
         )
     check_not_beyond(module.trainer, module.position, length)
-    _say_changes(checkpoint, module, data)
     checkpoint["loops"]["fit_loop"] = module.position.loops(length)
 
 
@@ -139,19 +109,6 @@ def _check_optimizer(saved: Mapping[str, Any], current: Mapping[str, Any]) -> No
         raise UserError(f"ckpt_path: model.optimizer was {was} and is {now}, which keeps other moments; set {was}")
 
 
-def _say_changes(checkpoint: Mapping[str, Any], module: Any, data: Any) -> None:
-    """Log what changed, even if nothing is left to train, since `model/` may hold the weights of another step."""
-    trainer, state = module.trainer, checkpoint["radixtrain"]
-    num_steps, precision = num_steps_of_run(trainer, module.steps_per_epoch), str(trainer.precision)
-    changed = _changed(checkpoint, module, data, WITHOUT_EFFECT)
-    if state["precision"] != precision:
-        changed.append(f"trainer.precision was {state['precision']} and is {precision}")
-    if state["num_steps"] not in (None, num_steps):
-        changed.append(f"the run had {_number(state['num_steps'])} steps and has {_number(num_steps)}")
-    if changed:
-        logger.warning("from step %s on other settings: %s", f"{module.position.num_steps:,}", "; ".join(changed))
-
-
 def _other_rows(error: UserError, saved: Mapping[str, Any], data: Any) -> UserError:
     """Reword, in terms of the configuration, an error about rows that are not the run's."""
     if "digest" not in str(error):
@@ -164,21 +121,6 @@ def _other_rows(error: UserError, saved: Mapping[str, Any], data: Any) -> UserEr
 def parts_of_the_model(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """List `model.lora_r was 8 and is 16` for each change that makes another model, of settings of `RadixModule`."""
     return [f"model.{change}" for name, change in _changes(saved, current) if name in PARTS_OF_THE_MODEL]
-
-
-def _changed(saved: Mapping[str, Any], module: Any, data: Any, left_out: Sequence[str] = ()) -> list[str]:
-    """Compare each key of model, data and run. saved: a checkpoint, or what `read_settings` gives of it."""
-    sections = (
-        ("model.", saved["hyper_parameters"], module.hparams),
-        ("data.", saved["datamodule_hyper_parameters"], data.hparams),
-        ("", saved["radixtrain"]["settings"], module.run_settings),
-    )
-    return [
-        f"{section}{change}"
-        for section, was, now in sections
-        for name, change in _changes(was, now)
-        if name not in left_out
-    ]
 
 
 def _drawing(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,7 +146,3 @@ def _plain(value: object) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _number(steps: int) -> str:
-    return f"{steps:,}" if steps >= 0 else "endless"

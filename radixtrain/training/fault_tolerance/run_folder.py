@@ -77,18 +77,11 @@ def is_resumed(output_dir: Path, ckpt_path: str | os.PathLike[str] | None) -> bo
     return is_log or not any(_parts_of_run(home / folder) for folder in (inside, *inside.parents) if folder != Path())
 
 
-def check_new_run(
-    output_dir: Path,
-    ckpt_path: str | os.PathLike[str] | None,
-    overwrite: bool,
-    changes: Callable[[Path], Sequence[str]] = lambda _: (),
-) -> None:
+def check_new_run(output_dir: Path, ckpt_path: str | os.PathLike[str] | None, overwrite: bool) -> None:
     """Raise UserError if another run is in the folder, and this one neither resumes it nor may replace it.
 
     Call it under the folder's lock: a run that a killed one had set aside is put back first. It resumes only if one of
     its checkpoints is named, since `last` and the like would mean the run that was to replace it.
-
-    changes: returns, for a checkpoint, which of its settings differ in this run.
     """
     if ckpt_path == AUTO and overwrite:
         raise UserError("ckpt_path auto resumes and never replaces a run: leave out overwrite, or ckpt_path")
@@ -99,13 +92,11 @@ def check_new_run(
     if has_come_back and continues and found and not _is_named(Path(ckpt_path or "")):
         (manifest, path), *_ = found
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime((path / "manifest.json").stat().st_mtime))
-        other = "; ".join(list(changes(path))[:3])
         EarlierRun(output_dir).__enter__()  # until a checkpoint of it is named, or it is replaced
         raise UserError(
             f"ckpt_path {ckpt_path}: the run that was to replace the one in {output_dir} was killed before its first "
-            f"checkpoint, and only the earlier one is left, of {since}, step {manifest.step:,}, with "
-            f"{f'other settings ({other})' if other else 'the same settings'}; resume that one with --ckpt_path "
-            f"{path}, or replace it with --overwrite true"
+            f"checkpoint, and only the earlier one is left, of {since}, step {manifest.step:,}; resume that one with "
+            f"--ckpt_path {path}, or replace it with --overwrite true"
         )
     if ckpt_path == AUTO and not any(_checkpoints(output_dir)) and "model/" in parts:
         continues = False  # files of a run without checkpoints are not discarded

@@ -22,7 +22,7 @@ from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import pretrained_model_of
 from radixtrain.training.fault_tolerance.resume import parts_of_the_model
-from radixtrain.training.optimizer import epoch_length, num_steps_of_run
+from radixtrain.training.optimizer import epoch_length
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +51,7 @@ def add_run_state(checkpoint: dict[str, Any], module: Any, in_step: Mapping[str,
         "base": module.base_digest,
         "config": _config_of(module.model),
         "epoch_length": epoch_length(module.trainer, module.steps_per_epoch),
-        "num_steps": num_steps_of_run(module.trainer, module.steps_per_epoch) if module.steps_per_epoch else None,
-        "precision": str(module.trainer.precision),
-        "settings": module.run_settings,
+        "wandb_run": module.wandb_run,
         "version": __version__,
     }
 

@@ -165,7 +165,6 @@ def test_the_run_that_was_to_be_replaced_says_that_it_is_back(start, arguments, 
         assert main(arguments(**other, ckpt_path=word)) == 1
         said = capsys.readouterr().err
         assert "was killed before its first checkpoint, and only the earlier one is left, of 2" in said
-        assert "with other settings (model.learning_rate was 0.01 and is 0.5" in said
         assert f"--ckpt_path {folder / 'checkpoints' / 'step=2'}" in said
     assert main(arguments(**other, ckpt_path=folder / "checkpoints" / "step=2")) == 0
     assert sum(1 for _ in folder.glob("checkpoints/step=10/model.safetensors")) == 1

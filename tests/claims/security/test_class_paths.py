@@ -28,7 +28,7 @@ HUB = {"class_path": "torch.hub.load", "init_args": {"repo_or_dir": FOLDER, "mod
 REMOTE = {"model": FOLDER, "task": "text-generation", "trust_remote_code": True}
 PIPELINE = {"class_path": "transformers.pipeline", "init_args": REMOTE}
 FROM = {"pretrained_model_name_or_path": FOLDER, "trust_remote_code": True}
-METHOD = {"class_path": "transformers.AutoModelForCausalLM.from_pretrained", "dict_kwargs": FROM}
+METHOD = {"class_path": "transformers.AutoModelForCausalLM.from_pretrained", "init_args": FROM}
 PICKLE = {"class_path": "torch.load", "init_args": {"f": f"{FOLDER}/x.pt", "weights_only": False}}
 WANDB = {"class_path": "lightning.pytorch.loggers.WandbLogger"}
 OTHERS = {
@@ -124,7 +124,7 @@ def test_options_that_a_class_does_not_take(
     arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for options, said in (
-        ({"init_args": {"monitor": "loss"}, "dict_kwargs": {"nope": 1}}, "no key nope in trainer.callbacks "),
+        ({"init_args": {"monitor": "loss", "nope": 1}}, "no key nope in trainer.callbacks "),
         ({"init_args": {"monitor": "loss", "mode": "up"}}, "trainer: EarlyStopping: `mode` can be min, max, got up"),
     ):
         value = json.dumps([{"class_path": "lightning.pytorch.callbacks.EarlyStopping", **options}])

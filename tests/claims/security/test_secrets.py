@@ -29,7 +29,7 @@ def config(shop: Path, tmp_path: Path) -> Path:
         "data": {"train_file": str(shop / "train.jsonl")},
         "trainer": {
             "logger": [
-                {"class_path": f"{LOGGERS}.WandbLogger", "init_args": wandb, "dict_kwargs": notes},
+                {"class_path": f"{LOGGERS}.WandbLogger", "init_args": {**wandb, **notes}},
                 {"class_path": f"{LOGGERS}.CSVLogger", "init_args": {"save_dir": str(tmp_path / "out"), "name": "csv"}},
             ]
         },
@@ -52,11 +52,12 @@ def run(
     kept = {"model__model_name_or_path": None, "data__train_file": None, "trainer__max_epochs": 1}
     logger = {"save_dir": str(config.parent / "out"), "name": f"hf_{SECRET}{'a' * 20}"}
     added = {"class_path": f"{LOGGERS}.CSVLogger", "init_args": logger}
+    loggers = [*yaml.safe_load(config.read_text(encoding="utf-8"))["trainer"]["logger"], added]
     argv = [
         command,
         f"--config={config}",
         *arguments(command, **kept)[1:],
-        f"--trainer.logger+={json.dumps(added)}",
+        f"--trainer.logger={json.dumps(loggers)}",
         *own,
     ]
     monkeypatch.setattr(sys, "argv", ["radixtrain", *argv])
@@ -95,7 +96,7 @@ def test_the_report_has_it_neither(
 ) -> None:
     assert run(arguments, config, monkeypatch, "report", "--max_seconds=2") == 0
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-    assert SECRET not in page and "--trainer.logger+=" in page
+    assert SECRET not in page and "--trainer.logger=" in page
 
 
 ADDRESS = f"https://me:{SECRET}@example.com/x"
@@ -113,7 +114,6 @@ MESSAGES = (
     f"--trainer.plugins={{api_key: {NUMBER}}}",
     f"--trainer.plugins={{x: [{{session_id: {SECRET}, y: 1}}]}}",
     f"--data.chat_template_kwargs={{api_key: {SECRET}",
-    f"--trainer.logger.init_args.api_key={NUMBER}",
     f"--data.dataset_num_proc=Basic {SECRET}==",
 )
 

@@ -89,7 +89,7 @@ def test_a_server_that_answers_and_no_network(says, nobody, monkeypatch):
 
 def test_what_needs_no_login(arguments, shop, says, nobody, capsys):
     for flags in (
-        {"trainer__logger": "WandbLogger", "trainer__logger.offline": "true"},
+        {"trainer__logger": {"class_path": "WandbLogger", "init_args": {"offline": True}}},
         {"trainer__logger": "wandb", "trainer__fast_dev_run": "true"},
         {"trainer__logger": "csv"},
         {"trainer__logger": "none"},
@@ -99,10 +99,12 @@ def test_what_needs_no_login(arguments, shop, says, nobody, capsys):
     assert "error: no such file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flags", [{}, {"trainer__logger": "TensorBoardLogger", "trainer__logger.save_dir": "logs"}])
-def test_tensorboard_is_not_installed(flags, says, monkeypatch):
+@pytest.mark.parametrize(
+    "logger", ["tensorboard", {"class_path": "TensorBoardLogger", "init_args": {"save_dir": "logs"}}]
+)
+def test_tensorboard_is_not_installed(logger, says, monkeypatch):
     monkeypatch.setattr(loggers, "find_spec", lambda name: None)
-    found = says(**{"trainer__logger": "tensorboard", **flags})
+    found = says(trainer__logger=logger)
     assert found == "trainer.logger: tensorboard is not installed: pip install -U tensorboard"
 
 

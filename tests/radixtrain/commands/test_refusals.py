@@ -21,10 +21,8 @@ GOOD = {"messages": [{"role": "user", "content": "Where is the pear?"}, {"role":
 ROBOT = {"messages": [{"role": "robot", "content": "x"}]}
 NO_KEY = " (`radixtrain fit --help` lists the keys)"
 NOT_IMPORTED = "class_path 'evil.Callback' is not imported: a configuration may name only classes of radixtrain, "
-LOGGERS = "no key foo in trainer.logger, which is not a section (`radixtrain fit --help trainer.logger` says more)"
 LONG = "x" * 99
 NO_KEYS = "--config: expected keys with their values, such as `output_dir: runs/a`; got "
-BOMB = "a: &a0 [x, x]\n" + "".join(f"b{n}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(9))
 MONITOR = json.dumps([{"class_path": "EarlyStopping", "init_args": {"monitor": "eval_los"}}])
 
 KEYS = {
@@ -48,6 +46,8 @@ KEYS = {
     "--data.columns " + "[" * 100_000: "more than 50 lists or sections inside of one another",
     "--seed_everything " + "9" * 5000: "a number of 5,000 digits; as a text, write it in quotes",
     "--output_dir \udcff": "a value is not UTF-8 text: '\"\\udcff\"'",
+    "--trainer.callbacks+ Timer": "no key trainer.callbacks+: write the whole value of trainer.callbacks",
+    "--data.columns.user question": "no key data.columns.user: write the whole value of data.columns",
     "--overwrite --model.nope 1": f"no key model.nope{NO_KEY}",  # a switch takes no value, and not the next key
 }
 VALUES = {
@@ -63,14 +63,11 @@ VALUES = {
     "--model.allow_dropout='{a: 1}'": "model.allow_dropout must be list of text or null; got {a: 1} (`radixtrain "
     "fit --help model.allow_dropout` says more)",
     f"--data.batch_size={LONG}": f"data.batch_size must be an integer; got {LONG[:80]} ...",
-    "--data.batch_size.foo=1": "no key foo in data.batch_size, which is not a section (`radixtrain fit --help data.b",
-    "--data.val_size.foo=1": "data.val_size must be a number; got {'foo': 1}",
     "--sp_size=some": "sp_size must be an integer; got some",
 }
 CLASSES = {
     "--trainer.logger=tensorbord": "trainer.logger: no 'tensorbord', did you mean tensorboard?",
     "--trainer.logger=wandbb": "trainer.logger: no 'wandbb', did you mean wandb?",
-    "--trainer.logger=false --trainer.logger.foo=1": LOGGERS,
     "--trainer.callbacks=EarlyStoping": "trainer.callbacks: no 'EarlyStoping', did you mean EarlyStopping?",
     "--trainer.callbacks='[{class_path: EarlyStoping}]'": "trainer.callbacks: no 'EarlyStoping', did you mean EarlyS",
     "--trainer.callbacks='[{class_path: EarlyStopping}]'": "trainer.callbacks: EarlyStopping needs monitor, under its",
@@ -78,11 +75,11 @@ CLASSES = {
     """--trainer.callbacks='[{"class_path": "evil.Callback"}]'""": NOT_IMPORTED,
     """--trainer.callbacks='[{"class_path": "torch.hub.load"}]'""": "trainer.callbacks: class_path 'torch.hub.load' is "
     "not accepted: expected a subclass of Callback",
-    "--trainer.callbacks='{class_path: Timer, a: 1}'": "no key a in trainer.callbacks (`radixtrain fit --help trainer.",
+    "--trainer.callbacks='{class_path: Timer, a: 1}'": "no key a in trainer.callbacks: write options of a class in it",
     "--trainer.callbacks='{class_path: Timer, init_args: [a]}'": "trainer.callbacks: init_args must be a mapping of na",
-    "--trainer.callbacks='{class_path: Timer, dict_kwargs: {1: 2}}'": "trainer.callbacks: dict_kwargs must be a mappin",
-    "--trainer.callbacks=Timer --trainer.callbacks.nope=1": "no key nope in trainer.callbacks (`radixtrain fit --help ",
-    "--trainer.callbacks=Timer --trainer.callbacks.verbose=some": "trainer.callbacks: Timer: verbose must be true or f",
+    "--trainer.callbacks='{class_path: Timer, init_args: {1: 2}}'": "trainer.callbacks: init_args must be a mapping of",
+    "--trainer.callbacks='{class_path: Timer, dict_kwargs: {a: 1}}'": "no key dict_kwargs in trainer.callbacks: write ",
+    "--trainer.callbacks='{class_path: Timer, init_args: {verbose: some}}'": "trainer.callbacks: Timer: verbose must b",
 }
 FILES = {
     "": f"{NO_KEYS}an empty file",
@@ -94,8 +91,9 @@ FILES = {
     "a: [\n": "{config}:2: not YAML: did not find expected node content",
     "a:\n\t b: 1\n": "{config}:2: not YAML: found character that cannot start any token",
     "[" * 100_000: "{config}:1: more than 50 lists or sections inside of one another",
-    BOMB: "{config}:6: more than 100,000 values, with those that aliases repeat",
-    "a: &x [*x]\n": "{config}:1: *x refers to its own container, or to nothing",
+    "a: &x [*x]\n": "{config}:1: `&`, `*` and `<<` are not read: write the value out, or a text in quotes",
+    "data:\n  columns+: {user: q}\n": "no key data.columns+.user: write the whole value of data.columns",
+    "trainer:\n  callbacks+: Timer\n": "no key trainer.callbacks+: write the whole value of trainer.callbacks",
     "model: {learning_rate: "
     + "9" * 5000
     + "}\n": "{config}:1: a number of 5,000 digits; as a text, write it in quotes",
@@ -118,7 +116,7 @@ COMMANDS = {
     "export --overwrite": "no key overwrite (`radixtrain export --help` lists the keys)",
     "doctor --json --nope": "no key nope (`radixtrain doctor --help` lists the keys)",
     "bench --models='{family: qwen35}'": "models.family must be one of qwen3, qwen3_5; got qwen35, did you mean qwen3_",
-    "bench --models.num_layers=1": "no key num_layers in models (`radixtrain bench --help models` lists the keys)",
+    "bench --models='{num_layers: 1}'": "no key num_layers in models (`radixtrain bench --help models` lists the keys)",
 }
 SETTINGS = {
     "--seed_everything=-1": "seed_everything must be from 0 to 4294967295; got -1",

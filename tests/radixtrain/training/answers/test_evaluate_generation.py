@@ -120,8 +120,9 @@ def test_validate(run, shop, tmp_path, capsys):
 @FULL
 @pytest.mark.usefixtures("wandb_offline")
 def test_wandb_gets_a_table(run, tmp_path):
-    logger = {"trainer__logger": "lightning.pytorch.loggers.WandbLogger", "trainer__logger.save_dir": tmp_path / "out"}
-    assert run(trainer__max_steps=5, **logger, **GREEDY) == 0
+    path, options = "lightning.pytorch.loggers.WandbLogger", {"save_dir": str(tmp_path / "out")}
+    logger = {"class_path": path, "init_args": options}
+    assert run(trainer__max_steps=5, trainer__logger=logger, **GREEDY) == 0
     [file] = (tmp_path / "out" / "wandb").glob("offline-run-*/files/media/table/answers*.table.json")
     found = json.loads(file.read_text())
     assert found["columns"] == ["row", "prompt", "answer", "target", "score", "finish_reason"]

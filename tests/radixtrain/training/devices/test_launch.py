@@ -106,7 +106,7 @@ def test_children_get_the_real_command_line_and_their_place(environment, monkeyp
         raise Started(command, env)
 
     environment({"OMP_NUM_THREADS": "1"})
-    before, arguments = dict(os.environ), ["fit", "--trainer.logger.init_args.api_key=abc"]
+    before, arguments = dict(os.environ), ["fit", "--trainer.logger={init_args: {api_key: abc}}"]
     monkeypatch.setattr(subprocess, "Popen", start)
     strategy = L.Trainer(accelerator="cpu", devices=3, strategy="ddp", logger=False).strategy
     with pytest.raises(Started) as started, Processes(strategy, arguments, timedelta(seconds=5)) as processes:
