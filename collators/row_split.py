@@ -1,25 +1,21 @@
-"""A micro-batch -> the part that one of n ranks computes; and the predicted computation of n ranks.
+"""A micro-batch -> the part that one of n ranks computes.
 
 The first rank has the first ceil(U / n) rows, and so on. The last ones are filled up by copies of the first row, which
 reach nothing, so that every rank has as many rows. Experts that copies are routed to are reached anyway.
 
 Data parallel computes a prefix on every rank that has a sequence of it; a group of `sp_size` ranks computes it once and
-sends rows and heads around attention (`hf/sequence_parallel.py`). The prediction is index work, without a model.
+sends rows and heads around attention (`hf/sequence_parallel.py`).
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from radixtrain.collators.batching import share_by_unique_tokens
-from radixtrain.tree.arrays import IntArray, back_to_back
-from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.tree.radix_inputs import radix_of, with_radix
 
 OF_ROWS = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1}  # entries by rows, and the dimension of the rows
@@ -79,51 +75,3 @@ def split_batch(batch: Mapping[str, Any], rank: int, size: int) -> dict[str, Any
         split=num_rows,
         **kept,
     )
-
-
-Steps = Sequence[Sequence[IntArray]]
-
-
-class Division(NamedTuple):
-    """Steps on `num_ranks` ranks, in groups of `sp_size` that split each micro-batch; groups of 1 are data parallel.
-
-    r: tokens per computed token.
-    num_rows: of the rank that computes most, the mean over the steps.
-    most_rows: of a rank at once, in the largest micro-batch of all steps.
-    sent_bytes: that the rank sends for attention in a step, and memory_bytes: its peak, if they are predicted.
-    """
-
-    num_ranks: int
-    sp_size: int
-    r: float
-    num_rows: float
-    most_rows: int
-    sent_bytes: float = 0.0
-    memory_bytes: int | None = None
-
-
-def divide(steps: Steps, num_ranks: int, sp_size: int, max_tokens: int) -> Division:
-    """Predict these steps, without padding and without what sharing of branches that are too small saves.
-
-    steps: the token ids of each sequence of each step. max_tokens: of a rank.
-    """
-    num_computed, most_rows, num_rows = 0, 0, []
-    for sequences in steps:
-        shares = share_by_unique_tokens(sequences, num_ranks // sp_size, max_tokens * sp_size)
-        found = [[_rows_of_rank(sequences, each, sp_size) for each in groups] for groups in shares.groups]
-        num_computed += sp_size * sum(map(sum, found))
-        most_rows = max(most_rows, *(at_once for of_group in found for at_once in of_group))
-        num_rows.append(max(map(sum, found)))
-    num_tokens = sum(len(ids) for sequences in steps for ids in sequences)
-    return Division(num_ranks, sp_size, num_tokens / num_computed, statistics.fmean(num_rows), most_rows)
-
-
-def _rows_of_rank(sequences: Sequence[IntArray], group: Sequence[int], sp_size: int) -> int:
-    """Return the rows of a rank that shares a micro-batch."""
-    plan = build_prefix_plan(*back_to_back([sequences[index] for index in group]))
-    return rows_per_rank(plan.num_rows, sp_size)
-
-
-def sp_sizes(num_ranks: int, num_heads: int) -> list[int]:
-    """List the numbers of ranks that can split a micro-batch: they divide the ranks and the query heads."""
-    return [size for size in range(1, num_ranks + 1) if num_ranks % size == 0 == num_heads % size]

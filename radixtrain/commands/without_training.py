@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from contextlib import nullcontext
-from copy import copy
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from radixtrain.hf.scores import named_scores, needs_labels
 from radixtrain.inspection.show import show
 from radixtrain.redaction import masked_arguments
 from radixtrain.report.page import write_page
-from radixtrain.report.profiling import RunSetup
+from radixtrain.report.profiling import RunSetup, without_messages
 from radixtrain.report.terminal import print_report
 from radixtrain.report.write import make_report
 from radixtrain.screen import printable, screen
@@ -80,18 +81,19 @@ def _report(settings: Report, data: StepData, typed: list[str]) -> None:
 
 def run_setup(settings: ModelSettings, trainer: TrainerSettings) -> RunSetup:
     """Describe how `fit` would train the model. Raises UserError for a device or precision that is missing here."""
-    config, device, plain = read_config(settings.model_name_or_path), device_of(trainer), copy(settings)
-    plain.activation_checkpointing = False
+    config, device = read_config(settings.model_name_or_path), device_of(trainer)
     precision = PRECISIONS.get(str(trainer.precision), str(trainer.precision))
     if precision not in WEIGHTS:
         raise UserError(f"trainer.precision {trainer.precision}: report predicts {', '.join(WEIGHTS)}")
     is_mixed, dtype = precision == "bf16-mixed", WEIGHTS[precision]
+    share = Fraction(str(float(settings.activation_checkpointing)))  # 3/4: three of every four layers
 
     # Like Lightning's bf16-mixed.
     mixed = partial(torch.autocast, device.type, dtype=torch.bfloat16, cache_enabled=False)
 
     def build(num_layers: int, device: torch.device) -> Any:
-        model = random_trainable(plain, num_layers, device)
+        with without_messages():
+            model = random_trainable(settings, num_layers, device)
         return model if dtype is None else model.to(dtype)
 
     return RunSetup(
@@ -102,8 +104,7 @@ def run_setup(settings: ModelSettings, trainer: TrainerSettings) -> RunSetup:
         device=device,
         dtype=torch.bfloat16 if is_mixed else next(build(1, torch.device("meta")).parameters()).dtype,
         num_layers=config.get_text_config().num_hidden_layers,
-        period=layer_period(config),
-        share=float(settings.activation_checkpointing),
+        period=math.lcm(layer_period(config), share.denominator),
         attention=settings.attention,
         kernel=settings.kernel,
         allow_dropout=tuple(settings.allow_dropout or ()),

@@ -6,7 +6,6 @@ Configurations name dimensions in several ways. `PreTrainedConfig.attribute_map`
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,15 +78,6 @@ class ModelDimensions:
     def mlp_parameters(self, intermediate_size: int) -> int:
         """Count the parameters in the matrices of one layer's MLP of this width, counted as gated: three of them."""
         return 3 * self.hidden_size * intermediate_size
-
-    def sent_numbers(self, sp_size: int) -> int:
-        """Count the numbers that one of `sp_size` ranks sends per row and layer, forward and backward.
-
-        Queries, keys and values to the ranks that have their heads, and the output back; and once more the gradients.
-        Too few key heads are copied.
-        """
-        key_heads = math.lcm(sp_size, self.num_key_value_heads)
-        return 4 * (self.num_attention_heads + key_heads) * self.widest_head_dim * (sp_size - 1) // sp_size
 
     def _projection(self, width: int, rank: int | None) -> int:
         """Count the parameters from the hidden size to this width, directly or by two matrices."""

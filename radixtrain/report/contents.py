@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from radixtrain.collators.row_split import Division
-
 
 @dataclass(frozen=True, kw_only=True)
 class TreeNode:
@@ -35,7 +33,6 @@ class Setting:
     r: tokens of the rows per computed token. whole_r: tokens of the whole chats per computed token, which is less; None
         if no chat is split into its turns.
     best_r: `least_r` if every step were one micro-batch.
-    activation_checkpointing: the share of the decoder layers that recompute.
     speedup: predicted, of a training step, against the ordinary padded baseline on this machine; whole_speedup: against
         that of whole chats. None: not predicted.
     seconds_per_epoch: predicted. memory_bytes: predicted peak of a step, weights and optimizer included.
@@ -51,7 +48,6 @@ class Setting:
     whole_speedup: float | None = None
     seconds_per_epoch: float | None = None
     memory_bytes: int | None = None
-    activation_checkpointing: float = 0.0
 
     @property
     def least_r(self) -> float:
@@ -123,7 +119,6 @@ class DataReport:
         one as a command to paste.
     num_epoch_tokens: tokens of an epoch with weighted sources; 0 if each row occurs once.
     environment: machine and versions, for the foot of the page.
-    divisions: of the steps of the current setting on several devices, every branch taken.
     notes: sentences: what was not predicted and why, what is estimated from a sample of how many rows.
     hints: sentences: what a larger batch or group_by_prefix would bring.
     """
@@ -150,7 +145,6 @@ class DataReport:
     splitting: Splitting
     environment: dict[str, str]
     num_epoch_tokens: int = 0
-    divisions: tuple[Division, ...] = ()
     notes: tuple[str, ...] = ()
     hints: tuple[str, ...] = ()
 
@@ -184,11 +178,9 @@ def duration(seconds: float) -> str:
 
 
 def setting_name(setting: Setting) -> str:
-    """Name a setting: `batch_size 64, max_tokens 8,192`, and `group_by_prefix` and the like if they are on."""
+    """Name a setting: `batch_size 64, max_tokens 8,192`, and `group_by_prefix` if it is on."""
     grouped = ", group_by_prefix" if setting.group_by_prefix else ""
-    share = f", activation_checkpointing {setting.activation_checkpointing:g}"
-    recomputed = share if setting.activation_checkpointing else ""
-    return f"batch_size {setting.batch_size:,}, max_tokens {setting.max_tokens:,}{grouped}{recomputed}"
+    return f"batch_size {setting.batch_size:,}, max_tokens {setting.max_tokens:,}{grouped}"
 
 
 def headline(report: DataReport) -> str:

@@ -12,8 +12,6 @@ Peak memory is that of the deeper model plus, for every further layer, what live
 not give the slope: in a model of few layers, the gradient of the embeddings may exceed all activations. It is fitted in
 the same way, a and b only, and added to weights, gradients, the optimizer's moments and, on a CPU, what the
 process of `fit` holds before it has a model, and what its allocator keeps.
-
-A third arm is the first with all layers recomputing their activations; a share of them is interpolated.
 """
 
 from __future__ import annotations
@@ -23,8 +21,7 @@ import os
 import resource
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -33,8 +30,7 @@ import numpy as np
 import torch
 
 from radixtrain.errors import UserError
-from radixtrain.hf.activation_checkpointing import num_recomputed, recompute
-from radixtrain.report.profiling import ArmName, Case, RunSetup, Timings, time_cases, without_messages
+from radixtrain.report.profiling import ArmName, Case, RunSetup, Timings, time_cases
 from radixtrain.report.sharing import CountedStep, Counts, SampledSteps
 from radixtrain.timing import non_negative_fit
 
@@ -48,7 +44,6 @@ TRAINER_BYTES = 110 << 20
 MALLOC = 1.35
 DEEPER = 3  # times the layers of the shorter model
 SPARE = 0.5  # part of the free memory that the timed model may take
-SHARES = (0.25, 0.75, 0.0, 0.5, 1.0)  # of layers that recompute; if two are the same layers, the later one counts
 
 
 class Process(NamedTuple):
@@ -69,8 +64,6 @@ class Prediction:
     optimizer_seconds: of a step. state_bytes: weights, gradients and moments. process: that of `fit`.
     waits_for_collator: whether collating takes cores from the step.
     timed_layers: of the models that were timed. cpu_share: see `Timings`.
-    recomputing: seconds of a micro-batch if all layers recompute, over those if none does; recomputing_peak: as peak.
-    num_layers: of the whole model. shares: of its layers, that could recompute.
     """
 
     radix: np.ndarray
@@ -82,22 +75,6 @@ class Prediction:
     waits_for_collator: bool
     timed_layers: tuple[int, ...]
     cpu_share: float
-    recomputing: float
-    recomputing_peak: np.ndarray
-    num_layers: int
-    shares: tuple[float, ...]
-
-    def at(self, share: float) -> Prediction:
-        """Predict for this share of the layers recomputing, from none: each adds its forward pass, in both arms.
-
-        A layer that recomputes holds its activations for that time. The last layer that keeps them is done by then, so
-        that all layers but one hold as much as all.
-        """
-        count = num_recomputed(share, self.num_layers)
-        factor = 1 + count / self.num_layers * (self.recomputing - 1)
-        part = min(count / max(self.num_layers - 1, 1), 1.0)
-        peak = (1 - part) * self.peak + part * self.recomputing_peak
-        return replace(self, radix=factor * self.radix, ordinary=factor * self.ordinary, peak=peak)
 
     def radix_seconds(self, step: CountedStep) -> float:
         collating = step.collate_seconds if self.waits_for_collator else 0.0
@@ -120,10 +97,7 @@ class Prediction:
 
     def memory_bytes(self, sampled: SampledSteps) -> int:
         """Predict the peak bytes of a step: those of the micro-batch that needs most."""
-        return self.bytes_of_rows(max(counts.rows for step in sampled.steps for counts in step.radix))
-
-    def bytes_of_rows(self, num_rows: int) -> int:
-        """Predict the peak bytes of a process whose largest micro-batch has that many rows."""
+        num_rows = max(counts.rows for step in sampled.steps for counts in step.radix)
         activations = self.peak[0] * num_rows + self.peak[1]
         return round(self.process.base_bytes + self.state_bytes + self.process.malloc * activations)
 
@@ -131,16 +105,13 @@ class Prediction:
 def predict_seconds(
     setup: RunSetup, cases: Sequence[Case], num_workers: int, max_seconds: float, process: Process
 ) -> Prediction:
-    """Time these micro-batches and fit the rates, for a model none of whose layers recompute; see `at`.
+    """Time these micro-batches and fit the rates.
 
     num_workers: processes that collate while a step runs. process: that of `fit`.
 
     Takes about `max_seconds`, more if the smallest micro-batch of each arm takes that long. Raises UserError if
-    the free memory does not hold the cut model, or its layers cannot recompute as the setup says.
+    the free memory does not hold the cut model.
     """
-    shares = _shares(setup) if any(case.arm == "recomputing" for case in cases) else (setup.share,)
-    if len(shares) == 1:
-        cases = [case for case in cases if case.arm != "recomputing"]
     depths = (setup.period, DEEPER * setup.period) if DEEPER * setup.period < setup.num_layers else (setup.num_layers,)
     max_bytes = _free_beside(setup, depths[-1])
     last = time_cases(setup, depths[-1], cases, max_seconds * depths[-1] / sum(depths), max_bytes)
@@ -158,31 +129,7 @@ def predict_seconds(
         waits_for_collator=_shares_cores(setup.device, num_workers),
         timed_layers=depths,
         cpu_share=min(first.cpu_share, last.cpu_share),
-        recomputing=_recomputing(seconds),
-        recomputing_peak=_fitted(peaks, "radix" if len(shares) == 1 else "recomputing", 2),
-        num_layers=setup.num_layers,
-        shares=shares,
     )
-
-
-def _shares(setup: RunSetup) -> tuple[float, ...]:
-    """Return the shares of layers that can recompute, the setup's included. Raises UserError if the setup's cannot."""
-    model = setup.build(setup.num_layers, torch.device("meta"))
-    with without_messages():
-        recompute(model, setup.share)
-    possible = {}
-    for share in (*SHARES, setup.share):
-        with suppress(UserError), without_messages():
-            recompute(model, share)
-            possible[num_recomputed(share, setup.num_layers)] = share
-    return tuple(sorted(possible.values()))
-
-
-def _recomputing(seconds: Mapping[Case, float]) -> float:
-    """Return the seconds of micro-batches with all layers recomputing, over those of the same ones with none."""
-    without = {case.counts: each for case, each in seconds.items() if case.arm == "radix"}
-    both = {case: each for case, each in seconds.items() if case.arm == "recomputing" and case.counts in without}
-    return max(1.0, sum(both.values()) / sum(without[case.counts] for case in both)) if both else 1.0
 
 
 def free_bytes(device: torch.device) -> float:

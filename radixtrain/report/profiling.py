@@ -21,14 +21,13 @@ from torch import Tensor, nn
 
 from radixtrain.bench.work import Arm, added_bytes
 from radixtrain.collators.steps import StepCollator
-from radixtrain.hf.activation_checkpointing import recompute
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.prepare import restore_model
 from radixtrain.report.sharing import Counts, Features, ordinary_counts, radix_counts
 from radixtrain.timing import held_bytes, seconds_in_turns, seconds_of
 
-ArmName = Literal["radix", "ordinary", "recomputing"]  # the last: radix with all layers recomputing their activations
-ARMS: tuple[ArmName, ...] = ("radix", "ordinary", "recomputing")
+ArmName = Literal["radix", "ordinary"]
+ARMS: tuple[ArmName, ...] = ("radix", "ordinary")
 PARTS = (0.0, 0.125, 0.25, 0.5, 1.0)  # shares of a step to try as micro-batches: from one sequence to all
 REPEATS = 3  # keep the minimum: other load can only slow a run down
 
@@ -38,10 +37,11 @@ class RunSetup:
     """The training of a run, without its weights.
 
     build: number of layers, device -> the model with random weights, in training mode and in the dtype of the run, with
-        adapters if it has any, not prepared, without activation checkpointing.
+        its adapters and activation checkpointing, not prepared.
     optimizer, moment_bytes: of such a model. forward: the context of a forward pass, autocast for instance.
-    num_layers: of the whole model. period: layers after which their kinds repeat, 1 if all are alike.
-    dtype: of the computation. share: of the layers that recompute.
+    num_layers: of the whole model. period: layers after which their kinds repeat, 1 if all are alike. A layer that
+        recomputes its activations is of another kind than one that keeps them.
+    dtype: of the computation.
     """
 
     build: Callable[[int, torch.device], Any]
@@ -52,7 +52,6 @@ class RunSetup:
     dtype: torch.dtype
     num_layers: int
     period: int = 1
-    share: float = 0.0
     attention: str = "auto"
     kernel: str = "auto"
     allow_dropout: tuple[str, ...] = ()
@@ -70,7 +69,7 @@ class Case:
 
 
 def cases_of(steps: Iterable[Features], collator: StepCollator) -> list[Case]:
-    """Make micro-batches for all arms, of these steps and of parts of them, from the smallest to the largest.
+    """Make micro-batches for both arms, of these steps and of parts of them, from the smallest to the largest.
 
     collator: with `dedup`, as in training. Takes the first and the last micro-batch of each step.
     """
@@ -80,9 +79,8 @@ def cases_of(steps: Iterable[Features], collator: StepCollator) -> list[Case]:
             some = features[: max(1, round(part * len(features)))]
             step, padded = collator(some), replace(collator, dedup=False)(some)
             for index in {0, len(step.micro_batches) - 1}:
-                counts = radix_counts(step.micro_batches[index])
-                for arm in ("recomputing", "radix"):  # among equal ones, the last is affordable first
-                    cases.append(Case(arm, counts, step.micro_batches[index], step.num_labels))
+                batch = step.micro_batches[index]
+                cases.append(Case("radix", radix_counts(batch), batch, step.num_labels))
             for batch in padded.micro_batches[:1] + padded.micro_batches[1:][-1:]:
                 cases.append(Case("ordinary", ordinary_counts(batch), batch, padded.num_labels))
     different = {(case.arm, case.counts): case for case in cases}
@@ -120,7 +118,7 @@ def time_cases(
     max_seconds: for all of them. max_bytes: that a case may add to weights, gradients and optimizer.
     """
     model = setup.build(num_layers, setup.device)
-    runner = _Runner(setup, model, any(case.arm == "recomputing" for case in cases))
+    runner = _Runner(setup, model)
     try:
         with without_messages():
             chosen, peaks = runner.affordable(cases, max_seconds, max_bytes)
@@ -148,7 +146,7 @@ def time_cases(
 
 @contextmanager
 def without_messages() -> Iterator[None]:
-    """Silence the log lines of a prepared model about its first batches."""
+    """Silence the log lines of a model about its layers and, once it is prepared, its first batches."""
     logger = logging.getLogger("radixtrain.hf")
     level = logger.level
     logger.setLevel(logging.WARNING)
@@ -169,8 +167,8 @@ def _one_of_each_arm(cases: Iterable[Case]) -> list[Case]:
 class _Runner:
     """Runs cases on a model."""
 
-    def __init__(self, setup: RunSetup, model: Any, recomputes: bool):
-        self.setup, self.model, self.recomputes = setup, model, recomputes
+    def __init__(self, setup: RunSetup, model: Any):
+        self.setup, self.model = setup, model
         self.ordinary = Arm(plain_head=has_plain_head(model))
         options = {name: getattr(setup, name) for name in ("attention", "kernel", "allow_dropout")}
         self.radix = replace(self.ordinary, **options)
@@ -178,8 +176,6 @@ class _Runner:
 
     def enter(self, arm: ArmName) -> None:
         """Make the model ready for the batches of an arm."""
-        if self.recomputes:
-            recompute(self.model, float(arm == "recomputing"))
         (self.ordinary if arm == "ordinary" else self.radix).prepare(self.model)
 
     def run(self, case: Case) -> None:

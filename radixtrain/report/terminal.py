@@ -43,8 +43,6 @@ def print_report(report: DataReport, console: Console | None = None) -> None:
     console.print()
     console.print(_data_table(report))
     console.print(_settings_table(report))
-    if report.divisions:
-        console.print(_divisions_table(report))
     console.print(_tree(report.tree, report.num_samples))
     _breaks(console, report.breaks)
     _list(console, "What else would help", report.hints)
@@ -75,39 +73,24 @@ def _data_table(report: DataReport) -> Table:
 def _settings_table(report: DataReport) -> Table:
     """Make a table of all settings; the user's own and the best one are named."""
     table = _table("Settings of data, and what a step and an epoch would be")
-    is_split, recomputes = report.current.whole_r is not None, any(x.activation_checkpointing for x in report.settings)
-    shares, rs = ["recom-\nputed"] if recomputes else [], ["r", "r,\nrows"] if is_split else ["r"]
-    for name in ("batch_\nsize", "max_\ntokens", "group", *shares, *rs, *NUMBERS):
+    rs = ["r"] if report.current.whole_r is None else ["r", "r,\nrows"]
+    for name in ("batch_\nsize", "max_\ntokens", "group", *rs, *NUMBERS):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("")
     for setting in report.settings:
         table.add_row(
-            *map(Text, _cells(setting, recomputes)),
+            *map(Text, _cells(setting)),
             Text(_names(setting, report)),
             style="bold" if setting in (report.current, report.best) else "",
         )
     return table
 
 
-def _divisions_table(report: DataReport) -> Table:
-    """Make a table of data parallel, and of micro-batches that ranks split."""
-    table = _table("Your settings on several devices")
-    for name in ("devices", "sp_size", "r", "rows of\nthe busiest", "which\nsends", "memory"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for each in report.divisions:
-        sent = bytes_text(round(each.sent_bytes)) if each.sp_size > 1 else NOTHING
-        memory = NOTHING if each.memory_bytes is None else bytes_text(each.memory_bytes)
-        numbers = f"{each.num_ranks}", f"{each.sp_size}", ratio(each.r), f"{each.num_rows:,.0f}"
-        table.add_row(*map(Text, (*numbers, sent, memory)))
-    return table
-
-
-def _cells(setting: Setting, recomputes: bool) -> list[str]:
+def _cells(setting: Setting) -> list[str]:
     return [
         f"{setting.batch_size:,}",
         f"{setting.max_tokens:,}",
         "yes" if setting.group_by_prefix else "",
-        *([f"{setting.activation_checkpointing:g}"] if recomputes else []),
         *([] if setting.whole_r is None else [ratio(setting.whole_r)]),
         ratio(setting.r),
         ratio(setting.best_r),

@@ -10,19 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
-from radixtrain.collators.row_split import Division, divide, sp_sizes
 from radixtrain.data.sample import EncodeReport
 from radixtrain.data.step_data import StepData
 from radixtrain.data.steps import text_of_copies
 from radixtrain.data.tokenized.corpus import Corpus
 from radixtrain.errors import UserError, bytes_text
-from radixtrain.hf.backbone import parts_of
-from radixtrain.hf.dimensions import ModelDimensions
-from radixtrain.hf.modules import mixers_of
 from radixtrain.report.breaks import find_breaks
-from radixtrain.report.contents import DataReport, Setting, Splitting, duration, ratio
+from radixtrain.report.contents import DataReport, Setting, duration, ratio
 from radixtrain.report.prediction import Prediction, free_bytes, predict_seconds, process_of_fit
 from radixtrain.report.profiling import RunSetup, cases_of
 from radixtrain.report.sharing import (
@@ -40,7 +35,6 @@ from radixtrain.tree.arrays import IntArray
 
 logger = logging.getLogger(__name__)
 
-NUM_RANKS = (2, 4, 8)
 TREE_SAMPLES, TREE_NODES = 2000, 300
 TIMED_STEPS = 2
 USABLE = 0.9  # part of the free memory that a setting may take
@@ -98,20 +92,10 @@ def make_report(data: StepData, setup: RunSetup, typed: Sequence[str] = (), max_
                 f"Measured while other programs ran: they took {1 - prediction.cpu_share:.0%} of the time, so seconds "
                 f"are too long and the speed-up is uncertain. Run it again when the machine is idle. r is not affected."
             )
-    settings = [_setting(sampled[draw], setup.share, prediction) for draw in grid]
+    settings = [_setting(sampled[draw], prediction) for draw in grid]
     current, best = settings[grid.index(own)], None
     if prediction is not None:
-        others = [share for share in prediction.shares if share != setup.share]
-        shares = [_setting(sampled[draw], share, prediction) for draw in grid for share in others]
-        best = best_setting(current, [*settings, *shares], free_bytes(setup.device))
-        shown = [each for each in shares if _draw(each) == _draw(current) or each == best]
-        settings = sorted([*settings, *shown], key=lambda each: (*_draw(each), each.activation_checkpointing))
-    divisions = _divisions(epoch, sampled[own], setup, prediction)
-    if not divisions:
-        notes.append(
-            "Steps were not divided among several devices: recurrent layers compute all rows on each device, or the "
-            "configuration does not say the dimensions."
-        )
+        best = best_setting(current, settings, free_bytes(setup.device))
     about = _about_data(data, epoch, notes)
     rows, copies = data.reports["train"], text_of_copies(data.conversations["train"], of_data)
     notes += [f"{text}." for text in (rows.unread() and f"Not read: {rows.unread()}", copies) if text]
@@ -128,9 +112,8 @@ def make_report(data: StepData, setup: RunSetup, typed: Sequence[str] = (), max_
             for name, value in environment(setup.device, str(setup.dtype).removeprefix("torch.")).items()
             if value
         },
-        divisions=divisions,
         notes=tuple(notes),
-        hints=(*hints(current, settings, about["splitting"]), *_hint_at_system_prompt(rows)),
+        hints=(*hints(current, settings), *_hint_at_system_prompt(rows)),
     )
 
 
@@ -155,45 +138,8 @@ def _epoch(data: StepData) -> Epoch:
     )
 
 
-def _divisions(
-    epoch: Epoch,
-    sampled: SampledSteps,
-    setup: RunSetup,
-    prediction: Prediction | None,
-) -> tuple[Division, ...]:
-    """Predict the steps of the user's own setting on several devices, in every way; none for a hybrid model.
-
-    Their r is against whole chats, if these are split.
-    """
-    parts = parts_of(setup.build(setup.period, torch.device("meta")))
-    try:
-        dimensions = ModelDimensions.of(parts.base.config)
-    except UserError:
-        return ()
-    if mixers_of(parts.decoder):
-        return ()
-    logger.info("dividing the steps among several devices")
-    own, share = sampled.draw, sampled.whole_share
-    batches = epoch.batches(own)[: len(sampled.steps)]
-    steps = [[sample.input_ids for i in batch for sample in epoch.conversations[i]] for batch in batches]
-    found = [
-        divide(steps, num_ranks, sp_size, own.max_tokens)
-        for num_ranks in NUM_RANKS
-        for sp_size in sp_sizes(num_ranks, dimensions.num_attention_heads)
-    ]
-    if prediction is not None:
-        memory = prediction.at(setup.share).bytes_of_rows
-        found = [each._replace(memory_bytes=memory(each.most_rows)) for each in found]
-    layers = setup.num_layers * setup.dtype.itemsize
-    return tuple(
-        each._replace(r=share * each.r, sent_bytes=layers * each.num_rows * dimensions.sent_numbers(each.sp_size))
-        for each in found
-    )
-
-
-def _setting(sampled: SampledSteps, share: float, prediction: Prediction | None) -> Setting:
+def _setting(sampled: SampledSteps, prediction: Prediction | None) -> Setting:
     draw, is_split = sampled.draw, sampled.whole_share != 1
-    prediction = prediction and prediction.at(share)
     speedup, whole_speedup = (None, None) if prediction is None else prediction.speedups(sampled)
     return Setting(
         batch_size=draw.batch_size,
@@ -206,7 +152,6 @@ def _setting(sampled: SampledSteps, share: float, prediction: Prediction | None)
         whole_speedup=whole_speedup if is_split else None,
         seconds_per_epoch=None if prediction is None else prediction.seconds_per_epoch(sampled),
         memory_bytes=None if prediction is None else prediction.memory_bytes(sampled),
-        activation_checkpointing=share,
     )
 
 
@@ -262,8 +207,7 @@ def _name_of(train_file: object) -> str:
 
 
 def best_setting(own: Setting, settings: Iterable[Setting], free_bytes: float) -> Setting:
-    """Choose what computes least without a change of the optimization: only `max_tokens` and the share of the layers
-    that recompute differ from the user's own.
+    """Choose what computes least without a change of the optimization: only `max_tokens` differs from the user's own.
 
     The choice is the user's own unless it does not fit or another one computes clearly less; then the smallest that
     comes near the least. Seconds do not count: they vary with the load of the machine.
@@ -272,14 +216,14 @@ def best_setting(own: Setting, settings: Iterable[Setting], free_bytes: float) -
     """
     same = (each for each in settings if _optimization(each) == _optimization(own))
     fitting = [each for each in same if (each.memory_bytes or 0) <= USABLE * free_bytes]
-    least = min(map(_computed, fitting), default=0.0)
-    enough = [each for each in fitting if _computed(each) < CLEARLY * least]
-    smallest = min(enough, key=lambda each: (each.max_tokens, each.activation_checkpointing), default=own)
+    most = max((each.least_r for each in fitting), default=0.0)
+    enough = [each for each in fitting if CLEARLY * each.least_r > most]
+    smallest = min(enough, key=lambda each: each.max_tokens, default=own)
     return own if own in enough else smallest
 
 
 def command_to_paste(typed: Sequence[str], own: Setting, best: Setting) -> str:
-    """Write `python -m radixtrain fit` with what was typed, and the keys of the best setting that differ.
+    """Write `python -m radixtrain fit` with what was typed, and the `max_tokens` of the best setting.
 
     typed: the command line after `report`, whose own key is left out. Of a repeated key the last value counts.
     """
@@ -290,21 +234,14 @@ def command_to_paste(typed: Sequence[str], own: Setting, best: Setting) -> str:
         elif not word.startswith("--max_seconds="):
             for_fit.append(word)
     changed = [f"--data.max_tokens={best.max_tokens}"] if best.max_tokens != own.max_tokens else []
-    if best.activation_checkpointing != own.activation_checkpointing:
-        changed.append(f"--model.activation_checkpointing={best.activation_checkpointing:g}")
     return shlex.join(["python", "-m", "radixtrain", "fit", *for_fit, *changed])
 
 
-def hints(own: Setting, settings: Sequence[Setting], split: Splitting) -> Iterator[str]:
-    """Yield hints: nothing is gained; chats need not be split; what a larger batch or `group_by_prefix` brings.
+def hints(own: Setting, settings: Sequence[Setting]) -> Iterator[str]:
+    """Yield hints: nothing is gained; what a larger batch or `group_by_prefix` brings.
 
     These change the steps, so none is applied.
     """
-    if split.turns and not split.changed:
-        yield (
-            "--data.split_turns=false: every turn has the same tokens in its whole chat, so splitting brings nothing "
-            "here, and whole chats have the same labels in fewer rows"
-        )
     if own.least_speedup is not None and own.least_speedup < NO_GAIN:
         yield (
             f"as they are, these rows gain nothing: a step takes {1 / own.least_speedup:.2f} of the ordinary time. "
@@ -338,15 +275,6 @@ def _gain(own: Setting, other: Setting) -> str:
     if (other.memory_bytes or 0) <= WORTH_A_HINT * (own.memory_bytes or 0):
         return text
     return f"{text}, {bytes_text(other.memory_bytes or 0)} of memory in place of {bytes_text(own.memory_bytes or 0)}"
-
-
-def _computed(setting: Setting) -> float:
-    """Count for each token one forward pass and twice that backward, and another forward in recomputing layers."""
-    return (1 + setting.activation_checkpointing / 3) / setting.least_r
-
-
-def _draw(setting: Setting) -> tuple[int, int, bool]:
-    return setting.batch_size, setting.max_tokens, setting.group_by_prefix
 
 
 def _optimization(setting: Setting) -> tuple[int, bool]:

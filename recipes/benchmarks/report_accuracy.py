@@ -2,17 +2,12 @@
 
     python recipes/benchmarks/report_accuracy.py --data_dir path/to/sft
     python recipes/benchmarks/report_accuracy.py --data_dir path/to/sft --layers 12 --hidden 256 --steps 12 6
-    python recipes/benchmarks/report_accuracy.py --shares --layers 12 --hidden 256 --num_threads 1
 
 On banking77 and gsm8k_many_prompts (one {"messages": [...]} a line, of `--data_dir`) and on a generated set with three
 levels of sharing. For each: the speed-up that `report` predicts; then tokens/s of `fit` over that of
 `fit --dedup false`, on the same batches, each the median of its steps after the first three. The commands run as a
 user types them, each in its own process, one after the other. The model is a Qwen3 with random weights, the
 tokenizer has 4,096 entries learnt from the rows.
-
-`--shares`: seconds and peak memory of a micro-batch of 16 sequences of 512 + 64 tokens if shares of the layers
-recompute, predicted as `report` does, from 1 and 3 layers, and measured with all of them: in turns, medians, forward
-and backward, beyond weights and gradients.
 
 Other load on the machine affects the two runs at different times, less so with `--num_threads 1`.
 """
@@ -29,27 +24,13 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-
-from radixtrain.bench.cells import Cell, ModelShape, build_model, features_of_cell
-from radixtrain.bench.work import Arm, added_bytes
-from radixtrain.collators.steps import StepCollator
-from radixtrain.hf.activation_checkpointing import recompute
-from radixtrain.report.prediction import Process, predict_seconds
-from radixtrain.report.profiling import RunSetup, cases_of
-from radixtrain.timing import header, seconds_in_turns
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import banking77
 
-CPU = torch.device("cpu")
 WARM_UP = 3  # steps that do not count
 REAL = ("banking77", "gsm8k_many_prompts")
 
@@ -77,67 +58,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--steps", type=int, nargs=2, default=[20, 9], help="of fit with and without deduplication")
     parser.add_argument("--num_threads", type=int)
-    parser.add_argument("--shares", action="store_true", help="activation checkpointing instead of whole runs")
-    parser.add_argument("--repeats", type=int, default=9, help="of --shares")
     options = parser.parse_args(argv)
-    if options.shares:
-        torch.set_num_threads(options.num_threads or torch.get_num_threads())
-        print("\n".join(share_lines(ModelShape(options.layers, options.hidden), options.repeats)))
-        return
     options.output_dir.mkdir(parents=True, exist_ok=True)
     found = [measured(path, options) for path in written_sets(options)]
     print("| set | r | predicted | measured | error |\n|---|---|---|---|---|")
     for each in found:
         print(f"| {each.name} | {each.r:.2f} | {each.predicted:.2f}x | {each.measured:.2f}x | {each.error:+.0%} |")
-
-
-def share_lines(shape: ModelShape, repeats: int) -> Iterator[str]:
-    def build(num_layers: int, device: torch.device) -> Any:
-        return build_model(replace(shape, num_hidden_layers=num_layers), device, torch.float32, "sdpa").train()
-
-    setup = RunSetup(
-        build=build,
-        optimizer=lambda model: torch.optim.SGD(model.parameters()),
-        moment_bytes=lambda model: 0,
-        forward=nullcontext,
-        device=CPU,
-        dtype=torch.float32,
-        num_layers=shape.num_hidden_layers,
-    )
-    cases = cases_of([features_of_cell(Cell(shape, 512, 64, 16, "flat"))], StepCollator())
-    found = predict_seconds(setup, cases, num_workers=1, max_seconds=20.0, process=Process(0, 1.0))
-    case = max((case for case in cases if case.arm == "radix"), key=lambda case: case.counts.rows)
-    model, arm = build(shape.num_hidden_layers, CPU), Arm(plain_head=True, attention="auto")
-
-    def run() -> None:
-        (arm.loss_sum(model, case.batch) / case.num_labels).backward()
-
-    def enter(share: float) -> None:
-        recompute(model, share)
-        arm.prepare(model)
-
-    arm.prepare(model)
-    run()
-    peaks = {}
-    for share in found.shares:
-        enter(share)
-        peaks[share] = added_bytes(model, run)
-    turns = seconds_in_turns(dict.fromkeys(found.shares, run), CPU, repeats, before=enter)
-    seconds = {share: statistics.median(each) for share, each in turns.items()}
-    terms = np.array([case.counts.rows, 1.0, case.counts.attention, case.counts.predictions])
-    yield f"{header(CPU, 'float32', repeats)}\n"
-    yield "| share | seconds | over none | predicted | peak, MiB | over none | predicted |"
-    yield "|---|---|---|---|---|---|---|"
-    for share in found.shares:
-        at = found.at(share)
-        time, memory = (
-            float(terms @ rates) / float(terms @ none)
-            for rates, none in ((at.radix, found.radix), (at.peak, found.peak))
-        )
-        yield (
-            f"| {share:g} | {seconds[share]:.3f} | {seconds[share] / seconds[0.0]:.2f} | {time:.2f} "
-            f"| {peaks[share] / 2**20:,.0f} | {peaks[share] / peaks[0.0]:.2f} | {memory:.2f} |"
-        )
 
 
 def written_sets(options: argparse.Namespace) -> Iterator[Path]:

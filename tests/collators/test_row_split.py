@@ -1,25 +1,17 @@
-"""The parts of a micro-batch, every row and prediction on one rank; and what ranks compute and send is as predicted."""
+"""The parts of a micro-batch, every row and prediction on one rank."""
 
 from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from forked_ranks import on_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import tiny_qwen3
 
-from radixtrain import prepare_model
 from radixtrain.collators.radix import RadixCollator
-from radixtrain.collators.row_split import divide, sp_sizes, split_batch
+from radixtrain.collators.row_split import split_batch
 from radixtrain.collators.steps import StepCollator
-from radixtrain.distributed import ranks
-from radixtrain.hf.dimensions import ModelDimensions
-from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.testing import ragged_batches
 
 FLOATS = ("old_logprobs", "advantages")
@@ -86,61 +78,3 @@ def test_the_ranks_of_a_group_have_the_same_micro_batches(sequences, sizes, max_
 def test_what_is_not_split(options):
     with pytest.raises(ValueError, match="sp_size 2 must divide num_ranks, and needs dedup and merge_labels"):
         StepCollator(sp_size=2, **options)
-
-
-def step(num_sequences: int) -> list[np.ndarray]:
-    """A prompt of 100 tokens, and answers of 10."""
-    return [np.array([*range(100), *[200 + number] * 10]) for number in range(num_sequences)]
-
-
-def test_a_step_on_two_ranks() -> None:
-    """Data parallel computes the prompt twice; the split once, and fills up the second step to an even number."""
-    steps = [step(4), [np.arange(5)]]
-    parallel, split = (divide(steps, 2, sp_size, 1000) for sp_size in (1, 2))
-    assert (parallel.num_rows, split.num_rows) == ((120 + 5) / 2, (70 + 3) / 2)
-    assert (parallel.r, split.r) == (445 / 245, 445 / 146)
-    assert (parallel.most_rows, split.most_rows) == (120, 70)
-
-
-def test_the_budget_is_that_of_a_rank() -> None:
-    """Four sequences of 110 tokens: in micro-batches of 120 of one rank, or of 240 of both."""
-    for sp_size, max_tokens, rows in ((1, 120, (120, 120)), (1, 110, (220, 110)), (2, 110, (70, 70))):
-        found = divide([step(4)], 2, sp_size, max_tokens)
-        assert (found.num_rows, found.most_rows) == rows
-
-
-def test_which_numbers_of_ranks_can_split() -> None:
-    assert sp_sizes(8, 4) == [1, 2, 4]
-    assert sp_sizes(6, 4) == [1, 2]
-    assert sp_sizes(8, 14) == [1, 2]
-
-
-@pytest.mark.parametrize(("size", "sp_size"), [(2, 2), (4, 2), (3, 1)])
-def test_ranks_compute_and_send_as_much(monkeypatch: pytest.MonkeyPatch, size: int, sp_size: int) -> None:
-    sequences = step(5)
-    model = tiny_qwen3()
-    dimensions, features = ModelDimensions.of(model.config), [{"input_ids": ids, "labels": ids} for ids in sequences]
-    model.resize_token_embeddings(300)
-    expected = divide([sequences], size, sp_size, 200)
-    sent = 0.0
-    exchange = dist.all_to_all_single
-
-    def counting(received: Any, parts: torch.Tensor, group: Any) -> Any:
-        nonlocal sent
-        sent += parts.nbytes * (1 - 1 / dist.get_world_size(group))
-        return exchange(received, parts, group=group)
-
-    monkeypatch.setattr(dist, "all_to_all_single", counting)
-
-    def work(rank: int) -> tuple[int, float]:
-        prepare_model(model, sp_group=ranks().sp_group)
-        found = replace(StepCollator(max_tokens=200), rank=rank, num_ranks=size, sp_size=sp_size)(features)
-        for batch in found.micro_batches:
-            forward_rows(model, batch, plain_head=True).loss_sum().backward()
-        return found.num_computed_tokens, sent
-
-    computed, exchanged = zip(*on_ranks(size, work, sp_size=sp_size), strict=True)
-    assert expected.num_rows == max(computed)
-    assert expected.r == sum(map(len, sequences)) / sum(computed)
-    sent_numbers = model.config.num_hidden_layers * dimensions.sent_numbers(sp_size)
-    assert 4 * expected.num_rows * sent_numbers == max(exchanged)

@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from radixtrain.collators.row_split import Division
 from radixtrain.report.contents import Break, DataReport, Example, Setting, Splitting, TreeNode
 
 HOSTILE = """</script><img src=x onerror="document.title='run'"><b>%{y} $x$ <a href="https://example.com">a</a> &lt;"""
@@ -59,10 +58,6 @@ def report() -> DataReport:
         **{"title": HOSTILE, "model": "tiny", "num_rows": 7, "num_samples": 8, "num_tokens": 2_014_000},
         **{"num_unique_tokens": 96_000, "num_labels": 12_345, "num_prompts": 2, "max_length": 1024, "longest": 2310},
         **{"length_quantiles": {"min": 12, "50 %": 60, "max": 2310}, "num_over_length": 37},
-        divisions=(
-            Division(8, 1, 1.5, 12_345.6, 13_000),
-            Division(8, 4, 3.25, 6_789.0, 7_000, 3 * 2**30, 5 * 2**30),
-        ),
         **{"sources": {"a.jsonl": 5, HOSTILE: 2}, "tree": tree(), "settings": settings},
         **{"current": settings[4], "best": settings[6], "command": f"radixtrain fit --a '{HOSTILE}'"},
         breaks=(Break(cause="a date", examples=(example, blank), **cause),),

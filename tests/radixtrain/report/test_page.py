@@ -66,7 +66,6 @@ class TestText:
             ),
             *("Today is 2026-11-21. ", "end.␣↵ ⇥Intents:", "Estimated from 500 steps.", "A batch_size of 64"),
             *("With all rows in one tree, r would be 21", "The other 2 settings", "8 0 0 all sequences"),
-            "8 1 1.5 12,346 – – 8 4 3.25 6,789 3 GiB 5 GiB",
             *("6 40 200 You route messages.", "2 9 2 more branches"),
         ):
             assert part in text, part

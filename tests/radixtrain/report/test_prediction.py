@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 from radixtrain import prepare_model
 from radixtrain.collators.steps import StepCollator
 from radixtrain.errors import UserError
-from radixtrain.hf.activation_checkpointing import num_recomputed, recompute
+from radixtrain.hf.activation_checkpointing import recompute
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.report import prediction as module
 from radixtrain.report.prediction import Prediction, Process, free_bytes, predict_seconds
@@ -25,28 +24,24 @@ CPU = torch.device("cpu")
 BARE = Process(0, 1.0)
 SIZES = [Counts(100, 10, 5), Counts(200, 40, 9), Counts(400, 90, 40), Counts(800, 500, 60), Counts(900, 100, 7)]
 CASES = [Case(arm, counts, {}, 1) for counts in SIZES for arm in ("radix", "ordinary")]
-WITH_RECOMPUTING = [*CASES, *(Case("recomputing", counts, {}, 1) for counts in SIZES)]
 BASE, LAYER = {"radix": (1e-5, 0.0, 2e-4, 1e-3), "ordinary": (3e-5, 0.0, 2e-4, 0.0)}, (1e-4, 1e-5, 0.0, 2e-4)
-BASE["recomputing"] = BASE["radix"]
-FORWARD = 1.25  # of a layer, by the law: what its seconds grow by if it recomputes
 
 
 def seconds_of(case: Case, num_layers: int) -> float:
     """A law of the kind that is fitted."""
     terms = np.array([*case.counts, 1.0])
-    layers = num_layers * (FORWARD if case.arm == "recomputing" else 1.0)
-    return float(terms @ np.array(BASE[case.arm]) + layers * terms @ np.array(LAYER))
+    return float(terms @ np.array(BASE[case.arm]) + num_layers * terms @ np.array(LAYER))
 
 
 def held_of(case: Case, num_layers: int) -> int:
-    """Bytes after the forward pass: 9 for each row and layer that keeps its activations, 2 for one that recomputes."""
-    return int(case.counts.rows) * (40 + (2 if case.arm == "recomputing" else 9) * num_layers)
+    """Bytes after the forward pass: 9 for each row and layer."""
+    return int(case.counts.rows) * (40 + 9 * num_layers)
 
 
 def peak_of(case: Case, num_layers: int) -> int:
-    """Bytes: 10 for each row more than these, and 7 while a layer recomputes; or 60 for the gradient of embeddings."""
+    """Bytes: 10 for each row more than these, or 60 for the gradient of embeddings."""
     rows = int(case.counts.rows)
-    return max(60 * rows, held_of(case, num_layers) + (17 if case.arm == "recomputing" else 10) * rows)
+    return max(60 * rows, held_of(case, num_layers) + 10 * rows)
 
 
 def setup_of(build: Callable[[int, torch.device], Any], num_layers: int = 2, **changes: Any) -> RunSetup:
@@ -140,78 +135,31 @@ class TestByLaw:
         assert found.radix[0] > 0 and not found.radix[1:].any()
 
 
-class TestShares:
-    """Of the layers that recompute."""
+@pytest.mark.parametrize(("share", "period"), [(0.0, 1), (0.5, 2), (1.0, 1)])
+def test_bytes_are_those_that_are_counted(
+    tiny_qwen3: Callable[..., Any], features: list[dict[str, Any]], share: float, period: int
+) -> None:
+    """Of a model of 10 layers, by models of 1 and 3 periods: torch's allocations, which are the same everywhere."""
 
-    def test_the_recomputed_forward_is_added(self, by_law: list[int], tiny_qwen3: Callable[..., Any]) -> None:
-        """By the law, in every setting; and the peak of the layers that keep, and of one."""
-        setup = setup_of(lambda num_layers, device: tiny_qwen3(num_hidden_layers=num_layers), 8)
-        found = predict_seconds(setup, WITH_RECOMPUTING, num_workers=1, max_seconds=50, process=BARE)
-        assert found.shares == (0.0, 0.25, 0.5, 0.75, 1.0)
-        radix, again = (sum(seconds_of(Case(arm, x, {}, 1), 8) for x in SIZES) for arm in ("radix", "recomputing"))
-        step = step_of(SIZES[2], SIZES[2])
-        plain = found.radix_seconds(step) - found.radix_seconds(replace(step, radix=()))
-        for share in found.shares:
-            at = found.at(share)
-            added = at.radix_seconds(step) - found.radix_seconds(step)
-            assert added == pytest.approx(share * (again / radix - 1) * plain)
-            sampled = SampledSteps(draw=Draw(8, 100), steps=(step,), scale=1.0)
-            kept = max(1, round(8 * (1 - share)))  # or the one that recomputes
-            expected = SIZES[2].rows * (50 + 2 * 8 + 7 * kept)
-            assert at.memory_bytes(sampled) - found.state_bytes == pytest.approx(expected, rel=0.02)
+    def build(num_layers: int, device: torch.device) -> Any:
+        with device:
+            model = tiny_qwen3(num_hidden_layers=num_layers).train()
+        recompute(model, share)
+        return model
 
-    @pytest.mark.parametrize("own", [0.0, 0.3])
-    @pytest.mark.parametrize(
-        ("num_layers", "shares"), [(1, (0.0, 1.0)), (2, (0.0, 0.5, 1.0)), (8, (0, 0.25, 0.5, 0.75, 1))]
-    )
-    def test_shares_that_differ(
-        self, by_law: list[int], tiny_qwen3: Callable[..., Any], num_layers: int, shares: tuple[float, ...], own: float
-    ) -> None:
-        setup = setup_of(lambda num, device: tiny_qwen3(num_hidden_layers=num), num_layers, share=own)
-        found = predict_seconds(setup, WITH_RECOMPUTING, num_workers=1, max_seconds=50, process=BARE).shares
-        counts = [num_recomputed(share, num_layers) for share in found]
-        assert own in found and counts == [num_recomputed(share, num_layers) for share in shares]
-
-    def test_a_model_without_checkpointing(self, by_law: list[int], tiny_qwen3: Callable[..., Any]) -> None:
-        model = tiny_qwen3(num_hidden_layers=1)
-        model.supports_gradient_checkpointing = False
-        found = predict_seconds(
-            setup_of(lambda *_: model, 1), WITH_RECOMPUTING, num_workers=1, max_seconds=50, process=BARE
-        )
-        assert found.shares == (0.0,) and found.recomputing == 1
-        with pytest.raises(UserError, match=r"activation_checkpointing: .* has none; set it to false"):
-            predict_seconds(
-                setup_of(lambda *_: model, 1, share=0.5), WITH_RECOMPUTING, num_workers=1, max_seconds=50, process=BARE
-            )
-
-    def test_bytes_are_those_that_are_counted(
-        self, tiny_qwen3: Callable[..., Any], features: list[dict[str, Any]]
-    ) -> None:
-        """Of a model of 9 layers, by models of 1 and 3: torch's allocations, which are the same everywhere."""
-
-        def build(num_layers: int, device: torch.device) -> Any:
-            with device:
-                return tiny_qwen3(num_hidden_layers=num_layers).train()
-
-        cases = cases_of([features], StepCollator(max_tokens=1000))
-        setup = setup_of(build, 9)
-        found = predict_seconds(
-            setup, cases, num_workers=1, max_seconds=1e6, process=BARE
-        )  # a busy machine leaves out no case
-        largest = [case for case in cases if case.arm == "radix"][-1]
-        step = SampledSteps(draw=Draw(8, 100), steps=(step_of(largest.counts, largest.counts),), scale=1.0)
-        model, counted, predicted = build(9, CPU), [], []
-        for share in found.shares:
-            recompute(model, share)
-            prepare_model(model)
-            for parameter in model.parameters():
-                parameter.grad = torch.zeros_like(parameter)
-            run = lambda: forward_rows(model, largest.batch, True).loss_sum().backward()  # noqa: E731
-            run()
-            counted.append(peak_bytes(run, CPU))
-            predicted.append(found.at(share).memory_bytes(step) - found.state_bytes)
-        assert predicted == pytest.approx(counted, rel=0.05)
-        assert all(later < 0.95 * earlier for earlier, later in pairwise(counted[:-1]))
+    cases = cases_of([features], StepCollator(max_tokens=1000))
+    setup = setup_of(build, 10, period=period)
+    found = predict_seconds(
+        setup, cases, num_workers=1, max_seconds=1e6, process=BARE
+    )  # a busy machine leaves out no case
+    largest = [case for case in cases if case.arm == "radix"][-1]
+    step = SampledSteps(draw=Draw(8, 100), steps=(step_of(largest.counts, largest.counts),), scale=1.0)
+    model = prepare_model(build(10, CPU))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    run = lambda: forward_rows(model, largest.batch, True).loss_sum().backward()  # noqa: E731
+    run()
+    assert found.memory_bytes(step) - found.state_bytes == pytest.approx(peak_bytes(run, CPU), rel=0.05)
 
 
 class TestPrediction:
@@ -226,10 +174,6 @@ class TestPrediction:
         waits_for_collator=False,
         timed_layers=(1, 3),
         cpu_share=1.0,
-        recomputing=1.3,
-        recomputing_peak=RATES / 2,
-        num_layers=4,
-        shares=(0.0, 1.0),
     )
 
     def test_speedup_and_epoch(self) -> None:
@@ -240,13 +184,6 @@ class TestPrediction:
         assert list(self.FOUND.speedups(sampled)) == pytest.approx(expected)
         assert self.FOUND.seconds_per_epoch(sampled) == pytest.approx(4 * (400 + fixed))
         assert self.FOUND.memory_bytes(sampled) == 5 + 300
-
-    def test_all_layers_but_one_hold_as_much_as_all(self) -> None:
-        """And the ordinary arm recomputes too, so that its speed-up stays."""
-        found = [self.FOUND.at(share) for share in (0.25, 0.5, 0.75, 1.0)]
-        assert [float(each.peak[0]) for each in found] == pytest.approx([5 / 6, 4 / 6, 0.5, 0.5])
-        assert [float(each.radix[0]) for each in found] == pytest.approx([1.075, 1.15, 1.225, 1.3])
-        assert all(np.array_equal(each.radix, each.ordinary) for each in found)
 
     def test_a_collator_that_takes_cores_from_the_step(self) -> None:
         step = step_of(Counts(100, 0, 0), Counts(100, 0, 0), collate_seconds=7.0)

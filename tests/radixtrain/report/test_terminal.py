@@ -28,7 +28,6 @@ def test_the_numbers(report: DataReport) -> None:
         "16 1,024 4 5 2x 25 min 256 MiB yours",
         "16 4,096 4 5 2x 25 min 1 GiB best",
         "16 4,096 yes 8 9 4x 12 min 30 s 1 GiB",
-        "8 1 1.5 12,346 - - 8 4 3.25 6,789 3 GiB 5 GiB",
         "6 x 40 tokens",
         "└── 4 branches",
         "a date: fixing only this saves 4,810,000 computed tokens of an epoch; 9,000,000 once the others here are",
@@ -43,9 +42,8 @@ def test_the_numbers(report: DataReport) -> None:
 
 def test_nothing_predicted_or_found(report: DataReport) -> None:
     own = replace(report.current, speedup=None, seconds_per_epoch=None, memory_bytes=None)
-    changed = replace(report, current=own, best=None, settings=(own,), max_length=None, breaks=(), divisions=())
+    changed = replace(report, current=own, best=None, settings=(own,), max_length=None, breaks=())
     text = " ".join(printed(changed).split())
-    assert "devices" not in text
     for expected in ("was not predicted", "4 5 - - - yours", "no max_length", "Nothing was found", "To train:"):
         assert expected in text, expected
 
@@ -63,9 +61,6 @@ def test_no_line_is_wider_than_the_terminal_but_the_command(report: DataReport, 
     own = replace(report.current, group_by_prefix=True, whole_r=1.25, r=1250.0, best_r=19.9, seconds_per_epoch=59_460.0)
     split = replace(report, current=own, best=own, settings=(own,))
     assert any("yes 1.25 1,250 19.9 2x 16 h 31 min" in " ".join(x.split()) for x in printed(split, width).splitlines())
-    shares = replace(split, settings=(own, replace(own, activation_checkpointing=0.25, max_tokens=262_144)))
-    found = [" ".join(line.split()) for line in printed(shares, width).splitlines()]
-    assert any("262,144 yes 0.25 1.25 1,250 19.9 2x 16 h 31 min" in line for line in found)
     lines = printed(replace(report, command=command, title="t" * 150), width).splitlines()
     assert all(len(line) <= width for line in lines if "x" * 200 not in line)
     assert sum("x" * 200 in line for line in lines) == 1

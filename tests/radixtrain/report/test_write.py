@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from radixtrain.report.contents import Setting, Splitting
+from radixtrain.report.contents import Setting
 from radixtrain.report.write import best_setting, command_to_paste, hints
 
 OWN = Setting(
@@ -37,20 +37,6 @@ def test_memory_decides_first_and_it_is_the_users_own_if_nothing_is_clearly_bett
     assert best_setting(OWN, [LESS, OWN, replace(MORE, r=2.05)], 1000) is OWN
 
 
-def test_recomputing_is_weighed_by_what_it_computes_once_more() -> None:
-    """Larger micro-batches if they pay for it and do not fit without; less of it if that fits; the least that does."""
-    r4 = replace(OWN, max_tokens=8000, r=4.0, memory_bytes=200)
-    shares = [replace(r4, activation_checkpointing=share, memory_bytes=200 - round(150 * share)) for share in (0.5, 1)]
-    for free, chosen in ((1000, r4), (150, shares[0]), (100, shares[1]), (49, OWN)):
-        assert best_setting(OWN, [OWN, *shares, r4], free / 0.9) is chosen
-    assert best_setting(OWN, [OWN, replace(shares[0], r=2.3)], 1000) is OWN
-    recomputing = replace(OWN, activation_checkpointing=1.0, memory_bytes=30)
-    assert best_setting(recomputing, [recomputing, OWN], 1000) is OWN
-    assert best_setting(recomputing, [recomputing, OWN], 40) is recomputing
-    assert command_to_paste([], OWN, shares[0]).endswith("--data.max_tokens=8000 --model.activation_checkpointing=0.5")
-    assert command_to_paste([], recomputing, OWN).endswith("fit --model.activation_checkpointing=0")
-
-
 def test_the_command_repeats_what_was_typed() -> None:
     typed = ["--config", "my sft.yaml", "--data.max_tokens=1000"]
     command = command_to_paste(typed, OWN, MORE)
@@ -66,7 +52,7 @@ def test_the_keys_of_report_are_left_out(own_key: list[str]) -> None:
 
 
 def test_what_would_change_the_steps_is_a_hint_with_its_price() -> None:
-    grouped, larger = hints(OWN, [OWN, LARGER, GROUPED, MORE], Splitting())
+    grouped, larger = hints(OWN, [OWN, LARGER, GROUPED, MORE])
     assert grouped.startswith(
         "--data.group_by_prefix=true: r = 8 in place of 2, an epoch in about 30 s in place of 1 min"
     )
@@ -76,24 +62,24 @@ def test_what_would_change_the_steps_is_a_hint_with_its_price() -> None:
 
 @pytest.mark.parametrize("others", [[], [replace(LARGER, r=2.1), replace(GROUPED, r=2.1)], [MORE, LESS]])
 def test_no_hint_where_there_is_little_to_gain(others: list[Setting]) -> None:
-    assert not list(hints(OWN, [OWN, *others], Splitting()))
+    assert not list(hints(OWN, [OWN, *others]))
 
 
 def test_the_smallest_batch_that_brings_most_of_it() -> None:
     sizes = [replace(LARGER, batch_size=size, r=r) for size, r in ((64, 3.0), (128, 5.6), (256, 6.0))]
-    (hint,) = hints(OWN, [OWN, *sizes], Splitting())
+    (hint,) = hints(OWN, [OWN, *sizes])
     assert hint.startswith("--data.batch_size=128")
 
 
 def test_hints_without_predictions() -> None:
     unknown = [replace(each, seconds_per_epoch=None) for each in (OWN, GROUPED)]
-    (hint,) = hints(unknown[0], unknown, Splitting())
+    (hint,) = hints(unknown[0], unknown)
     assert "r = 8 in place of 2." in hint
 
 
 def test_that_nothing_is_gained_is_said() -> None:
-    assert next(hints(replace(OWN, speedup=0.8), [], Splitting())).startswith(
+    assert next(hints(replace(OWN, speedup=0.8), [])).startswith(
         "as they are, these rows gain nothing: a step takes 1.25 of the ordinary time. --dedup=false"
     )
-    assert not list(hints(OWN, [], Splitting()))
-    assert not list(hints(replace(OWN, speedup=None), [], Splitting()))
+    assert not list(hints(OWN, []))
+    assert not list(hints(replace(OWN, speedup=None), []))

@@ -34,7 +34,6 @@ def test_the_command(
     text = " ".join(capsys.readouterr().out.split())
     assert "rows 20, 20 samples" in text, text
     assert "A training step is predicted to run at" in text and "on 1 of 1 layers" in text
-    assert re.search(r"8 1 [\d.]+ \d+ - \S+ [MG]iB 8 2 [\d.]+ \d+ \d+ MiB \S+ [MG]iB", text), text
     assert "python -m radixtrain fit --output_dir=" in text and "--data.batch_size=4" in text
     page = tmp_path / "out" / "report.html"
     assert str(page) in text and "<html" in page.read_text(encoding="utf-8")[:200]
@@ -134,17 +133,12 @@ def test_chats_are_compared_with_whole_chats_too(
     found = re.search(r"r = ([\d.]+) against whole chats, as TRL trains them, ([\d.]+) against the same rows", text)
     assert found and list(map(float, found.groups())) == pytest.approx([of_chats, of_rows], rel=0.006)
     assert (f"{num_changed} of {len(turns)} turns" if num_changed else "No turn has other tokens") in text
-    assert ("--data.split_turns=false" in text) == keeps
     of_fit = SFTData(str(file), **data, model_name_or_path=str(shop / "model"))
     of_fit.setup("fit")
     assert f"about {of_chats:.1f} tokens" in dict(sharing_entries(of_fit))["r"]
     assert f"whole chats, as TRL trains them, {of_rows:.1f} against" in dict(sharing_entries(of_fit))["r"]
-    of_one = re.findall(r"(?<=[ -])(\d) (\d) ([\d.]+) [\d,]+ \S+", text.partition("several devices")[2])
-    assert {(devices, size) for devices, size, _ in of_one} >= {("2", "1"), ("2", "2")}
-    assert all(float(r) <= 1.006 * of_chats for _, _, r in of_one)
     page = (tmp_path / "out" / "report.html").read_text("utf-8")
-    in_page = re.findall(r"<td>(\d)</td>\s*<td>(\d)</td>\s*<td>([\d.]+)</td>", page.partition('id="h-devices"')[2])
-    assert in_page == of_one and f"r = {ratio(of_chats)} against whole chats" in page
+    assert f"r = {ratio(of_chats)} against whole chats" in page
     assert main(arguments("inspect", **flags, data__train_file=file)) == 0
     shown = dict(re.findall(r"^(r\b.*?)  +([\d.]+) ", capsys.readouterr().out, re.MULTILINE))
     assert shown == {"r": f"{of_chats:.2f}", "r, same rows": f"{of_rows:.2f}"}
