@@ -1,8 +1,8 @@
-"""Compare radixtrain's rendering of chat templates with transformers: token ids and loss masks of 200 generated chats.
+"""Compare radixtrain's rendering of chat templates with transformers: token ids and labels of 200 generated chats.
 
     python recipes/templates.py          # writes tests/golden/templates.json and recipes/templates.md
 
-Chats are compared whole and turn by turn. The templates are TRL's, with a small tokenizer, and those of the tokenizers
+Chats are compared turn by turn. The templates are TRL's, with a small tokenizer, and those of the tokenizers
 in runs/real, if there are any. Every part of a chat begins and ends with a unique word, and these words show which
 parts a text contains. The page says what is compared.
 """
@@ -14,9 +14,8 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from datetime import datetime
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,7 +38,6 @@ NUM_CHATS, NUM_FIRST = 200, 10
 DAY = datetime(2026, 11, 27)
 SAME_IDS, SAME_TEXT, APART = "same ids", "same text, other ids", "same prompt and same answer, apart"
 WORST_LAST = (SAME_IDS, SAME_TEXT, APART)
-AS_MARKED = "as TRL's"
 MARKER = re.compile(r"<[|｜][^<>'\"{}\s]+[|｜]>|</?(?:think|tool_call|tool_response|start_of_turn|end_of_turn|s)>")
 WORD = re.compile(r"kw\d+x")
 FILLINGS = [
@@ -156,13 +154,13 @@ class Reference:
     def turns(self) -> list[int]:
         return [n for n, message in enumerate(self.messages) if message["role"] == "assistant"]
 
-    def cause(self, whole: bool) -> str:
+    def cause(self) -> str:
         """Why the chat cannot be trained, as far as the template's own renderings tell; empty if they do not."""
         try:
             text = self.text(self.messages)
             if any(each["function"]["name"] not in text for each in self.tools or ()):
                 return "a tool is left out"
-            return self.cause_of_chat(text) if whole else next(filter(None, map(self.cause_of_turn, self.turns())), "")
+            return next(filter(None, map(self.cause_of_turn, self.turns())), "")
         except Exception:  # a template is a program and may raise anything
             return "the template fails"
 
@@ -172,22 +170,6 @@ class Reference:
         if not {*words_of(self.messages[turn])} <= {*WORD.findall(full)}:
             return "words are left out"
         return "" if full.startswith(before) else "the prompt is not how the chat begins"
-
-    def cause_of_chat(self, text: str) -> str:
-        places = {found[0]: found.span() for found in WORD.finditer(text)}
-        last = len(self.messages) - 1
-        speakers = {word: n for n, each in enumerate(self.messages) for word in words_of(each)}
-        if not {word for n, each in enumerate(self.messages) for word in words_of(each, n == last)} <= {*places}:
-            return "words are left out"
-        order = [speakers[word] for word in places]
-        if order != sorted(order):
-            return "a turn is in pieces"
-        for turn in self.turns():
-            prompt = self.text(self.messages[:turn], add_generation_prompt=True)
-            word = [*WORD.finditer(prompt)][-1]
-            if not text.startswith(prompt[word.end() :], places[word[0]][1]):
-                return "a turn does not begin with its prompt"
-        return ""
 
     def of_turn(self, turn: int, sample: Any) -> str:
         """How a sample of one turn compares: with the prompt, strictly; and with the chat up to the turn's end."""
@@ -207,59 +189,6 @@ class Reference:
         # gpt-oss: the prompt has a thought that the template drops once the answer is there.
         return APART if text.rstrip().endswith(answer.rstrip()) else "wrong: other text"
 
-    def of_chat(self, sample: Any) -> str:
-        """How a sample of a whole chat compares: with the ids and the text, and its loss with the words."""
-        ids, is_learned = sample.input_ids.tolist(), sample.labels != -100
-        if sample.labels[is_learned].tolist() != sample.input_ids[is_learned].tolist():
-            return "wrong: other labels"
-        found, last = WORD.findall(self.tokenizer.decode(sample.labels[is_learned])), len(self.messages) - 1
-        least = {word for turn in self.turns() for word in words_of(self.messages[turn], turn == last)}
-        most = {word for turn in self.turns() for word in words_of(self.messages[turn])}
-        if not least <= {*found} <= most:
-            return "wrong: loss on other words"
-        if ids == self.ids(self.messages)["input_ids"]:
-            return SAME_IDS
-        return SAME_TEXT if self.tokenizer.decode(ids) == self.text(self.messages) else "wrong: other text"
-
-    def masks(self, sample: Any, marked: str) -> set[str]:
-        """How the loss of a whole chat compares with the generation markers of TRL's variant, by character."""
-        try:
-            theirs = self.ids(self.messages, chat_template=marked, return_assistant_tokens_mask=True)
-        except Exception:  # a template is a program and may raise anything
-            return {"not compared: the training variant fails"}
-        ours = self.by_character(sample.input_ids.tolist(), (sample.labels != -100).tolist())
-        others = self.by_character(theirs["input_ids"], map(bool, theirs["assistant_masks"]))
-        if ours is None or others is None or ours[0] != others[0]:
-            return {"not compared: the training variant writes another text"}
-        pairs = [*zip(ours[0], ours[1], others[1], strict=True)]
-        runs = [(key, "".join(pair[0] for pair in run)) for key, run in groupby(pairs, key=lambda pair: pair[1:])]
-        return {self.difference(text, mine) for (mine, other), text in runs if mine != other} or {AS_MARKED}
-
-    def by_character(self, ids: list[int], mask: Iterable[bool]) -> tuple[str, list[bool]] | None:
-        """The text, and whether each character is learned; None where a border is none between characters."""
-        runs = [(key, [pair[0] for pair in run]) for key, run in groupby(zip(ids, mask, strict=True), lambda p: p[1])]
-        texts = [(key, self.tokenizer.decode(run)) for key, run in runs]
-        text = "".join(each for _, each in texts)
-        return (text, [key for key, each in texts for _ in each]) if text == self.tokenizer.decode(ids) else None
-
-    def difference(self, text: str, is_ours: bool) -> str:
-        """What kind of text only one of both trains."""
-        prompts = [self.text(self.messages[:turn], add_generation_prompt=True) for turn in self.turns()]
-        if is_ours:
-            fulls = [self.text(self.messages[: turn + 1]) for turn in self.turns()]
-            answers = [
-                full[len(prompt) :] for full, prompt in zip(fulls, prompts, strict=True) if full.startswith(prompt)
-            ]
-            return (
-                "ours trains what the prompt does not hold"
-                if any(text in each for each in answers)
-                else "ours trains more"
-            )
-        if not text.strip():
-            return "TRL's trains blanks after the end of a turn"
-        given = any(text in prompt[[*WORD.finditer(prompt)][-1].end() :] for prompt in prompts)
-        return "TRL's trains what the prompt holds" if given else "TRL's trains more"
-
 
 def forms(messages: list[Message]) -> Iterator[list[Message]]:
     """The same chat as templates may want it: a developer's turn as the system's, arguments as text."""
@@ -275,53 +204,36 @@ def with_text(message: Message) -> Message:
     return message | {"tool_calls": [{"type": "function", "function": each} for each in functions]}
 
 
-def words_of(message: Message, thinking: bool = True) -> list[str]:
+def words_of(message: Message) -> list[str]:
     """The words of a message in the order in which templates write them."""
     calls = [str(call["function"]["arguments"]) for call in message.get("tool_calls", ())]
-    thought = message.get("reasoning_content", "") if thinking else ""
-    return WORD.findall(" ".join([thought, message["content"], *calls]))
+    return WORD.findall(" ".join([message.get("reasoning_content", ""), message["content"], *calls]))
 
 
 def outcome(encoder: ChatEncoder, row: dict[str, Any]) -> tuple[str, list[Any]]:
     """How the row compares, or why it is refused; and its samples."""
-    whole = not encoder.split_turns
     reference = Reference(encoder.tokenizer, row)
     try:
         samples = encoder.encode(Row(row, "chats.jsonl:1"))
     except DataError as error:
         reason = re.sub(r"'[^']*'|\"[^\"]*\"|\([^)]*\)|\d+", "_", str(error).partition(": ")[2].partition(";")[0])[:80]
-        return f"refused: {reference.cause(whole) or f'none found, {reason}'}", []
-    if whole:
-        return reference.of_chat(samples[0]), samples
+        return f"refused: {reference.cause() or f'none found, {reason}'}", []
     found = [reference.of_turn(turn, each) for turn, each in zip(reference.turns(), samples, strict=True)]
     return max(found, key=lambda each: (each not in WORST_LAST, each in WORST_LAST and WORST_LAST.index(each))), samples
 
 
 def measured(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Counts of the outcomes of one template, and digests of all ids and masks, of these rows and of the first ones."""
-    tokenizer = templates()[name]()
-    training = FOLDER / f"{name.partition(' ')[2].replace('-', '')}_training.jinja"
-    marked = training.read_text("utf-8") if training.exists() else None
-    return {"turns": measured_way(tokenizer, rows, False, None), "whole": measured_way(tokenizer, rows, True, marked)}
-
-
-def measured_way(tokenizer: Any, rows: list[dict[str, Any]], whole: bool, marked: str | None) -> dict[str, Any]:
-    counts, masks, though, digest, first = Counter[str](), Counter[str](), Counter[str](), hashlib.sha256(), ""
-    encoder = ChatEncoder(tokenizer, split_turns=not whole, template_date=f"{DAY:%Y-%m-%d}")
+    """Counts of the outcomes of one template, and digests of all ids and labels, also of the first rows only."""
+    counts, digest, first = Counter[str](), hashlib.sha256(), ""
+    encoder = ChatEncoder(templates()[name](), template_date=f"{DAY:%Y-%m-%d}")
     for number, row in enumerate(rows, start=1):
         what, samples = outcome(encoder, row)
         counts[what] += 1
-        if marked is not None and samples:
-            masks.update(Reference(tokenizer, row).masks(samples[0], marked))
-        if samples and (cause := Reference(tokenizer, row).cause(whole)):
-            though[cause] += 1
         digest.update(what.partition(":")[0].encode())
         for sample in samples:
             digest.update(sample.input_ids.tobytes() + sample.labels.tobytes())
         first = digest.hexdigest()[:16] if number == NUM_FIRST else first
-    found = {"outcomes": dict(sorted(counts.items())), "first": first, "all": digest.hexdigest()[:16]}
-    more = {"masks": dict(sorted(masks.items())), "trained though": dict(sorted(though.items()))}
-    return found | {name: counted for name, counted in more.items() if counted}
+    return {"outcomes": dict(sorted(counts.items())), "first": first, "all": digest.hexdigest()[:16]}
 
 
 def frozen() -> Any:
@@ -334,90 +246,42 @@ INTRO = f"""# Chat templates
 
 The table compares the same {NUM_CHATS} generated chats for each template of TRL {trl.__version__} and of five real
 tokenizers. `python recipes/templates.py` wrote this page; `tests/recipes/test_templates.py` checks the counts, and
-digests of all ids and labels. Each chat counts once for each way.
+digests of all ids and labels.
 
-**Each turn** (`split_turns: true`). *Same ids*: each sample begins with exactly the ids of `apply_chat_template` for
-the messages before the turn, with `add_generation_prompt=True`; everything after is trained and contains every word of
-the turn; and the sample equals the chat rendered up to this turn, id by id, except for white space at its end.
-*Other*: {SAME_TEXT}; or {APART}, since gpt-oss's template drops thinking from the history once the answer follows.
-
-**Whole** (`split_turns: false`). *Same ids*: the ids equal those of `apply_chat_template` for the chat, and the loss
-covers all words of the assistant, possibly without the thinking of turns before the last. *Mask* applies if TRL has a
-training variant that differs from the template: *same* if both train the same characters; *differs* gives the number of
-chats and how they differ, by the letters below; *not compared* if the variant writes a different text.
+*Same ids*: each turn's sample begins with exactly the ids of `apply_chat_template` for the messages before the turn,
+with `add_generation_prompt=True`; everything after is trained and contains every word of the turn; and the sample
+equals the chat rendered up to this turn, id by id, except for white space at its end. *Other*: {SAME_TEXT}; or
+{APART}, since gpt-oss's template drops thinking from the history once the answer follows.
 """
-MASKS = {
-    "TRL's trains what the prompt holds": (
-        "a",
-        "TRL's variant also trains a part of the generation prompt: `<think>\\n` (Nemotron, Qwen3.5, 3.6, 3.8), the "
-        "empty block of thinking (Qwen3.5 without thinking), `<｜Assistant｜>` (DeepSeek), `<|start|>assistant` "
-        "(gpt-oss, Muse). At inference the prompt holds it, and the model does not write it.",
-    ),
-    "TRL's trains blanks after the end of a turn": (
-        "b",
-        "TRL's variant also trains the line end that follows the end-of-turn token, where generation has stopped.",
-    ),
-    "ours trains what the prompt does not hold": (
-        "c",
-        "We also train `<|turn>model\\n` after a tool's result, and `<|tool_response>` after a call (DiffusionGemma). "
-        "This template's generation prompt is empty after a tool's result, and yet it writes `<|turn>model\\n` before "
-        "the answer: at inference only the model can write it. A chat that ends with a call ends with "
-        "`<|tool_response>`, in no prompt: so the model writes it, and without loss there it would not learn where a "
-        "call ends.",
-    ),
-    "TRL's trains more": ("d", "TRL's variant trains something else, too."),
-    "ours trains more": ("e", "We train something else, too."),
-}
-HEAD = (
-    "| template | each turn: same ids | other | refused | whole: same ids | other | refused "
-    "| mask: same | differs | not compared |"
-)
+HEAD = "| template | same ids | other | refused |\n|---|---|---|---|"
+WHY = """
+## Not of the same ids, and why
+
+It is told from what transformers renders, not from our error.
+
+| template | chats |
+|---|---|"""
 PROMPT = """
 Nemotron's prompt ends with `<think>\\n`, and its turns without thinking begin with `<think></think>`. With
 `data.chat_template_kwargs: {enable_thinking: false}` the prompt ends with `<think></think>`, and the chats in which no
-turn thinks are trained, each turn and whole. Turn by turn, chats with turns of both kinds are refused either way. For
-the chats that think, Qwen3.5's template without thinking needs `{enable_thinking: true}`."""
-THOUGH = """
-## Trained whole, though
-
-These chats are as `apply_chat_template` writes them, but one of their turns follows something else than the prompt at
-inference, or is in pieces: to train each turn after its own prompt, or to have the chat refused if it has none, set
-`split_turns: true`.
-"""
+turn thinks are trained. Chats with turns of both kinds are refused either way. For the chats that think, Qwen3.5's
+template without thinking needs `{enable_thinking: true}`."""
 
 
 def lines(table: dict[str, Any]) -> Iterator[str]:
-    yield INTRO
-    yield f"{HEAD}\n|---|---|---|---|---|---|---|---|---|---|"
-    for name, ways in table.items():
-        cells = [str(cell) for way in ways.values() for cell in counts_of(way["outcomes"])]
-        yield f"| {name} | {' | '.join([*cells, *cells_of_masks(ways['whole'].get('masks'))])} |"
-    yield "\n## Masks that differ\n"
-    found = {kind for ways in table.values() for kind in ways["whole"].get("masks", ())}
-    yield from (f"- {letter}: {why}" for kind, (letter, why) in MASKS.items() if kind in found)
-    yield "\n## Not of the same ids, and why\n\nIt is told from what transformers renders, not from our error.\n"
-    yield "| template | each turn | whole |\n|---|---|---|"
-    for name, ways in table.items():
-        shown = [", ".join(reasons(way["outcomes"])) for way in ways.values()]
-        if any(shown):
-            yield f"| {name} | {' | '.join(shown)} |"
+    yield from (INTRO, HEAD)
+    for name, found in table.items():
+        yield f"| {name} | {' | '.join(map(str, counts_of(found['outcomes'])))} |"
+    yield WHY
+    for name, found in table.items():
+        if shown := ", ".join(reasons(found["outcomes"])):
+            yield f"| {name} | {shown} |"
     yield PROMPT
-    yield THOUGH
-    for name, ways in table.items():
-        yield from (f"- {name}: {number} {why}" for why, number in ways["whole"].get("trained though", {}).items())
 
 
 def counts_of(outcomes: dict[str, int]) -> tuple[int, int, int]:
     refused = sum(number for what, number in outcomes.items() if what.startswith("refused"))
     return outcomes.get(SAME_IDS, 0), sum(outcomes.values()) - refused - outcomes.get(SAME_IDS, 0), refused
-
-
-def cells_of_masks(masks: dict[str, int] | None) -> tuple[str, str, str]:
-    if masks is None:
-        return "", "", ""
-    differ = [f"{masks[kind]} {letter}" for kind, (letter, _) in MASKS.items() if kind in masks]
-    unknown = sum(number for kind, number in masks.items() if kind.startswith("not compared"))
-    return str(masks.get(AS_MARKED, 0)), ", ".join(differ), str(unknown or "")
 
 
 def reasons(outcomes: dict[str, int]) -> list[str]:
@@ -430,7 +294,7 @@ def main() -> None:
     with frozen():
         for name in sys.argv[1:] or templates():
             table[name] = measured(name, rows)
-            print(name, *({**way, "first": "", "all": ""} for way in table[name].values()), flush=True)
+            print(name, table[name]["outcomes"], flush=True)
     print(f"{len(rows)} rows x {len(table)} templates, {time.process_time() - start:.0f} CPU s")
     if not sys.argv[1:]:
         made = {"trl": trl.__version__, "transformers": transformers.__version__, "templates": table}

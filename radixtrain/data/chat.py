@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.data.formats import Row, UnreadRow
-from radixtrain.data.rendering.conversation import Conversation, text_of
-from radixtrain.data.rendering.spans import sample_of_chat
+from radixtrain.data.rendering.conversation import FIX_MARKERS, Conversation, text_of
 from radixtrain.data.rendering.template import (
     renders_developer,
     template_variables,
@@ -57,7 +56,7 @@ class ChatEncoder:
     completion_only_loss: loss only on the completion, in rows that have one.
     split_turns: one sample per assistant turn, rendered as the model sees it at inference and ending with the token at
         which it stops generating. Otherwise one sample per chat, with loss on what the template's generation markers
-        enclose, or if it has none, on the turns where they are found (`radixtrain/data/rendering/spans.py`).
+        enclose.
     excess_length_strategy: how to treat samples longer than `max_length`; truncate keeps their start.
     chat_template_kwargs: variables for the chat template, for instance `enable_thinking: false`. Those of a row win.
     on_unrendered: how to treat a trained turn whose thinking the template leaves out; drop trains the turn without it.
@@ -104,7 +103,7 @@ class ChatEncoder:
 
         Raises DataError if a row cannot be used: its keys or roles are unknown, the template drops or changes a part of
         it, a token is outside the vocabulary, it is longer than `max_length`, or no token of it bears loss. Raises
-        UserError if the chat template is missing or invalid.
+        UserError if the chat template is missing or invalid, or has no generation markers and `split_turns` is false.
         """
         report = EncodeReport() if report is None else report
         remaining = iter(rows)
@@ -246,13 +245,7 @@ class ChatEncoder:
             return [draft_whole(chat)]
         if self.split_turns:
             return [draft_turn(chat, turn, turn + 1) for turn in trained_turns(chat)]
-        return [self._whole_chat(chat, trained_turns(chat))]
-
-    def _whole_chat(self, chat: Conversation, turns: list[int]) -> TokenRow:
-        if not chat.has_markers or turns != chat.assistant_turns():
-            return sample_of_chat(chat, turns, self.tokenize)
-        input_ids, mask = chat.tokens_and_mask()
-        return sample_from_tokens({"input_ids": input_ids, "assistant_masks": mask}, chat.where)
+        return [marked_chat(chat)]
 
     def _draft_completion(self, fields: dict[str, Any], where: str) -> list[Draft]:
         prompt, completion = fields["prompt"], fields["completion"]
@@ -352,6 +345,16 @@ def draft_whole(chat: Conversation) -> Draft:
     return Draft("", text, chat.where, "chat")
 
 
+def marked_chat(chat: Conversation) -> TokenRow:
+    """Make the chat one sample, with loss on what the template's generation markers enclose."""
+    if not chat.has_markers:
+        raise UserError(f"split_turns: false: the chat template has no generation markers; {FIX_MARKERS}")
+    trained_turns(chat)  # refuses a chat without any
+    refuse_weights(chat)
+    input_ids, mask = chat.tokens_and_mask()
+    return sample_from_tokens({"input_ids": input_ids, "assistant_masks": mask}, chat.where)
+
+
 def trained_turns(chat: Conversation, first: int = 0) -> list[int]:
     """Return the assistant's turns that bear loss, from message `first` on."""
     turns = [turn for turn in chat.assistant_turns() if turn >= first]
@@ -365,8 +368,8 @@ def trained_turns(chat: Conversation, first: int = 0) -> list[int]:
 
 
 def refuse_weights(chat: Conversation, first: int = 0) -> None:
-    """Raise DataError if a message from `first` on has weight 0: every token bears loss here."""
+    """Raise DataError if a message from `first` on has weight 0: here it would bear loss."""
     for number, message in enumerate(chat.messages[first:], start=first + 1):
         if message.get("weight") == 0:
-            reason = f"turn {number} has weight: 0, but here every token bears loss"
+            reason = f"turn {number} has weight: 0, but here it would bear loss"
             raise DataError(chat.where, f"{reason}; set assistant_only_loss: true and split_turns: true")

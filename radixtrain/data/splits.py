@@ -106,9 +106,9 @@ def load_split(
     sources = as_sources(files, settings.columns, key)
     if key == KEY and not unlabelled:
         rows = [*islice(chain.from_iterable(open_rows(source) for source in sources), ROWS_LOOKED_AT)]
-        warn_of_rewritten_history(encoder, rows)
+        warn_of_likely_mistakes(encoder, rows)  # first: it renders the rows, so settings that cannot work raise here
         warn_of_endless_turns(encoder, rows, _stops(settings.model_name_or_path, encoder))
-        warn_of_likely_mistakes(encoder, rows)
+        warn_of_rewritten_history(encoder, rows)
     for source in sources:
         found = tokenized(source, encoder_for(source, encoder), options)
         report.add(found.report)

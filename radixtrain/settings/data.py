@@ -36,7 +36,8 @@ class DataSettings(Section):
         turn without it.
     assistant_only_loss: loss on the assistant's turns only; otherwise on every token of a chat.
     completion_only_loss: loss on the completion only, in rows that have one.
-    split_turns: a sample for each assistant turn, rendered as the model will see it at inference.
+    split_turns: a sample for each assistant turn, rendered as the model will see it at inference; false, a sample for
+        each chat, needs a template with generation markers.
     train_on: distinct_turns trains a turn once that several rows repeat after the same messages, as a log of an agent's
         requests does; every_turn trains it in each of them, last_turn only the last of a row.
     system_prompt: a system turn for conversations that begin without one: a text, or a file that holds it. A row's own

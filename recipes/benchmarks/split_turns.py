@@ -43,7 +43,7 @@ def main(argv: list[str]) -> None:
     for questions in options.questions:
         whole = 0
         for name in ("whole", "split"):
-            encoder = ChatEncoder(tokenizer, split_turns=name == "split")
+            encoder = ChatEncoder(tokenizer, assistant_only_loss=name == "split")  # if false, a whole chat is a sample
             sequences = [sample.input_ids for samples in encoder.encode_all(rows[questions]) for sample in samples]
             (computed,) = share_by_unique_tokens(sequences, 1, None).costs
             num_tokens, whole = sum(map(len, sequences)), whole or computed

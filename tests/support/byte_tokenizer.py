@@ -11,6 +11,16 @@ CHATML = """\
 {%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+# The same text, with generation markers.
+MARKED = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}{{- message.content + '<|im_end|>' }}{% endgeneration %}
+    {%- else %}{{- message.content + '<|im_end|>' }}{% endif %}
+    {{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
 
 
 def byte_tokenizer(

@@ -22,7 +22,7 @@ MAX_CHARACTERS = 1 << 28  # of a rendered chat; one of a million tokens has 4 mi
 LIKELY_WITHIN = 1 << 14  # characters of one message that a template adds
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\b")
 FIX = "set chat_template_path to a template"
-FIX_MARKERS = f"{FIX} with generation markers"
+FIX_MARKERS = f"set split_turns: true, or {FIX} with generation markers"
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Conversation:
         """
         if start == 0:
             reason = "turn 1 is the assistant's, with no prompt before it"
-            raise DataError(self.where, f"{reason}; begin with another turn or set split_turns: false")
+            raise DataError(self.where, f"{reason}; begin with another turn")
         answers = self.messages[start]["role"] == "assistant"
         prompt = self.render(self.messages[:start], add_generation_prompt=answers)
         full = self._checked(self.messages[:end], self.render(self.messages[:end]))
@@ -131,8 +131,7 @@ class Conversation:
         self.text()
         encoding = self._apply(self.messages, return_dict=True, return_assistant_tokens_mask=True)
         if not any(encoding["assistant_masks"]):
-            fix = f"set split_turns: true, or {FIX_MARKERS}"
-            raise DataError(self.where, f"the chat template's generation markers mark no token; {fix}")
+            raise DataError(self.where, f"the chat template's generation markers mark no token; {FIX_MARKERS}")
         ids, mask = encoding["input_ids"], encoding["assistant_masks"]
         marked: Any = self.tokenizer.decode(
             [token for token, is_marked in zip(ids, mask, strict=True) if is_marked], clean_up_tokenization_spaces=False

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from byte_tokenizer import BOS, END, START, TWO_NEWLINES, byte_tokenizer
+from byte_tokenizer import BOS, END, MARKED, START, TWO_NEWLINES, byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
@@ -26,15 +26,6 @@ THINKING = """\
     {{- '<|im_start|>' + message.role + '\\n' }}
     {%- if message.role == 'assistant' and loop.last %}{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}
     {{- message.content + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
-MARKED = """\
-{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\\n' }}
-    {%- if message.role == 'assistant' %}
-        {%- generation %}{{- message.content + '<|im_end|>' }}{% endgeneration %}
-    {%- else %}{{- message.content + '<|im_end|>' }}{% endif %}
-    {{- '\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
 
@@ -178,8 +169,7 @@ def test_where_a_turn_ends(ending: str, target: Any) -> None:
     assert lists(samples) == [after(b"uhia", target)]
 
 
-@pytest.mark.parametrize("split_turns", [True, False])
-def test_a_target_gets_no_space_where_a_text_begins(split_turns: bool) -> None:
+def test_a_target_gets_no_space_where_a_text_begins() -> None:
     """SentencePiece tokenizers (Llama 2, Mistral) put a space before a text's first word, which a target is not."""
     vocab = {piece: i for i, piece in enumerate(["<unk>", "</s>", "▁", "a", "b", ":", "[", "]"])}
     backend = Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
@@ -189,17 +179,11 @@ def test_a_target_gets_no_space_where_a_text_begins(split_turns: bool) -> None:
         "{% for m in messages %}{{ '[' + m.content + ']' if m.role == 'user' else m.content + '</s>' }}{% endfor %}"
     )
     tokens = {"eos_token": "</s>", "unk_token": "<unk>"}
-    encoder = ChatEncoder(
-        PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **tokens), split_turns=split_turns
-    )
+    encoder = ChatEncoder(PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **tokens))
     assert lists(encoder.encode(row(prompt="a:", completion="b"))) == [after([2, 3, 5], [4, 1])]
     prompt, answer = [6, 3, 7], [4, 1]
-    first, second = after([2, *prompt], answer), after(prompt, answer)
-    whole = ([*first[0], *second[0]], [*first[1], *second[1]])
-    split = [first, after([2, *prompt, *answer, *prompt], answer)]
-    assert lists(encoder.encode(chat(user("a"), assistant("b"), user("a"), assistant("b")))) == (
-        split if split_turns else [whole]
-    )
+    split = [after([2, *prompt], answer), after([2, *prompt, *answer, *prompt], answer)]
+    assert lists(encoder.encode(chat(user("a"), assistant("b"), user("a"), assistant("b")))) == split
 
 
 UNSURE = (user("hi"), assistant("yo", weight=0), user("q"), assistant("a", weight=1))
@@ -209,17 +193,13 @@ def test_a_turn_with_weight_0_is_history(tokenizer: Any) -> None:
     assert lists(ChatEncoder(tokenizer).encode(chat(*UNSURE))) == [after(TURN_2, ANSWER_2)]
 
 
-@pytest.mark.parametrize("template", [MARKED, THINKING], ids=["markers, which mark all turns", "no markers"])
-def test_a_turn_with_weight_0_in_a_whole_chat(template: str) -> None:
-    [(_, target)] = texts(ChatEncoder(byte_tokenizer(template), split_turns=False), chat(*UNSURE))
-    assert target.removeprefix("<think>\n\n</think>\n\n") == "a<|im_end|>"
-
-
-def test_weight_0_where_every_token_bears_loss_is_refused(tokenizer: Any) -> None:
-    of_two = row(prompt=[*UNSURE[:3]], completion=[UNSURE[3]])
-    for option, given_row in {"assistant_only_loss": chat(*UNSURE), "completion_only_loss": of_two}.items():
-        assert error_of(ChatEncoder(tokenizer, **{option: False}), given_row) == (
-            "a.jsonl:1: turn 2 has weight: 0, but here every token bears loss; "
+def test_weight_0_is_refused_if_the_turn_would_bear_loss() -> None:
+    """On every token of a chat, or on every turn that the template marks."""
+    of_two, of_chat = row(prompt=[*UNSURE[:3]], completion=[UNSURE[3]]), chat(*UNSURE)
+    options = {"assistant_only_loss": of_chat, "completion_only_loss": of_two, "split_turns": of_chat}
+    for option, given_row in options.items():
+        assert error_of(ChatEncoder(byte_tokenizer(MARKED), **{option: False}), given_row) == (
+            "a.jsonl:1: turn 2 has weight: 0, but here it would bear loss; "
             "set assistant_only_loss: true and split_turns: true"
         )
 
@@ -342,6 +322,18 @@ def test_what_a_template_may_not_do(template: str | None, given_chat: Row, messa
     assert error_of(ChatEncoder(byte_tokenizer(template)), given_chat).startswith(message)
 
 
+def test_whole_chats_need_markers(tokenizer: Any) -> None:
+    """One error for the whole file, also if bad rows are skipped; rows that are no chats need none."""
+    encoder = ChatEncoder(tokenizer, split_turns=False)
+    with pytest.raises(UserError) as raised:
+        encoder.encode_all([chat(*ONE_TURN), chat(*TWO_TURNS)], on_error=lambda error: None)
+    assert str(raised.value) == (
+        "split_turns: false: the chat template has no generation markers; "
+        "set split_turns: true, or set chat_template_path to a template with generation markers"
+    )
+    assert lists(encoder.encode(row(text="ab"))) == lists(ChatEncoder(tokenizer).encode(row(text="ab")))
+
+
 def test_markers_have_to_mark() -> None:
     encoder = ChatEncoder(byte_tokenizer(MARKED.replace("== 'assistant'", "== 'model'")), split_turns=False)
     assert error_of(encoder, chat(*ONE_TURN)) == (
@@ -423,12 +415,6 @@ class TestQwen3:
         for each, role in ((trl_template("qwen3.jinja"), "system"), (tokenizer, "developer")):
             [(prompt, _)] = texts(ChatEncoder(each), given_chat)
             assert prompt.startswith(f"<|im_start|>{role}\nbe brief<|im_end|>")
-
-    def test_whole_chats_need_no_markers(self, trl_template: Any) -> None:
-        encoder = ChatEncoder(trl_template("qwen3.jinja"), split_turns=False)
-        [sample] = encoder.encode(chat(*THOUGHTFUL))
-        assert encoder.tokenizer.decode(sample.input_ids) == f"{ASKED_TWICE}{NO_THOUGHT}a<|im_end|>\n"
-        assert texts(encoder, chat(*THOUGHTFUL))[0][1] == f"yo<|im_end|>{NO_THOUGHT}a<|im_end|>"
 
     def test_the_template_for_training_marks_whole_chats(self, trl_template: Any) -> None:
         [(_, target)] = texts(ChatEncoder(trl_template("qwen3_training.jinja"), split_turns=False), chat(*TWO_TURNS))

@@ -151,8 +151,6 @@ TURNS: list[tuple[dict[str, Any], str]] = [
     ({"role": "human", "content": "x"}, "user: x|"),
     ({"role": "user", "content": [{"type": "text", "text": "a"}, {"text": "b"}], "name": None}, "user: ab|"),
     ({"role": "assistant", "content": "x", "weight": 1}, "assistant: [x|]"),
-    ({"role": "assistant", "content": "x", "weight": 0}, "assistant: x|"),
-    ({"role": "assistant", "content": "", "weight": 0.0}, "assistant: |"),
     ({"role": "assistant", "content": "x", "trainable": True}, "assistant: [x|]"),
     ({"role": "assistant", "content": "", "reasoning_content": "r"}, "assistant: [(r)|]"),
     ({"role": "assistant", "content": "x", "tool_calls": []}, "assistant: [x|]"),
@@ -173,6 +171,13 @@ def test_what_a_turn_means(tokenizer: Any) -> None:
         [sample] = ChatEncoder(tokenizer, split_turns=False).encode(Row({"messages": [Q, message, A]}, "a.jsonl:1"))
         assert shown(tokenizer, sample) == f"user: q|{text}assistant: [a|]", message
         assert repr(message) == before, "rows may be read again"
+
+
+def test_a_turn_with_weight_0_is_rendered(tokenizer: Any) -> None:
+    for content, weight in (("x", 0), ("", 0.0)):
+        given = Row({"messages": [Q, assistant(content, weight=weight), A]}, "a.jsonl:1")
+        [sample] = ChatEncoder(tokenizer).encode(given)
+        assert shown(tokenizer, sample) == f"user: q|assistant: {content}|assistant: [a|]"
 
 
 EMPTY = "is empty: nothing is learned from it but to stop; leave the row out (data.on_bad_row: skip)"
@@ -257,7 +262,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": "[{'role': 'user'}]"}, f"messages: {PRINTED.format(3)}"),
     ({"messages": [Q]}, "expected at least one assistant turn to learn from; found the roles user"),
     ({"conversations": [{"from": "human", "value": "q"}]}, "expected at least one assistant turn to learn from; found"),
-    ({"messages": [A]}, "turn 1 is the assistant's, with no prompt before it; begin with another turn or set"),
+    ({"messages": [A]}, "turn 1 is the assistant's, with no prompt before it; begin with another turn"),
     ({"messages": [Q, assistant("a", weight=0)]}, "every assistant turn has weight: 0"),
     ({"messages": [user("\ud800"), A]}, HALF),
     # tokens

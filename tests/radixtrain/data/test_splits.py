@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from byte_tokenizer import byte_tokenizer
+from byte_tokenizer import MARKED, byte_tokenizer
 from forked_ranks import on_ranks
 
 from radixtrain.data import splits
@@ -24,7 +24,7 @@ from radixtrain.errors import EndedElsewhere, UserError
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    byte_tokenizer().save_pretrained(folder)
+    byte_tokenizer(MARKED).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 300}), encoding="utf-8")
     return folder
 

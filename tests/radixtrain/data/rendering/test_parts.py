@@ -16,7 +16,7 @@ from radixtrain.data.rendering.template import warn_of_endless_turns, warn_of_li
 from radixtrain.errors import DataError
 
 FOLDER = Path(trl.__file__).parent / "chat_templates"
-STOCK = sorted(path.stem for path in FOLDER.glob("*.jinja") if not path.stem.endswith("_training"))
+TEMPLATES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
 PARAMETERS = {"type": "object", "properties": {"thing": {"type": "string", "description": "What."}}}
 FUNCTION = {"name": "find_shelf", "description": "The shelf of a thing.", "parameters": PARAMETERS}
 TOOLS = [{"type": "function", "function": FUNCTION}]
@@ -91,10 +91,8 @@ def test_what_a_template_leaves_out_is_refused(template: str, row: dict[str, Any
     if reason is None:
         assert "Nails." in learned(template, row)[0]
         return
-    for split_turns in (True, False):
-        if split_turns or "chat_template_kwargs" not in reason:
-            with pytest.raises(DataError, match=reason):
-                learned(template, row, split_turns=split_turns)
+    with pytest.raises(DataError, match=reason):
+        learned(template, row)
 
 
 def test_what_stands_outside_of_the_markers_is_not_learned() -> None:
@@ -105,12 +103,12 @@ def test_what_stands_outside_of_the_markers_is_not_learned() -> None:
 
 
 def test_thinking_is_dropped_if_asked() -> None:
-    """Also in a whole chat, whose last thinking a template keeps."""
-    for template, split_turns in (("qwen2_5", True), ("deepseek_r1_distill", False)):
+    """Also in a whole chat."""
+    for template, split_turns in (("qwen2_5", True), ("qwen2_5_training", False)):
         with pytest.raises(DataError, match="leaves out the thinking"):
             learned(template, chat(THOUGHT, tools=None), split_turns=split_turns)
         [target] = learned(template, chat(THOUGHT, tools=None), split_turns=split_turns, on_unrendered="drop")
-        assert target.startswith("Four.")
+        assert target.strip() == "Four.<|im_end|>"
 
 
 def test_gpt_oss_agents_learn_every_turn_as_at_inference() -> None:
@@ -121,14 +119,14 @@ def test_gpt_oss_agents_learn_every_turn_as_at_inference() -> None:
 
 
 def test_arguments_are_objects_or_text_as_the_template_wants_them() -> None:
-    [whole] = learned("deepseekv3", chat(TWICE, SAID), split_turns=False)
+    [whole] = learned("deepseekv3_training", chat(TWICE, SAID), split_turns=False)
     assert '{"thing": "nails"}' in whole and '{"thing": "paint"}' in whole
 
 
-@pytest.mark.parametrize("template", STOCK)
+@pytest.mark.parametrize("template", TEMPLATES)
 def test_a_turn_that_only_calls_is_learned_or_refused(template: str) -> None:
-    """Whole and split, with no content and with null, the call as OpenAI writes it and without what is around it."""
-    for split_turns in (True, False):
+    """With no content and with null, the call as OpenAI writes it and without what is around it; whole if marked."""
+    for split_turns in (True, False) if template.endswith("_training") else (True,):
         found = set()
         for answer in (CALLED, {"content": None, **CALLED}, {"tool_calls": [call(thing="nails")["function"]]}):
             try:

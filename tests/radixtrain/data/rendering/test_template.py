@@ -102,8 +102,10 @@ def test_a_template_that_writes_without_end(monkeypatch: pytest.MonkeyPatch) -> 
 DROPPING = """\
 {%- for m in messages %}
     {{- '[' + m.role[0] + ']' }}
-    {%- if m.reasoning_content and loop.last %}{{- '(' + m.reasoning_content + ')' }}{% endif %}
-    {{- m.content + '<end>' }}
+    {%- if m.role == 'assistant' %}{% generation %}
+        {%- if m.reasoning_content and loop.last %}{{- '(' + m.reasoning_content + ')' }}{% endif %}
+        {{- m.content + '<end>' }}{% endgeneration %}
+    {%- else %}{{- m.content + '<end>' }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '[a]' }}{% endif %}"""
 KEEPING = DROPPING.replace(" and loop.last", "")
@@ -179,11 +181,13 @@ def test_fit_says_it_before_it_tokenises(
     split_turns: bool, shop: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Tokenised rows are kept, so the second start reads none but these few."""
-    file = tmp_path / "chats.jsonl"
+    file, template = tmp_path / "chats.jsonl", tmp_path / "dropping.jinja"
     file.write_text(json.dumps(TWO.fields) + "\n", encoding="utf-8")
+    template.write_text(DROPPING, encoding="utf-8")
+    settings = {"chat_template_path": str(template), "model_name_or_path": str(shop / "model")}
     for _ in range(2):
         caplog.clear()
-        data = SFTData(str(file), split_turns=split_turns, model_name_or_path=str(shop / "model"))
+        data = SFTData(str(file), split_turns=split_turns, **settings)
         with caplog.at_level(logging.WARNING, logger="radixtrain"):
             data.setup("fit")
         assert [len(samples) for samples in data.conversations["train"]] == [2 if split_turns else 1]

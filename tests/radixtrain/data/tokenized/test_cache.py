@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from byte_tokenizer import CHATML
+from byte_tokenizer import CHATML, MARKED
 from tiers import cases
 
 from radixtrain.data.chat import ChatEncoder
@@ -110,7 +110,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any] | Callable[..., dict[str
     ),
     "columns": ({}, {"columns": {"messages": "messages"}}),
     "max_length": ({}, {"max_length": 500}),
-    "split_turns": ({}, {"split_turns": False}),
+    "split_turns": ({"template": MARKED}, {"template": MARKED, "split_turns": False}),
     "assistant_only_loss": ({}, {"assistant_only_loss": False}),
     "the vocabulary": ({}, {"vocab_size": 300}),
     "on_bad_row": ({}, {"skip_bad_rows": True}),
