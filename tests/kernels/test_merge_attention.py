@@ -168,9 +168,9 @@ def test_one_merge_is_rounded_once(dtype: torch.dtype) -> None:
 
 @FULL
 @pytest.mark.skipif(shutil.which("g++") is None, reason="with g++ installed this runs")
-def test_compiled_as_on_cuda() -> None:
+def test_compiled_as_on_cuda(tmp_path: Path) -> None:
     """The same bits as the eager form; compiled for any number of rows, once more for one row and for all rows."""
-    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, str(Path(__file__).with_name("compiled_merges.py"))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -75,14 +75,6 @@ def test_the_whole_grid_in_a_csv_that_parses_back(tmp_path: Path, capsys: pytest
 
 
 @FULL
-def test_auto_is_measured_and_says_what_it_chose(tmp_path: Path) -> None:
-    assert main(command(attention="[auto, cascade, cascade]", csv=tmp_path / "a.csv")) == 0
-    auto, by_name = (row["attention"] for row in rows_of(tmp_path / "a.csv"))
-    assert re.fullmatch(r"auto: (cascade|path|expand)/(1|4|16|64)", auto)
-    assert by_name == "cascade"
-
-
-@FULL
 def test_a_config_and_what_overrides_it(tmp_path: Path) -> None:
     (tmp_path / "grid.yaml").write_text(GRID)
     given = ["--prompt_length", "[6, 0]", f"--csv={tmp_path / 'a.csv'}"]
