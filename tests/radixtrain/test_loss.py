@@ -2,6 +2,7 @@
 
 import math
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -393,12 +394,13 @@ def test_nothing_waits_for_the_device(
 
 @FULL
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_compiled_passes(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+def test_compiled_passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: torch.dtype) -> None:
     """By Inductor for a CPU, whole and once for any number of rows, beside the same functions in eager.
 
     The maximum and the product have the same bits. A sum is added in another order, and `exp` may differ in its last
     bit, which changes a rounding to 8 bits once in 2**15.
     """
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # not what another process is writing
     counter = CompileCounterWithBackend("inductor")
     compile = partial(torch.compile, dynamic=True, fullgraph=True, backend=counter)
     compiled = cache(compile)
