@@ -143,7 +143,9 @@ def in_one_row(given: Mapping[str, Any], layout: TreeLayout) -> dict[str, Tensor
     """
     found = {name: given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None}
     whole = {name: x for name, x in found.items() if tuple(x.shape[:2]) == layout.batch_shape}
-    return {name: x.flatten(0, 1)[None, : layout.num_rows] for name, x in whole.items()}
+    rows = {name: x.flatten(0, 1)[None, : layout.num_rows] for name, x in whole.items()}
+    # Compiled code looks at what a view is of, and would be compiled again for a batch of one sequence.
+    return {name: x if x.is_floating_point() else x.clone() for name, x in rows.items()}
 
 
 def with_rows(output: Any, rows: Tensor) -> Any:
