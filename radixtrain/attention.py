@@ -53,9 +53,10 @@ STRATEGIES = (*EVERYWHERE, "tree")
 # Forward and backward of 40,320 tokens on an H100, head dim 128: version 3 in 74.3 ms, 4 in 74.1, 2 in 142.3
 # (ecmwf/anemoi-core#959). Version 3 before 4: it is there at once, 4 compiles in the first step.
 PREFERRED_ON_CUDA = ("flash_attn_3", "flash_attn_4", "flash_attn", "torch", "efficient", "eager")
-# Sequences of one length that share nothing are a batch, for which `torch` is as fast as these: packed, version 4 took
-# 0.377 s for what torch took 0.373 s for (H200, 2026-11-27).
-BATCHED = ("torch", "cudnn", "flash_attn_3", "flash_attn_4")
+# Under `auto` sequences of one length that share nothing are a batch for torch's own attention, with these kernels too:
+# 8 padded rows took 0.373 s with it, packed ones 0.377 s with version 4 (recipes/benchmarks/2026-11-27-h200-3f31f96-
+# second.md). A kernel that is named computes every batch.
+AS_FAST_AS_TORCH = ("torch", "flash_attn_3", "flash_attn_4")
 Routed = tuple[Route, VarlenKernel, Scoring]
 logger = logging.getLogger(__name__)
 
@@ -120,7 +121,8 @@ def tree_attention(
     if choice.strategy == "reference":
         seen = _seen(layout, scoring.window, later is not None)
         return reference_attention(query, key, value, seen, scoring, sinks)
-    is_plain = sinks is None and later is None and softcap is None and choice.kernel in BATCHED
+    is_torch = choice.kernel == "torch" or (kernel == "auto" and choice.kernel in AS_FAST_AS_TORCH)
+    is_plain = is_torch and sinks is None and later is None and softcap is None
     if choice.strategy == "cascade" and is_plain and layout.even_shape is not None:
         return _batched_attention(query, key, value, layout.even_shape, factor)
     return routed_attention(query, key, value, *_routed(key, value, layout, request), sinks)

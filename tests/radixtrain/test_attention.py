@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from torch import Tensor
 from radixtrain import attention as attention_module
 from radixtrain.attention import EVERYWHERE, PREFERRED_ON_CUDA, choose_attention, tree_attention, unlogged
 from radixtrain.errors import UserError
+from radixtrain.kernels.cpu_loops import EagerKernel
 from radixtrain.testing import assert_within_reference_error, ragged_batches, relative_error
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
@@ -407,3 +409,20 @@ class TestChoice:
             for _ in range(2):
                 choose_attention("path", "auto", CPU, torch.float32, 8)
         assert caplog.messages == ["attention=path, kernel=torch (path: as chosen; torch: on cpu)"]
+
+
+@pytest.mark.parametrize(("kernel", "batches"), [("auto", 1), ("flash_attn_3", 0)])
+def test_a_named_kernel_computes_rows_that_share_nothing_too(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, batches: int
+) -> None:
+    """Under `auto`, whatever it chose, sequences of one length are a batch for torch's own attention."""
+    plan = plan_of([[1, 2, 3], [4, 5, 6]])
+    q, k, v = (torch.randn(plan.num_rows, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    expected = tree_attention(q, k, v, plan, attention="reference")
+    ran = Mock(wraps=attention_module._batched_attention)
+    monkeypatch.setattr(attention_module, "_batched_attention", ran)
+    chosen = attention_module.AttentionChoice("cascade", "flash_attn_3", "")
+    monkeypatch.setattr(attention_module, "_chosen", lambda *request: chosen)
+    monkeypatch.setattr(attention_module, "_kernel", lambda name, device: EagerKernel())
+    torch.testing.assert_close(tree_attention(q, k, v, plan, kernel=kernel), expected)
+    assert ran.call_count == batches
