@@ -56,6 +56,16 @@ def nothing_deterministic_is_left() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture(autouse=True)
+def environment_is_restored() -> Iterator[None]:
+    """PEFT's BOFT cannot build its kernel without CUDA and then leaves CXX=gcc, which links no C++ library."""
+    before = dict(os.environ)
+    yield
+    if {**os.environ, "PYTEST_CURRENT_TEST": ""} != {**before, "PYTEST_CURRENT_TEST": ""}:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 @pytest.fixture
 def hooks_that_may_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Code of tests in a model, by which one call waits for another, fails or counts, counts as of a known package."""
