@@ -1,7 +1,6 @@
 """The benchmarks that read a file of chats, each on a few short rows: their figures by hand, and what they print."""
 
 import csv
-import importlib.util
 import json
 import os
 import sys
@@ -183,26 +182,3 @@ class TestSplitBatch:
         rows = lines(2, "memory")
         assert [row[:2] for row in rows] == [["200 tokens, 200 trained", "1"], ["200 tokens, 200 trained", "2"]] * 2
         assert float(rows[1][3]) < 0.95 and float(rows[3][3]) < 0.95, rows
-
-
-@FULL
-class TestSplitTurns:
-    """split_turns.py: what it generates is what its page says."""
-
-    @pytest.fixture
-    def benchmark(self) -> Any:
-        if importlib.util.find_spec("trl") is None:
-            pytest.skip("TRL carries a copy of Qwen3's stock chat template: pip install trl")
-        import split_turns
-
-        return split_turns
-
-    def test_the_counts(self, benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
-        """Each exchange is computed with its thinking, and once more without it as the history of later ones."""
-        benchmark.main(["--questions", "1", "3", "--conversations", "2"])
-        table = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
-        counts = [[int(cell.replace(",", "")) for cell in row[2:5]] for row in table]
-        for questions, (whole, split) in zip((1, 3), (counts[:2], counts[2:]), strict=True):
-            assert (whole[0], split[0]) == (2, 2 * questions * (benchmark.CALLS + 1))
-            assert split[2] < 2.5 * whole[2] < split[1]
-            assert (split[2] > 1.2 * whole[2]) == (questions > 1)
