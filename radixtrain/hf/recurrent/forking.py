@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from radixtrain.hf.backbone import parts_of
-from radixtrain.hf.dimensions import kinds_of_mixers
 from radixtrain.hf.dropout import without_dropout
+from radixtrain.hf.modules import mixers_of
 from radixtrain.hf.recurrent.running import run_on_tree
 from radixtrain.tree.runs import RunCall, RunCost, RunLayout
 
@@ -67,7 +67,7 @@ def can_fork(module: nn.Module, hidden_size: int) -> bool:
 def run_cost_of(model: nn.Module) -> RunCost | None:
     """Return what the recurrent layers of a model cost, by which a collator chooses their runs; None without any."""
     parts = parts_of(model)
-    mixers = [mixer for mixer, _ in kinds_of_mixers(parts.decoder)]
+    mixers = _one_of_each_kind(mixers_of(parts.decoder).values())
     if not mixers:
         return None
     forks = any(can_fork(mixer, parts.decoder.config.hidden_size) for mixer in mixers)
@@ -78,6 +78,15 @@ def run_cost_of(model: nn.Module) -> RunCost | None:
             " and ".join(sorted({type(mixer).__name__ for mixer in mixers})),
         )
     return RunCost(can_fork=forks)
+
+
+def _one_of_each_kind(mixers: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the first mixer of each class and set of shapes."""
+    kinds: dict[tuple[Any, ...], nn.Module] = {}
+    for mixer in mixers:
+        shapes = tuple((name, tuple(parameter.shape)) for name, parameter in mixer.named_parameters())
+        kinds.setdefault((type(mixer), shapes), mixer)
+    return list(kinds.values())
 
 
 def _agree(found: Tensor, expected: Tensor) -> bool:
