@@ -49,10 +49,11 @@ from radixtrain.training.devices.settings import as_list, check_devices, device_
 from radixtrain.training.fault_tolerance import slurm
 from radixtrain.training.fault_tolerance.failures import explain, raise_file_limit
 from radixtrain.training.fault_tolerance.resume import template_date
-from radixtrain.training.fault_tolerance.run_folder import EarlierRun, check_output_dir, locked, logs_of_run
+from radixtrain.training.fault_tolerance.run_folder import check_output_dir, locked, logs_of_run, rename_earlier_run
 from radixtrain.training.fault_tolerance.saving import FolderCheckpointIO
 from radixtrain.training.module import RadixModule
 from radixtrain.training.progress_bar import screens
+from radixtrain.training.results.run_progress import print_line
 from radixtrain.training.results.saved_config import (
     RunRecord,
     defaults_of_model,
@@ -235,20 +236,19 @@ class Command:
         given = getattr(self.settings, "ckpt_path", None)
         if self.name == "fit" and not self.is_try:
             owners = self.model, self.datamodule
-            chosen, self.replaces = checkpoint_of_fit(self.output_dir, given, self.settings.overwrite, *owners)
+            chosen, self.replaces = checkpoint_of_fit(self.output_dir, self.settings, *owners)
             return chosen
         return checkpoint_to_evaluate(self.output_dir, given)
 
     @contextmanager
     def _training(self) -> Iterator[None]:
-        """Run from the first step to the model: an earlier run is set aside until this one has a checkpoint."""
+        """Run from the first step to the model: an earlier run that this one replaces is renamed before."""
         if self.is_try:
             yield
             return
         with ExitStack() as stack:
-            if self.replaces:
-                earlier = stack.enter_context(EarlierRun(self.output_dir))
-                self.callbacks.saver.on_saved.append(earlier.forget)
+            if self.replaces and (earlier := rename_earlier_run(self.output_dir)):
+                print_line("earlier run", f"now in {earlier}")
             slurm.remember_job(self.output_dir)
             summary = self.callbacks.summary
             stack.enter_context(logs_of_run(own_log_folders(self.trainer), lambda: summary.first_step is not None))

@@ -63,7 +63,7 @@ class Run(Section):
 
     output_dir: where checkpoints, logs and the model go.
     dedup: false runs the ordinary baseline: stock attention, padded batches.
-    overwrite: replace the run that is in output_dir.
+    overwrite: begin a new run in output_dir; the folder of the run that is there is renamed, to NAME.1 and so on.
     save_every_steps: optimizer steps between two checkpoints.
     save_every_minutes: minutes between two; the end of an epoch or the run writes one too.
     save_total_limit: checkpoints that are kept, besides the best one.
