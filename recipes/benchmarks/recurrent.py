@@ -24,9 +24,9 @@ from radixtrain.bench.cells import Cell, GivenBatch, ModelShape, features_of_cel
 from radixtrain.bench.measure import Measured, Settings, measure
 from radixtrain.bench.work import Work, work_of
 from radixtrain.errors import UserError
-from radixtrain.hf.recurrent.forking import run_cost_of
 from radixtrain.timing import header
 from radixtrain.tree.radix_inputs import layout_of
+from radixtrain.tree.runs import cheapest_runs
 
 LAYERS = 4
 HEAD_DIM = 64
@@ -126,7 +126,7 @@ def results(options: argparse.Namespace) -> Iterator[tuple[str, Batch, int, Meas
         model = AutoModelForCausalLM.from_config(MODELS[name](options.hidden), attn_implementation="sdpa").train()
         for batch in BATCHES:
             cell = GivenBatch(ModelShape(), str(batch), batch.rows)
-            work = work_of(cell, rows_of(batch), run_cost=run_cost_of(model))
+            work = work_of(cell, rows_of(batch))
             (result,) = measure(model, work, Settings(repeats=options.repeats, float64_truth=True))
             yield name, batch, num_forks(work), result
 
@@ -145,7 +145,7 @@ def rows_of(batch: Batch) -> list[dict[str, Any]]:
 def num_forks(work: Work) -> int:
     """States that a recurrent layer keeps in a step."""
     layouts = map(layout_of, work.radix.micro_batches)
-    return sum(layout.runs.num_forks for layout in layouts if layout.runs)
+    return sum(cheapest_runs(*layout.segments).num_forks for layout in layouts)
 
 
 def print_table(lines: Iterable[tuple[str, Batch, int, Measured]]) -> None:
