@@ -22,7 +22,7 @@ from radixtrain.hf.backbone import Parts, backbone_of, model_inside, parts_of, p
 from radixtrain.hf.conditions import check_supported, traits_of, why_unsupported
 from radixtrain.hf.dropout import check_dropout
 from radixtrain.hf.hooks import BackboneHooks, remove_hooks
-from radixtrain.hf.modules import mixers_of, num_attention_layers
+from radixtrain.hf.modules import num_attention_layers
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.progress import Progress
 from radixtrain.hf.recurrent.layers import install_mixers, remove_mixers
@@ -30,7 +30,6 @@ from radixtrain.hf.refusals import check_choice
 from radixtrain.hf.sequence_parallel import SplitModel
 from radixtrain.hf.sharing_report import SharingReport, SharingWatch
 from radixtrain.hf.token_losses import TokenLoss
-from radixtrain.tree.runs import RunCost
 
 STATE = "_radixtrain_state"
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -130,8 +129,7 @@ def share_prefixes(
     _check_sharing(min_shared_tokens, min_ratio)
     _check(model, parts, options, any_head=True)
     generates = parts.base.can_generate() or parts.base is parts.backbone  # any head may use a bare backbone
-    run_cost = RunCost() if mixers_of(parts.decoder) else None
-    _install(parts, options, PaddedSharing(attention, kernel, min_shared_tokens, min_ratio, generates, run_cost))
+    _install(parts, options, PaddedSharing(attention, kernel, min_shared_tokens, min_ratio, generates))
     return model
 
 

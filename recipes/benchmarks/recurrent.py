@@ -22,9 +22,9 @@ from transformers import BambaConfig, Lfm2Config, PreTrainedConfig, Qwen3_5TextC
 from transformers.models.auto import AutoModelForCausalLM
 
 from radixtrain.errors import UserError
-from radixtrain.hf.recurrent.forking import run_cost_of
 from radixtrain.timing import header
 from radixtrain.tree.radix_inputs import layout_of
+from radixtrain.tree.runs import cheapest_runs
 
 LAYERS = 4
 HEAD_DIM = 64
@@ -123,7 +123,7 @@ def results(options: argparse.Namespace) -> Iterator[tuple[str, Batch, int, Meas
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(MODELS[name](options.hidden), attn_implementation="sdpa").train()
         for batch in BATCHES:
-            work = work_of(str(batch), rows_of(batch), run_cost=run_cost_of(model))
+            work = work_of(str(batch), rows_of(batch))
             (result,) = measure(model, work, repeats=options.repeats)
             yield name, batch, num_forks(work), result
 
@@ -141,7 +141,7 @@ def rows_of(batch: Batch) -> list[dict[str, Any]]:
 def num_forks(work: Work) -> int:
     """States that a recurrent layer keeps in a step."""
     layouts = map(layout_of, work.radix.micro_batches)
-    return sum(layout.runs.num_forks for layout in layouts if layout.runs)
+    return sum(cheapest_runs(*layout.segments).num_forks for layout in layouts)
 
 
 def print_table(lines: Iterable[tuple[str, Batch, int, Measured]]) -> None:

@@ -38,7 +38,6 @@ from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.cached_layout import on_device
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import build_prefix_plan
-from radixtrain.tree.runs import RunCost
 from radixtrain.versions import saying_what_was_tested
 
 # Outputs of a backbone that may be tensors or hold some; of a tuple only the first, its hidden states.
@@ -51,7 +50,6 @@ class PaddedSharing:
 
     attention, kernel, min_shared_tokens, min_ratio: as given to `share_prefixes`.
     generates: whether the model can generate, with a cache.
-    run_cost: of its recurrent layers, to choose their runs on the host; None without any.
     separates: whether the model separates the sequences of a packed row; None until such a row comes.
     left_padding: why rows with padding on the left cannot be shared without position_ids, empty if they can; None until
         such a row comes.
@@ -64,7 +62,6 @@ class PaddedSharing:
     min_shared_tokens: int
     min_ratio: float
     generates: bool
-    run_cost: RunCost | None
     report: SharingReport = field(default_factory=SharingReport)
     separates: bool | None = None
     left_padding: str | None = None
@@ -125,7 +122,7 @@ class PaddedSharing:
         if rows.kept.size < self.min_ratio * plan.num_rows and not (images and images.tower.has_copies):
             return f"less than min_ratio = {self.min_ratio} to save"
         blocks = None if images is None else images.tokens.blocks_of(plan)
-        layout = TreeLayout.from_plan(plan, self.run_cost, blocks).to(given["input_ids"].device, non_blocking=True)
+        layout = TreeLayout.from_plan(plan, blocks).to(given["input_ids"].device, non_blocking=True)
         may_bind = layout.blocks is not None or window_may_bind(decoder.config, layout.max_seqlen)
         places = rows.places(plan.inverse_indices, plan.num_rows)
         call = RadixCall(layout, None, self.attention, self.kernel, may_bind, places=places)

@@ -27,7 +27,7 @@ from radixtrain.hf.scores import Scorer
 from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_throughout
 
-pytestmark = pytest.mark.usefixtures("hooks_that_may_stay")
+pytestmark = pytest.mark.usefixtures("hooks_that_may_stay", "free_forks")
 
 BAR = 1e-12
 GROUP = padded(ROWS[:4], "right")
