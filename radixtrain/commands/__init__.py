@@ -1,8 +1,8 @@
 """The commands of `python -m radixtrain`: each is a row of this table, run by a module of this folder.
 
 `radixtrain/__main__.py` makes the usage, the dispatch and the error for an unknown command from it. A module's
-`run(settings, typed)` gets the parsed settings and the command line, that of `run` its arguments. The table imports
-none of these modules, so `--help` is instant.
+`run(settings, words)` gets the settings and the command line that they were read from, that of `run` its arguments. The
+table imports none of these modules, so `--help` is instant.
 """
 
 from typing import NamedTuple

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -14,8 +14,6 @@ from radixtrain.bench.cells import Cell, ModelShape, build_model, check_options,
 from radixtrain.bench.measure import Measured, Settings, measure
 from radixtrain.bench.table import draw, print_table, write_csv
 from radixtrain.bench.work import make_work
-from radixtrain.commands.reading import print_settings
-from radixtrain.commands.typed import Typed
 from radixtrain.settings.commands import Bench
 from radixtrain.timing import environment, header
 
@@ -65,10 +63,8 @@ def bench(settings: Bench) -> None:
         draw(results, Path(settings.plot))
 
 
-def run(settings: Bench, typed: Typed) -> None:
+def run(settings: Bench, words: Sequence[str]) -> None:
     """Run the command line of `bench`."""
-    if typed.prints:
-        return print_settings(settings)
     disable_progress_bar()
     bench(settings)
 

@@ -115,11 +115,10 @@ def test_a_picture(tmp_path: Path, name: str, begins: bytes) -> None:
 def test_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
     for changes, code, message in (
         ({"prompt_lenght": 3}, 2, "no key prompt_lenght, did you mean prompt_length?"),
-        ({"model.model_name_or_path": "m"}, 2, "`radixtrain report` times your model on your data"),
         ({"prompt_length": "many"}, 2, "prompt_length must be an integer or list of integer; got many ("),
         ({"attention": "ring"}, 2, "ring"),
         ({"float64_truth": "maybe"}, 2, "float64_truth must be true or false; got maybe"),
-        ({"models": "{class_path: evil.Shape}"}, 2, "no key class_path in models"),
+        ({"models": "{class_path: evil.Shape}"}, 2, "models must be mapping or list of mapping; got {class_path"),
         ({"repeats": 0}, 1, "repeats must be above 0, got 0"),
         ({"num_threads": 0}, 1, "num_threads must be above 0, got 0"),
         ({"max_teraflops": 0}, 1, "max_teraflops must be above 0, got 0"),
