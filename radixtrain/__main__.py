@@ -19,7 +19,7 @@ from importlib import import_module
 from typing import Any
 
 from radixtrain import __version__
-from radixtrain.commands import COMMANDS
+from radixtrain.commands import COMMANDS, EVALUATING
 from radixtrain.commands.help import help_text, topic_of
 from radixtrain.cores import share_cores
 from radixtrain.errors import EndedElsewhere, Stopped, UsageError, UserError, did_you_mean
@@ -128,7 +128,7 @@ def _run(words: list[str]) -> int:
         settings = read(words[0], words[1:], default_devices() if command.module == "lightning" else None)
     except UserError as error:
         return 1 if launcher_env().is_silent else _fail(error)
-    if f"--{PRINT}" in words and command.module != "lightning":  # whose settings may be those of a trained model
+    if f"--{PRINT}" in words and command.name not in EVALUATING:
         print_settings(settings)
         return 0
     # From a kernel for 4-bit layers on a CPU, at import, and about layers that no plan for several devices names.

@@ -55,4 +55,5 @@ TABLE = (
     Command("doctor", "doctor", "can training run here? versions, devices, kernels, and what is missing", needs=()),
 )
 COMMANDS = {command.name: command for command in TABLE}
+EVALUATING = ("validate", "test", "predict")  # they may read settings of the run that trained the model
 WITHOUT_TRAINING = tuple(command.name for command in TABLE if command.module == "without_training")

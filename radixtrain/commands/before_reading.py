@@ -9,6 +9,7 @@ from typing import Any
 from radixtrain.checkpoints.atomic import tidy_leftovers
 from radixtrain.checkpoints.manifest import checkpoints_in
 from radixtrain.checkpoints.resolve import AUTO, resolve
+from radixtrain.commands import EVALUATING
 from radixtrain.training.fault_tolerance import slurm
 from radixtrain.training.fault_tolerance.resume import check_settings_of_run
 from radixtrain.training.fault_tolerance.run_folder import check_new_run, is_resumed, is_set_aside
@@ -17,8 +18,6 @@ from radixtrain.training.results.run_progress import print_line, weights_text
 from radixtrain.training.start.preflight import check_room, earlier_run, num_stored_parameters
 
 logger = logging.getLogger(__name__)
-
-EVALUATING = ("validate", "test", "predict")
 
 
 def checkpoint_of_fit(

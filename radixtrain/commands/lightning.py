@@ -15,8 +15,8 @@ import yaml
 from lightning.fabric.utilities.seed import seed_everything
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from radixtrain.commands import EVALUATING
 from radixtrain.commands.before_reading import (
-    EVALUATING,
     check_weights_and_room,
     checkpoint_of_fit,
     checkpoint_to_evaluate,

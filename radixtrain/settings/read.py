@@ -25,7 +25,7 @@ PRINT = "print_config"  # prints the settings and runs nothing
 MOST_BYTES = 1 << 20  # of a settings file
 MOST_SHOWN = 80  # characters of a value in a message
 EXPECTED = {int: "an integer", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
-HINTS = {"model.next_tokens": "; YAML reads yes, no, on and off without quotes as true and false"}
+HINTS = {"model.next_tokens": """; YAML reads a bare yes or no as true or false: write '["yes", "no"]'"""}
 PEFT = "model.use_peft"
 LORA = [f"model.{name}" for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")]
 LORA += ["model.use_dora", "model.use_rslora"]
@@ -52,9 +52,8 @@ def read(command: str, words: Sequence[str], defaults: Mapping[str, Any] | None 
         typed.add(name)
     values = {name: _loaded(value) for name, value in given.items()}
     _check_names(command, kind, values)
-    settings = _checked(command, kind, keys, given, values)
     _check_lora(given, typed, keys)
-    return settings
+    return _checked(command, kind, keys, given, values)
 
 
 def as_tree(settings: Any) -> dict[str, Any]:
@@ -129,8 +128,10 @@ DIGITS, EXPONENT = r"\d[\d_]*", r"[eE][-+]?\d+"
 NUMBER = (
     rf"[-+]?({DIGITS}\.[\d_]*({EXPONENT})?|{DIGITS}{EXPONENT}|\.{DIGITS}({EXPONENT})?|\.(inf|Inf|INF))|\.(nan|NaN|NAN)"
 )
+KINDS = {None, *(f"{TAG}{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map"))}  # those of JSON
+Loader.yaml_constructors = {tag: make for tag, make in yaml.SafeLoader.yaml_constructors.items() if tag in KINDS}
 Loader.yaml_implicit_resolvers = {
-    first: [(tag, form) for tag, form in known if tag not in (f"{TAG}float", f"{TAG}timestamp", f"{TAG}merge")]
+    first: [(tag, form) for tag, form in known if tag in KINDS - {f"{TAG}float"}]
     for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 Loader.add_implicit_resolver(f"{TAG}float", re.compile(rf"^({NUMBER})$"), list("-+0123456789."))
@@ -291,7 +292,7 @@ def _made(kind: Any, values: Mapping[str, Any]) -> Any:
         inside, source = tree.setdefault(section, {}) if section else tree, key.filled_by or key.name
         if source in values and (not key.filled_by or type(values[source]) in parts_of(key.type)):
             inside[name] = values[source]
-    return TypeAdapter(kind).validate_json(json.dumps(tree, default=str), strict=True)
+    return TypeAdapter(kind).validate_json(json.dumps(tree), strict=True)
 
 
 def _refused_keys(error: Any, keys: Mapping[str, Key]) -> list[str]:

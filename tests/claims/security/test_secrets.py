@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from radixtrain.__main__ import main
+from radixtrain.screen import without_passwords
 
 SECRET = "Zq7secretZq7"
 ADDRESS = f"https://me:{SECRET}@example.com/x"
@@ -31,3 +32,19 @@ def test_no_message_has_it(arguments: Callable[..., list[str]], capsys: pytest.C
         assert main([*arguments(), typed]) in (1, 2), typed
         [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
         assert SECRET not in line, line
+
+
+ADDRESSES = {
+    "https://me:pw@example.com/x?a=1": "https://***@example.com/x?a=1",
+    "https:/me:pw@example.com/x": "https:/***@example.com/x",  # as a path
+    "https://token@example.com/x": "https://***@example.com/x",
+    "mysql://me:p@ss@example.com:3306/db": "mysql://***@example.com:3306/db",
+    "(s3://KEY:SECRET@bucket) git+https://a:b@h": "(s3://***@bucket) git+https://***@h",
+    "https://host:80/a@b https://example.com?to=me@example.com": "",
+    "s3://bucket/folder@2/x, me@example.com, a: b@c": "",
+}
+
+
+def test_addresses() -> None:
+    for text, shown in ADDRESSES.items():
+        assert without_passwords(text) == (shown or text)
