@@ -1,8 +1,8 @@
 """The commands of `python -m radixtrain`: each is a row of this table, run by a module of this folder.
 
 `radixtrain/__main__.py` makes the usage, the dispatch and the error for an unknown command from it. A module's
-`run(settings, typed)` gets the parsed settings and the command line, that of `run` its arguments. The table imports
-none of these modules, so `--help` is instant.
+`run(settings, words)` gets the settings and the command line that they were read from, that of `run` its arguments. The
+table imports none of these modules, so `--help` is instant.
 """
 
 from typing import NamedTuple
@@ -49,4 +49,5 @@ TABLE = (
     Command("doctor", "doctor", "can training run here? versions, devices, kernels, and what is missing", needs=()),
 )
 COMMANDS = {command.name: command for command in TABLE}
+EVALUATING = ("validate", "test", "predict")  # they may read settings of the run that trained the model
 WITHOUT_TRAINING = tuple(command.name for command in TABLE if command.module == "without_training")

@@ -9,7 +9,8 @@ from typing import Any
 from radixtrain.checkpoints.atomic import tidy_leftovers
 from radixtrain.checkpoints.manifest import checkpoints_in
 from radixtrain.checkpoints.resolve import AUTO, resolve
-from radixtrain.settings.section import flat
+from radixtrain.commands import EVALUATING
+from radixtrain.settings.fields import flat
 from radixtrain.training.fault_tolerance import slurm
 from radixtrain.training.fault_tolerance.resume import check_settings_of_run
 from radixtrain.training.fault_tolerance.run_folder import check_new_run, check_outside, is_resumed
@@ -20,7 +21,6 @@ from radixtrain.training.start.preflight import check_room, earlier_run, num_sto
 logger = logging.getLogger(__name__)
 
 READ = ("model.", "data.", "ckpt_path")  # settings that may name files
-EVALUATING = ("validate", "test", "predict")
 
 
 def checkpoint_of_fit(output_dir: Path, settings: Any, model: object, data: object) -> tuple[str | None, bool]:

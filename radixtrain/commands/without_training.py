@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from contextlib import nullcontext
 from fractions import Fraction
 from functools import partial
@@ -14,20 +15,17 @@ import torch
 
 from radixtrain.checkpoints.atomic import check_replaceable
 from radixtrain.commands.quiet import quiet, warn_of_variables
-from radixtrain.commands.reading import print_settings
-from radixtrain.commands.trainer_settings import check_settings, check_trainer_settings
-from radixtrain.commands.typed import Typed
+from radixtrain.commands.trainer_settings import check_settings
 from radixtrain.data.step_data import StepData
 from radixtrain.errors import UserError
 from radixtrain.hf.config import read_config
 from radixtrain.hf.scores import named_scores, needs_labels
 from radixtrain.inspection.show import show
-from radixtrain.redaction import masked_arguments
 from radixtrain.report.page import write_page
 from radixtrain.report.profiling import RunSetup, without_messages
 from radixtrain.report.terminal import print_report
 from radixtrain.report.write import make_report
-from radixtrain.screen import printable, screen
+from radixtrain.screen import printable, screen, without_passwords
 from radixtrain.settings.commands import Inspect, Report
 from radixtrain.settings.model import ModelSettings
 from radixtrain.settings.trainer import TrainerSettings
@@ -42,21 +40,16 @@ PRECISIONS = {"None": "32-true", "32": "32-true", "64": "64-true", "bf16": "bf16
 WEIGHTS = {"32-true": None, "bf16-mixed": None, "bf16-true": torch.bfloat16, "64-true": torch.float64}
 
 
-def run(settings: Report | Inspect, typed: Typed) -> None:
-    """Run one of the two, or print its settings."""
-    name = typed.arguments[0]
+def run(settings: Report | Inspect, words: Sequence[str]) -> None:
+    """Run one of the two."""
     quiet(speaks=True)
     warn_of_variables(os.environ)
-    if typed.prints:
-        print_settings(settings)
-        return
-    check_settings(settings, name)
-    check_trainer_settings(settings.trainer)
+    check_settings(settings, words[0])
     settings.data.predict_unlabelled = not needs_labels(named_scores(settings.model.scores))
     data = StepData(settings.data)
     try:
         if isinstance(settings, Report):
-            _report(settings, data, masked_arguments(typed.arguments[1:]))
+            _report(settings, data, [without_passwords(word) for word in words[1:]])
         else:
             asked = {key: getattr(settings, key) for key in ("step", "micro_batch", "row", "full")}
             show(data, screen(), **asked)
@@ -118,8 +111,6 @@ def device_of(trainer: TrainerSettings) -> torch.device:
     number, has_cuda = devices[0] if isinstance(devices, list) else 0, torch.cuda.is_available()
     if wanted == "cpu" or (wanted == "auto" and not has_cuda):
         return torch.device("cpu")
-    if wanted not in ("auto", "cuda", "gpu"):
-        raise UserError(f"trainer.accelerator {wanted}: report measures on cpu or cuda")
     if not has_cuda or number >= torch.cuda.device_count():
         raise UserError(f"trainer.accelerator {wanted}: this machine has {torch.cuda.device_count()} CUDA devices")
     return torch.device("cuda", number)

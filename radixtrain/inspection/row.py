@@ -25,7 +25,7 @@ from radixtrain.data.tokens.tokenization import Draft
 from radixtrain.errors import DataError, UserError
 from radixtrain.inspection.micro_batch import MicroBatch, micro_batches, named_rows, paths_of
 from radixtrain.inspection.tokens import marked, sample_tokens, token_cells, visible
-from radixtrain.settings.section import value_of
+from radixtrain.settings.fields import value_of
 
 MOST_CHARS = 800  # to show of a field, or of a rendered text
 REFUSED = "bold red"

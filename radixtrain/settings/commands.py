@@ -5,8 +5,8 @@ from typing import Annotated, Any, ClassVar
 
 from radixtrain.errors import UserError
 from radixtrain.settings.data import DataSettings
+from radixtrain.settings.fields import FINITE, TINY, Limits, Section
 from radixtrain.settings.model import ModelSettings
-from radixtrain.settings.section import FINITE, TINY, Limits, Section
 from radixtrain.settings.trainer import TrainerSettings
 
 Count = Annotated[int, Limits(1)]
@@ -42,19 +42,6 @@ class AnswerSettings(Section):
         super().__post_init__()
         if self.metric is None and self.pattern is not None:
             raise UserError("evaluate_generation.pattern needs evaluate_generation.metric: regex")
-
-
-# A key that another one fills in -> that other one; only that one can be set.
-LINKS = {
-    "trainer.default_root_dir": "output_dir",
-    "model.dedup": "dedup",
-    "data.dedup": "dedup",
-    "data.sp_size": "sp_size",
-    "data.seed": "seed_everything",
-    "data.model_name_or_path": "model.model_name_or_path",
-    "data.predict_unlabelled": "model.scores",
-    "data.predict_prompts": "model.generate",
-}
 
 
 @dataclass(kw_only=True)

@@ -31,8 +31,8 @@ from radixtrain.inspection.tokens import marked_text
 from radixtrain.report.sharing import length_quantiles, num_shared_prompts
 from radixtrain.screen import screen
 from radixtrain.settings.data import DataSettings
+from radixtrain.settings.fields import changed_keys
 from radixtrain.settings.model import ModelSettings
-from radixtrain.settings.section import changed_keys
 from radixtrain.settings.trainer import TrainerSettings
 from radixtrain.training.devices.fsdp2 import FSDP2Strategy
 from radixtrain.training.optimizer import moment_bytes, num_steps_of_run

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from radixtrain.commands.keys import all_keys
+from radixtrain.commands.help import all_keys
 from radixtrain.data.datamodule import SFTData
 from radixtrain.inspection.show import show
 from radixtrain.settings.commands import Inspect, Run
