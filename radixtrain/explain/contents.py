@@ -56,8 +56,7 @@ class DataReport:
 
     heading: in few words. summary: sentences about an epoch. facts: of the rows, name to text.
     tree: of the sequences, or of a sample, which tree_sample says.
-    current: the settings of the user. settings: others that share more or less. best: one of them, None if nothing was
-        predicted. command: the best one as a command to paste.
+    settings: those of the user, and others that share more or less. command: to paste.
     hints: sentences: what would save more. notes: sentences: what was not predicted and why, what is estimated.
     environment: machine and versions, for the foot of the page.
     """
@@ -69,9 +68,7 @@ class DataReport:
     facts: dict[str, str]
     tree: TextTree
     tree_sample: str
-    current: Setting
     settings: tuple[Setting, ...]
-    best: Setting | None
     command: str
     breaks: tuple[Break, ...]
     hints: tuple[str, ...]

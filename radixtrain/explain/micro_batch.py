@@ -13,7 +13,6 @@ from functools import cached_property
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -34,8 +33,7 @@ if TYPE_CHECKING:
 
 CONTEXT = 16  # tokens before a run to decode with it: a character may begin there, and blanks depend on it
 MOST_NAMES, MOST_CHARS, MOST_BRANCHES = 3, 240, 12
-MOST_LEVELS = 8  # drawn further to the right; after them the longest branch continues at its parent's level
-LONG = 6  # levels from which a branch is a continued conversation, if its siblings are shorter
+MOST_LEVELS = 8  # drawn further to the right; after them the largest branch continues at its parent's level
 LEGEND = Text.assemble(
     ("\n×3 sequences that pass   ", "dim"),
     ("⟦loss⟧", LOSS),
@@ -157,10 +155,8 @@ class BatchTree:
     """
 
     def __init__(self, part: MicroBatch, tokenizer: PreTrainedTokenizerBase):
-        self.runs, self.roots = run_tree(part.paths)
-        ids, parents = part.batch["input_ids"][0].numpy(), np.full(part.num_unique_tokens, -1)
-        for path in part.paths:
-            parents[path[1:]] = path[:-1]
+        self.runs, self.roots, parents = run_tree(part.paths)
+        ids = part.batch["input_ids"][0].numpy()
         radix, labels = radix_of(part.batch), part.batch["shift_labels"][0].tolist()
         rows = radix.predictor_indices[radix.prediction_rows].tolist()
         weights: dict[tuple[int, int], float] = defaultdict(float)
@@ -176,14 +172,6 @@ class BatchTree:
             Token(text, step in weights, step[1] in special, weights.get(step, 1.0))
             for text, step in zip(_row_texts(part.paths, ids, tokenizer), steps, strict=True)
         ]
-
-    @cached_property
-    def heights(self) -> dict[int, int]:
-        """Count the runs on the longest way down from each run, itself included."""
-        heights: dict[int, int] = {}
-        for index in reversed(range(len(self.runs))):  # children come after their parent
-            heights[index] = 1 + max((heights[child] for child in self.runs[index].children), default=0)
-        return heights
 
 
 def _row_texts(paths: list[IntArray], ids: IntArray, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -231,7 +219,7 @@ def numbers(part: MicroBatch, tree: BatchTree) -> Table:
 
 
 def draw(tree: BatchTree, wheres: Sequence[str], full: bool = False) -> Tree:
-    """Draw the runs as a tree, in the order of the rows. A long branch among short ones stays on its parent's level.
+    """Draw the runs as a tree, in the order of the rows. A run with one successor continues on its level.
 
     wheres: file and line of each sequence.
     full: show all tokens and all branches; otherwise long runs are shortened and late branches counted.
@@ -250,32 +238,20 @@ class _Drawing:
     def add_all(self, node: Tree, children: Sequence[int], level: int) -> None:
         most = len(children) if self.full else MOST_BRANCHES
         for child in children[:most]:
-            self._add(node, child, level)
-        if left_out := children[most:]:
-            num_tokens = sum(self.tree.runs[run].num_tokens for run in self._below(left_out))
-            node.add(Text(f"⋯ {len(left_out):,} more branches, {num_tokens:,} tokens ⋯", style="dim"))
+            self._add(node, self.tree.runs[child], level)
+        if more := len(children[most:]):
+            node.add(Text(f"⋯ {more:,} more branches ⋯", style="dim"))
 
-    def _add(self, node: Tree, index: int, level: int) -> None:
-        """Add a run and all that follows it."""
-        before: Run | None = None
-        going_on: int | None = index
-        while going_on is not None:
-            run = self.tree.runs[going_on]
-            branch = node.add(Group(*self._lines(run, before)))
-            continues = before is not None
-            before, going_on = run, self._trunk(run.children, level, continues)
-            self.add_all(branch, [child for child in run.children if child != going_on], level + 1)
-
-    def _trunk(self, children: Sequence[int], level: int, continues: bool) -> int | None:
-        """Choose the child that is drawn on its parent's level, so that a long conversation does not drift right.
-
-        continues: whether the parent is such a child itself.
-        """
-        longest = max(children, key=self.tree.heights.__getitem__, default=None)
-        if len(children) < 2 or level >= MOST_LEVELS:
-            return longest
-        long = 2 if continues else LONG
-        return longest if sum(self.tree.heights[child] >= long for child in children) == 1 else None
+    def _add(self, node: Tree, run: Run, level: int, before: Run | None = None) -> None:
+        """Add a run and all that follows it. before: the run that it continues on the same level."""
+        waiting = [(run, before)]
+        for run, before in waiting:
+            branch, children = node.add(Group(*self._lines(run, before))), run.children
+            num_continuing = int(
+                len(children) == 1 or (level >= MOST_LEVELS and bool(children))
+            )  # the largest is first
+            waiting += [(self.tree.runs[child], run) for child in children[:num_continuing]]
+            self.add_all(branch, children[num_continuing:], level + 1)
 
     def _lines(self, run: Run, before: Run | None) -> Iterator[Text]:
         (start, end), most = run.rows, None if self.full else MOST_BRANCHES
@@ -292,11 +268,3 @@ class _Drawing:
             words = [f'"{visible(text, breaks=False)}" ×{number(weight)}' for text, weight in predicted[:most]]
             more = f" and {len(predicted) - len(words):,} more" if len(predicted) > len(words) else ""
             yield Text.assemble((f"token {last} predicts ", "dim"), (", ".join(words) + more, LOSS))
-
-    def _below(self, runs: Sequence[int]) -> list[int]:
-        """List runs and those that follow them."""
-        found, waiting = [], [*runs]
-        while waiting:
-            found.append(waiting.pop())
-            waiting += self.tree.runs[found[-1]].children
-        return found

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from radixtrain.checkpoints.atomic import writing_file
 from radixtrain.data.tokens.decode import shortened
-from radixtrain.explain.contents import DataReport, rounded
+from radixtrain.explain.contents import DataReport
+from radixtrain.explain.tokens import visible
 
 ASSETS = files("radixtrain.explain") / "assets"
 TREE_LINES = 100
 SHORT_TEXT = 160  # characters of a run that are shown before a reader opens it
-INVISIBLE = str.maketrans({" ": "␣", "\t": "⇥", "\n": "↵\n", "\r": "␍", "\u00a0": "⍽"})
 
 
 def write_page(report: DataReport, path: str | Path) -> None:
@@ -35,15 +35,10 @@ def render(report: DataReport) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"rounded": rounded, "shortened": shortened, "visible": _visible}
+    environment.filters |= {"shortened": shortened, "visible": visible}
     return environment.from_string((ASSETS / "page.html").read_text(encoding="utf-8")).render(
         report=report,
         short_text=SHORT_TEXT,
         lines=list(report.tree.lines(TREE_LINES)),
         style=(ASSETS / "page.css").read_text(encoding="utf-8"),
     )
-
-
-def _visible(text: str) -> str:
-    """Make the white space of a blank text visible, and return a sign for an empty one."""
-    return text if text.strip() else text.translate(INVISIBLE) or "(nothing)"

@@ -19,7 +19,7 @@ from radixtrain.errors import UserError, bytes_text
 from radixtrain.explain.breaks import Break, find_breaks
 from radixtrain.explain.contents import DataReport, Setting, duration, ratio, rounded
 from radixtrain.explain.sharing import Draw, Epoch, SampledSteps, length_quantiles, num_shared_prompts
-from radixtrain.explain.speed import RunSetup, StepPrediction, cases_of, free_bytes, predict_steps, process_bytes
+from radixtrain.explain.speed import RunSetup, StepPrediction, cases_of, predict_steps
 from radixtrain.explain.tree import TextTree
 from radixtrain.timing import environment
 
@@ -27,13 +27,13 @@ logger = logging.getLogger(__name__)
 
 TREE_CONVERSATIONS = 1000  # at equal distances, for the picture
 TIMED_STEPS = 2
-USABLE = 0.9  # part of the free memory that a setting may take
-CLEARLY = 1.05  # a setting is better than the user's own if its r is this many times as large
+CLEARLY = 1.05  # a setting is listed if its r is this many times as large as that of another one
 ALONE = 0.9  # share of time that a process has its core if no other program competes
-WORTH_A_HINT = 1.1
-MEMORY = {
-    "cpu": "the peak of the whole fit process; measured runs took 0.79 to 1.24 of the prediction",
-    "cuda": "torch's peak allocation on the GPU; the CUDA context and what the allocator keeps come on top",
+WORTH_A_HINT, NEARLY = 1.1, 0.95
+PRICES = {  # of another value of a setting
+    "max_tokens": "The steps stay as they are; micro-batches are larger",
+    "group_by_prefix": "Rows of one prompt then meet in a step: an epoch is still every row once, but less mixed",
+    "batch_size": "An epoch then has fewer optimizer steps over more rows, so the learning rate may need to change",
 }
 NO_GAIN = 1.05  # speed-up below which sharing does not pay
 
@@ -46,7 +46,6 @@ def make_report(data: StepData, setup: RunSetup, typed: Sequence[str] = (), max_
     max_seconds: for timing micro-batches; 0 predicts nothing, and proposes no setting.
     """
     of_data, corpus, rows = data.settings, data.conversations["train"], data.reports["train"]
-    held = process_bytes(setup.device)
     epoch = Epoch(
         conversations=corpus,
         lengths=corpus.lengths,
@@ -73,17 +72,16 @@ def make_report(data: StepData, setup: RunSetup, typed: Sequence[str] = (), max_
             *cases_of("ordinary", [*map(epoch.whole_chats, batches)], replace(epoch.collator, dedup=False)),
         ]
         logger.info("timing micro-batches of both arms, for about %.0f s", max_seconds)
-        prediction = predict_steps(setup, cases, of_data.dataloader_num_workers, max_seconds, held)
+        prediction = predict_steps(setup, cases, of_data.dataloader_num_workers, max_seconds)
         layers = " and ".join(map(str, prediction.timed_layers))
         notes.append(
             f"Speed and memory are predicted from micro-batches of these data on {layers} of {setup.num_layers} layers "
-            f"with random weights, timed here. Memory is {MEMORY[setup.device.type]}."
+            f"with random weights, timed here. Memory is that of tensors; the process itself comes on top."
         )
     except UserError as error:
         notes.append(f"Speed and memory were not predicted: {error}.")
     settings = {draw: _setting(each, prediction) for draw, each in sampled.items()}
     current, tokenizer = settings[own], data.encoder().tokenizer
-    best = best_setting(current, settings.values(), free_bytes(setup.device)) if prediction else None
     is_certain = prediction is not None and prediction.cpu_share >= ALONE
     logger.info("looking for what breaks sharing")
     breaks = find_breaks(corpus, tokenizer, of_data.batch_size)
@@ -97,10 +95,8 @@ def make_report(data: StepData, setup: RunSetup, typed: Sequence[str] = (), max_
         facts=dict(_facts(data, epoch)),
         tree=TextTree([sample.input_ids for place in places for sample in corpus[place]], tokenizer),
         tree_sample=f" of {len(places):,} of the {len(corpus):,} conversations" if is_sample else "",
-        current=current,
-        settings=tuple(_different(current, best, settings.values())),
-        best=best,
-        command=command_to_paste(typed, current, best or current),
+        settings=tuple(_different(current, settings.values())),
+        command=command_to_paste(typed),
         breaks=breaks,
         hints=(*map(fix, breaks), *hints(current, [*settings.values()]), *_hint_at_system_prompt(rows)),
         notes=tuple(notes),
@@ -131,12 +127,11 @@ def _setting(sampled: SampledSteps, prediction: StepPrediction | None) -> Settin
     )
 
 
-def _different(own: Setting, best: Setting | None, settings: Iterable[Setting]) -> Iterator[Setting]:
-    """Yield the user's settings, the best, and those that share clearly more or less than these and than each other."""
-    shown = list(dict.fromkeys([own, *([best] if best else [])]))
-    yield from shown
-    for each in settings:
-        if all(abs(each.r / other.r - 1) >= CLEARLY - 1 for other in shown):
+def _different(own: Setting, settings: Iterable[Setting]) -> Iterator[Setting]:
+    """Yield the user's settings, and those that share clearly more or less than these and than each other."""
+    shown = [own]
+    for each in (own, *settings):
+        if each is own or all(abs(each.r / other.r - 1) >= CLEARLY - 1 for other in shown):
             shown.append(each)
             yield each
 
@@ -227,64 +222,35 @@ def _hint_at_system_prompt(rows: EncodeReport) -> Iterator[str]:
         )
 
 
-def best_setting(own: Setting, settings: Iterable[Setting], free_bytes: float) -> Setting:
-    """Choose what computes least without a change of the optimization: only `max_tokens` differs from the user's own.
-
-    The choice is the user's own unless it does not fit or another one computes clearly less; then the smallest that
-    comes near the least. Seconds do not count: they vary with the load of the machine.
-
-    free_bytes: memory that a run can have.
-    """
-    same = (each for each in settings if replace(each.draw, max_tokens=own.draw.max_tokens) == own.draw)
-    fitting = [each for each in same if (each.memory_bytes or 0) <= USABLE * free_bytes]
-    most = max((each.r for each in fitting), default=0.0)
-    enough = [each for each in fitting if CLEARLY * each.r > most]
-    return own if own in enough else min(enough, key=lambda each: each.draw.max_tokens, default=own)
-
-
-def command_to_paste(typed: Sequence[str], own: Setting, best: Setting) -> str:
-    """Write `python -m radixtrain fit` with what was typed, and the `max_tokens` of the best setting.
-
-    typed: the command line after `report`, whose own key is left out. Of a repeated key the last value counts.
-    """
+def command_to_paste(typed: Sequence[str]) -> str:
+    """Write `python -m radixtrain fit` with what was typed after `report`, whose own key is left out."""
     for_fit, words = [], iter(typed)
     for word in words:
         if word == "--max_seconds":
             next(words, None)
         elif not word.startswith("--max_seconds="):
             for_fit.append(word)
-    changed = [] if best == own else [f"--data.max_tokens={best.draw.max_tokens}"]
-    return shlex.join(["python", "-m", "radixtrain", "fit", *for_fit, *changed])
+    return shlex.join(["python", "-m", "radixtrain", "fit", *for_fit])
 
 
 def hints(own: Setting, settings: Sequence[Setting]) -> Iterator[str]:
-    """Yield hints: nothing is gained; what `group_by_prefix` or a larger batch brings.
+    """Yield hints: nothing is gained; what another value of one setting brings, the smallest that brings most of it.
 
-    These change the steps, so none is applied.
+    Seconds do not count: they vary with the load of the machine.
     """
     if own.speedup is not None and own.speedup < NO_GAIN:
         yield (
             f"as they are, these rows gain nothing: a step takes {1 / own.speedup:.2f} of the ordinary time. "
             f"--dedup=false is the ordinary trainer; what follows, and fewer breaks, may change that"
         )
-    budget = [each for each in settings if each.draw.max_tokens == own.draw.max_tokens]
-    is_grouped = bool(own.draw.group_by_prefix)
-    for each in budget:
-        of_size = each.draw.batch_size == own.draw.batch_size
-        if of_size and each.draw.group_by_prefix and not is_grouped and each.r >= WORTH_A_HINT * own.r:
-            yield (
-                f"--data.group_by_prefix=true: {_gain(own, each)}. Rows of one prompt then meet in a step; an epoch "
-                f"is still every row once, but steps are less mixed"
-            )
-    larger = [each for each in budget if bool(each.draw.group_by_prefix) == is_grouped]
-    larger = [each for each in larger if each.draw.batch_size > own.draw.batch_size]
-    enough = [each for each in larger if each.r >= 0.9 * max(each.r for each in larger)]
-    smallest = min(enough, key=lambda each: each.draw.batch_size, default=own)
-    if smallest.r >= WORTH_A_HINT * own.r:
-        yield (
-            f"--data.batch_size={smallest.draw.batch_size}: {_gain(own, smallest)}. An epoch then has fewer optimizer "
-            f"steps, each over more rows, so the learning rate may need to change"
-        )
+    for key, price in PRICES.items():
+        value = getattr(own.draw, key)
+        same = [each for each in settings if replace(each.draw, **{key: value}) == own.draw]
+        enough = [each for each in same if each.r >= NEARLY * max(each.r for each in same)]
+        chosen = min(enough, key=lambda each: getattr(each.draw, key), default=own)
+        if chosen.r >= WORTH_A_HINT * own.r:
+            shown = str(getattr(chosen.draw, key)).lower()
+            yield f"--data.{key}={shown}: {_gain(own, chosen)}. {price}"
 
 
 def _gain(own: Setting, other: Setting) -> str:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
 from typing import NamedTuple
 
-import numpy as np
 from rich.console import RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -25,6 +23,7 @@ from radixtrain.data.tokens.tokenization import Draft
 from radixtrain.errors import DataError, UserError
 from radixtrain.explain.micro_batch import MicroBatch, micro_batches, named_rows
 from radixtrain.explain.tokens import marked, sample_tokens, token_cells, visible
+from radixtrain.explain.tree import run_tree
 from radixtrain.settings.section import value_of
 
 MOST_CHARS = 800  # to show of a field, or of a rendered text
@@ -215,13 +214,8 @@ def sample_locations(data: StepData, where: str) -> list[tuple[MicroBatch, int]]
 
 
 def shared_rows(part: MicroBatch, sequence: int) -> Iterator[tuple[int, int, list[str]]]:
-    """Yield first and last of neighbouring rows of a sample, and the sequences that share them, by `file:line`.
-
-    A run ends where the rows jump or where other sequences share them.
-    """
-    own = part.paths[sequence]
-    has = np.stack([np.isin(own, path) for path in part.paths])
-    ends = np.flatnonzero((np.diff(own) != 1) | (has[:, 1:] != has[:, :-1]).any(axis=0)) + 1
-    for start, end in pairwise([0, *ends.tolist(), len(own)]):
-        others = (i for i in np.flatnonzero(has[:, start]).tolist() if i != sequence)
-        yield int(own[start]), int(own[end - 1]), [part.samples[other].where for other in others]
+    """Yield first and last of neighbouring rows of a sample, and the sequences that share them, by `file:line`."""
+    for run in run_tree(part.paths).runs:
+        if sequence in run.sequences:
+            others = [part.samples[other].where for other in run.sequences if other != sequence]
+            yield run.rows[0], run.rows[1] - 1, others

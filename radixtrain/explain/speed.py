@@ -10,8 +10,8 @@ overhead of a step of `fit`.
 
 Peak memory is that of the deeper model plus, for every further layer, what lives after its forward pass. The peaks do
 not give the slope: in a model of few layers, the gradient of the embeddings may exceed all activations. It is linear in
-the rows, and added to weights, gradients, the optimizer's moments and, on a CPU, what the process of `fit` holds before
-it has a model, and what its allocator keeps.
+the rows, and added to weights, gradients and the optimizer's moments. The process itself and what allocators keep come
+on top.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from __future__ import annotations
 import gc
 import logging
 import math
-import os
-import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -49,12 +47,6 @@ DEEPER = 3  # times the layers of the shorter model
 SPARE = 0.5  # part of the free memory that the timed model may take
 # Time that `fit` spends between two optimizer steps: its loop and the log, on an x86-64 core.
 STEP_SECONDS = 8e-3
-# What `fit` imports and starts before its first step, and `report` does not: Lightning, the DataLoader.
-TRAINER_BYTES = 110 << 20
-# Resident bytes per byte that a step holds besides its state, since glibc leaves holes in freed memory. Chosen from six
-# runs of fit with 28M and 135M weights on x86-64, which had 1.1 to 2.2 from the second step on. Two others took 0.79 (a
-# wide model) and 1.24 (LoRA) of the prediction.
-MALLOC = 1.35
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +107,8 @@ class StepPrediction(NamedTuple):
     """Seconds and bytes of steps on this machine.
 
     radix, ordinary: seconds of micro-batches of each arm. peak: bytes of radix ones.
-    optimizer_seconds: of a step. fixed_bytes: weights, gradients, moments and the process. malloc: bytes per byte that
-    a step holds. waits_for_collator: whether collating takes cores from the step.
+    optimizer_seconds: of a step. state_bytes: weights, gradients and moments.
+    waits_for_collator: whether a step waits until it is collated.
     timed_layers: of the models that were timed. cpu_share: see `Timings`.
     """
 
@@ -124,8 +116,7 @@ class StepPrediction(NamedTuple):
     ordinary: Points
     peak: Points
     optimizer_seconds: float
-    fixed_bytes: int
-    malloc: float
+    state_bytes: int
     waits_for_collator: bool
     timed_layers: tuple[int, ...]
     cpu_share: float
@@ -138,8 +129,8 @@ class StepPrediction(NamedTuple):
         return sum(_at(points, each) for each in rows) + overhead + collating
 
     def memory_bytes(self, sampled: SampledSteps) -> int:
-        """Predict the peak bytes of a step: those of the micro-batch that needs most."""
-        return round(self.fixed_bytes + self.malloc * _at(self.peak, max(sampled.radix)))
+        """Predict the peak bytes of a step in torch's tensors: those of the micro-batch that needs most."""
+        return round(self.state_bytes + _at(self.peak, max(sampled.radix)))
 
 
 def _at(points: Points, rows: int) -> float:
@@ -148,12 +139,10 @@ def _at(points: Points, rows: int) -> float:
     return value * rows / most if rows > most else float(np.interp(rows, list(xs), list(ys)))
 
 
-def predict_steps(
-    setup: RunSetup, cases: Sequence[Case], num_workers: int, max_seconds: float, process_bytes: int
-) -> StepPrediction:
+def predict_steps(setup: RunSetup, cases: Sequence[Case], num_workers: int, max_seconds: float) -> StepPrediction:
     """Time these micro-batches and fit the rates.
 
-    num_workers: processes that collate while a step runs. process_bytes: see `process_bytes`.
+    num_workers: processes that collate while a step runs.
 
     Takes about `max_seconds`, more if the smallest micro-batch of each arm takes that long. Raises UserError if
     the free memory does not hold the cut model.
@@ -176,15 +165,12 @@ def predict_steps(
     for case, high in last.seconds.items():
         seconds[case.arm].append((case.rows, whole(first.seconds[case], high)))
     held = ((case, last.held[case] - first.held[case]) for case in last.held)
-    is_cpu = setup.device.type == "cpu"
-    busy = num_workers + is_cpu * torch.get_num_threads()
     return StepPrediction(
         **seconds,
         peak=[(case.rows, last.peaks[case] + more * of_layers) for case, of_layers in held],
         optimizer_seconds=whole(first.optimizer_seconds, last.optimizer_seconds),
-        fixed_bytes=process_bytes + _state_bytes(setup, setup.num_layers),
-        malloc=MALLOC if is_cpu else 1.0,
-        waits_for_collator=num_workers == 0 or busy > (os.cpu_count() or 1),
+        state_bytes=_state_bytes(setup, setup.num_layers),
+        waits_for_collator=not num_workers,
         timed_layers=depths,
         cpu_share=min(first.cpu_share, last.cpu_share),
     )
@@ -204,16 +190,6 @@ def free_bytes(device: torch.device) -> float:
     if limit.exists() and used.exists() and limit.read_text().strip() != "max":
         free = min(free, float(int(limit.read_text()) - int(used.read_text())))
     return free
-
-
-def process_bytes(device: torch.device) -> int:
-    """Return what `fit` would hold besides the model and its steps, by what this process holds before it has a model.
-
-    On CUDA it is nothing, since only what torch allocates is predicted there.
-    """
-    if device.type == "cuda":
-        return 0
-    return TRAINER_BYTES + int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def _state_bytes(setup: RunSetup, num_layers: int) -> int:

@@ -38,8 +38,7 @@ def print_report(report: DataReport, console: Console | None = None) -> None:
             _line(console, Text(f"    {' '.join(shown.split())}", style="dim"))
     _list(console, "What would help", report.hints)
     _list(console, "Notes", report.notes)
-    changes = report.best not in (None, report.current)
-    console.print(Text(f"\n{f'The best setting, {report.best}:' if changes else 'To train:'}"))
+    console.print(Text("\nTo train:"))
     console.print(Text(f"  {report.command}", style="bold"), soft_wrap=True)
 
 

@@ -166,15 +166,11 @@ def _cells(sample: TokenRow, tokens: Sequence[Token], full: bool) -> Iterator[Te
 
 
 def _shown(tokens: Sequence[Token]) -> list[int]:
-    """Return places within `AROUND` of an end or a change, and each single place between two of them."""
-    bears_loss = np.array([token.bears_loss for token in tokens], dtype=bool)
-    changes = [0, *(np.flatnonzero(np.diff(bears_loss)) + 1).tolist(), len(tokens)]
-    kept = np.zeros(len(tokens) + 2, dtype=bool)
-    kept[[0, -1]] = True
-    for change in changes:
-        kept[1 + max(0, change - AROUND) : 1 + change + AROUND] = True
-    kept[1:-1] |= kept[:-2] & kept[2:]
-    return np.flatnonzero(kept[1:-1]).tolist()
+    """Return the places around an end or a change."""
+    bears_loss = [token.bears_loss for token in tokens]
+    edges = [0, *(place for place in range(1, len(tokens)) if bears_loss[place] != bears_loss[place - 1]), len(tokens)]
+    near = {place for edge in edges for place in range(edge - AROUND, edge + AROUND)}
+    return [place for place in range(len(tokens)) if place in near]
 
 
 def _cell(place: int, token_id: int, label: int, token: Token) -> Text:

@@ -40,11 +40,19 @@ class Run:
         return self.rows[1] - self.rows[0]
 
 
-def run_tree(paths: Sequence[IntArray]) -> tuple[list[Run], list[int]]:
-    """Return the runs in the order of their rows, parents first, and the indices of those that nothing precedes.
+class RunTree(NamedTuple):
+    """Runs in the order of their rows, parents first.
 
-    paths: of each sequence, the row of each of its tokens.
+    roots: indices of those that nothing precedes. parents: (rows,), int64. the row before each, -1 at a root.
     """
+
+    runs: list[Run]
+    roots: list[int]
+    parents: IntArray
+
+
+def run_tree(paths: Sequence[IntArray]) -> RunTree:
+    """Build the tree of these sequences. paths: of each, the row of each of its tokens."""
     num_rows = max((int(path[-1]) + 1 for path in paths), default=0)
     parents, depths = np.full(num_rows, -1), np.zeros(num_rows, dtype=np.int64)
     for path in paths:
@@ -65,7 +73,7 @@ def run_tree(paths: Sequence[IntArray]) -> tuple[list[Run], list[int]]:
         children[int(run_of[parents[start]]) if parents[start] >= 0 else -1].append(run)
     bounds = enumerate(pairwise([*starts.tolist(), num_rows]))
     runs = [Run(rows, int(depths[rows[0]]), sequences[run], ends[run], children[run]) for run, rows in bounds]
-    return runs, children[-1]
+    return RunTree(runs, children[-1], parents)
 
 
 class TreeLine(NamedTuple):
@@ -92,7 +100,7 @@ class TextTree:
         packed, bounds = back_to_back(sequences)
         rows = build_prefix_plan(packed, bounds).inverse_indices
         self.sequences, self.tokenizer = sequences, tokenizer
-        self.runs, self.roots = run_tree([rows[start:end] for start, end in pairwise(bounds.tolist())])
+        self.runs, self.roots, _ = run_tree([rows[start:end] for start, end in pairwise(bounds.tolist())])
         self.saved = [run.num_tokens * (len(run.sequences) - 1) for run in self.runs]
         for index, run in reversed([*enumerate(self.runs)]):
             self.saved[index] += sum(self.saved[child] for child in run.children)

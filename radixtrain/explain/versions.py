@@ -53,13 +53,12 @@ class Trunk:
     """The beginning of some prompts, the same text in all.
 
     words: with their blanks. units: all of it. repeated: those that several prompts compute.
-    tail: the words that follow in the first of the prompts. rows: the prompts, by index.
+    rows: the prompts, by index.
     """
 
     words: list[str]
     units: list[Unit]
     repeated: set[str]
-    tail: list[str]
     rows: list[int] = field(default_factory=list)
 
 
@@ -138,7 +137,7 @@ def _trunks(texts: Sequence[str]) -> list[Trunk]:
         if sum(unit.size for unit in repeated) >= MIN_REPEATED:
             end = repeated[-1].end
             whole = [unit for unit in own if unit.end <= end]
-            trunk = Trunk(words[:end], whole, {unit.text for unit in repeated}, words[end:])
+            trunk = Trunk(words[:end], whole, {unit.text for unit in repeated})
             trunks.setdefault("".join(trunk.words), trunk).rows += rows
     return sorted(trunks.values(), key=lambda trunk: -len(trunk.rows))
 
@@ -192,7 +191,7 @@ def _places(trunks: list[Trunk], is_mixed: bool) -> list[Place]:
         if len(values := place.trunks_of.values()) == 1:
             continue
         place.cause = cause = cause_of([_value(same, starts[same[0]], ends[same[0]]) for same in values])
-        if number == last and (cause.moves or (cause == DRAWN and not (is_mixed and _have_questions(gaps)))):
+        if number == last and (cause.moves or (cause == DRAWN and not is_mixed)):
             stop = starts
             break
         places += [_between(done, starts), place]
@@ -206,12 +205,6 @@ def _places(trunks: list[Trunk], is_mixed: bool) -> list[Place]:
 
 def _between(starts: dict[Trunk, int], ends: dict[Trunk, int]) -> Place:
     return Place({trunk: "".join(trunk.words[start : ends[trunk]]) for trunk, start in starts.items()})
-
-
-def _have_questions(trunks: Iterable[Trunk]) -> bool:
-    """Return whether most prompts end differently after the trunk; or the trunk is what the answer is about."""
-    tails = Counter("".join(trunk.tail) for trunk in trunks)
-    return 2 * max(tails.values()) <= tails.total()
 
 
 def _gaps(trunks: list[Trunk]) -> dict[Trunk, list[tuple[int, int]]]:

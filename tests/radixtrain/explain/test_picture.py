@@ -58,11 +58,10 @@ def test_a_long_conversation_stays_within_the_width(sample_of: Build, drawn: Pri
     """One sample for each turn: a tree that is as deep as the conversation is long."""
     history = "".join(f"Where is thing {turn}? It is on shelf {turn}. " for turn in range(40))
     turns = [history[: history.index(f"thing {turn}?")] for turn in range(40)]
-    shown = drawn([sample_of(prompt, f"thinking {turn}") for turn, prompt in enumerate(turns)], width)
-    lines = shown.splitlines()
+    lines = drawn([sample_of(prompt, f"thinking {turn}") for turn, prompt in enumerate(turns)], width).splitlines()
     assert max(map(cell_len, lines)) <= width
-    assert max(line.index("×") for line in lines if re.search(r"×\d+  token", line)) <= 8
-    assert sum(" after token " in line for line in lines) >= 35
+    assert max(line.index("×") for line in lines if re.search(r"×\d+  token", line)) <= 4 * 9
+    assert sum(" after token " in line for line in lines) >= 25
 
 
 def test_a_bushy_tree_is_indented_no_further_than_some_levels(sample_of: Build, drawn: Print) -> None:
@@ -76,7 +75,7 @@ def test_long_runs_and_many_branches_are_shortened(sample_of: Build, drawn: Prin
     samples = [sample_of("p" * 2000, chr(97 + n) + "x" * 99) for n in range(20)]
     shown = drawn(samples)
     assert "⋯ 1,760 tokens ⋯" in shown.replace("\n", "")
-    assert shown.splitlines()[-1] == "└── ⋯ 8 more branches, 800 tokens ⋯"
+    assert shown.splitlines()[-1] == "└── ⋯ 8 more branches ⋯"
     assert '"a" ×1' in shown and " and 8 more" in shown.replace("\n", "")
     full = drawn(samples, full=True)
     assert "⋯" not in full and full.count("p") > 2000

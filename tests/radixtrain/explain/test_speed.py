@@ -86,7 +86,7 @@ def test_further_layers_take_as_much_as_those_between(
     by_law: list[int], num_layers: int, period: int, depths: list[int]
 ) -> None:
     """At the rows that were timed, between them, and beyond; memory is state and the largest micro-batch."""
-    found = predict_steps(setup_of(linear, num_layers, period=period), CASES, 1, 50, process_bytes=12_345)
+    found = predict_steps(setup_of(linear, num_layers, period=period), CASES, 1, 50)
     assert by_law == depths and found.timed_layers == tuple(sorted(depths))
     overhead = 0.01 + 0.002 * num_layers + speed.STEP_SECONDS
     for arm in ARMS:
@@ -94,21 +94,21 @@ def test_further_layers_take_as_much_as_those_between(
         for rows, seconds in ((400, at[400]), (300, (at[200] + at[400]) / 2), (1600, 2 * at[800]), (50, at[100] / 2)):
             step = sampled(rows, ordinary=(rows,))
             assert found.seconds(step, arm) == pytest.approx(seconds + overhead), (arm, rows)
-    state = num_layers * 100 * 4 * (1 + 1 + 2) + 12_345
+    state = num_layers * 100 * 4 * (1 + 1 + 2)
     if depths[0] > 1:
         activations = 1600 * (50 + 9 * num_layers)
-        assert found.memory_bytes(sampled(100, 1600)) == pytest.approx(state + speed.MALLOC * activations, rel=1e-6)
+        assert found.memory_bytes(sampled(100, 1600)) == pytest.approx(state + activations, rel=1e-6)
 
 
 def test_a_model_that_memory_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "free_bytes", lambda device: 2.0 * 3 * 1600 - 1)
     with pytest.raises(UserError, match=r"^3 of its 28 layers with gradients and optimizer need 0\.0 GiB, and 0\.0"):
-        predict_steps(setup_of(linear, 28), CASES, 1, 50, 0)
+        predict_steps(setup_of(linear, 28), CASES, 1, 50)
 
 
 def test_a_collator_that_takes_cores_from_the_step() -> None:
     points = [(100, 10.0)]
-    found = StepPrediction(points, points, points, 10.0, 3, 1.0, False, (1, 3), 1.0)
+    found = StepPrediction(points, points, points, 10.0, 3, False, (1, 3), 1.0)
     step = sampled(100, 300, collate_seconds=7.0)
     assert found.seconds(step) == pytest.approx(50 + speed.STEP_SECONDS) and found.memory_bytes(step) == 3 + 30
     waiting = found._replace(waits_for_collator=True)
@@ -128,14 +128,14 @@ def test_bytes_are_those_that_are_counted(
         return model
 
     all_cases = cases(features)
-    found = predict_steps(setup_of(build, 10, period=period), all_cases, 1, 1e6, 0)  # a busy machine leaves out none
+    found = predict_steps(setup_of(build, 10, period=period), all_cases, 1, 1e6)  # a busy machine leaves out none
     largest = [case for case in all_cases if case.arm == "radix"][-1]
     model = prepare_model(build(10, CPU))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     run = lambda: forward_rows(model, largest.batch, True).loss_sum().backward()  # noqa: E731
     run()
-    activations = (found.memory_bytes(sampled(largest.rows)) - found.fixed_bytes) / found.malloc
+    activations = found.memory_bytes(sampled(largest.rows)) - found.state_bytes
     assert activations == pytest.approx(peak_bytes(run, CPU), rel=0.05)
 
 
