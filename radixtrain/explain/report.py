@@ -165,7 +165,7 @@ def _speed(own: Setting, prediction: StepPrediction | None) -> str:
         f"an epoch in about {duration(own.seconds_per_epoch or 0)} with {bytes_text(own.memory_bytes or 0)} of memory."
     )
     if prediction.cpu_share < ALONE:
-        text += f" Other programs took {1 - prediction.cpu_share:.0%} of the time: run it again on an idle machine."
+        text += f" Other programs took {1 - prediction.cpu_share:.0%} of the time, which is not counted, but disturbs."
     return text
 
 
@@ -189,8 +189,8 @@ def _facts(data: StepData, epoch: Epoch) -> Iterator[tuple[str, str]]:
     """Yield the lines about the rows, which no setting changes."""
     rows, corpus = data.reports["train"], data.conversations["train"]
     num_labels = sum(sample.num_labels for samples in corpus for sample in samples)
-    prompts = f"{num_shared_prompts(epoch.groups):,} shared prompts"
-    yield "rows", f"{rows.num_rows:,}, {len(corpus.lengths):,} samples, {prompts}, {num_labels:,} tokens bear loss"
+    samples = f"{len(corpus.lengths):,} samples, {num_labels:,} tokens bear loss"
+    yield "rows", f"{rows.num_rows:,}, {samples}; shared prompts: {num_shared_prompts(epoch.groups):,}"
     quantiles = ", ".join(f"{name} {tokens:,}" for name, tokens in length_quantiles(corpus.lengths).items())
     limit = data.settings.max_length
     over = f"; {rows.num_long_samples:,} over max_length {limit:,}, the longest {rows.longest:,}"
