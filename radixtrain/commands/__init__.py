@@ -34,11 +34,9 @@ TABLE = (
         "lightning",
         "scores of the rows of data.predict_file (log-probabilities, yes or no, embeddings), or answers to them",
     ),
-    Command("report", "without_training", "what the data share, and the gain predicted for this machine", "", FOR_ROWS),
+    Command("report", "explain", "what the data share, and the gain predicted for this machine", "", FOR_ROWS),
     Command("verify", "lightning", "is the gradient that of ordinary Hugging Face, on this model and data?"),
-    Command(
-        "inspect", "without_training", "a micro-batch, or one row of a file, as text with its loss marked", "", FOR_ROWS
-    ),
+    Command("inspect", "explain", "a micro-batch, or one row of a file, as text with its loss marked", "", FOR_ROWS),
     Command("export", "export", "a checkpoint as a Hugging Face folder"),
     Command(
         "run",
@@ -50,4 +48,4 @@ TABLE = (
 )
 COMMANDS = {command.name: command for command in TABLE}
 EVALUATING = ("validate", "test", "predict")  # they may read settings of the run that trained the model
-WITHOUT_TRAINING = tuple(command.name for command in TABLE if command.module == "without_training")
+WITHOUT_TRAINING = tuple(command.name for command in TABLE if command.module == "explain")
