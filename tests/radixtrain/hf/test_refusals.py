@@ -16,6 +16,7 @@ from radixtrain import RadixCollator, prepare_model, share_prefixes, verify_equi
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.conditions import CONDITIONS, WITHOUT
+from radixtrain.hf.prepare import check_takes_collated
 from radixtrain.hf.refusals import widest_head_dim
 
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [7, 8, 9, 3])]
@@ -79,9 +80,9 @@ MODELS: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("model_class", "settings", "message"), MODELS)
 def test_a_model(model_class: str, settings: dict[str, Any], message: str) -> None:
-    """An older transformers may give another reason."""
+    """By `share_prefixes`, or before the batch of a `RadixCollator`. An older transformers may give another reason."""
     with pytest.raises(UserError, match=None if IS_OLDER else message):
-        prepare_model(tiny_model(model_class, **settings))
+        check_takes_collated(share_prefixes(tiny_model(model_class, **settings)))
 
 
 class KeepsToItself(transformers.Qwen3ForCausalLM):
@@ -196,9 +197,9 @@ def test_a_model_that_keeps_a_radix_batch_to_itself(tiny_qwen3, monkeypatch):
     message = (
         r"KeepsToItself does not pass .* on to its Qwen3Model \(transformers 5\.2\.0 has no .*pip install -U '.*>=5\.3'"
     )
-    with pytest.raises(UserError, match=message):
-        prepare_model(model)
     share_prefixes(model)
+    with pytest.raises(UserError, match=message):
+        check_takes_collated(model)
     with pytest.raises(UserError, match=message):
         model(**RadixCollator()(FEATURES))
 
