@@ -1,7 +1,7 @@
 """Refuses what would change the gradient of this batch. Errors name the model or the layer, the reason and the fix.
 
 The model itself is judged in `conditions.py`; this file checks what depends on the batch or was added since: a
-trainer may add adapters with dropout, or noise on the embeddings, after `prepare_model`. What a layer requests of its
+trainer may add adapters with dropout, or noise on the embeddings, after `share_prefixes`. What a layer requests of its
 attention function is checked in `attention_interface.py`, random draws in `dropout.py`, adapters in `adapters.py`.
 
 Every tensor of an ordinary batch has one row per example, so trainers cut and join batches along the first axis: with

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from radixtrain.collators.steps import StepCollator
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predicting_rows import forward_rows
-from radixtrain.hf.prepare import prepare_model, restore_model
+from radixtrain.hf.share import restore_model, share_prefixes
 from radixtrain.report.sharing import Counts, Features, ordinary_counts, radix_counts
 from radixtrain.timing import added_bytes, held_bytes, seconds_in_turns, seconds_of
 
@@ -37,7 +37,7 @@ class RunSetup:
     """The training of a run, without its weights.
 
     build: number of layers, device -> the model with random weights, in training mode and in the dtype of the run, with
-        its adapters and activation checkpointing, not prepared.
+        its adapters and activation checkpointing, not shared.
     optimizer, moment_bytes: of such a model. forward: the context of a forward pass, autocast for instance.
     num_layers: of the whole model. period: layers after which their kinds repeat, 1 if all are alike. A layer that
         recomputes its activations is of another kind than one that keeps them.
@@ -146,7 +146,7 @@ def time_cases(
 
 @contextmanager
 def without_messages() -> Iterator[None]:
-    """Silence the log lines of a model about its layers and, once it is prepared, its first batches."""
+    """Silence the log lines of a model about its layers and, once it is shared, its first batches."""
     logger = logging.getLogger("radixtrain.hf")
     level = logger.level
     logger.setLevel(logging.WARNING)
@@ -178,7 +178,7 @@ class _Runner:
             restore_model(self.model)
         else:
             options = {name: getattr(self.setup, name) for name in ("attention", "kernel", "allow_dropout")}
-            prepare_model(self.model, **options)
+            share_prefixes(self.model, **options)
 
     def run(self, case: Case) -> None:
         """Run forward and backward. Gradients are added to those that are there."""

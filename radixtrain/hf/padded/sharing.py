@@ -101,8 +101,8 @@ class PaddedSharing:
         given = without_empty_types(backbone, arguments_of(backbone, args, kwargs))
         reason = why_unshared(model, backbone, given, self.generates)
         if reason is None:
-            tried = {"progress": self.progress, "allowed": self.options.allow_dropout}
-            reason = why_inexact(text_decoder_of(backbone), shape=given["input_ids"].shape, **tried)
+            allowed, shape = self.options.allow_dropout, given["input_ids"].shape
+            reason = why_inexact(text_decoder_of(backbone), progress=self.progress, allowed=allowed, shape=shape)
         if reason is None:
             began = time.perf_counter()
             try:
@@ -186,7 +186,7 @@ class PaddedSharing:
 
     @torch.compiler.disable  # the indices are new in every call
     @saying_what_was_tested()
-    def outputs(self, model: nn.Module, output: Any, call: RadixCall) -> Any:
+    def outputs(self, model: PreTrainedModel, output: Any, call: RadixCall) -> Any:
         """Put the hidden states of the backbone's output, (1, U, D), back in (B, L, D)."""
         places = call.places
         assert places is not None

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from radixtrain import prepare_model
+from radixtrain import share_prefixes
 from radixtrain.collators.steps import StepCollator
 from radixtrain.errors import UserError
 from radixtrain.hf.activation_checkpointing import recompute
@@ -154,7 +154,7 @@ def test_bytes_are_those_that_are_counted(
     )  # a busy machine leaves out no case
     largest = [case for case in cases if case.arm == "radix"][-1]
     step = SampledSteps(draw=Draw(8, 100), steps=(step_of(largest.counts, largest.counts),), scale=1.0)
-    model = prepare_model(build(10, CPU))
+    model = share_prefixes(build(10, CPU))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     run = lambda: forward_rows(model, largest.batch, True).loss_sum().backward()  # noqa: E731

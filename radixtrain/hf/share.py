@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from radixtrain.collators.misuse_guard import PREPARED
+from radixtrain.collators.misuse_guard import SHARED
 from radixtrain.errors import UserError
 from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.backbone import Parts, backbone_of, model_inside, parts_of, pretrained_model_of
@@ -109,11 +109,6 @@ def share_prefixes(
     return model
 
 
-def prepare_model(model: ModelT, **options: Any) -> ModelT:
-    """Call `share_prefixes`."""
-    return share_prefixes(model, **options)
-
-
 def check_takes_collated(model: nn.Module) -> None:
     """Raise UserError for a model that cannot use the batches of a `RadixCollator`, with the reason and the fix."""
     check_supported(parts_of(model), "RadixCollator")
@@ -177,14 +172,14 @@ def restore_model(model: ModelT) -> ModelT:
             state.split.remove()
         TokenLoss.remove(base)
         delattr(base, STATE)
-        delattr(backbone_of(base), PREPARED)
+        delattr(backbone_of(base), SHARED)
     return model
 
 
 def _install(parts: Parts, options: Options, split: SplitModel | None) -> None:
     """Set the hooks, replacing those that the model has."""
     restore_model(parts.base)
-    if hasattr(parts.backbone, PREPARED):  # two sets of hooks would run
+    if hasattr(parts.backbone, SHARED):  # two sets of hooks would run
         raise UserError(
             f"{type(parts.backbone).__name__} is shared already, alone or inside another model; call restore_model "
             f"with what was shared first"
@@ -208,4 +203,4 @@ def _install(parts: Parts, options: Options, split: SplitModel | None) -> None:
     if split is not None:
         split.install(len(mixers))
     setattr(parts.base, STATE, _State(options, hooks, split))
-    setattr(parts.backbone, PREPARED, True)
+    setattr(parts.backbone, SHARED, True)
