@@ -69,7 +69,7 @@ class BackboneHooks:
     watch: SharingWatch
     report: SharingReport
     changed: str | None = None
-    drew: str = ""
+    drew: str | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BackboneHooks:
         """Copy the hooks; a copy of the backbone only does not copy the model around it."""
@@ -149,11 +149,8 @@ class BackboneHooks:
         self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Any] | None:
         """Return the arguments for an ordinary batch on its unique tokens; None if it is not shared."""
-        given = None
-        if reason := self.changed or (backbone.training and self.drew):
-            self.report.count_unshared(reason)
-        else:
-            given = self.padded.arguments(self.model, backbone, args, kwargs)
+        why_not = self.changed or (self.drew if backbone.training else None)
+        given = self.padded.arguments(self.model, backbone, args, kwargs, why_not)
         self.watch.count(backbone, bool(self.report.num_shared), self.report)
         return given
 

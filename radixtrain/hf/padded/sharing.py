@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from radixtrain.errors import UserError
@@ -71,17 +71,37 @@ class PaddedSharing:
     leaves_refused: bool = False
 
     def arguments(
-        self, model: PreTrainedModel, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        model: PreTrainedModel,
+        backbone: PreTrainedModel,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        why_not: str | None,
     ) -> dict[str, Any] | None:
-        """Return the arguments of the call that computes unique tokens; None for a call that is not shared.
+        """Return the arguments of the call that computes unique tokens; None for one that is not shared.
 
-        model: around the backbone, which is called with args and kwargs.
+        The only place that decides it: what finds a reason raises NotShared, and the reason is counted here.
+
+        model: around the backbone, which is called with args and kwargs. why_not: a reason that is known of the model.
 
         Raises UserError for adapters and dropouts that would compute something else, unless such calls are left.
         """
-        given = self._shared(model, backbone, args, kwargs)
-        if given is None:
+        try:
+            _refuse(why_not)
+            given = without_empty_types(backbone, arguments_of(backbone, args, kwargs))
+            _refuse(why_unshared(model, backbone, given, self.generates))
+            allowed, shape = self.options.allow_dropout, given["input_ids"].shape
+            _refuse(why_inexact(text_decoder_of(backbone), progress=self.progress, allowed=allowed, shape=shape))
+            arguments = self._planned(backbone, given)
+            self._check_draws(model, backbone)
+        except NotShared as reason:
+            self.report.count_unshared(str(reason))
             return None
+        self._count(arguments["radix_call"])
+        return arguments
+
+    def _check_draws(self, model: PreTrainedModel, backbone: PreTrainedModel) -> None:
+        """Refuse adapters and dropouts that compute something else on unique tokens, or leave the call as it is."""
         allowed = self.options.allow_dropout
         try:
             check_adapters((model, backbone), allowed)
@@ -89,50 +109,30 @@ class PaddedSharing:
         except UserError as error:
             if not self.leaves_refused:
                 raise
-            self.report.not_shared[str(error)] += 1
-            return None
-        self._count(given["radix_call"])
-        return given
+            raise NotShared(str(error)) from None
 
-    def _shared(
-        self, model: nn.Module, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> dict[str, Any] | None:
-        """Return the arguments of the shared call; None, and the reason counted, for one that is not shared."""
-        given = without_empty_types(backbone, arguments_of(backbone, args, kwargs))
-        reason = why_unshared(model, backbone, given, self.generates)
-        if reason is None:
-            allowed, shape = self.options.allow_dropout, given["input_ids"].shape
-            reason = why_inexact(text_decoder_of(backbone), progress=self.progress, allowed=allowed, shape=shape)
-        if reason is None:
-            began = time.perf_counter()
-            try:
-                planned = self._planned(backbone, given)
-            except NotShared as error:
-                planned = str(error)
+    def _planned(self, backbone: PreTrainedModel, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the shared call, and count the time. Raises NotShared with the reason."""
+        began = time.perf_counter()
+        try:
+            return self._on_unique_tokens(backbone, given)
+        finally:
             self.report.plan_seconds += time.perf_counter() - began
-            if not isinstance(planned, str):
-                return planned
-            reason = planned
-        self.report.count_unshared(reason)
-        return None
 
-    def _planned(self, backbone: PreTrainedModel, given: Mapping[str, Any]) -> dict[str, Any] | str:
-        """Return the arguments of the shared call, or why there is none."""
+    def _on_unique_tokens(self, backbone: PreTrainedModel, given: Mapping[str, Any]) -> dict[str, Any]:
         decoder = text_decoder_of(backbone)
         of_images = given_of_images(backbone, given)
         axes = axes_of(backbone, given) if of_images else None
         position_ids = given.get("position_ids") if axes is None else None
         rows = PaddedRows.read(given["input_ids"], given.get("attention_mask"), position_ids)
-        reason = why_rows_are_not_shared(backbone, given, rows)
-        if reason is None and rows.is_left_padded:
-            reason = self._why_left_padding_matters(decoder, rows)
-        if reason is None and rows.is_packed:
+        _refuse(why_rows_are_not_shared(backbone, given, rows))
+        if rows.is_left_padded:
+            _refuse(self._why_left_padding_matters(decoder, rows))
+        if rows.is_packed:
             if self.separates is None:
                 self.separates = separates_packed_sequences(backbone)
             if not self.separates:
-                reason = "a row has several sequences, and this model does not separate them"
-        if reason is not None:
-            return reason
+                raise NotShared("a row has several sequences, and this model does not separate them")
         ids = rows.input_ids[rows.kept]
         images = Images.read(backbone, given, rows, axes) if of_images else None
         compared_ids = ids if images is None else images.tokens.codes
@@ -140,7 +140,7 @@ class PaddedSharing:
             compared_ids, rows.cu_seqlens, rows.kept_positions, min_shared_tokens=self.options.min_shared_tokens
         )
         if rows.kept.size < self.options.min_ratio * plan.num_rows and not (images and images.tower.has_copies):
-            return f"less than min_ratio = {self.options.min_ratio} to save"
+            raise NotShared(f"less than min_ratio = {self.options.min_ratio} to save")
         blocks = None if images is None else images.tokens.blocks_of(plan)
         layout = TreeLayout.from_plan(plan, blocks).to(given["input_ids"].device, non_blocking=True)
         may_bind = layout.blocks is not None or window_may_bind(decoder.config, layout.max_seqlen)
@@ -245,6 +245,11 @@ class PaddedSharing:
                 f"batch are not known; leave it out, or call restore_model(model)"
             )
         return self._at_places(state[0], places).whole()
+
+
+def _refuse(reason: str | None) -> None:
+    if reason is not None:
+        raise NotShared(reason)
 
 
 class MissingCacheError(UserError, AttributeError):
