@@ -171,6 +171,9 @@ TABLE: dict[str, dict[str, str]] = {
     "radixtrain/hf/progress.py": {
         "torch._C._current_graph_task_id": "tells layers that a backward pass recomputes from others",
     },
+    "radixtrain/hf/recurrent/running.py": {
+        "torch.utils._python_dispatch._disable_current_modes": "no mode fakes the rows of a run",
+    },
     "radixtrain/hf/refusals.py": {
         "torch.nn.Module._is_replica": "tells a copy that DataParallel made",
     },

@@ -36,7 +36,7 @@ from radixtrain.errors import UserError
 from radixtrain.explain.sharing import Features, SampledSteps
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predicting_rows import forward_rows
-from radixtrain.hf.prepare import prepare_model, restore_model
+from radixtrain.hf.share import restore_model, share_prefixes
 from radixtrain.timing import held_bytes, peak_bytes, seconds_of
 
 ArmName = Literal["radix", "ordinary"]
@@ -54,7 +54,7 @@ class RunSetup:
     """The training of a run, without its weights.
 
     build: number of layers, device -> the model with random weights, in training mode and in the dtype of the run, with
-        its adapters and activation checkpointing, not prepared.
+        its adapters and activation checkpointing, not shared.
     optimizer, moment_bytes: of such a model. forward: the context of a forward pass, autocast for instance.
     num_layers: of the whole model. period: layers after which their kinds repeat, 1 if all are alike. A layer that
         recomputes its activations is of another kind than one that keeps them.
@@ -255,7 +255,7 @@ def time_cases(
 
 @contextmanager
 def without_messages() -> Iterator[None]:
-    """Silence the log lines of a model about its layers and, once it is prepared, its first batches."""
+    """Silence the log lines of a model about its layers and, once it is shared, its first batches."""
     logger = logging.getLogger("radixtrain.hf")
     level = logger.level
     logger.setLevel(logging.WARNING)
@@ -285,7 +285,7 @@ class _Arms:
             restore_model(self.model)
         else:
             names = ("attention", "kernel", "allow_dropout")
-            prepare_model(self.model, **{name: getattr(self.setup, name) for name in names})
+            share_prefixes(self.model, **{name: getattr(self.setup, name) for name in names})
 
     def run(self, case: Case) -> None:
         """Run forward and backward. Gradients are added to those that are there."""

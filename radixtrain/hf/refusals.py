@@ -1,7 +1,7 @@
 """Refuses what would change the gradient of this batch. Errors name the model or the layer, the reason and the fix.
 
 The model itself is judged in `conditions.py`; this file checks what depends on the batch or was added since: a
-trainer may add adapters with dropout, or noise on the embeddings, after `prepare_model`. What a layer requests of its
+trainer may add adapters with dropout, or noise on the embeddings, after `share_prefixes`. What a layer requests of its
 attention function is checked in `attention_interface.py`, random draws in `dropout.py`, adapters in `adapters.py`.
 
 Every tensor of an ordinary batch has one row per example, so trainers cut and join batches along the first axis: with
@@ -133,8 +133,8 @@ def check_evaluation() -> None:
         raise UserError(
             f"{trainer} uses the logits of an evaluation (compute_metrics, predict) as one row per example, but a "
             f"batch of RadixCollator has the logits of labelled tokens only, so the metrics would be wrong. Evaluate "
-            f"on ordinary batches, which a prepared model computes as before: by share_prefixes and the trainer's own "
-            f"collator, or with Hugging Face's Trainer by another collator for evaluation "
+            f"on ordinary batches: by the trainer's own collator, or with Hugging Face's Trainer by another collator "
+            f"for evaluation "
             f"(recipes/hf_trainer_metrics.py in the repository). For the loss only, leave out compute_metrics, or set "
             f"prediction_loss_only=True in the training arguments"
         )
@@ -209,7 +209,7 @@ def widest_head_dim(config: PreTrainedConfig) -> int:
 def check_pass(
     decoder: PreTrainedModel, head: object, layout: TreeLayout, left_padded: bool, allowed: tuple[str, ...]
 ) -> None:
-    """Refuse what makes this forward pass inexact, although the model could be prepared.
+    """Refuse what makes this forward pass inexact, although the model could be shared.
 
     left_padded: whether a feature of the batch was padded on the left and had no positions.
     """

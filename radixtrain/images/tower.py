@@ -28,7 +28,7 @@ Image = dict[str, Tensor]
 
 
 class NotShared(Exception):
-    """Images of a call that cannot be shared. The message names them, as the end of a sentence."""
+    """A call that cannot be shared, because of its images or anything else. The message is the reason."""
 
 
 class SplitImages(NamedTuple):

@@ -18,9 +18,9 @@ from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predicting_rows import forward_rows
-from radixtrain.hf.prepare import prepare_model, prepared_options
 from radixtrain.hf.rounded_updates import warn_of_rounding
 from radixtrain.hf.scores import Scorer, check_scores, named_scores
+from radixtrain.hf.share import options_of, share_prefixes
 from radixtrain.settings.model import ModelSettings
 from radixtrain.training.answers.answering import check_answering
 from radixtrain.training.answers.predictions import PredictedAnswers, scored_records, scorer_of
@@ -87,7 +87,7 @@ class RadixModule(L.LightningModule):
         check_scores(self.scores, self.hparams.next_tokens)
 
     def configure_model(self) -> None:
-        """Load and prepare the model, and examine its head, once, before a checkpoint is restored into it."""
+        """Load and share the model, and examine its head, once, before a checkpoint is restored into it."""
         if self.model is None:
             self.model = load_trainable(self.hparams)
             self.plain_head = has_plain_head(self.model)
@@ -99,9 +99,9 @@ class RadixModule(L.LightningModule):
         """
         if ranks().sp_size > 1:
             assert self.model is not None
-            options = prepared_options(self.model)
+            options = options_of(self.model)
             assert options is not None
-            prepare_model(self.model, **options, sp_group=ranks().sp_group)
+            share_prefixes(self.model, **options, sp_group=ranks().sp_group)
 
     def setup(self, stage: str) -> None:
         """Take the steps per epoch of an `SFTData`, once its data are read.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from radixtrain import prepare_model
+from radixtrain import share_prefixes
 from radixtrain.collators.steps import StepCollator
 from radixtrain.errors import UserError
 from radixtrain.explain import speed
@@ -130,7 +130,7 @@ def test_bytes_are_those_that_are_counted(
     all_cases = cases(features)
     found = predict_steps(setup_of(build, 10, period=period), all_cases, 1, 1e6)  # a busy machine leaves out none
     largest = [case for case in all_cases if case.arm == "radix"][-1]
-    model = prepare_model(build(10, CPU))
+    model = share_prefixes(build(10, CPU))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     run = lambda: forward_rows(model, largest.batch, True).loss_sum().backward()  # noqa: E731

@@ -1,7 +1,6 @@
-"""`prepare_model` of a hybrid: copies, pickles, what it leaves, and third-party hooks."""
+"""`share_prefixes` of a hybrid: copies, pickles, what it leaves, and third-party hooks."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from hybrids import FEATURES, ONE_KIND, ROWS, Build, assert_exact, batch_of, mixers_in, padded
 from torch import nn
 
-from radixtrain import prepare_model, restore_model, share_prefixes
+from radixtrain import restore_model, share_prefixes
 from radixtrain.hf.modules import mixers_of
 from radixtrain.verification.oracle import float64_throughout, float64_truth
 
@@ -21,7 +20,7 @@ def test_a_deep_copy(tiny_hybrid: Build, kind: str) -> None:
     """It runs on its own weights, has its own calls, and is saved as an ordinary model."""
     model = tiny_hybrid(kind)
     truth = float64_truth(model, FEATURES)
-    copied = copy.deepcopy(prepare_model(model))
+    copied = copy.deepcopy(share_prefixes(model))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -32,7 +31,7 @@ def test_a_deep_copy(tiny_hybrid: Build, kind: str) -> None:
 
 
 def test_pickled_for_a_fresh_process(tiny_hybrid: Build, fresh: Any, tmp_path: Any) -> None:
-    model = prepare_model(tiny_hybrid("Qwen3.5"))
+    model = share_prefixes(tiny_hybrid("Qwen3.5"))
     path = tmp_path / "model.pt"
     torch.save((model, batch_of()), path)
     code = f"""
@@ -49,7 +48,7 @@ with float64_throughout(model):
 
 
 def left_on(model: nn.Module) -> list[Any]:
-    """Whatever `prepare_model` may have put on modules."""
+    """Whatever `share_prefixes` may have put on modules."""
     hooks = [
         dict(getattr(module, name)) for module in model.modules() for name in (*HOOKS, "_forward_hooks_always_called")
     ]
@@ -58,13 +57,12 @@ def left_on(model: nn.Module) -> list[Any]:
 
 
 @ONE_KIND
-@pytest.mark.parametrize("prepare", [prepare_model, share_prefixes])
-def test_restore_undoes_it(tiny_hybrid: Build, kind: str, prepare: Callable[[Any], Any]) -> None:
+def test_restore_undoes_it(tiny_hybrid: Build, kind: str) -> None:
     model = tiny_hybrid(kind)
     model.gradient_checkpointing_enable()
     before = left_on(model)
     checkpoint = model.model.layers[0]._gradient_checkpointing_func
-    prepare(model)
+    share_prefixes(model)
     model(**batch_of()).loss.backward()
     restore_model(model)
     assert left_on(model) == before
@@ -72,12 +70,12 @@ def test_restore_undoes_it(tiny_hybrid: Build, kind: str, prepare: Callable[[Any
 
 
 @ONE_KIND
-def test_preparing_again(tiny_hybrid: Build, kind: str) -> None:
-    """Preparing twice, and after `share_prefixes`, is preparing once."""
+def test_sharing_again(tiny_hybrid: Build, kind: str) -> None:
+    """Sharing twice is sharing once."""
     model = tiny_hybrid(kind)
     truth = float64_truth(model, FEATURES)
-    for prepare in (prepare_model, prepare_model, share_prefixes, prepare_model):
-        assert_exact(prepare(model), truth)
+    for _ in range(2):
+        assert_exact(share_prefixes(model), truth)
     restore_model(model)
     assert not mixers_in(model)
 
@@ -99,13 +97,13 @@ def test_hooks_of_accelerate(tiny_hybrid: Build, kind: str, when: str) -> None:
     model, hook = tiny_hybrid(kind), Counts()
     truth = float64_truth(model, FEATURES)
     if when == "after":
-        prepare_model(model)
+        share_prefixes(model)
     (path,) = mixers_of(model.model)
     mixer = model.model.get_submodule(path)
     add_hook_to_module(mixer, hook)
     replaced = mixer.forward
     if when == "before":
-        prepare_model(model)
+        share_prefixes(model)
     assert_exact(model, truth)
     assert hook.number > 0
     restore_model(model)
@@ -117,19 +115,19 @@ def test_hooks_of_accelerate(tiny_hybrid: Build, kind: str, when: str) -> None:
 @ONE_KIND
 def test_a_forward_that_replaces_ours_is_refused(tiny_hybrid: Build, kind: str) -> None:
     """As `kernelize` does, at every change between training and evaluation if `use_kernels` is set."""
-    model = prepare_model(tiny_hybrid(kind))
+    model = share_prefixes(tiny_hybrid(kind))
     module = mixers_in(model)[0].module
     module.forward = type(module).forward.__get__(module)
-    with pytest.raises(RuntimeError, match=r"1 of 1 recurrent layers .* call prepare_model again"):
+    with pytest.raises(RuntimeError, match=r"1 of 1 recurrent layers .* call share_prefixes again"):
         model(**batch_of())
     truth = float64_truth(tiny_hybrid(kind), FEATURES)
-    assert_exact(prepare_model(model), truth)
+    assert_exact(share_prefixes(model), truth)
 
 
 @pytest.mark.usefixtures("hooks_that_may_stay")
 def test_a_hook_of_the_user_on_a_mixer(tiny_hybrid: Build) -> None:
     """It runs once, on all unique rows."""
-    model = prepare_model(tiny_hybrid("Qwen3.5"))
+    model = share_prefixes(tiny_hybrid("Qwen3.5"))
     seen = []
     mixer = mixers_in(model)[0].module
     mixer.register_forward_hook(lambda module, args, output: seen.append(output.shape))

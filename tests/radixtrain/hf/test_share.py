@@ -1,4 +1,4 @@
-"""`prepare_model`: modifiers of attention, ordinary behaviour without a plan, no radix batch on another attention."""
+"""`share_prefixes`: modifiers of attention, ordinary behaviour without a plan, no radix batch on another attention."""
 
 import copy
 
@@ -10,13 +10,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import radixtrain.hf.hooks
-from radixtrain import RadixCollator, prepare_model, restore_model, verify_equivalence
+from radixtrain import RadixCollator, restore_model, share_prefixes, verify_equivalence
 from radixtrain.attention import tree_attention
 from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.collators.steps import PaddedCollator
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import backbone_of
-from radixtrain.hf.prepare import prepared_options
+from radixtrain.hf.share import options_of
 
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [7, 8, 9, 3])]
 PADDED = {
@@ -76,7 +76,7 @@ def test_a_lost_modifier_is_caught(family, lost, monkeypatch):
 
 def test_router_logits_asked_for_by_the_call():
     """Of each original token."""
-    model = prepare_model(tiny_model("Qwen3MoeForCausalLM"))
+    model = share_prefixes(tiny_model("Qwen3MoeForCausalLM"))
     output = model(**RadixCollator()(NESTED), output_router_logits=True)
     num_tokens = sum(len(feature["input_ids"]) for feature in NESTED)
     assert [x.shape for x in output.router_logits] == [(num_tokens, 4)] * 2
@@ -93,7 +93,7 @@ class TestWithoutAPlan:
         ordinary = {"input_ids": torch.tensor([[5, 6, 7, 8, 9, 10]])}
         options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
         before = [model(**batch).logits for batch in (PADDED, ordinary)] + [model.generate(**PADDED, **options)]
-        prepare_model(model)
+        share_prefixes(model)
         after = [model(**batch).logits for batch in (PADDED, ordinary)] + [model.generate(**PADDED, **options)]
         assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
         assert model(**RadixCollator()(FEATURES)).loss.isfinite()
@@ -101,14 +101,14 @@ class TestWithoutAPlan:
         assert not backbone_of(model)._forward_hooks and not backbone_of(model)._forward_pre_hooks
 
     def test_what_is_saved_is_an_ordinary_model(self, tiny_qwen3, tmp_path):
-        prepare_model(tiny_qwen3()).save_pretrained(tmp_path)
+        share_prefixes(tiny_qwen3()).save_pretrained(tmp_path)
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
         assert loaded.config._attn_implementation == "sdpa"
 
 
 class TestNeverOnAnotherAttention:
     def test_switched_after_preparing(self, tiny_qwen3):
-        model = copy.deepcopy(prepare_model(tiny_qwen3()))
+        model = copy.deepcopy(share_prefixes(tiny_qwen3()))
         model.set_attn_implementation("eager")
         assert error_of(model) <= BAR
 
@@ -121,7 +121,7 @@ class TestNeverOnAnotherAttention:
 
     @pytest.mark.usefixtures("hooks_that_may_stay")
     def test_a_layer_without_tree_attention(self, tiny_qwen3):
-        model = prepare_model(tiny_qwen3())
+        model = share_prefixes(tiny_qwen3())
         attention = model.model.layers[1].self_attn
 
         class Other(nn.Module):
@@ -134,25 +134,27 @@ class TestNeverOnAnotherAttention:
 
     def test_a_layer_that_takes_no_part(self, tiny_qwen3, monkeypatch):
         """Found after the pass, whatever the code of its class says."""
-        model = prepare_model(tiny_qwen3())
+        model = share_prefixes(tiny_qwen3())
         monkeypatch.setattr(model.model.layers[1], "forward", lambda hidden_states, **_: hidden_states)
-        monkeypatch.setattr("radixtrain.hf.hooks.why_third_party", lambda *_: None)
+        monkeypatch.setattr("radixtrain.hf.collated.why_third_party", lambda *_: None)
         with pytest.raises(RuntimeError, match="ran in 1 of 2 layers of Qwen3Model"):
             model(**RadixCollator()(FEATURES))
 
     def test_a_padded_batch(self, tiny_qwen3):
         with pytest.raises(UserError, match="has no plan: give an ordinary model its input_ids"):
-            prepare_model(tiny_qwen3())(**PaddedCollator()(FEATURES))
+            share_prefixes(tiny_qwen3())(**PaddedCollator()(FEATURES))
 
 
 def test_a_refused_choice_leaves_the_model_as_it_was(tiny_qwen3):
-    model = prepare_model(tiny_qwen3(), attention="path")
+    model = share_prefixes(tiny_qwen3(), attention="path")
     with pytest.raises(ValueError, match="attention must be auto"):
-        prepare_model(model, attention="ring")
-    assert prepared_options(model)["attention"] == "path"
+        share_prefixes(model, attention="ring")
+    assert options_of(model)["attention"] == "path"
     assert model(**RadixCollator(loss_on_all=True)(FEATURES)).loss.isfinite()
 
 
 def test_something_that_is_no_model():
-    with pytest.raises(TypeError, match=r"expected a transformers PreTrainedModel.*got Linear"):
-        prepare_model(nn.Linear(2, 2))
+    with pytest.raises(
+        TypeError, match="expected a module with one transformers PreTrainedModel inside, and Linear has 0"
+    ):
+        share_prefixes(nn.Linear(2, 2))
