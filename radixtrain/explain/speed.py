@@ -270,7 +270,7 @@ def _first_of_each_arm(cases: Sequence[Case]) -> list[Case]:
 
 
 class _Arms:
-    """Runs cases on a model: on unique tokens by the prepared model, on padded batches by Hugging Face's unchanged one.
+    """Runs cases on a model: on unique tokens by the shared model, on padded batches by Hugging Face's unchanged one.
 
     Both with the loss of `fit`, fused with the head if that is one matrix.
     """
