@@ -26,7 +26,8 @@ from radixtrain.commands.help import all_keys
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.files.rows import OURS
-from radixtrain.data.files.sources import READERS, Source, as_sources
+from radixtrain.data.files.sources import TABLES as OF_TABLES
+from radixtrain.data.files.sources import TEXTS, Source, as_sources
 from radixtrain.data.formats import read_rows
 from radixtrain.data.rows.columns import PAIRS
 from radixtrain.data.unlabelled import UnlabelledEncoder
@@ -136,10 +137,10 @@ def test_file_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "rows")
     (tmp_path / "rows.ndjson").write_bytes((tmp_path / "rows.jsonl").read_bytes())
     (tmp_path / "rows.arrow").write_bytes(next((tmp_path / "rows").glob("*.arrow")).read_bytes())
-    for suffix in (*READERS, ""):
+    for suffix in (*TEXTS, *OF_TABLES, ""):
         assert [row.fields for row in read_rows(tmp_path / f"rows{suffix}")] == rows
     table = read(FORMATS).partition("### Files")[2].partition("\n\nFiles are")[0]
-    assert all(f"`{suffix}`" in table for suffix in READERS)
+    assert all(f"`{suffix}`" in table for suffix in (*TEXTS, *OF_TABLES))
     monkeypatch.chdir(tmp_path)
     Path("chats.xlsx").write_bytes(b"PK")
     with pytest.raises(UserError) as raised:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from radixtrain.data.files.rows import UnreadRow, check_columns
-from radixtrain.data.files.tables import hub_dataset, read_arrow, read_dataset, read_parquet, saved_dataset
+from radixtrain.data.files.tables import hub_dataset, read_dataset, read_table, saved_dataset
 from radixtrain.data.files.texts import COMPRESSIONS, MAX_ROW_BYTES, read_csv, read_json, read_jsonl
 from radixtrain.errors import UserError, did_you_mean
 from radixtrain.screen import without_passwords
@@ -94,7 +94,7 @@ def found_in(source: Source) -> Iterable[UnreadRow]:
         return read_dataset(name, dataset)
     files = _data_files(source)
     if files is not None:
-        return (found for file in files for found in READERS[kind_of_file(file)](file, source.max_row_bytes))
+        return (found for file in files for found in _read(file, source.max_row_bytes))
     return read_dataset(source.label, hub_dataset(source.path, source.subset, source.split))
 
 
@@ -177,23 +177,27 @@ def _known(files: list[str], source: Source) -> list[str]:
     return files
 
 
-READERS: dict[str, Callable[[str, int], Iterable[UnreadRow]]] = {  # of a path and the longest row, in bytes
+TEXTS: dict[str, Callable[[str, int], Iterable[UnreadRow]]] = {  # of a path and the longest row, in bytes
     ".jsonl": read_jsonl,
     ".ndjson": read_jsonl,
     ".json": read_json,
     ".csv": read_csv,
     ".tsv": partial(read_csv, delimiter="\t"),
-    ".parquet": lambda path, _: read_parquet(path),
-    ".arrow": lambda path, _: read_arrow(path),
 }
-KINDS = f"{', '.join(READERS)}, each also with .gz or .zst"
+TABLES = (".parquet", ".arrow")
+KINDS = f"{', '.join(TEXTS)}, each also with .gz or .zst, {' or '.join(TABLES)}"
 
 
 def kind_of_file(path: str) -> str:
     """Return the suffix of the kind, without that of a compression; empty if the kind is not known."""
     stem, suffix = os.path.splitext(path.lower())
-    kind = os.path.splitext(stem)[1] if suffix in COMPRESSIONS else suffix
-    return kind if kind in READERS else ""
+    text = os.path.splitext(stem)[1] if suffix in COMPRESSIONS else suffix
+    return text if text in TEXTS else suffix if suffix in TABLES else ""
+
+
+def _read(file: str, max_row_bytes: int) -> Iterable[UnreadRow]:
+    kind = kind_of_file(file)
+    return read_table(file) if kind in TABLES else TEXTS[kind](file, max_row_bytes)
 
 
 BESIDE_DATA = {".md", ".txt", ".yaml", ".yml", ".py", ".toml", ".gitattributes"}

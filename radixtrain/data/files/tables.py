@@ -1,122 +1,70 @@
-"""Arrow tables, read batch by batch: parquet and Arrow files, what `save_to_disk` wrote, data sets of the hub."""
+"""Tables, read by the `datasets` library: parquet and Arrow files, what `save_to_disk` wrote, data sets of the hub."""
 
 from __future__ import annotations
 
+import glob
 import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from radixtrain.data.files.rows import UnreadRow
-from radixtrain.data.files.texts import COMPRESSIONS, open_bytes, unpacked
 from radixtrain.errors import UserError, first_line
 
 ROWS_PER_BATCH = 128  # a row of an agent may hold 100,000 tokens
 OF_TOOLS = ("tools", "functions", "function", "arguments", "parameters")  # what is in these is rendered as it stands
-BUFFER = 1 << 20  # bytes of a column; without it a file of one row group is read whole: RSS 354 and not 148 MB for 223
 Fields = dict[str, Any]
-Read = tuple[Fields, bool]  # a row, and whether nulls were left out of its tools or arguments
 
 
-def read_parquet(path: str) -> Iterator[UnreadRow]:
-    """Read the rows of a parquet file. Columns of images, audio and video are neither decoded nor read."""
-    return _read(path, "parquet", _parquet_batches(path))
+def read_table(path: str) -> Iterator[UnreadRow]:
+    """Read the rows of a parquet or an Arrow file. Columns of images, audio and video are neither decoded nor read."""
+    import datasets
+
+    kind = os.path.splitext(path)[1].lower().removeprefix(".")
+    options = {"batch_size": ROWS_PER_BATCH} if kind == "parquet" else {}  # or a row group is held in memory
+    try:
+        dataset = datasets.load_dataset(kind, data_files=glob.escape(path), split="train", streaming=True, **options)
+    except Exception as error:  # from a missing magic number to an unknown type
+        raise _unreadable(path, error) from error
+    yield from read_dataset(path, dataset)
 
 
-def read_arrow(path: str) -> Iterator[UnreadRow]:
-    """Read the rows of an Arrow file, of the kind for streams or for files. Media columns as in `read_parquet`."""
-    return _read(path, "Arrow", _arrow_batches(path))
-
-
-def read_dataset(name: str, dataset: object) -> Iterator[UnreadRow]:
-    """Read the rows of a `datasets.Dataset`. Media columns as in `read_parquet`.
+def read_dataset(name: str, dataset: Any) -> Iterator[UnreadRow]:
+    """Read the rows of a data set. Media columns as in `read_table`.
 
     name: for errors, which call a row `name:row 17`.
     """
-    return _read(name, "a data set", _dataset_batches(dataset))
-
-
-def _parquet_batches(path: str) -> Iterator[list[Read]]:
-    import pyarrow.parquet
-
-    with _seekable(path) as source:
-        file = pyarrow.parquet.ParquetFile(source, buffer_size=BUFFER, pre_buffer=False)
-        decoder = _Decoder(file.schema_arrow)
-        for batch in file.iter_batches(ROWS_PER_BATCH, columns=decoder.names):
-            yield decoder.rows(batch)
-
-
-def _arrow_batches(path: str) -> Iterator[list[Read]]:
-    import pyarrow
-
-    with _seekable(path) as source:
-        is_file = source.read(6) == b"ARROW1"
-        source.seek(0)
-        reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
-        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else iter(reader)
-        decoder = _Decoder(reader.schema)
-        for batch in batches:
-            for start in range(0, len(batch), ROWS_PER_BATCH):
-                yield decoder.rows(batch.slice(start, ROWS_PER_BATCH))
-
-
-def _dataset_batches(dataset: Any) -> Iterator[list[Read]]:
-    decoder = _Decoder(dataset.features.arrow_schema)
-    for table in dataset.select_columns(decoder.names).with_format("arrow").iter(ROWS_PER_BATCH):
-        yield decoder.rows(table)
-
-
-def _read(name: str, kind: str, batches: Iterator[list[Read]]) -> Iterator[UnreadRow]:
-    """Number the rows. name: what rows are named after. kind: for the error."""
     try:
-        rows = (row for batch in batches for row in batch)
-        for number, (fields, filled) in enumerate(rows, start=1):
+        for number, (fields, filled) in enumerate(_rows(dataset), start=1):
             yield UnreadRow(fields, f"{name}:row {number}", filled=filled)
-    except UserError:
-        raise
-    except Exception as error:  # from a missing magic number to a page that cannot be decompressed
-        raise UserError(f"{name}: cannot be read as {kind}: {first_line(error)}") from error
+    except Exception as error:
+        raise _unreadable(name, error) from error
 
 
-def _seekable(path: str) -> Any:
-    """Open a file, decompressed into a temporary one if need be: its index is at its end."""
-    if os.path.splitext(path)[1].lower() not in COMPRESSIONS:
-        return open_bytes(path)
-    file = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it)
-    file.writelines(unpacked(path))
-    file.seek(0)
-    return file
+def _unreadable(name: str, error: Exception) -> UserError:
+    return UserError(f"{name}: cannot be read: {first_line(error)}")
 
 
-class _Decoder:
-    """Batches of a table to rows.
+def _rows(dataset: Any) -> Iterator[tuple[Fields, bool]]:
+    """Yield each row, and whether nulls were left out of its tools or arguments.
 
     In a table every object of a column has the keys of all objects, with null for those it lacks; so these nulls are
-    left out, as by TRL's `remove_none_values`. What `datasets` keeps as JSON stays as it was written.
-
-    names: columns that are read. Those of images, audio and so on are not: their value is a text that says so.
+    left out, as by TRL's `remove_none_values`. What `datasets` keeps as JSON stays as it was written. The value of a
+    column of images, audio and so on is a text that says so.
     """
+    import datasets
 
-    def __init__(self, schema: Any):
-        if twice := sorted({name for name in schema.names if schema.names.count(name) > 1}):
-            raise ValueError(f"it holds the column {', '.join(map(repr, twice))} more than once")
-        self.features = _features(schema)
-        kinds = {name: _media(feature) for name, feature in (self.features or {}).items()}
-        self.not_read = {name: f"({kind}, not read)" for name, kind in kinds.items() if kind}
-        self.names = [name for name in schema.names if name not in self.not_read]
-        self.kinds = {name: schema.field(name).type for name in self.names}
-
-    def rows(self, batch: Any) -> list[Read]:
-        columns = batch.select(self.names).to_pydict()
-        if self.features is not None:
-            columns = self.features.decode_batch(columns)
-        return [self._row({name: values[number] for name, values in columns.items()}) for number in range(len(batch))]
-
-    def _row(self, columns: Fields) -> Read:
-        left_out: set[str] = set()
-        fields = {name: _given(value, self.kinds[name], (name,), left_out) for name, value in columns.items()}
-        return fields | self.not_read, bool(left_out)
+    kinds = {name: _media(feature) for name, feature in dataset.features.items()}
+    not_read = {name: f"({kind}, not read)" for name, kind in kinds.items() if kind}
+    names = [name for name in kinds if name not in not_read]
+    features = datasets.Features({name: _undecoded(dataset.features[name]) for name in names})
+    types = {name: features.arrow_schema.field(name).type for name in names}
+    for table in dataset.select_columns(names).with_format("arrow").iter(ROWS_PER_BATCH):
+        columns = features.decode_batch(table.to_pydict())
+        for number in range(len(table)):
+            left_out: set[str] = set()
+            fields = {name: _given(columns[name][number], types[name], (name,), left_out) for name in names}
+            yield fields | not_read, bool(left_out)
 
 
 def _given(value: Any, kind: Any, path: tuple[str, ...], left_out: set[str]) -> Any:
@@ -137,16 +85,6 @@ def _given(value: Any, kind: Any, path: tuple[str, ...], left_out: set[str]) -> 
         for name, inner in value.items()
         if name not in absent
     }
-
-
-def _features(schema: Any) -> Any:
-    """Return the columns as the `datasets` library wrote them; None for a table of another program."""
-    if b"huggingface" not in (schema.metadata or {}):
-        return None
-    import datasets
-
-    written = datasets.Features.from_arrow_schema(schema)
-    return datasets.Features({name: _undecoded(feature) for name, feature in written.items()})
 
 
 def _undecoded(feature: Any) -> Any:

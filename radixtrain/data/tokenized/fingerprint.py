@@ -9,41 +9,21 @@ from dataclasses import fields
 from datetime import date
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from radixtrain.checkpoints.tensors import FileDigest
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.rendering.template import writes_date
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CHUNK = 1 << 20
 HERE = Path(__file__).resolve().parents[1]
 
 
-class FileContents(NamedTuple):
-    """A file's digest, its bytes and its line ends, found in one pass over it."""
-
-    digest: str
-    num_bytes: int
-    num_lines: int
-
-
-def contents_of(path: str) -> FileContents:
-    """Read the whole file once and describe its contents."""
-    digest = xxhash.xxh3_128()
-    num_bytes = num_lines = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(CHUNK):
-            digest.update(chunk)
-            num_bytes += len(chunk)
-            num_lines += chunk.count(b"\n")
-    return FileContents(digest.hexdigest(), num_bytes, num_lines)
-
-
-def fingerprint(encoder: ChatEncoder, source: dict[str, Any], files: Mapping[str, FileContents]) -> str:
+def fingerprint(encoder: ChatEncoder, source: dict[str, Any], files: Mapping[str, FileDigest]) -> str:
     """Name the samples that `encoder` makes of these files.
 
     source: what else they depend on: its path, columns, split, policies.
@@ -58,7 +38,7 @@ def fingerprint(encoder: ChatEncoder, source: dict[str, Any], files: Mapping[str
         "tokenizer": _digest_of_tokenizer(encoder.tokenizer),
         "versions": _versions(),
         "source": source,
-        "files": {path: file.digest for path, file in files.items()},
+        "files": {path: file.xxh3_128 for path, file in files.items()},
     }
     if encoder.template_date is None and writes_date(encoder.tokenizer):
         key["date"] = date.today().isoformat()

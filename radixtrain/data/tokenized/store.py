@@ -25,12 +25,12 @@ import pyarrow.compute as pc
 import xxhash
 
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
-from radixtrain.text_files import MOST_BYTES, check_file
+from radixtrain.text_files import read_text
 
 IDS, WEIGHTS = pa.list_(pa.int32()), pa.list_(pa.float32())
 LISTS = {"input_ids": IDS, "loss_spans": IDS, "labels": IDS, "loss_weights": WEIGHTS}
 SCHEMA = pa.schema({**LISTS, "where": pa.string(), "is_first": pa.bool_()})
-SAMPLES, ABOUT = "samples.arrow", "about.txt"
+SAMPLES, ABOUT = "samples.arrow", "about.json"
 
 
 def packed(conversations: Iterable[Sequence[TokenRow]]) -> pa.RecordBatch:
@@ -134,7 +134,8 @@ class TokenStore(Sequence[list[TokenRow]]):
     @cached_property
     def about(self) -> dict[str, Any]:
         """Return what was written beside the samples."""
-        return read_about(self.folder)
+        about: dict[str, Any] = json.loads(read_text(self.folder / ABOUT))
+        return about
 
     @cached_property
     def _columns(self) -> dict[str, pa.ChunkedArray]:
@@ -174,20 +175,5 @@ def _labels_in(spans: pa.Array, ids: np.ndarray) -> np.ndarray:
 
 
 def write_about(entry: Path, about: Mapping[str, Any]) -> None:
-    """Write a line with the checksum of what follows it. about: what JSON can hold."""
-    text = json.dumps(about).encode()
-    (entry / ABOUT).write_bytes(b"%s\n%s" % (_checksum(text), text))
-
-
-def read_about(entry: Path) -> dict[str, Any]:
-    """Read what was written. Raises ValueError if the file was changed since, OSError if it cannot be read."""
-    check_file(entry / ABOUT, MOST_BYTES)
-    checksum, _, text = (entry / ABOUT).read_bytes().partition(b"\n")
-    if checksum != _checksum(text):
-        raise ValueError(f"{ABOUT} is not as it was written")
-    about: dict[str, Any] = json.loads(text)
-    return about
-
-
-def _checksum(text: bytes) -> bytes:
-    return xxhash.xxh3_128_hexdigest(text).encode()
+    """Write what a store's `about` returns. about: what JSON can hold."""
+    (entry / ABOUT).write_text(json.dumps(about), encoding="utf-8")

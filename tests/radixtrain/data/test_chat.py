@@ -1,4 +1,8 @@
-"""Rows to samples, token by token: which tokens bear loss, and what is counted. What rows mean: `test_rows.py`."""
+"""Rows to samples: what is learned, in [ ]; or why the row is refused. ¶ is the one merge of two line feeds.
+
+What rows of each format mean: `test_rows.py`.
+"""
+# ruff: noqa: E501 (the tables)
 
 import json
 from collections.abc import Callable
@@ -7,57 +11,210 @@ from typing import Any
 
 import numpy as np
 import pytest
-from byte_tokenizer import BOS, END, MARKED, START, TWO_NEWLINES, byte_tokenizer
+from byte_tokenizer import CHATML, END, byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.chat import ChatEncoder, load_tokenizer
 from radixtrain.data.formats import Row
 from radixtrain.data.sample import EncodeReport
 from radixtrain.errors import DataError, UserError
 
-THINK = [*b"<think>", TWO_NEWLINES, *b"</think>", TWO_NEWLINES]
-# Thinking is shown in the last turn only, as by Qwen3.
-THINKING = """\
-{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\\n' }}
-    {%- if message.role == 'assistant' and loop.last %}{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}
-    {{- message.content + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return byte_tokenizer(THINKING)
+TURNS = "{%- for m in messages %}{{- m.role + ': ' + TEXT + '|' }}{% endfor %}"
+ASKS = "{%- if add_generation_prompt %}{{- 'assistant: ' }}{% endif %}"
+PLAIN = TURNS.replace("TEXT", "m.content") + ASKS
+THINKING = TURNS.replace("TEXT", "('()' if m.role == 'assistant' and loop.last else '') + m.content") + ASKS  # as Qwen3
+MARKED = (
+    "{%- for m in messages %}{{- m.role + ': ' }}{%- if m.role == 'assistant' %}{%- generation %}"
+    "{{- m.content + '|' }}{% endgeneration %}{%- else %}{{- m.content + '|' }}{% endif %}{% endfor %}" + ASKS
+)
+ENDING = PLAIN.replace("+ '|' }}", "}}{% if m.role == 'assistant' %}{{- 'END' }}{% endif %}")
 
 
 def user(content: str) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-def assistant(content: str, **keys: Any) -> dict[str, Any]:
+def assistant(content: str | None, **keys: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **keys}
 
 
+def encoder(template: str | None = THINKING, bos: str | None = None, eos: str = "|", **options: Any) -> ChatEncoder:
+    return ChatEncoder(byte_tokenizer(template, bos=bos, eos=eos, special=("|", "^")), **options)
+
+
+def shown(each: Any, decode: Any) -> str:
+    tokens = [(decode([i]).replace("\n\n", "¶"), label) for i, label in zip(each.input_ids, each.labels, strict=True)]
+    marked = "".join(f"[{text}]" if label != -100 else text for text, label in tokens)
+    return marked.replace("][", "")
+
+
+CHAT = [user("hi"), assistant("yo"), user("q"), assistant("a")]
+ONE, TWO = "user: hi|assistant: [()yo|]", "user: hi|assistant: yo|user: q|assistant: [()a|]"
+UNSURE = [user("hi"), assistant("yo", weight=0), user("q"), assistant("a", weight=1)]
+COMPLETED = {"prompt": CHAT[:2], "completion": CHAT[2:]}
+WHOLE = {"split_turns": False}
+READ: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
+    # what is shown, the encoder, the row, what is learned
+    ("every turn, as at inference", {}, {"messages": CHAT}, [ONE, TWO]),
+    ("a question without an answer is left out", {}, {"messages": [*CHAT, user("u")]}, [ONE, TWO]),
+    ("everything", {"assistant_only_loss": False}, {"messages": CHAT}, [f"[{TWO.replace('[', '')}"]),
+    ("marked", {"template": MARKED, **WHOLE}, {"messages": CHAT}, ["user: hi|assistant: [yo|]user: q|assistant: [a|]"]),
+    ("line feeds on both sides of a border stay two tokens", {}, {"prompt": "1\n", "completion": "\n2"}, ["1\n[\n2|]"]),
+    ("of a completion all", {"completion_only_loss": False}, {"prompt": "1\n", "completion": "\n2"}, ["[1\n\n2|]"]),
+    ("an empty prompt", {}, {"prompt": "", "completion": "ab"}, ["[ab|]"]),
+    ("text begins with BOS and ends with EOS", {"bos": "^"}, {"text": "ab"}, ["^[ab|]"]),
+    ("text that ends with EOS gets no second one", {"bos": "^"}, {"text": "ab|"}, ["^[ab|]"]),
+    ("a prompt begins with BOS", {"bos": "^"}, {"prompt": "a", "completion": "b"}, ["^a[b|]"]),
+    ("a chat has what its template writes", {"bos": "^"}, {"messages": CHAT[:2]}, [ONE]),
+    ("a completed chat", {}, {"prompt": CHAT[:1], "completion": CHAT[1:2]}, [ONE]),
+    ("a completed chat as a whole", WHOLE, {"prompt": CHAT[:1], "completion": CHAT[1:2]}, [ONE]),
+    ("only the completion", {}, COMPLETED, [TWO]),
+    ("all turns of the completion", {"template": MARKED, "assistant_only_loss": False}, COMPLETED,
+     ["user: hi|assistant: yo|[user: q|assistant: a|]"]),
+    ("all of a completed chat", {"completion_only_loss": False}, {"prompt": CHAT[:1], "completion": CHAT[1:2]},
+     ["[user: hi|assistant: ()yo|]"]),
+    ("a label need not be the token", {}, {"input_ids": [*b"ab"], "labels": [-100, 7]}, ["a[b]"]),
+    ("a mask of the completion is not read", {"completion_only_loss": False},
+     {"input_ids": np.array([*b"ab"]), "completion_mask": [0, 0]}, ["[ab]"]),
+    ("EOS of a base model", {"eos": "^"}, {"messages": CHAT[:2]}, [ONE]),
+    ("no special token ends a turn", {"template": ENDING.replace("END", "\\n")}, {"messages": CHAT[:2]},
+     ["user: hiassistant: [yo\n]"]),
+    ("after EOS all is cut", {"template": ENDING.replace("END", "|tail")}, {"messages": CHAT[:2]},
+     ["user: hiassistant: [yo|]"]),
+    ("another special token cuts blanks", {"template": ENDING.replace("END", "^tail")}, {"messages": CHAT[:2]},
+     ["user: hiassistant: [yo^tail]"]),
+    ("weight 0 is history", {}, {"messages": UNSURE}, [TWO]),
+    ("a tool's result as JSON", {"template": PLAIN.replace("m.content", "(m.content|tojson if m.role == 'tool' else m.content)")},
+     {"messages": [user("hi"), {"role": "tool", "content": '{"e": "\n"}'}, assistant("yo")]},
+     ['user: hi|tool: "{\\"e\\": \\"\\n\\"}"|assistant: [yo|]']),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "fields", "samples"), [case[1:] for case in READ], ids=[case[0] for case in READ])
+def test_what_is_learned(options: dict[str, Any], fields: dict[str, Any], samples: list[str]) -> None:
+    ours = encoder(**options)
+    found = ours.encode(Row(fields, "a.jsonl:1"))
+    assert [shown(each, ours.tokenizer.decode) for each in found] == samples
+    assert {each.where for each in found} == {"a.jsonl:1"} and found[0].input_ids.dtype == np.int64
+
+
+WEATHER, OTHER = {"function": {"name": "weather"}}, "; set chat_template_path to a template that renders it"
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    # the encoder, the row, why (a * stands for more)
+    ({"max_length": 3}, {"text": "abc"}, "4 tokens exceed max_length 3; raise max_length or set excess_length_strategy: drop | truncate"),
+    ({"vocab_size": 123}, {"text": "z{"}, "token id 123 at position 1 is outside the vocabulary (0..122)"),
+    ({"assistant_only_loss": False}, {"messages": UNSURE}, "turn 2 has weight: 0, but here it would bear loss; set assistant_only_loss: true and split_turns: true"),
+    ({"completion_only_loss": False}, {"prompt": UNSURE[:3], "completion": UNSURE[3:]}, "turn 2 has weight: 0, but here it would bear loss; set assistant_only_loss: true and split_turns: true"),
+    ({"template": MARKED, **WHOLE}, {"messages": UNSURE}, "turn 2 has weight: 0, but here it would bear loss; set assistant_only_loss: true and split_turns: true"),
+    (WHOLE, {"messages": CHAT}, "*split_turns: false: the chat template has no generation markers; set split_turns: true, or set chat_template_path to a template with generation markers"),
+    ({"template": MARKED, **WHOLE}, COMPLETED, "completion: expected a single assistant turn, or split_turns: true, or assistant_only_loss: false; found the roles user, assistant"),
+    ({"template": None}, {"messages": CHAT}, "*the tokenizer has no chat template; set chat_template_path to a template, or use rows with*"),
+    ({"template": "{% for %}"}, {"messages": CHAT}, "*the chat template is not valid at its line 1: *"),
+    ({"template": "{{ raise_exception('no\nsystem') }}"}, {"messages": CHAT}, "the chat template failed: TemplateError: no"),
+    ({"template": "{{ messages[0].content + 1 }}"}, {"messages": CHAT}, "the chat template failed: TypeError: *"),
+    ({"template": PLAIN.replace("m.content", "('' if m.role == 'tool' else m.content)")}, {"messages": [user("hi"), {"role": "tool", "content": " rain "}, assistant("yo")]}, f"the chat template dropped turn 2 (role 'tool'){OTHER}"),
+    ({}, {"messages": [user("x"), assistant("y", tool_calls=[WEATHER])]}, f"the chat template dropped turn 2's call of the tool 'weather'{OTHER}"),
+    ({}, {"messages": CHAT, "tools": [WEATHER]}, f"the chat template dropped the tool 'weather'{OTHER}"),
+    ({}, {"messages": [user("x"), assistant("y"), assistant("z")]}, "the chat template renders the prompt of turn 3 differently with and without its answer (*); set chat_template_path to a template that renders both alike"),
+    ({"template": MARKED.replace("== 'assistant'", "== 'model'"), **WHOLE}, {"messages": CHAT}, "the chat template's generation markers mark no token; set split_turns: true, or set chat_template_path to a template with generation markers"),
+    ({"template": THINKING + "{% if thinks is defined %}{% endif %}", "chat_template_kwargs": {"think": 1}}, {"messages": CHAT}, "*chat_template_kwargs: the chat template reads no variable 'think', did you mean thinks?"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "fields", "why"), REFUSED, ids=[case[2][:60] for case in REFUSED])
+def test_why_a_row_is_refused(options: dict[str, Any], fields: dict[str, Any], why: str) -> None:
+    ours = encoder(**options)
+    with pytest.raises(UserError) as raised:
+        ours.encode_all([Row(fields, "a.jsonl:1")], (lambda error: None) if why[0] == "*" else None)
+    parts = why.lstrip("*").split("*")
+    said = str(raised.value).removeprefix("a.jsonl:1: ")
+    assert said.startswith(parts[0]) and said.endswith(parts[-1]) and "\n" not in said
+    assert isinstance(raised.value, DataError) == (why[0] != "*")
+
+
+LENGTH = len("user: hi|assistant: ")
+COUNTED: list[tuple[dict[str, Any], list[dict[str, Any]], list[list[str]], dict[str, Any]]] = [
+    # the encoder, rows, what is learned of each, and the report
+    ({"max_length": 4}, [{"text": "abc"}], [["[abc|]"]], {"num_tokens": 4, "num_labels": 3}),
+    ({"max_length": LENGTH + 5, "excess_length_strategy": "drop"}, [{"messages": CHAT}, {"text": "x" * 99}], [[ONE], []],
+     {"num_without_system": 1, "num_dropped_rows": 1, "num_dropped_samples": 2, "num_long_samples": 2, "longest": 100,
+      "longest_where": "a.jsonl:2", "num_tokens": LENGTH + 5, "num_labels": 5}),
+    ({"max_length": LENGTH + 2, "excess_length_strategy": "truncate"}, [{"messages": CHAT[:2]}, {"text": "ab"}],
+     [["user: hi|assistant: [()]"], ["[ab|]"]],
+     {"num_without_system": 1, "num_truncated_samples": 1, "num_long_samples": 1, "longest": LENGTH + 5, "longest_where": "a.jsonl:1",
+      "num_tokens": LENGTH + 5, "num_labels": 4}),
+    ({"max_length": 8, "excess_length_strategy": "truncate"}, [{"messages": CHAT[:2]}], [[]],
+     {"num_without_system": 1, "num_without_loss": 1, "num_dropped_rows": 1, "num_long_samples": 1, "longest": LENGTH + 5,
+      "longest_where": "a.jsonl:1"}),
+    ({}, [{"input_ids": [999, 1]}, {"text": "ok"}, {"nothing": 1}, {"text": ""}], [[], ["[ok|]"], [], []],
+     {"num_bad_rows": 3, "num_tokens": 3, "num_labels": 2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "rows", "samples", "counts"), COUNTED)
+def test_what_is_counted(options: Any, rows: Any, samples: Any, counts: dict[str, Any]) -> None:
+    ours, report, errors = encoder(**options), EncodeReport(), list[DataError]()
+    given = [Row(fields, f"a.jsonl:{number}") for number, fields in enumerate(rows, start=1)]
+    found = ours.encode_all(iter(given), errors.append, report)
+    assert [[shown(each, ours.tokenizer.decode) for each in row] for row in found] == samples
+    numbers = {"num_rows": len(rows), "num_samples": sum(map(len, samples)), **counts}
+    assert report == EncodeReport(**numbers, bad_rows=[str(error) for error in errors])
+    assert [error.where for error in errors] == ["a.jsonl:1", "a.jsonl:3", "a.jsonl:4"][: len(errors)]
+
+
+def test_a_batch_is_the_rows_one_by_one() -> None:
+    rows = [Row({"text": "x" * n} if n % 3 else {"messages": CHAT}, "a:1") for n in range(1, 100)]
+    ours = encoder()
+    batch, single = ours.encode_all(iter(rows)), map(ours.encode, rows)
+    assert [[shown(x, ours.tokenizer.decode) for x in each] for each in batch] == [
+        [shown(x, ours.tokenizer.decode) for x in each] for each in single
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"), [({"excess_length_strategy": "cut"}, "found 'cut'"), ({"max_length": 1}, "at least 2")]
+)
+def test_a_wrong_setting_is_refused(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        encoder(**options)
+
+
+def test_a_target_gets_no_space_where_a_text_begins() -> None:
+    """SentencePiece tokenizers (Llama 2, Mistral) put a space before a text's first word, which a target is not."""
+    vocab = {piece: i for i, piece in enumerate(["<unk>", "</s>", "▁", "a", "b", ":", "(", ")"])}
+    backend = Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.add_special_tokens([AddedToken("</s>")])
+    template = (
+        "{% for m in messages %}{{ '(' + m.content + ')' if m.role == 'user' else m.content + '</s>' }}{% endfor %}"
+    )
+    tokens = {"eos_token": "</s>", "unk_token": "<unk>"}
+    encoder = ChatEncoder(PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **tokens))
+    rows = {"prompt": "a:", "completion": "b"}, {"messages": [user("a"), assistant("b")] * 2}
+    found = [encoder.encode(Row(fields, "a.jsonl:1")) for fields in rows]
+
+    def pieces(ids: list[int]) -> str:
+        return "".join(encoder.tokenizer.convert_ids_to_tokens(ids))
+
+    assert [[shown(each, pieces) for each in samples] for samples in found] == [
+        ["▁a:[b</s>]"],
+        ["▁(a)[b</s>]", "▁(a)b</s>(a)[b</s>]"],
+    ]
+
+
+# Stock templates, any text, any row
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return byte_tokenizer(CHATML)
+
+
 def chat(*messages: dict[str, Any], **columns: Any) -> Row:
-    return row(messages=list(messages), **columns)
-
-
-def row(**fields: Any) -> Row:
-    return Row(fields, "a.jsonl:1")
-
-
-def lists(samples: list[TokenRow]) -> list[tuple[list[int], list[int]]]:
-    assert all(sample.input_ids.dtype == sample.labels.dtype == np.int64 for sample in samples)
-    return [(sample.input_ids.tolist(), sample.labels.tolist()) for sample in samples]
-
-
-def after(prompt: Any, target: Any) -> tuple[list[int], list[int]]:
-    return [*prompt, *target], [-100] * len(prompt) + [*target]
+    return Row({"messages": [*messages], **columns}, "a.jsonl:1")
 
 
 def texts(encoder: ChatEncoder, given: Row) -> list[tuple[str, str]]:
@@ -65,299 +222,6 @@ def texts(encoder: ChatEncoder, given: Row) -> list[tuple[str, str]]:
     decode = encoder.tokenizer.decode
     samples = encoder.encode(given)
     return [tuple(decode(x.input_ids[(x.labels != -100) == learned]) for learned in (False, True)) for x in samples]
-
-
-def error_of(encoder: ChatEncoder, bad_row: Row) -> str:
-    with pytest.raises(UserError) as raised:
-        encoder.encode(bad_row)
-    assert "\n" not in str(raised.value)
-    return str(raised.value)
-
-
-TURN_1 = [START, *b"user\nhi", END, *b"\n", START, *b"assistant\n"]
-ANSWER_1 = [*THINK, *b"yo", END]
-TURN_2 = [*TURN_1, *b"yo", END, *b"\n", START, *b"user\nq", END, *b"\n", START, *b"assistant\n"]
-ANSWER_2 = [*THINK, *b"a", END]
-ONE_TURN = (user("hi"), assistant("yo"))
-TWO_TURNS = (*ONE_TURN, user("q"), assistant("a"))
-
-
-# What comes out
-
-
-def test_every_turn_is_a_sample_as_at_inference(tokenizer: Any) -> None:
-    for unanswered in ([], [user("unanswered")]):
-        samples = ChatEncoder(tokenizer).encode(chat(*TWO_TURNS, *unanswered))
-        assert lists(samples) == [after(TURN_1, ANSWER_1), after(TURN_2, ANSWER_2)]
-        assert [sample.where for sample in samples] == ["a.jsonl:1"] * 2
-
-
-def test_loss_on_everything_is_one_sample(tokenizer: Any) -> None:
-    everything = [*TURN_2, *ANSWER_2, *b"\n"]
-    samples = ChatEncoder(tokenizer, assistant_only_loss=False).encode(chat(*TWO_TURNS))
-    assert lists(samples) == [(everything, everything)]
-
-
-def test_generation_markers_mask_a_whole_chat() -> None:
-    samples = ChatEncoder(byte_tokenizer(MARKED), split_turns=False).encode(chat(*TWO_TURNS))
-    head = [*b"\n", START, *b"user\nq", END, *b"\n", START, *b"assistant\n"]
-    (ids_1, labels_1), (ids_2, labels_2) = after(TURN_1, [*b"yo", END]), after(head, [*b"a", END])
-    assert lists(samples) == [([*ids_1, *ids_2, *b"\n"], [*labels_1, *labels_2, -100])]
-
-
-def test_prompt_and_completion_as_text(tokenizer: Any) -> None:
-    fields = row(prompt="1+1=\n", completion="\n2")
-    # The newlines are not merged: at inference the prompt's tokens are given.
-    assert lists(ChatEncoder(tokenizer).encode(fields)) == [after(b"1+1=\n", [*b"\n2", END])]
-    everything = [*b"1+1=\n\n2", END]
-    assert lists(ChatEncoder(tokenizer, completion_only_loss=False).encode(fields)) == [(everything, everything)]
-    assert lists(ChatEncoder(tokenizer).encode(row(prompt="", completion="ab"))) == [([*b"ab", END],) * 2]
-
-
-def test_plain_text_gets_bos_and_eos_once() -> None:
-    encoder = ChatEncoder(byte_tokenizer(THINKING, bos="<|bos|>"))
-    assert lists(encoder.encode(row(text="ab"))) == [([BOS, *b"ab", END], [-100, *b"ab", END])]
-    assert lists(encoder.encode(row(text="ab<|im_end|>"))) == [([BOS, *b"ab", END], [-100, *b"ab", END])]
-    assert lists(encoder.encode(row(prompt="a", completion="b"))) == [([BOS, *b"ab", END], [-100, -100, *b"b", END])]
-    assert lists(encoder.encode(chat(*ONE_TURN))) == [after(TURN_1, ANSWER_1)]
-
-
-def test_only_the_completion_of_a_chat_is_learned(tokenizer: Any) -> None:
-    single = row(prompt=[user("hi")], completion=[assistant("yo")])
-    for encoder in (ChatEncoder(tokenizer), ChatEncoder(tokenizer, split_turns=False)):
-        assert lists(encoder.encode(single)) == [after(TURN_1, ANSWER_1)]
-    everything = [*TURN_1, *ANSWER_1, *b"\n"]
-    assert lists(ChatEncoder(tokenizer, completion_only_loss=False).encode(single)) == [(everything, everything)]
-    several = row(prompt=list(TWO_TURNS[:2]), completion=list(TWO_TURNS[2:]))
-    assert lists(ChatEncoder(tokenizer).encode(several)) == [after(TURN_2, ANSWER_2)]
-    whole = byte_tokenizer(MARKED)  # renders the prompt's answer alike when another turn follows
-    samples = ChatEncoder(whole, assistant_only_loss=False).encode(several)
-    target = [START, *b"user\nq", END, *b"\n", START, *b"assistant\na", END]
-    assert lists(samples) == [after([*TURN_1, *b"yo", END, *b"\n"], target)]
-    assert error_of(ChatEncoder(whole, split_turns=False), several) == (
-        "a.jsonl:1: completion: expected a single assistant turn, or split_turns: true, or assistant_only_loss: false; "
-        "found the roles user, assistant"
-    )
-
-
-def test_tokens_that_are_there_already(tokenizer: Any) -> None:
-    """A label need not be the token. Masks and kinds of rows: `test_rows.py`."""
-    given = row(input_ids=[1, 2, 3], labels=[-100, -100, 7])
-    assert lists(ChatEncoder(tokenizer).encode(given)) == [([1, 2, 3], [-100, -100, 7])]
-    encoder = ChatEncoder(tokenizer, completion_only_loss=False)
-    assert lists(encoder.encode(row(input_ids=np.array([1, 2]), completion_mask=[0, 0]))) == [([1, 2], [1, 2])]
-
-
-def test_a_base_models_turn_ends_at_its_own_token() -> None:
-    """Its EOS is another token, so the template's end of turn is known by being special."""
-    samples = ChatEncoder(byte_tokenizer(THINKING, eos="<|bos|>")).encode(chat(*ONE_TURN))
-    assert lists(samples) == [after(TURN_1, ANSWER_1)]
-
-
-@pytest.mark.parametrize(
-    ("ending", "target"),
-    [("\\n", b"yo\n"), ("<|im_end|>tail", [*b"yo", END]), ("<|im_start|>tail", [*b"yo", START, *b"tail"])],
-    ids=["no special token: everything stays", "after EOS all is cut", "another special token cuts only blanks"],
-)
-def test_where_a_turn_ends(ending: str, target: Any) -> None:
-    template = (
-        "{%- for m in messages %}{{- m.role[0] + m.content }}"
-        "{%- if m.role == 'assistant' %}{{- 'ENDING' }}{% endif %}{% endfor %}"
-        "{%- if add_generation_prompt %}{{- 'a' }}{% endif %}"
-    )
-    samples = ChatEncoder(byte_tokenizer(template.replace("ENDING", ending))).encode(chat(*ONE_TURN))
-    assert lists(samples) == [after(b"uhia", target)]
-
-
-def test_a_target_gets_no_space_where_a_text_begins() -> None:
-    """SentencePiece tokenizers (Llama 2, Mistral) put a space before a text's first word, which a target is not."""
-    vocab = {piece: i for i, piece in enumerate(["<unk>", "</s>", "▁", "a", "b", ":", "[", "]"])}
-    backend = Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    backend.add_special_tokens([AddedToken("</s>")])
-    template = (
-        "{% for m in messages %}{{ '[' + m.content + ']' if m.role == 'user' else m.content + '</s>' }}{% endfor %}"
-    )
-    tokens = {"eos_token": "</s>", "unk_token": "<unk>"}
-    encoder = ChatEncoder(PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **tokens))
-    assert lists(encoder.encode(row(prompt="a:", completion="b"))) == [after([2, 3, 5], [4, 1])]
-    prompt, answer = [6, 3, 7], [4, 1]
-    split = [after([2, *prompt], answer), after([2, *prompt, *answer, *prompt], answer)]
-    assert lists(encoder.encode(chat(user("a"), assistant("b"), user("a"), assistant("b")))) == split
-
-
-UNSURE = (user("hi"), assistant("yo", weight=0), user("q"), assistant("a", weight=1))
-
-
-def test_a_turn_with_weight_0_is_history(tokenizer: Any) -> None:
-    assert lists(ChatEncoder(tokenizer).encode(chat(*UNSURE))) == [after(TURN_2, ANSWER_2)]
-
-
-def test_weight_0_is_refused_if_the_turn_would_bear_loss() -> None:
-    """On every token of a chat, or on every turn that the template marks."""
-    of_two, of_chat = row(prompt=[*UNSURE[:3]], completion=[UNSURE[3]]), chat(*UNSURE)
-    options = {"assistant_only_loss": of_chat, "completion_only_loss": of_two, "split_turns": of_chat}
-    for option, given_row in options.items():
-        assert error_of(ChatEncoder(byte_tokenizer(MARKED), **{option: False}), given_row) == (
-            "a.jsonl:1: turn 2 has weight: 0, but here it would bear loss; "
-            "set assistant_only_loss: true and split_turns: true"
-        )
-
-
-# Batches, lengths, counts
-
-
-def test_a_batch_is_the_rows_one_by_one(tokenizer: Any) -> None:
-    rows = [row(text="x" * n) if n % 3 else chat(*TWO_TURNS) for n in range(1, 100)]
-    encoder = ChatEncoder(tokenizer)
-    assert [lists(samples) for samples in encoder.encode_all(iter(rows))] == [lists(encoder.encode(r)) for r in rows]
-
-
-def test_bad_rows_are_reported_in_order_and_leave_their_place_empty(tokenizer: Any) -> None:
-    rows = [row(input_ids=[999, 1]), row(text="ok"), row(nothing=1), row(text="")]
-    rows = [r._replace(where=f"a.jsonl:{n}") for n, r in enumerate(rows, start=1)]
-    errors: list[DataError] = []
-    report = EncodeReport()
-    encoded = ChatEncoder(tokenizer).encode_all(rows, errors.append, report)
-    assert [len(samples) for samples in encoded] == [0, 1, 0, 0]
-    assert [error.where for error in errors] == ["a.jsonl:1", "a.jsonl:3", "a.jsonl:4"]
-    counts = {"num_rows": 4, "num_bad_rows": 3, "num_samples": 1, "num_tokens": 3, "num_labels": 2}
-    assert report == EncodeReport(**counts, bad_rows=[str(error) for error in errors])
-    with pytest.raises(DataError, match=r"^a\.jsonl:1: token id 999"):
-        ChatEncoder(tokenizer).encode_all(rows)
-
-
-def test_a_long_row_is_refused_by_default(tokenizer: Any) -> None:
-    assert error_of(ChatEncoder(tokenizer, max_length=3), row(text="abc")) == (
-        "a.jsonl:1: 4 tokens exceed max_length 3; raise max_length or set excess_length_strategy: drop | truncate"
-    )
-    assert len(ChatEncoder(tokenizer, max_length=4).encode(row(text="abc"))) == 1
-
-
-def test_dropping_keeps_the_turns_that_fit(tokenizer: Any) -> None:
-    encoder = ChatEncoder(tokenizer, max_length=len(TURN_1 + ANSWER_1), excess_length_strategy="drop")
-    report = EncodeReport()
-    encoded = encoder.encode_all([chat(*TWO_TURNS), row(text="x" * 99)], report=report)
-    assert [lists(samples) for samples in encoded] == [[after(TURN_1, ANSWER_1)], []]
-    counts = {"num_rows": 2, "num_dropped_rows": 1, "num_samples": 1, "num_dropped_samples": 2, "num_long_samples": 2}
-    counts |= {"num_without_system": 1}
-    tokens = {"num_tokens": len(TURN_1 + ANSWER_1), "num_labels": len(ANSWER_1), "longest": 100}
-    assert report == EncodeReport(**counts, **tokens, longest_where="a.jsonl:1")
-
-
-def test_truncating_keeps_the_start(tokenizer: Any) -> None:
-    encoder = ChatEncoder(tokenizer, max_length=len(TURN_1) + 2, excess_length_strategy="truncate")
-    report = EncodeReport()
-    encoded = encoder.encode_all([chat(*ONE_TURN), row(text="ab")], report=report)
-    assert [lists(samples) for samples in encoded] == [[after(TURN_1, ANSWER_1[:2])], [([*b"ab", END],) * 2]]
-    assert (report.num_rows, report.num_samples, report.num_truncated_samples) == (2, 2, 1)
-    assert (report.num_tokens, report.num_labels) == (len(TURN_1) + 2 + 3, 2 + 2)
-
-
-def test_truncating_away_the_answer_is_counted(tokenizer: Any) -> None:
-    encoder = ChatEncoder(tokenizer, max_length=8, excess_length_strategy="truncate")
-    report = EncodeReport()
-    assert encoder.encode_all([chat(*ONE_TURN)], report=report) == [[]]
-    assert (report.num_without_loss, report.num_dropped_rows, report.num_truncated_samples) == (1, 1, 0)
-    assert str(report) == "1 rows, 0 samples, 1 samples dropped because truncation left them no loss"
-
-
-def test_a_wrong_policy_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(UserError, match="excess_length_strategy: expected raise, drop or truncate, found 'cut'"):
-        ChatEncoder(tokenizer, excess_length_strategy="cut")
-    with pytest.raises(UserError, match="max_length: expected at least 2 tokens, found 1"):
-        ChatEncoder(tokenizer, max_length=1)
-
-
-def test_a_token_beyond_the_models_embedding_is_named(tokenizer: Any) -> None:
-    message = error_of(ChatEncoder(tokenizer, vocab_size=258), chat(*ONE_TURN))
-    assert message == "a.jsonl:1: token id 258 at position 8 is outside the vocabulary (0..257)"
-
-
-# Templates
-
-WEATHER = {"function": {"name": "weather"}}
-OTHER = "set chat_template_path to a template that renders it"
-FAULTS = [
-    # a template, a chat, the error or how it begins
-    (
-        None,
-        chat(*ONE_TURN),
-        "the tokenizer has no chat template; set chat_template_path to a template, or use rows with",
-    ),
-    ("{% for %}", chat(*ONE_TURN), "the chat template is not valid at its line 1: "),
-    (
-        "{{ raise_exception('no\nsystem') }}",
-        chat(*ONE_TURN),
-        "a.jsonl:1: the chat template failed: TemplateError: no",
-    ),
-    ("{{ messages[0].content + 1 }}", chat(*ONE_TURN), "a.jsonl:1: the chat template failed: TypeError: "),
-    (
-        THINKING.replace("{{- message.content", "{{- '' if message.role == 'tool' else message.content"),
-        chat(user("hi"), {"role": "tool", "content": " rain "}, assistant("yo")),
-        f"a.jsonl:1: the chat template dropped turn 2 (role 'tool'); {OTHER}",
-    ),
-    (
-        THINKING,
-        chat(user("x"), assistant("y", tool_calls=[WEATHER])),
-        f"a.jsonl:1: the chat template dropped turn 2's call of the tool 'weather'; {OTHER}",
-    ),
-    (
-        THINKING,
-        chat(user("x"), assistant("y"), tools=[WEATHER]),
-        f"a.jsonl:1: the chat template dropped the tool 'weather'; {OTHER}",
-    ),
-    (
-        THINKING,
-        chat(user("x"), assistant("y"), assistant("z")),
-        "a.jsonl:1: the chat template renders the prompt of turn 3 differently with and without its answer "
-        r"('y<|im_end|>\n<|im_start|>assist' and '<think>\n\n</think>\n\ny<|im_end|>'); "
-        "set chat_template_path to a template that renders both alike",
-    ),
-]
-
-
-@pytest.mark.parametrize(("template", "given_chat", "message"), FAULTS, ids=[case[2][:60] for case in FAULTS])
-def test_what_a_template_may_not_do(template: str | None, given_chat: Row, message: str) -> None:
-    assert error_of(ChatEncoder(byte_tokenizer(template)), given_chat).startswith(message)
-
-
-def test_whole_chats_need_markers(tokenizer: Any) -> None:
-    """One error for the whole file, also if bad rows are skipped; rows that are no chats need none."""
-    encoder = ChatEncoder(tokenizer, split_turns=False)
-    with pytest.raises(UserError) as raised:
-        encoder.encode_all([chat(*ONE_TURN), chat(*TWO_TURNS)], on_error=lambda error: None)
-    assert str(raised.value) == (
-        "split_turns: false: the chat template has no generation markers; "
-        "set split_turns: true, or set chat_template_path to a template with generation markers"
-    )
-    assert lists(encoder.encode(row(text="ab"))) == lists(ChatEncoder(tokenizer).encode(row(text="ab")))
-
-
-def test_markers_have_to_mark() -> None:
-    encoder = ChatEncoder(byte_tokenizer(MARKED.replace("== 'assistant'", "== 'model'")), split_turns=False)
-    assert error_of(encoder, chat(*ONE_TURN)) == (
-        "a.jsonl:1: the chat template's generation markers mark no token; "
-        "set split_turns: true, or set chat_template_path to a template with generation markers"
-    )
-
-
-def test_a_tool_result_printed_as_json_is_not_dropped() -> None:
-    template = THINKING.replace(
-        "message.content", "(message.content if message.role != 'tool' else message.content|tojson)"
-    )
-    result = {"role": "tool", "content": '{"é": "\n"}'}
-    assert len(ChatEncoder(byte_tokenizer(template)).encode(chat(user("hi"), result, assistant("yo")))) == 1
-
-
-def test_a_misspelt_variable_of_the_config_is_not_the_fault_of_a_row() -> None:
-    template = THINKING + "{% if enable_thinking is defined %}{% endif %}"
-    encoder = ChatEncoder(byte_tokenizer(template), chat_template_kwargs={"enable_thinkin": False})
-    with pytest.raises(UserError) as raised:
-        encoder.encode_all([chat(*TWO_TURNS)], on_error=lambda error: None)
-    assert str(raised.value) == (
-        "chat_template_kwargs: the chat template reads no variable 'enable_thinkin', did you mean enable_thinking?"
-    )
 
 
 @pytest.fixture(scope="module")
@@ -392,8 +256,8 @@ class TestQwen3:
         kwargs = {"enable_thinking": False}
         tokenizer = trl_template("qwen3.jinja")
         for encoder, given_chat in (
-            (ChatEncoder(tokenizer, chat_template_kwargs=kwargs), chat(*ONE_TURN)),
-            (ChatEncoder(tokenizer), chat(*ONE_TURN, chat_template_kwargs=kwargs)),
+            (ChatEncoder(tokenizer, chat_template_kwargs=kwargs), chat(*CHAT[:2])),
+            (ChatEncoder(tokenizer), chat(*CHAT[:2], chat_template_kwargs=kwargs)),
         ):
             assert texts(encoder, given_chat) == [(ASKED + NO_THOUGHT, "yo<|im_end|>")]
 
@@ -411,17 +275,15 @@ class TestQwen3:
 
     def test_a_developer_is_rendered_as_the_system(self, trl_template: Any, tokenizer: Any) -> None:
         """By a template that leaves developers out; another one keeps them."""
-        given_chat = chat({"role": "developer", "content": "be brief"}, *ONE_TURN)
+        given_chat = chat({"role": "developer", "content": "be brief"}, *CHAT[:2])
         for each, role in ((trl_template("qwen3.jinja"), "system"), (tokenizer, "developer")):
             [(prompt, _)] = texts(ChatEncoder(each), given_chat)
             assert prompt.startswith(f"<|im_start|>{role}\nbe brief<|im_end|>")
 
     def test_the_template_for_training_marks_whole_chats(self, trl_template: Any) -> None:
-        [(_, target)] = texts(ChatEncoder(trl_template("qwen3_training.jinja"), split_turns=False), chat(*TWO_TURNS))
+        [(_, target)] = texts(ChatEncoder(trl_template("qwen3_training.jinja"), split_turns=False), chat(*CHAT))
         assert "yo<|im_end|>" in target and "a<|im_end|>" in target and "user" not in target
 
-
-# Any text, any row
 
 CONTENT = st.text(min_size=1, max_size=20)
 
@@ -432,7 +294,7 @@ def test_no_character_is_lost(tokenizer: Any, system: str, question: str, answer
     messages = [{"role": "system", "content": system}, user(question), assistant(answer)]
     [(prompt, target)] = texts(ChatEncoder(tokenizer), chat(*messages))
     head = f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n"
-    assert (prompt, target) == (f"{head}<|im_start|>assistant\n", f"{NO_THOUGHT}{answer}<|im_end|>")
+    assert (prompt, target) == (f"{head}<|im_start|>assistant\n", f"{answer}<|im_end|>")
 
 
 KEYS = ["role", "content", "from", "value", "weight", "function", "name", "arguments"]
@@ -458,7 +320,7 @@ TURNS = st.lists(
 @given(fields=st.dictionaries(st.sampled_from(COLUMNS), JSON | TURNS, max_size=4))
 def test_any_row_gives_samples_or_a_user_error(tokenizer: Any, fields: dict[str, Any]) -> None:
     try:
-        samples = ChatEncoder(tokenizer).encode(row(**fields))
+        samples = ChatEncoder(tokenizer).encode(Row(fields, "a.jsonl:1"))
     except UserError as error:
         assert str(error).startswith("a.jsonl:1: ")
     else:
@@ -471,7 +333,7 @@ def test_any_row_gives_samples_or_a_user_error(tokenizer: Any, fields: dict[str,
 def test_load_tokenizer_with_another_template(tmp_path: Path, tokenizer: Any) -> None:
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "other.jinja").write_text(MARKED)
-    assert load_tokenizer(str(tmp_path)).chat_template == THINKING
+    assert load_tokenizer(str(tmp_path)).chat_template == CHATML
     loaded = load_tokenizer(str(tmp_path), tmp_path / "other.jinja")
     assert loaded.chat_template == MARKED
     assert loaded("hi<|im_end|>")["input_ids"] == [*b"hi", END]

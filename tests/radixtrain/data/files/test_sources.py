@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 
 from radixtrain.data.files.sources import Source, as_sources, files_of
@@ -142,15 +141,6 @@ def test_a_row_without_an_end_is_refused_before_it_fills_the_memory(tmp_path: Pa
     for source in (path, tmp_path, f"{tmp_path}/*"):
         with pytest.raises(UserError, match=rf"{name}: is a pipe or a device, which may never end; save its content"):
             files_of(Source(str(source)))
-
-
-@pytest.mark.parametrize("name", ["a.json.gz", "a.parquet.zst", "a.arrow.gz"])
-def test_what_is_unpacked_as_a_whole_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr("radixtrain.data.files.texts.MAX_UNPACKED_BYTES", 4 << 20)
-    with pa.output_stream(str(tmp_path / name), compression="zstd" if name.endswith("zst") else "gzip") as file:
-        file.write(bytes(5 << 20))
-    with pytest.raises(UserError, match=rf"{name}: expected at most 4,194,304 bytes unpacked; unpack it by hand$"):
-        list(read_rows(tmp_path / name))
 
 
 def test_saved_data_sets(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from radixtrain.collators.token_row import TokenRow
-from radixtrain.data.tokenized.store import ABOUT, TokenStore, TokenWriter, packed, read_about, write_about
+from radixtrain.data.tokenized.store import TokenStore, TokenWriter, packed
 
 
 def write(folder: Path, blocks: list[list[list[TokenRow]]]) -> str:
@@ -88,17 +88,3 @@ def test_the_digest_tells_samples_apart(tmp_path: Path) -> None:
     digests = {name: write(tmp_path / name, blocks) for name, blocks in DIFFERENT.items()}
     assert len(set(digests.values())) == len(DIFFERENT), digests
     assert write(tmp_path / "again", [[[ANSWER]]]) == digests["a sample"]
-
-
-CONTENT = {"digest": "ab12", "report": {"num_rows": 10, "long": [1, 2]}, "checksum": "x"}
-
-
-def test_it_is_read_back_and_every_flipped_bit_is_found(tmp_path):
-    write_about(tmp_path, CONTENT)
-    assert read_about(tmp_path) == CONTENT
-    good = (tmp_path / ABOUT).read_bytes()
-    flipped = (good[:n] + bytes([good[n] ^ 1 << n % 8]) + good[n + 1 :] for n in range(len(good)))
-    for content in [*flipped, b"", b"\n", good[:40], good.partition(b"\n")[2]]:
-        (tmp_path / ABOUT).write_bytes(content)
-        with pytest.raises(ValueError, match=r"about\.txt is not as it was written"):
-            read_about(tmp_path)

@@ -77,6 +77,13 @@ def test_fit_does_not_overwrite_its_own_base(arguments, shop, tmp_path, parts, c
     assert "holds another run (model/)" in capsys.readouterr().err
 
 
+def test_a_folder_that_no_run_wrote_is_not_renamed(arguments, tmp_path, parts, capsys):
+    parts[0].save_pretrained(tmp_path / "out" / "model")
+    assert main(arguments(overwrite=True)) == 1
+    assert "out/model holds files that are not a model (no README.md of radixtrain)" in capsys.readouterr().err
+    assert (tmp_path / "out" / "model" / "config.json").is_file() and not (tmp_path / "out.1").exists()
+
+
 def test_a_failure_while_it_is_written_leaves_the_old_model(parts, tmp_path):
     """So does a kill: see the tests of `writing`."""
 
