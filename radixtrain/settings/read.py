@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
@@ -18,7 +17,7 @@ import yaml
 from radixtrain.errors import UsageError, did_you_mean
 from radixtrain.settings.commands import OF_COMMAND
 from radixtrain.settings.fields import Key, check_limits, fields_of, kind_of, parts_of
-from radixtrain.settings.synonyms import MEANT, NEAR, NEGATIONS, NOT_HERE
+from radixtrain.settings.synonyms import suggestion
 from radixtrain.text_files import read_text
 
 PRINT = "print_config"  # prints the settings and runs nothing
@@ -27,8 +26,7 @@ MOST_SHOWN = 80  # characters of a value in a message
 EXPECTED = {int: "an integer", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
 HINTS = {"model.next_tokens": """; YAML reads a bare yes or no as true or false: write '["yes", "no"]'"""}
 PEFT = "model.use_peft"
-LORA = [f"model.{name}" for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")]
-LORA += ["model.use_dora", "model.use_rslora"]
+ADAPTERS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_dora", "use_rslora")
 SECRET = re.compile(
     r"((api|access|private|secret)_?keys?|secrets?|passwords?|passwd|passphrase|credentials?"
     r"|(^|access_?|api_?|auth_?|bearer_?|hf_?|hub_?|refresh_?|wandb_?)tokens?)$"
@@ -198,8 +196,8 @@ def _check_names(command: str, kind: Any, values: Mapping[str, Any]) -> None:
     sections = {name.partition(".")[0] for name in known if "." in name}
     for section in sections & values.keys():
         raise UsageError(f"{section} is a section: expected keys with their values; got {shortened(values[section])}")
-    if unknown := [name for name in values if known.get(name, name)]:
-        raise UsageError("; ".join(f"no key {name}{_meant(command, name, known)}" for name in unknown))
+    if unknown := [name for name in values if name not in known or known[name]]:
+        raise UsageError("; ".join(f"no key {name}{suggestion(command, name, known)}" for name in unknown))
 
 
 def _secrets(name: str, value: Any) -> Iterator[str]:
@@ -214,29 +212,6 @@ def _secrets(name: str, value: Any) -> Iterator[str]:
             yield from _secrets(f"{name}.{key}", each)
 
 
-def _meant(command: str, name: str, known: Mapping[str, str]) -> str:
-    """Suggest a key: by another tool's name, by the same last part in another section, or by spelling.
-
-    known: every key, with the one that fills it in.
-    """
-    if known.get(name):
-        return f", did you mean {known[name]}?"
-    if whole := next((key for key in known if name.startswith(f"{key}.")), ""):
-        return f": write the whole value of {whole}"
-    last = name.rpartition(".")[2].replace("-", "_")
-    key, _, note = MEANT.get(last, "").partition(": ")
-    if key in known:
-        return f": here it is {', '.join(filter(None, [key, note]))}"
-    if last in NOT_HERE:
-        return f": {NOT_HERE[last]}"
-    by_last = {key.rpartition(".")[2]: key for key, filled_by in known.items() if not filled_by}
-    close = [last] if last in by_last else get_close_matches(last, by_last, n=1, cutoff=NEAR)
-    if not close:
-        return f" (`radixtrain {command} --help` lists the keys)"
-    negated = ", negated" if NEGATIONS & ({*last.split("_")} - {*close[0].split("_")}) else ""
-    return f", did you mean {by_last[close[0]]}{negated}?"
-
-
 def _check_lora(given: Mapping[str, Any], typed: set[str], keys: Mapping[str, Key]) -> None:
     """Raise UsageError for adapters that are described but not trained.
 
@@ -244,9 +219,9 @@ def _check_lora(given: Mapping[str, Any], typed: set[str], keys: Mapping[str, Ke
     """
     if PEFT in typed or str(given.get(PEFT)).lower() == "true":
         return
-    for name in LORA:
-        is_default = PEFT in given and name in given and str(given[name]).lower() == keys[name].default
-        if name in typed or (name in given and not is_default):
+    for name in (name for name in given if name.removeprefix("model.") in ADAPTERS):
+        is_saved = name not in typed and PEFT in given and str(given[name]).lower() == keys[name].default
+        if not is_saved:
             raise UsageError(
                 f"{name} is set without {PEFT}, so all weights would be trained: add --{PEFT} true for adapters, or "
                 f"leave {name} out"
@@ -277,9 +252,9 @@ def _checked(command: str, kind: Any, keys: Mapping[str, Key], given: Mapping[st
         for name, value in values.items():
             check_limits(name, keys[name].type, value)
         first = error.errors()[0]
-        raise (
-            first["ctx"]["error"] if first["type"] == "value_error" else UsageError("a value is no UTF-8 text")
-        ) from None
+        if first["type"] == "value_error":
+            raise first["ctx"]["error"] from None
+        raise UsageError("a value is no UTF-8 text") from None
 
 
 def _made(kind: Any, values: Mapping[str, Any]) -> Any:

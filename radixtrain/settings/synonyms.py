@@ -1,4 +1,7 @@
-"""Names of settings in Transformers and TRL, Axolotl, LLaMA-Factory and ms-swift, and what they are here."""
+"""What an unknown key may mean: its name in Transformers and TRL, Axolotl, LLaMA-Factory, ms-swift; or its spelling."""
+
+from collections.abc import Mapping
+from difflib import get_close_matches
 
 # Key here, with what differs -> its names in Transformers and TRL, Axolotl, LLaMA-Factory, ms-swift.
 # docs/configuration.md has the table.
@@ -64,3 +67,26 @@ MEANT = {name: key for key, names in SYNONYMS.items() for name in names.split()}
 NOT_HERE = {name: reason for reason, names in NO_KEYS.items() for name in names.split()}
 NEAR = 0.82  # a guess that is less alike misleads, such as train_on for train_on_eos
 NEGATIONS = {"no", "not", "non", "disable", "without", "skip", "dont", "never"}
+
+
+def suggestion(command: str, name: str, known: Mapping[str, str]) -> str:
+    """Suggest a key: by another tool's name, by the same last part in another section, or by spelling.
+
+    known: every key, with the one that fills it in.
+    """
+    if known.get(name):
+        return f", did you mean {known[name]}?"
+    if whole := next((key for key in known if name.startswith(f"{key}.")), ""):
+        return f": write the whole value of {whole}"
+    last = name.rpartition(".")[2].replace("-", "_")
+    key, _, note = MEANT.get(last, "").partition(": ")
+    if key in known:
+        return f": here it is {', '.join(filter(None, [key, note]))}"
+    if last in NOT_HERE:
+        return f": {NOT_HERE[last]}"
+    by_last = {key.rpartition(".")[2]: key for key, filled_by in known.items() if not filled_by}
+    close = [last] if last in by_last else get_close_matches(last, by_last, n=1, cutoff=NEAR)
+    if not close:
+        return f" (`radixtrain {command} --help` lists the keys)"
+    negated = ", negated" if NEGATIONS & ({*last.split("_")} - {*close[0].split("_")}) else ""
+    return f", did you mean {by_last[close[0]]}{negated}?"
