@@ -8,7 +8,7 @@ another prompt computes too. What follows, such as a question, belongs to the ro
                a date                                     a number
 
 1. Group the trunks: a trunk joins the group whose first trunk has half of its repeated units (`_groups`).
-2. Find a group's common units: those that 98 % of its rows have once, in the same order (`_gaps`).
+2. Find a group's common units: those that 98 % of its rows have once, in the same order (`_common_units`).
 3. Read each gap between two of them as a difference, whose values tell the cause (`_places`).
 
 All prompts of one text have the same differences, some of them with an empty value. A unit that changes places is not
@@ -21,43 +21,30 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import cache
 
 from radixtrain.explain.causes import DRAWN, MIN_ROWS, SEVERAL, WHITE_SPACE, Cause, Value, cause_of
 
-WORD = re.compile(r"\s*(?:[^\s。！？]+[。！？]*|[。！？]+)\s*")  # with its blanks, so that words join to their text
-UNIT_END = re.compile(r"[.!?]\s|[\r\n。！？]")
-MARKUP = re.compile(r"<\S*?>")
+# Units and words have their blanks, so that they join to their text.
+UNIT = re.compile(r"\s*\S.*?(?:[.!?](?=\s)|[。！？]|(?=[\r\n])|\Z)\s*", re.DOTALL)
+WORD = re.compile(r"\s*(?:[^\s。！？]+[。！？]*|[。！？]+)\s*")
 MIN_SIZE = 8  # of a unit that counts as text: words around a turn, or a short answer, recur by chance
 MIN_REPEATED = 40  # size of the repeated units of a trunk: questions that follow a pattern repeat fewer
 MIN_ALIKE = 0.5  # share of repeated units that others have: for a version of one text, or for a mix of several
 MIN_COMMON, MIN_IN_ORDER = 0.98, 0.95  # share of rows with a unit, for it to be common; and in the same order
-CONTEXT = 4  # words on either side of a value, in which a date may continue
-
-
-class Unit(NamedTuple):
-    """A line or a sentence. text: with single blanks. start, end: its words in the prompt."""
-
-    text: str
-    start: int
-    end: int
-
-    @property
-    def size(self) -> int:
-        """Return about its number of tokens, in any script."""
-        return len(re.findall(r"\w{1,4}", MARKUP.sub("", self.text)))
+CONTEXT = 32  # characters on either side of a value, in which a date may continue
 
 
 @dataclass(eq=False)
 class Trunk:
     """The beginning of some prompts, the same text in all.
 
-    words: with their blanks. units: all of it. repeated: those that several prompts compute.
+    units: all of it. names: of the units, with single blanks. repeated: names of those that several prompts compute.
     rows: the prompts, by index.
     """
 
-    words: list[str]
-    units: list[Unit]
+    units: tuple[str, ...]
+    names: list[str]
     repeated: set[str]
     rows: list[int] = field(default_factory=list)
 
@@ -72,7 +59,7 @@ class Place:
     @property
     def values(self) -> dict[Trunk, str]:
         """Return what is compared: blanks count only if they are the cause."""
-        return {trunk: text if self.cause == WHITE_SPACE else _bare(text.split()) for trunk, text in self.texts.items()}
+        return {trunk: text if self.cause == WHITE_SPACE else _name(text) for trunk, text in self.texts.items()}
 
     @property
     def trunks_of(self) -> dict[str, list[Trunk]]:
@@ -118,37 +105,35 @@ def find_versions(texts: Sequence[str]) -> list[list[Place]]:
     return [_one_entry(_places(group, group is mixed)) for group in (*apart, mixed) if len(group) > 1]
 
 
+@cache
+def _name(text: str) -> str:
+    return " ".join(text.split())
+
+
+@cache
+def _size(text: str) -> int:
+    """Return about the number of tokens, in any script, without markup."""
+    return len(re.findall(r"\w{1,4}", re.sub(r"<\S*?>", "", text)))
+
+
 def _trunks(texts: Sequence[str]) -> list[Trunk]:
     """Return the trunks of prompts with enough repeated text, the one with most rows first."""
-    rows_of: dict[str, list[int]] = {}
+    rows_of: dict[tuple[str, ...], list[int]] = {}
     for row, text in enumerate(texts):
-        rows_of.setdefault(text, []).append(row)
-    prompts = sorted((WORD.findall(text), rows) for text, rows in rows_of.items())
-    units = [_units(words) for words, _ in prompts]
+        rows_of.setdefault(tuple(UNIT.findall(text)), []).append(row)
     num_computed: Counter[str] = Counter()
-    before: list[str] = []
-    for (words, _), own in zip(prompts, units, strict=True):
-        num_shared = num_equal(before, words)
-        num_computed.update({unit.text for unit in own if unit.end > num_shared})
-        before = words
-    trunks: dict[str, Trunk] = {}
-    for (words, rows), own in zip(prompts, units, strict=True):
-        repeated = [unit for unit in own if num_computed[unit.text] > 1 and unit.size >= MIN_SIZE]
-        if sum(unit.size for unit in repeated) >= MIN_REPEATED:
-            end = repeated[-1].end
-            whole = [unit for unit in own if unit.end <= end]
-            trunk = Trunk(words[:end], whole, {unit.text for unit in repeated})
-            trunks.setdefault("".join(trunk.words), trunk).rows += rows
+    before: tuple[str, ...] = ()
+    for units in sorted(rows_of):
+        num_computed.update({_name(unit) for unit in units[num_equal(before, units) :]})
+        before = units
+    trunks: dict[tuple[str, ...], Trunk] = {}
+    for units, rows in rows_of.items():
+        repeated = [n for n, unit in enumerate(units) if num_computed[_name(unit)] > 1 and _size(unit) >= MIN_SIZE]
+        if sum(_size(units[n]) for n in repeated) >= MIN_REPEATED:
+            own = units[: repeated[-1] + 1]
+            trunk = trunks.setdefault(own, Trunk(own, [*map(_name, own)], {_name(units[n]) for n in repeated}))
+            trunk.rows += rows
     return sorted(trunks.values(), key=lambda trunk: -len(trunk.rows))
-
-
-def _units(words: list[str]) -> list[Unit]:
-    ends = [end for end, word in enumerate(words, 1) if UNIT_END.search(word) or end == len(words)]
-    return [Unit(_bare(words[start:end]), start, end) for start, end in zip([0, *ends], ends, strict=False)]
-
-
-def _bare(words: Iterable[str]) -> str:
-    return " ".join(word.strip() for word in words)
 
 
 def _groups(trunks: list[Trunk]) -> list[list[Trunk]]:
@@ -161,8 +146,8 @@ def _groups(trunks: list[Trunk]) -> list[list[Trunk]]:
         if number >= MIN_ALIKE * len(trunk.repeated):
             groups[group].append(trunk)
             continue
-        for text in {unit.text for unit in trunk.units}:
-            groups_of.setdefault(text, []).append(len(groups))
+        for unit in {*trunk.names}:
+            groups_of.setdefault(unit, []).append(len(groups))
         groups.append([trunk])
     first = [group[0].repeated for group in groups]
     is_mixed = [sum(len(groups_of[unit]) > 1 for unit in own) >= MIN_ALIKE * len(own) for own in first]
@@ -178,73 +163,74 @@ def _places(trunks: list[Trunk], is_mixed: bool) -> list[Place]:
     is_mixed: whether they are made of several texts. Only then their ends may be drawn from a pool; other ends are the
         prompts' own and need no fix.
     """
-    gaps, places = _gaps(trunks), []
-    done, last = dict.fromkeys(gaps, 0), len(next(iter(gaps.values()))) - 1
-    stop = {trunk: len(trunk.words) for trunk in gaps}
+    common = _common_units(trunks)
+    bounds = {trunk: [-1, *own, len(trunk.units)] for trunk, own in common.items()}
+    before, last, places = dict.fromkeys(common, ""), len(next(iter(common.values()))), []
     for number in range(last + 1):
-        words = {trunk: [word.strip() for word in trunk.words[slice(*own[number])]] for trunk, own in gaps.items()}
-        before = _num_equal_in_all([*words.values()])
-        after = _num_equal_in_all([own[before:][::-1] for own in words.values()])
-        starts = {trunk: own[number][0] + before for trunk, own in gaps.items()}
-        ends = {trunk: own[number][1] - after for trunk, own in gaps.items()}
-        place = _between(starts, ends)
-        if len(values := place.trunks_of.values()) == 1:
-            continue
-        place.cause = cause = cause_of([_value(same, starts[same[0]], ends[same[0]]) for same in values])
-        if number == last and (cause.moves or (cause == DRAWN and not is_mixed)):
-            stop = starts
-            break
-        places += [_between(done, starts), place]
-        done = ends
-    places.append(_between(done, stop))
+        ends = {trunk: own[number : number + 2] for trunk, own in bounds.items()}
+        words = {trunk: WORD.findall("".join(trunk.units[start + 1 : end])) for trunk, (start, end) in ends.items()}
+        bare = [[*map(_name, own)] for own in words.values()]
+        head = _num_equal_in_all(bare)
+        tail = _num_equal_in_all([own[head:][::-1] for own in bare])
+        before = {trunk: before[trunk] + "".join(own[:head]) for trunk, own in words.items()}
+        after = {
+            trunk: "".join([*own[len(own) - tail :], *trunk.units[ends[trunk][1] :][:1]])
+            for trunk, own in words.items()
+        }
+        place = Place({trunk: "".join(own[head : len(own) - tail]) for trunk, own in words.items()})
+        if len(values := place.trunks_of.values()) > 1:
+            place.cause = cause = cause_of([_value(same, place, ends, before, after) for same in values])
+            if number == last and (cause.moves or (cause == DRAWN and not is_mixed)):
+                break
+            places += [Place(before), place]
+            before = after
+        else:
+            before = {trunk: before[trunk] + text for trunk, text in after.items()}
+    places.append(Place(before))
     for place in places:
         if not place.cause and len({*place.texts.values()}) > 1:
             place.cause = WHITE_SPACE
     return places
 
 
-def _between(starts: dict[Trunk, int], ends: dict[Trunk, int]) -> Place:
-    return Place({trunk: "".join(trunk.words[start : ends[trunk]]) for trunk, start in starts.items()})
+def _common_units(trunks: list[Trunk]) -> dict[Trunk, list[int]]:
+    """Return the indices of the units that nearly all rows have once, at the same rank among such units.
 
-
-def _gaps(trunks: list[Trunk]) -> dict[Trunk, list[tuple[int, int]]]:
-    """Return the words between the units that nearly all rows have once, at the same rank among such units.
-
-    As many gaps for each trunk; those without one of these units are left out.
+    As many for each trunk; those without one of these units are left out.
     """
     total = num_rows(trunks)
     rows_with: Counter[str] = Counter()
     for trunk in trunks:
-        times = Counter(unit.text for unit in trunk.units if unit.size >= MIN_SIZE)
-        rows_with.update({unit: len(trunk.rows) for unit, number in times.items() if number == 1})
+        times = Counter(name for name in trunk.names if _size(name) >= MIN_SIZE)
+        rows_with.update({name: len(trunk.rows) for name, number in times.items() if number == 1})
     rows_in_order: Counter[tuple[int, str]] = Counter()
     ranked = {}
     for trunk in trunks:
-        common = [unit for unit in trunk.units if rows_with[unit.text] >= MIN_COMMON * total]
-        ranked[trunk] = {(rank, unit.text): unit for rank, unit in enumerate(common)}
+        common = [n for n, name in enumerate(trunk.names) if rows_with[name] >= MIN_COMMON * total]
+        ranked[trunk] = {(rank, trunk.names[n]): n for rank, n in enumerate(common)}
         rows_in_order.update(dict.fromkeys(ranked[trunk], len(trunk.rows)))
     kept = sorted(key for key, number in rows_in_order.items() if number >= MIN_IN_ORDER * total)
     if not any(own.keys() >= {*kept} for own in ranked.values()):  # each lacks another one
         kept = []
-    gaps = {}
-    for trunk, own in ranked.items():
-        if own.keys() >= {*kept}:
-            units = [own[key] for key in kept]
-            starts, ends = [0, *(unit.end for unit in units)], [*(unit.start for unit in units), len(trunk.words)]
-            gaps[trunk] = list(zip(starts, ends, strict=True))
-    return gaps
+    return {trunk: [own[key] for key in kept] for trunk, own in ranked.items() if own.keys() >= {*kept}}
 
 
-def _value(trunks: list[Trunk], start: int, end: int) -> Value:
-    """Return what these trunks have, at these words of the first of them."""
+def _value(
+    trunks: list[Trunk],
+    place: Place,
+    ends: dict[Trunk, list[int]],
+    before: dict[Trunk, str],
+    after: dict[Trunk, str],
+) -> Value:
+    """Return what these trunks have at the place, by the first of them."""
     first = trunks[0]
-    units = [unit.text in first.repeated for unit in first.units if start < unit.end and unit.start < end]
+    names = first.names[ends[first][0] + 1 : ends[first][1]]
     return Value(
-        text="".join(first.words[start:end]).strip(),
-        before="".join(first.words[max(0, start - CONTEXT) : start]),
-        after=" " + "".join(first.words[end : end + CONTEXT]),
+        text=place.texts[first].strip(),
+        before=before[first][-CONTEXT:],
+        after=f" {after[first][:CONTEXT]}",
         num_rows=num_rows(trunks),
-        repeated=sum(units) / max(1, len(units)),
+        repeated=sum(name in first.repeated for name in names) / max(1, len(names)),
     )
 
 

@@ -38,75 +38,90 @@ def pair(answer: str) -> dict[str, str]:
     return {"prompt": "Where are the nails?\n", "completion": answer}
 
 
-def test_tokens_have_their_ids_labels_and_weights(data_of: Callable[..., SFTData], shown: Callable[..., str]) -> None:
-    row = {"input_ids": [40, 41, 42, 43], "labels": [-100, -100, 42, 50], "loss_weights": [1, 1, 1, 0.5]}
-    line = next(line for line in shown(data_of(row), 1).splitlines() if line.split()[:2] == ["0", "40"])
-    cells = line.split()
-    assert cells[:-1] == ["0", "40", "D", "1", "41", "E", "2", "42", "⟦F⟧", "3", "43"]
-    assert cells[-1] == "⟦G⟧→50×0.5"
+TURNS = [{"role": role, "content": f"{role} {n}"} for n in (1, 2) for role in ("user", "assistant")]
+BAD_ROLE = {"messages": [{"role": "user", "content": "Hi"}, {"role": "narrator", "content": "x"}]}
+COMPUTED = "computed, in the first epoch"
+Case = tuple[list[Any], dict[str, Any], list[str], list[str]]
+
+# The rows, of which the last is shown; settings; what is shown, in this order; and what is not.
+SHOWN: dict[str, Case] = {
+    "no JSON": (['{"prompt": "a"'], {}, ['{"prompt": "a"', "refused: ", "not valid JSON: Expecting ',"], [COMPUTED]),
+    "no UTF-8": (['{"prompt": "a\udcff"}'], {}, ["a\\xff", "refused: ", "not valid UTF-8: byte 0xff"], [COMPUTED]),
+    "a role": ([BAD_ROLE], {}, ["Hi", "refused: ", "unknown role"], [COMPUTED]),
+    "a label": ([{"text": "a", "label": "spam"}], {}, ["spam", "refused: ", "label beside text"], [COMPUTED]),
+    "text": ([{"text": "a"}], {}, ["taken as: text", "rendered: plain text", "tokens: ", COMPUTED], ["refused"]),
+    "an id": (
+        [{"input_ids": [5, -6, 99999], "labels": [-100, 7, 8]}],
+        {},
+        ["⟦<-6>⟧→7", "refused: ", "token id -6 at position 1 is outside"],
+        [COMPUTED],
+    ),
+    "too long": (
+        [{"prompt": "a", "completion": "b" * 60}],
+        {"max_length": 40},
+        ["⟦" + "b" * 60, "refused: ", "tokens exceed max_length 40"],
+        [COMPUTED],
+    ),
+    "no loss": (
+        [{"input_ids": [5, 6], "labels": [-100, -100]}],
+        {},
+        ["tokens: 2, 0 with loss", "refused: ", "no token bears loss"],
+        [COMPUTED],
+    ),
+    "ids, labels and weights": (
+        [{"input_ids": [40, 41, 42, 43], "labels": [-100, -100, 42, 50], "loss_weights": [1, 1, 1, 0.5]}],
+        {},
+        ["0 40 D", "1 41 E", "2 42 ⟦F⟧", "3 43 ⟦G⟧→50×0.5"],
+        [],
+    ),
+    "a good row after a bad one": ([{"text": 5}, pair("x")], {}, [COMPUTED, "unknown, since the steps cannot be"], []),
+    "the bad one is skipped": (
+        [{"text": 5}, pair("x")],
+        {"on_bad_row": "skip"},
+        [COMPUTED, "step 0 of 1, micro-batch 0 of 1, sequence 0 of 1"],
+        [],
+    ),
+    "a sample for each turn": (
+        [{"messages": TURNS}],
+        {},
+        [
+            "rendered 1 of 2: a turn",
+            "rendered 2 of 2: a turn",
+            "tokens 1 of 2: ",
+            "tokens 2 of 2: ",
+            "step 0",
+            "step 0",
+        ],
+        [],
+    ),
+    "what the columns mean": (
+        [{"instruction": "Name it.", "input": "x", "output": "y", "source": "web"}],
+        {},
+        ["taken as: messages", '{"role": "user", "content": "Name it.\\nx"}', "not read: source"],
+        [],
+    ),
+    "dropped": (
+        [pair("x"), pair("x" * 60)],
+        {"max_length": 30, "excess_length_strategy": "drop"},
+        ["dropped for their length: 1 of 1 samples"],
+        [COMPUTED],
+    ),
+    "cut": (
+        [pair("x" * 60)],
+        {"max_length": 30, "excess_length_strategy": "truncate"},
+        ["cut to max_length, 30 tokens: 1 of 1 samples", COMPUTED],
+        [],
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("row", "stages", "refused"),
-    [
-        ('{"prompt": "a"', ['{"prompt": "a"'], "not valid JSON: Expecting ',' delimiter"),
-        ('{"prompt": "a", "completion": "b\udcff"}', ["b\\xff"], "not valid UTF-8: byte 0xff"),
-        (
-            {"messages": [{"role": "user", "content": "Hi"}, {"role": "narrator", "content": "x"}]},
-            ["Hi"],
-            "unknown role",
-        ),
-        ({"text": "a", "label": "spam"}, ["spam"], "label beside text"),
-        ({"text": "a"}, ["taken as: text", "rendered: plain text", "tokens: "], ""),
-        ({"input_ids": [5, -6, 99999], "labels": [-100, 7, 8]}, ["⟦<-6>⟧→7"], "token id -6 at position 1 is outside"),
-        ({"prompt": "a", "completion": "b" * 60}, ["⟦" + "b" * 60], "tokens exceed max_length 40"),
-        ({"input_ids": [5, 6], "labels": [-100, -100]}, ["tokens: 2, 0 with loss"], "no token bears loss"),
-    ],
-)
-def test_a_row_that_is_refused_is_shown_as_far_as_it_got(
-    data_of: Callable[..., SFTData],
-    shown: Callable[..., str],
-    row: dict[str, Any] | str,
-    stages: list[str],
-    refused: str,
-) -> None:
-    text = " ".join(shown(data_of(pair("Here."), row, max_length=40), 2).split())
-    places = [text.index(stage) for stage in stages]
-    assert places == sorted(places)
-    assert ("refused: " in text) == bool(refused) == ("computed, in the first epoch" not in text)
-    assert refused in text
-
-
-def test_a_good_row_among_bad_ones(data_of: Callable[..., SFTData], shown: Callable[..., str]) -> None:
-    """Its step cannot be made, unless the bad ones are skipped."""
-    rows = (pair("Here."), {"text": 5})
-    assert "unknown, since the steps cannot be made: " in shown(data_of(*rows), 1)
-    assert "step 0 of 1, micro-batch 0 of 1, sequence 0 of 1" in shown(data_of(*rows, on_bad_row="skip"), 1)
-
-
-def test_one_sample_for_each_turn(data_of: Callable[..., SFTData], shown: Callable[..., str]) -> None:
-    turns = [{"role": role, "content": f"{role} {n}"} for n in (1, 2) for role in ("user", "assistant")]
-    text = shown(data_of({"messages": turns}), 1)
-    for title in ("rendered 1 of 2: a turn", "rendered 2 of 2: a turn", "tokens 1 of 2: ", "tokens 2 of 2: "):
-        assert title in text
-    assert text.count("  step 0 of 1, micro-batch 0 of 1") == 2
-
-
-def test_what_the_columns_mean_and_what_nothing_reads(
-    data_of: Callable[..., SFTData], shown: Callable[..., str]
-) -> None:
-    text = shown(data_of({"instruction": "Name it.", "input": "x", "output": "y", "source": "web"}), 1)
-    assert "taken as: messages\n" in text
-    assert '{"role": "user", "content": "Name it.\\nx"}' in text
-    assert "not read: source" in text
-
-
-def test_a_row_that_is_dropped_or_cut(data_of: Callable[..., SFTData], shown: Callable[..., str]) -> None:
-    rows = (pair("x"), pair("x" * 60))
-    dropped = shown(data_of(*rows, max_length=30, excess_length_strategy="drop"), 2)
-    assert "dropped for their length: 1 of 1 samples" in dropped and "computed" not in dropped
-    cut = shown(data_of(*rows, max_length=30, excess_length_strategy="truncate"), 2)
-    assert "cut to max_length, 30 tokens: 1 of 1 samples" in cut and "computed" in cut
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_row_is_shown_as_far_as_it_got(name: str, data_of: Callable[..., SFTData], shown: Callable[..., str]) -> None:
+    rows, options, parts, absent = SHOWN[name]
+    text, place = " ".join(shown(data_of(*rows, **options), len(rows)).split()), 0
+    for part in parts:
+        place = text.index(part, place) + 1
+    assert not [part for part in absent if part in text]
 
 
 def test_a_row_taken_for_validation(data_of: Callable[..., SFTData], shown: Callable[..., str]) -> None:
