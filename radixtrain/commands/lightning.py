@@ -31,6 +31,7 @@ from radixtrain.commands.run_callbacks import RunCallbacks
 from radixtrain.commands.trainer_settings import (
     check_interval,
     check_precision,
+    check_runnable,
     check_settings,
     check_trainer_settings,
 )
@@ -43,14 +44,17 @@ from radixtrain.redaction import masked_arguments
 from radixtrain.settings.commands import Run
 from radixtrain.settings.section import value_of
 from radixtrain.training.answers.evaluate_generation import EvaluateGeneration
+from radixtrain.training.devices.fabric import fabric_of
 from radixtrain.training.devices.launch import Processes, local_rank0_reports
 from radixtrain.training.devices.launcher_env import default_devices, launcher_env
 from radixtrain.training.devices.settings import as_list, check_devices, device_settings, sp_size_of
+from radixtrain.training.evaluate import Evaluation
 from radixtrain.training.fault_tolerance import slurm
 from radixtrain.training.fault_tolerance.failures import explain, raise_file_limit
 from radixtrain.training.fault_tolerance.resume import template_date
 from radixtrain.training.fault_tolerance.run_folder import EarlierRun, check_output_dir, locked, logs_of_run
 from radixtrain.training.fault_tolerance.saving import FolderCheckpointIO
+from radixtrain.training.loop import Loop
 from radixtrain.training.module import RadixModule
 from radixtrain.training.progress_bar import screens
 from radixtrain.training.results.saved_config import (
@@ -59,6 +63,7 @@ from radixtrain.training.results.saved_config import (
     mask_what_is_logged,
     own_log_folders,
 )
+from radixtrain.training.runner import Runner
 from radixtrain.training.start.preflight import described_start
 from radixtrain.training.start.run_overview import print_overview, steps_between_logs
 from radixtrain.training.trainer import Trainer
@@ -115,6 +120,8 @@ class Command:
         settings, trainer_settings = self.settings, self.settings.trainer
         self.output_dir = check_output_dir(settings.output_dir)
         mask_what_is_logged(trainer_settings.logger)  # loggers receive every other secret unmasked
+        if "RADIXTRAIN_LOOP" in os.environ:
+            return self.make_runner()  # type: ignore[return-value]
         parts = self._made(vars(trainer_settings))
         parts["logger"] = loggers_of(parts["logger"], self.output_dir)
         if trainer_settings.max_epochs is None and trainer_settings.max_steps == -1:
@@ -140,6 +147,25 @@ class Command:
         check_devices(trainer, self.timeout, self.sp_size)
         trainer.strategy.checkpoint_io = FolderCheckpointIO()
         return trainer
+
+    def make_runner(self) -> Runner:
+        """Make the loop of `fit`, or what evaluates, on Lightning Fabric."""
+        settings, config = self.settings, self.settings.trainer
+        check_trainer_settings(config)
+        if config.max_epochs is None and config.max_steps == -1:
+            config.max_epochs = DEFAULT_EPOCHS
+        check_runnable(config)
+        fabric = fabric_of(settings, self.name)
+        evaluation = EvaluateGeneration(**vars(settings.evaluate_generation))
+        has_validation = bool(settings.data.validation_file or settings.data.val_size)
+        if self.name == "fit" and evaluation.logged and not has_validation:
+            raise UserError("evaluate_generation needs rows: set data.validation_file or data.val_size")
+        self.callbacks = RunCallbacks(settings, [], evaluation, self.output_dir, has_validation)
+        self.saved = RunRecord(self.config)
+        loggers = loggers_of(made("trainer.logger", config.logger, self.name), self.output_dir)
+        parts = [*self.callbacks.all, *([] if self.is_try else [self.saved])]
+        kind = Loop if self.name == "fit" else Evaluation
+        return kind(fabric, config, self.output_dir, as_list(loggers or None), parts)
 
     def _made(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Make the objects that keys of `trainer` describe."""

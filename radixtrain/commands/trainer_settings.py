@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+UNREAD = (
+    *("callbacks", "min_epochs", "min_steps", "profiler", "plugins", "sync_batchnorm", "model_registry"),
+    "reload_dataloaders_every_n_epochs",
+)
 FOR_ALL_WEIGHTS = 2e-5  # the default learning rate, and that of configs/sft.yaml
 MOST_DEVICES = 1_000
 
@@ -36,6 +40,17 @@ def check_trainer_settings(config: TrainerSettings) -> None:
     if config.barebones:
         raise UserError("trainer.barebones: a run logs its steps and saves them; leave it out")
     check_precision(config.precision)
+
+
+def check_runnable(config: TrainerSettings) -> None:
+    """Raise UserError for keys of Lightning's trainer that the loop of `fit` does not read."""
+    plain = TrainerSettings()
+    for name in UNREAD:
+        if getattr(config, name) != getattr(plain, name):
+            raise UserError(
+                f"trainer.{name}: no key of radixtrain's loop; leave it out, or train a RadixModule with Lightning's "
+                f"own trainer"
+            )
 
 
 def check_precision(precision: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -150,24 +151,43 @@ class RadixModule(L.LightningModule):
         self.generators_before_step = generator_states()
 
     def training_step(self, step: Step, index: int) -> None:
-        """Take one optimizer step over its micro-batches: those of this rank, whose gradients all ranks average."""
+        """Take one optimizer step under Lightning's trainer, which logs its metrics."""
         optimizer: Any = self.optimizers()
-        scheduler: Any = self.lr_schedulers()
+
+        def accumulate(batch: dict[str, Any], divisor: float, is_last: bool) -> Tensor:
+            share = self.loss_sum(batch) / divisor
+            backward(self, share, is_last)
+            return share.detach()
+
+        if metrics := self.take_step(step, optimizer, self.lr_schedulers(), accumulate):
+            self.log_dict(metrics, prog_bar=True, batch_size=1)
+
+    def take_step(
+        self, step: Step, optimizer: Any, scheduler: Any, accumulate: Callable[[dict[str, Any], float, bool], Tensor]
+    ) -> dict[str, Any]:
+        """Take one optimizer step over its micro-batches: those of this rank, whose gradients all ranks average.
+
+        accumulate: computes the loss of a micro-batch, divided by a number, adds its gradient, and returns it detached;
+            its last argument says whether this is the last micro-batch of the step, after which the gradients are means
+            over the ranks.
+
+        Returns the metrics of the step; none if it was left out, since its loss or gradient is not finite.
+        """
         optimizer.zero_grad()
-        loss, size = torch.zeros((), device=self.device), ranks().size
+        loss, size, metrics = torch.zeros((), device=self.device), ranks().size, dict[str, Any]()
         for number, batch in enumerate(step.micro_batches, start=1):
-            share = self.loss_sum(batch) / (step.num_labels / size)
-            backward(self, share, is_last=number == len(step.micro_batches))
-            loss += share.detach()
+            loss += accumulate(batch, step.num_labels / size, number == len(step.micro_batches))
         loss, grad_norm = ranks().sum(loss) / size, self._clip()
-        if self.guard.allows(self, loss, grad_norm, step.where, self.global_step):
+        position = self.position
+        if self.guard.allows(self, loss, grad_norm, step.where, position.num_steps):
             self.is_stepping = True
             optimizer.step()
             learning_rate = optimizer.param_groups[0]["lr"]
             scheduler.step()
-            self._log_step(step, {"loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate})
-        self.position = Position(self.position.num_batches + 1, self.global_step)
+            metrics = self._metrics(step, {"loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate})
+        self.position = Position(position.num_batches + 1, position.num_steps + bool(metrics))
         self.is_stepping, self.generators_before_step = False, None
+        return metrics
 
     def on_train_batch_end(self, *_: object) -> None:
         leave_out_added_validation(self.trainer)
@@ -192,6 +212,10 @@ class RadixModule(L.LightningModule):
         """Return the scores that `predict` writes."""
         return named_scores(self.hparams.scores)
 
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        """Return `loss_sum`: what DDP's wrapper calls."""
+        return self.loss_sum(batch)
+
     def loss_sum(self, batch: dict[str, Any]) -> Tensor:
         """Sum the cross-entropy over the labelled original tokens of a micro-batch; a float32 scalar."""
         assert self.model is not None
@@ -202,9 +226,10 @@ class RadixModule(L.LightningModule):
         if self.hparams.verify_first_batch:
             self._verify_first_batch()
         seed_per_rank()
-        warm_up_buckets(self)
-        if self.resumed:
-            apply_settings(self)
+        if isinstance(self.trainer, L.Trainer):
+            warm_up_buckets(self)
+        if self.resumed and isinstance(self.trainer, L.Trainer):
+            apply_settings(self, self.trainer.optimizers[0], self.trainer.lr_scheduler_configs[0].scheduler)
             sync_loop_counters(self.trainer)
             if self.position.validation_pending:
                 run_pending_validation(self)
@@ -264,24 +289,31 @@ class RadixModule(L.LightningModule):
         logger.info("first batch verified:\n%s", report)
         rebuild_ddp(trainer.strategy)
 
-    def _log_step(self, step: Step, metrics: dict[str, Any]) -> None:
-        """Log the metrics with how much the step shared and how fast it was, of all ranks."""
+    def _metrics(self, step: Step, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Return the metrics with how much the step shared and how fast it was, of all ranks."""
         step = replace(step, num_computed_tokens=ranks().total(step.num_computed_tokens)[0])
         metrics["tokens_per_second"], metrics["computed_tokens_per_second"] = self.speed.add(step)
         metrics["r"] = step.num_ordinary_tokens / step.num_computed_tokens
         if step.num_unique_tokens:
             metrics["best_r"] = step.num_ordinary_tokens / step.num_unique_tokens
         self.last_step = metrics
-        self.log_dict(metrics, prog_bar=True, batch_size=1)
+        return metrics
 
-    def _log_mean_loss(self, name: str, step: Step) -> None:
-        """Log Lightning's mean over steps, weighted by labelled tokens: the mean over tokens, the same on all ranks.
+    def evaluated(self, name: str, step: Step) -> Tensor | None:
+        """Return the loss of a step, summed over its labelled tokens on all ranks.
 
-        The guard raises for a loss that is not finite, or leaves the step out.
+        The guard raises for a loss that is not finite, or leaves the step out: None. name: of the loss.
         """
         loss: Any = sum(map(self.loss_sum, step.micro_batches))
-        mean = ranks().sum(loss) / step.num_labels
-        if self.guard.accepts(name, mean, step.where, is_fit=self.trainer.state.fn == "fit"):
+        total = ranks().sum(loss)
+        is_fit = self.trainer.state.fn == "fit"
+        return total if self.guard.accepts(name, total / step.num_labels, step.where, is_fit) else None
+
+    def _log_mean_loss(self, name: str, step: Step) -> None:
+        """Log Lightning's mean over steps, weighted by labelled tokens: the mean over tokens, the same on all ranks."""
+        total = self.evaluated(name, step)
+        if total is not None:
+            mean = total / step.num_labels
             self.log(name, mean, on_epoch=True, on_step=False, prog_bar=True, batch_size=step.num_labels)
 
     def _has_plain_head(self) -> bool:

@@ -103,15 +103,23 @@ class EvaluateGeneration(L.Callback):
 
     def on_validation_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Answer, log, write. Lightning calls this before callbacks look at the metric that they watch."""
-        if self.prompts is None or self.logged is None or trainer.sanity_checking:
+        if trainer.sanity_checking:
             return
+        for name, mean in self.measured(trainer, module).items():
+            num_answers = NUM_TRIED if trainer.fast_dev_run else len(self.prompts or ())
+            module.log(name, mean, on_epoch=True, on_step=False, prog_bar=True, batch_size=num_answers)
+
+    def measured(self, trainer: Any, module: Any) -> dict[str, float]:
+        """Answer, write, and return the metric by its name in the log; nothing if no answers are judged."""
+        if self.prompts is None or self.logged is None:
+            return {}
         is_try = bool(getattr(trainer, "fast_dev_run", False))
         prompts = self.prompts.prompts
         judged = self._judged(trainer, module, prompts[:NUM_TRIED] if is_try else prompts, self.options)
         mean = sum(row.score for row in judged) / len(judged)
-        module.log(self.logged, mean, on_epoch=True, on_step=False, prog_bar=True, batch_size=len(judged))
         if not is_try:
             ranks().broadcast_from_rank0(lambda: self._write(trainer, judged))
+        return {self.logged: mean}
 
     def _write(self, trainer: L.Trainer, judged: Sequence[Judged]) -> None:
         """Write the answers to a file, replacing an earlier one, and the first rows to every `WandbLogger`."""

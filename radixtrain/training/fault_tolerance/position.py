@@ -86,6 +86,9 @@ def run_pending_validation(module: Any) -> None:
     module: a `RadixModule`, in whose position it is pending.
     """
     trainer = module.trainer
+    if not isinstance(trainer, L.Trainer):
+        trainer.validate_pending()
+        return
     loop = trainer.fit_loop.epoch_loop
     loop.val_loop.restarting = False
     trainer.validating = True
@@ -103,6 +106,8 @@ def leave_out_added_validation(trainer: Any) -> None:
 
     All ranks follow the clock of rank 0.
     """
+    if not isinstance(trainer, L.Trainer):
+        return
     if not trainer.should_stop or not ranks().any(ranks().is_first and any(map(is_out_of_time, trainer.callbacks))):
         return
     loop = trainer.fit_loop

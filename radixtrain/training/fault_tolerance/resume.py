@@ -88,15 +88,15 @@ def restore_position(checkpoint: dict[str, Any], module: Any) -> None:
             f"trainer.limit_train_batches and trainer.overfit_batches as they were"
         )
     check_not_beyond(module.trainer, module.position, length)
-    checkpoint["loops"]["fit_loop"] = module.position.loops(length)
+    if "loops" in checkpoint:
+        checkpoint["loops"]["fit_loop"] = module.position.loops(length)
 
 
-def apply_settings(module: Any) -> None:
-    """Give optimizer and schedule the settings of this run. Called when Lightning has restored both.
+def apply_settings(module: Any, optimizer: Any, scheduler: Any) -> None:
+    """Give optimizer and schedule, which are restored, the settings of this run.
 
     The learning rate is that of the schedule at this step, as if the run had had these settings from the beginning.
     """
-    optimizer, scheduler = module.trainer.optimizers[0], module.trainer.lr_scheduler_configs[0].scheduler
     set_hyperparameters(optimizer, scheduler, module, module.hparams)
     rate = optimizer.param_groups[0]["lr"]
     logger.info("resumes after step %s, with a learning rate of %.3g", f"{module.position.num_steps:,}", rate)

@@ -190,7 +190,8 @@ def status_of_run(trainer: Any, module: Any, first_step: int, has_checkpoint: bo
         if not is_new:
             text = f"nothing left to do: {text}; raise early_stopping to continue"
         return ExitStatus("early_stopping", text, is_complete=True)
-    reason = "max_time" if any(map(is_out_of_time, trainer.callbacks)) else "callback"
+    is_late = getattr(trainer, "is_out_of_time", False) or any(map(is_out_of_time, trainer.callbacks))
+    reason = "max_time" if is_late else "callback"
     by = "trainer.max_time" if reason == "max_time" else "a callback"
     how = "resume with --ckpt_path last" if has_checkpoint else "no checkpoint was written to resume from"
     return ExitStatus(reason, f"stopped by {by} at {at}; {how}", is_complete=False)

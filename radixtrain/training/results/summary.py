@@ -75,7 +75,7 @@ class RunSummary(L.Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         if self.progress.first_loss is None and module.last_step:
             self.progress.first_loss = float(module.last_step["loss"])
-            if trainer.log_every_n_steps > 1:
+            if trainer.log_every_n_steps > 1 and isinstance(trainer, L.Trainer):
                 self._log_step(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -227,6 +227,9 @@ class RunSummary(L.Callback):
     def _log_step(self, trainer: L.Trainer) -> None:
         """Log the last step unless it was logged, so that the first and the last step of a run are."""
         self._read_module()
+        if not isinstance(trainer, L.Trainer):
+            trainer.log_last_step()
+            return
         step = self._module.position.num_batches
         for log in _csv_loggers(trainer):
             log.save()
@@ -251,7 +254,7 @@ def _best_of_callbacks(trainer: Any) -> str:
     """Name the best checkpoints of the user's callbacks that watch a metric."""
     return ", ".join(
         f"{callback.best_model_path} ({callback.monitor} {callback.best_model_score:.4f})"
-        for callback in trainer.checkpoint_callbacks
+        for callback in getattr(trainer, "checkpoint_callbacks", ())
         if getattr(callback, "monitor", None) and callback.best_model_path and Path(callback.best_model_path).exists()
     )
 

@@ -21,7 +21,7 @@ def run_at(step: int, **changes: Any) -> tuple[Any, Any]:
 
 def ended_early() -> StopEarly:
     callback = StopEarly("eval_loss", 3)
-    callback.wait_count = 3
+    callback.best, callback.num_worse = 1.0, 3
     return callback
 
 

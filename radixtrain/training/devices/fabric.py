@@ -1,0 +1,92 @@
+"""Lightning Fabric for a command: its device or devices, its precision, and how the ranks share a model."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
+
+from lightning.fabric import Fabric
+from lightning.fabric.accelerators import CUDAAccelerator
+from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from radixtrain.distributed import NCCL_LATER, check_sp_size
+from radixtrain.errors import UserError, first_line
+from radixtrain.settings.commands import Run
+from radixtrain.training.devices.fsdp2 import METHODS, shard
+from radixtrain.training.devices.launcher_env import is_launched, launcher_env
+from radixtrain.training.devices.settings import device_settings, sp_size_of
+from radixtrain.training.fault_tolerance import slurm
+
+KEYS = ("accelerator", "devices", "num_nodes", "precision", "plugins")  # of `trainer`, which Fabric takes
+
+
+class Replicated(DDPStrategy):
+    """Every rank holds the whole model. The last micro-batch of a step averages the gradients over the ranks.
+
+    DDP looks for weights that this micro-batch does not reach, such as an expert that no token is routed to: it
+    exchanges what the earlier ones left in them, and a weight that no rank has reached keeps the gradient None.
+    """
+
+    def __init__(self, timeout: timedelta):
+        super().__init__(timeout=timeout, find_unused_parameters=True, gradient_as_bucket_view=True)
+
+
+class Sharded(DDPStrategy):
+    """FSDP2: weights, gradients and moments are divided among the ranks; processes and devices are as for DDP.
+
+    Fabric's `ModelParallelStrategy` makes a mesh of nodes x devices, with tensor parallelism inside a node.
+    """
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Do nothing: `setup_module` moves only the part of each rank."""
+
+    def setup_module(self, module: Any) -> Any:
+        shard(module, module.model, self.root_device, self.world_size, METHODS)
+        return module
+
+
+def fabric_of(settings: Run, command: str) -> Fabric:
+    """Make Fabric for a command. Raises UserError if the devices, the strategy or the precision cannot be had here."""
+    changed = device_settings(settings, command)
+    given = {name: changed.get(name, getattr(settings.trainer, name)) for name in KEYS}
+    name = changed.get("strategy", settings.trainer.strategy)
+    if isinstance(given["devices"], str) and "," in given["devices"]:
+        given["devices"] = [int(number) for number in given["devices"].split(",") if number.strip()]
+    try:
+        with slurm.hidden():
+            fabric = Fabric(**given)
+            is_single = isinstance(fabric.strategy, SingleDeviceStrategy)
+            if name != "auto" or not is_single:
+                timeout = timedelta(seconds=settings.ddp_timeout)
+                if isinstance(fabric.accelerator, CUDAAccelerator):
+                    timeout += NCCL_LATER
+                fabric = Fabric(**given, strategy=(Sharded if name == "fsdp2" else Replicated)(timeout))
+    except (ValueError, TypeError, RuntimeError, ModuleNotFoundError, OverflowError) as error:
+        raise UserError(f"trainer: {first_line(error)}") from None
+    _check_devices(fabric, sp_size_of(settings, command))
+    return fabric
+
+
+def _check_devices(fabric: Fabric, sp_size: int) -> None:
+    """Raise UserError if the configured devices are not those that a launcher has started, or cannot be grouped."""
+    strategy, launcher = fabric.strategy, launcher_env()
+    devices = getattr(strategy, "num_processes", 1), getattr(strategy, "num_nodes", 1)
+    if is_launched() and devices != (launcher.local_size, launcher.num_nodes):
+        raise UserError(
+            f"trainer.devices {devices[0]} and trainer.num_nodes {devices[1]}: {launcher.by} has started "
+            f"{launcher.local_size} processes on each of {launcher.num_nodes} machines; leave both keys out"
+        )
+    check_sp_size(sp_size, devices[0] * devices[1])
+
+
+def is_sharded(strategy: object) -> bool:
+    """Return whether each rank holds only a part of the weights."""
+    return isinstance(strategy, Sharded)
+
+
+def without_exchange(model: object) -> Any:
+    """Return a context in which a backward pass of DDP's wrapper exchanges no gradients; any other model has none."""
+    return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
