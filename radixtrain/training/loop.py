@@ -28,7 +28,8 @@ from radixtrain.checkpoints.sharded import part_like
 from radixtrain.data.datamodule import SFTData
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
-from radixtrain.training.devices.fabric import is_sharded, without_exchange
+from radixtrain.training.devices.fabric import is_sharded
+from radixtrain.training.devices.gradients import average_gradients
 from radixtrain.training.fault_tolerance.failures import restoring
 from radixtrain.training.fault_tolerance.resume import apply_settings
 from radixtrain.training.fault_tolerance.run_state import generator_states, set_generator_states
@@ -80,7 +81,7 @@ class Loop(Runner):
             self._begin(Stage.FIT, module, datamodule, ckpt_path)
             self.length = limited(module.steps_per_epoch or 0, self.limit_train_batches)
             checkpoint = self._restored_parts() if ckpt_path else None
-            self._model = self._place()
+            self._place()
             self._tell("on_fit_start")
             self._log_hyperparameters()
             configured = module.configure_optimizers()
@@ -126,11 +127,11 @@ class Loop(Runner):
         self._tell("on_train_epoch_end")
 
     def _accumulate(self, batch: dict[str, Any], divisor: float, is_last: bool) -> Tensor:
-        """Add the gradient of a micro-batch. The ranks exchange gradients in the last one; under FSDP2 in each."""
-        with nullcontext() if is_last else without_exchange(self._model):
-            loss = self.module.loss_sum if self._model is self.module else self._model
-            share: Tensor = loss(batch) / divisor
-            share.backward()
+        """Add the gradient of a micro-batch. The ranks exchange gradients after the last one; under FSDP2 in each."""
+        share = self.module.loss_sum(batch) / divisor
+        share.backward()
+        if is_last and not is_sharded(self.strategy):
+            average_gradients(self.module.parameters())
         return share.detach()
 
     def _is_over(self) -> bool:

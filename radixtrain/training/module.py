@@ -212,10 +212,6 @@ class RadixModule(L.LightningModule):
         """Return the scores that `predict` writes."""
         return named_scores(self.hparams.scores)
 
-    def forward(self, batch: dict[str, Any]) -> Tensor:
-        """Return `loss_sum`: what DDP's wrapper calls."""
-        return self.loss_sum(batch)
-
     def loss_sum(self, batch: dict[str, Any]) -> Tensor:
         """Sum the cross-entropy over the labelled original tokens of a micro-batch; a float32 scalar."""
         assert self.model is not None

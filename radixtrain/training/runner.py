@@ -103,12 +103,12 @@ class Runner:
             self.module.load_state_dict(checkpoint["state_dict"], strict=self.module.strict_loading)
         return checkpoint
 
-    def _place(self) -> Any:
-        """Convert the module and move it to the device. Returns what computes the losses: DDP's wrapper, or itself."""
+    def _place(self) -> None:
+        """Convert the module and move it, or this rank's part of it, to the device."""
         self.precision_plugin.convert_module(self.module)
         self.strategy.module_to_device(self.module)
-        trains = self.state.fn == Stage.FIT and ranks().size > 1
-        return self.strategy.setup_module(self.module) if trains or is_sharded(self.strategy) else self.module
+        if is_sharded(self.strategy):
+            self.strategy.setup_module(self.module)
 
     @contextmanager
     def _ending(self) -> Iterator[None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -10,7 +9,6 @@ from lightning.fabric import Fabric
 from lightning.fabric.accelerators import CUDAAccelerator
 from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from radixtrain.distributed import NCCL_LATER, check_sp_size
 from radixtrain.errors import UserError, first_line
@@ -21,17 +19,6 @@ from radixtrain.training.devices.settings import device_settings, sp_size_of
 from radixtrain.training.fault_tolerance import slurm
 
 KEYS = ("accelerator", "devices", "num_nodes", "precision", "plugins")  # of `trainer`, which Fabric takes
-
-
-class Replicated(DDPStrategy):
-    """Every rank holds the whole model. The last micro-batch of a step averages the gradients over the ranks.
-
-    DDP looks for weights that this micro-batch does not reach, such as an expert that no token is routed to: it
-    exchanges what the earlier ones left in them, and a weight that no rank has reached keeps the gradient None.
-    """
-
-    def __init__(self, timeout: timedelta):
-        super().__init__(timeout=timeout, find_unused_parameters=True, gradient_as_bucket_view=True)
 
 
 class Sharded(DDPStrategy):
@@ -63,7 +50,7 @@ def fabric_of(settings: Run, command: str) -> Fabric:
                 timeout = timedelta(seconds=settings.ddp_timeout)
                 if isinstance(fabric.accelerator, CUDAAccelerator):
                     timeout += NCCL_LATER
-                fabric = Fabric(**given, strategy=(Sharded if name == "fsdp2" else Replicated)(timeout))
+                fabric = Fabric(**given, strategy=(Sharded if name == "fsdp2" else DDPStrategy)(timeout=timeout))
     except (ValueError, TypeError, RuntimeError, ModuleNotFoundError, OverflowError) as error:
         raise UserError(f"trainer: {first_line(error)}") from None
     _check_devices(fabric, sp_size_of(settings, command))
@@ -85,8 +72,3 @@ def _check_devices(fabric: Fabric, sp_size: int) -> None:
 def is_sharded(strategy: object) -> bool:
     """Return whether each rank holds only a part of the weights."""
     return isinstance(strategy, Sharded)
-
-
-def without_exchange(model: object) -> Any:
-    """Return a context in which a backward pass of DDP's wrapper exchanges no gradients; any other model has none."""
-    return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
