@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from radixtrain.commands import WITHOUT_TRAINING
 from radixtrain.commands.reading import printed
@@ -15,12 +15,12 @@ from radixtrain.settings.commands import Run
 from radixtrain.settings.trainer import TrainerSettings
 from radixtrain.training.optimizer import check_package
 
-if TYPE_CHECKING:
-    import lightning as L
-
-
 logger = logging.getLogger(__name__)
 
+SHARES = (
+    *("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"),
+    "overfit_batches",
+)
 UNREAD = (
     *("callbacks", "min_epochs", "min_steps", "profiler", "plugins", "sync_batchnorm", "model_registry"),
     "reload_dataloaders_every_n_epochs",
@@ -39,11 +39,17 @@ def check_trainer_settings(config: TrainerSettings) -> None:
         raise UserError("trainer.gradient_clip_val: set model.max_grad_norm instead")
     if config.barebones:
         raise UserError("trainer.barebones: a run logs its steps and saves them; leave it out")
-    check_precision(config.precision)
-
-
-def check_runnable(config: TrainerSettings) -> None:
-    """Raise UserError for keys of Lightning's trainer that the loop of `fit` does not read."""
+    if str(config.precision) in ("16", "16-mixed", "16-true"):
+        raise UserError(f"trainer.precision {config.precision}: float16 needs a loss scale; use bf16-mixed or 32-true")
+    for name in SHARES:
+        value = getattr(config, name) or 0
+        if value < 0 or (isinstance(value, float) and value > 1):
+            raise UserError(f"trainer.{name} {value}: a number of steps, or a share from 0.0 to 1.0")
+    for name in ("max_epochs", "max_steps", "num_sanity_val_steps"):
+        if (getattr(config, name) or 0) < -1:
+            raise UserError(f"trainer.{name} {getattr(config, name)}: a number, or -1")
+    if isinstance(config.val_check_interval, float) and config.val_check_interval > 1:
+        raise UserError(f"trainer.val_check_interval {config.val_check_interval}: a number of steps, or a share of 1.0")
     plain = TrainerSettings()
     for name in UNREAD:
         if getattr(config, name) != getattr(plain, name):
@@ -51,12 +57,6 @@ def check_runnable(config: TrainerSettings) -> None:
                 f"trainer.{name}: no key of radixtrain's loop; leave it out, or train a RadixModule with Lightning's "
                 f"own trainer"
             )
-
-
-def check_precision(precision: object) -> None:
-    """Raise UserError for float16. precision: of the configuration, or of the trainer (a plugin may set it)."""
-    if str(precision) in ("16", "16-mixed", "16-true"):
-        raise UserError(f"trainer.precision {precision}: float16 needs a loss scale; use bf16-mixed or 32-true")
 
 
 def check_settings(settings: Run, command: str) -> None:
@@ -102,25 +102,21 @@ def _check_devices(devices: object) -> None:
 
 
 def _check_max_time(max_time: Any) -> None:
-    from lightning.pytorch.callbacks import Timer
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+    from radixtrain.training.loop import seconds_of
 
     try:
-        Timer(max_time)
-    except (MisconfigurationException, ValueError, TypeError, OverflowError) as error:
+        seconds_of(max_time)
+    except (ValueError, TypeError, OverflowError) as error:
         raise UserError(
             f"trainer.max_time must be DD:HH:MM:SS, or a mapping such as {{hours: 2}}; got {max_time} "
             f"({first_line(error)})"
         ) from None
 
 
-def check_interval(trainer: L.Trainer, steps_per_epoch: int) -> None:
-    """Raise UserError if `trainer.val_check_interval` is longer than an epoch, or a time with several ranks.
-
-    Lightning has each rank read its own clock, and ranks that do not agree wait for each other until one gives up.
-    """
-    interval = getattr(trainer, "val_check_interval", None)  # none if it is a time
-    if interval is None and ranks().size > 1:
+def check_interval(trainer: Any, steps_per_epoch: int) -> None:
+    """Raise UserError if `trainer.val_check_interval` is longer than an epoch, or a time with several ranks."""
+    interval = trainer.settings.val_check_interval
+    if isinstance(interval, str | Mapping) and ranks().size > 1:
         raise UserError(
             "trainer.val_check_interval: a time works on one device only, since the clocks of several differ; set a "
             "number of steps"

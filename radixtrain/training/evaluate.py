@@ -38,18 +38,18 @@ class Evaluation(Runner):
     def predict(self, module: RadixModule, datamodule: SFTData, ckpt_path: str | None = None, **_: Any) -> None:
         """Compute scores or answers of the rows to predict, which a part of the run writes."""
         self.module, self.datamodule = module, datamodule
-        with self._ending():
+        with self.ending():
             self._begin_placed(Stage.PREDICT, module, datamodule, ckpt_path)
             loader = datamodule.predict_dataloader()
             count = limited(len(loader), self.fast_dev_run or self.settings.limit_predict_batches)
             self.num_predict_batches = [count]
             with evaluating(module), closed(loader):
-                self._tell("on_predict_start")
+                self.tell("on_predict_start")
                 for index, step in zip(range(count), loader, strict=False):
                     with self.precision_plugin.forward_context():
-                        records = module.predict_step(self._moved(step), index)
-                    self._tell("on_predict_batch_end", records, step, index, 0)
-                self._tell("on_predict_end")
+                        records = module.predict_step(self.moved(step), index)
+                    self.tell("on_predict_batch_end", records, step, index, 0)
+                self.tell("on_predict_end")
 
     def verify(
         self,
@@ -83,10 +83,10 @@ class Evaluation(Runner):
         print(f"verified: {min(num_steps, available)} of {available} steps of an epoch")  # noqa: T201
 
     def _begin_placed(self, stage: Stage, module: RadixModule, data: SFTData, ckpt_path: str | None) -> None:
-        self._begin(stage, module, data, ckpt_path)
+        self.begin(stage, module, data, ckpt_path)
         if ckpt_path is not None:
-            self._load()
-        self._place()
+            self.load_checkpoint()
+        self.place()
 
     def _mean_loss(
         self,
@@ -99,10 +99,10 @@ class Evaluation(Runner):
         verbose: bool,
     ) -> None:
         self.module, self.datamodule = module, data
-        with self._ending():
+        with self.ending():
             self._begin_placed(stage, module, data, ckpt_path)
-            self._log_hyperparameters()
+            self.log_hyperparameters()
             limit = self.settings.limit_val_batches if stage == Stage.VALIDATE else self.settings.limit_test_batches
-            metrics = self._evaluate(split, name, self.fast_dev_run or self.settings.overfit_batches or limit)
+            metrics = self.evaluate(split, name, self.fast_dev_run or self.settings.overfit_batches or limit)
         if verbose and ranks().is_first:
             print_lines({key: repr(value) for key, value in metrics.items()})

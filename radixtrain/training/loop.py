@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,15 @@ from radixtrain.data.datamodule import SFTData
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.training.devices.fabric import is_sharded
-from radixtrain.training.devices.gradients import average_gradients
+from radixtrain.training.devices.gradients import add_gradient
 from radixtrain.training.fault_tolerance.failures import restoring
-from radixtrain.training.fault_tolerance.resume import apply_settings
-from radixtrain.training.fault_tolerance.run_state import generator_states, set_generator_states
+from radixtrain.training.fault_tolerance.resume import apply_settings, restore_position
+from radixtrain.training.fault_tolerance.run_state import (
+    add_run_state,
+    generator_states,
+    set_generator_states,
+    set_states_of_ranks,
+)
 from radixtrain.training.module import RadixModule
 from radixtrain.training.optimizer import num_steps_of_run
 from radixtrain.training.runner import Runner, Stage, limited
@@ -73,17 +79,19 @@ class Loop(Runner):
         self._seconds = seconds_of(settings.max_time)
         self.should_stop = self.is_out_of_time = False
         self._unlogged: dict[str, Any] = {}
+        self._generators: list[Any] = []
+        """Their states on each rank in the checkpoint that the run goes on from, until its first step."""
 
     def fit(self, module: RadixModule, datamodule: SFTData, ckpt_path: str | None = None, **_: Any) -> None:
         """Train until the steps or epochs of the settings are taken. ckpt_path: a checkpoint to go on from."""
         self.module, self.datamodule = module, datamodule
-        with self._ending():
-            self._begin(Stage.FIT, module, datamodule, ckpt_path)
+        with self.ending():
+            self.begin(Stage.FIT, module, datamodule, ckpt_path)
             self.length = limited(module.steps_per_epoch or 0, self.limit_train_batches)
             checkpoint = self._restored_parts() if ckpt_path else None
-            self._place()
-            self._tell("on_fit_start")
-            self._log_hyperparameters()
+            self.place()
+            self.tell_parts("on_fit_start")
+            self.log_hyperparameters()
             configured = module.configure_optimizers()
             self.optimizer, self.scheduler = configured["optimizer"], configured["lr_scheduler"]
             if checkpoint:
@@ -92,47 +100,48 @@ class Loop(Runner):
             with torch.autograd.set_detect_anomaly(True) if self.settings.detect_anomaly else nullcontext():
                 self._try_validation()
                 self._train()
-            self._tell("on_fit_end")
+            self.tell_parts("on_fit_end")
 
     def _train(self) -> None:
         self._started = self._validated = time.monotonic()
         if self._is_over():
             return
         loader = self.datamodule.train_dataloader()
-        self._loaders.append(loader)
-        self._tell("on_train_start")
+        self.loaders.append(loader)
+        self.tell("on_train_start")
         if self.module.position.validation_pending:
             self.validate_pending()
         while not self._is_over():
             self._run_epoch(loader)
-        self._tell("on_train_end")
+        self.tell("on_train_end")
 
     def _run_epoch(self, loader: Any) -> None:
         """Take the steps of an epoch that the run has not taken yet."""
         epoch, first = divmod(self.module.position.num_batches, self.length)
         loader.sampler.set_epoch(epoch)
         loader.sampler.start = first
-        self._tell("on_train_epoch_start")
+        self.tell("on_train_epoch_start")
+        accumulate = partial(add_gradient, self.module, is_sharded(self.strategy))
         for index, step in zip(range(first, self.length), loader, strict=False):
-            self._tell("on_train_batch_start", step, index)
+            self.tell_parts("on_train_batch_start")  # stop? save?
+            self._take_over_generators()
             with self.precision_plugin.forward_context():
-                metrics = self.module.take_step(self._moved(step), self.optimizer, self.scheduler, self._accumulate)
+                metrics = self.module.take_step(self.moved(step), self.optimizer, self.scheduler, accumulate)
             self._note(metrics)
-            self._tell("on_train_batch_end", None, step, index)
+            self.tell_parts("on_train_batch_end")
             self._look_at_the_clock()
             if self._is_validation_due(index):
                 self.validate()
             if self._is_over():
                 break
-        self._tell("on_train_epoch_end")
+        self.tell_parts("on_train_epoch_end")
 
-    def _accumulate(self, batch: dict[str, Any], divisor: float, is_last: bool) -> Tensor:
-        """Add the gradient of a micro-batch. The ranks exchange gradients after the last one; under FSDP2 in each."""
-        share = self.module.loss_sum(batch) / divisor
-        share.backward()
-        if is_last and not is_sharded(self.strategy):
-            average_gradients(self.module.parameters())
-        return share.detach()
+    def _take_over_generators(self) -> None:
+        """Set the random generators of a resumed run: nothing draws between this and its first step."""
+        if self._generators:
+            set_states_of_ranks(self._generators)
+        self._generators = []
+        self.module.generators_before_step = generator_states()
 
     def _is_over(self) -> bool:
         """Return whether the steps or epochs are taken, or a part or the clock has ended the run."""
@@ -155,7 +164,7 @@ class Loop(Runner):
         """Compute the loss on the validation rows, and what parts of the run measure."""
         self.optimizer.zero_grad()  # their memory is free for a validation
         self.validating = True
-        self._evaluate("validation", "eval_loss", self.limit_val_batches)
+        self.evaluate("validation", "eval_loss", self.limit_val_batches)
         self.validating = False
         self._validated = time.monotonic()
 
@@ -195,7 +204,7 @@ class Loop(Runner):
         before = generator_states()
         self.sanity_checking = True
         whole = limited(len(self.datamodule.sampler_of("validation")), self.limit_val_batches)
-        self._evaluate("validation", "eval_loss", whole if count == -1 else min(count, whole))
+        self.evaluate("validation", "eval_loss", whole if count == -1 else min(count, whole))
         self.sanity_checking, self.callback_metrics = False, {}
         set_generator_states(before)
 
@@ -212,11 +221,11 @@ class Loop(Runner):
     def log_last_step(self) -> None:
         """Log the last step, unless it was logged or left out."""
         if self._unlogged:
-            self._log(self._unlogged, *self._place_of_logs)
+            self.log(self._unlogged, *self.place_of_logs)
         self._unlogged = {}
 
     @property
-    def _place_of_logs(self) -> tuple[int, int]:
+    def place_of_logs(self) -> tuple[int, int]:
         number = self.module.position.num_batches
         return number, max(0, number - 1) // max(1, self.length)
 
@@ -234,25 +243,28 @@ class Loop(Runner):
             "global_step": self.global_step,
             "state_dict": module.state_dict(),
             "optimizer_states": [self.optimizer.state_dict()],
-            "callbacks": {part.state_key: state for part in self.callbacks if (state := part.state_dict())},
+            "parts": {type(part).__name__: part.state_dict() for part in self._parts_with_state},
             "hyper_parameters": dict(module.hparams),
             "datamodule_hyper_parameters": dict(data.hparams),
             type(data).__qualname__: data.state_dict(),
         }
-        for part in self.callbacks:
-            part.on_save_checkpoint(self, module, checkpoint)
-        module.on_save_checkpoint(checkpoint)
-        if ranks().is_first:
-            write_checkpoint(path, checkpoint)
-        elif is_sharded(self.strategy):
+        add_run_state(checkpoint, module, module.generators_before_step)
+        if is_sharded(self.strategy) and not ranks().is_first:
             gathering_of(checkpoint).finish()
+        ranks().broadcast_from_rank0(lambda: write_checkpoint(path, checkpoint))
+
+    @property
+    def _parts_with_state(self) -> list[Any]:
+        return [part for part in self.callbacks if hasattr(part, "state_dict")]
 
     def _restored_parts(self) -> dict[str, Any]:
         """Load the weights and the states of the parts. Returns the checkpoint."""
-        checkpoint = self._load()
+        checkpoint = self.load_checkpoint()
         with restoring(self.ckpt_path):
-            for part in self.callbacks:
-                if state := checkpoint["callbacks"].get(part.state_key):
+            restore_position(checkpoint, self.module)
+            self._generators = checkpoint["radixtrain"]["generators"]
+            for part in self._parts_with_state:
+                if state := checkpoint["parts"].get(type(part).__name__):
                     part.load_state_dict(state)
         return checkpoint
 

@@ -26,24 +26,9 @@ from radixtrain.hf.scores import Scorer, check_scores, named_scores
 from radixtrain.settings.model import ModelSettings
 from radixtrain.training.answers.answering import check_answering
 from radixtrain.training.answers.predictions import PredictedAnswers, scored_records, scorer_of
-from radixtrain.training.devices.gradient_sync import backward, rebuild_ddp, warm_up_buckets
 from radixtrain.training.fault_tolerance.nonfinite_guard import NonFiniteGuard, check_weights_finite
-from radixtrain.training.fault_tolerance.position import (
-    Position,
-    leave_out_added_validation,
-    run_pending_validation,
-    sync_loop_counters,
-)
-from radixtrain.training.fault_tolerance.resume import apply_settings, restore_position
-from radixtrain.training.fault_tolerance.run_state import (
-    add_run_state,
-    check_same_model,
-    check_weights,
-    generator_states,
-    is_partial,
-    seed_per_rank,
-    set_states_of_ranks,
-)
+from radixtrain.training.fault_tolerance.position import Position
+from radixtrain.training.fault_tolerance.run_state import seed_per_rank
 from radixtrain.training.optimizer import num_steps_of_run, optimizer_of, schedule
 from radixtrain.training.speed import Speed
 from radixtrain.training.start.loading import load_trainable
@@ -79,8 +64,6 @@ class RadixModule(L.LightningModule):
         self.is_stepping = False
         """Whether the weights are being changed; a checkpoint saved then would be in the middle of a step."""
         self.generators_before_step: dict[str, Any] | None = None
-        self.resumed: dict[str, Any] | None = None
-        """The checkpoint that this run resumes from, without its tensors; None from the first step on."""
         self.wandb_run = ""
         """The run at Weights & Biases. A checkpoint keeps it, and a resumed run continues it."""
         self.base_digest: str | None = None
@@ -112,6 +95,10 @@ class RadixModule(L.LightningModule):
         Looks up the words of `predict`, so that one that is not a token ends the run before anything is written.
         """
         trainer: Any = self.trainer
+        if isinstance(trainer, L.Trainer) and trainer.world_size > 1:
+            raise UserError(
+                "RadixModule trains on one device under Lightning's trainer; on several use `radixtrain fit`"
+            )
         data = trainer.datamodule
         self.steps_per_epoch = None
         if isinstance(data, SFTData):
@@ -123,32 +110,11 @@ class RadixModule(L.LightningModule):
         elif stage == "predict":
             self.scorer = scorer_of(self.hparams)
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the position, the random generators and what else a resumed run needs; see `run_state.py`."""
-        add_run_state(checkpoint, self, self.generators_before_step)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Raise UserError for a checkpoint of another model. In `fit`, Lightning's loops resume at its position."""
-        check_same_model(checkpoint, self)
-        check_weights(self, checkpoint)
-        self.strict_loading = not is_partial(checkpoint)
-        if self.trainer.state.fn == "fit":
-            tensors = ("state_dict", "optimizer_states")
-            self.resumed = {key: value for key, value in checkpoint.items() if key not in tensors}
-            restore_position(checkpoint, self)
-
     def configure_optimizers(self) -> Any:
         optimizer = optimizer_of(self, self.hparams)
         warn_of_rounding(optimizer)
         scheduler = schedule(optimizer, self.hparams, num_steps_of_run(self.trainer, self.steps_per_epoch))
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
-
-    def on_train_batch_start(self, batch: object, index: int) -> None:
-        """Set the random generators of a resumed run: nothing draws between this and the step."""
-        if self.resumed and "generators" in self.resumed.get("radixtrain", {}):
-            set_states_of_ranks(self.resumed["radixtrain"]["generators"])
-        self.resumed = None
-        self.generators_before_step = generator_states()
 
     def training_step(self, step: Step, index: int) -> None:
         """Take one optimizer step under Lightning's trainer, which logs its metrics."""
@@ -156,7 +122,7 @@ class RadixModule(L.LightningModule):
 
         def accumulate(batch: dict[str, Any], divisor: float, is_last: bool) -> Tensor:
             share = self.loss_sum(batch) / divisor
-            backward(self, share, is_last)
+            self.manual_backward(share)
             return share.detach()
 
         if metrics := self.take_step(step, optimizer, self.lr_schedulers(), accumulate):
@@ -189,9 +155,6 @@ class RadixModule(L.LightningModule):
         self.is_stepping, self.generators_before_step = False, None
         return metrics
 
-    def on_train_batch_end(self, *_: object) -> None:
-        leave_out_added_validation(self.trainer)
-
     def validation_step(self, step: Step, index: int) -> None:
         self._log_mean_loss("eval_loss", step)
 
@@ -222,13 +185,6 @@ class RadixModule(L.LightningModule):
         if self.hparams.verify_first_batch:
             self._verify_first_batch()
         seed_per_rank()
-        if isinstance(self.trainer, L.Trainer):
-            warm_up_buckets(self)
-        if self.resumed and isinstance(self.trainer, L.Trainer):
-            apply_settings(self, self.trainer.optimizers[0], self.trainer.lr_scheduler_configs[0].scheduler)
-            sync_loop_counters(self.trainer)
-            if self.position.validation_pending:
-                run_pending_validation(self)
         self.speed.start()
 
     def on_validation_start(self) -> None:
@@ -283,7 +239,6 @@ class RadixModule(L.LightningModule):
         if not report.passed:
             raise UserError(f"model.verify_first_batch: {report.reason}. Nothing was trained")
         logger.info("first batch verified:\n%s", report)
-        rebuild_ddp(trainer.strategy)
 
     def _metrics(self, step: Step, metrics: dict[str, Any]) -> dict[str, Any]:
         """Return the metrics with how much the step shared and how fast it was, of all ranks."""

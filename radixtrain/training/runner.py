@@ -22,7 +22,12 @@ from radixtrain.errors import UserError, only_warns
 from radixtrain.settings.trainer import TrainerSettings
 from radixtrain.training.devices.fabric import is_sharded
 from radixtrain.training.fault_tolerance.failures import restoring
-from radixtrain.training.fault_tolerance.run_state import read_checkpoint
+from radixtrain.training.fault_tolerance.run_state import (
+    check_same_model,
+    check_weights,
+    is_partial,
+    read_checkpoint,
+)
 from radixtrain.training.module import RadixModule
 
 
@@ -54,17 +59,18 @@ class Runner:
         parts: Sequence[Any],
     ):
         self.fabric, self.settings, self.output_dir = fabric, settings, output_dir
-        self.loggers = [] if settings.fast_dev_run else list(loggers)
+        self.loggers: list[Any] = [] if settings.fast_dev_run else list(loggers)
         self.callbacks = list(parts)
         self.callback_metrics: dict[str, Any] = {}
         self.state = SimpleNamespace(fn=Stage.FIT)
         self.strategy, self.precision_plugin = fabric.strategy, fabric.strategy.precision
-        self.default_root_dir, self.ckpt_path = str(output_dir), None
+        self.default_root_dir = str(output_dir)
+        self.ckpt_path: str | None = None
         self.fast_dev_run, self.overfit_batches = int(settings.fast_dev_run), settings.overfit_batches
         self.sanity_checking = self.validating = False
         self.num_val_batches: list[int] = []
         self.log_every_n_steps = 10 if settings.log_every_n_steps is None else settings.log_every_n_steps
-        self._loaders: list[Any] = []
+        self.loaders: list[Any] = []
         _set_determinism(settings)
 
     @property
@@ -82,28 +88,28 @@ class Runner:
         """Return the optimizer steps of the run so far."""
         return self.module.position.num_steps
 
-    def _begin(self, stage: Stage, module: RadixModule, data: SFTData, ckpt_path: str | None) -> None:
+    def begin(self, stage: Stage, module: RadixModule, data: SFTData, ckpt_path: str | None) -> None:
         self.state.fn, self.module, self.datamodule, self.ckpt_path = stage, module, data, ckpt_path
         module.trainer = data.trainer = self  # type: ignore[assignment]
         if ranks().size == 1:
             self.strategy.setup_environment()
-        for part in self.callbacks:
-            part.setup(self, module, str(stage))
+        self.tell_parts("setup", str(stage))
         data.setup(str(stage))
         module.configure_model()
         module.setup(str(stage))
 
-    def _load(self) -> dict[str, Any]:
+    def load_checkpoint(self) -> dict[str, Any]:
         """Read the checkpoint and load its weights; each rank has them whole until they are placed on its device."""
         assert self.ckpt_path is not None
         with restoring(self.ckpt_path):
             leave_out = () if self.state.fn == Stage.FIT else ("optimizer_states",)
             checkpoint = read_checkpoint(self.ckpt_path, leave_out, in_memory=not is_sharded(self.strategy))
-            self.module.on_load_checkpoint(checkpoint)
-            self.module.load_state_dict(checkpoint["state_dict"], strict=self.module.strict_loading)
+            check_same_model(checkpoint, self.module)
+            check_weights(self.module, checkpoint)
+            self.module.load_state_dict(checkpoint["state_dict"], strict=not is_partial(checkpoint))
         return checkpoint
 
-    def _place(self) -> None:
+    def place(self) -> None:
         """Convert the module and move it, or this rank's part of it, to the device."""
         self.precision_plugin.convert_module(self.module)
         self.strategy.module_to_device(self.module)
@@ -111,34 +117,37 @@ class Runner:
             self.strategy.setup_module(self.module)
 
     @contextmanager
-    def _ending(self) -> Iterator[None]:
+    def ending(self) -> Iterator[None]:
         """Close the loggers and the workers at the end, after the parts have learnt of an error."""
         status = "success"
         try:
             yield
         except BaseException as error:
             status = "failed"
-            for part in self.callbacks:
-                part.on_exception(self, self.module, error)
+            self.tell_parts("on_exception", error)
             raise
         finally:
-            for part in self.callbacks:
-                part.teardown(self, self.module, str(self.state.fn))
-            for loader in self._loaders:
+            self.tell_parts("on_end")
+            for loader in self.loaders:
                 loader.close()
             if ranks().is_first:
                 for log in self.loggers:
                     with only_warns(f"{type(log).__name__} does not get all metrics", Exception):
                         log.finalize(status)
 
-    def _tell(self, event: str, *arguments: Any) -> None:
-        """Call the method of that name of the parts and of the module."""
-        for part in self.callbacks:
-            getattr(part, event)(self, self.module, *arguments)
+    def tell(self, event: str, *arguments: Any) -> None:
+        """Call the method of that name of the parts, then of the module."""
+        self.tell_parts(event, *arguments)
         getattr(self.module, event)(*arguments)
 
+    def tell_parts(self, event: str, *arguments: Any) -> None:
+        """Call the method of that name of the parts that have it."""
+        for part in self.callbacks:
+            if hasattr(part, event):
+                getattr(part, event)(self, self.module, *arguments)
+
     @torch.no_grad()
-    def _evaluate(self, stage: str, name: str, limit: float | int | None) -> dict[str, float]:
+    def evaluate(self, stage: str, name: str, limit: float | int | None) -> dict[str, float]:
         """Compute the mean loss of the first steps of a split, which parts may add to. Returns the metrics.
 
         stage: `validation` or `test`, as in the names of events. name: of the loss.
@@ -148,13 +157,13 @@ class Runner:
         self.num_val_batches = self.num_test_batches = [count]
         total, labels, metrics = 0.0, 0, dict[str, float]()
         with evaluating(self.module), closed(loader):
-            self._tell(f"on_{stage}_start")
+            self.tell(f"on_{stage}_start")
             for index, step in zip(range(count), loader, strict=False):
                 with self.precision_plugin.forward_context():
-                    found = self.module.evaluated(name, self._moved(step))
+                    found = self.module.evaluated(name, self.moved(step))
                 if found is not None:
                     total, labels = total + float(found), labels + step.num_labels
-                self._tell(f"on_{stage}_batch_end", None, step, index)
+                self.tell(f"on_{stage}_batch_end", None, step, index)
             if labels:
                 metrics[name] = total / labels
             if stage == "validation" and not self.sanity_checking:
@@ -162,26 +171,26 @@ class Runner:
                     metrics |= part.measured(self, self.module) if hasattr(part, "measured") else {}
             self.callback_metrics |= metrics
             if not self.sanity_checking:
-                self._log(metrics, *self._place_of_logs)
-            self._tell(f"on_{stage}_end")
+                self.log(metrics, *self.place_of_logs)
+            self.tell(f"on_{stage}_end")
         return metrics
 
-    def _moved(self, step: Any) -> Any:
+    def moved(self, step: Any) -> Any:
         """Move what a loader gives to the device. Prompts are numbers of the host."""
         return step.to(self.strategy.root_device, non_blocking=True) if hasattr(step, "to") else step
 
     @property
-    def _place_of_logs(self) -> tuple[int, int]:
+    def place_of_logs(self) -> tuple[int, int]:
         """Return the number of the step and of the epoch that loggers note now."""
         return 0, 0
 
-    def _log_hyperparameters(self) -> None:
+    def log_hyperparameters(self) -> None:
         if ranks().is_first:
             for log in self.loggers:
-                log.log_hyperparams({**self.datamodule.hparams, **self.module.hparams})  # type: ignore[call-arg]
+                log.log_hyperparams({**self.datamodule.hparams, **self.module.hparams})
                 log.save()
 
-    def _log(self, metrics: Mapping[str, Any], step: int = 0, epoch: int = 0) -> None:
+    def log(self, metrics: Mapping[str, Any], step: int = 0, epoch: int = 0) -> None:
         """Give the metrics to the loggers. A failure is a warning; a deleted folder of metrics is made again."""
         if not metrics or not ranks().is_first:
             return

@@ -18,7 +18,7 @@ from radixtrain.training.devices.launcher_env import is_launched, launcher_env
 from radixtrain.training.devices.settings import device_settings, sp_size_of
 from radixtrain.training.fault_tolerance import slurm
 
-KEYS = ("accelerator", "devices", "num_nodes", "precision", "plugins")  # of `trainer`, which Fabric takes
+KEYS = ("accelerator", "devices", "num_nodes", "precision")  # of `trainer`, which Fabric takes
 
 
 class Sharded(DDPStrategy):
@@ -39,6 +39,7 @@ def fabric_of(settings: Run, command: str) -> Fabric:
     """Make Fabric for a command. Raises UserError if the devices, the strategy or the precision cannot be had here."""
     changed = device_settings(settings, command)
     given = {name: changed.get(name, getattr(settings.trainer, name)) for name in KEYS}
+    given["plugins"] = changed.get("plugins")
     name = changed.get("strategy", settings.trainer.strategy)
     if isinstance(given["devices"], str) and "," in given["devices"]:
         given["devices"] = [int(number) for number in given["devices"].split(",") if number.strip()]

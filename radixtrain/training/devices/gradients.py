@@ -1,8 +1,9 @@
-"""Averages gradients over ranks that each hold the whole model, once per step."""
+"""The gradient of a step: summed over its micro-batches, averaged once over ranks that each hold the whole model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,19 @@ from torch import Tensor, nn
 from radixtrain.distributed import ranks
 
 BUCKET_BYTES = 25 << 20  # that are sent at once, as by torch's DDP
+
+
+def add_gradient(module: Any, is_sharded: bool, batch: dict[str, Any], divisor: float, is_last: bool) -> Tensor:
+    """Add the gradient of a micro-batch, whose loss is divided by a number. Returns that loss, detached.
+
+    module: with `loss_sum`. is_sharded: by FSDP2, which averages the gradient of every micro-batch over the ranks.
+    is_last: of the step: after it, gradients are means over the ranks.
+    """
+    share: Tensor = module.loss_sum(batch) / divisor
+    share.backward()
+    if is_last and not is_sharded:
+        average_gradients(module.parameters())
+    return share.detach()
 
 
 @torch.no_grad()

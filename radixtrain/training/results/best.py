@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 from torch import nn
 
 from radixtrain.checkpoints.folder import read_checkpoint, verify_checkpoint
@@ -31,13 +30,13 @@ class Validation:
     metrics: dict[str, float]
 
     @classmethod
-    def of(cls, trainer: L.Trainer) -> Validation:
+    def of(cls, trainer: Any) -> Validation:
         """Read the results of the validation that has just ended."""
         measured = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("eval_")}
         return cls(trainer.global_step, measured)
 
 
-class Best(L.Callback):
+class Best:
     """Keeps the checkpoint with the best value of a metric; the link `checkpoints/best` points to it.
 
     metric: one that every validation logs; see `is_lower_better`. Of equal values the earlier one is kept; a value that
@@ -62,7 +61,7 @@ class Best(L.Callback):
         assert self.validation is not None
         return self.validation.metrics[self.monitor]
 
-    def on_fit_start(self, trainer: Any, module: L.LightningModule) -> None:
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
         """Take over the best checkpoint of the resumed run, if it is there and whole."""
         if not self._loaded:
             return
@@ -71,7 +70,7 @@ class Best(L.Callback):
         elif self._loaded["step"] is not None:
             self._take(Path(trainer.ckpt_path))
 
-    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
         if not is_validation(trainer):
             return
         validation = Validation.of(trainer)
@@ -133,7 +132,7 @@ class Best(L.Callback):
                 point(self.saver.folder, "best", path)
 
 
-class StopEarly(L.Callback):
+class StopEarly:
     """Ends a run after `patience` validations without a better value, or at a value that is not finite.
 
     A run that is resumed after such an end takes no step, unless its configured patience is larger now.
@@ -157,10 +156,10 @@ class StopEarly(L.Callback):
         count = f"{self.patience} validations" if self.patience > 1 else "a validation"
         return f"{self.monitor} did not improve in {count}" if self.num_worse >= self.patience else ""
 
-    def on_fit_start(self, trainer: Any, module: L.LightningModule) -> None:
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
         trainer.should_stop = trainer.should_stop or bool(self.why)
 
-    def on_validation_end(self, trainer: Any, module: L.LightningModule) -> None:
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
         value = Validation.of(trainer).metrics.get(self.monitor)
         if not is_validation(trainer) or value is None:
             return

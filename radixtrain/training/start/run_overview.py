@@ -35,14 +35,11 @@ from radixtrain.settings.model import ModelSettings
 from radixtrain.settings.section import changed_keys
 from radixtrain.settings.trainer import TrainerSettings
 from radixtrain.training.devices.fabric import is_sharded
-from radixtrain.training.devices.fsdp2 import FSDP2Strategy
 from radixtrain.training.optimizer import moment_bytes, num_steps_of_run
 from radixtrain.training.start.loading import num_parameters
 from radixtrain.tree.groups import PrefixGroups
 
 if TYPE_CHECKING:
-    import lightning as L
-
     from radixtrain.data.datamodule import SFTData
 
 MOST_CONVERSATIONS = 20_000
@@ -64,7 +61,7 @@ Entry = tuple[str, str]
 
 
 def print_overview(
-    trainer: L.Trainer, module: object, data: SFTData, config: object, written: int, evaluates: str = ""
+    trainer: Any, module: object, data: SFTData, config: object, written: int, evaluates: str = ""
 ) -> None:
     """Print the overview, coloured on a terminal.
 
@@ -144,7 +141,7 @@ def sharing_entries(data: SFTData) -> list[Entry]:
     return [*entries, ("advice", hint)] if hint else entries
 
 
-def model_entries(module: Any, trainer: L.Trainer, steps_per_epoch: int, written: int) -> list[Entry]:
+def model_entries(module: Any, trainer: Any, steps_per_epoch: int, written: int) -> list[Entry]:
     """Describe ranks, steps, memory and disk. written: bytes, see `check_room`."""
     num_all, num_trained = num_parameters(module.model)
     sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in module.parameters()]
@@ -153,7 +150,7 @@ def model_entries(module: Any, trainer: L.Trainer, steps_per_epoch: int, written
     number = f"{num_steps:,}" if num_steps >= 0 else "without end"
     entries, divided, kept = [], "", 1 - module.hparams.activation_checkpointing
     if num_ranks > 1:
-        is_divided = isinstance(trainer.strategy, FSDP2Strategy) or is_sharded(trainer.strategy)
+        is_divided = is_sharded(trainer.strategy)
         strategy = "FSDP2" if is_divided else "DDP"
         groups = f" in {ranks().num_groups} x {ranks().sp_size} that split each micro-batch" * (ranks().sp_size > 1)
         entries = [("devices", f"{num_ranks} ranks{groups}, {strategy}: each step is the same as on one")]

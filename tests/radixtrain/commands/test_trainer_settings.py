@@ -7,19 +7,16 @@ those of the trainer, on the command line.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
-import lightning as L
 import pytest
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from loops import loop_on
 
 from radixtrain.__main__ import main
 from radixtrain.commands import trainer_settings
 from radixtrain.commands.keys import keys_of
 from radixtrain.commands.reading import read
-from radixtrain.commands.run_callbacks import check_monitors
 from radixtrain.commands.trainer_settings import check_interval
 from radixtrain.distributed import Ranks
 from radixtrain.errors import UserError
@@ -126,9 +123,6 @@ def test_adapters_with_the_learning_rate_of_all_weights(
         assert ("model.learning_rate is 2e-05, as for training all weights; LoRA usually needs" in caplog.text) == told
 
 
-QUIET = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
-
-
 @pytest.mark.parametrize(
     ("settings", "is_taken"),
     [
@@ -141,7 +135,7 @@ QUIET = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
     ],
 )
 def test_an_interval_longer_than_an_epoch(settings: dict[str, Any], is_taken: bool) -> None:
-    trainer = L.Trainer(**QUIET, **settings)
+    trainer = loop_on(**settings)
     if is_taken:
         return check_interval(trainer, steps_per_epoch=5)
     with pytest.raises(UserError, match=r"trainer\.val_check_interval \d: an epoch has \d steps; set a smaller one"):
@@ -150,23 +144,9 @@ def test_an_interval_longer_than_an_epoch(settings: dict[str, Any], is_taken: bo
 
 def test_an_interval_of_time_is_for_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank would ask its own clock."""
-    by_time, by_steps = (L.Trainer(**QUIET, val_check_interval=each) for each in ("00:00:10:00", 4))
+    by_time, by_steps = (loop_on(val_check_interval=each) for each in ("00:00:10:00", 4))
     check_interval(by_time, steps_per_epoch=5)
     monkeypatch.setattr(trainer_settings, "ranks", lambda: Ranks(rank=0, size=2))
     check_interval(by_steps, steps_per_epoch=5)
     with pytest.raises(UserError, match=r"trainer\.val_check_interval: a time works on one device only"):
         check_interval(by_time, steps_per_epoch=5)
-
-
-def test_what_a_callback_of_the_user_monitors():
-    """What our own watch: `test_best.py`."""
-    of_answers = EarlyStopping("eval_word", mode="max")
-    taken = [EarlyStopping("eval_loss"), ModelCheckpoint(monitor="r"), ModelCheckpoint(), LearningRateMonitor()]
-    check_monitors([*taken, of_answers], has_validation=True, of_answers="eval_word")
-    for callback, said in (
-        (ModelCheckpoint(monitor="val_loss"), "ModelCheckpoint: monitor: no metric 'val_loss', did you mean eval_loss"),
-        (EarlyStopping("accuracy"), "no metric 'accuracy'; a run logs loss, grad_norm,"),
-        (EarlyStopping("eval_words"), "no metric 'eval_words', did you mean eval_word?"),
-    ):
-        with pytest.raises(UserError, match=re.escape(said)):
-            check_monitors([callback], has_validation=True, of_answers="eval_word")

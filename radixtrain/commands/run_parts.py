@@ -1,23 +1,10 @@
-"""The callbacks of a command: those of the configuration, then ours, in the order in which Lightning calls them."""
+"""The parts of a run, which a runner tells what happens, in the order in which it tells them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-
-from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
-    BatchSizeFinder,
-    Checkpoint,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    ModelPruning,
-    ProgressBar,
-    SpikeDetection,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
 
 from radixtrain.errors import UserError, did_you_mean
 from radixtrain.settings.commands import Run
@@ -29,50 +16,35 @@ from radixtrain.training.progress_bar import progress_bar
 from radixtrain.training.results.best import Best, StopEarly
 from radixtrain.training.results.summary import RunSummary
 
-# What a run logs. A callback of Lightning may watch one of these.
+# What a run logs.
 METRICS = (
     *("loss", "grad_norm", "learning_rate", "r", "best_r"),
     *("tokens_per_second", "computed_tokens_per_second", "eval_loss", "epoch", "step"),
 )
-# Callbacks of Lightning that do not work with the steps of `RadixModule` and its checkpoints, and what to do instead.
-REFUSED: dict[type, str] = {
-    BackboneFinetuning: "the model has no attribute backbone; set model.use_peft: true to train a part of it",
-    BatchSizeFinder: "data.max_tokens limits the memory; `radixtrain report` proposes a value",
-    GradientAccumulationScheduler: "a step is cut by data.max_tokens; set data.batch_size instead",
-    LearningRateFinder: "Lightning sees no loss of a step, so it would find nothing; set model.learning_rate",
-    ModelPruning: "it prunes layers as they are called, but the loss reads the head's weight; prune model/ afterwards",
-    SpikeDetection: "Lightning sees no loss of a step; set model.on_nonfinite, or watch the metric loss",
-    StochasticWeightAveraging: "its schedule counts epochs, but rates change by step; average checkpoints afterwards",
-    WeightAveraging: "a checkpoint of a validation, or of the end, would hold averages, from which no run can resume; "
-    "average checkpoints afterwards",
-}
 VALIDATION_METRICS = "eval_loss is, and eval_ followed by the name of evaluate_generation.metric"
 
 
-class RunCallbacks:
-    """The callbacks of a run, which work together: a stop request and a new best value make the saver write.
+class RunParts:
+    """The parts of a run, which work together: a stop request and a new best value make the saver write.
 
-    settings: of the command. own: the callbacks of its configuration. evaluation: an `EvaluateGeneration`.
-    output_dir: of the run.
+    settings: of the command. evaluation: an `EvaluateGeneration`. output_dir: of the run.
     has_validation: whether it has rows to validate on.
 
     requests: of signals and files. saver: writes the checkpoints. best: the best one; None without
-    `save_best`. evaluation: generates answers after a validation. summary: of the results. all: the callbacks.
+    `save_best`. evaluation: generates answers after a validation. summary: of the results. all: the parts.
 
     Raises UserError if one of them cannot work here, or watches a metric that the run does not measure.
     """
 
-    def __init__(self, settings: Run, own: list[Any], evaluation: Any, output_dir: Path, has_validation: bool):
-        check_usable(own)
+    def __init__(self, settings: Run, evaluation: Any, output_dir: Path, has_validation: bool):
         self.requests = Requests(output_dir)
         self.evaluation = evaluation
         self.evaluation.interruptible = self.requests.at_once
-        self.saver = _saver(settings, output_dir, self.requests, is_scheduled=not _has(own, Checkpoint))
+        self.saver = _saver(settings, output_dir, self.requests)
         metric, patience = settings.save_best, settings.early_stopping
         self.best = None if metric is None else Best(metric, self.saver)
         self.summary = RunSummary(output_dir, self.saver, self.best)
         self.all = [
-            *own,
             self.summary,
             PredictionWriter(output_dir),
             *([self.evaluation] if self.evaluation.logged else []),
@@ -80,46 +52,27 @@ class RunCallbacks:
             *([] if patience is None else [StopEarly(metric or "eval_loss", patience)]),
             self.saver,  # after the callbacks that read a validation and request a checkpoint
         ]
-        if settings.trainer.enable_progress_bar is not False and not _has(own, ProgressBar):
+        if settings.trainer.enable_progress_bar is not False:
             self.all.append(progress_bar())
         check_monitors(self.all, has_validation, self.evaluation.logged)
         check_judges(self.all, settings.trainer)
 
     @property
-    def has_checkpoint_callback(self) -> bool:
-        """Return whether there is a checkpoint callback, Lightning's or the user's; without any Lightning adds one."""
-        return _has(self.all, Checkpoint)
-
-    @property
     def most_checkpoints(self) -> int:
         """Count the checkpoints that are on the disk at once: those that are kept, and the one being written."""
         saver = self.saver
-        return (saver.total_limit + 1) * (saver.is_scheduled and saver.is_enabled) + (self.best is not None)
+        return (saver.total_limit + 1) * saver.is_enabled + (self.best is not None)
 
 
-def _saver(settings: Run, output_dir: Path, requests: Requests, is_scheduled: bool) -> SaveCheckpoints:
-    """Make the saver. is_scheduled: False if a callback of the configuration writes the checkpoints."""
+def _saver(settings: Run, output_dir: Path, requests: Requests) -> SaveCheckpoints:
     return SaveCheckpoints(
         output_dir / "checkpoints",
         requests,
         every_steps=settings.save_every_steps,
         every_minutes=settings.save_every_minutes,
         total_limit=settings.save_total_limit,
-        is_scheduled=is_scheduled,
         is_enabled=settings.trainer.enable_checkpointing is not False and not settings.trainer.fast_dev_run,
     )
-
-
-def _has(callbacks: list[Any], kind: type) -> bool:
-    return any(isinstance(callback, kind) for callback in callbacks)
-
-
-def check_usable(own: Iterable[Any]) -> None:
-    """Raise UserError if a callback of the configuration does not work here."""
-    for callback in own:
-        for kind, reason in REFUSED.items():
-            if isinstance(callback, kind):
-                raise UserError(f"trainer.callbacks: {type(callback).__name__}: {reason}")
 
 
 def check_monitors(callbacks: Iterable[Any], has_validation: bool, of_answers: str | None = None) -> None:
