@@ -23,7 +23,7 @@ SHARES = (
 )
 UNREAD = (
     *("callbacks", "min_epochs", "min_steps", "profiler", "plugins", "sync_batchnorm", "model_registry"),
-    "reload_dataloaders_every_n_epochs",
+    *("reload_dataloaders_every_n_epochs", "enable_model_summary", "inference_mode", "enable_autolog_hparams"),
 )
 FOR_ALL_WEIGHTS = 2e-5  # the default learning rate, and that of configs/sft.yaml
 MOST_DEVICES = 1_000

@@ -128,7 +128,7 @@ def head_and_loss(dtype: torch.dtype) -> dict[str, int]:
 
 
 def step_of_fit(forward: Context | None = None, dtype: torch.dtype = FLOAT32, **collator: Any) -> dict[str, int]:
-    """`RadixModule.training_step`: micro-batches, the loss fused with the head, clipping, AdamW, the schedule."""
+    """`RadixModule.take_step`: micro-batches, the loss fused with the head, clipping, AdamW, the schedule."""
     model = prepare_model(on_device(tiny_qwen3(), dtype))
     module: Any = RadixModule("unused")
     module.model, module.plain_head = model, True
