@@ -1,68 +1,25 @@
-"""Refuses, naming the key, settings that would change a step, and values of the right type that no run can use."""
+"""Refuses, naming the key, values of the right type that no run can use."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from radixtrain.commands import WITHOUT_TRAINING
-from radixtrain.commands.reading import printed
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError, first_line
-from radixtrain.redaction import check_unmasked
 from radixtrain.settings.commands import Run
-from radixtrain.settings.trainer import TrainerSettings
 from radixtrain.training.optimizer import check_package
 
 logger = logging.getLogger(__name__)
 
-SHARES = (
-    *("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"),
-    "overfit_batches",
-)
-UNREAD = (
-    *("callbacks", "min_epochs", "min_steps", "profiler", "plugins", "sync_batchnorm", "model_registry"),
-    *("reload_dataloaders_every_n_epochs", "enable_model_summary", "inference_mode", "enable_autolog_hparams"),
-)
 FOR_ALL_WEIGHTS = 2e-5  # the default learning rate, and that of configs/sft.yaml
 MOST_DEVICES = 1_000
 
 
-def check_trainer_settings(config: TrainerSettings) -> None:
-    """Refuse Lightning's settings that would change a step; each error names the key that does it here."""
-    if config.accumulate_grad_batches != 1:
-        raise UserError(
-            "trainer.accumulate_grad_batches: a step is cut by data.max_tokens; set data.batch_size instead"
-        )
-    if config.gradient_clip_val is not None:
-        raise UserError("trainer.gradient_clip_val: set model.max_grad_norm instead")
-    if config.barebones:
-        raise UserError("trainer.barebones: a run logs its steps and saves them; leave it out")
-    if str(config.precision) in ("16", "16-mixed", "16-true"):
-        raise UserError(f"trainer.precision {config.precision}: float16 needs a loss scale; use bf16-mixed or 32-true")
-    for name in SHARES:
-        value = getattr(config, name) or 0
-        if value < 0 or (isinstance(value, float) and value > 1):
-            raise UserError(f"trainer.{name} {value}: a number of steps, or a share from 0.0 to 1.0")
-    for name in ("max_epochs", "max_steps", "num_sanity_val_steps"):
-        if (getattr(config, name) or 0) < -1:
-            raise UserError(f"trainer.{name} {getattr(config, name)}: a number, or -1")
-    if isinstance(config.val_check_interval, float) and config.val_check_interval > 1:
-        raise UserError(f"trainer.val_check_interval {config.val_check_interval}: a number of steps, or a share of 1.0")
-    plain = TrainerSettings()
-    for name in UNREAD:
-        if getattr(config, name) != getattr(plain, name):
-            raise UserError(
-                f"trainer.{name}: no key of radixtrain's loop; leave it out, or train a RadixModule with Lightning's "
-                f"own trainer"
-            )
-
-
 def check_settings(settings: Run, command: str) -> None:
-    """Raise UserError for a value that no run can use. settings: of the command, its classes described and not made."""
-    for key, value in _parts("trainer", printed(settings.trainer)):
-        check_unmasked(key, value)
+    """Raise UserError for a value that no run can use."""
     _check_devices(settings.trainer.devices)
     if command in WITHOUT_TRAINING:
         return
@@ -81,17 +38,6 @@ def check_settings(settings: Run, command: str) -> None:
         logger.warning(
             "model.learning_rate is %g, as for training all weights; LoRA usually needs 1e-4 to 2e-4", FOR_ALL_WEIGHTS
         )
-
-
-def _parts(key: str, value: object) -> Iterator[tuple[str, Any]]:
-    """Yield a value and all that it holds, with dotted keys; a class is named in the key of what it takes."""
-    yield key, value
-    if isinstance(value, Mapping):
-        for name, part in value.items():
-            yield from _parts(f"{key}.{name}", part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _parts(key, part)
 
 
 def _check_devices(devices: object) -> None:

@@ -151,7 +151,7 @@ def generate(
 ) -> Generated:
     """Generate answers. Tokens that prompts share are computed and stored once, and attended to in one product.
 
-    model: a `PreTrainedModel` for causal language modelling, one wrapped by PEFT, prepared for training or not. It runs
+    model: a `PreTrainedModel` for causal language modelling, one wrapped by PEFT, shared or not. It runs
         in evaluation mode and without gradients, and is left as it was.
     prompts: texts, conversations (lists of messages, rendered with the chat template), lists of token ids, or a padded
         (B, L) tensor with its attention_mask, which is inferred from pad_token_id as `model.generate` does; or what a
@@ -167,7 +167,7 @@ def generate(
         its budget has room, and is emptied if the weights have changed. By default nothing is kept.
     seed: of the samples. An answer depends on the seed and its place in the result, not on the rest of its batch.
         None: torch's generator, as `torch.manual_seed` set it.
-    kernel: of the attention, as in `prepare_model`.
+    kernel: of the attention, as in `share_prefixes`.
 
     Raises UserError for a model that cannot generate exactly this way, an option that is not supported, and prompts
     that cannot be read; CacheFull, a UserError, for a cache whose budget is too small.

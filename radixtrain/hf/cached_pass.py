@@ -1,6 +1,6 @@
 """A pass of generation through a Hugging Face model: its own code and head, on new rows and stored ones.
 
-The same attention functions as in training (`radixtrain/hf/attention_interface.py`), whether the model is prepared or
+The same attention functions as in training (`radixtrain/hf/attention_interface.py`), whether the model is shared or
 not. Hugging Face's caches are not involved: the attention function itself stores keys and values.
 """
 

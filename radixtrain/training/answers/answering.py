@@ -197,7 +197,7 @@ def answers_of_padded_rows(
 ) -> tuple[list[Row], int]:
     """Generate an answer to each prompt, and count the rows that were computed for the prompts, padding included.
 
-    model: not prepared, in evaluation mode. Draws come from torch's generator.
+    model: not shared, in evaluation mode. Draws come from torch's generator.
     fields: of `GenerationConfig`, with `eos_token_id` as a list, or None.
     logprobs: keeps the logits of a batch, (batch_size, max_new_tokens, vocabulary).
 

@@ -9,7 +9,7 @@ import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 
 from radixtrain.errors import UserError, did_you_mean
-from radixtrain.settings.section import value_of
+from radixtrain.settings.fields import value_of
 from radixtrain.training.devices.launcher_env import ON_SEVERAL, LauncherEnv, is_launched, launcher_env, one_device
 
 FIRST_PORT = 15_000  # for the ranks of SLURM jobs to meet at
@@ -73,11 +73,12 @@ def device_settings(settings: Any, command: str) -> dict[str, Any]:
     return changed
 
 
-def _check_strategy(name: object) -> None:
-    if name not in ACCEPTED:
-        refused = next((each for each in REFUSED if str(name).startswith(each)), None)
-        meant = f"no such strategy{did_you_mean(str(name), ACCEPTED)}; there are {', '.join(ACCEPTED)}"
-        raise UserError(f"trainer.strategy {name}: {REFUSED[refused] if refused else meant}")
+def _check_strategy(strategy: str) -> None:
+    """Refuse a strategy that is not accepted."""
+    if strategy not in ACCEPTED:
+        refused = next((name for name in REFUSED if strategy.startswith(name)), None)
+        meant = f"no such strategy{did_you_mean(strategy, ACCEPTED)}; there are {', '.join(ACCEPTED)}"
+        raise UserError(f"trainer.strategy {strategy}: {REFUSED[refused] if refused else meant}")
 
 
 def _check_visible(accelerator: str) -> None:
@@ -104,10 +105,6 @@ def _check_split(settings: Any, command: str) -> None:
             f"model.verify_first_batch does not work with sp_size {settings.sp_size}, since a single rank compares; "
             f"leave it out, and run the command verify"
         )
-
-
-def as_list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else [value] if value is not None else []
 
 
 class SlurmTasks(TorchElasticEnvironment):

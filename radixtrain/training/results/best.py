@@ -46,8 +46,6 @@ class Best:
     validation: the best one; None before the first one. path: of its checkpoint; None until it is written.
     """
 
-    configured_by = "save_best"
-
     def __init__(self, metric: str, saver: SaveCheckpoints):
         self.monitor, self.saver = metric, saver
         self.validation: Validation | None = None
@@ -139,8 +137,6 @@ class StopEarly:
 
     metric: one that every validation logs; see `is_lower_better`.
     """
-
-    configured_by = "early_stopping"
 
     def __init__(self, metric: str, patience: int):
         self.monitor, self.patience = metric, patience

@@ -16,7 +16,7 @@ from tiny_models import tiny_model
 from torch import Tensor, nn
 from transformers import GenerationConfig, Qwen3Model
 
-from radixtrain import RadixCache, generate, prepare_model, share_prefixes
+from radixtrain import RadixCache, generate, share_prefixes
 from radixtrain.errors import UserError
 from radixtrain.generation.generate import Generated, GenerationStats
 from radixtrain.generation.store import KeyValueStore
@@ -142,7 +142,7 @@ class TestCache:
 
 
 class TestModel:
-    @pytest.mark.parametrize("prepare", [prepare_model, share_prefixes])
+    @pytest.mark.parametrize("prepare", [share_prefixes])
     def test_prepared(self, tiny_qwen3: Callable[..., Any], prepare: Callable[..., Any]) -> None:
         model = tiny_qwen3().double().train()
         truth = greedy_by_the_model(model, PROMPTS, 4)

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tiers import TRIES
 
-from radixtrain import RadixCache, generate, prepare_model, score_completions
+from radixtrain import RadixCache, generate, score_completions, share_prefixes
 from radixtrain.errors import UserError
 from radixtrain.generation import passes, score
 from radixtrain.generation.cache import CacheFull
@@ -71,7 +71,7 @@ class TestScores:
         from peft import LoraConfig, get_peft_model
 
         config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.5, init_lora_weights=False)
-        model = get_peft_model(prepare_model(tiny_qwen3().double()), config).double().train()
+        model = get_peft_model(share_prefixes(tiny_qwen3().double()), config).double().train()
         found = score_completions(model, PROMPTS, COMPLETIONS)
         assert model.training
         assert_right(model.eval(), found, PROMPTS, [COMPLETIONS] * 4)

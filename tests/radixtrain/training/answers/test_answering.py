@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from radixtrain.data.prompts import Prompt
 from radixtrain.errors import UserError
-from radixtrain.hf.prepare import prepare_model
+from radixtrain.hf.share import share_prefixes
 from radixtrain.training.answers import predictions
 from radixtrain.training.answers.answering import AnswerOptions, answer_prompts, check_answering
 from radixtrain.training.answers.predictions import PredictedAnswers
@@ -62,7 +62,7 @@ def answers(model, prompts, tokenizer, dedup, **options):
 )
 def test_both_arms_agree(model, tokenizer, prompts, options):
     ordinary = answers(model, prompts, tokenizer, dedup=False, **options)
-    shared = answers(prepare_model(model), prompts, tokenizer, dedup=True, **options)
+    shared = answers(share_prefixes(model), prompts, tokenizer, dedup=True, **options)
     for one, other in zip(shared.answers, ordinary.answers, strict=True):
         assert (one.token_ids, one.text, one.finish_reason) == (other.token_ids, other.text, other.finish_reason)
         assert one.logprob == pytest.approx(other.logprob, abs=1e-11)
@@ -76,7 +76,7 @@ def test_both_arms_end_where_they_should(model, tokenizer, prompts):
     end = next(token for token in free.token_ids[2:] if token not in free.token_ids[:2])
     words = [tokenizer.decode(token) for token in free.token_ids]
     place = next(n for n in range(2, 8) if words[n].isascii() and words[n] not in "".join(words[:n]))
-    for arm, prepare in ((False, lambda it: it), (True, prepare_model)):
+    for arm, prepare in ((False, lambda it: it), (True, share_prefixes)):
         model.generation_config.eos_token_id = end
         [found] = answers(prepare(model), prompts[:1], tokenizer, dedup=arm, max_new_tokens=8).answers
         assert found.token_ids == free.token_ids[: free.token_ids.index(end) + 1] and found.finish_reason == "stop"

@@ -89,7 +89,7 @@ def test_checkpoints_and_early_stopping_see_the_metric_of_the_same_validation(ru
     values = list(scores.values())
     assert len(values) < 20 and values[-1] <= max(values[:-1])
     best = (values.index(max(values)) + 1) * 5
-    assert (tmp_path / "out" / "checkpoints" / "best").resolve().name == f"step={best}"
+    assert (tmp_path / "out" / "checkpoints" / "best").readlink().name == f"step={best}"
 
 
 def test_validate(run, shop, tmp_path, capsys):
@@ -105,9 +105,7 @@ def test_validate(run, shop, tmp_path, capsys):
 @FULL
 @pytest.mark.usefixtures("wandb_offline")
 def test_wandb_gets_a_table(run, tmp_path):
-    path, options = "lightning.pytorch.loggers.WandbLogger", {"save_dir": str(tmp_path / "out")}
-    logger = {"class_path": path, "init_args": options}
-    assert run(trainer__max_steps=5, trainer__logger=logger, **GREEDY) == 0
+    assert run(trainer__max_steps=5, trainer__logger="wandb", **GREEDY) == 0
     [file] = (tmp_path / "out" / "wandb").glob("offline-run-*/files/media/table/answers*.table.json")
     found = json.loads(file.read_text())
     assert found["columns"] == ["row", "prompt", "answer", "target", "score", "finish_reason"]

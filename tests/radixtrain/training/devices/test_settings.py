@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from radixtrain.__main__ import main
-from radixtrain.commands.reading import read
 from radixtrain.errors import UserError
+from radixtrain.settings.read import read
 from radixtrain.training.devices.fabric import fabric_of
 from radixtrain.training.devices.launcher_env import LauncherEnv, default_devices
 from radixtrain.training.devices.settings import SlurmTasks, device_settings
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("environment")
 def settings(**keys):
     """Settings of a run with some keys, in which `__` stands for a dot."""
     given = {"model.model_name_or_path": "x", **{key.replace("__", "."): value for key, value in keys.items()}}
-    return read("fit", list(given.items()), {})
+    return read("fit", [f"--{key}={value}" for key, value in given.items()])
 
 
 def test_accepted():
