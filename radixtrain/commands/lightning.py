@@ -101,7 +101,8 @@ class Command:
         loggers = make_loggers(config, self.output_dir)
         if config.max_epochs is None and config.max_steps == -1:
             config.max_epochs = DEFAULT_EPOCHS
-        fabric = fabric_of(settings, self.name)
+        with slurm.hidden():
+            fabric = fabric_of(settings, self.name)
         evaluation = EvaluateGeneration(**vars(settings.evaluate_generation))
         has_validation = bool(settings.data.validation_file or settings.data.val_size)
         if self.name == "fit" and evaluation.logged and not has_validation:

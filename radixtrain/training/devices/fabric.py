@@ -16,7 +16,6 @@ from radixtrain.settings.commands import Run
 from radixtrain.training.devices.fsdp2 import METHODS, shard
 from radixtrain.training.devices.launcher_env import is_launched, launcher_env
 from radixtrain.training.devices.settings import device_settings, sp_size_of
-from radixtrain.training.fault_tolerance import slurm
 
 KEYS = ("accelerator", "devices", "num_nodes", "precision")  # of `trainer`, which Fabric takes
 
@@ -44,14 +43,12 @@ def fabric_of(settings: Run, command: str) -> Fabric:
     if isinstance(given["devices"], str) and "," in given["devices"]:
         given["devices"] = [int(number) for number in given["devices"].split(",") if number.strip()]
     try:
-        with slurm.hidden():
-            fabric = Fabric(**given)
-            is_single = isinstance(fabric.strategy, SingleDeviceStrategy)
-            if name != "auto" or not is_single:
-                timeout = timedelta(seconds=settings.ddp_timeout)
-                if isinstance(fabric.accelerator, CUDAAccelerator):
-                    timeout += NCCL_LATER
-                fabric = Fabric(**given, strategy=(Sharded if name == "fsdp2" else DDPStrategy)(timeout=timeout))
+        fabric = Fabric(**given)
+        if name != "auto" or not isinstance(fabric.strategy, SingleDeviceStrategy):
+            timeout = timedelta(seconds=settings.ddp_timeout)
+            if isinstance(fabric.accelerator, CUDAAccelerator):
+                timeout += NCCL_LATER
+            fabric = Fabric(**given, strategy=(Sharded if name == "fsdp2" else DDPStrategy)(timeout=timeout))
     except (ValueError, TypeError, RuntimeError, ModuleNotFoundError, OverflowError) as error:
         raise UserError(f"trainer: {first_line(error)}") from None
     _check_devices(fabric, sp_size_of(settings, command))
