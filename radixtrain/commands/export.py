@@ -9,7 +9,7 @@ import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import HFValidationError
@@ -28,9 +28,6 @@ from radixtrain.training.results.model_folder import card_and_settings, check_mo
 from radixtrain.training.results.run_progress import print_line
 from radixtrain.training.results.summary import RunSummary
 from radixtrain.training.start.run_overview import system_prompt
-
-if TYPE_CHECKING:
-    import lightning as L
 
 
 def export(settings: Export) -> Path:
@@ -93,8 +90,8 @@ def _settings(hparams: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def export_run(
-    trainer: L.Trainer,
-    module: L.LightningModule,
+    trainer: Any,
+    module: RadixModule,
     data: Any,
     summary: RunSummary,
     output_dir: Path,

@@ -1,4 +1,4 @@
-"""The commands that read weights and rows, `fit` to `verify`, run by Lightning's trainer."""
+"""The commands that read weights and rows, `fit` to `verify`, on Lightning Fabric."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 
 import yaml
 from lightning.fabric.utilities.seed import seed_everything
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from radixtrain.commands import EVALUATING
 from radixtrain.commands.before_reading import (
@@ -24,37 +23,36 @@ from radixtrain.commands.before_reading import (
 from radixtrain.commands.export import export_run
 from radixtrain.commands.loggers import continue_wandb_run, errors_of_services, make_loggers
 from radixtrain.commands.quiet import quiet, warn_of_variables
-from radixtrain.commands.run_callbacks import RunCallbacks
+from radixtrain.commands.run_parts import RunParts
 from radixtrain.commands.trainer_settings import check_interval, check_settings
 from radixtrain.data.datamodule import SFTData
 from radixtrain.distributed import form_groups, ranks
-from radixtrain.errors import UserError, first_line
+from radixtrain.errors import UserError
 from radixtrain.hf.scores import named_scores, needs_labels
 from radixtrain.settings.commands import Run
 from radixtrain.settings.fields import value_of
 from radixtrain.settings.read import PRINT, as_tree, print_settings, read
 from radixtrain.training.answers.evaluate_generation import EvaluateGeneration
+from radixtrain.training.devices.fabric import fabric_of
 from radixtrain.training.devices.launch import Processes, local_rank0_reports
 from radixtrain.training.devices.launcher_env import default_devices, launcher_env
-from radixtrain.training.devices.settings import check_devices, device_settings, sp_size_of
+from radixtrain.training.devices.settings import sp_size_of
+from radixtrain.training.evaluate import Evaluation
 from radixtrain.training.fault_tolerance import slurm
 from radixtrain.training.fault_tolerance.failures import explain, raise_file_limit
 from radixtrain.training.fault_tolerance.resume import template_date
 from radixtrain.training.fault_tolerance.run_folder import check_output_dir, locked, logs_of_run, rename_earlier_run
-from radixtrain.training.fault_tolerance.saving import FolderCheckpointIO
+from radixtrain.training.loop import Loop
 from radixtrain.training.module import RadixModule
 from radixtrain.training.progress_bar import screens
 from radixtrain.training.results.run_progress import print_line
 from radixtrain.training.results.saved_config import RunRecord, defaults_of_model, own_log_folders
+from radixtrain.training.runner import Runner
 from radixtrain.training.start.preflight import described_start
 from radixtrain.training.start.run_overview import print_overview, steps_between_logs
-from radixtrain.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
-# What Lightning raises for settings that it refuses, for, in this order, `devices: 0`, `strategy: nonsense`,
-# `devices: -1` on a CPU, and `strategy: xla` without torch_xla. None of our code runs while it makes the trainer.
-REFUSED_BY_LIGHTNING = (MisconfigurationException, ValueError, TypeError, ModuleNotFoundError, OverflowError)
 WRITING = ("fit", "validate", "test", "predict")  # into output_dir
 DEFAULT_EPOCHS = 3  # Hugging Face's num_train_epochs; if only trainer.max_steps is set, the run has that many steps
 
@@ -62,7 +60,7 @@ DEFAULT_EPOCHS = 3  # Hugging Face's num_train_epochs; if only trainer.max_steps
 class Command:
     """One of the commands that read a model and rows.
 
-    In the order of the methods: `make` makes data, model and trainer, `run` starts the processes of all ranks and locks
+    In the order of the methods: `make` makes data, model and runner, `run` starts the processes of all ranks and locks
     the folder, and `_run_prepared` runs the command, on every rank.
     """
 
@@ -87,40 +85,33 @@ class Command:
         return after
 
     def make(self) -> None:
-        """Make data, model and trainer, with the seed of the run."""
+        """Make data, model and runner, with the seed of the run."""
         self.config = as_tree(self.settings)
         seed = self.settings.seed_everything
         if seed is not False:
             self.config["seed_everything"] = seed_everything(None if seed is True else seed, workers=True)
         self.datamodule = SFTData(**vars(self.settings.data))
         self.model = RadixModule(**vars(self.settings.model))
-        self.trainer = self.make_trainer()
+        self.runner = self.make_runner()
 
-    def make_trainer(self) -> Trainer:
-        """Make Lightning's trainer, with our own callbacks and the loggers that the settings name."""
-        settings, trainer_settings = self.settings, self.settings.trainer
+    def make_runner(self) -> Runner:
+        """Make the loop of `fit`, or what evaluates, on Lightning Fabric, with the parts of the run."""
+        settings, config = self.settings, self.settings.trainer
         self.output_dir = check_output_dir(settings.output_dir)
-        parts = {name: value for name, value in vars(trainer_settings).items() if name not in ("project", "run_name")}
-        parts["logger"] = make_loggers(trainer_settings, self.output_dir)
-        if trainer_settings.max_epochs is None and trainer_settings.max_steps == -1:
-            parts["max_epochs"] = DEFAULT_EPOCHS
-        parts |= device_settings(settings, self.name)
+        loggers = make_loggers(config, self.output_dir)
+        if config.max_epochs is None and config.max_steps == -1:
+            config.max_epochs = DEFAULT_EPOCHS
+        with slurm.hidden():
+            fabric = fabric_of(settings, self.name)
         evaluation = EvaluateGeneration(**vars(settings.evaluate_generation))
         has_validation = bool(settings.data.validation_file or settings.data.val_size)
         if self.name == "fit" and evaluation.logged and not has_validation:
             raise UserError("evaluate_generation needs rows: set data.validation_file or data.val_size")
-        self.callbacks = RunCallbacks(settings, evaluation, self.output_dir, has_validation)
+        self.parts = RunParts(settings, evaluation, self.output_dir, has_validation)
         self.saved = RunRecord(self.config)
-        parts["callbacks"] = [*self.callbacks.all, *([] if self.is_try else [self.saved])]
-        parts["enable_checkpointing"] = False  # Lightning's own; `SaveCheckpoints` writes ours
-        try:
-            with slurm.hidden():
-                trainer = Trainer(**parts, default_root_dir=settings.output_dir)
-        except REFUSED_BY_LIGHTNING as error:
-            raise UserError(f"trainer: {first_line(error)}") from None
-        check_devices(trainer, self.timeout, self.sp_size)
-        trainer.strategy.checkpoint_io = FolderCheckpointIO()
-        return trainer
+        parts = [*self.parts.all, *([] if self.is_try else [self.saved])]
+        kind = Loop if self.name == "fit" else Evaluation
+        return kind(fabric, config, self.output_dir, loggers or [], parts)
 
     @property
     def timeout(self) -> timedelta:
@@ -138,7 +129,7 @@ class Command:
         return bool(self.settings.trainer.fast_dev_run)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of the trainer's method: the keys of the command. A checkpoint is never read as code."""
+        """Return the arguments of the runner's method: the keys of the command. A checkpoint is never read as code."""
         of_run = {field.name for field in fields(Run)}
         own = {name: value for name, value in vars(self.settings).items() if name not in of_run}
         fixed = {"ckpt_path": self.ckpt_path, "weights_only": True, "return_predictions": False}
@@ -148,10 +139,9 @@ class Command:
         """Run the command. Only one at a time writes into a folder. Signals stop it, and make `fit` save."""
         raise_file_limit(self.settings.data.dataloader_num_workers)
         with ExitStack() as stack:
-            stack.enter_context(self.callbacks.requests)
-            stack.enter_context(slurm.hidden())
+            stack.enter_context(self.parts.requests)
             start = partial(described_start, self.settings)
-            processes = stack.enter_context(Processes(self.trainer.strategy, self.words, self.timeout, start))
+            processes = stack.enter_context(Processes(self.runner.strategy, self.words, self.timeout, start))
             try:
                 self.ckpt_path, written = processes.joined(lambda: self._prepare(stack))
                 self._run_prepared(written, stack)
@@ -168,20 +158,20 @@ class Command:
         if self.name in WRITING and not self.is_try:
             stack.enter_context(locked(self.output_dir, self.name))
         ckpt_path = self._checkpoint()
-        settings, num_checkpoints = self.model.hparams, self.callbacks.most_checkpoints
+        settings, num_checkpoints = self.model.hparams, self.parts.most_checkpoints
         return ckpt_path, check_weights_and_room(self.name, settings, self.output_dir, ckpt_path, num_checkpoints)
 
     def _wandb_run(self) -> str:
         """Say the run at Weights & Biases that `fit` continues. Only rank 0 knows whether the folder is replaced."""
         resumed = None if self.is_try or self.replaces else self.ckpt_path
-        return continue_wandb_run(self.trainer.loggers, resumed)
+        return continue_wandb_run(self.runner.loggers, resumed)
 
     def _run_prepared(self, written: int, stack: ExitStack) -> None:
-        """Load data and model before the trainer starts, so that an error in either leaves nothing written.
+        """Load data and model before the runner starts, so that an error in either leaves nothing written.
 
         written: see `_prepare`. stack: what `fit` enters here lasts as long as the lock.
         """
-        evaluation = self.callbacks.evaluation
+        evaluation = self.parts.evaluation
         if (self.name == "fit" or self.ckpt_path) and self.datamodule.hparams.template_date is None:
             began = ranks().broadcast_from_rank0(partial(template_date, self.ckpt_path))
             self.datamodule.hparams.template_date = began
@@ -192,20 +182,17 @@ class Command:
         if self.name in ("fit", "validate"):
             evaluation.prepare(self.model, self.datamodule)
         self.model.answers.options = replace(evaluation.options, seed=self.datamodule.hparams.seed)
-        trainer: Any = self.trainer
+        runner: Any = self.runner
         if self.name == "fit":
-            check_interval(trainer, self.datamodule.steps_per_epoch)
-            trainer.log_every_n_steps = steps_between_logs(trainer, self.datamodule)
+            check_interval(runner, self.datamodule.steps_per_epoch)
+            runner.log_every_n_steps = steps_between_logs(runner, self.datamodule)
             self.model.wandb_run = ranks().broadcast_from_rank0(self._wandb_run)
             if ranks().is_first:
                 shown = vars(self.settings.trainer), written, evaluation.line()
-                print_overview(trainer, self.model, self.datamodule, *shown)
+                print_overview(runner, self.model, self.datamodule, *shown)
                 stack.enter_context(self._training())
-        try:
-            with errors_of_services():
-                self._call()
-        except MisconfigurationException as error:
-            raise UserError(f"trainer: {first_line(error)}") from None
+        with errors_of_services():
+            self._call()
 
     def _checkpoint(self) -> str | None:
         """Return the checkpoint that `ckpt_path` stands for."""
@@ -226,14 +213,14 @@ class Command:
             if self.replaces and (earlier := rename_earlier_run(self.output_dir)):
                 print_line("earlier run", f"now in {earlier}")
             slurm.remember_job(self.output_dir)
-            summary = self.callbacks.summary
-            stack.enter_context(logs_of_run(own_log_folders(self.trainer), lambda: summary.first_step is not None))
+            summary = self.parts.summary
+            stack.enter_context(logs_of_run(own_log_folders(self.runner), lambda: summary.first_step is not None))
             yield
 
     def _call(self) -> None:
-        """Call the method of the trainer. During training a signal waits for the end of the step."""
-        with self.callbacks.requests.deferred() if self.name == "fit" else nullcontext():
-            getattr(self.trainer, self.name)(self.model, datamodule=self.datamodule, **self.arguments())
+        """Call the method of the runner. During training a signal waits for the end of the step."""
+        with self.parts.requests.deferred() if self.name == "fit" else nullcontext():
+            getattr(self.runner, self.name)(self.model, datamodule=self.datamodule, **self.arguments())
         if self.name == "fit":
             self._export()
 
@@ -241,8 +228,8 @@ class Command:
         """Write the trained model as a Hugging Face folder, and the last lines."""
         if not self.is_try:
             config = yaml.safe_load(self.saved.text())
-            owners = self.trainer, self.model, self.datamodule
-            export_run(*owners, self.callbacks.summary, self.output_dir, self.settings, config)
+            owners = self.runner, self.model, self.datamodule
+            export_run(*owners, self.parts.summary, self.output_dir, self.settings, config)
 
 
 def run(settings: Run, words: Sequence[str]) -> None:

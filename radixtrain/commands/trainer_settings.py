@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from radixtrain.commands import WITHOUT_TRAINING
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError, first_line
 from radixtrain.settings.commands import Run
 from radixtrain.training.optimizer import check_package
-
-if TYPE_CHECKING:
-    import lightning as L
-
 
 logger = logging.getLogger(__name__)
 
@@ -51,25 +48,21 @@ def _check_devices(devices: object) -> None:
 
 
 def _check_max_time(max_time: Any) -> None:
-    from lightning.pytorch.callbacks import Timer
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+    from radixtrain.training.loop import seconds_of
 
     try:
-        Timer(max_time)
-    except (MisconfigurationException, ValueError, TypeError, OverflowError) as error:
+        seconds_of(max_time)
+    except (ValueError, TypeError, OverflowError) as error:
         raise UserError(
             f"trainer.max_time must be DD:HH:MM:SS, or a mapping such as {{hours: 2}}; got {max_time} "
             f"({first_line(error)})"
         ) from None
 
 
-def check_interval(trainer: L.Trainer, steps_per_epoch: int) -> None:
-    """Raise UserError if `trainer.val_check_interval` is longer than an epoch, or a time with several ranks.
-
-    Lightning has each rank read its own clock, and ranks that do not agree wait for each other until one gives up.
-    """
-    interval = getattr(trainer, "val_check_interval", None)  # none if it is a time
-    if interval is None and ranks().size > 1:
+def check_interval(trainer: Any, steps_per_epoch: int) -> None:
+    """Raise UserError if `trainer.val_check_interval` is longer than an epoch, or a time with several ranks."""
+    interval = trainer.settings.val_check_interval
+    if isinstance(interval, str | Mapping) and ranks().size > 1:
         raise UserError(
             "trainer.val_check_interval: a time works on one device only, since the clocks of several differ; set a "
             "number of steps"

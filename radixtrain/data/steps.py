@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import xxhash
 from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from radixtrain.collators.prefix_sampler import GroupedOrder, batches_of, ratio_of_batches
 from radixtrain.collators.steps import Step, StepCollator
@@ -232,6 +233,7 @@ class StepLoader:
         options |= {"generator": own, "worker_init_fn": end_with_parent, "multiprocessing_context": context}
         self.loader: DataLoader[Any] = DataLoader(dataset, sampler=sampler, batch_size=None, **options)
         self.handed_out = 0
+        self._steps: Any = None
 
     @property
     def _iterator(self) -> Any:
@@ -248,11 +250,18 @@ class StepLoader:
     def __iter__(self) -> Iterator[Any]:
         self.handed_out = self.sampler.start
         with blocked_signals():
-            steps = iter(self.loader)
+            steps = self._steps = iter(self.loader)
         self.sampler.start = 0  # Lightning leaves a pass at its last step, so code after the loop may never run
         for step in steps:
             self.handed_out += 1
             yield step
+
+    def close(self) -> None:
+        """End the workers, if there are any; the next pass starts new ones."""
+        self.loader._iterator = None
+        if isinstance(self._steps, _MultiProcessingDataLoaderIter):
+            self._steps._shutdown_workers()
+        self._steps = None
 
     def state_dict(self) -> dict[str, int]:
         return {"handed_out": self.handed_out}

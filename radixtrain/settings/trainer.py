@@ -1,4 +1,4 @@
-"""The section `trainer`: the keys of Lightning's trainer, with what they do here."""
+"""The section `trainer`: keys with the names of Lightning's trainer, and what they do here."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
@@ -12,7 +12,7 @@ Batches = int | float | None
 
 @dataclass
 class TrainerSettings(Section):
-    """How a run goes through its steps: arguments of Lightning's trainer. radixtrain fills in what is not here.
+    """How a run goes through its steps.
 
     logger: csv, wandb, tensorboard, mlflow, trackio or none. Or a list. The CSV file is written with each of them.
     project: of wandb and trackio, and the experiment of mlflow; null takes that of their environment, or radixtrain.
@@ -25,9 +25,7 @@ class TrainerSettings(Section):
         follows; mixed keeps the weights in 32 bits.
     fast_dev_run: a single step, or this many, to try a configuration.
     max_epochs: passes over the data, if max_steps is not set either. -1 has no end.
-    min_epochs: passes before anything may end the run.
     max_steps: optimizer steps of the run. -1 leaves the end to max_epochs.
-    min_steps: optimizer steps before anything may end the run.
     max_time: DD:HH:MM:SS, or a mapping such as {hours: 2}: how long each start of the run trains before it is saved.
     limit_train_batches: steps of an epoch to take on each device: a number, or a share if written with a point.
     limit_val_batches: likewise for a validation; 0 skips validations.
@@ -41,15 +39,9 @@ class TrainerSettings(Section):
     log_every_n_steps: optimizer steps between two lines of the log; a shorter run logs each step.
     enable_checkpointing: false writes no checkpoint.
     enable_progress_bar: a bar on a terminal, single lines in a file.
-    enable_model_summary: print the layers of the model.
     deterministic: use only operations that give the same bits each time; warn names those that do not.
     benchmark: let cuDNN try its algorithms and use the fastest; not with deterministic.
-    inference_mode: evaluate in torch.inference_mode, otherwise in torch.no_grad.
-    profiler: measures where the time goes.
     detect_anomaly: look for the operation that made a NaN in the backward pass; slow.
-    sync_batchnorm: average the statistics of batch norms over the devices.
-    reload_dataloaders_every_n_epochs: create the DataLoaders again after this many.
-    enable_autolog_hparams: give the loggers the settings of model and data.
     """
 
     SECTION: ClassVar[str] = "trainer"
@@ -67,10 +59,8 @@ class TrainerSettings(Section):
         | None
     ) = None
     fast_dev_run: int | bool = False
-    max_epochs: int | None = None
-    min_epochs: int | None = None
-    max_steps: int = -1
-    min_steps: int | None = None
+    max_epochs: Annotated[int | None, Limits(-1)] = None
+    max_steps: Annotated[int, Limits(-1)] = -1
     max_time: str | dict[str, int] | None = None
     limit_train_batches: Batches = None
     limit_val_batches: Batches = None
@@ -79,23 +69,26 @@ class TrainerSettings(Section):
     overfit_batches: int | float = 0.0
     val_check_interval: Annotated[int | float | str | dict[str, int] | None, Limits(TINY, FINITE, "above 0")] = None
     check_val_every_n_epoch: Annotated[int | None, Limits(1)] = 1
-    num_sanity_val_steps: int | None = None
+    num_sanity_val_steps: Annotated[int | None, Limits(-1)] = None
     log_every_n_steps: Annotated[int | None, Limits(0)] = 10
     enable_checkpointing: bool | None = None
     enable_progress_bar: bool | None = None
-    enable_model_summary: bool | None = False
     deterministic: bool | Literal["warn"] | None = None
     benchmark: bool | None = None
-    inference_mode: bool = True
-    profiler: Literal["simple", "advanced", "pytorch"] | None = None
     detect_anomaly: bool = False
-    sync_batchnorm: bool = False
-    reload_dataloaders_every_n_epochs: Annotated[int, Limits(0)] = 0
-    enable_autolog_hparams: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if str(self.precision) in ("16", "16-mixed", "16-true"):
             raise UserError(
                 f"trainer.precision {self.precision}: float16 needs a loss scale; use bf16-mixed or 32-true"
+            )
+        shares = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
+        for name in (*shares, "overfit_batches"):
+            value = getattr(self, name) or 0
+            if value < 0 or (isinstance(value, float) and value > 1):
+                raise UserError(f"trainer.{name} {value}: a number of steps, or a share from 0.0 to 1.0")
+        if isinstance(self.val_check_interval, float) and self.val_check_interval > 1:
+            raise UserError(
+                f"trainer.val_check_interval {self.val_check_interval}: a number of steps, or a share of an epoch"
             )

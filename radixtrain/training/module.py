@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,24 +25,9 @@ from radixtrain.hf.share import options_of, share_prefixes
 from radixtrain.settings.model import ModelSettings
 from radixtrain.training.answers.answering import check_answering
 from radixtrain.training.answers.predictions import PredictedAnswers, scored_records, scorer_of
-from radixtrain.training.devices.gradient_sync import backward, rebuild_ddp, warm_up_buckets
 from radixtrain.training.fault_tolerance.nonfinite_guard import NonFiniteGuard, check_weights_finite
-from radixtrain.training.fault_tolerance.position import (
-    Position,
-    leave_out_added_validation,
-    run_pending_validation,
-    sync_loop_counters,
-)
-from radixtrain.training.fault_tolerance.resume import apply_settings, restore_position
-from radixtrain.training.fault_tolerance.run_state import (
-    add_run_state,
-    check_same_model,
-    check_weights,
-    generator_states,
-    is_partial,
-    seed_per_rank,
-    set_states_of_ranks,
-)
+from radixtrain.training.fault_tolerance.position import Position
+from radixtrain.training.fault_tolerance.run_state import seed_per_rank
 from radixtrain.training.optimizer import num_steps_of_run, optimizer_of, schedule
 from radixtrain.training.speed import Speed
 from radixtrain.training.start.loading import load_trainable
@@ -76,8 +62,6 @@ class RadixModule(L.LightningModule):
         self.is_stepping = False
         """Whether the weights are being changed; a checkpoint saved then would be in the middle of a step."""
         self.generators_before_step: dict[str, Any] | None = None
-        self.resumed: dict[str, Any] | None = None
-        """The checkpoint that this run resumes from, without its tensors; None from the first step on."""
         self.wandb_run = ""
         """The run at Weights & Biases. A checkpoint keeps it, and a resumed run continues it."""
         self.base_digest: str | None = None
@@ -109,6 +93,10 @@ class RadixModule(L.LightningModule):
         Looks up the words of `predict`, so that one that is not a token ends the run before anything is written.
         """
         trainer: Any = self.trainer
+        if isinstance(trainer, L.Trainer) and trainer.world_size > 1:
+            raise UserError(
+                "RadixModule trains on one device under Lightning's trainer; on several use `radixtrain fit`"
+            )
         data = trainer.datamodule
         self.steps_per_epoch = None
         if isinstance(data, SFTData) and stage == "fit":
@@ -119,55 +107,50 @@ class RadixModule(L.LightningModule):
         elif stage == "predict":
             self.scorer = scorer_of(self.hparams)
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the position, the random generators and what else a resumed run needs; see `run_state.py`."""
-        add_run_state(checkpoint, self, self.generators_before_step)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Raise UserError for a checkpoint of another model. In `fit`, Lightning's loops resume at its position."""
-        check_same_model(checkpoint, self)
-        check_weights(self, checkpoint)
-        self.strict_loading = not is_partial(checkpoint)
-        if self.trainer.state.fn == "fit":
-            tensors = ("state_dict", "optimizer_states")
-            self.resumed = {key: value for key, value in checkpoint.items() if key not in tensors}
-            restore_position(checkpoint, self)
-
     def configure_optimizers(self) -> Any:
         optimizer = optimizer_of(self, self.hparams)
         warn_of_rounding(optimizer)
         scheduler = schedule(optimizer, self.hparams, num_steps_of_run(self.trainer, self.steps_per_epoch))
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
-    def on_train_batch_start(self, batch: object, index: int) -> None:
-        """Set the random generators of a resumed run: nothing draws between this and the step."""
-        if self.resumed and "generators" in self.resumed.get("radixtrain", {}):
-            set_states_of_ranks(self.resumed["radixtrain"]["generators"])
-        self.resumed = None
-        self.generators_before_step = generator_states()
-
     def training_step(self, step: Step, index: int) -> None:
-        """Take one optimizer step over its micro-batches: those of this rank, whose gradients all ranks average."""
+        """Take one optimizer step under Lightning's trainer, which logs its metrics."""
         optimizer: Any = self.optimizers()
-        scheduler: Any = self.lr_schedulers()
+
+        def accumulate(batch: dict[str, Any], divisor: float, is_last: bool) -> Tensor:
+            share = self.loss_sum(batch) / divisor
+            self.manual_backward(share)
+            return share.detach()
+
+        if metrics := self.take_step(step, optimizer, self.lr_schedulers(), accumulate):
+            self.log_dict(metrics, prog_bar=True, batch_size=1)
+
+    def take_step(
+        self, step: Step, optimizer: Any, scheduler: Any, accumulate: Callable[[dict[str, Any], float, bool], Tensor]
+    ) -> dict[str, Any]:
+        """Take one optimizer step over its micro-batches: those of this rank, whose gradients all ranks average.
+
+        accumulate: computes the loss of a micro-batch, divided by a number, adds its gradient, and returns it detached;
+            its last argument says whether this is the last micro-batch of the step, after which the gradients are means
+            over the ranks.
+
+        Returns the metrics of the step; none if it was left out, since its loss or gradient is not finite.
+        """
         optimizer.zero_grad()
-        loss, size = torch.zeros((), device=self.device), ranks().size
+        loss, size, metrics = torch.zeros((), device=self.device), ranks().size, dict[str, Any]()
         for number, batch in enumerate(step.micro_batches, start=1):
-            share = self.loss_sum(batch) / (step.num_labels / size)
-            backward(self, share, is_last=number == len(step.micro_batches))
-            loss += share.detach()
+            loss += accumulate(batch, step.num_labels / size, number == len(step.micro_batches))
         loss, grad_norm = ranks().sum(loss) / size, self._clip()
-        if self.guard.allows(self, loss, grad_norm, step.where, self.global_step):
+        position = self.position
+        if self.guard.allows(self, loss, grad_norm, step.where, position.num_steps):
             self.is_stepping = True
             optimizer.step()
             learning_rate = optimizer.param_groups[0]["lr"]
             scheduler.step()
-            self._log_step(step, {"loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate})
-        self.position = Position(self.position.num_batches + 1, self.global_step)
+            metrics = self._metrics(step, {"loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate})
+        self.position = Position(position.num_batches + 1, position.num_steps + bool(metrics))
         self.is_stepping, self.generators_before_step = False, None
-
-    def on_train_batch_end(self, *_: object) -> None:
-        leave_out_added_validation(self.trainer)
+        return metrics
 
     def validation_step(self, step: Step, index: int) -> None:
         self._log_mean_loss("eval_loss", step)
@@ -199,12 +182,6 @@ class RadixModule(L.LightningModule):
         if self.hparams.verify_first_batch:
             self._verify_first_batch()
         seed_per_rank()
-        warm_up_buckets(self)
-        if self.resumed:
-            apply_settings(self)
-            sync_loop_counters(self.trainer)
-            if self.position.validation_pending:
-                run_pending_validation(self)
         self.speed.start()
 
     def on_validation_start(self) -> None:
@@ -255,26 +232,32 @@ class RadixModule(L.LightningModule):
         if not report.passed:
             raise UserError(f"model.verify_first_batch: {report.reason}. Nothing was trained")
         logger.info("first batch verified:\n%s", report)
-        rebuild_ddp(trainer.strategy)
 
-    def _log_step(self, step: Step, metrics: dict[str, Any]) -> None:
-        """Log the metrics with how much the step shared and how fast it was, of all ranks."""
+    def _metrics(self, step: Step, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Return the metrics with how much the step shared and how fast it was, of all ranks."""
         step = replace(step, num_computed_tokens=ranks().total(step.num_computed_tokens)[0])
         metrics["tokens_per_second"], metrics["computed_tokens_per_second"] = self.speed.add(step)
         metrics["r"] = step.num_ordinary_tokens / step.num_computed_tokens
         if step.num_unique_tokens:
             metrics["best_r"] = step.num_ordinary_tokens / step.num_unique_tokens
         self.last_step = metrics
-        self.log_dict(metrics, prog_bar=True, batch_size=1)
+        return metrics
 
-    def _log_mean_loss(self, name: str, step: Step) -> None:
-        """Log Lightning's mean over steps, weighted by labelled tokens: the mean over tokens, the same on all ranks.
+    def evaluated(self, name: str, step: Step) -> Tensor | None:
+        """Return the loss of a step, summed over its labelled tokens on all ranks.
 
-        The guard raises for a loss that is not finite, or leaves the step out.
+        The guard raises for a loss that is not finite, or leaves the step out: None. name: of the loss.
         """
         loss: Any = sum(map(self.loss_sum, step.micro_batches))
-        mean = ranks().sum(loss) / step.num_labels
-        if self.guard.accepts(name, mean, step.where, is_fit=self.trainer.state.fn == "fit"):
+        total = ranks().sum(loss)
+        is_fit = self.trainer.state.fn == "fit"
+        return total if self.guard.accepts(name, total / step.num_labels, step.where, is_fit) else None
+
+    def _log_mean_loss(self, name: str, step: Step) -> None:
+        """Log Lightning's mean over steps, weighted by labelled tokens: the mean over tokens, the same on all ranks."""
+        total = self.evaluated(name, step)
+        if total is not None:
+            mean = total / step.num_labels
             self.log(name, mean, on_epoch=True, on_step=False, prog_bar=True, batch_size=step.num_labels)
 
     def _has_plain_head(self) -> bool:

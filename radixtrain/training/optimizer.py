@@ -16,8 +16,6 @@ from radixtrain.hf.backbone import model_inside
 from radixtrain.versions import to_install
 
 if TYPE_CHECKING:
-    import lightning as L
-
     from radixtrain.settings.model import ModelSettings
 
 
@@ -140,7 +138,7 @@ def set_hyperparameters(
         group["lr"] = base * factor(scheduler.last_epoch)
 
 
-def epoch_length(trainer: L.Trainer, steps_per_epoch: int | None) -> int | None:
+def epoch_length(trainer: Any, steps_per_epoch: int | None) -> int | None:
     """Count the steps of an epoch, with `trainer.limit_train_batches` and `overfit_batches`. None if unknown."""
     if steps_per_epoch is None:
         return None
@@ -148,7 +146,7 @@ def epoch_length(trainer: L.Trainer, steps_per_epoch: int | None) -> int | None:
     return min(steps_per_epoch, limit) if isinstance(limit, int) else int(steps_per_epoch * limit)
 
 
-def num_steps_of_run(trainer: L.Trainer, steps_per_epoch: int | None) -> int:
+def num_steps_of_run(trainer: Any, steps_per_epoch: int | None) -> int:
     """Count the optimizer steps of the whole run; -1 if it has no end.
 
     steps_per_epoch: None if unknown. Then `trainer.estimated_stepping_batches` counts: it sets up the loader

@@ -10,10 +10,9 @@ from contextlib import contextmanager
 from shutil import get_terminal_size
 from typing import Any
 
-import lightning as L
-from lightning.pytorch.callbacks import ProgressBar
 from tqdm import tqdm
 
+from radixtrain.distributed import ranks
 from radixtrain.training.optimizer import num_steps_of_run
 
 # Logged metric -> its name and form on the screen, the most watched first: a narrow terminal cuts the end.
@@ -28,7 +27,7 @@ SHOWN = {
 SECONDS_BETWEEN_LINES = 1.0
 
 
-def progress_bar() -> ProgressBar:
+def progress_bar() -> ProgressLines:
     """Make a bar if stderr is a terminal, lines if it is a file or a pipe."""
     return ProgressLines(is_bar=sys.stderr.isatty())
 
@@ -85,7 +84,7 @@ def screen_failure() -> str | None:
     return None
 
 
-class ProgressLines(ProgressBar):
+class ProgressLines:
     """Prints a line every `trainer.log_every_n_steps` steps, for the first and the last step, and after a validation.
 
     step 120/1500  loss 1.2340  r 7.9  tokens/s 12,345  lr 2.0e-05  grad_norm 1.32  eta 4:12
@@ -97,26 +96,16 @@ class ProgressLines(ProgressBar):
     """
 
     def __init__(self, is_bar: bool = False) -> None:
-        super().__init__()
-        self.is_on, self.is_bar = True, is_bar
+        self.is_bar = is_bar
         self.bar: tqdm[Any] | None = None
         self.last_line = self.started = 0.0
         self.first_step = self.step = 0
 
-    def disable(self) -> None:
-        self.is_on = False
-
-    def enable(self) -> None:
-        self.is_on = True
-
-    def print(self, *args: object, sep: str = " ", **kwargs: object) -> None:
-        self._say(sep.join(map(str, args)))
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.started, self.first_step = time.perf_counter(), trainer.global_step
         self.step = self.first_step
 
-    def on_train_batch_end(self, trainer: Any, pl_module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         step, total = trainer.global_step, num_steps_of_run(trainer, getattr(pl_module, "steps_per_epoch", None))
         if step == self.step:  # the step was skipped: not finite
             return
@@ -127,18 +116,18 @@ class ProgressLines(ProgressBar):
             shown = [f"{name} {value}" for name, value in _readable(metrics).items()]
             self._show("step", step, total, shown, self._eta(step, total))
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("eval_")}
         if trainer.state.fn == "fit" and not trainer.sanity_checking and metrics:
             self._say(f"step {trainer.global_step}", *(f"{name} {value:.4f}" for name, value in metrics.items()))
 
-    def on_validation_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: object) -> None:
+    def on_validation_batch_end(self, trainer: Any, module: Any, *args: object) -> None:
         self._count(trainer, "validate", args, trainer.num_val_batches)
 
-    def on_test_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: object) -> None:
+    def on_test_batch_end(self, trainer: Any, module: Any, *args: object) -> None:
         self._count(trainer, "test", args, trainer.num_test_batches)
 
-    def on_predict_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: object) -> None:
+    def on_predict_batch_end(self, trainer: Any, module: Any, *args: object) -> None:
         self._count(trainer, "predict", args, trainer.num_predict_batches)
 
     def on_exception(self, *_: Any, **__: Any) -> None:
@@ -146,9 +135,9 @@ class ProgressLines(ProgressBar):
         if self.bar is not None:
             self.bar.close()
 
-    teardown = on_predict_end = on_test_end = on_exception
+    on_end = on_exception
 
-    def _count(self, trainer: L.Trainer, stage: str, args: tuple[Any, ...], num_batches: list[int | float]) -> None:
+    def _count(self, trainer: Any, stage: str, args: tuple[Any, ...], num_batches: list[int | float]) -> None:
         """Show how much of a stage is done. args: outputs, batch, batch index and loader index of the hook."""
         done, total = args[2] + 1, int(sum(num_batches))
         if (self.is_bar or trainer.state.fn == stage) and (done == total or self._is_time()):
@@ -164,7 +153,7 @@ class ProgressLines(ProgressBar):
 
     def _show(self, stage: str, done: int, total: int, metrics: Sequence[str] = (), eta: str = "") -> None:
         count = f"{stage} {done}/{total}" if total > 0 else f"{stage} {done}"
-        if not self.is_bar or not self.is_on:
+        if not self.is_bar:
             self._say(count, *metrics, eta)
             return
         if self.bar is None or self.bar.disable:
@@ -176,11 +165,12 @@ class ProgressLines(ProgressBar):
         self.bar.set_description_str(text)
 
     def _say(self, *parts: str) -> None:
-        if self.is_on:
-            self.last_line = time.perf_counter()
-            with tqdm.external_write_mode(file=sys.stderr):
-                sys.stderr.write("  ".join(part for part in parts if part) + "\n")
-            sys.stderr.flush()
+        if not ranks().is_first:
+            return
+        self.last_line = time.perf_counter()
+        with tqdm.external_write_mode(file=sys.stderr):
+            sys.stderr.write("  ".join(part for part in parts if part) + "\n")
+        sys.stderr.flush()
 
 
 def _readable(metrics: Any) -> dict[str, str]:

@@ -22,6 +22,7 @@ RECIPES = {
     "peft_lora": ("--max_steps=20", "adapter_model.safetensors"),
     "accelerate_loop": ("--epochs=2", "model.safetensors"),
     "lightning_module": ("--max_steps=11", "model.safetensors"),
+    "lightning_trainer": ("--max_steps=11", "model.safetensors"),
     "plain_loop": ("--max_steps=11", None),
 }
 

@@ -60,9 +60,9 @@ def pause() -> None:
     if place == "load":
         vars(module)["load_trainable"] = _paused_before(module.load_trainable, lambda *_: True)
     elif place == "step":
-        _replace(model, "training_step", lambda run, *_: run.global_step + 1 == number)
+        _replace(model, "take_step", lambda run, *_: run.global_step + 1 == number)
     elif place == "validation":
-        _replace(model, "validation_step", lambda run, *_: run.global_step == number)
+        _replace(model, "evaluated", lambda run, *_: run.global_step == number)
     else:
         parts = "optimizer.safetensors", f"step={number}"
         _replace(tensors, "write_file", lambda path, _: path.name == parts[0] and parts[1] in path.parent.name)
@@ -127,21 +127,21 @@ def fail_on_rank_1() -> None:
     """The second step of rank 1 raises an error that nobody expects."""
     from radixtrain.training.module import RadixModule
 
-    step = RadixModule.training_step
+    step = RadixModule.take_step
 
-    def failing(module: Any, *arguments: Any) -> None:
+    def failing(module: Any, *arguments: Any) -> Any:
         if os.environ["RANK"] == "1" and module.global_step == 1:
             raise OSError(5, "the disk of rank 1 is broken")
-        step(module, *arguments)
+        return step(module, *arguments)
 
-    setattr(RadixModule, "training_step", failing)  # noqa: B010  # mypy refuses the plain assignment
+    setattr(RadixModule, "take_step", failing)  # noqa: B010  # mypy refuses the plain assignment
 
 
 def note_memory_of_saves() -> None:
     """Write into `memory_of_saves` in the run's folder how many bytes each save holds more than there were before."""
-    from lightning.pytorch import Trainer
+    from radixtrain.training.loop import Loop
 
-    path, save = _folder() / "memory_of_saves", Trainer.save_checkpoint
+    path, save = _folder() / "memory_of_saves", Loop.save_checkpoint
 
     def noting(*arguments: Any, **options: Any) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
@@ -150,7 +150,7 @@ def note_memory_of_saves() -> None:
         with path.open("a") as file:
             file.write(f"{memory('self', 'VmHWM') - before}\n")
 
-    setattr(Trainer, "save_checkpoint", noting)  # noqa: B010  # as above
+    setattr(Loop, "save_checkpoint", noting)  # noqa: B010  # as above
 
 
 def memory(pid: int | str, what: str) -> int:

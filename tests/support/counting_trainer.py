@@ -20,10 +20,7 @@ __all__ = ["CountingTrainer", "written"]
 
 
 class CountingTrainer:
-    """What `SaveCheckpoints` uses of Lightning's trainer and of `RadixModule`, and real requests.
-
-    Rank 0 writes a checkpoint, and the others wait for it, as Lightning's does. options: of `SaveCheckpoints`.
-    """
+    """What `SaveCheckpoints` uses of `Loop` and of `RadixModule`, and real requests. options: of `SaveCheckpoints`."""
 
     def __init__(self, folder: Path, **options: Any):
         self.requests = Requests(folder)
@@ -31,16 +28,13 @@ class CountingTrainer:
         self.module: Any = torch.nn.Linear(2, 2)
         self.module.position, self.module.is_stepping = Position(0, 0), False
         self.state = SimpleNamespace(fn="fit")
-        self.strategy = SimpleNamespace(barrier=lambda: ranks().barrier())
         self.sanity_checking = self.validating = False
         self.ckpt_path = ""
 
     def save_checkpoint(self, path: Path) -> None:
         position = self.module.position
-        if ranks().is_first:
-            state = {"global_step": position.num_steps, "state_dict": {}, "position": asdict(position)}
-            write_checkpoint(path, state)
-        self.strategy.barrier()
+        state = {"global_step": position.num_steps, "state_dict": {}, "position": asdict(position)}
+        ranks().broadcast_from_rank0(lambda: write_checkpoint(path, state))
 
     def start(self) -> CountingTrainer:
         self.saver.on_train_start(self, self.module)

@@ -19,10 +19,8 @@ __all__ = ["MUTATIONS", "SHARDED_MUTATIONS", "SPLIT_MUTATIONS"]
 def mean_not_scaled() -> None:
     """The loss is not multiplied by the world size: data-parallel reduction averages, so the gradient is too small."""
     from radixtrain.distributed import ranks
-    from radixtrain.training.module import RadixModule
 
-    backward = RadixModule.manual_backward
-    _set(RadixModule, "manual_backward", lambda module, loss: backward(module, loss / ranks().size))
+    _divide_losses(lambda: ranks().size)
 
 
 def labels_of_the_rank() -> None:
@@ -80,23 +78,16 @@ def weightless_is_weighted() -> None:
 
 def only_the_first_is_synchronised() -> None:
     """Gradients are exchanged after the first micro-batch of a step and not after its last."""
-    from torch.nn.parallel import DistributedDataParallel as DDP
+    from radixtrain.training import loop
 
-    from radixtrain.training import module
-    from radixtrain.training.devices import gradient_sync
+    add, place = loop.add_gradient, [0]
 
-    backward = gradient_sync.backward
-    place = [0]
-
-    def mutated(here: Any, loss: Any, is_last: bool) -> None:
+    def mutated(module: Any, is_sharded: bool, batch: Any, divisor: float, is_last: bool) -> Any:
         is_first = place[0] == 0
         place[0] = 0 if is_last else place[0] + 1
-        assert isinstance(here.trainer.strategy.model, DDP)
-        backward(here, loss, is_first)
+        return add(module, is_sharded, batch, divisor, is_first)
 
-    for place_of_it in (module, gradient_sync):
-        if "backward" in vars(place_of_it):
-            vars(place_of_it)["backward"] = mutated
+    vars(loop)["add_gradient"] = mutated
 
 
 def loss_of_the_rank_is_logged() -> None:
@@ -162,10 +153,8 @@ def heads_in_another_order() -> None:
 def gradients_averaged_over_groups() -> None:
     """The loss is scaled by the number of groups, and DDP averages over all ranks."""
     from radixtrain.distributed import ranks
-    from radixtrain.training.module import RadixModule
 
-    backward = RadixModule.manual_backward
-    _set(RadixModule, "manual_backward", lambda module, loss: backward(module, loss / ranks().sp_size))
+    _divide_losses(lambda: ranks().sp_size)
 
 
 SPLIT_MUTATIONS: list[Callable[[], None]] = [
@@ -225,6 +214,16 @@ def _change_split(change: Callable[[dict[str, Any], int, int], dict[str, Any]]) 
 
     split = steps.split_batch
     vars(steps)["split_batch"] = lambda batch, rank, size: change(split(batch, rank, size), rank, size)
+
+
+def _divide_losses(divisor: Callable[[], int]) -> None:
+    """Divide the loss of every micro-batch once more."""
+    from radixtrain.training import loop
+
+    add = loop.add_gradient
+    vars(loop)["add_gradient"] = lambda module, is_sharded, batch, number, is_last: add(
+        module, is_sharded, batch, number * divisor(), is_last
+    )
 
 
 def _set(owner: type, name: str, function: Any) -> None:

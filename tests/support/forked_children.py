@@ -61,11 +61,11 @@ def rank_1_finds_an_error() -> None:
     from radixtrain.training.module import RadixModule
 
     fork_children()
-    step = RadixModule.training_step
+    step = RadixModule.take_step
 
-    def training_step(self: RadixModule, *args: Any) -> None:
+    def take_step(self: RadixModule, *args: Any) -> Any:
         if ranks().rank == 1 and self.global_step == 2:
             raise UserError("what only this rank can see")
-        step(self, *args)
+        return step(self, *args)
 
-    RadixModule.training_step = training_step  # type: ignore[method-assign]
+    RadixModule.take_step = take_step  # type: ignore[method-assign]

@@ -23,7 +23,7 @@ __all__ = [
 # sums.
 EXACT = {"trainer__deterministic": "true"}
 TIMED = ("tokens_per_second", "computed_tokens_per_second")
-COMPARED = ("global_step", "state_dict", "optimizer_states", "lr_schedulers")
+COMPARED = ("global_step", "state_dict", "optimizer_states")
 
 
 def logged(folder: Path, column: str = "loss", version: int = 0) -> dict[int, float]:

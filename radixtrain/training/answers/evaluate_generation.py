@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import lightning as L
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities.seed import isolate_rng
 
@@ -47,7 +46,7 @@ class Judged(NamedTuple):
     finish_reason: str
 
 
-class EvaluateGeneration(L.Callback):
+class EvaluateGeneration:
     """Judges a model by its answers to validation rows, cut before their last answer, after each validation.
 
     The metric is logged as `eval_` and its name, before checkpoints and early stopping look at it. The answers are
@@ -94,26 +93,26 @@ class EvaluateGeneration(L.Callback):
             targets = _targets(prompts, tokenizer)
             self.metric(targets, targets, _rows(prompts, tokenizer))
 
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def on_train_start(self, trainer: Any, module: Any) -> None:
         """Answer two rows, in one token, and judge them: what fails in this model or metric fails before a step."""
         if self.metric is not None:
             options = replace(self.options, max_new_tokens=1)
             assert self.prompts is not None, "prepare comes first"
             self._judged(trainer, module, self.prompts.prompts[:NUM_TRIED], options)
 
-    def on_validation_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Answer, log, write. Lightning calls this before callbacks look at the metric that they watch."""
-        if self.prompts is None or self.logged is None or trainer.sanity_checking:
-            return
+    def measured(self, trainer: Any, module: Any) -> dict[str, float]:
+        """Answer, write, and return the metric by its name in the log; nothing if no answers are judged."""
+        if self.prompts is None or self.logged is None:
+            return {}
         is_try = bool(getattr(trainer, "fast_dev_run", False))
         prompts = self.prompts.prompts
         judged = self._judged(trainer, module, prompts[:NUM_TRIED] if is_try else prompts, self.options)
         mean = sum(row.score for row in judged) / len(judged)
-        module.log(self.logged, mean, on_epoch=True, on_step=False, prog_bar=True, batch_size=len(judged))
         if not is_try:
             ranks().broadcast_from_rank0(lambda: self._write(trainer, judged))
+        return {self.logged: mean}
 
-    def _write(self, trainer: L.Trainer, judged: Sequence[Judged]) -> None:
+    def _write(self, trainer: Any, judged: Sequence[Judged]) -> None:
         """Write the answers to a file, replacing an earlier one, and the first rows to every `WandbLogger`."""
         name = f"step={trainer.global_step}" if trainer.state.fn == "fit" else "validate"
         path = Path(trainer.default_root_dir) / "answers" / f"{name}.csv"

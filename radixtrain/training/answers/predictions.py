@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import lightning as L
 from torch import nn
 
 from radixtrain.checkpoints.atomic import check_replaceable, new_file, place, sync_folder
@@ -100,7 +99,7 @@ def _scored(scorer: Scorer, model: nn.Module, step: Step, plain_head: bool) -> I
             yield from zip(members, scores, strict=True)
 
 
-class PredictionWriter(L.Callback):
+class PredictionWriter:
     """Writes `predictions.jsonl`: one line for each sequence, with its scores or its answer, in the order of the file.
 
     {"row": "test.jsonl:1", "tokens": [3, 17], "logprobs": [-0.12, -0.03]}
@@ -116,7 +115,7 @@ class PredictionWriter(L.Callback):
         self.num_sequences = 0
         self.speed = Speed()
 
-    def on_predict_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def on_predict_start(self, trainer: Any, module: Any) -> None:
         self.speed.start()
         check_replaceable(self.path)
         if not ranks().is_first:
@@ -124,9 +123,7 @@ class PredictionWriter(L.Callback):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         new_file(self.partial)
 
-    def on_predict_batch_end(
-        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, *_: Any
-    ) -> None:
+    def on_predict_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
         if not ranks().is_first:
             return
         with self.partial.open("a", encoding="utf-8") as file:
@@ -135,11 +132,11 @@ class PredictionWriter(L.Callback):
         if isinstance(batch, Step):
             self.speed.add(batch)
 
-    def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         if ranks().is_first:
             self.partial.unlink(missing_ok=True)
 
-    def on_predict_end(self, trainer: L.Trainer, module: Any) -> None:
+    def on_predict_end(self, trainer: Any, module: Any) -> None:
         if not ranks().is_first:
             return
         with self.partial.open("rb+") as file:

@@ -3,100 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-from radixtrain.checkpoints.folder import gathering_of, read_checkpoint
-from radixtrain.checkpoints.sharded import is_sharded, part_like, parts_like, whole
+from radixtrain.checkpoints.sharded import is_sharded, whole
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.modules import text_layers
 from radixtrain.hf.quantized import four_bit_layers
 
-if TYPE_CHECKING:
-    import lightning as L
-
-
 logger = logging.getLogger(__name__)
 
 METHODS = ("loss_sum", "predict_step")  # methods of a `RadixModule` that use its weights
-
-
-class FSDP2Strategy(DDPStrategy):
-    """Lightning's DDP, but with a sharded `RadixModule` in place of DDP's wrapper around it.
-
-    DDP is the nearest of Lightning's strategies: processes, barriers and reductions are the same, and a checkpoint is
-    loaded before the weights are moved, when each rank has them whole on the host. `ModelParallelStrategy` restores
-    later, from checkpoints of its own kind, and `FSDPStrategy` is FSDP1.
-
-    Checkpoints look like those of a single process: tensors are gathered one at a time while rank 0 writes.
-    """
-
-    def setup(self, trainer: L.Trainer) -> None:
-        """Convert and shard the module, and make the optimizers of its parts."""
-        assert self.accelerator is not None and self.model is not None
-        self.accelerator.setup(trainer)
-        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            loop.inference_mode = False  # training cannot use weights that were gathered under it
-        if not isinstance(self.model, FSDPModule):  # unless an earlier run did it
-            self.precision_plugin.convert_module(self.model)
-            self.model_to_device()
-        if trainer.state.fn == TrainerFn.FITTING:
-            self.setup_optimizers(trainer)
-        self.setup_precision_plugin()
-
-    def model_to_device(self) -> None:
-        module: Any = self.lightning_module
-        shard(module, module.model, self.root_device, self.world_size, METHODS)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
-        """Write on rank 0, which raises if that fails; the others return once it has received their parts."""
-        if self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-        else:
-            gathering_of(checkpoint).finish()
-
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> Any:
-        """Map weights and moments: they stay on the disk until each rank takes its parts."""
-        return read_checkpoint(Path(checkpoint_path), in_memory=False)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        module = self.lightning_module
-        assert module is not None
-        module.load_state_dict(parts_like(checkpoint["state_dict"], module.state_dict()), strict=strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Keep this rank's parts of the moments."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            numbers = [number for group in state["param_groups"] for number in group["params"]]
-            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-            for number, weight in zip(numbers, weights, strict=True):
-                moments = state["state"].get(number, {})
-                for name, moment in moments.items():
-                    is_count = moment.shape != weight.shape  # the count of steps, a single number
-                    moments[name] = moment.clone() if is_count else part_like(moment, weight)
-            optimizer.load_state_dict(state)
-
-    def teardown(self) -> None:
-        """End as the base class does, but leave the parts of weights on their device: the export gathers them there."""
-        assert self.cluster_environment is not None and self.accelerator is not None
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()
-
-
-StrategyRegistry.register("fsdp2", FSDP2Strategy, description="weights, gradients and moments divided among the ranks")
 
 
 def shard(module: nn.Module, model: object, device: torch.device, num_ranks: int, methods: Iterable[str]) -> None:

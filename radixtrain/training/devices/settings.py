@@ -1,27 +1,19 @@
-"""The devices and strategies of Lightning's trainer that a command accepts; every other is refused by name."""
+"""The devices and strategies that a command accepts; every other is refused by name."""
 
 from __future__ import annotations
 
 import os
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
-from radixtrain.distributed import NCCL_LATER, check_sp_size
 from radixtrain.errors import UserError, did_you_mean
 from radixtrain.settings.fields import value_of
 from radixtrain.training.devices.launcher_env import ON_SEVERAL, LauncherEnv, is_launched, launcher_env, one_device
 
-if TYPE_CHECKING:
-    import lightning as L
-
-
 FIRST_PORT = 15_000  # for the ranks of SLURM jobs to meet at
-DDP = ("ddp", "ddp_find_unused_parameters_false", "ddp_find_unused_parameters_true")
-ACCEPTED = ("auto", *DDP, "fsdp2")
+ACCEPTED = ("auto", "ddp", "fsdp2")
 
 
 # Prefixes of Lightning's names that are refused, the longest first, and what to use instead.
@@ -55,13 +47,13 @@ def sp_size_of(settings: Any, command: str) -> int:
 
 
 def device_settings(settings: Any, command: str) -> dict[str, Any]:
-    """Return the arguments that Lightning's trainer receives in place of the configured ones.
+    """Return the arguments that Fabric receives in place of the configured ones.
 
     settings: of a command, as parsed. Raises UserError for what cannot run.
     """
-    config, fixed = settings.trainer, {"use_distributed_sampler": False}
+    config = settings.trainer
     if command not in ON_SEVERAL:
-        return {**fixed, **one_device(config, command)}
+        return one_device(config, command)
     _check_strategy(config.strategy)
     if config.strategy == "fsdp2":
         _check_sharded(settings, command)
@@ -73,34 +65,12 @@ def device_settings(settings: Any, command: str) -> dict[str, Any]:
                 f"trainer.num_nodes {config.num_nodes}: start the command on each machine with torchrun, or with srun; "
                 f"then leave trainer.num_nodes and trainer.devices out"
             )
-        return fixed
+        return {}
     changed: dict[str, Any] = {"devices": launcher_env().local_size} if config.devices in ("auto", -1, "-1") else {}
     if launcher_env().by == "srun":
         _check_visible(config.accelerator)
         changed["plugins"] = [SlurmTasks(launcher_env())]
-    return {**fixed, **changed}
-
-
-def check_devices(trainer: L.Trainer, timeout: timedelta, sp_size: int = 1) -> None:
-    """Raise UserError if what Lightning made of the settings cannot run here; complete the strategy.
-
-    timeout: how long a rank waits for the others. sp_size: of these ranks, see `sp_size_of`.
-    """
-    strategy, launcher = trainer.strategy, launcher_env()
-    if isinstance(strategy, DDPStrategy):
-        is_nccl = any(device.type == "cuda" for device in strategy.parallel_devices or ())
-        strategy._timeout = timeout + NCCL_LATER if is_nccl else timeout
-        # Otherwise gradients are held twice.
-        strategy._ddp_kwargs["gradient_as_bucket_view"] = True
-    elif not isinstance(strategy, SingleDeviceStrategy):
-        raise UserError(f"trainer.strategy {type(strategy).__name__}: use {' or '.join(ACCEPTED[1:])}")
-    devices = (trainer.num_devices, trainer.num_nodes)
-    if is_launched() and devices != (launcher.local_size, launcher.num_nodes):
-        raise UserError(
-            f"trainer.devices {devices[0]} and trainer.num_nodes {devices[1]}: {launcher.by} has started "
-            f"{launcher.local_size} processes on each of {launcher.num_nodes} machines; leave both keys out"
-        )
-    check_sp_size(sp_size, devices[0] * devices[1])
+    return changed
 
 
 def _check_strategy(strategy: str) -> None:

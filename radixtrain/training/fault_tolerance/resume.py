@@ -56,26 +56,20 @@ def check_settings_of_run(checkpoint: Path, module: Any, data: Any) -> None:
 
 
 def restore_position(checkpoint: dict[str, Any], module: Any) -> None:
-    """Give the module its position and the count of skipped steps, and Lightning the state of its loops.
-
-    Called before Lightning reads the loops and callbacks of the checkpoint, which are changed here: it forgets the time
-    that the run had taken, since `trainer.max_time` is that of each start.
+    """Give the module its position and the count of skipped steps.
 
     Raises UserError if the optimizer or the data differ, an epoch has another number of steps than before, or more
     steps or epochs were taken than this run has.
     """
     _check_optimizer(checkpoint["hyper_parameters"], module.hparams)
-    state, callbacks = checkpoint["radixtrain"], checkpoint["callbacks"]
+    state = checkpoint["radixtrain"]
     if not state["generators"] or not checkpoint["optimizer_states"]:
         raise UserError("ckpt_path: the checkpoint has no state of the optimizer or of random generators; name another")
-    for name in [name for name in callbacks if name.startswith("Timer")]:
-        del callbacks[name]
     module.position = Position(**state["position"])
     module.guard.num_skipped = state["skipped"]["num_skipped"]
     length, was = epoch_length(module.trainer, module.steps_per_epoch), state["epoch_length"]
     if not length:
         return
-    # Lightning compares the data after it restores the model: too late, since epochs may have another length.
     data = module.trainer.datamodule
     if (data_state := checkpoint.get(type(data).__qualname__)) is not None:
         try:
@@ -88,15 +82,13 @@ def restore_position(checkpoint: dict[str, Any], module: Any) -> None:
             f"trainer.limit_train_batches and trainer.overfit_batches as they were"
         )
     check_not_beyond(module.trainer, module.position, length)
-    checkpoint["loops"]["fit_loop"] = module.position.loops(length)
 
 
-def apply_settings(module: Any) -> None:
-    """Give optimizer and schedule the settings of this run. Called when Lightning has restored both.
+def apply_settings(module: Any, optimizer: Any, scheduler: Any) -> None:
+    """Give optimizer and schedule, which are restored, the settings of this run.
 
     The learning rate is that of the schedule at this step, as if the run had had these settings from the beginning.
     """
-    optimizer, scheduler = module.trainer.optimizers[0], module.trainer.lr_scheduler_configs[0].scheduler
     set_hyperparameters(optimizer, scheduler, module, module.hparams)
     rate = optimizer.param_groups[0]["lr"]
     logger.info("resumes after step %s, with a learning rate of %.3g", f"{module.position.num_steps:,}", rate)

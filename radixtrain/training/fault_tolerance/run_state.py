@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -159,14 +159,17 @@ def seed_per_rank() -> None:
         torch.manual_seed(torch.initial_seed() + ranks().rank)
 
 
-def read_checkpoint(ckpt_path: str) -> dict[str, Any]:
-    """Read a checkpoint of `fit` without the optimizer: `hyper_parameters`, `state_dict` and others, on the CPU.
+def read_checkpoint(
+    ckpt_path: str, leave_out: Sequence[str] = ("optimizer_states",), in_memory: bool = True
+) -> dict[str, Any]:
+    """Read a checkpoint of `fit`: `hyper_parameters`, `state_dict` and others, on the CPU.
 
     ckpt_path: see `resolve`; the output_dir of a run stands for its newest checkpoint.
+    leave_out, in_memory: see `checkpoints.folder.read_checkpoint`.
 
     Raises UserError if there is none, if it is damaged, or not a checkpoint of radixtrain. No code in it is run.
     """
-    checkpoint = folder.read_checkpoint(resolve(ckpt_path, Path()), leave_out=["optimizer_states"])
+    checkpoint = folder.read_checkpoint(resolve(ckpt_path, Path()), leave_out, in_memory)
     if not {"hyper_parameters", "state_dict"} <= checkpoint.keys():
         raise UserError(f"ckpt_path {ckpt_path}: not a checkpoint of radixtrain: no hyper_parameters and state_dict")
     return checkpoint

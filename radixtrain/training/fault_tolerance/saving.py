@@ -12,27 +12,22 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lightning as L
-from lightning.fabric.plugins import CheckpointIO
-
-from radixtrain.checkpoints.atomic import remove
-from radixtrain.checkpoints.folder import read_checkpoint, write_checkpoint
 from radixtrain.checkpoints.resolve import point, prune
 from radixtrain.distributed import ranks
-from radixtrain.errors import EndedElsewhere, Stopped, UserError, only_warns
+from radixtrain.errors import Stopped, only_warns
 from radixtrain.training.fault_tolerance.nonfinite_guard import NonFinite, check_weights_finite
-from radixtrain.training.fault_tolerance.position import Position, run_pending_validation
+from radixtrain.training.fault_tolerance.position import Position
 from radixtrain.training.fault_tolerance.signals import Requests
 
 logger = logging.getLogger(__name__)
 
 
-class SaveCheckpoints(L.Callback):
+class SaveCheckpoints:
     """Writes `step=N/` folders and the link `last`, and ends the run when `requests` says so.
 
     folder: of the checkpoints.
@@ -71,7 +66,7 @@ class SaveCheckpoints(L.Callback):
         """Request a checkpoint before the next step, or at the end of the run."""
         self._asked = True
 
-    def on_fit_start(self, trainer: L.Trainer, module: object) -> None:
+    def on_fit_start(self, trainer: Any, module: object) -> None:
         """Note the checkpoint that the run resumes from; called even if nothing is left to train."""
         if not trainer.ckpt_path:
             return
@@ -80,34 +75,33 @@ class SaveCheckpoints(L.Callback):
         if resumed.parent == self.folder.resolve():
             self.last = self.folder / resumed.name
 
-    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
-        """Install the signal handlers, after Lightning has installed its own, and note what is saved already."""
-        self.requests.install()
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        """Note what is saved already."""
         self._has_started, self._saved_when = True, time.monotonic()
         self._saved_at = module.position if module.position.num_batches else None
 
-    def on_train_batch_start(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
         self._handle_requests(trainer, module)
         if self._asked or self._is_due(module.position):
             self._save(trainer, module)
 
-    def on_validation_batch_end(self, trainer: L.Trainer, module: object, *_: object) -> None:
+    def on_validation_batch_end(self, trainer: Any, module: object, *_: object) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._handle_requests(trainer, module, validation_pending=True)
 
-    def on_train_epoch_end(self, trainer: L.Trainer, module: object) -> None:
+    def on_train_epoch_end(self, trainer: Any, module: object) -> None:
         self._asked = True
 
-    def on_train_end(self, trainer: L.Trainer, module: object) -> None:
+    def on_train_end(self, trainer: Any, module: object) -> None:
         self._save(trainer, module)
 
-    def on_fit_end(self, trainer: L.Trainer, module: Any) -> None:
+    def on_fit_end(self, trainer: Any, module: Any) -> None:
         """Run a validation in which the run was stopped, if it is all that is left to do."""
         if module.position.validation_pending:
-            run_pending_validation(module)
+            trainer.validate_pending()
             self.on_train_end(trainer, module)
 
-    def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         """Save the last good step, unless the error came from saving or in the middle of an optimizer step.
 
         A signal while answers are generated ends here too. Several ranks save only after an error that all of
@@ -124,7 +118,7 @@ class SaveCheckpoints(L.Callback):
         except Exception as error:  # so that the error that ends the run is reported instead
             logger.warning("the last good step could not be saved: %s", error)
 
-    def _handle_requests(self, trainer: L.Trainer, module: Any, validation_pending: bool = False) -> None:
+    def _handle_requests(self, trainer: Any, module: Any, validation_pending: bool = False) -> None:
         """Do what signals and files request. Raises Stopped."""
         stop, save = self.requests.poll()
         if stop is not None:
@@ -155,7 +149,7 @@ class SaveCheckpoints(L.Callback):
         here = ranks()
         return here.any(here.is_first and time.monotonic() - self._saved_when >= self.every_seconds)
 
-    def _save(self, trainer: L.Trainer, module: Any, validation_pending: bool = False) -> None:
+    def _save(self, trainer: Any, module: Any, validation_pending: bool = False) -> None:
         """Save, unless this position is saved already."""
         position = replace(module.position, validation_pending=validation_pending)
         self._asked = False
@@ -168,7 +162,7 @@ class SaveCheckpoints(L.Callback):
         before, module.position = module.position, position
         self._is_writing = True  # also after an error, which ends the run, so that `on_exception` does not write again
         try:
-            _write(trainer, path)
+            trainer.save_checkpoint(path)
         finally:
             module.position = before
         self._is_writing = False
@@ -182,52 +176,3 @@ class SaveCheckpoints(L.Callback):
         """Point the link `last` at it. Without the link, the newest whole checkpoint counts as the last one."""
         with only_warns(f"{self.folder / 'last'} cannot be written"):
             point(self.folder, "last", path)
-
-
-def _write(trainer: L.Trainer, path: Path) -> None:
-    """Save on all ranks. An error of one ends the others with EndedElsewhere, since that one reports it."""
-    failed: Exception | None = None
-    try:
-        trainer.save_checkpoint(path)
-    except Exception as error:
-        failed = error
-        if not ranks().is_first:
-            raise  # the others notice: it is rank 0 that writes
-        if ranks().size > 1:
-            try:
-                trainer.strategy.barrier()  # the others wait here after they have saved
-            except Exception:  # the others wait elsewhere and never get here
-                raise error from None
-    if ranks().any(failed is not None):
-        raise failed or EndedElsewhere
-
-
-class FolderCheckpointIO(CheckpointIO):
-    """Writes a folder, even if its name is `x.ckpt`; reads one, or a `.ckpt` file of an earlier version."""
-
-    def save_checkpoint(
-        self, checkpoint: Mapping[str, Any], path: str | os.PathLike[str], storage_options: object = None
-    ) -> None:
-        """Write a checkpoint. Raises UserError if that fails; the one that was there is then still whole."""
-        if storage_options is not None:
-            raise UserError("storage_options: a checkpoint is written to a local disk")
-        write_checkpoint(_local(path), checkpoint)
-
-    def load_checkpoint(
-        self, path: str | os.PathLike[str], map_location: object = None, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Read the state, on the CPU. No code in it is run, whatever `weights_only` says.
-
-        Raises UserError if there is none, DamagedCheckpoint if it is not whole.
-        """
-        return read_checkpoint(_local(path))
-
-    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Delete a checkpoint so that no part of it is ever found under its name."""
-        remove(_local(path))
-
-
-def _local(path: str | os.PathLike[str]) -> Path:
-    if "://" in str(path):
-        raise UserError(f"{path}: checkpoints are written to a local disk; name a folder")
-    return Path(path)

@@ -76,10 +76,7 @@ def is_restarted(output_dir: Path) -> bool:
 
 @contextmanager
 def hidden() -> Iterator[None]:
-    """Hide SLURM from Lightning.
-
-    It would save inside a step on SIGUSR1, and start any fresh run from an `hpc_ckpt_N.ckpt` in its output folder.
-    """
+    """Hide SLURM from Fabric, which would look for its own idea of a job's ranks; see `SlurmTasks`."""
     before = os.environ.pop(SEEN_BY_LIGHTNING, None)
     try:
         yield

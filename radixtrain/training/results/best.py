@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lightning as L
-from lightning.pytorch.callbacks import EarlyStopping
-from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from torch import nn
 
 from radixtrain.checkpoints.folder import read_checkpoint, verify_checkpoint
@@ -33,13 +30,13 @@ class Validation:
     metrics: dict[str, float]
 
     @classmethod
-    def of(cls, trainer: L.Trainer) -> Validation:
+    def of(cls, trainer: Any) -> Validation:
         """Read the results of the validation that has just ended."""
         measured = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("eval_")}
         return cls(trainer.global_step, measured)
 
 
-class Best(L.Callback):
+class Best:
     """Keeps the checkpoint with the best value of a metric; the link `checkpoints/best` points to it.
 
     metric: one that every validation logs; see `is_lower_better`. Of equal values the earlier one is kept; a value that
@@ -62,7 +59,7 @@ class Best(L.Callback):
         assert self.validation is not None
         return self.validation.metrics[self.monitor]
 
-    def on_fit_start(self, trainer: Any, module: L.LightningModule) -> None:
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
         """Take over the best checkpoint of the resumed run, if it is there and whole."""
         if not self._loaded:
             return
@@ -71,7 +68,7 @@ class Best(L.Callback):
         elif self._loaded["step"] is not None:
             self._take(Path(trainer.ckpt_path))
 
-    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
         if not is_validation(trainer):
             return
         validation = Validation.of(trainer)
@@ -118,9 +115,7 @@ class Best(L.Callback):
         value = validation.metrics.get(self.monitor, math.nan)  # `on_nonfinite: skip` may leave all rows out
         if not math.isfinite(value):
             return False
-        if self.validation is None:
-            return True
-        return value < self.value if is_lower_better(self.monitor) else value > self.value
+        return self.validation is None or is_better(self.monitor, value, self.value)
 
     def _on_saved(self, path: Path) -> None:
         if self.validation is not None and self.path is None:
@@ -135,31 +130,51 @@ class Best(L.Callback):
                 point(self.saver.folder, "best", path)
 
 
-class StopEarly(EarlyStopping):
-    """Ends a run after `patience` validations without a better value.
+class StopEarly:
+    """Ends a run after `patience` validations without a better value, or at a value that is not finite.
 
     A run that is resumed after such an end takes no step, unless its configured patience is larger now.
+
+    metric: one that every validation logs; see `is_lower_better`.
     """
 
     def __init__(self, metric: str, patience: int):
-        mode = "min" if is_lower_better(metric) else "max"
-        super().__init__(metric, patience=patience, mode=mode, strict=False, check_on_train_epoch_end=False)
+        self.monitor, self.patience = metric, patience
+        self.best: float | None = None
+        self.num_worse = 0
+        """Validations since the best one."""
 
     @property
     def why(self) -> str:
         """Say why it stops the run; empty if it does not."""
-        if self.stopping_reason is EarlyStoppingReason.NON_FINITE_METRIC:
+        if self.best is not None and not math.isfinite(self.best):
             return f"{self.monitor} was not finite"
         count = f"{self.patience} validations" if self.patience > 1 else "a validation"
-        return f"{self.monitor} did not improve in {count}" if self.wait_count >= self.patience else ""
+        return f"{self.monitor} did not improve in {count}" if self.num_worse >= self.patience else ""
 
-    def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
         trainer.should_stop = trainer.should_stop or bool(self.why)
 
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        value = Validation.of(trainer).metrics.get(self.monitor)
+        if not is_validation(trainer) or value is None:
+            return
+        if not math.isfinite(value) or self.best is None or is_better(self.monitor, value, self.best):
+            self.best, self.num_worse = value, 0
+        else:
+            self.num_worse += 1
+        trainer.should_stop = trainer.should_stop or bool(self.why)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "num_worse": self.num_worse}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        patience = self.patience
-        super().load_state_dict(state_dict)
-        self.patience = patience
+        self.best, self.num_worse = state_dict["best"], state_dict["num_worse"]
+
+
+def is_better(metric: str, value: float, other: float) -> bool:
+    """Return whether a value of a metric is better than another one."""
+    return value < other if is_lower_better(metric) else value > other
 
 
 def is_lower_better(metric: str) -> bool:

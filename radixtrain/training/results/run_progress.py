@@ -9,15 +9,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning.pytorch.callbacks import EarlyStopping
-
 from radixtrain.checkpoints.atomic import writing_file
 from radixtrain.checkpoints.manifest import Manifest
 from radixtrain.distributed import ranks
 from radixtrain.errors import first_line
 from radixtrain.screen import screen
 from radixtrain.text_files import read_text
-from radixtrain.training.fault_tolerance.position import is_out_of_time
 from radixtrain.training.optimizer import epoch_length, num_steps_of_run
 from radixtrain.training.results.best import StopEarly, Validation
 from radixtrain.training.results.curves import LogPart
@@ -158,7 +155,7 @@ def _finite(value: object) -> Any:
 class ExitStatus:
     """Why a run ended.
 
-    reason: max_steps, max_epochs, early_stopping, max_time, callback, or the type of an error. text: for people.
+    reason: max_steps, max_epochs, early_stopping, max_time, or the type of an error. text: for people.
     is_complete: nothing is left to do.
     """
 
@@ -185,15 +182,13 @@ def status_of_run(trainer: Any, module: Any, first_step: int, has_checkpoint: bo
         else:
             text = f"nothing left to do: {at} was reached before; raise trainer.{limit} to continue"
         return ExitStatus(limit, text, is_complete=True)
-    if why := next(filter(None, map(_why_early, trainer.callbacks)), ""):
+    if why := next((each.why for each in trainer.callbacks if isinstance(each, StopEarly)), ""):
         text = f"stopped early at {at}: {why}"
         if not is_new:
             text = f"nothing left to do: {text}; raise early_stopping to continue"
         return ExitStatus("early_stopping", text, is_complete=True)
-    reason = "max_time" if any(map(is_out_of_time, trainer.callbacks)) else "callback"
-    by = "trainer.max_time" if reason == "max_time" else "a callback"
     how = "resume with --ckpt_path last" if has_checkpoint else "no checkpoint was written to resume from"
-    return ExitStatus(reason, f"stopped by {by} at {at}; {how}", is_complete=False)
+    return ExitStatus("max_time", f"stopped by trainer.max_time at {at}; {how}", is_complete=False)
 
 
 def status_of_error(error: BaseException) -> ExitStatus:
@@ -210,12 +205,3 @@ def _limit_reached(trainer: Any, module: Any) -> str:
     length = epoch_length(trainer, module.steps_per_epoch)
     is_endless = length is None or trainer.max_epochs in (None, -1)
     return "" if is_endless or module.position.num_batches < length * trainer.max_epochs else "max_epochs"
-
-
-def _why_early(callback: object) -> str:
-    """Say why a callback has stopped the run early; empty if it has not."""
-    if isinstance(callback, StopEarly):
-        return callback.why
-    if isinstance(callback, EarlyStopping):
-        return (callback.stopping_reason_message or "").removesuffix(" Signaling Trainer to stop.")
-    return ""

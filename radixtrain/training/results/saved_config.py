@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from radixtrain.checkpoints.atomic import check_replaceable, writing_file
@@ -17,10 +16,6 @@ from radixtrain.settings.read import read_yaml
 from radixtrain.training.fault_tolerance.run_folder import RECORD
 from radixtrain.training.results.model_folder import SETTINGS
 from radixtrain.training.results.run_progress import SUMMARY
-
-if TYPE_CHECKING:
-    import lightning as L
-
 
 # Keys that say how rows are read, with their types: a command that evaluates a trained model reads them as its run did.
 # The chat template is in the model's folder.
@@ -32,7 +27,7 @@ READING: dict[str, type] = {
 OF_ONE_COMMAND = ("overwrite", "ckpt_path", "weights_only")  # else a second run would discard or resume something
 
 
-class RunRecord(Callback):
+class RunRecord:
     """Writes `fit.yaml`, `validate.yaml` and so on into the folder of the logs; into `output_dir` if that is elsewhere.
 
     It has no keys for one command only. In `fit` it is written when training starts, so that a refused run replaces no
@@ -51,7 +46,7 @@ class RunRecord(Callback):
         if stage != "fit":
             self.on_train_start(trainer, pl_module)
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: object) -> None:
+    def on_train_start(self, trainer: Any, pl_module: object) -> None:
         if trainer.is_global_zero:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with writing_file(self.path) as partial:
@@ -96,13 +91,13 @@ def defaults_of_model(model_name_or_path: str, system_prompt: str | None = None)
     return {name: value for name, value in found.items() if value is not None}
 
 
-def log_folder(trainer: L.Trainer) -> Path:
+def log_folder(trainer: Any) -> Path:
     """Return Lightning's `trainer.log_dir` without its broadcast, so that one rank may call it alone."""
     first = trainer.loggers[0] if trainer.loggers else None
     folder = first.log_dir if isinstance(first, CSVLogger | TensorBoardLogger) else getattr(first, "save_dir", None)
     return Path(folder or trainer.default_root_dir)
 
 
-def own_log_folders(trainer: L.Trainer) -> list[Path]:
+def own_log_folders(trainer: Any) -> list[Path]:
     """Return the folders that only a logger of this trainer writes into: of CSV files and of TensorBoard."""
     return [Path(log.log_dir) for log in trainer.loggers if isinstance(log, CSVLogger | TensorBoardLogger)]

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 from lightning.pytorch.loggers import CSVLogger
 
 from radixtrain.distributed import ranks
@@ -16,7 +15,7 @@ from radixtrain.errors import only_warns
 from radixtrain.training.fault_tolerance.saving import SaveCheckpoints
 from radixtrain.training.progress_bar import screen_failure
 from radixtrain.training.results.best import Best, Validation, is_validation
-from radixtrain.training.results.curves import BestStep, LogPart, read_curves, write_curves
+from radixtrain.training.results.curves import BestStep, LogPart, write_curves
 from radixtrain.training.results.run_progress import (
     SUMMARY,
     ExitStatus,
@@ -40,7 +39,7 @@ FIRST_DRAWING = 1.0  # seconds that the first one is assumed to take; on two CPU
 CUT_COST = 0.2  # share of computed tokens that a cut may add before the last lines advise against it
 
 
-class RunSummary(L.Callback):
+class RunSummary:
     """Collects the results of a run, over all processes that take part in it.
 
     output_dir, saver: of the run. best: of the run; None if it has none.
@@ -61,13 +60,13 @@ class RunSummary(L.Callback):
         self._drawn_at, self._drawing_seconds = math.inf, FIRST_DRAWING
         saver.on_saved.append(self._on_saved)
 
-    def on_fit_start(self, trainer: L.Trainer, module: Any) -> None:
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
         """Begin after a checkpoint was read, whether or not anything is left to train."""
         self._module, self.speed, self._earlier_seconds = module, module.speed, self.progress.seconds
         if trainer.ckpt_path:
             self.progress.locate_logs(Path(trainer.ckpt_path).resolve().parent.parent, self.output_dir)
 
-    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+    def on_train_start(self, trainer: Any, module: Any) -> None:
         self.first_step, self._drawn_at = trainer.global_step, time.monotonic()
         folders = [str(Path(log.log_dir).absolute()) for log in _csv_loggers(trainer)]
         self.progress.parts += [LogPart(folder, module.position.num_batches) for folder in folders]
@@ -75,27 +74,21 @@ class RunSummary(L.Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         if self.progress.first_loss is None and module.last_step:
             self.progress.first_loss = float(module.last_step["loss"])
-            if trainer.log_every_n_steps > 1:
-                self._log_step(trainer)
 
-    def on_validation_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
         """Drop the metrics of the previous validation, which Lightning keeps and this one may leave out."""
         if is_validation(trainer):
             for name in [name for name in trainer.callback_metrics if name.startswith("eval_")]:
                 del trainer.callback_metrics[name]
 
-    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
         if is_validation(trainer):
             self.progress.validation = Validation.of(trainer)
 
-    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        for log in _csv_loggers(trainer):
-            log.save()
-
-    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def on_train_end(self, trainer: Any, module: Any) -> None:
         self._log_step(trainer)
 
-    def on_exception(self, trainer: Any, module: L.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         if self.first_step is None or trainer.fast_dev_run:
             return
         self.status = status_of_error(exception)
@@ -112,7 +105,7 @@ class RunSummary(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.progress = RunProgress.from_dict(state_dict)
 
-    def choose_weights(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, str]:
+    def choose_weights(self, trainer: Any, module: Any) -> dict[str, str]:
         """Load the weights to export into the module: the best ones with `save_best`, else the last ones stay.
 
         Returns the results of the run, by name. Empty if no step was taken.
@@ -154,7 +147,7 @@ class RunSummary(L.Callback):
             }
         )
 
-    def _logs(self, trainer: L.Trainer) -> str:
+    def _logs(self, trainer: Any) -> str:
         """Name the logs of this process if it has trained, else of the previous one; empty if there are none."""
         if self.first_step is not None:
             return str(log_folder(trainer))
@@ -224,16 +217,10 @@ class RunSummary(L.Callback):
         self._drawn_at = time.monotonic()
         self._drawing_seconds = self._drawn_at - started
 
-    def _log_step(self, trainer: L.Trainer) -> None:
+    def _log_step(self, trainer: Any) -> None:
         """Log the last step unless it was logged, so that the first and the last step of a run are."""
         self._read_module()
-        step = self._module.position.num_batches
-        for log in _csv_loggers(trainer):
-            log.save()
-            logged = read_curves([LogPart(str(log.log_dir), 0)]).get("loss")
-            if self._module.last_step and (logged is None or step not in logged.steps):
-                log.log_metrics(dict(self.progress.last_step), step - 1)
-                log.save()
+        trainer.log_last_step()
 
 
 def _advice(speed: Speed) -> str:
@@ -251,6 +238,6 @@ def _as_record(validation: Validation | None) -> dict[str, Any] | None:
     return None if validation is None else {"step": validation.step, **validation.metrics}
 
 
-def _csv_loggers(trainer: L.Trainer) -> list[CSVLogger]:
+def _csv_loggers(trainer: Any) -> list[CSVLogger]:
     """Return the loggers that write in this process: Lightning's write on rank 0."""
     return [log for log in trainer.loggers if isinstance(log, CSVLogger) and ranks().is_first]

@@ -34,14 +34,12 @@ from radixtrain.settings.data import DataSettings
 from radixtrain.settings.fields import changed_keys
 from radixtrain.settings.model import ModelSettings
 from radixtrain.settings.trainer import TrainerSettings
-from radixtrain.training.devices.fsdp2 import FSDP2Strategy
+from radixtrain.training.devices.fabric import is_sharded
 from radixtrain.training.optimizer import moment_bytes, num_steps_of_run
 from radixtrain.training.start.loading import num_parameters
 from radixtrain.tree.groups import PrefixGroups
 
 if TYPE_CHECKING:
-    import lightning as L
-
     from radixtrain.data.datamodule import SFTData
 
 MOST_CONVERSATIONS = 20_000
@@ -63,7 +61,7 @@ Entry = tuple[str, str]
 
 
 def print_overview(
-    trainer: L.Trainer, module: object, data: SFTData, config: object, written: int, evaluates: str = ""
+    trainer: Any, module: object, data: SFTData, config: object, written: int, evaluates: str = ""
 ) -> None:
     """Print the overview, coloured on a terminal.
 
@@ -145,7 +143,7 @@ def sharing_entries(data: SFTData) -> list[Entry]:
     return [*entries, ("advice", hint)] if hint else entries
 
 
-def model_entries(module: Any, trainer: L.Trainer, steps_per_epoch: int, written: int) -> list[Entry]:
+def model_entries(module: Any, trainer: Any, steps_per_epoch: int, written: int) -> list[Entry]:
     """Describe ranks, steps, memory and disk. written: bytes, see `check_room`."""
     num_all, num_trained = num_parameters(module.model)
     sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in module.parameters()]
@@ -154,12 +152,11 @@ def model_entries(module: Any, trainer: L.Trainer, steps_per_epoch: int, written
     number = f"{num_steps:,}" if num_steps >= 0 else "without end"
     entries, divided, kept = [], "", 1 - module.hparams.activation_checkpointing
     if num_ranks > 1:
-        strategy = type(trainer.strategy).__name__.removesuffix("Strategy")
+        is_divided = is_sharded(trainer.strategy)
+        strategy = "FSDP2" if is_divided else "DDP"
         groups = f" in {ranks().num_groups} x {ranks().sp_size} that split each micro-batch" * (ranks().sp_size > 1)
         entries = [("devices", f"{num_ranks} ranks{groups}, {strategy}: each step is the same as on one")]
-        divided = (
-            f", 1/{num_ranks} of it on each rank" if isinstance(trainer.strategy, FSDP2Strategy) else " on each rank"
-        )
+        divided = f", 1/{num_ranks} of it on each rank" if is_divided else " on each rank"
     memory = f"{bytes_text(held)} for weights, gradients and optimizer{divided}"
     return [
         *entries,

@@ -129,7 +129,7 @@ def head_and_loss(dtype: torch.dtype) -> dict[str, int]:
 
 
 def step_of_fit(forward: Context | None = None, dtype: torch.dtype = FLOAT32, **collator: Any) -> dict[str, int]:
-    """`RadixModule.training_step`: micro-batches, the loss fused with the head, clipping, AdamW, the schedule."""
+    """`RadixModule.take_step`: micro-batches, the loss fused with the head, clipping, AdamW, the schedule."""
     model = share_prefixes(on_device(tiny_qwen3(), dtype))
     module: Any = RadixModule("unused")
     module.model, module.plain_head = model, True
@@ -137,7 +137,7 @@ def step_of_fit(forward: Context | None = None, dtype: torch.dtype = FLOAT32, **
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
     vars(module).update(optimizers=lambda: optimizer, lr_schedulers=lambda: scheduler)
     vars(module).update(manual_backward=lambda loss: loss.backward(), log_dict=lambda *_, **__: None)
-    RadixModule.device, RadixModule.global_step = torch.device("cuda:0"), 0
+    RadixModule.device = torch.device("cuda:0")
     given = StepCollator(max_tokens=12, **collator)(FEATURES)
     given.micro_batches = moved(given.micro_batches, model.mode)
     waits = Waits()

@@ -51,10 +51,10 @@ TRAINER = {
     "--trainer.devices=9223372036854775808": "trainer.devices 9,223,372,036,854,775,808: at most 1,000 on a machine",
     "--trainer.max_time=soon": "trainer.max_time must be DD:HH:MM:SS",
     "--trainer.max_time='{fortnights: 1}'": "trainer.max_time must be DD:HH:MM:SS",
-    "--trainer.accelerator=cpu --trainer.devices=0": "trainer: `Trainer(devices=0)` value is not a valid input",
+    "--trainer.accelerator=cpu --trainer.devices=0": "trainer: `Fabric(devices=0)` value is not a valid input",
     "--trainer.precision=transformer-engine": "trainer: Requirement 'transformer_engine",
     "--trainer.strategy=nonsense": "trainer.strategy nonsense: no such strategy; there are auto, ddp, ",
-    "--trainer.limit_train_batches=1.5": "trainer: ",
+    "--trainer.limit_train_batches=1.5": "trainer.limit_train_batches 1.5: a number of steps, or a share",
 }
 
 
@@ -133,11 +133,11 @@ def test_exports(said_of: Any, tmp_path: Path) -> None:
         assert expected in said_of(1, ["export", f"--ckpt_path={name}", f"--output_dir={tmp_path / 'out'}"])
 
 
-def test_an_error_of_our_own_is_not_blamed_on_the_trainer(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_our_own_is_not_blamed_on_the_user(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any) -> None:
         raise ValueError("a bug")
 
-    monkeypatch.setattr(Command, "make_trainer", broken)
+    monkeypatch.setattr(Command, "make_runner", broken)
     with pytest.raises(ValueError, match=r"^a bug$") as raised:
         main(arguments())
     assert not isinstance(raised.value, UserError)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import lightning as L
 import pytest
+from loops import loop_on
 
 from radixtrain.__main__ import main
 from radixtrain.commands import trainer_settings
@@ -25,9 +25,6 @@ def test_adapters_with_the_learning_rate_of_all_weights(
         assert ("model.learning_rate is 2e-05, as for training all weights; LoRA usually needs" in caplog.text) == told
 
 
-QUIET = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
-
-
 @pytest.mark.parametrize(
     ("settings", "is_taken"),
     [
@@ -40,7 +37,7 @@ QUIET = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
     ],
 )
 def test_an_interval_longer_than_an_epoch(settings: dict[str, Any], is_taken: bool) -> None:
-    trainer = L.Trainer(**QUIET, **settings)
+    trainer = loop_on(**settings)
     if is_taken:
         return check_interval(trainer, steps_per_epoch=5)
     with pytest.raises(UserError, match=r"trainer\.val_check_interval \d: an epoch has \d steps; set a smaller one"):
@@ -49,7 +46,7 @@ def test_an_interval_longer_than_an_epoch(settings: dict[str, Any], is_taken: bo
 
 def test_an_interval_of_time_is_for_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank would ask its own clock."""
-    by_time, by_steps = (L.Trainer(**QUIET, val_check_interval=each) for each in ("00:00:10:00", 4))
+    by_time, by_steps = (loop_on(val_check_interval=each) for each in ("00:00:10:00", 4))
     check_interval(by_time, steps_per_epoch=5)
     monkeypatch.setattr(trainer_settings, "ranks", lambda: Ranks(rank=0, size=2))
     check_interval(by_steps, steps_per_epoch=5)

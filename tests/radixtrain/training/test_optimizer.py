@@ -4,7 +4,6 @@ from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import nn
@@ -39,7 +38,7 @@ def settings(**changes: Any) -> SimpleNamespace:
     ],
 )
 def test_steps_of_a_run(limits: dict[str, Any], expected: int) -> None:
-    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **limits)
+    trainer = SimpleNamespace(**{"max_steps": -1, "limit_train_batches": 1.0, **limits})
     assert num_steps_of_run(trainer, 10) == expected
 
 

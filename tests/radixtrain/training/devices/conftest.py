@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 import pytest
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from radixtrain.training.devices.launcher_env import PARENT
 

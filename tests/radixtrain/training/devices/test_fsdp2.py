@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from forked_ranks import on_ranks
+from loops import loop_on
 from tiers import FULL
 from torch import Tensor, nn
 
@@ -16,43 +17,33 @@ from radixtrain.checkpoints.sharded import part_of, whole
 from radixtrain.collators.radix import RadixCollator
 from radixtrain.data.datamodule import SFTData
 from radixtrain.distributed import ranks
-from radixtrain.errors import UserError
+from radixtrain.errors import EndedElsewhere, UserError
 from radixtrain.hf.backbone import backbone_of
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.hf.share import share_prefixes
-from radixtrain.training.devices.fsdp2 import FSDP2Strategy, check_shardable, shard
+from radixtrain.training.devices.fsdp2 import check_shardable, shard
 from radixtrain.training.fault_tolerance.nonfinite_guard import NonFinite, nonfinite_weight
 from radixtrain.training.fault_tolerance.run_state import load_weights
-from radixtrain.training.fault_tolerance.saving import FolderCheckpointIO
+from radixtrain.training.loop import Loop
 from radixtrain.training.module import RadixModule
 from radixtrain.training.results.model_folder import save_hf_folder
-from radixtrain.training.trainer import Trainer
 
 
 @pytest.fixture
-def fit(shop: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Trainer]:
+def fit(shop: Path) -> Callable[..., Loop]:
     """`fit(num_steps)`: trains on as many ranks as there are, in steps of several micro-batches."""
-    monkeypatch.delenv(
-        "PL_GLOBAL_SEED", raising=False
-    )  # of an earlier test: Lightning would seed again on several ranks
 
-    def run(num_steps: int) -> Trainer:
-        size = ranks().size
+    def run(num_steps: int) -> Loop:
         module = RadixModule(str(shop / "model"), dtype="float64")
         data = SFTData(
             train_file=str(shop / "train.jsonl"), batch_size=5, max_tokens=120, max_length=120,
             dataloader_num_workers=0,
             model_name_or_path=str(shop / "model"),
         )  # fmt: skip
-        trainer = Trainer(
-            accelerator="cpu", devices=size, strategy=FSDP2Strategy(), max_steps=num_steps,
-            max_epochs=-1, use_distributed_sampler=False, logger=False, deterministic=True,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
-        trainer.strategy.checkpoint_io = FolderCheckpointIO()
-        trainer.fit(module, data)
-        return trainer
+        loop = loop_on(ranks().size, "fsdp2", max_steps=num_steps, max_epochs=-1, deterministic=True)
+        loop.fit(module, data)
+        return loop
 
     return run
 
@@ -60,13 +51,12 @@ def fit(shop: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Trainer]:
 pytestmark = FULL
 
 
-def test_each_rank_holds_a_part(fit: Callable[..., Trainer]) -> None:
+def test_each_rank_holds_a_part(fit: Callable[..., Loop]) -> None:
     """Of weights, gradients and moments; nothing whole is kept."""
 
     def bytes_of(rank: int) -> tuple[int, int]:
-        trainer = fit(1)
-        weights = list(trainer.lightning_module.parameters())
-        (optimizer,) = trainer.optimizers
+        loop = fit(1)
+        weights, optimizer = list(loop.module.parameters()), loop.optimizer
         held = [*weights, *(weight.grad for weight in weights)]
         held += [moment for own in optimizer.state.values() for name, moment in own.items() if name != "step"]
         num_whole = sum(each.numel() * each.element_size() for each in weights)
@@ -78,7 +68,7 @@ def test_each_rank_holds_a_part(fit: Callable[..., Trainer]) -> None:
 
 
 def test_a_disk_that_is_full_ends_all_ranks(
-    fit: Callable[..., Trainer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fit: Callable[..., Loop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 has what it needs from the others to the end; then they can gather again."""
 
@@ -86,20 +76,15 @@ def test_a_disk_that_is_full_ends_all_ranks(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     def save(rank: int) -> str:
-        trainer = fit(1)
-        strategy, (optimizer,) = trainer.strategy, trainer.optimizers
-        state = {
-            "state_dict": strategy.lightning_module_state_dict(),
-            "optimizer_states": [strategy.optimizer_state(optimizer)],
-        }
+        loop = fit(1)
         with monkeypatch.context() as patch:
             patch.setattr("radixtrain.checkpoints.tensors.write_file", full)
             try:
-                strategy.save_checkpoint(state, tmp_path / "x")
+                loop.save_checkpoint(tmp_path / "x")
                 said = ""
-            except UserError as error:
+            except (UserError, EndedElsewhere) as error:
                 said = str(error)
-        trainer.save_checkpoint(tmp_path / "y")
+        loop.save_checkpoint(tmp_path / "y")
         return said
 
     first, second = on_ranks(2, save)
@@ -108,14 +93,14 @@ def test_a_disk_that_is_full_ends_all_ranks(
     read_checkpoint(tmp_path / "y")
 
 
-def test_what_one_rank_holds_is_seen_by_all(fit: Callable[..., Trainer], shop: Path, tmp_path: Path) -> None:
+def test_what_one_rank_holds_is_seen_by_all(fit: Callable[..., Loop], shop: Path, tmp_path: Path) -> None:
     """A number that is not finite, in the part of the second rank, and weights that are put back."""
     names = "model.model.embed_tokens.weight"
 
     def spoil(rank: int) -> tuple[str | None, str | None, bool]:
-        trainer = fit(1)
-        module = trainer.lightning_module
-        trainer.save_checkpoint(tmp_path / "whole")
+        loop = fit(1)
+        module = loop.module
+        loop.save_checkpoint(tmp_path / "whole")
         with torch.no_grad():
             if rank == 1:
                 part_of(module.get_parameter(names))[0, 0] = float("nan")

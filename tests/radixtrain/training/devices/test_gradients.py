@@ -7,23 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from forked_ranks import on_ranks
-from lightning.pytorch.strategies import DDPStrategy, Strategy
-from quiet_trainer import trainer_on
 from tiers import FULL
 from tiny_models import tiny_hybrid, tiny_model, tiny_qwen3
-from torch import Tensor
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
 
 from radixtrain.checkpoints.sharded import is_sharded, whole
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.distributed import ranks
 from radixtrain.hf.share import share_prefixes
-from radixtrain.training.devices.fsdp2 import FSDP2Strategy
+from radixtrain.training.devices.fsdp2 import METHODS, shard
+from radixtrain.training.devices.gradients import add_gradient
 from radixtrain.training.module import RadixModule
 from radixtrain.verification.oracle import float64_arithmetic
 
@@ -60,10 +59,13 @@ class Watched(RadixModule):
         return False
 
 
-def one_step(module: Watched, step: Step, size: int, strategy: Strategy | None = None) -> dict[str, Any]:
+def one_step(module: Watched, step: Step, strategy: str = "ddp") -> dict[str, Any]:
     """What a rank finds in its part of a step."""
+    if strategy == "fsdp2":
+        shard(module, module.model, torch.device("cpu"), ranks().size, METHODS)
+    optimizer = torch.optim.SGD(module.parameters())
     with float64_arithmetic():
-        trainer_on(size, strategy).fit(module, DataLoader([step], batch_size=None))
+        module.take_step(step, optimizer, None, partial(add_gradient, module, strategy == "fsdp2"))
     return module.found
 
 
@@ -121,10 +123,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "experts": with_experts,
     "ordinary": tiny_qwen3,
 }
-STRATEGIES: dict[str, Callable[[], Strategy]] = {
-    "ddp": lambda: DDPStrategy(gradient_as_bucket_view=True),  # as `check_devices` sets it
-    "fsdp2": FSDP2Strategy,
-}
+STRATEGIES = ("ddp", "fsdp2")
 
 
 class Case(NamedTuple):
@@ -176,13 +175,13 @@ def test_the_step_of_one_process(case: Case) -> None:
     def work(rank: int) -> tuple[dict[str, Any], set[bool], list[int]]:
         case.prepare(model, **({"sp_group": ranks().sp_group} if case.sp_size > 1 else {}))
         step = replace(cut, rank=rank, num_ranks=case.size, sp_size=case.sp_size)(features(case.rows))
-        found = one_step(module, step, case.size, STRATEGIES[case.strategy]())
+        found = one_step(module, step, case.strategy)
         are_sharded = {is_sharded(each) for each in module.parameters()}
         return found, are_sharded, [*map(len, step.members)]
 
     def alone(rank: int) -> dict[str, Any]:
         case.prepare(model)
-        return one_step(module, StepCollator(max_tokens=14, dedup=case.dedup)(features(case.rows)), 1)
+        return one_step(module, StepCollator(max_tokens=14, dedup=case.dedup)(features(case.rows)))
 
     (expected,) = on_ranks(1, alone)
     answers = on_ranks(case.size, work, sp_size=case.sp_size)
@@ -208,11 +207,48 @@ def test_each_step_adds_in_the_same_order() -> None:
     def gradients(rank: int) -> list[dict[str, Tensor]]:
         found: list[dict[str, Tensor]] = []
         step = replace(cut, rank=rank)(features(13))
-        module.guard.allows = lambda *given: found.append(module.note(*given) or module.found["gradients"])
-        trainer_on(4, STRATEGIES["ddp"]()).fit(module, DataLoader([step] * 3, batch_size=None))
+        for _ in range(3):
+            found.append(one_step(module, step)["gradients"])
         return found
 
     first, *others = on_ranks(4, gradients)[0]
     assert len(others) == 2
     for other in others:
         assert [name for name, there in first.items() if not torch.equal(other[name], there)] == []
+
+
+class Experts(nn.Module):
+    """Four weights, of which a micro-batch reaches those that it names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.full((2,), float(place + 1)) for place in range(4)])
+
+    def loss_sum(self, batch: list[int]) -> Any:
+        return sum((each + 1.0) * self.weights[each].square().sum() for each in batch) * ranks().size
+
+
+def left(steps: list[list[list[int]]]) -> list[list[list[float] | None]]:
+    """The gradients after each step of micro-batches."""
+    module, found = Experts(), []
+    for batches in steps:
+        module.zero_grad()
+        for place, batch in enumerate(batches):
+            add_gradient(module, False, batch, 1.0, is_last=place == len(batches) - 1)
+        found.append([None if each.grad is None else each.grad.tolist() for each in module.weights])
+    return found
+
+
+@FULL
+@pytest.mark.parametrize("bucket_bytes", [1, 25 << 20])
+def test_weights_that_some_ranks_do_not_reach(bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the last micro-batch, in none of one rank, and in none of any: that gradient stays None, as AdamW needs it."""
+    monkeypatch.setattr("radixtrain.training.devices.gradients.BUCKET_BYTES", bucket_bytes)
+    shares = [[[[0], [1]], [[1]], [[3, 0]]], [[[0, 2], [0]], [[1]], [[2]]]]
+    gradients = left([first + second for first, second in zip(*shares, strict=True)])
+    assert [[each is None for each in step] for step in gradients] == [
+        [False, False, False, True],
+        [True, False, True, True],
+        [False, True, False, False],
+    ]
+    assert on_ranks(2, lambda rank: left(shares[rank])) == [gradients] * 2

@@ -8,9 +8,9 @@ import time
 from datetime import timedelta
 from types import SimpleNamespace
 
-import lightning as L
 import pytest
 from forked_children import fork_children, rank_1_finds_an_error
+from lightning.fabric import Fabric
 from outcomes import summary
 from tiers import FULL
 
@@ -106,7 +106,7 @@ def test_children_get_the_command_line_and_their_place(environment, monkeypatch)
     environment({"OMP_NUM_THREADS": "1"})
     before, arguments = dict(os.environ), ["fit", "--trainer.logger=none"]
     monkeypatch.setattr(subprocess, "Popen", start)
-    strategy = L.Trainer(accelerator="cpu", devices=3, strategy="ddp", logger=False).strategy
+    strategy = Fabric(accelerator="cpu", devices=3, strategy="ddp").strategy
     with pytest.raises(Started) as started, Processes(strategy, arguments, timedelta(seconds=5)) as processes:
         assert processes.starts_others
         processes.joined(lambda: "made")

@@ -1,18 +1,14 @@
 """Which devices and strategies a command takes, in the words of a user."""
 
-from datetime import timedelta
-from types import SimpleNamespace
-
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 
 from radixtrain.__main__ import main
 from radixtrain.errors import UserError
 from radixtrain.settings.read import read
+from radixtrain.training.devices.fabric import fabric_of
 from radixtrain.training.devices.launcher_env import LauncherEnv, default_devices
-from radixtrain.training.devices.settings import SlurmTasks, check_devices, device_settings
+from radixtrain.training.devices.settings import SlurmTasks, device_settings
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 SRUN = {"SLURM_NTASKS": "4", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_TASKS_PER_NODE": "2(x2)"}
@@ -28,8 +24,8 @@ def settings(**keys):
 
 
 def test_accepted():
-    for name in ("auto", "ddp", "ddp_find_unused_parameters_true", "fsdp2"):
-        assert device_settings(settings(trainer__strategy=name), "fit") == {"use_distributed_sampler": False}
+    for name in ("auto", "ddp", "fsdp2"):
+        assert device_settings(settings(trainer__strategy=name), "fit") == {}
 
 
 @pytest.mark.parametrize(
@@ -104,44 +100,28 @@ def test_a_launcher_says_how_many(environment, variables):
         assert device_settings(settings(trainer__devices=devices), "fit")["devices"] == 2
 
 
+TWO = {"trainer__accelerator": "cpu", "trainer__devices": 2}
+
+
 def test_a_number_that_is_not_the_launchers_is_refused(environment):
-    trainer = L.Trainer(accelerator="cpu", devices=2, num_nodes=1, logger=False, enable_checkpointing=False)
-    check_devices(trainer, timedelta(seconds=5))
+    assert fabric_of(settings(**TWO), "fit").world_size == 2
     environment(TORCHRUN)
     with pytest.raises(UserError, match=r"devices 2 and trainer\.num_nodes 1: torchrun has started 2"):
-        check_devices(trainer, timedelta(seconds=5))
+        fabric_of(settings(**TWO), "fit")
 
 
 def test_srun_is_told_to_lightning(environment):
     environment(SRUN)
     (tasks,) = device_settings(settings(), "fit")["plugins"]
     assert isinstance(tasks, SlurmTasks)
-    trainer = L.Trainer(
-        **{"accelerator": "cpu", "devices": 2, "num_nodes": 2, "plugins": [tasks], "logger": False},
-        enable_checkpointing=False,
-    )
-    check_devices(trainer, timedelta(seconds=5))
-    assert (trainer.global_rank, trainer.world_size) == (1, 4)
+    strategy = fabric_of(settings(**TWO, trainer__num_nodes=2), "fit").strategy
+    assert (strategy.global_rank, strategy.num_processes * strategy.num_nodes) == (1, 4)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_nccl_waits_longer_than_what_reports_a_hanging_rank(device):
-    strategy = DDPStrategy(parallel_devices=[torch.device(device, 0)])
-    check_devices(SimpleNamespace(strategy=strategy, num_devices=1, num_nodes=1), timedelta(seconds=7))
-    assert vars(strategy)["_timeout"] == timedelta(seconds=7 if device == "cpu" else 67)
-
-
-def test_gradients_are_held_once():
-    strategy = DDPStrategy()
-    check_devices(SimpleNamespace(strategy=strategy, num_devices=1, num_nodes=1), timedelta(seconds=7))
-    assert vars(strategy)["_ddp_kwargs"]["gradient_as_bucket_view"] is True
-
-
-@pytest.mark.parametrize("devices", [1, 3])
-def test_ranks_that_sp_size_does_not_divide(devices):
-    trainer = SimpleNamespace(strategy=DDPStrategy(), num_devices=devices, num_nodes=1)
-    with pytest.raises(UserError, match=rf"sp_size 2: this run has {devices} ranks?, which it has to divide: 1"):
-        check_devices(trainer, timedelta(seconds=7), sp_size=2)
+@pytest.mark.parametrize(("devices", "count"), [(1, "1 rank"), (3, "3 ranks")])
+def test_ranks_that_sp_size_does_not_divide(devices, count):
+    with pytest.raises(UserError, match=rf"sp_size 2: this run has {count}, which it has to divide: 1"):
+        fabric_of(settings(sp_size=2, **TWO | {"trainer__devices": devices}), "fit")
 
 
 @pytest.mark.parametrize(

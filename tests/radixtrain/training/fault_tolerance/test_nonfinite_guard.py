@@ -123,18 +123,18 @@ def spoil_steps(monkeypatch: pytest.MonkeyPatch, spoilt: set[int]) -> list[tuple
     """The losses of these steps, counted from 0, are NaN. Filled by a run: what a step found and left, of each."""
     seen: list[tuple[Any, Any]] = []
     loss_sum: Callable[..., Tensor] = RadixModule.loss_sum
-    training_step: Callable[..., None] = RadixModule.training_step
+    take_step: Callable[..., Any] = RadixModule.take_step
 
-    def state(module: Any) -> Any:
-        optimizer, scheduler = module.optimizers(), module.lr_schedulers()
+    def state(module: Any, optimizer: Any, scheduler: Any) -> Any:
         return copy.deepcopy((module.state_dict(), optimizer.state_dict(), scheduler.state_dict(), module.global_step))
 
-    def step(module: Any, *given: Any) -> None:
-        before = state(module)
-        training_step(module, *given)
-        seen.append((before, state(module)))
+    def step(module: Any, batch: Any, optimizer: Any, scheduler: Any, *given: Any) -> Any:
+        before = state(module, optimizer, scheduler)
+        metrics = take_step(module, batch, optimizer, scheduler, *given)
+        seen.append((before, state(module, optimizer, scheduler)))
+        return metrics
 
-    monkeypatch.setattr(RadixModule, "training_step", step)
+    monkeypatch.setattr(RadixModule, "take_step", step)
     monkeypatch.setattr(RadixModule, "loss_sum", lambda *x: loss_sum(*x) * (NAN if len(seen) in spoilt else 1.0))
     return seen
 

@@ -4,12 +4,10 @@ import csv
 import json
 import shutil
 from datetime import date, timedelta
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import Timer
 from outcomes import EXACT, assert_same_run
 from safetensors.torch import load_file, save_file
 from tiers import FULL
@@ -18,6 +16,7 @@ from transformers import AutoTokenizer
 from radixtrain.__main__ import main
 from radixtrain.checkpoints.folder import read_checkpoint
 from radixtrain.training.fault_tolerance import resume
+from radixtrain.training.loop import Loop
 
 WHOLE = 10  # steps: 20 rows, 4 at a time, 2 epochs
 pytestmark = FULL
@@ -73,11 +72,22 @@ def test_a_run_with_another_end_goes_on(ran):
     assert_same_run(short, whole)
 
 
+def end_time_after(monkeypatch: pytest.MonkeyPatch, num_steps: int) -> None:
+    """The time of every run from now on is up after so many steps."""
+    look = Loop._look_at_the_clock
+
+    def looking(loop: Loop) -> None:
+        if loop.global_step == num_steps:
+            loop._started -= 4000
+        look(loop)
+
+    monkeypatch.setattr(Loop, "_look_at_the_clock", looking)
+
+
 def test_a_run_that_max_time_has_stopped_goes_on(ran, arguments, tmp_path, monkeypatch, capsys):
     """Each start has the whole time again."""
     whole = ran("whole", **EXACT)
-    asked = count()
-    monkeypatch.setattr(Timer, "time_elapsed", lambda self, stage="train": 0.0 if next(asked) < 5 else 4000.0)
+    end_time_after(monkeypatch, 5)
     short = ran("short", trainer__max_time="00:01:00:00", **EXACT)
     assert 0 < len(column(short)) < WHOLE
     assert "max_time" in capsys.readouterr().out
@@ -127,8 +137,7 @@ def test_what_evaluates_a_run_sees_its_day_too(ran, arguments, template, shop, t
 @pytest.mark.parametrize("due", [False, True])
 def test_max_time_adds_no_validation(ran, monkeypatch, due):
     """One that is due at the step where the time is up takes place. An epoch has five steps."""
-    asked = count()
-    monkeypatch.setattr(Timer, "time_elapsed", lambda self, stage="train": 0.0 if next(asked) < 4 else 4000.0)
+    end_time_after(monkeypatch, 4)
     flags = {"data__val_size": 4, "trainer__val_check_interval": 2, "save_best": "eval_loss"}
     every = {"data__batch_size": 2, "trainer__val_check_interval": 4} if due else {"trainer__val_check_interval": 3}
     run = ran("run", trainer__max_time="00:01:00:00", **{**flags, **every})

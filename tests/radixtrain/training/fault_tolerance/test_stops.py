@@ -22,7 +22,7 @@ CODES = [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)]
 def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """`at_step(3, act)`: call it within the third training step."""
 
-    def register(number: int, act: Callable[[], Any], name: str = "training_step") -> None:
+    def register(number: int, act: Callable[[], Any], name: str = "take_step") -> None:
         original, count = getattr(RadixModule, name), [0]
 
         def step(*arguments: Any) -> Any:

@@ -23,14 +23,14 @@ Arguments = Callable[..., list[str]]
 
 def stop_in_step(monkeypatch: pytest.MonkeyPatch, step: int, error: BaseException) -> None:
     """Raise it when this step, counted from 1, begins."""
-    train = RadixModule.training_step
+    train = RadixModule.take_step
 
-    def training_step(self: Any, batch: Any, index: int) -> None:
+    def take_step(self: Any, *arguments: Any) -> Any:
         if self.global_step + 1 == step:
             raise error
-        train(self, batch, index)
+        return train(self, *arguments)
 
-    monkeypatch.setattr(RadixModule, "training_step", training_step)
+    monkeypatch.setattr(RadixModule, "take_step", take_step)
 
 
 @pytest.mark.usefixtures("draws")
@@ -105,13 +105,12 @@ def test_what_a_killed_run_leaves(arguments: Arguments, tmp_path: Path, monkeypa
 def test_a_validation_that_measures_nothing(arguments: Arguments, shop: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """`on_nonfinite: skip` may leave all of its rows out: then the metrics of the previous one do not stand for it."""
 
-    validate = RadixModule.validation_step
+    evaluated = RadixModule.evaluated
 
-    def validate_once(self: Any, step: Any, index: int) -> None:
-        if self.global_step == 5:
-            validate(self, step, index)
+    def evaluated_once(self: Any, name: str, step: Any) -> Any:
+        return evaluated(self, name, step) if self.global_step == 5 else None
 
-    monkeypatch.setattr(RadixModule, "validation_step", validate_once)
+    monkeypatch.setattr(RadixModule, "evaluated", evaluated_once)
     flags = {"trainer__max_epochs": 4, "save_best": "eval_loss", "early_stopping": 1}
     assert main(arguments(data__validation_file=shop / "validation.jsonl", **flags)) == 0
     found = summary(tmp_path / "out")

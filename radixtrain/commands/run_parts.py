@@ -1,4 +1,4 @@
-"""The callbacks of a command, in the order in which Lightning calls them."""
+"""The parts of a run, which a runner tells what happens, in the order in which it tells them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from radixtrain.training.results.best import Best, StopEarly
 from radixtrain.training.results.summary import RunSummary
 
 
-class RunCallbacks:
-    """The callbacks of a run, which work together: a stop request and a new best value make the saver write.
+class RunParts:
+    """The parts of a run, which work together: a stop request and a new best value make the saver write.
 
     settings: of the command. evaluation: an `EvaluateGeneration`. output_dir: of the run.
     has_validation: whether it has rows to validate on.
 
     requests: of signals and files. saver: writes the checkpoints. best: the best one; None without
-    `save_best`. evaluation: generates answers after a validation. summary: of the results. all: the callbacks.
+    `save_best`. evaluation: generates answers after a validation. summary: of the results. all: the parts.
 
     Raises UserError if `save_best` or `early_stopping` cannot work here.
     """
@@ -43,7 +43,7 @@ class RunCallbacks:
             *([self.evaluation] if self.evaluation.logged else []),
             *([self.best] if self.best else []),
             *([] if patience is None else [StopEarly(metric or "eval_loss", patience)]),
-            self.saver,  # after the callbacks that read a validation and request a checkpoint
+            self.saver,  # after the parts that read a validation and request a checkpoint
         ]
         if settings.trainer.enable_progress_bar is not False:
             self.all.append(progress_bar())

@@ -1,0 +1,291 @@
+"""The loop of `fit`: every step is drawn, computed and taken here, and between two steps the run may stop or save.
+
+    until enough steps or epochs are taken:
+        for step in the epoch, from where the run is:
+            stop? save?                     the parts of the run, such as `SaveCheckpoints`
+            losses, gradients, optimizer    RadixModule.take_step
+            log; validate?
+
+A place in a run is three numbers (items of the loader, steps among them, steps left out), since the order of steps is a
+function of (seed, epoch). With the generators, the weights and the moments of the optimizer, a checkpoint is complete.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from radixtrain.checkpoints.folder import gathering_of, write_checkpoint
+from radixtrain.checkpoints.sharded import part_like
+from radixtrain.data.datamodule import SFTData
+from radixtrain.distributed import ranks
+from radixtrain.errors import UserError
+from radixtrain.training.devices.fabric import is_sharded
+from radixtrain.training.devices.gradients import add_gradient
+from radixtrain.training.fault_tolerance.failures import restoring
+from radixtrain.training.fault_tolerance.resume import apply_settings, restore_position
+from radixtrain.training.fault_tolerance.run_state import (
+    add_run_state,
+    generator_states,
+    set_generator_states,
+    set_states_of_ranks,
+)
+from radixtrain.training.module import RadixModule
+from radixtrain.training.optimizer import num_steps_of_run
+from radixtrain.training.runner import Runner, Stage, limited
+
+SANITY_STEPS = 2  # of the validation, before the first step
+
+
+class Loop(Runner):
+    """Trains a `RadixModule` on the steps of an `SFTData`. Arguments are those of `Runner`.
+
+    should_stop: set by a part that ends the run early, at the end of the step.
+    """
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        settings, tried = self.settings, self.fast_dev_run
+        self.max_steps, self.max_epochs = settings.max_steps, settings.max_epochs
+        self.limit_train_batches, self.limit_val_batches = (
+            1.0 if limit is None else limit for limit in (settings.limit_train_batches, settings.limit_val_batches)
+        )
+        self.check_val_every_n_epoch, self.val_check_interval = settings.check_val_every_n_epoch, 1.0
+        if settings.overfit_batches:
+            self.limit_train_batches = self.limit_val_batches = settings.overfit_batches
+        if tried:
+            self.max_steps, self.max_epochs = tried, 1
+            self.limit_train_batches = self.limit_val_batches = tried
+            self.check_val_every_n_epoch = 1
+        self._validates_every: float | None = None
+        if isinstance(settings.val_check_interval, str | Mapping):
+            self._validates_every = seconds_of(settings.val_check_interval)
+        elif settings.val_check_interval is not None and not tried:
+            self.val_check_interval = settings.val_check_interval
+        if self.check_val_every_n_epoch is None and isinstance(self.val_check_interval, float):
+            raise UserError(
+                f"trainer.check_val_every_n_epoch: null counts steps over the epochs: set trainer.val_check_interval "
+                f"to a number of steps; it is {self.val_check_interval}"
+            )
+        self._seconds = seconds_of(settings.max_time)
+        self.should_stop = self.is_out_of_time = False
+        self._unlogged: dict[str, Any] = {}
+        self._generators: list[Any] = []
+        """Their states on each rank in the checkpoint that the run goes on from, until its first step."""
+
+    def fit(self, module: RadixModule, datamodule: SFTData, ckpt_path: str | None = None, **_: Any) -> None:
+        """Train until the steps or epochs of the settings are taken. ckpt_path: a checkpoint to go on from."""
+        self.module, self.datamodule = module, datamodule
+        with self.ending():
+            self.begin(Stage.FIT, module, datamodule, ckpt_path)
+            self.length = limited(module.steps_per_epoch or 0, self.limit_train_batches)
+            checkpoint = self._restored_parts() if ckpt_path else None
+            self.place()
+            self.tell_parts("on_fit_start")
+            self.log_hyperparameters()
+            configured = module.configure_optimizers()
+            self.optimizer, self.scheduler = configured["optimizer"], configured["lr_scheduler"]
+            if checkpoint:
+                self._restore_optimizer(checkpoint["optimizer_states"][0])
+            del checkpoint
+            with torch.autograd.set_detect_anomaly(True) if self.settings.detect_anomaly else nullcontext():
+                self._try_validation()
+                self._train()
+            self.tell_parts("on_fit_end")
+
+    def _train(self) -> None:
+        self._started = self._validated = time.monotonic()
+        if self._is_over():
+            return
+        loader = self.datamodule.train_dataloader()
+        self.loaders.append(loader)
+        self.tell("on_train_start")
+        if self.module.position.validation_pending:
+            self.validate_pending()
+        while not self._is_over():
+            self._run_epoch(loader)
+        self.tell("on_train_end")
+
+    def _run_epoch(self, loader: Any) -> None:
+        """Take the steps of an epoch that the run has not taken yet."""
+        epoch, first = divmod(self.module.position.num_batches, self.length)
+        loader.sampler.set_epoch(epoch)
+        loader.sampler.start = first
+        self.tell("on_train_epoch_start")
+        accumulate = partial(add_gradient, self.module, is_sharded(self.strategy))
+        for index, step in zip(range(first, self.length), loader, strict=False):
+            self.tell_parts("on_train_batch_start")  # stop? save?
+            self._take_over_generators()
+            with self.precision_plugin.forward_context():
+                metrics = self.module.take_step(self.moved(step), self.optimizer, self.scheduler, accumulate)
+            self._note(metrics)
+            self.tell_parts("on_train_batch_end")
+            self._look_at_the_clock()
+            if self._is_validation_due(index):
+                self.validate()
+            if self._is_over():
+                break
+        self.tell_parts("on_train_epoch_end")
+
+    def _take_over_generators(self) -> None:
+        """Set the random generators of a resumed run: nothing draws between this and its first step."""
+        if self._generators:
+            set_states_of_ranks(self._generators)
+        self._generators = []
+        self.module.generators_before_step = generator_states()
+
+    def _is_over(self) -> bool:
+        """Return whether the steps or epochs are taken, or a part or the clock has ended the run."""
+        position = self.module.position
+        is_enough = self.max_steps != -1 and position.num_steps >= self.max_steps
+        if not self.length or self.max_epochs == 0 or is_enough or self.should_stop:
+            return True
+        return self.max_epochs not in (None, -1) and position.num_batches >= self.length * int(self.max_epochs or 0)
+
+    def _look_at_the_clock(self) -> None:
+        """End the run when its time is up, by the clock of rank 0."""
+        if self._seconds is not None:
+            is_late = ranks().is_first and time.monotonic() - self._started >= self._seconds
+            self.is_out_of_time = ranks().any(is_late)
+            self.should_stop |= self.is_out_of_time
+
+    # Validations
+
+    def validate(self) -> None:
+        """Compute the loss on the validation rows, and what parts of the run measure."""
+        self.optimizer.zero_grad()  # their memory is free for a validation
+        self.validating = True
+        self.evaluate("validation", "eval_loss", self.limit_val_batches)
+        self.validating = False
+        self._validated = time.monotonic()
+
+    def validate_pending(self) -> None:
+        """Run the validation in which the run was stopped."""
+        self.validate()
+        self.module.position = replace(self.module.position, validation_pending=False)
+
+    def _is_validation_due(self, index: int) -> bool:
+        """Return whether a validation follows the step of this index in its epoch."""
+        if not self._has_validation:
+            return False
+        if self._validates_every is not None:
+            return time.monotonic() - self._validated >= self._validates_every
+        num_batches, every, interval = (
+            self.module.position.num_batches,
+            self.check_val_every_n_epoch,
+            self.val_check_interval,
+        )
+        if every is None:
+            return num_batches % int(interval) == 0
+        if (num_batches - 1) // self.length % every != every - 1:
+            return False
+        steps = interval if isinstance(interval, int) else max(1, int(self.length * interval))
+        return (index + 1) % steps == 0
+
+    @property
+    def _has_validation(self) -> bool:
+        return "validation" in self.datamodule.conversations and self.limit_val_batches != 0
+
+    def _try_validation(self) -> None:
+        """Validate on a few steps before a new run, so that what fails there fails at once."""
+        asked = self.settings.num_sanity_val_steps
+        count = SANITY_STEPS if asked is None else asked
+        if not self._has_validation or not count or self.ckpt_path or self.fast_dev_run or self._is_over():
+            return
+        before = generator_states()
+        self.sanity_checking = True
+        whole = limited(len(self.datamodule.sampler_of("validation")), self.limit_val_batches)
+        self.evaluate("validation", "eval_loss", whole if count == -1 else min(count, whole))
+        self.sanity_checking, self.callback_metrics = False, {}
+        set_generator_states(before)
+
+    # Logs
+
+    def _note(self, metrics: dict[str, Any]) -> None:
+        """Note the metrics of a step; log them if it is its turn, or the first of the run. To read them waits."""
+        self.callback_metrics |= metrics
+        self._unlogged = metrics
+        number = self.module.position.num_batches
+        if number == 1 or (self.log_every_n_steps and number % self.log_every_n_steps == 0) or self.fast_dev_run:
+            self.log_last_step()
+
+    def log_last_step(self) -> None:
+        """Log the last step, unless it was logged or left out."""
+        if self._unlogged:
+            self.log(self._unlogged, *self.place_of_logs)
+        self._unlogged = {}
+
+    @property
+    def place_of_logs(self) -> tuple[int, int]:
+        number = self.module.position.num_batches
+        return number, max(0, number - 1) // max(1, self.length)
+
+    # Checkpoints
+
+    @property
+    def num_steps(self) -> int:
+        """Return the optimizer steps of the whole run; -1 if it has no end."""
+        return num_steps_of_run(self, self.module.steps_per_epoch)
+
+    def save_checkpoint(self, path: Path) -> None:
+        """Write a checkpoint on rank 0; the others give their parts. A part of the run may have a state in it."""
+        module, data = self.module, self.datamodule
+        checkpoint: dict[str, Any] = {
+            "global_step": self.global_step,
+            "state_dict": module.state_dict(),
+            "optimizer_states": [self.optimizer.state_dict()],
+            "parts": {type(part).__name__: part.state_dict() for part in self._parts_with_state},
+            "hyper_parameters": dict(module.hparams),
+            "datamodule_hyper_parameters": dict(data.hparams),
+            type(data).__qualname__: data.state_dict(),
+        }
+        add_run_state(checkpoint, module, module.generators_before_step)
+        if is_sharded(self.strategy) and not ranks().is_first:
+            gathering_of(checkpoint).finish()
+        ranks().broadcast_from_rank0(lambda: write_checkpoint(path, checkpoint))
+
+    @property
+    def _parts_with_state(self) -> list[Any]:
+        return [part for part in self.callbacks if hasattr(part, "state_dict")]
+
+    def _restored_parts(self) -> dict[str, Any]:
+        """Load the weights and the states of the parts. Returns the checkpoint."""
+        checkpoint = self.load_checkpoint()
+        with restoring(self.ckpt_path):
+            restore_position(checkpoint, self.module)
+            self._generators = checkpoint["radixtrain"]["generators"]
+            for part in self._parts_with_state:
+                if state := checkpoint["parts"].get(type(part).__name__):
+                    part.load_state_dict(state)
+        return checkpoint
+
+    def _restore_optimizer(self, state: dict[str, Any]) -> None:
+        """Load the moments, of which each rank keeps its part. The schedule follows from the number of steps."""
+        with restoring(self.ckpt_path):
+            numbers = [number for group in state["param_groups"] for number in group["params"]]
+            weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
+            for number, weight in zip(numbers, weights, strict=True):
+                moments = state["state"].get(number, {})
+                for name, moment in moments.items():
+                    if isinstance(moment, Tensor):  # else the count of steps
+                        is_moment = moment.shape == weight.shape
+                        moments[name] = part_like(moment, weight) if is_moment else moment.clone()
+            self.optimizer.load_state_dict(state)
+        self.scheduler.last_epoch = self.module.position.num_steps
+        apply_settings(self.module, self.optimizer, self.scheduler)
+
+
+def seconds_of(duration: str | Mapping[str, Any] | None) -> float | None:
+    """Return the seconds of DD:HH:MM:SS, or of a mapping such as {hours: 2}; None for None."""
+    if isinstance(duration, str):
+        duration = dict(zip(("days", "hours", "minutes", "seconds"), map(int, duration.split(":")), strict=True))
+    return None if duration is None else timedelta(**duration).total_seconds()

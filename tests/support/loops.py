@@ -1,0 +1,24 @@
+"""A loop of `fit` that writes nothing and shows nothing."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy
+
+from radixtrain.settings.trainer import TrainerSettings
+from radixtrain.training.devices.fabric import Sharded
+from radixtrain.training.loop import Loop
+
+__all__ = ["loop_on"]
+
+
+def loop_on(count: int = 1, strategy: str = "ddp", parts: tuple[Any, ...] = (), **settings: Any) -> Loop:
+    """On the CPU; on as many ranks, which have met. settings: of `trainer`."""
+    kind = Sharded if strategy == "fsdp2" else DDPStrategy
+    several: dict[str, Any] = {"strategy": kind(timeout=timedelta(minutes=5)), "devices": count} if count > 1 else {}
+    fabric = Fabric(accelerator="cpu", **{"devices": 1, **several})
+    return Loop(fabric, TrainerSettings(**settings), Path("nowhere"), [], parts)
