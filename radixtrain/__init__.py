@@ -17,7 +17,6 @@ if TYPE_CHECKING:  # `_HOMES`, as type checkers and editors read it
     from radixtrain.generation.cache import RadixCache
     from radixtrain.generation.generate import generate
     from radixtrain.generation.score import score_completions
-    from radixtrain.hf.image_models import image_inputs_of
     from radixtrain.hf.prepare import prepare_model, restore_model, share_prefixes, sharing_report
     from radixtrain.hf.step_losses import step_losses
     from radixtrain.hf.third_party import position_wise
@@ -34,7 +33,6 @@ __all__ = [
     "StepCollator",
     "build_prefix_plan",
     "generate",
-    "image_inputs_of",
     "log_sharing",
     "position_wise",
     "prepare_model",
@@ -55,7 +53,6 @@ _HOMES = {
     "StepCollator": "radixtrain.collators.steps",
     "build_prefix_plan": "radixtrain.tree.plan",
     "generate": "radixtrain.generation.generate",
-    "image_inputs_of": "radixtrain.hf.image_models",
     "log_sharing": "radixtrain.plugins.trainer_callback",
     "position_wise": "radixtrain.hf.third_party",
     "prepare_model": "radixtrain.hf.prepare",

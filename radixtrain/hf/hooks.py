@@ -28,7 +28,6 @@ from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.backbone import Parts, arguments_of, in_one_row, text_decoder_of, with_rows
 from radixtrain.hf.conditions import traits_of, why_unsupported
 from radixtrain.hf.dropout import generator_states, has_drawn, number_that_draws, set_generator_states
-from radixtrain.hf.image_models import types_for, with_features
 from radixtrain.hf.modules import mixers_of, num_attention_layers, text_layers
 from radixtrain.hf.padded.calls import is_compiled, is_generating
 from radixtrain.hf.padded.fused_heads import share_fused_heads
@@ -187,18 +186,15 @@ class BackboneHooks:
         radix = on_device_of_rows(radix, given)
         layout = own_layout(radix)
         given.update(in_one_row(given, layout))
-        if radix.image_rows is not None and self.split is None:  # a split batch with images is refused
-            given = with_features(backbone, radix, given)
         self._check(backbone, layout, radix, given)
         predictors = _requested_rows(radix)
         self._count(backbone, radix, layout, predictors.shape[0])
-        may_bind = layout.blocks is not None or window_may_bind(text_decoder_of(backbone).config, layout.max_seqlen)
+        may_bind = window_may_bind(text_decoder_of(backbone).config, layout.max_seqlen)
         options = layout, predictors, self.attention, self.kernel, may_bind
         call = RadixCall(*options) if self.split is None else SplitCall(self.split, *options)
         call.token_loss, call.place_rows = radix.token_loss, radix.place_rows
         mask = no_mask(may_bind, layout.device, call)
-        types = types_for(backbone, layout)
-        return {**given, **types, "attention_mask": mask, "use_cache": False, "radix_call": call}
+        return {**given, "attention_mask": mask, "use_cache": False, "radix_call": call}
 
     def _count(self, backbone: PreTrainedModel, radix: RadixInputs, layout: TreeLayout, num_head_rows: int) -> None:
         """Count a batch of a `RadixCollator`."""

@@ -40,9 +40,7 @@ NOT_USABLE = {
     "^attention_mask$": "a radix batch has no padding: take the mask out, and train prompt or prefix tuning without it",
     f"^({'|'.join(CACHE)})$": "a cache, or prefix tuning, puts keys in front of every sequence: use an ordinary batch",
     "token_type_ids$": "they are not part of a radix batch: use an ordinary batch",
-    "pixel|image": "its collator did not read them, or its model has an sp_group, which takes text only: "
-    "RadixCollator(images=image_inputs_of(model)) reads the images of its rows",
-    "video|audio|^input_features": "a radix batch has text and images only: use an ordinary batch",
+    "pixel|image|video|audio|^input_features": "a radix batch has text only: use an ordinary batch",
 }
 # Outputs that would hold the unique tokens, not the tokens of each sequence.
 RETURNED_PER_TOKEN = ("output_hidden_states", "output_attentions")

@@ -41,7 +41,6 @@ class RadixInputs(Movable):
     token_loss: whether the loss is known to be a sum over tokens, whoever computes it.
     is_left_padded: whether a feature was padded on the left and had no `position_ids`. They count from 0 here and from
         the padding in Hugging Face: the same for rotary embeddings, but not for learned ones.
-    image_pieces: of each piece: how many placeholders it has, and which of the distinct images these show.
     num_tokens: original tokens that the batch adds to its step, if they are not those of its sequences: 0 for one that
         only fills up.
     split: the number of rows in all, or a `SplitLoss`, if a rank of an `sp_group` holds only some of them.
@@ -56,7 +55,6 @@ class RadixInputs(Movable):
     label_indices: (P,), int64. the original token that each entry is, counted over all features back to back; None if
         an entry may stand for several.
     old_logprobs, advantages: (P,), float32. as they were given, if they were.
-    image_rows: (placeholders among U,), int64. which row of the pieces stands at each unique placeholder.
     """
 
     rows: Tensor
@@ -65,7 +63,6 @@ class RadixInputs(Movable):
     place_rows: IntArray | None = None
     token_loss: bool = False
     is_left_padded: bool = False
-    image_pieces: tuple[tuple[int, tuple[int, ...]], ...] = ()
     num_tokens: int | None = None
     split: Any = None
 
@@ -76,7 +73,6 @@ class RadixInputs(Movable):
     label_indices = _section("label_indices")
     old_logprobs = _section("old_logprobs")
     advantages = _section("advantages")
-    image_rows = _section("image_rows")
 
     @classmethod
     def of(cls, **given: Any) -> RadixInputs:

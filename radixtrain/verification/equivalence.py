@@ -22,7 +22,6 @@ from radixtrain.collators.targets import features_once
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import pretrained_model_of
 from radixtrain.hf.dropout import without_dropout
-from radixtrain.hf.image_models import image_inputs_of
 from radixtrain.hf.prepare import prepare_model, prepared_options, restore_model
 from radixtrain.hf.refusals import added_losses
 from radixtrain.verification.oracle import (
@@ -32,7 +31,6 @@ from radixtrain.verification.oracle import (
     float64_throughout,
     float64_truth,
     gradients_of,
-    has_images,
     ordinary_padded,
     radix_batch,
     same_buffers,
@@ -61,16 +59,14 @@ def verify_equivalence(
         it computes in float64 it takes 24 bytes for each trained parameter and 8 for each frozen one.
     features: as a `RadixCollator` takes them; at least one token must bear loss.
     attention, kernel: as for `prepare_model`. A kernel that takes only 16-bit tensors is used only on 16-bit rungs.
-    collator: default `RadixCollator()`, which takes no features without labels; see its `loss_on_all`. Features with
-        images need `images=image_inputs_of(model)`; the ordinary arm then computes one row at a time, too.
+    collator: default `RadixCollator()`, which takes no features without labels; see its `loss_on_all`.
     precisions: of `float64`, `float32` and the model's own dtype; default all of them.
 
     Meanwhile dropout that `prepare_model` allowed, a router loss and AdaLoRA's regularizer are off.
     Raises ValueError if nothing bears loss. Raises UserError as `prepare_model` does, and if the ordinary gradient is
     not finite.
     """
-    images = image_inputs_of(model) if any(map(has_images, features)) else None
-    batch = (collator or RadixCollator(images=images))(features)
+    batch = (collator or RadixCollator())(features)
     return verify_arms(
         model,
         features,

@@ -131,7 +131,7 @@ NO_INTEGERS = [
     (torch.ones(3, device="meta"), "a Tensor that NumPy cannot read"),
     (torch.ones(3, dtype=torch.bfloat16), "a Tensor that NumPy cannot read"),
 ]
-PROCESSED = "RadixCollator(images=image_inputs_of(model))"
+PROCESSED = "use share_prefixes(model) and the collator of an ordinary trainer"
 TEXT_AND_IMAGES = "it trains on text and images only"
 ANOTHER = "a model or loss that reads it would train differently"
 UNREAD = [
