@@ -103,7 +103,7 @@ class RadixCall(Call):
     predictor_indices: the rows that the head gets; None for all of them.
     places: where the rows stand in the padded batch that they came from; None for a batch of a `RadixCollator`.
     misses_cache: whether the ordinary call would have returned a cache.
-    images: of the padded batch; None without any.
+    pictures: of the padded batch; None without any.
     token_loss: whether any loss of this batch is known to be a sum over tokens.
     place_rows: of the `RadixInputs`.
     mixed: the id of every recurrent mixer that ran.
@@ -124,7 +124,7 @@ class RadixCall(Call):
         super().__init__(layout, kernel, window_may_bind)
         self.predictor_indices, self.attention = predictor_indices, attention
         self.places, self.misses_cache = places, False
-        self.images: Any = None
+        self.pictures: Any = None
         self.token_loss = False
         self.place_rows: IntArray | None = None
         self.mixed: list[int] = []

@@ -23,11 +23,20 @@ from transformers import PreTrainedModel
 
 from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
+from radixtrain.hf import upstream
 from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.backbone import Parts, arguments_of, in_one_row, text_decoder_of, with_rows
+from radixtrain.hf.causes import with_made_masks
 from radixtrain.hf.conditions import traits_of, why_unsupported
-from radixtrain.hf.dropout import generator_states, has_drawn, number_that_draws, set_generator_states
+from radixtrain.hf.dropout import (
+    check_drawing_modules,
+    check_noise,
+    generator_states,
+    has_drawn,
+    number_that_draws,
+    set_generator_states,
+)
 from radixtrain.hf.modules import mixers_of, num_attention_layers, text_layers
 from radixtrain.hf.padded.calls import is_compiled, is_generating
 from radixtrain.hf.padded.fused_heads import share_fused_heads
@@ -35,11 +44,11 @@ from radixtrain.hf.padded.row_functions import MIN_SAVING
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.padded.spread import NO_ROW
 from radixtrain.hf.padded.spread_rows import SpreadRows
+from radixtrain.hf.pictures import compute_every_picture, compute_pictures_once
 from radixtrain.hf.probe import why_inexact
 from radixtrain.hf.progress import Progress
 from radixtrain.hf.recurrent.layers import LayerHooks
 from radixtrain.hf.refusals import (
-    check_draws,
     check_evaluation,
     check_inputs,
     check_one_device,
@@ -61,6 +70,7 @@ from radixtrain.hf.sharing_report import (
 )
 from radixtrain.hf.third_party import hooks_of, why_third_party
 from radixtrain.hf.token_losses import TokenLoss, watched
+from radixtrain.hf.upstream import Upstream
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.kernels.rows import gather_rows
 from radixtrain.tree.layout import TreeLayout
@@ -121,6 +131,12 @@ class BackboneHooks:
         backbone.register_forward_pre_hook(self.before, with_kwargs=True)
         options = {"with_kwargs": True, "prepend": True, "always_call": True}  # the user's see [B, L, D]
         backbone.register_forward_hook(self.after, **options)
+        decoder = text_decoder_of(backbone)
+        if decoder is not backbone:
+            decoder.register_forward_pre_hook(self.before_decoder, with_kwargs=True)
+            decoder.register_forward_hook(self.after_decoder, **options)
+            backbone.get_input_embeddings().register_forward_hook(self.after_embedding)
+            compute_pictures_once(backbone)
         self.model.register_forward_pre_hook(self.before_model, with_kwargs=True)
         if self.refused is None and self.model is not backbone:
             TokenLoss.install(self.model)
@@ -142,14 +158,59 @@ class BackboneHooks:
     def before(self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give the layers the call that they take part in. `_ordinary` handles a batch without a plan."""
         self.progress.begin(None)  # trial calls, before the kind of call is known, are ordinary
+        upstream.begin(None)
         if kwargs.get("radix_call") is not None:  # a pass of generation
             return None
         radix = kwargs.get(RADIX)
         if radix is not None or self.padded is not None:
             self._judge_again(Parts(self.model, backbone, text_decoder_of(backbone)))
-        given = self._ordinary(backbone, args, kwargs) if radix is None else self._radix(backbone, radix, args, kwargs)
-        if given is None:
+        if radix is not None:
+            return (), self._begun(self._radix(backbone, radix, args, kwargs), args, kwargs)
+        call = self._ordinary(backbone, args, kwargs)
+        if call is None:
             return None
+        if call.decoder is backbone:
+            return self._shared(call, args, kwargs)
+        upstream.become(call)
+        return (), {**call.given, "input_ids": call.held_by_ids()}
+
+    @torch.compiler.disable
+    def before_decoder(self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Share an ordinary batch at the text decoder of a backbone that is more than this."""
+        self.progress.begin(self.progress.call)
+        call = upstream.running()
+        if call is None or call.decoder is not decoder:
+            return None
+        return self._shared(call, args, kwargs) or ((), with_made_masks(arguments_of(decoder, args, kwargs)))
+
+    @torch.compiler.disable
+    def after_decoder(
+        self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        """Put an ordinary batch back together."""
+        self.progress.end()
+        call = kwargs.get("radix_call")
+        is_shared = isinstance(call, RadixCall) and call.places is not None
+        return self._finished(decoder, kwargs, output) if output is not None and is_shared else None
+
+    @torch.compiler.disable
+    def after_embedding(self, embedding: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        """Keep what the embedding returned, where a gradient might be read."""
+        call = upstream.running()
+        if call is not None and call.backbone.get_input_embeddings() is embedding:
+            call.embedded.append(output)
+
+    def _shared(self, shared: Upstream, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the decoder gets in place of args and kwargs; None if the call is not shared."""
+        assert self.padded is not None
+        given = self.padded.call_on_unique_tokens(shared, args, kwargs)
+        if given is not None:
+            given = self._allowed(shared.backbone, self.padded, given)
+        self.sharing.count(shared.backbone, bool(self.padded.report.num_shared), self.padded.report)
+        return None if given is None else ((), self._begun(given, args, kwargs))
+
+    def _begun(self, given: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Begin a call on unique tokens, and return its arguments. args, kwargs: of the ordinary one."""
         call: RadixCall = given["radix_call"]
         for tensor in (given.get("input_ids"), given.get("inputs_embeds"), given.get("position_ids")):
             if tensor is not None:  # or compiled layers would be compiled again for the second batch
@@ -158,7 +219,7 @@ class BackboneHooks:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
         self.progress.become(call)
         call.ordinary, call.generators = (args, kwargs), generator_states(call.layout.device)
-        return (), given
+        return given
 
     def _judge_again(self, parts: Parts) -> None:
         """Judge the model again if its settings or modules have changed, as a program may do between two calls."""
@@ -209,25 +270,22 @@ class BackboneHooks:
         if self.model is not backbone:
             self.report.count_head(num_places, num_head_rows)
 
-    def _ordinary(
-        self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> dict[str, Any] | None:
-        """Return the arguments for an ordinary batch on its unique tokens, after `share_prefixes`; None if unshared."""
+    def _ordinary(self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Upstream | None:
+        """Return an ordinary batch that may be shared, after `share_prefixes`; None if it is not."""
         if self.padded is None:
             self.sharing.count(backbone, False, HELP_ORDINARY)
             is_generation = not torch.is_grad_enabled() and is_generating()
             self.report.count_unshared(GENERATION if is_generation else ORDINARY)
             return None
-        given = None
+        call = None
         if reason := self.changed or (backbone.training and self.drew):
             self.report.count_unshared(reason)
         else:
             why = partial(why_inexact, progress=self.progress, allowed=self.allow_dropout)
-            given = self.padded.call_on_unique_tokens(self.model, backbone, args, kwargs, why)
-        if given is not None:
-            given = self._allowed(backbone, self.padded, given)
-        self.sharing.count(backbone, bool(self.padded.report.num_shared), self.padded.report)
-        return given
+            call = self.padded.begin(self.model, backbone, args, kwargs, why)
+        if call is None:
+            self.sharing.count(backbone, bool(self.padded.report.num_shared), self.padded.report)
+        return call
 
     def _allowed(
         self, backbone: PreTrainedModel, padded: PaddedSharing, given: dict[str, Any]
@@ -238,7 +296,12 @@ class BackboneHooks:
         """
         try:
             check_adapters((self.model, backbone), self.allow_dropout)
-            check_draws(text_decoder_of(backbone), self.model.get_output_embeddings(), self.allow_dropout)
+            decoder = text_decoder_of(backbone)
+            if backbone is decoder:  # else noise has been seen
+                check_noise(decoder, self.allow_dropout)
+            for part in (decoder, self.model.get_output_embeddings()):
+                if part is not None:
+                    check_drawing_modules(part, self.allow_dropout)
         except UserError as error:
             if not padded.leaves_refused:
                 raise
@@ -277,11 +340,17 @@ class BackboneHooks:
     def after(self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Check that every layer ran tree attention, keep the rows that predict, expand router logits to all tokens."""
         self.progress.end()
-        call = kwargs.get("radix_call")
-        if output is None or not isinstance(call, RadixCall):
+        upstream.end()
+        if output is None or not isinstance(kwargs.get("radix_call"), RadixCall):
             return None
+        return self._finished(backbone, kwargs, output)
+
+    def _finished(self, backbone: PreTrainedModel, kwargs: dict[str, Any], output: Any) -> Any:
+        """Return the output of a call on unique tokens as the head gets it."""
+        call: RadixCall = kwargs["radix_call"]
         if reason := self._why_drawn(backbone, call):
             return self._without_sharing(backbone, call, reason)
+        call.ordinary = (), {}
         self._check_mixers(backbone, call)
         call.check_layers(backbone, self.num_layers, WITHOUT_THE_TREE)
         self._expand_router_logits(type(backbone).__name__, output, kwargs, call)
@@ -322,7 +391,7 @@ class BackboneHooks:
         set_generator_states(call.layout.device, call.generators)
         args, kwargs = call.ordinary
         with self.progress.during(None):
-            return backbone.forward(*args, **kwargs)
+            return backbone.forward(*args, **with_made_masks(kwargs))
 
     @saying_what_was_tested()
     def _check_mixers(self, backbone: PreTrainedModel, call: Any) -> None:
@@ -375,6 +444,7 @@ def _requested_rows(radix: RadixInputs) -> Tensor:
 def remove_hooks(model: nn.Module) -> None:
     """Remove our hooks from every module."""
     for module in model.modules():
+        compute_every_picture(module)
         for hooks, options in (
             (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
             (module._forward_hooks, module._forward_hooks_with_kwargs),

@@ -15,6 +15,7 @@ window, unless the model has changed the mask.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedConfig
 
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
+from radixtrain.hf import upstream
 from radixtrain.hf.modules import name_of
 from radixtrain.hf.names import OF_OLDER_MASKS
 from radixtrain.tree.blocks import BlockLayout
@@ -99,6 +101,45 @@ def _empty(shape: tuple[int, ...], device: torch.device, written: OnMask) -> Ten
     return mask
 
 
+@dataclass(frozen=True, eq=False)
+class MaskRequest:
+    """A mask that a backbone requests for its text decoder, before the unique tokens of the call are known.
+
+    ordinary: the mask function. attention_mask: (B, L), or None. options: its other keywords.
+    """
+
+    ordinary: Callable[..., Any]
+    attention_mask: Tensor | None
+    options: Mapping[str, Any]
+
+    def sees(self, batch: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+        """Return whether queries see keys, by their places in the batch. `attention_mask` is not read."""
+        seen: Tensor = self.options["mask_function"](batch, batch.new_zeros(()), queries, keys)
+        return seen.expand(torch.broadcast_shapes(batch.shape, queries.shape, keys.shape))
+
+    def made(self) -> Any:
+        """Return the ordinary mask, for a call that is not shared."""
+        return self.ordinary(attention_mask=self.attention_mask, **self.options)
+
+
+def request_of(mask: object) -> MaskRequest | None:
+    """Return the request for which a mask waits; None for any other."""
+    written = on_mask(mask)
+    return written.call if written is not None and isinstance(written.call, MaskRequest) else None
+
+
+def answered(call: Any, window: int, both_ways: bool, device: torch.device) -> Tensor:
+    """Make the empty mask of layers that see this much, as `OnMask` says it."""
+    return _empty((1, 1, 0, window or FULL), device, OnMask(call, window, both_ways))
+
+
+def _waits(given: Mapping[str, Any]) -> upstream.Upstream | None:
+    """Return the call whose decoder gets a mask, if the mask waits for it. given: the keywords of a mask function."""
+    call = None if torch.compiler.is_compiling() else upstream.running()
+    is_its = call is not None and given.get("config") is call.decoder.config
+    return call if is_its and "mask_function" in given and given.keys() <= READ else None
+
+
 def mask_function(ordinary: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a mask function, which Hugging Face calls by keyword only: `ordinary`, except for a radix batch."""
 
@@ -108,7 +149,11 @@ def mask_function(ordinary: Callable[..., Any]) -> Callable[..., Any]:
             return attention_mask.new_empty((1, 1, 0, window or FULL))
         written = on_mask(attention_mask)
         if attention_mask is None or written is None:
-            return ordinary(attention_mask=attention_mask, **kwargs)
+            call = _waits(kwargs)
+            if call is None:
+                return ordinary(attention_mask=attention_mask, **kwargs)
+            request = MaskRequest(ordinary, attention_mask, kwargs)
+            return _empty((1, 1, 0, FULL), call.given["input_ids"].device, OnMask(request, None))
         found = _requested(written.call, kwargs)
         return _empty((1, 1, 0, found.window or FULL), attention_mask.device, found)
 
