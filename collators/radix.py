@@ -29,7 +29,6 @@ from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 from radixtrain.tree.radix_inputs import RADIX, RadixInputs
-from radixtrain.tree.runs import RunCost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +40,6 @@ class RadixCollator:
     merge_labels: False for a model that computes its own loss: one prediction per original labelled token, in a row of
         logits for each sequence. True for
         radixtrain's own loss: identical predictions merged and weighted, one hidden row per distinct predictor.
-    run_cost: `radixtrain.hf.recurrent.forking.run_cost_of(model)`, by which the runs of recurrent layers are chosen in
-        the worker. Without it a prepared model chooses them itself, which on a device waits once a batch.
     shared_targets: what a label counts that several sequences of the batch share: `"every"`, once for each of them, as
         an ordinary trainer sums; `"once"`, once, with the mean of their loss weights; see `keep_once`.
     token_loss: True vouches that a loss of your own reads only labelled tokens: a sum, or a mean for each sequence. By
@@ -115,7 +112,6 @@ class RadixCollator:
     return_tensors: str = "pt"
     loss_on_all: bool = False
     shared_targets: Literal["every", "once"] = "every"
-    run_cost: RunCost | None = None
     token_loss: bool = False
 
     def __new__(cls, *args: object, **options: object) -> RadixCollator:
@@ -152,7 +148,7 @@ class RadixCollator:
             pad_to_multiple_of=self.pad_to_multiple_of,
         )
         predictions = list_predictions(plan, labels, floats.get("loss_weights"))
-        layout = TreeLayout.from_plan(plan, self.run_cost)
+        layout = TreeLayout.from_plan(plan)
         shape = (1, plan.num_rows) if self.merge_labels else layout.batch_shape
         return _batch(
             np.resize(ids[plan.gather_indices], shape),

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import transformers
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 K = TypeVar("K")
@@ -74,6 +75,17 @@ def _peak_cuda_bytes(run: Callable[[], object], device: torch.device) -> int:
     run()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def added_bytes(model: nn.Module, run: Callable[[], object], trains: bool = True) -> int:
+    """Return the peak bytes that a step adds to weights, batch and, if it trains, gradients.
+
+    The gradients exist already, as in the second micro-batch of an optimizer step. So this counts activations, the loss
+    with its gradient of the head, and the one gradient at a time that autograd is about to add.
+    """
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if trains and parameter.requires_grad else None
+    return peak_bytes(run, next(model.parameters()).device)
 
 
 def held_bytes(run: Callable[[], object], device: torch.device) -> int:

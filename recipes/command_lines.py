@@ -65,7 +65,6 @@ FILES = {
     "strategy.yaml": "trainer:\n  devices: 2\n  strategy: {class_path: DDPStrategy, init_args: {static_graph: true}}\n",
     "ddp.yaml": "trainer: {strategy: {class_path: lightning.pytorch.strategies.DDPStrategy}}\n",
     "unicode.yaml": "output_dir: läufe/ä\ndata: {system_prompt: 'Größe → 5'}\n",
-    "bench.yaml": "models: {num_hidden_layers: 1, hidden_size: 64}\nprompt_length: [8, 16]\n",
     "rows.jsonl": "",
 }
 # `fit` below stands for a run with a model and rows. A line may begin with variables of the environment.
@@ -97,8 +96,6 @@ verify --help
 inspect --help
 inspect --help row
 export --help
-bench --help
-bench --help models
 doctor --help
 run --help
 run
@@ -127,10 +124,6 @@ verify --model.model_name_or_path=model --num_sequences 2 --print_config
 inspect --model.model_name_or_path=model --row 3 --print_config
 inspect --model.model_name_or_path=model --row rows.jsonl:3 --print_config
 export --ckpt_path=a --output_dir=b --print_config
-bench --print_config
-bench --config bench.yaml --print_config
-bench --models='{hidden_size: 64}' --print_config
-bench --prompt_length='[1, 2]' --tree='[flat, nested]' --print_config
 doctor --json --print_config
 FIT --print_config --model.learning_rate 1e-5
 FIT --print_config --model.learning_rate 1
@@ -264,10 +257,6 @@ export --overwrite
 export --ckpt_path none --output_dir out
 doctor --nope
 doctor --json maybe
-bench --models='{family: qwen35}'
-bench --repeats=0
-bench --tree=round
-bench --model.lora_r=1
 FIT --data.excess_length_strategy=dropp
 FIT --model.attention=ring
 FIT --model.dtype=float16
@@ -477,7 +466,7 @@ def record(path: str) -> None:
     HOME.mkdir(parents=True)
     os.environ.update(COLUMNS="120", RADIXTRAIN_CACHE=str(HOME / "cache"), WANDB_MODE="offline")
     _make_shop()
-    for name in ("__main__", "commands.lightning", "commands.bench", "commands.export", "commands.doctor"):
+    for name in ("__main__", "commands.lightning", "commands.export", "commands.doctor"):
         importlib.import_module(f"radixtrain.{name}")
     answers = [answer(line, number) for number, line in enumerate(LINES)]
     shutil.rmtree(HOME)

@@ -80,9 +80,6 @@ TABLE: dict[str, dict[str, str]] = {
             "is looked at, if it is loaded: built with nanobind, it lists as leaks what a process leaves at its end"
         ),
     },
-    "radixtrain/bench/cells.py": {
-        "transformers.PreTrainedModel._from_config": "makes a model with random weights in a dtype",
-    },
     "radixtrain/commands/loggers.py": {
         "lightning.pytorch.loggers.WandbLogger._id": "is the run at Weights & Biases, which a resumed run continues",
         "lightning.pytorch.loggers.WandbLogger._wandb_init": "are the arguments with which that run begins",

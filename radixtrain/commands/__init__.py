@@ -41,12 +41,6 @@ TABLE = (
     ),
     Command("export", "export", "a checkpoint as a Hugging Face folder"),
     Command(
-        "bench",
-        "bench",
-        "time and memory of a step on this machine, with and without deduplication",
-        needs=("pydantic", "rich"),
-    ),
-    Command(
         "run",
         "run",
         "any training program, with its models sharing prefixes",

@@ -33,7 +33,7 @@ OPTIONAL = {  # package -> what it is for
     "flash-attn-4": "attention on Hopper and Blackwell",
     "flash-linear-attention": "recurrent layers on CUDA",
     "causal-conv1d": "recurrent layers on CUDA",
-    "matplotlib": "loss.png and the plot of bench",
+    "matplotlib": "loss.png",
     "wandb": "trainer.logger: wandb",
     "trackio": "trainer.logger: trackio",
     "swanlab": "trainer.logger: swanlab",

@@ -176,8 +176,6 @@ def _leaves(section: str, settings: dict[Any, Any], keys: dict[str, Key]) -> Ite
 
 def _meant(name: str, keys: dict[str, Key], command: str) -> str:
     """Suggest a key: by another tool's name, by the same last part in another section, or by spelling."""
-    if command == "bench" and name.startswith(("model.", "data.")):
-        return ": it times random tokens on random weights; `radixtrain report` times your model on your data"
     for whole in keys:
         if name.startswith((f"{whole}.", f"{whole}+")):
             return f": write the whole value of {whole}"

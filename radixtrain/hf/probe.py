@@ -31,13 +31,11 @@ from radixtrain.hf.dropout import (
     set_generator_states,
     without_dropout,
 )
-from radixtrain.hf.modules import mixers_of
 from radixtrain.hf.progress import Progress
 from radixtrain.hf.third_party import code_to_try, values_of
 from radixtrain.hf.windows import chunk_of, no_mask, window_may_bind
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import build_prefix_plan
-from radixtrain.tree.runs import RunCost
 
 # Rows that share five tokens, two of them six; of ids that every vocabulary has.
 ROWS = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 1, 2], [1, 2, 3, 4, 5, 3, 2, 7, 1], [1, 2, 3, 4, 5, 3, 6, 1, 7]])
@@ -104,7 +102,7 @@ def _tried(
     device = next(decoder.get_input_embeddings().parameters()).device
     rows = rows[:, : chunk_of(decoder.config)]
     plan = build_prefix_plan(rows.flatten(), torch.arange(0, rows.numel() + 1, rows.shape[1]))
-    layout = TreeLayout.from_plan(plan, RunCost() if mixers_of(decoder) else None).to(device)
+    layout = TreeLayout.from_plan(plan).to(device)
     call = RadixCall(layout, None, "auto", "auto", window_may_bind(decoder.config, layout.max_seqlen))
     copies = layout.inverse_indices
     ordinary = {"input_ids": rows.to(device)}

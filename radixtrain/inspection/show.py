@@ -91,7 +91,7 @@ def _ratios(part: MicroBatch) -> Iterator[tuple[str, str, str]]:
 def numbers(part: MicroBatch, tree: RunTree) -> Table:
     """Make a table with a line for each number: its name, its value, its meaning."""
     batch, layout, padding = part.batch, layout_of(part.batch), part.num_padding
-    depth = levels_of(layout.segment_parents.tolist()).max() + 1
+    depth = levels_of(layout.segments[1].tolist()).max() + 1
     num_rows = len({sample.where for sample in part.samples})
     computed = f"U, unique tokens; and {padding} of padding" if padding else "U, unique tokens"
     lines = [

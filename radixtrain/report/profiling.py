@@ -19,12 +19,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from radixtrain.bench.work import Arm, added_bytes
 from radixtrain.collators.steps import StepCollator
 from radixtrain.hf.head import has_plain_head
-from radixtrain.hf.prepare import restore_model
+from radixtrain.hf.predicting_rows import forward_rows
+from radixtrain.hf.prepare import prepare_model, restore_model
 from radixtrain.report.sharing import Counts, Features, ordinary_counts, radix_counts
-from radixtrain.timing import held_bytes, seconds_in_turns, seconds_of
+from radixtrain.timing import added_bytes, held_bytes, seconds_in_turns, seconds_of
 
 ArmName = Literal["radix", "ordinary"]
 ARMS: tuple[ArmName, ...] = ("radix", "ordinary")
@@ -169,14 +169,16 @@ class _Runner:
 
     def __init__(self, setup: RunSetup, model: Any):
         self.setup, self.model = setup, model
-        self.ordinary = Arm(plain_head=has_plain_head(model))
-        options = {name: getattr(setup, name) for name in ("attention", "kernel", "allow_dropout")}
-        self.radix = replace(self.ordinary, **options)
+        self.plain_head = has_plain_head(model)
         self.optimizer = setup.optimizer(model)
 
     def enter(self, arm: ArmName) -> None:
         """Make the model ready for the batches of an arm."""
-        (self.ordinary if arm == "ordinary" else self.radix).prepare(self.model)
+        if arm == "ordinary":
+            restore_model(self.model)
+        else:
+            options = {name: getattr(self.setup, name) for name in ("attention", "kernel", "allow_dropout")}
+            prepare_model(self.model, **options)
 
     def run(self, case: Case) -> None:
         """Run forward and backward. Gradients are added to those that are there."""
@@ -186,7 +188,7 @@ class _Runner:
         """Run the forward pass."""
         batch = {name: x.to(self.setup.device) for name, x in case.batch.items()}
         with self.setup.forward():
-            return self.radix.loss_sum(self.model, batch) / case.num_labels
+            return forward_rows(self.model, batch, self.plain_head).loss_sum() / case.num_labels
 
     def peak(self, case: Case) -> int:
         """Count the bytes that the case adds to weights, gradients and its batch."""

@@ -260,9 +260,7 @@ def num_shared_prompts(groups: PrefixGroups) -> int:
     its conversations' tokens is not a prompt, see `find_prefix_groups`: questions start with the same words by
     accident.
     """
-    inner = set(groups.parent[1:].tolist())
-    leaves = [group for group in range(1, len(groups) + 1) if group not in inner]
-    return len(leaves) or int(groups.depth[0] >= SHORTEST_PROMPT)
+    return groups.num_innermost or int(groups.common >= SHORTEST_PROMPT)
 
 
 def num_distinct_tokens(epoch: Epoch) -> tuple[int, int]:

@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
+from flops import costs_of, ordinary_flops, unique_flops
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import (
@@ -61,7 +62,6 @@ from trl import (
 from trl.experimental.kto import KTOConfig, KTOTrainer
 
 from radixtrain import RadixCollator, build_prefix_plan, prepare_model, share_prefixes, sharing_report
-from radixtrain.bench.flops import ordinary_flops, unique_flops
 from radixtrain.hf.backbone import backbone_of, model_inside
 from radixtrain.tree.plan import PrefixPlan
 
@@ -94,11 +94,11 @@ class Calls:
 
     def ideal(self, config: Any, has_head: bool) -> float:
         """How many times fewer operations the unique tokens take. has_head: whether one scores tokens."""
-        before = after = 0.0
+        costs, before, after = costs_of(config), 0.0, 0.0
         for plan, places, trains in self.plans:
             passes = 3 if trains else 1
-            before += passes * ordinary_flops(config, plan, places * has_head).total
-            after += passes * unique_flops(config, plan, plan.num_rows * has_head).total
+            before += passes * ordinary_flops(costs, plan, places * has_head).total
+            after += passes * unique_flops(costs, plan, plan.num_rows * has_head).total
         return before / after
 
     @property

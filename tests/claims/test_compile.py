@@ -17,7 +17,6 @@ from torch._dynamo.utils import counters
 
 from radixtrain import RadixCollator, prepare_model
 from radixtrain.hf.third_party import code_to_try
-from radixtrain.testing import FREE_FORKS
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import float64_throughout, gradients_of
 
@@ -104,6 +103,7 @@ def test_layers_share_their_graphs(tiny_qwen3: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.usefixtures("free_forks")
 def test_layers_with_a_state(tiny_hybrid: Callable[..., Any], checkpointing: bool) -> None:
     """After the first two batches nothing is compiled for another tree; ordinary batches in between."""
     model = prepare_model(tiny_hybrid("Qwen3.5"))
@@ -113,16 +113,17 @@ def test_layers_with_a_state(tiny_hybrid: Callable[..., Any], checkpointing: boo
     ids = torch.arange(12).view(2, 6) + 3
     graphs = []
     for length in PROMPTS[:4]:
-        for batch in (batch_of(length, run_cost=FREE_FORKS), {"input_ids": ids, "labels": ids}):
+        for batch in (batch_of(length), {"input_ids": ids, "labels": ids}):
             assert_the_same(compiled, model, batch)
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[-1] == graphs[1], f"graphs compiled after each batch: {graphs}"
 
 
+@pytest.mark.usefixtures("free_forks")
 def test_a_compiled_model_with_a_state_generates(tiny_hybrid: Callable[..., Any]) -> None:
     model = tiny_hybrid("Qwen3.5").double().eval()
     ids = torch.arange(12).view(2, 6) + 3
     stock = model.generate(input_ids=ids, max_new_tokens=4, do_sample=False, eos_token_id=None)
     prepare_model(model).compile(backend="eager", dynamic=True)
-    model(**batch_of(9, run_cost=FREE_FORKS))
+    model(**batch_of(9))
     assert torch.equal(model.generate(input_ids=ids, max_new_tokens=4, do_sample=False, eos_token_id=None), stock)

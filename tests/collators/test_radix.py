@@ -55,7 +55,6 @@ def test_two_sequences():
                 "inverse_indices": [0, 1, 3, 0, 1, 2],
                 "cu_seqlens": [0, 3, 6],
                 "segment_starts": [0, 2, 3, 4],
-                "segment_parents": [-1, 0, 0],
                 "subtree_ends": [4, 3, 4],
                 "path_keys": [0, 1, 2, 0, 1, 3],
                 "path_cu_seqlens_q": [0, 3, 4],

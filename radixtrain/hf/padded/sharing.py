@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -12,11 +12,14 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from radixtrain.errors import UserError
+from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.backbone import arguments_of, text_decoder_of, with_rows
 from radixtrain.hf.causes import Causes, NotShared
+from radixtrain.hf.dropout import check_drawing_modules, check_noise
 from radixtrain.hf.modules import why_padding_leaks
 from radixtrain.hf.names import is_cache
+from radixtrain.hf.options import Options
 from radixtrain.hf.padded.calls import (
     is_compiled,
     option,
@@ -29,12 +32,13 @@ from radixtrain.hf.padded.rows import PaddedRows, Places
 from radixtrain.hf.padded.spread import NO_ROW
 from radixtrain.hf.padded.spread_rows import SpreadRows
 from radixtrain.hf.positions import why_padding_matters
+from radixtrain.hf.probe import why_inexact
+from radixtrain.hf.progress import Progress
 from radixtrain.hf.sharing_report import SharingReport
 from radixtrain.hf.upstream import Upstream
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import build_prefix_plan
-from radixtrain.tree.runs import RunCost
 from radixtrain.versions import saying_what_was_tested
 
 # Outputs of a backbone that may be tensors or hold some; of a tuple only the first, its hidden states.
@@ -45,9 +49,7 @@ AT_PLACES = {0, "last_hidden_state"}
 class PaddedSharing:
     """Runs padded calls of one backbone on their unique tokens.
 
-    attention, kernel, min_shared_tokens, min_ratio: as given to `share_prefixes`.
     generates: whether the model can generate, with a cache.
-    run_cost: of its recurrent layers, to choose their runs on the host; None without any.
     separates: whether the model separates the sequences of a packed row; None until such a row comes.
     left_padding: why rows with padding on the left cannot be shared without position_ids, empty if they can; None until
         such a row comes.
@@ -55,58 +57,72 @@ class PaddedSharing:
     leaves_refused: whether a call that would be refused, as for a dropout that draws, runs unshared instead.
     """
 
-    attention: str
-    kernel: str
-    min_shared_tokens: int
-    min_ratio: float
+    options: Options
     generates: bool
-    run_cost: RunCost | None
-    report: SharingReport = field(default_factory=SharingReport)
+    progress: Progress
+    report: SharingReport
     separates: bool | None = None
     left_padding: str | None = None
     leaks: str = ""
     leaves_refused: bool = False
 
     def begin(
-        self,
-        model: nn.Module,
-        backbone: PreTrainedModel,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        why_inexact: Callable[..., str | None],
+        self, model: nn.Module, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Upstream | None:
-        """Return a call of the backbone that its decoder may share; None for one that is not shared, which is counted.
+        """Return a call of the backbone that its decoder may share; None, and the reason counted, for any other.
 
-        model: around the backbone, which is called with args and kwargs. why_inexact: tries the decoder.
+        model: around the backbone, which is called with args and kwargs.
         """
         given, decoder = arguments_of(backbone, args, kwargs), text_decoder_of(backbone)
         reason = why_unshared(model, backbone, given, self.generates)
-        reason = reason or why_inexact(decoder, shape=given["input_ids"].shape)
+        if reason is None:
+            tried = {"progress": self.progress, "allowed": self.options.allow_dropout}
+            reason = why_inexact(decoder, shape=given["input_ids"].shape, **tried)
         if reason is None:
             return Upstream(backbone, decoder, given)
         self.report.count_unshared(reason)
         return None
 
-    def call_on_unique_tokens(
-        self, call: Upstream, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    def arguments(
+        self, model: PreTrainedModel, call: Upstream, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> dict[str, Any] | None:
-        """Return the arguments by which the decoder computes unique tokens; None if it does not, which is counted.
+        """Return the arguments by which the decoder computes unique tokens; None, and the reason counted, if it cannot.
 
-        args, kwargs: of the decoder.
+        model: around the backbone. args, kwargs: of the decoder.
+
+        Raises UserError for adapters and dropouts that would compute something else, unless such calls are left.
         """
         call.is_over = True
         began = time.perf_counter()
         try:
-            return self._planned(call, arguments_of(call.decoder, args, kwargs))
+            given = self._planned(call, arguments_of(call.decoder, args, kwargs))
+            self._check_draws(model, call)
         except NotShared as reason:
             self.report.count_unshared(str(reason))
             return None
         finally:
             self.report.plan_seconds += time.perf_counter() - began
+        self._count(given["radix_call"])
+        return given
+
+    def _check_draws(self, model: PreTrainedModel, call: Upstream) -> None:
+        """Refuse what draws, or else computes something else on unique tokens, unless such calls are left."""
+        allowed = self.options.allow_dropout
+        try:
+            check_adapters((model, call.backbone), allowed)
+            if call.backbone is call.decoder:  # else the bits of the embeddings show noise
+                check_noise(call.decoder, allowed)
+            for part in (call.decoder, model.get_output_embeddings()):
+                if part is not None:
+                    check_drawing_modules(part, allowed)
+        except UserError as error:
+            if not self.leaves_refused:
+                raise
+            raise NotShared(str(error)) from None
 
     def _planned(self, upstream: Upstream, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of the shared call. Raises NotShared if there is none. given: of the decoder."""
-        decoder, device = upstream.decoder, upstream.given["input_ids"].device
+        decoder, device, options = upstream.decoder, upstream.given["input_ids"].device, self.options
         causes = Causes.read(upstream, given)
         rows = causes.rows
         reason = why_rows_are_not_shared(upstream.backbone, upstream.given, rows)
@@ -120,15 +136,15 @@ class PaddedSharing:
         if reason is not None:
             raise NotShared(reason)
         causes.read_windows()
-        options = {"min_shared_tokens": self.min_shared_tokens}
-        plan = build_prefix_plan(causes.codes, rows.cu_seqlens, rows.kept_positions, **options)
-        if rows.kept.size < self.min_ratio * plan.num_rows:
-            raise NotShared(f"less than min_ratio = {self.min_ratio} to save")
+        shortest = {"min_shared_tokens": options.min_shared_tokens}
+        plan = build_prefix_plan(causes.codes, rows.cu_seqlens, rows.kept_positions, **shortest)
+        if rows.kept.size < options.min_ratio * plan.num_rows:
+            raise NotShared(f"less than min_ratio = {options.min_ratio} to save")
         causes.check_bits(plan)
-        layout = TreeLayout.from_plan(plan, self.run_cost, causes.layout_of_blocks(plan)).to(device, non_blocking=True)
+        layout = TreeLayout.from_plan(plan, causes.layout_of_blocks(plan)).to(device, non_blocking=True)
         may_bind = bool(causes.requests) or window_may_bind(decoder.config, layout.max_seqlen)
         places = rows.places(plan.inverse_indices, plan.num_rows)
-        call = RadixCall(layout, None, self.attention, self.kernel, may_bind, places=places)
+        call = RadixCall(layout, None, options.attention, options.kernel, may_bind, places=places)
         call.misses_cache = option("use_cache", decoder.config, upstream.given)
         call.pictures = upstream.pictures
         mask = causes.masks_for(call) if causes.requests else no_mask(may_bind, device, call)
@@ -143,7 +159,7 @@ class PaddedSharing:
             self.leaks = why_padding_leaks(decoder) or ""
         return self.leaks or (self.left_padding if rows.position_ids is None else "") or None
 
-    def count(self, call: RadixCall) -> None:
+    def _count(self, call: RadixCall) -> None:
         """Count a call that runs on unique tokens."""
         assert call.places is not None
         if call.pictures is not None:
@@ -154,13 +170,13 @@ class PaddedSharing:
 
     @torch.compiler.disable  # the indices are new in every call
     @saying_what_was_tested()
-    def outputs_at_places(self, output: Any, call: RadixCall) -> Any:
+    def outputs(self, model: nn.Module, output: Any, call: RadixCall) -> Any:
         """Put the hidden states of the backbone's output, (1, U, D), back in (B, L, D)."""
         places = call.places
         assert places is not None
         _check_outputs(output)
         rows: Tensor = output[0]
-        spread = self.at_places(rows[0], places)
+        spread = self._at_places(rows[0], places)
         hidden: Tensor = spread.whole() if is_compiled() else spread
         share_fused_heads()
         states = output.get("hidden_states") if isinstance(output, Mapping) else None
@@ -172,7 +188,12 @@ class PaddedSharing:
                     setattr(output, each.name, MissingCache())
         return with_rows(output, hidden)
 
-    def at_places(self, rows: Tensor, places: Places) -> SpreadRows:
+    def of_every_token(self, rows: Tensor, call: RadixCall) -> Tensor:
+        """Return (B L, W), the rows of all places, of the unique ones, (U, W)."""
+        assert call.places is not None
+        return self._at_places(rows, call.places).whole().flatten(0, 1)
+
+    def _at_places(self, rows: Tensor, places: Places) -> SpreadRows:
         """Put the unique rows, (U, W), at their places, (B, L, W)."""
         padding_row = len(rows) if places.has_padding else NO_ROW
         return SpreadRows.of(places.with_padding(rows), places.rows, padding_row, self.report)
@@ -186,7 +207,7 @@ class PaddedSharing:
                 f"output_hidden_states: a layer returns states of shape {tuple(state.shape)}, whose places in the "
                 f"batch are not known; leave it out, or call restore_model(model)"
             )
-        return self.at_places(state[0], places).whole()
+        return self._at_places(state[0], places).whole()
 
 
 class MissingCacheError(UserError, AttributeError):

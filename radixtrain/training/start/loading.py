@@ -31,7 +31,7 @@ from radixtrain.hf.config import (
     read_config,
     reason_of,
 )
-from radixtrain.hf.prepare import prepare_model
+from radixtrain.hf.prepare import check_takes_collated, share_prefixes
 from radixtrain.hf.quantized import four_bit_layers, keep_trainable
 from radixtrain.hf.refusals import check_only_cross_entropy, check_soft_cap
 from radixtrain.training.fault_tolerance.failures import explain
@@ -60,7 +60,8 @@ def load_trainable(settings: ModelSettings) -> Any:
     model = with_training_options(model, settings)
     if settings.dedup:
         allowed = settings.allow_dropout or ()
-        prepare_model(model, attention=settings.attention, kernel=settings.kernel, allow_dropout=allowed)
+        check_takes_collated(model)
+        share_prefixes(model, attention=settings.attention, kernel=settings.kernel, allow_dropout=allowed)
     logger.info("%s, %s parameters", type(model).__name__, f"{num_parameters(model)[0]:,}")
     return model.train()
 

@@ -122,7 +122,7 @@ def sharing_entries(data: SFTData) -> list[Entry]:
         drawn = corpus.select(np.sort(indices))
         seen = f" (in {len(drawn):,} of {len(corpus):,} conversations)"
     groups = conversation_groups(drawn)
-    common = f"; {int(groups.depth[0]):,} tokens or more are common to all" if groups.depth[0] else ""
+    common = f"; {groups.common:,} tokens or more are common to all" if groups.common else ""
     entries = [("prompts", f"{num_shared_prompts(groups):,} shared by several conversations{common}{seen}")]
     if not settings.dedup:
         return [*entries, ("r", "1 or less: dedup: false is the ordinary baseline, on padded rows")]

@@ -19,6 +19,7 @@ from gpu_parts.arms import packed_implementation
 from gpu_parts.batches import one_prompt
 from gpu_parts.optional import optional
 from gpu_parts.trainers import OTHER_ORDER, reversed_rows
+from step import ModelShape, build_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import (
@@ -30,7 +31,6 @@ from transformers import (
 )
 
 from radixtrain import RadixCollator, prepare_model, share_prefixes
-from radixtrain.bench.cells import ModelShape, build_model
 
 __all__ = ["Setting", "dpo_arms", "grpo_arms", "hf_arms", "sft_arms"]
 

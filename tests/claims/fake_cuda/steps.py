@@ -32,7 +32,7 @@ from radixtrain.hf.recurrent import layers
 from radixtrain.kernels import fusion
 from radixtrain.kernels.merge_attention import merge_piece, merge_sinks
 from radixtrain.loss import linear_cross_entropy
-from radixtrain.testing import FREE_FORKS
+from radixtrain.testing import free_forks
 from radixtrain.training.module import RadixModule
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.verification.equivalence import verify_equivalence
@@ -71,11 +71,12 @@ def on_device(model: Any, dtype: torch.dtype) -> Any:
 
 def radix(model: Any, dtype: torch.dtype = BF16, attention: str = "auto", recompute: bool = False, **how: Any):
     """A step of a batch of a `RadixCollator`."""
-    batch = RadixCollator(run_cost=FREE_FORKS if hasattr(model, "hybrid") else None)(FEATURES)
+    batch = RadixCollator()(FEATURES)
     model = prepare_model(on_device(model, dtype), attention=attention)
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return step(model, moved(dict(batch), model.mode), **how)
+    with free_forks() if hasattr(model, "hybrid") else nullcontext():
+        return step(model, moved(dict(batch), model.mode), **how)
 
 
 def hybrid(kind: str) -> Any:

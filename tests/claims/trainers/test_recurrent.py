@@ -9,12 +9,11 @@ from tiers import FULL
 from trainer_harness import Run, Share, compare, differences_of, run, settings
 
 from radixtrain import RadixCollator, prepare_model
-from radixtrain.testing import FREE_FORKS
 
-pytestmark = FULL
+pytestmark = [FULL, pytest.mark.usefixtures("free_forks")]
 
 TARGETS = ["in_proj_qkv", "in_proj_a", "out_proj", "q_proj"]
-COLLATOR = RadixCollator(run_cost=FREE_FORKS)
+COLLATOR = RadixCollator()
 
 Row = dict[str, list[int]]
 
@@ -89,8 +88,6 @@ class TestTrainers:
 
         self.compare(build, hybrid, None)
 
-    def test_dpo(self, hybrid, preferences, trl_trainer, table, monkeypatch):
-        """With `share_prefixes`, which makes the runs itself."""
-        monkeypatch.setattr("radixtrain.hf.prepare.RunCost", lambda: FREE_FORKS)
+    def test_dpo(self, hybrid, preferences, trl_trainer, table):
         build = lambda share: trl_trainer("DPO", share(hybrid(0)), share(hybrid(1)), rows=preferences)  # noqa: E731
         table("DPOTrainer, Qwen3.5", compare(build))

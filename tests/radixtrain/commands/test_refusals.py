@@ -115,8 +115,6 @@ COMMANDS = {
     "export --outputdir=1": "no key outputdir, did you mean output_dir?",
     "export --overwrite": "no key overwrite (`radixtrain export --help` lists the keys)",
     "doctor --json --nope": "no key nope (`radixtrain doctor --help` lists the keys)",
-    "bench --models='{family: qwen35}'": "models.family must be one of qwen3, qwen3_5; got qwen35, did you mean qwen3_",
-    "bench --models='{num_layers: 1}'": "no key num_layers in models (`radixtrain bench --help models` lists the keys)",
 }
 SETTINGS = {
     "--seed_everything=-1": "seed_everything must be from 0 to 4294967295; got -1",

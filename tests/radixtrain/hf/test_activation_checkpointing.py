@@ -13,11 +13,10 @@ from tiny_models import tiny_model, tiny_qwen3
 from radixtrain import RadixCollator, prepare_model
 from radixtrain.errors import UserError
 from radixtrain.hf.activation_checkpointing import num_recomputed, recompute, recomputes
-from radixtrain.testing import FREE_FORKS
 from radixtrain.verification.oracle import float64_throughout, float64_truth, gradients_of, radix_batch
 
 BAR = 1e-12
-pytestmark = pytest.mark.usefixtures("hooks_that_may_stay")
+pytestmark = pytest.mark.usefixtures("hooks_that_may_stay", "free_forks")
 
 SHARES = (0.25, 0.5, 0.75, 1.0)
 FORK = [5, 6, 7, 8, 9, 10]
@@ -92,7 +91,7 @@ def test_gradients_of_families(model_class: str) -> None:
     for share in SHARES[:-1]:
         recompute(model, share)
         with float64_throughout(model):
-            batch = RadixCollator(run_cost=FREE_FORKS)(FEATURES)
+            batch = RadixCollator()(FEATURES)
             found = gradients_of(prepare_model(model), lambda batch=batch: radix_batch(model, batch))
         errors = {name: found.tensors[name] - each for name, each in truth.tensors.items() if each.norm()}
         worst = max(float(error.norm() / truth.tensors[name].norm()) for name, error in errors.items())

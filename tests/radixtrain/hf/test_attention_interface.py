@@ -135,7 +135,7 @@ class TestAttentionThatIsNotTransformersOwn:
         model, other, bring, why = brought
         bring(model, other)
         with pytest.raises(UserError, match=why):
-            prepare_model(model)
+            share_prefixes(model)(**RadixCollator()(FEATURES))
         with pytest.raises(UserError, match=f"{why}.*; use model.generate"):
             generate(other, [[1, 2, 3]], max_new_tokens=2, eos_token_id=0)
 
@@ -206,7 +206,7 @@ def test_a_forward_that_was_replaced(replace, tiny_qwen3, monkeypatch):
     with pytest.raises(UserError, match=why):
         prepared(**RadixCollator()(FEATURES))
     with pytest.raises(UserError, match="does not take its attention from AttentionInterface"):
-        prepare_model(model)
+        share_prefixes(model)(**RadixCollator()(FEATURES))
 
 
 def test_a_configuration_of_one_layer(tiny_qwen3):
@@ -219,7 +219,7 @@ def test_a_configuration_of_one_layer(tiny_qwen3):
     logits = [each(input_ids=IDS, use_cache=False).logits for each in (model, shared)]
     assert torch.equal(*logits) and not sharing_report(shared).num_shared
     with pytest.raises(UserError, match="Qwen3Attention has attn_implementation 'eager', and not that of its decoder"):
-        prepare_model(model)
+        share_prefixes(model)(**RadixCollator()(FEATURES))
 
 
 def test_a_model_is_freed(tiny_qwen3):

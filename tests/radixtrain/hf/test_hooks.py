@@ -103,7 +103,7 @@ class TestAroundTheHooks:
             type(model)(model.config).model(**inputs)
 
     def test_a_backbone_that_is_prepared_twice(self, model):
-        with pytest.raises(UserError, match="Qwen3Model is prepared already, alone or inside another model"):
+        with pytest.raises(UserError, match="Qwen3Model is shared already, alone or inside another model"):
             prepare_model(model.model)
 
 

@@ -16,7 +16,7 @@ from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.collators.steps import PaddedCollator
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import backbone_of
-from radixtrain.hf.prepare import prepared_options
+from radixtrain.hf.prepare import options_of
 
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [7, 8, 9, 3])]
 PADDED = {
@@ -136,7 +136,7 @@ class TestNeverOnAnotherAttention:
         """Found after the pass, whatever the code of its class says."""
         model = prepare_model(tiny_qwen3())
         monkeypatch.setattr(model.model.layers[1], "forward", lambda hidden_states, **_: hidden_states)
-        monkeypatch.setattr("radixtrain.hf.hooks.why_third_party", lambda *_: None)
+        monkeypatch.setattr("radixtrain.hf.collated.why_third_party", lambda *_: None)
         with pytest.raises(RuntimeError, match="ran in 1 of 2 layers of Qwen3Model"):
             model(**RadixCollator()(FEATURES))
 
@@ -149,10 +149,12 @@ def test_a_refused_choice_leaves_the_model_as_it_was(tiny_qwen3):
     model = prepare_model(tiny_qwen3(), attention="path")
     with pytest.raises(ValueError, match="attention must be auto"):
         prepare_model(model, attention="ring")
-    assert prepared_options(model)["attention"] == "path"
+    assert options_of(model)["attention"] == "path"
     assert model(**RadixCollator(loss_on_all=True)(FEATURES)).loss.isfinite()
 
 
 def test_something_that_is_no_model():
-    with pytest.raises(TypeError, match=r"expected a transformers PreTrainedModel.*got Linear"):
+    with pytest.raises(
+        TypeError, match="expected a module with one transformers PreTrainedModel inside, and Linear has 0"
+    ):
         prepare_model(nn.Linear(2, 2))

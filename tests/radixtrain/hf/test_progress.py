@@ -27,7 +27,7 @@ from radixtrain.hf.scores import Scorer
 from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_throughout
 
-pytestmark = pytest.mark.usefixtures("hooks_that_may_stay")
+pytestmark = pytest.mark.usefixtures("hooks_that_may_stay", "free_forks")
 
 BAR = 1e-12
 GROUP = padded(ROWS[:4], "right")
@@ -221,7 +221,7 @@ def test_two_models_around_one_backbone(tiny_qwen3: Callable[..., Any]) -> None:
         expected = gradient()
         share_prefixes(policy)
         assert relative_error(gradient(), expected) <= BAR and sharing_report(policy).num_shared == 2
-    with pytest.raises(UserError, match="prepared already"):
+    with pytest.raises(UserError, match="shared already"):
         share_prefixes(value)
     with pytest.raises(RuntimeError, match="must match the size of tensor"):
         value(**RadixCollator()(FEATURES)).logits.square().sum().backward()

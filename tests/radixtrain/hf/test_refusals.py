@@ -16,6 +16,8 @@ from radixtrain import RadixCollator, prepare_model, share_prefixes, verify_equi
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.conditions import CONDITIONS, WITHOUT
+from radixtrain.hf.prepare import check_takes_collated
+from radixtrain.hf.refusals import widest_head_dim
 
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [7, 8, 9, 3])]
 OWN_STATE = "whose state from token to token does not go through Hugging Face's cache .* cannot fork"
@@ -78,9 +80,9 @@ MODELS: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("model_class", "settings", "message"), MODELS)
 def test_a_model(model_class: str, settings: dict[str, Any], message: str) -> None:
-    """An older transformers may give another reason."""
+    """By `share_prefixes`, or before the batch of a `RadixCollator`. An older transformers may give another reason."""
     with pytest.raises(UserError, match=None if IS_OLDER else message):
-        prepare_model(tiny_model(model_class, **settings))
+        check_takes_collated(share_prefixes(tiny_model(model_class, **settings)))
 
 
 class KeepsToItself(transformers.Qwen3ForCausalLM):
@@ -195,9 +197,9 @@ def test_a_model_that_keeps_a_radix_batch_to_itself(tiny_qwen3, monkeypatch):
     message = (
         r"KeepsToItself does not pass .* on to its Qwen3Model \(transformers 5\.2\.0 has no .*pip install -U '.*>=5\.3'"
     )
-    with pytest.raises(UserError, match=message):
-        prepare_model(model)
     share_prefixes(model)
+    with pytest.raises(UserError, match=message):
+        check_takes_collated(model)
     with pytest.raises(UserError, match=message):
         model(**RadixCollator()(FEATURES))
 
@@ -320,3 +322,36 @@ class TestDropout:
         inputs = RadixCollator()(FEATURES) if prepare is prepare_model else {"input_ids": torch.tensor([[7, 8]] * 2)}
         with pytest.raises(UserError, match=r"NEFTune \(neftune_noise_alpha=5\)"):
             model(**inputs)
+
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+LATENT = {"qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 40}
+
+
+class TestHeadDim:
+    """The head dim by which a kernel is chosen."""
+
+    @pytest.mark.parametrize(
+        ("config", "expected"),
+        [
+            (transformers.LlamaConfig(**SIZES), 16),
+            (transformers.Qwen3Config(**SIZES, head_dim=32), 32),
+            (transformers.Gemma3Config(text_config={**SIZES, "head_dim": 32}), 32),
+            (transformers.GPT2Config(n_embd=64, n_head=4), 16),
+            (transformers.DeepseekV3Config(**SIZES, **LATENT), 40),
+            (transformers.DeepseekV3Config(**SIZES, **{**LATENT, "v_head_dim": 8}), 32),
+        ],
+    )
+    def test_is_the_widest(self, config: Any, expected: int) -> None:
+        assert widest_head_dim(config) == expected
+
+    def test_of_layers_that_differ(self) -> None:
+        gemma4 = getattr(transformers, "Gemma4TextConfig", transformers.Qwen3Config)
+        config = gemma4(**SIZES, head_dim=32, global_head_dim=64)
+        if not getattr(config, "is_heterogeneous", False):
+            pytest.skip("a newer transformers has a head dim for each layer of Gemma 4")
+        assert widest_head_dim(config) == 64
+
+    def test_a_model_without_heads(self) -> None:
+        with pytest.raises(UserError, match="MambaConfig does not say its num_attention_heads, so no kernel"):
+            widest_head_dim(transformers.MambaConfig())

@@ -198,18 +198,15 @@ class TestWrappers:
             sharing_report(nn.Linear(2, 2))
 
 
-class TestWithPrepareModel:
-    @pytest.mark.parametrize(
-        "calls",
-        cases(["prepare share", "share prepare", "share share", "share prepare prepare"], quick=["share prepare"]),
-    )
-    def test_both_kinds_of_batches(self, tiny_qwen3, calls):
+class TestBothKindsOfBatches:
+    @pytest.mark.parametrize("times", [1, 2])
+    def test_one_set_of_hooks(self, tiny_qwen3, times):
         """And the ordinary batch again after `restore_model`."""
         model = tiny_qwen3()
         with float64_throughout(model):
             expected = gradients_of(model, lambda: [own_loss(model)])
-            for call in calls.split():
-                {"share": share_prefixes, "prepare": prepare_model}[call](model)
+            for _ in range(times):
+                share_prefixes(model)
             same(expected, gradients_of(model, lambda: [own_loss(model)]))
             same(expected, gradients_of(model, lambda: [model(**RadixCollator()(FEATURES)).loss]))
         assert sharing_report(model).num_shared == 2
@@ -221,10 +218,12 @@ class TestWithPrepareModel:
         with pytest.raises(UserError):
             sharing_report(model)
 
-    def test_prepare_model_keeps_the_options(self, tiny_qwen3):
-        model = prepare_model(share_prefixes(tiny_qwen3(), min_ratio=100.0))
+    def test_a_later_call_replaces_the_options(self, tiny_qwen3):
+        model = share_prefixes(share_prefixes(tiny_qwen3()), min_ratio=100.0)
         model(**BATCH)
         assert set(sharing_report(model).not_shared) == {"less than min_ratio = 100.0 to save"}
+        model(**RadixCollator()(FEATURES))
+        assert sharing_report(model).num_shared == 1
 
     def test_a_radix_batch_for_another_head(self):
         """Its labels are next tokens."""

@@ -18,7 +18,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from radixtrain import RadixCollator, prepare_model, restore_model
 from radixtrain.errors import UserError
-from radixtrain.hf.hooks import BackboneHooks
+from radixtrain.hf.collated import CollatedBatches
 from radixtrain.hf.sharing_report import SharingReport
 from radixtrain.testing import relative_error
 from radixtrain.tree.radix_inputs import RADIX
@@ -82,7 +82,7 @@ def test_refused(case: str) -> None:
 def head_rows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """What the head was asked for, and what it computed, by the lazy rows themselves."""
     counts: list[tuple[int, int]] = []
-    monkeypatch.setattr(BackboneHooks, "_count", lambda *batch: None)
+    monkeypatch.setattr(CollatedBatches, "_count", lambda *batch: None)
     monkeypatch.setattr(SharingReport, "count_head", lambda self, *rows: counts.append(rows))
     return counts
 

@@ -11,7 +11,7 @@ from tiny_models import tiny_model
 
 from radixtrain import RadixCollator, prepare_model, verify_equivalence
 from radixtrain.errors import UserError
-from radixtrain.hf.prepare import prepared_options
+from radixtrain.hf.prepare import options_of
 from radixtrain.verification.equivalence import verify_arms
 from radixtrain.verification.oracle import gradients_of, ordinary_one_by_one
 
@@ -44,7 +44,7 @@ class TestTheModel:
     def test_stays_prepared(self, tiny_qwen3: Callable[..., Any]) -> None:
         model = prepare_model(tiny_qwen3(), attention="path")
         assert verify_equivalence(model, FEATURES, attention="cascade").passed
-        assert prepared_options(model)["attention"] == "path"
+        assert options_of(model)["attention"] == "path"
         assert torch.isfinite(model(**RadixCollator()(FEATURES)).loss)
 
     def test_has_no_gradients_if_an_arm_raises(self, tiny_qwen3: Callable[..., Any]) -> None:

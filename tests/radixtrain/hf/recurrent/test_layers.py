@@ -14,14 +14,14 @@ import torch
 from radixtrain import RadixCollator, prepare_model, verify_equivalence
 from radixtrain.errors import UserError
 from radixtrain.hf.recurrent import layers
-from radixtrain.testing import FREE_FORKS
 
+pytestmark = pytest.mark.usefixtures("free_forks")
 ROWS = [[7, 8, 9, 1, 2, 3, 4, 5], [7, 8, 9, 1, 2, 6], [7, 8, 9, 1, 4]]
 KINDS = ["linear_attention", "linear_attention", "full_attention"]
 
 
 def batch_of(rows: list[list[int]] = ROWS) -> dict[str, Any]:
-    return RadixCollator(run_cost=FREE_FORKS, loss_on_all=True)([{"input_ids": ids} for ids in rows])
+    return RadixCollator(loss_on_all=True)([{"input_ids": ids} for ids in rows])
 
 
 @pytest.fixture
@@ -111,9 +111,7 @@ class TestInstalling:
         model = tiny_hybrid("Qwen3.5", num_hidden_layers=3, layer_types=KINDS)
         model.model.layers[1].linear_attn = model.model.layers[0].linear_attn
         features = [{"input_ids": ids, "labels": ids} for ids in ROWS]
-        report = verify_equivalence(
-            model, features, collator=RadixCollator(run_cost=FREE_FORKS), precisions=["float64"]
-        )
+        report = verify_equivalence(model, features, precisions=["float64"])
         assert report.passed, str(report)
 
 
