@@ -32,7 +32,7 @@ from radixtrain.hf.padded.calls import DROPS_ROWS, FOR_THE_LOSS, READ, TYPES, UN
 from radixtrain.hf.padded.rows import BoolArray, PaddedRows
 from radixtrain.hf.pictures import OF_PICTURES, bits_of, image_token_of
 from radixtrain.hf.upstream import Upstream
-from radixtrain.hf.windows import MaskRequest, answered, request_of, window_may_bind
+from radixtrain.hf.windows import MaskRequest, answered, request_of
 from radixtrain.tree.arrays import IntArray, lengths_of
 from radixtrain.tree.blocks import BlockLayout
 from radixtrain.tree.cached_layout import on_device
@@ -89,7 +89,7 @@ class Causes:
                 raise NotShared(f"the decoder gets {name} of shape {tuple(value.shape)}")
         planes = {"ids": ids, **_mask_plane(mask), **_positions(call, given), **_whole_numbers(call, per_token)}
         for layers, request in requests.items():
-            planes[f"next {layers}"], planes[f"last {layers}"] = _seen(request, mask, ids)
+            planes[f"next {layers}"] = _sees_next(request, ids)
         arrays = _on_host(planes)
         kept = arrays["mask"].astype(bool) if "mask" in arrays else np.ones(ids.shape, dtype=bool)
         axes = [arrays[name] for name in arrays if name.startswith("axis")]
@@ -156,40 +156,27 @@ class Causes:
     def read_windows(self) -> None:
         """Read what each of the waiting masks lets its layers see. Raises NotShared for what tree attention has not."""
         for layers, request in self.requests.items():
-            window = self._window(layers, request)
-            both_ways = bool(self._links(layers).any())
-            if both_ways and not self._is_within(request, window):
-                raise NotShared(OTHER_MASK)
+            both_ways, is_changed = bool(self._links(layers).any()), request.options.get("use_vmap")
+            if both_ways or is_changed:
+                window = self._proved_window(request)
+            elif self.rows.is_packed:  # of its own sequence only
+                window = request.options.get("local_size") or 0
+            else:
+                window = request.window(int(lengths_of(self.rows.cu_seqlens).max()))
             self.windows[layers] = window, both_ways
 
-    def _window(self, layers: str, request: MaskRequest) -> int:
-        """Return how many tokens one sees, itself included, by the last token of each row; 0 for all before it."""
-        starts, lengths = self.rows.cu_seqlens[:-1], lengths_of(self.rows.cu_seqlens)
-        seen = self.planes[f"last {layers}"].astype(bool)[self.rows.kept]
-        widths = set()
-        ends = [*(self.rows.kept.sum(1).cumsum() - 1)]
-        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-            if length and start + length - 1 in ends:
-                sees = seen[start : start + length]
-                if not sees[length - int(sees.sum()) :].all():
-                    raise NotShared(OTHER_MASK)
-                widths.add((int(sees.sum()), length))
-        binding = {width for width, length in widths if width < length}
-        longest = int(lengths.max(initial=0))
-        if len(binding) > 1:
-            raise NotShared(OTHER_MASK)
-        if binding or longest <= max(length for _, length in widths):
-            return binding.pop() if binding else 0
-        window = request.options.get("local_size")
-        if window is None and window_may_bind(self.call.decoder.config, longest):
-            raise NotShared("a row has several sequences, of which the last does not show the window of its layers")
-        return window or 0
+    def _proved_window(self, request: MaskRequest) -> int:
+        """Return the window of layers whose mask is the causal one with blocks, 0 without any. Waits for the device."""
+        for window in (0, getattr(self.call.decoder.config, "sliding_window", None)):
+            if window is not None and self._is_within(request, window):
+                return window
+        raise NotShared(OTHER_MASK)
 
     def _is_within(self, request: MaskRequest, window: int) -> bool:
-        """Return whether tokens see those before them, in a window, and their block. Waits for the device."""
+        """Return whether tokens see those before them, in a window, and their block, and no others."""
         device, (_, length) = self.call.given["input_ids"].device, self.rows.kept.shape
         numbers = np.full(self.rows.kept.shape, -1)
-        numbers[self.rows.kept] = self.blocks
+        numbers[self.rows.kept] = -1 if self.blocks is None else self.blocks
         blocks, kept = on_device(numbers, device), on_device(self.rows.kept.astype(np.int64), device).bool()
         places = torch.arange(length, device=device)
         queries, keys = places[:, None], places
@@ -344,14 +331,12 @@ def _whole_numbers(call: Upstream, per_token: Mapping[str, Tensor]) -> dict[str,
     }
 
 
-def _seen(request: MaskRequest, mask: Tensor | None, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which tokens see the next one, and which are seen by the last one of their row, (B, L), bool."""
+def _sees_next(request: MaskRequest, ids: Tensor) -> Tensor:
+    """Return which tokens see the next one, (B, L), bool."""
     batch = torch.arange(len(ids), device=ids.device)[:, None]
-    places = torch.arange(ids.shape[1], device=ids.device)[None]
-    sees_next = request.sees(batch, places[:, :-1], places[:, 1:])
-    sees_next = torch.cat([sees_next, sees_next.new_zeros(len(ids), 1)], 1)
-    last = places[:, -1:] if mask is None else (places * (mask != 0)).amax(1, keepdim=True)
-    return sees_next, request.sees(batch, last, places)
+    places = torch.arange(ids.shape[1], device=ids.device)
+    seen = request.sees(batch, places[:-1], places[1:])
+    return torch.cat([seen, seen.new_zeros(len(ids), 1)], 1)
 
 
 def _on_host(planes: Mapping[str, Tensor]) -> dict[str, IntArray]:

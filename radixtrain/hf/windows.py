@@ -117,6 +117,13 @@ class MaskRequest:
         seen: Tensor = self.options["mask_function"](batch, batch.new_zeros(()), queries, keys)
         return seen.expand(torch.broadcast_shapes(batch.shape, queries.shape, keys.shape))
 
+    def window(self, longest: int) -> int:
+        """Count the tokens that one of the longest sequence sees, itself included; 0 for all before it."""
+        if chunk_of(self.options.get("config")) is not None:  # no shorter than the longest sequence
+            return 0
+        name = f"the model of {type(self.options.get('config')).__name__}"
+        return _window(name, self.options["mask_function"], longest, longest, self.options)
+
     def made(self) -> Any:
         """Return the ordinary mask, for a call that is not shared."""
         return self.ordinary(attention_mask=self.attention_mask, **self.options)

@@ -136,6 +136,14 @@ def test_packed_images_that_attend_in_both_directions(name: str) -> None:
     assert reason == "a row has several sequences, and its images attend in both directions"
 
 
+@pytest.mark.parametrize("name", ["Gemma 3", "Gemma 4"])
+def test_packed_text_whose_masks_the_backbone_makes(name: str) -> None:
+    """Of two sequences that are longer than the window of some layers."""
+    ids = torch.tensor([[7, 8, 9, 10, 11, 12, 13, 14, 15, 7, 8, 9, 10, 11, 12, 13, 14, 16, 17]])
+    inputs = {"input_ids": ids, "position_ids": torch.tensor([[*range(9), *range(10)]])}
+    assert same_call(KINDS[name].build(), inputs, ids != 0).num_unique_tokens == 8 + 1 + 2
+
+
 @pytest.mark.parametrize(("window", "is_shared"), [(15, False), (16, True)])
 def test_images_that_see_each_other_beyond_a_window(window: int, is_shared: bool) -> None:
     """Of 16 tokens, in the unified Gemma 4."""
