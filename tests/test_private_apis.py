@@ -137,6 +137,12 @@ TABLE: dict[str, dict[str, str]] = {
             "finds our hooks, on copies of a head too, those by which PEFT gives each row an adapter, and a user's"
         ),
     },
+    "radixtrain/hf/padded/causes.py": {
+        "torch.nn.Module._forward_pre_hooks": "tells an embedding that only looks up from one with a hook",
+        "torch.nn.Module._forward_hooks": "tells an embedding that only looks up from one with a hook",
+        "torch.Tensor._backward_hooks": "says whether someone waits for the gradient of embeddings",
+        "torch._C._will_engine_execute_node": "says whether torch.autograd.grad asks for the gradient of embeddings",
+    },
     "radixtrain/hf/padded/fused_heads.py": {
         "trl.trainer.utils._ChunkedLogProbFunction": "scores hidden states without calling the head",
     },

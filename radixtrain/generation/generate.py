@@ -14,7 +14,6 @@ from transformers import GenerationConfig
 
 from radixtrain.errors import UserError
 from radixtrain.generation.cache import RadixCache
-from radixtrain.generation.images import PromptImages, has_images, text_of
 from radixtrain.generation.options import max_new_tokens_of, resolve_config
 from radixtrain.generation.passes import PIECE_CELLS, Request, sorted_requests
 from radixtrain.generation.prefill import prefill_on
@@ -154,8 +153,7 @@ def generate(
     model: a `PreTrainedModel` for causal language modelling, one wrapped by PEFT, prepared for training or not. It runs
         in evaluation mode and without gradients, and is left as it was.
     prompts: texts, conversations (lists of messages, rendered with the chat template), lists of token ids, or a padded
-        (B, L) tensor with its attention_mask, which is inferred from pad_token_id as `model.generate` does; or what a
-        model's processor returns for texts with images, whose tower computes each distinct image once.
+        (B, L) tensor with its attention_mask, which is inferred from pad_token_id as `model.generate` does.
     tokenizer: for texts and conversations, for `stop_strings`, and to decode the answers.
     generation_config, options: fields of transformers' `GenerationConfig`, with its meanings and defaults:
         max_new_tokens, do_sample, temperature, top_k, top_p, num_return_sequences, stop_strings and so on.
@@ -179,12 +177,8 @@ def generate(
     config = resolve_config(model, generation_config, **options)
     if attention_mask is None:
         attention_mask = padding_mask(prompts, config)
-    seen = prompts if has_images(prompts) else None
-    if seen is not None and cache is not None:
-        raise UserError("cache: a RadixCache knows tokens by their ids; leave it out for prompts with images")
-    texts = prompts if seen is None else text_of(parts.backbone, seen)
-    ids = token_ids_of(texts, tokenizer, attention_mask, **(chat_template_kwargs or {}))
-    check_types(parts.backbone, texts)
+    ids = token_ids_of(prompts, tokenizer, attention_mask, **(chat_template_kwargs or {}))
+    check_types(parts.backbone, prompts)
     for place, prompt in enumerate(ids):
         check_ids(prompt, f"prompt {place}", parts.decoder.config.vocab_size)
     chooser = TokenChooser(model, config, logits_processor, seed)
@@ -194,9 +188,7 @@ def generate(
     stopper = Stopper(model, config, tokenizer, stopping_criteria)
     longest = max(len(prompt) + int(most) for prompt, most in zip(ids, max_new, strict=True)) - 1
     with prefill_on(cache, model, parts, kernel, longest) as prefill:
-        if seen is not None:
-            prefill.images = PromptImages.read(parts.backbone, seen, attention_mask, prefill.device)
-        requests = sorted_requests(ids, max_new, config.num_return_sequences or 1, prefill.images)
+        requests = sorted_requests(ids, max_new, config.num_return_sequences or 1)
         limits = _limits(requests, batch_size)
         finish(requests, RunningBatch(prefill, chooser, stopper, limits, keeps_answers=cache is not None))
     answers = sorted(requests, key=lambda request: request.index)

@@ -8,17 +8,15 @@ to in one product. What is too short for a product of its own is computed once t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from radixtrain.generation.cache import Match, Node, RadixCache
-from radixtrain.generation.images import PromptImages
 from radixtrain.generation.sampling import TokenChooser
 from radixtrain.kernels.lanes import Lanes
 from radixtrain.kernels.merge_attention import Piece
@@ -38,7 +36,7 @@ class Request:
 
     index: its place in the result. rank: its place in sorted order.
     prompt: (n,), int64.
-    keys: (n,), int64. what tokens are compared by: the ids, or keys of `PromptImages`.
+    keys: (n,), int64. what tokens are compared by: the ids.
     max_new: most tokens of the answer.
     lcp: tokens that the prompt shares with the request before it, in sorted order.
     kept: leading tokens of the prompt that the cache should hold, because other requests read them too.
@@ -88,13 +86,9 @@ class Request:
             self.node = None
 
 
-def sorted_requests(
-    prompts: Sequence[IntArray], max_new: IntArray, num_samples: int = 1, images: PromptImages | None = None
-) -> list[Request]:
+def sorted_requests(prompts: Sequence[IntArray], max_new: IntArray, num_samples: int = 1) -> list[Request]:
     """Make a request for each answer, sorted by prompt. max_new: per prompt. num_samples: answers per prompt."""
-    keys = prompts if images is None else images.keys
-    shifts = np.zeros(len(prompts), dtype=np.int64) if images is None else images.shifts
-    by_order = sort_sequences(np.concatenate(keys), cumulative(np.array([len(prompt) for prompt in prompts])))
+    by_order = sort_sequences(np.concatenate(prompts), cumulative(np.array([len(prompt) for prompt in prompts])))
     lengths = by_order.lengths.repeat(num_samples)
     is_first = np.arange(len(lengths)) % num_samples == 0
     lcp = np.where(is_first, by_order.lcp.repeat(num_samples), lengths)  # samples of a prompt share it all
@@ -104,11 +98,10 @@ def sorted_requests(
             place * num_samples + rank % num_samples,
             rank,
             prompts[place],
-            keys[place],
+            prompts[place],
             int(max_new[place]),
             shared,
             kept,
-            shift=shifts[place],
         )
         for rank, (place, shared, kept) in enumerate(columns)
     ]
@@ -139,14 +132,12 @@ class Pass:
 
     input_ids: (U,), int64. position_ids: (U,), or (A, U) on several axes, int64.
     predictor_indices: (R,), int64. the rows whose logits are wanted. None: all of them, in order.
-    features: of the images among the rows, as the model takes them.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     predictor_indices: Tensor | None
     layout: CachedLayout
-    features: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

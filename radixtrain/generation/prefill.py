@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from radixtrain.errors import UserError
 from radixtrain.generation.cache import RadixCache
-from radixtrain.generation.images import PromptImages
 from radixtrain.generation.passes import LaneRange, Pass, PromptPlan, Request
 from radixtrain.hf.backbone import Parts
 from radixtrain.hf.cached_pass import StoredPasses, on_stored_rows
@@ -57,10 +56,8 @@ def prefill_on(
 class Prefill:
     """Runs a model on prompts, inside `on_stored_rows`.
 
-    parts: of the model. cache: whose store is used. kernel: of the attention. images: of the prompts, if they have any.
+    parts: of the model. cache: whose store is used. kernel: of the attention.
     """
-
-    images: PromptImages | None = None
 
     def __init__(self, parts: Parts, cache: RadixCache, kernel: str = "auto"):
         self.cache, self.counts = cache, Counts()
@@ -74,9 +71,7 @@ class Prefill:
 
     def logits(self, step: Pass) -> Tensor:
         """Run a pass and return its logits, (R, V)."""
-        return self.passes.logits(
-            step.input_ids, step.position_ids, step.predictor_indices, step.layout, **step.features
-        )
+        return self.passes.logits(step.input_ids, step.position_ids, step.predictor_indices, step.layout)
 
     def start(
         self,
@@ -110,10 +105,6 @@ class Prefill:
         slots = self.cache.reserve(len(plan.kept_rows))
         try:
             step = plan.pass_of(slots, lanes, first_lane, predicting, self.device)
-            if self.images is not None:
-                inputs = self.images.inputs_of(plan.ends.ids, self.device)
-                blocks = self.images.blocks_of(plan.ends, self.device)
-                step = replace(step, **inputs, layout=replace(step.layout, blocks=blocks))
             logits = self.logits(step)
         except BaseException:
             self.cache.cancel(slots)

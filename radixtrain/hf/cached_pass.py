@@ -21,7 +21,6 @@ from radixtrain.hf.backbone import Parts
 from radixtrain.hf.conditions import WITHOUT
 from radixtrain.hf.dropout import evaluating
 from radixtrain.hf.head import only_rows
-from radixtrain.hf.image_models import types_for
 from radixtrain.hf.modules import num_attention_layers
 from radixtrain.hf.probe import why_inexact
 from radixtrain.hf.progress import Progress
@@ -87,16 +86,15 @@ class StoredPasses:
         position_ids: Tensor,
         predictor_indices: Tensor | None,
         layout: CachedLayout,
-        **features: object,
     ) -> Tensor:
         """Run the model on the new rows of a pass and store their keys and values; returns the logits, (R, V).
 
-        input_ids: (U,), int64. position_ids: (U,), or (A, U) on several axes, int64. features: of images in the rows.
+        input_ids: (U,), int64. position_ids: (U,), or (A, U) on several axes, int64.
         predictor_indices: (R,), int64. the rows whose logits are wanted. None: all, in order.
         Raises RuntimeError if a layer attended without the stored rows.
         """
         config, base = self.parts.decoder.config, self.parts.base
-        may_bind = layout.blocks is not None or window_may_bind(config, layout.max_seqlen)
+        may_bind = window_may_bind(config, layout.max_seqlen)
         call = CachedCall(layout, self.write, self.kernel, may_bind)
         call.depths = position_ids
         with nullcontext() if predictor_indices is None else only_rows(self.parts.backbone, predictor_indices):
@@ -106,8 +104,6 @@ class StoredPasses:
                 attention_mask=no_mask(may_bind, input_ids.device, call),
                 use_cache=False,
                 radix_call=call,
-                **features,
-                **types_for(self.parts.backbone, layout),
             )
         call.check_layers(self.parts.backbone, self.num_layers, "did not see the stored rows; use model.generate")
         logits: Tensor = output.logits[0]

@@ -25,11 +25,11 @@ from radixtrain.errors import UserError
 from radixtrain.hf import upstream
 from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.backbone import Parts, arguments_of, text_decoder_of
-from radixtrain.hf.causes import with_made_masks
 from radixtrain.hf.collated import CollatedBatches
 from radixtrain.hf.conditions import traits_of, why_unsupported
 from radixtrain.hf.dropout import generator_states, has_drawn, number_that_draws, set_generator_states
 from radixtrain.hf.modules import mixers_of, num_attention_layers, text_layers
+from radixtrain.hf.padded.causes import with_made_masks
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.pictures import compute_every_picture, compute_pictures_once
 from radixtrain.hf.probe import why_inexact

@@ -110,20 +110,24 @@ def _computed(compute: Callable[..., Any], backbone: Any, given: Mapping[str, An
     if len(first) < len(pictures) and not _has_batch_norms(backbone):
         chosen = [pictures[index] for index in first]
         output = compute(**{**given, **_joined(chosen, is_nested)})
-        every = None if has_drawn(device, states) else _of_every(output, chosen, owners, counts)
-        if every is not None:
-            rows = _rows_of(_lengths(output.pooler_output, chosen, is_nested), owners)
-            return every, Pictures(rows, len(pictures), len(first))
+        lengths = None if has_drawn(device, states) else _lengths(_features(output), chosen, is_nested)
+        every = None if lengths is None else _of_every(output, chosen, owners, counts)
+        if every is not None and lengths is not None:
+            return every, Pictures(_rows_of(lengths, owners), len(pictures), len(first))
         set_generator_states(device, states)
     output = compute(**given)
-    if not isinstance(output, Mapping) or "pooler_output" not in output:
-        return output, Pictures(None)
-    lengths = _lengths(output.pooler_output, pictures, is_nested)
+    features = _features(output)
+    rows, lengths = None, _lengths(features, pictures, is_nested)
     if lengths is not None:
         rows = _rows_of(lengths, np.array(first)[owners])
-    else:
-        rows = None if len(first) < len(pictures) else np.arange(len(_flat(output.pooler_output)))
+    elif features is not None and len(first) == len(pictures):
+        rows = np.arange(len(_flat(features)))
     return output, Pictures(rows, len(pictures), len(pictures))
+
+
+def _features(output: Any) -> Any:
+    """Return the features among what a tower returned; None if there are none."""
+    return output.get("pooler_output") if isinstance(output, Mapping) else None
 
 
 def _each_has_its_gradient(pictures: Sequence[Picture]) -> bool:
@@ -185,6 +189,8 @@ def _distinct(pictures: Sequence[Picture]) -> tuple[IntArray, list[int]]:
 
 def _lengths(features: Any, pictures: Sequence[Picture], is_nested: bool) -> IntArray | None:
     """Count the features of each picture; None if they are in one piece, and pictures may have different numbers."""
+    if features is None:
+        return None
     if not is_nested and len(features) == len(pictures) and all(each.ndim > 1 for each in features):
         return np.array([each.flatten(0, -2).shape[0] for each in features])
     total, sizes = len(_flat(features)), [[part.shape for part in picture.values()] for picture in pictures]
@@ -212,10 +218,6 @@ def _of_every(output: Any, chosen: Sequence[Picture], owners: IntArray, counts: 
 
     output: for the chosen. counts: how many of all pictures each row has, if they are nested.
     """
-    if not isinstance(output, Mapping) or "pooler_output" not in output:
-        return None
-    if _lengths(output.pooler_output, chosen, counts is not None) is None:
-        return None
     entries: dict[str, Any] = {}
     for name, value in output.items():
         if name == "deepstack_features":
@@ -244,6 +246,7 @@ def _every(features: Any, chosen: Sequence[Picture], owners: IntArray, counts: I
     if is_tensor:
         every = torch.cat([pieces[owner] for owner in owners])
         return every.view(*features.shape[:-2], *every.shape)
+    assert counts is not None
     bounds = cumulative(counts).tolist()
     rows = (owners[start:end] for start, end in pairwise(bounds))
     return type(features)(torch.cat([flat[:0], *(pieces[owner] for owner in each)]) for each in rows)

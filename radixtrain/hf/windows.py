@@ -5,7 +5,10 @@ No U x U mask is ever built. The backbone's hook (`radixtrain/hf/hooks.py`) give
 - an empty 4-D tensor, which every model returns unchanged, if no window may bind;
 - a 2-D mask without columns, if one may. Our mask function answers each request of Hugging Face's with an empty mask.
   It reads from the model's mask what the last token of the longest sequence sees, so that every layer gets the window
-  that it would have obeyed, and, if the batch has blocks of rows that may attend in both directions, whether they do.
+  that it would have obeyed.
+
+A mask that a backbone requests for its text decoder waits as a `MaskRequest` until the decoder runs
+(`radixtrain/hf/padded/causes.py`): then it is known too which rows attend in both directions.
 
 Both carry an `OnMask`, also for layers that get nothing else. An empty 4-D mask is as wide as the window, because that
 is what a compiled graph can read: a size, which it does not compile anew for. There Hugging Face's own number is the
@@ -27,7 +30,6 @@ from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf import upstream
 from radixtrain.hf.modules import name_of
 from radixtrain.hf.names import OF_OLDER_MASKS
-from radixtrain.tree.blocks import BlockLayout
 from radixtrain.versions import saying_what_was_tested
 
 ON_MASK = "_radix_on_mask"
@@ -186,10 +188,7 @@ def _requested(call: Any, given: Mapping[str, Any]) -> OnMask:
             f"{model} requests its mask with {unknown}, which this version of radixtrain cannot read: use another "
             f"version of transformers, or {TRAIN_WITHOUT_SHARING}"
         )
-    sees, longest, blocks = given["mask_function"], call.layout.max_seqlen, call.layout.blocks
-    if blocks is not None:
-        both_ways, window = _seen(sees, blocks, longest)
-        return OnMask(call, window, both_ways)
+    sees, longest = given["mask_function"], call.layout.max_seqlen
     if given.get("use_vmap"):  # Hugging Face's sign that the model has changed the causal mask
         raise UserError(
             f"{model} adds a mask of its own to a sliding window, which tree attention does not compute; set "
@@ -215,32 +214,6 @@ def _window(model: str, sees: Callable[..., Tensor], longest: int, num_rows: int
     if sees_later or not is_last:
         raise UserError(f"{model} has a mask of other tokens than the last ones before each; {TRAIN_WITHOUT_SHARING}")
     return window if window < num_rows or num_rows == longest else given.get("local_size") or 0
-
-
-def _seen(sees: Callable[..., Tensor], blocks: BlockLayout, longest: int) -> tuple[bool, int]:
-    """Return whether rows see the next one of their block, and how many tokens one outside sees. Waits for the device.
-
-    sees: the mask of the model, `sees(batch, head, query, key)`. longest: sequence, in tokens. As in `types` of blocks.
-
-    Raises UserError if rows see the next one and are not of an image, or if a window does not hold within images.
-    """
-    of_row = blocks.block_of_row
-    num_rows, zero = len(of_row), of_row.new_zeros(())
-    tokens = torch.arange(max(num_rows + 1, longest), device=of_row.device)
-    next_seen = sees(zero, zero, tokens[: num_rows - 1], tokens[1:num_rows]).expand(num_rows - 1)
-    width = int(sees(zero, zero, tokens[-1:], tokens).expand(len(tokens)).sum())
-    if not next_seen.any():
-        return False, width
-    is_block = (of_row[1:] >= 0) & (of_row[:-1] >= 0)  # two images of two sequences may be neighbours
-    is_same = is_block & (of_row[1:] == of_row[:-1])
-    if (next_seen & ~is_block).any() or not next_seen[is_same].all():
-        raise UserError(f"the model attends in both directions elsewhere than within images; {TRAIN_WITHOUT_SHARING}")
-    first, last = blocks.bounds
-    if not torch.equal(sees(zero, zero, last, first), last - first < width):
-        raise UserError(
-            f"an image is longer than a window, beyond which its tokens see each other; {TRAIN_WITHOUT_SHARING}"
-        )
-    return True, width
 
 
 def window_of(

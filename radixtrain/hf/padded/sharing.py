@@ -15,7 +15,6 @@ from radixtrain.errors import UserError
 from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.backbone import arguments_of, text_decoder_of, with_rows
-from radixtrain.hf.causes import Causes, NotShared
 from radixtrain.hf.dropout import check_drawing_modules, check_noise
 from radixtrain.hf.modules import why_padding_leaks
 from radixtrain.hf.names import is_cache
@@ -27,6 +26,7 @@ from radixtrain.hf.padded.calls import (
     why_rows_are_not_shared,
     why_unshared,
 )
+from radixtrain.hf.padded.causes import Causes, NotShared
 from radixtrain.hf.padded.fused_heads import share_fused_heads
 from radixtrain.hf.padded.rows import PaddedRows, Places
 from radixtrain.hf.padded.spread import NO_ROW
@@ -76,8 +76,8 @@ class PaddedSharing:
         given, decoder = arguments_of(backbone, args, kwargs), text_decoder_of(backbone)
         reason = why_unshared(model, backbone, given, self.generates)
         if reason is None:
-            tried = {"progress": self.progress, "allowed": self.options.allow_dropout}
-            reason = why_inexact(decoder, shape=given["input_ids"].shape, **tried)
+            shape, allowed = given["input_ids"].shape, self.options.allow_dropout
+            reason = why_inexact(decoder, shape=shape, progress=self.progress, allowed=allowed)
         if reason is None:
             return Upstream(backbone, decoder, given)
         self.report.count_unshared(reason)

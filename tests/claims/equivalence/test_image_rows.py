@@ -17,8 +17,9 @@ from image_rows import PADDED, check_padded
 from peft import LoraConfig, get_peft_model
 from tiers import cases
 
-from radixtrain.hf import causes, pictures
-from radixtrain.hf.causes import Causes
+from radixtrain.hf import pictures
+from radixtrain.hf.padded import causes
+from radixtrain.hf.padded.causes import Causes
 from radixtrain.tree.blocks import BlockLayout
 
 SIZED = [name for name, kind in KINDS.items() if kind.has_sizes]

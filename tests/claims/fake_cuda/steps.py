@@ -26,7 +26,8 @@ from radixtrain import RadixCollator, build_prefix_plan, prepare_model, share_pr
 from radixtrain.attention import EVERYWHERE, tree_attention
 from radixtrain.collators.steps import StepCollator
 from radixtrain.generation.generate import generate
-from radixtrain.hf import causes, third_party
+from radixtrain.hf import third_party
+from radixtrain.hf.padded import causes
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.hf.recurrent import layers
 from radixtrain.kernels import fusion

@@ -1,4 +1,4 @@
-"""What makes two tokens one at the text decoder: one test for each sentence of `radixtrain/hf/causes.py`.
+"""What makes two tokens one at the text decoder: one test for each sentence of `radixtrain/hf/padded/causes.py`.
 
 Equal gradients are those of the untouched model in float64. Each mistake at the end must be seen by one of the tests.
 """
@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from radixtrain import position_wise, share_prefixes, sharing_report
 from radixtrain.errors import UserError
-from radixtrain.hf import causes, pictures
-from radixtrain.hf.causes import OTHER_MASK, READS_GRADIENT, TOLD_APART, UNSEEN_TOWER, Causes
+from radixtrain.hf import pictures
+from radixtrain.hf.padded import causes
+from radixtrain.hf.padded.causes import OTHER_MASK, READS_GRADIENT, TOLD_APART, UNSEEN_TOWER, Causes
 from radixtrain.verification.oracle import float64_throughout
 
 QWEN, LLAVA, GEMMA = (KINDS[name] for name in ("Qwen3-VL", "LLaVA", "Gemma 3"))

@@ -23,8 +23,8 @@ from transformers.models.llava import modeling_llava
 
 from radixtrain import share_prefixes, sharing_report
 from radixtrain.errors import UserError
-from radixtrain.hf.causes import OTHER_MASK, _of_pairs
 from radixtrain.hf.names import IMAGES
+from radixtrain.hf.padded.causes import OTHER_MASK, _of_pairs
 from radixtrain.hf.pictures import _distinct
 
 BAR = 1e-12

@@ -232,7 +232,9 @@ class Causes:
         device = self.call.given["input_ids"].device
         flat = np.flatnonzero(self.rows.kept)[plan.gather_indices]
         index = on_device(flat, device)
-        found = {name: x.flatten(0, 1).index_select(0, index)[None] for name, x in self.per_token.items()}
+        found: dict[str, Any] = {
+            name: x.flatten(0, 1).index_select(0, index)[None] for name, x in self.per_token.items()
+        }
         if "inputs_embeds" in found:
             embedded = [*self.call.embedded, self.per_token["inputs_embeds"]]
             self.call.embedded.clear()
