@@ -20,8 +20,8 @@ from radixtrain.hf.modules import names_in_method
 from radixtrain.hf.names import IMAGE_TOKEN, found
 from radixtrain.images.tokens import TOKEN_TYPES, TYPES, ImageInputs
 from radixtrain.images.tower import FEATURES, OF_IMAGES, NotShared, Tower
-from radixtrain.tree.cached_layout import CachedLayout, on_device
 from radixtrain.tree.layout import TreeLayout
+from radixtrain.tree.movable import on_device
 from radixtrain.tree.radix_inputs import RadixInputs
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -180,7 +180,7 @@ def block_function_of(backbone: PreTrainedModel) -> Callable[..., Tensor] | None
     return found if types_of_mask(backbone) else None
 
 
-def types_for(backbone: PreTrainedModel, layout: TreeLayout | CachedLayout) -> dict[str, Tensor]:
+def types_for(backbone: PreTrainedModel, layout: TreeLayout) -> dict[str, Tensor]:
     """Make the argument that lets these rows attend in both directions."""
     name = None if layout.blocks is None else types_of_mask(backbone)
     return {} if name is None or layout.blocks is None else {name: layout.blocks.types(layout.max_seqlen)}

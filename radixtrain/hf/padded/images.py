@@ -17,8 +17,8 @@ from radixtrain.hf.windows import window_may_bind
 from radixtrain.images.tokens import ImageInputs, ImageTokens
 from radixtrain.images.tower import NotShared, Tower
 from radixtrain.tree.arrays import IntArray
-from radixtrain.tree.cached_layout import on_device
 from radixtrain.tree.layout import TreeLayout
+from radixtrain.tree.movable import on_device
 
 
 @dataclass(eq=False)

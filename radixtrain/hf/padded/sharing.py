@@ -35,8 +35,8 @@ from radixtrain.hf.sharing_report import SharingReport
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.images.tower import NotShared
 from radixtrain.tree.arrays import IntArray
-from radixtrain.tree.cached_layout import on_device
 from radixtrain.tree.layout import TreeLayout
+from radixtrain.tree.movable import on_device
 from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.tree.runs import RunCost
 from radixtrain.versions import saying_what_was_tested

@@ -25,7 +25,6 @@ from watch import DEVICE, FakeCUDA, Waits, move_module, moved
 from radixtrain import RadixCollator, build_prefix_plan, prepare_model, share_prefixes, sharing_report
 from radixtrain.attention import EVERYWHERE, tree_attention
 from radixtrain.collators.steps import StepCollator
-from radixtrain.generation.generate import generate
 from radixtrain.hf import third_party
 from radixtrain.hf.padded.rows import PaddedRows
 from radixtrain.hf.predicting_rows import forward_rows
@@ -162,13 +161,6 @@ def padded(model: Any, **options: Any) -> dict[str, int]:
         PaddedRows.read = read
 
 
-def generated(**options: Any) -> dict[str, int]:
-    model, waits = on_device(tiny_qwen3(), BF16).eval(), Waits()
-    with model.mode, waits:
-        generate(model, [[1, 2, 3], [1, 2, 4, 5], [1, 2]], max_new_tokens=4, pad_token_id=0, **options)
-    return dict(waits.counts)
-
-
 def verified() -> dict[str, int]:
     """That it runs, in float64 too; it may wait as it likes."""
     model = on_device(tiny_qwen3(), BF16)
@@ -257,8 +249,6 @@ GROUPS: dict[str, dict[str, Case]] = {
         "share_prefixes": lambda: padded(tiny_qwen3()),
         "share_prefixes, path": lambda: padded(tiny_qwen3(), attention="path"),
         "share_prefixes, Qwen3.5": lambda: padded(hybrid("Qwen3.5")),
-        "generate": generated,
-        "generate samples": lambda: generated(do_sample=True, top_p=0.9, top_k=5, seed=1, num_return_sequences=2),
         "verify": verified,
     },
     "launches": {name: lambda name=name: launches(name) for name in ("cascade", "path", "expand")},

@@ -32,8 +32,6 @@ WAITS = {
     "share_prefixes": SHARED,  # to plan, and once in the backward pass
     "share_prefixes, path": SHARED,
     "share_prefixes, Qwen3.5": SHARED,
-    "generate": {"radixtrain/generation/scheduler.py:_choose": 4},  # once for each token
-    "generate samples": {"radixtrain/generation/scheduler.py:_choose": 4},
 }
 # In the attention of one layer. What the error says, or where the wait is.
 MISTAKES: dict[str, Any] = {
