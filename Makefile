@@ -35,9 +35,9 @@ check: setup  ## check style, formatting, types, and which module imports which:
 	cd build/imports && PYTHONPATH=. ../../.venv/bin/lint-imports --no-cache --no-logo --config ../../pyproject.toml
 
 bench: .venv/.user  ## time a training step on this machine, deduplicated and not
-	.venv/bin/python -m radixtrain bench --attention '[auto, cascade, path, expand]' --repeats 7
-	.venv/bin/python -m radixtrain bench --attention '[auto, cascade, path, expand]' --repeats 7 \
-	  --num_sequences 1 --prompt_length 2048 --suffix_length 256
+	.venv/bin/python recipes/benchmarks/step.py --attention auto cascade path expand --repeats 7
+	.venv/bin/python recipes/benchmarks/step.py --attention auto cascade path expand --repeats 7 \
+	  --prompt 2048 --own 256 --sequences 1
 
 test-gpu: setup  ## run the tests that need a CUDA device; one that skips says what it lacks
 	$(TEST) -m gpu -rs $(GPU_TESTS)

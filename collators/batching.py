@@ -4,22 +4,19 @@ Tokens are shared only inside a micro-batch, so the cut decides the speed. The s
 prefixes side by side, and cut when the budget is full. The gradient of the optimizer step does not depend on the cut,
 since the loss of a micro-batch is a sum, divided by the labelled tokens of the whole step.
 
-Every rank computes the same answer without communication. The sorted sequences are handed out in two ways:
+Every rank computes the same answer without communication: it gets a run of the sorted order.
 
-    in a row    7 8 1, 7 8 2 | 7 8 3, 7 8 4     each rank gets a run of the sorted order: 4 + 4 unique tokens. What the
-                                                neighbours of a border share, 7 8, is computed on both sides of it
-    in units    3 3 3 3, 2 | 1 1 1, 4 4         neighbours that share enough stay together, and the largest unit goes
-                                                first, to the rank that has least: 5 + 5 unique tokens
+    7 8 1, 7 8 2 | 7 8 3, 7 8 4     4 + 4 unique tokens: what the neighbours of a border share, 7 8, is computed on both
+                                    sides of it
 
-The way whose fullest rank has the fewest unique tokens is taken.
+The borders are those whose fullest rank has the fewest unique tokens.
 Pure NumPy, because the collator carries it into DataLoader workers.
 """
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -28,9 +25,7 @@ import numpy as np
 from radixtrain.tree.arrays import IntArray, cumulative
 from radixtrain.tree.sorting import SortedSequences, sort_sequences
 
-DEPTHS = (16, 64, 256, 1024)  # fewest tokens that neighbours in a unit share; single sequences are tried as units too
 PRECISION = 1000  # the cost of the most expensive rank is minimised to one part in this many
-CLOSE = 50  # costs that differ by less than one part in this many count as equal: then the least computation wins
 
 
 def cut_by_padded_tokens(sequences: Sequence[Sized], max_tokens: int | None) -> list[list[int]]:
@@ -76,7 +71,7 @@ def share_by_unique_tokens(
     max_tokens: None for a single micro-batch on each rank.
     position_ids: (T,), int64, of all sequences back to back, if they do not count from 0.
 
-    Minimises the cost of the most expensive rank first, then the sum over the ranks. A rank may get nothing.
+    Minimises the cost of the most expensive rank. A rank may get nothing.
     Raises ValueError for an empty sequence, which has no place in the order.
     """
     lengths = np.array([len(ids) for ids in sequences], dtype=np.int64)
@@ -85,33 +80,14 @@ def share_by_unique_tokens(
     if not len(lengths):
         return Shares([[] for _ in range(num_ranks)], [0] * num_ranks, 0)
     by_order = sort_sequences(np.concatenate(sequences), cumulative(lengths), position_ids)
-    if num_ranks == 1:
-        return _cut_for_ranks(by_order, np.zeros_like(lengths), 1, max_tokens)
-    candidates = [_in_a_row(by_order, num_ranks, max_tokens)]
-    candidates += [_in_units(by_order, starts, num_ranks) for starts in _units(by_order.lcp)]
-    found = [_cut_for_ranks(by_order, rank_of, num_ranks, max_tokens) for rank_of in candidates]
-    return _cheapest(found)
-
-
-def deal_by_unique_tokens(by_order: SortedSequences, batch_size: int) -> list[list[int]]:
-    """Cut the sequences into batches of `batch_size`, by index, such that the largest number of unique tokens is small.
-
-    by_order: the sequences of a step, a multiple of `batch_size`.
-
-    For trainers that give every rank the same number of sequences.
-    """
-    num_batches = len(by_order.order) // batch_size
-    candidates = [np.arange(num_batches).repeat(batch_size)]
-    candidates += [_in_units(by_order, starts, num_batches, batch_size) for starts in _units(by_order.lcp)]
-    found = [_cut_for_ranks(by_order, each, num_batches, None) for each in candidates]
-    return [batch for (batch,) in _cheapest(found).groups]
-
-
-def _cheapest(found: Sequence[Shares]) -> Shares:
-    """Find the way that computes least, among those whose most expensive rank costs about the least."""
-    least = min(max(shares.costs) for shares in found)
-    close = [shares for shares in found if CLOSE * (max(shares.costs) - least) <= least]
-    return min(close, key=lambda shares: sum(shares.costs))
+    bounds = [0, len(lengths)] if num_ranks == 1 else _bounds_of_ranks(by_order, num_ranks, max_tokens)
+    groups, paid = [], []
+    for start, end in pairwise(bounds):
+        mine = by_order.some(np.arange(start, end))
+        groups.append(_cut(mine, max_tokens))
+        firsts = cumulative(np.array([len(group) for group in groups[-1]], dtype=np.int64))[:-1]
+        paid.append(int((mine.lengths - mine.lcp).sum() + mine.lcp[firsts].sum()))
+    return Shares(groups, paid, by_order.num_unique_tokens)
 
 
 def share_by_padded_tokens(sequences: Sequence[IntArray], num_ranks: int, max_tokens: int | None) -> Shares:
@@ -139,8 +115,8 @@ def share_by_padded_tokens(sequences: Sequence[IntArray], num_ranks: int, max_to
     return Shares(groups, paid)
 
 
-def _in_a_row(by_order: SortedSequences, num_ranks: int, max_tokens: int | None) -> IntArray:
-    """Return the rank of each sorted place, (B,), if every rank gets a run of them."""
+def _bounds_of_ranks(by_order: SortedSequences, num_ranks: int, max_tokens: int | None) -> list[int]:
+    """Return the bounds, (num_ranks + 1,), of the sorted places that each rank gets."""
     sums = cumulative(by_order.lengths - by_order.lcp).tolist()
     shared = by_order.lcp.tolist()
 
@@ -159,8 +135,7 @@ def _in_a_row(by_order: SortedSequences, num_ranks: int, max_tokens: int | None)
                 break
         return start
 
-    bounds = _even_runs(end_of, num_ranks, by_order.lengths.tolist())
-    return np.arange(num_ranks).repeat(np.diff(bounds))
+    return _even_runs(end_of, num_ranks, by_order.lengths.tolist())
 
 
 def _even_runs(end_of: Callable[[int, int], int], num_ranks: int, costs: list[int]) -> list[int]:
@@ -189,53 +164,6 @@ def _even_runs(end_of: Callable[[int, int], int], num_ranks: int, costs: list[in
     return best
 
 
-def _units(lcp: IntArray) -> Iterator[IntArray]:
-    """Yield where units start in the sorted order, for each kind of unit: single sequences, and each of `DEPTHS`."""
-    yield np.arange(len(lcp))
-    largest = int(lcp.max())
-    for depth in DEPTHS:
-        if depth <= largest:
-            yield np.flatnonzero(lcp < depth)
-
-
-def _in_units(by_order: SortedSequences, starts: IntArray, num_ranks: int, most: int | None = None) -> IntArray:
-    """Return the rank of each sorted place, (B,): units go to the cheapest rank, the most expensive unit first.
-
-    most: sequences per rank. A unit that no rank has room for is divided.
-    """
-    heads, ends = by_order.lcp, np.append(starts[1:], len(by_order.lcp))
-    sums = cumulative(by_order.lengths - heads)
-    ranks = [(0, rank) for rank in range(num_ranks)]
-    room = [len(heads) if most is None else most] * num_ranks
-    rank_of = np.zeros(len(heads), dtype=np.int64)
-    for unit in np.argsort(-(sums[ends] - sums[starts] + heads[starts]), kind="stable").tolist():
-        start, end = int(starts[unit]), int(ends[unit])
-        while start < end:
-            part = min(end - start, max(room))
-            full = []
-            while room[ranks[0][1]] < part:
-                full.append(heapq.heappop(ranks))
-            paid, rank = ranks[0]
-            rank_of[start : start + part] = rank
-            heapq.heapreplace(ranks, (paid + int(sums[start + part] - sums[start] + heads[start]), rank))
-            for each in full:
-                heapq.heappush(ranks, each)
-            room[rank] -= part
-            start += part
-    return rank_of
-
-
-def _cut_for_ranks(by_order: SortedSequences, rank_of: IntArray, num_ranks: int, max_tokens: int | None) -> Shares:
-    """Cut the sequences of each rank into micro-batches, and compute their cost with all that they share."""
-    groups, paid = [], []
-    for rank in range(num_ranks):
-        mine = _some_of(by_order, np.flatnonzero(rank_of == rank))
-        groups.append(_cut(mine, max_tokens))
-        firsts = cumulative(np.array([len(group) for group in groups[-1]], dtype=np.int64))[:-1]
-        paid.append(int((mine.lengths - mine.lcp).sum() + mine.lcp[firsts].sum()))
-    return Shares(groups, paid, by_order.num_unique_tokens)
-
-
 def _cut(by_order: SortedSequences, max_tokens: int | None) -> list[list[int]]:
     """Cut into full micro-batches. A sequence costs the tokens that it does not share with the one before it."""
     batches: list[list[int]] = []
@@ -249,12 +177,3 @@ def _cut(by_order: SortedSequences, max_tokens: int | None) -> list[list[int]]:
             batches.append([index])
             total = length
     return batches
-
-
-def _some_of(by_order: SortedSequences, places: IntArray) -> SortedSequences:
-    """Select sequences by ascending place. Two of them share the shortest prefix of the neighbours between them."""
-    if not len(places):
-        return SortedSequences(places, places, places)
-    before = np.append(0, places[:-1] + 1)
-    lcp = np.minimum.reduceat(by_order.lcp[: places[-1] + 1], before)
-    return SortedSequences(by_order.order[places], by_order.lengths[places], lcp)

@@ -46,8 +46,8 @@ _METADATA = (str, bytes, type(None), dict, date, time, timedelta)
 _UNREAD = {
     r"^token_type_ids$": "is not read by radixtrain, and a model that reads it, such as GPT-2, would get another "
     "gradient; tokenize with tokenizer(..., return_token_type_ids=False), or remove the column",
-    r"pixel|image|^mm_": "is not read: rows with images are what the model's processor returns, for a "
-    "RadixCollator(images=image_inputs_of(model)); remove the column if the text is complete without it",
+    r"pixel|image|^mm_": "is not read by a RadixCollator: on rows with images, use share_prefixes(model) and the "
+    "collator of an ordinary trainer; remove the column if the text is complete without it",
     r"video|audio|^input_features": "is not read by radixtrain: it trains on text and images only; remove the column "
     "if the text is complete without it",
     r"^inputs_embeds$": "is not read by radixtrain, which shares tokens by their ids; remove the column",

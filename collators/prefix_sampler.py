@@ -7,8 +7,7 @@ A batch of a plain shuffle holds a few sequences of every prompt, and computes e
     together = 2     c c a a | b b d d | a a c c | ...
 
 If an optimizer step has several batches, of several ranks or accumulated, whole steps are drawn so. The sequences of
-each are then dealt to its batches: sequences with a common prompt meet, and the batch that costs most, for which other
-ranks wait, costs as little as it can.
+each are then sorted, and so sequences with a common prompt meet in its batches too.
 
 Every epoch draws again which sequences of a prompt meet, and which prompts. Each sequence comes once in an epoch, and
 is as likely in one full batch as in another, so the expected gradient of a step is that of a plain shuffle. Its
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Sampler
 
-from radixtrain.collators.batching import deal_by_unique_tokens, share_by_unique_tokens
+from radixtrain.collators.batching import share_by_unique_tokens
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.groups import PrefixGroups, find_prefix_groups
 
@@ -51,7 +50,7 @@ class PrefixGroupedSampler(Sampler[int]):
     seed: of the order; give every process the same.
     num_batches: batches of an optimizer step, ranks times accumulated batches: those that come one after the other, as
         Accelerate hands them out. `together` is then of a step, up to `num_batches` times `batch_size`, and the rows of
-        a step are the same as with batches that are `num_batches` times as large. Which batch has a row is chosen.
+        a step are the same as with batches that are `num_batches` times as large, in sorted order.
     column: that holds the tokens. Another than `input_ids` is taken for a part of the row, such as `prompt_ids` of a
         preference pair; what else a row has is not seen, so r is overestimated when `together` is chosen.
 
@@ -104,13 +103,13 @@ class PrefixGroupedSampler(Sampler[int]):
         self.epoch += 1
         size = self.order.batch_size
         steps = (order[start : start + size] for start in range(0, len(order), size))
-        return chain.from_iterable(self._dealt(step).tolist() for step in steps)
+        return chain.from_iterable(self._sorted(step).tolist() for step in steps)
 
-    def _dealt(self, step: IntArray) -> IntArray:
-        """Deal the rows of a step to its batches. The incomplete step at the end of an epoch is left as it is."""
+    def _sorted(self, step: IntArray) -> IntArray:
+        """Sort the rows of a step for its batches. The incomplete step at the end of an epoch is left as it is."""
         if len(step) < self.order.batch_size or len(step) == self.batch_size:
             return step
-        return step[np.concatenate(deal_by_unique_tokens(self.order.groups.sorted(step), self.batch_size))]
+        return step[self.order.groups.sorted(step).order]
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass."""
@@ -164,11 +163,12 @@ class GroupedOrder:
 
         No more than half of a batch, so that it holds two prompts or more.
         """
-        indices = np.arange(len(groups.group_of))
+        indices = np.arange(len(groups.places))
 
         def num_unique(together: int) -> int:
             order = cls(groups, batch_size, together).draw(indices, np.random.default_rng([seed, 0]))
-            return groups.num_unique_tokens(order, batch_size)
+            batches = (order[start : start + batch_size] for start in range(0, len(order), batch_size))
+            return sum(groups.sorted(batch).num_unique_tokens for batch in batches)
 
         plain = cls(groups, batch_size, 1)
         if not len(groups) or batch_size == 1:
@@ -191,56 +191,22 @@ class GroupedOrder:
         shuffled: IntArray = generator.permutation(indices)
         if self.together == 1 or not len(self.groups):
             return shuffled
-        whole, parts = self._runs(shuffled, generator)
-        return _arranged(whole, parts, self.batch_size, generator)
-
-    def _runs(self, shuffled: IntArray, generator: np.random.Generator) -> tuple[IntArray, list[list[int]]]:
-        """Make runs of `together` items of one group, (F, together), and shorter runs of what is left of each group."""
-        groups, size = self.groups, self.together
-        group_of = groups.group_of[shuffled]
-        by_group = np.argsort(group_of, kind="stable")
-        items, group_of = shuffled[by_group], group_of[by_group]
-        bounds = np.searchsorted(group_of, np.arange(len(groups) + 2))
-        num_whole = (bounds[1:] - bounds[:-1]) // size * size
-        num_whole[0] = 0  # the items of group 0 have nothing more in common than all items
-        is_whole = np.arange(len(items)) - bounds[group_of] < num_whole[group_of]
-        joined, parts = _join(items[~is_whole], group_of[~is_whole], groups.parent, size, generator)
-        return np.concatenate([items[is_whole].reshape(-1, size), joined]), parts
+        branches, groups = self.groups.branch_of, self.groups.group_of
+        sorted_items = shuffled[np.argsort(branches[shuffled], kind="stable")]
+        of_branches, rest = _cut(sorted_items, branches[sorted_items], self.together)
+        of_groups, rest = _cut(rest, groups[rest], self.together)
+        whole = np.concatenate([of_branches, of_groups])
+        ends = np.flatnonzero((np.diff(groups[rest]) != 0) | (groups[rest[1:]] < 0)) + 1
+        return _arranged(whole, [run.tolist() for run in np.split(rest, ends)], self.batch_size, generator)
 
 
-def _join(
-    items: IntArray, group_of: IntArray, parent: IntArray, size: int, generator: np.random.Generator
-) -> tuple[IntArray, list[list[int]]]:
-    """Join what the groups have left into runs of `size` items, (F, size), and shorter ones, deepest groups first.
-
-    What remains of the groups inside a group is joined there. A run is not split: its items share more with each
-    other than with those of another run.
-    """
-    bounds = np.searchsorted(group_of, np.arange(len(parent) + 1)).tolist()
-    listed, above = items.tolist(), parent.tolist()
-    waiting: dict[int, list[list[int]]] = {}
-    whole: list[list[int]] = []
-    for group in range(len(parent) - 1, 0, -1):
-        runs = waiting.pop(group, [])
-        if bounds[group] < bounds[group + 1]:
-            runs.append(listed[bounds[group] : bounds[group + 1]])
-        if len(runs) > 1:
-            runs = _filled([runs[place] for place in generator.permutation(len(runs))], size)
-        whole += [run for run in runs if len(run) == size]
-        waiting.setdefault(above[group], []).extend(run for run in runs if len(run) < size)
-    single = [[item] for item in listed[: bounds[1]]]
-    return np.array(whole, dtype=np.int64).reshape(-1, size), single + waiting.pop(0, [])
-
-
-def _filled(runs: list[list[int]], size: int) -> list[list[int]]:
-    """Join consecutive runs as long as no more than `size` items are in one."""
-    joined = [list(runs[0])]
-    for run in runs[1:]:
-        if len(joined[-1]) + len(run) <= size:
-            joined[-1] += run
-        else:
-            joined.append(list(run))
-    return joined
+def _cut(items: IntArray, keys: IntArray, size: int) -> tuple[IntArray, IntArray]:
+    """Cut items with one key into runs, (F, size), and return what is left over, in order. keys: equal side by side."""
+    starts = np.flatnonzero(np.diff(keys, prepend=-2))
+    lengths = np.diff(starts, append=len(items))
+    places = np.arange(len(items)) - starts.repeat(lengths)
+    is_whole = (places < (lengths // size * size).repeat(lengths)) & (keys >= 0)
+    return items[is_whole].reshape(-1, size), items[~is_whole]
 
 
 def _arranged(whole: IntArray, parts: list[list[int]], batch_size: int, generator: np.random.Generator) -> IntArray:

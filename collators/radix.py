@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from radixtrain.collators.features import check_no_floats, packed, token_rows
-from radixtrain.collators.images import BatchImages, without_images
 from radixtrain.collators.misuse_guard import check_not_dispatched, start_watch
 from radixtrain.collators.targets import (
     Predictions,
@@ -26,12 +25,10 @@ from radixtrain.collators.targets import (
 )
 from radixtrain.collators.token_row import IGNORE_INDEX, FloatArray, TokenRow
 from radixtrain.errors import UserError
-from radixtrain.images.tokens import ImageInputs
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 from radixtrain.tree.radix_inputs import RADIX, RadixInputs
-from radixtrain.tree.runs import RunCost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +40,8 @@ class RadixCollator:
     merge_labels: False for a model that computes its own loss: one prediction per original labelled token, in a row of
         logits for each sequence. True for
         radixtrain's own loss: identical predictions merged and weighted, one hidden row per distinct predictor.
-    run_cost: `radixtrain.hf.recurrent.forking.run_cost_of(model)`, by which the runs of recurrent layers are chosen in
-        the worker. Without it a prepared model chooses them itself, which on a device waits once a batch.
     shared_targets: what a label counts that several sequences of the batch share: `"every"`, once for each of them, as
         an ordinary trainer sums; `"once"`, once, with the mean of their loss weights; see `keep_once`.
-    images: `radixtrain.image_inputs_of(model)`, for rows with images; without it they are refused.
     token_loss: True vouches that a loss of your own reads only labelled tokens: a sum, or a mean for each sequence. By
         default the backward pass refuses any loss that the model did not compute itself, because all other tokens, and
         the length of a padded row, are not in the batch.
@@ -71,10 +65,6 @@ class RadixCollator:
     old_logprobs: the log-probability of each label by the policy that sampled it.
     advantages: of each label, or one number for all.
 
-    With `images` also what the model's processor returns for the images of the row, as a tensor, an array or nested
-    lists: `pixel_values`, and `image_grid_thw`, `image_sizes`, `pixel_attention_mask` or `image_position_ids`, with one
-    entry of the first axis for each image (for each patch, beside `image_grid_thw`), and `mm_token_type_ids`.
-
     Text, None, dicts, dates and lists of those are ignored, and so are the numbers named in
     `radixtrain.collators.features.HARMLESS`. Any other entry is refused, because a model that reads it, such as one
     with `token_type_ids` or `pixel_values`, would have a different gradient.
@@ -85,17 +75,12 @@ class RadixCollator:
         an ordinary one. Read from row to row, they are the U unique tokens in depth-first order, then copies of these.
     labels: [B, P / B], int64. the labels of each sequence in a row of its own, filled up with -100, which its first and
         last entry are too. P / B never equals L: if it would, another column is added, so that a model that was not
-        prepared raises on the shapes instead of training on nonsense.
+        shared raises on the shapes instead of training on nonsense.
     shift_labels: [B, P / B], int64. the same after the shift: `labels[:, 1:] == shift_labels[:, :-1]`. The logits that
         the model returns, [B, P / B, V], predict these.
     position_ids: [1, U], int64.
     radix: a `radixtrain.tree.radix_inputs.RadixInputs`: the plan, and which unique row predicts each entry of
         `shift_labels`. It has `.to` and `.pin_memory`, as a tensor.
-    pixel_values, image_grid_thw, ...: of the distinct images of the batch, if it has any. Two are one if their bytes
-        are equal. Tokens are shared if the placeholders before them stand for the same images too, and if positions
-        are the same on each axis that the model counts; `position_ids` are then [axes, 1, U].
-    token_type_ids, or mm_token_type_ids: read, not returned, if images attend in both directions by it, as in Gemma 3.
-        They are then shared as a whole or not at all.
 
     There is no `attention_mask`. With `merge_labels` there are no `labels`, `input_ids` are [1, U] and `shift_labels`
     [1, P]: each of the R predictors is there once, and equal predictions of it are one entry, whose weight is the
@@ -127,8 +112,6 @@ class RadixCollator:
     return_tensors: str = "pt"
     loss_on_all: bool = False
     shared_targets: Literal["every", "once"] = "every"
-    run_cost: RunCost | None = None
-    images: ImageInputs | None = None
     token_loss: bool = False
 
     def __new__(cls, *args: object, **options: object) -> RadixCollator:
@@ -149,31 +132,25 @@ class RadixCollator:
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         check_not_dispatched()
-        inputs = self.images
-        read = features if inputs is None or not features else without_images(inputs, features)
-        arrays = token_rows(read, self.loss_on_all)
-        images = None if inputs is None else BatchImages.read(inputs, features, arrays)
-        if self.shared_targets == "once":
-            arrays = keep_once(arrays, None if images is None else images.tokens.codes)
-        return self.collate(arrays, images=images)
+        arrays = token_rows(features, self.loss_on_all)
+        return self.collate(keep_once(arrays) if self.shared_targets == "once" else arrays)
 
-    def collate(self, arrays: Sequence[TokenRow], images: BatchImages | None = None) -> dict[str, Any]:
-        """Collate features that have been read, and whose shared labels are trained unchanged. images: of these."""
+    def collate(self, arrays: Sequence[TokenRow]) -> dict[str, Any]:
+        """Collate features that have been read, and whose shared labels are trained unchanged."""
         if not self.merge_labels:
             check_no_floats(arrays)
         ids, labels, cu_seqlens, positions, floats = packed(arrays)
         plan = build_prefix_plan(
-            ids if images is None else images.tokens.codes,
+            ids,
             cu_seqlens,
             positions,
             min_shared_tokens=self.min_shared_tokens,
             pad_to_multiple_of=self.pad_to_multiple_of,
         )
         predictions = list_predictions(plan, labels, floats.get("loss_weights"))
-        blocks = None if images is None else images.tokens.blocks_of(plan)
-        layout = TreeLayout.from_plan(plan, self.run_cost, blocks)
+        layout = TreeLayout.from_plan(plan)
         shape = (1, plan.num_rows) if self.merge_labels else layout.batch_shape
-        batch = _batch(
+        return _batch(
             np.resize(ids[plan.gather_indices], shape),
             plan,
             layout,
@@ -181,7 +158,6 @@ class RadixCollator:
             token_loss=self.token_loss or self.merge_labels,
             is_left_padded=any(feature.is_counted_from_padding for feature in arrays),
         )
-        return batch if images is None else images.added_to(batch, plan)
 
 
 class _Targets(NamedTuple):

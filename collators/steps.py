@@ -25,7 +25,6 @@ from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.tree.arrays import lengths_of
 from radixtrain.tree.movable import Function, Movable
 from radixtrain.tree.radix_inputs import RADIX, RadixInputs, with_radix
-from radixtrain.tree.runs import RunCost
 
 DUMMY_TOKENS = 2  # one that predicts and one that is predicted
 
@@ -82,7 +81,7 @@ class StepCollator:
         token (`predict`).
     shared_targets: what a label counts that several sequences of the step share, see `RadixCollator`. Decided before
         the step is cut, so that it does not depend on the cut.
-    min_shared_tokens, pad_to_multiple_of, run_cost: see `RadixCollator`.
+    min_shared_tokens, pad_to_multiple_of: see `RadixCollator`.
     pad_token_id: see `PaddedCollator`.
     rank, num_ranks: which share of the step is collated, of how many. All ranks collate the same features.
     sp_size: consecutive ranks that have the same micro-batches, of as many times `max_tokens`. The collator keeps the
@@ -98,7 +97,6 @@ class StepCollator:
     min_shared_tokens: int = 1
     pad_to_multiple_of: int | None = None
     pad_token_id: int = 0
-    run_cost: RunCost | None = None
     shared_targets: Literal["every", "once"] = "every"
     rank: int = 0
     num_ranks: int = 1
@@ -172,7 +170,6 @@ class StepCollator:
             min_shared_tokens=self.min_shared_tokens,
             pad_to_multiple_of=self.pad_to_multiple_of,
             merge_labels=self.merge_labels,
-            run_cost=self.run_cost,
         )
 
     def _collate(self, arrays: Sequence[TokenRow]) -> dict[str, Any]:

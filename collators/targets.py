@@ -91,19 +91,16 @@ def check_shared_targets(value: str) -> None:
         raise ValueError(f"shared_targets must be {' or '.join(SHARED_TARGETS)}, got {value!r}")
 
 
-def keep_once(arrays: Sequence[TokenRow], codes: IntArray | None = None) -> list[TokenRow]:
+def keep_once(arrays: Sequence[TokenRow]) -> list[TokenRow]:
     """Keep each shared label in the first sequence that has it, and put -100 in the others.
 
     A label is shared by sequences that have the same label after the same tokens at the same positions, and the same
     `old_logprobs` and `advantages` there, if they have any: samples of a policy that differ in these are different
     samples. The kept label weighs the mean of the copies' `loss_weights`. No other entry changes.
-
-    codes: (T,), in place of the ids of tokens that stand for images.
     """
     ids, labels, cu_seqlens, positions, floats = packed(arrays)
     weights = floats.pop("loss_weights", None)
-    compared = ids if codes is None else codes
-    plan = build_prefix_plan(compared, cu_seqlens, positions)  # shares all; a batch's plan may share less
+    plan = build_prefix_plan(ids, cu_seqlens, positions)  # shares all; a batch's plan may share less
     listed = list_predictions(plan, labels)
     order, starts = _groups(
         (listed.predictor_indices, listed.labels, *(x[listed.label_indices] for x in floats.values()))

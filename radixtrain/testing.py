@@ -8,14 +8,15 @@ of `radixtrain.verify_equivalence` on a whole model.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from radixtrain.tree.runs import RunCost
+from radixtrain.tree import runs
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -23,10 +24,19 @@ if TYPE_CHECKING:
     from radixtrain.verification.oracle import Features
     from radixtrain.verification.report import EquivalenceReport
 
-# Only rows cost something, so recurrent layers fork at nearly every branch, in rows of any length.
-FREE_FORKS = RunCost(call=0.0, row=1.0, state=0.0)
+FREE_FORKS = runs.RunCost(call=0.0, row=1.0, state=0.0)
 # A sequence that gives every parameter of a small model a gradient: if every query sees one key, q and k have none.
 ALIVE = [1, 0, 1, 1, 0, 0, 1, 0]
+
+
+@contextmanager
+def free_forks() -> Iterator[None]:
+    """Let recurrent layers fork at nearly every branch, in rows of any length: only rows cost something."""
+    before, runs.RATES = runs.RATES, FREE_FORKS
+    try:
+        yield
+    finally:
+        runs.RATES = before
 
 
 def ragged_batches(

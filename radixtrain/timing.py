@@ -14,13 +14,13 @@ import platform
 import subprocess
 import time
 from collections.abc import Callable, Mapping
-from itertools import accumulate, combinations
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import transformers
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 K = TypeVar("K")
@@ -76,6 +76,17 @@ def _peak_cuda_bytes(run: Callable[[], object], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
+def added_bytes(model: nn.Module, run: Callable[[], object], trains: bool = True) -> int:
+    """Return the peak bytes that a step adds to weights, batch and, if it trains, gradients.
+
+    The gradients exist already, as in the second micro-batch of an optimizer step. So this counts activations, the loss
+    with its gradient of the head, and the one gradient at a time that autograd is about to add.
+    """
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if trains and parameter.requires_grad else None
+    return peak_bytes(run, next(model.parameters()).device)
+
+
 def held_bytes(run: Callable[[], object], device: torch.device) -> int:
     """Return the bytes that torch has allocated on `device` since before `run`, while its result lives.
 
@@ -106,22 +117,6 @@ def _cpu_changes(run: Callable[[], object]) -> list[int]:
 def _wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def non_negative_fit(work: np.ndarray, seconds: np.ndarray) -> list[float]:
-    """Return the rates >= 0 with the least squares of `work @ rates / seconds - 1`, over all sets of positive rates."""
-    relative, ones = work / seconds[:, None], np.ones(len(seconds))
-    scale = np.linalg.norm(relative, axis=0)
-    scale[scale == 0] = 1
-    best, least = np.zeros(work.shape[1]), np.inf
-    for size in range(1, work.shape[1] + 1):
-        for chosen in map(list, combinations(range(work.shape[1]), size)):
-            rates, *_ = np.linalg.lstsq(relative[:, chosen] / scale[chosen], ones, rcond=None)
-            error = float(np.square(relative[:, chosen] / scale[chosen] @ rates - 1).sum())
-            if (rates >= 0).all() and error < least:
-                best, least = np.zeros(work.shape[1]), error
-                best[chosen] = rates / scale[chosen]
-    return [float(rate) for rate in best]
 
 
 def environment(device: torch.device, dtype: str) -> dict[str, Any]:

@@ -74,6 +74,15 @@ def hooks_that_may_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(third_party, "KNOWN", third_party.KNOWN | {"tests", "answers", "hybrids"})
 
 
+@pytest.fixture
+def free_forks() -> Iterator[None]:
+    """Recurrent layers fork wherever they can, in rows as short as those of tests."""
+    from radixtrain.testing import free_forks
+
+    with free_forks():
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_qwen3() -> "Callable[..., Qwen3ForCausalLM]":
     """`tiny_qwen3(seed=0, **changes)`: two layers, grouped heads, random weights of order one."""

@@ -80,9 +80,6 @@ TABLE: dict[str, dict[str, str]] = {
             "is looked at, if it is loaded: built with nanobind, it lists as leaks what a process leaves at its end"
         ),
     },
-    "radixtrain/bench/cells.py": {
-        "transformers.PreTrainedModel._from_config": "makes a model with random weights in a dtype",
-    },
     "radixtrain/commands/loggers.py": {
         "lightning.pytorch.loggers.WandbLogger._id": "is the run at Weights & Biases, which a resumed run continues",
         "lightning.pytorch.loggers.WandbLogger._wandb_init": "are the arguments with which that run begins",
@@ -158,6 +155,9 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "radixtrain/hf/progress.py": {
         "torch._C._current_graph_task_id": "tells layers that a backward pass recomputes from others",
+    },
+    "radixtrain/hf/recurrent/running.py": {
+        "torch.utils._python_dispatch._disable_current_modes": "no mode fakes the rows of a run",
     },
     "radixtrain/hf/refusals.py": {
         "torch.nn.Module._is_replica": "tells a copy that DataParallel made",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +16,8 @@ from radixtrain.data.tokenized.corpus import Corpus
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.errors import UserError
 from radixtrain.settings.data import DataSettings, Files
-from radixtrain.settings.section import value_of
+from radixtrain.settings.fields import value_of
 from radixtrain.tree.arrays import IntArray
-from radixtrain.tree.runs import RunCost
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,8 +37,6 @@ class StepData:
         self.conversations: dict[str, Corpus] = {}
         self.reports: dict[str, EncodeReport] = {}
         """What happened to the rows of each split; with `val_size`, before the validation rows were taken out."""
-        self.run_cost: Callable[[], RunCost | None] | None = None
-        """What recurrent layers cost; a `RadixModule` sets it. None: the model chooses their runs."""
 
     @property
     def is_fixed(self) -> bool:
@@ -82,7 +78,7 @@ class StepData:
         return len(self.sampler_of("train"))
 
     def step_collator(self, merge_labels: bool = True) -> StepCollator:
-        """Make the collator of a whole optimizer step of sequences. Calls `run_cost`.
+        """Make the collator of a whole optimizer step of sequences.
 
         With several ranks, each calls it. In training each rank collates only its share, see `_share_collator`.
 
@@ -96,7 +92,6 @@ class StepData:
             min_shared_tokens=settings.min_shared_tokens,
             pad_to_multiple_of=settings.pad_to_multiple_of,
             shared_targets=settings.shared_targets if merge_labels else "every",
-            run_cost=self.run_cost() if settings.dedup and self.run_cost else None,
         )
 
     def features_of_step(self, index: int) -> list[dict[str, Any]]:

@@ -37,7 +37,7 @@ ARGUMENT = next(name for name in CACHE if hasattr(GenerateDecoderOnlyOutput, nam
 def generate(model: nn.Module, inputs: Tensor | None = None, *, cache: RadixCache | None = None, **kwargs: Any) -> Any:
     """Generate as `model.generate` does, with its arguments and its result. Prompts are computed and stored once.
 
-    model: a `PreTrainedModel` for causal language modelling, one wrapped by PEFT, prepared for training or not. It runs
+    model: a `PreTrainedModel` for causal language modelling, one wrapped by PEFT, shared or not. It runs
         in evaluation mode and without gradients, and is left as it was.
     inputs: or `input_ids`, (B, L), token ids, padded on the left as `attention_mask` says.
     cache: a `RadixCache` that later calls continue: a conversation, an agent. It keeps prompts and answers as long as

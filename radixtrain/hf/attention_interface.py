@@ -2,7 +2,7 @@
 
 With a plan they are tree attention, in a call that generates attention over stored rows. Otherwise they are the
 wrapped function, mask included: `model.generate` and an ordinary padded batch behave as if nothing had
-been prepared, in this model and in every other of the process. Only functions of transformers are taken over
+been shared, in this model and in every other of the process. Only functions of transformers are taken over
 (`take_over`), since what another one computes is unknown.
 
 The plan reaches a layer as the keyword argument `radix_call` of the model call; layers that do not pass those on
@@ -363,8 +363,8 @@ def _call_of(module: nn.Module, attention_mask: object, kwargs: Mapping[str, Any
     """
     if kwargs.get(RADIX) is not None:
         raise UserError(
-            f"{name_of(module)} receives a radix batch that did not pass the backbone which prepare_model prepared: "
-            f"call the prepared model or its backbone, not a part of it, its forward method or another model"
+            f"{name_of(module)} receives a radix batch that did not pass the backbone of a shared model: "
+            f"call the shared model or its backbone, not a part of it, its forward method or another model"
         )
     written = on_mask(attention_mask)
     if written is None and not is_empty(attention_mask):

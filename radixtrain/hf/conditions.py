@@ -1,9 +1,9 @@
 """Which models can be shared: a table of what would change the gradient, the reason, the fix and the entry points.
 
-The entry points are `prepare_model` for the batches of a `RadixCollator`, `share_prefixes` for ordinary batches, and
-`generate`. `CONDITIONS` is checked when a model is given to one of them, by its class, its configuration and its
-modules, and again at the next call after these have changed: Hugging Face reads most settings in every call. What
-depends on a batch is checked in `refusals.py`.
+The entry points are `share_prefixes`, the batches of a `RadixCollator`, which a shared model takes too, and `generate`.
+`CONDITIONS` is checked when a model is given to one of them, by its class, its configuration and its modules, and again
+at the next call after these have changed: Hugging Face reads most settings in every call. What depends on a batch is
+checked in `refusals.py`.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from radixtrain.hf.probes import check_transformers
 from radixtrain.tree.radix_inputs import RADIX
 from radixtrain.versions import before, untested
 
-EntryPoint = Literal["prepare_model", "share_prefixes", "generate"]
+EntryPoint = Literal["share_prefixes", "RadixCollator", "generate"]
 WITHOUT: dict[EntryPoint, str] = {
-    "prepare_model": TRAIN_WITHOUT_SHARING,
     "share_prefixes": TRAIN_WITHOUT_SHARING,
+    "RadixCollator": TRAIN_WITHOUT_SHARING,
     "generate": "use model.generate",
 }
-TRAINING: tuple[EntryPoint, ...] = ("prepare_model", "share_prefixes")
+TRAINING: tuple[EntryPoint, ...] = ("share_prefixes", "RadixCollator")
 STORED: tuple[EntryPoint, ...] = ("generate",)  # keys and values
-ALL: tuple[EntryPoint, ...] = ("prepare_model", "share_prefixes", "generate")
+ALL: tuple[EntryPoint, ...] = ("share_prefixes", "RadixCollator", "generate")
 
 CAUSAL_CLASSES = {
     name
@@ -138,8 +138,8 @@ def _contains_a_head(parts: Parts) -> str | None:
     path = next(path for path, module in parts.base.named_modules() if module is parts.decoder)
     return (
         f"contains a whole language model with a head of its own ({path}, a {type(parts.decoder).__name__}), so the "
-        f"rows that predict cannot be picked before the head; for rows of text prepare that one: "
-        f"prepare_model(model.{path})"
+        f"rows that predict cannot be picked before the head; for rows of text share that one: "
+        f"share_prefixes(model.{path})"
     )
 
 
@@ -312,13 +312,11 @@ def _keeps_a_batch_to_itself(parts: Parts) -> str | None:
 
 CONDITIONS = (
     Condition(_encodes),
-    Condition(
-        _has_no_model_inside, fix="if that wraps one, prepare the model before it is wrapped; otherwise {without}"
-    ),
+    Condition(_has_no_model_inside, fix="if that wraps one, share the model before it is wrapped; otherwise {without}"),
     Condition(_contains_a_head, fix="or {without}"),
     Condition(
         _predicts_no_next_tokens,
-        ("prepare_model",),
+        ("RadixCollator",),
         "use a ...ForCausalLM class, or share_prefixes(model) with ordinary batches",
     ),
     Condition(_predicts_no_next_tokens, ("generate",), "load it with AutoModelForCausalLM"),
@@ -335,9 +333,9 @@ CONDITIONS = (
     Condition(_is_an_encoder, ("share_prefixes",), "use a decoder, or {without}"),
     Condition(_chooses_a_span, ("share_prefixes",)),
     Condition(_cannot_be_reached),
-    Condition(_has_other_attention, ("prepare_model", "generate")),
+    Condition(_has_other_attention, ("RadixCollator", "generate")),
     Condition(why_no_positions),
     Condition(why_counted_from_padding),
-    Condition(_keeps_a_batch_to_itself, ("prepare_model",), "use share_prefixes(model) with ordinary batches"),
-    Condition(_is_an_encoder, ("prepare_model", "generate"), "use a decoder, or {without}"),
+    Condition(_keeps_a_batch_to_itself, ("RadixCollator",), "use share_prefixes(model) with ordinary batches"),
+    Condition(_is_an_encoder, ("RadixCollator", "generate"), "use a decoder, or {without}"),
 )

@@ -1,6 +1,6 @@
 """A Hugging Face model while it generates: what is refused, and calls on rows whose keys and values we keep.
 
-The same attention functions as in training (`radixtrain/hf/attention_interface.py`), whether the model is prepared or
+The same attention functions as in training (`radixtrain/hf/attention_interface.py`), whether the model is shared or
 not. Layers see no cache of Hugging Face's: the attention function itself receives the call (`radix_call`), stores keys
 and values, and attends to what is stored.
 """

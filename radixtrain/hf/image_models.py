@@ -13,81 +13,18 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from radixtrain.errors import UserError
-from radixtrain.hf.backbone import parts_of, text_decoder_of
+from radixtrain.hf.backbone import text_decoder_of
 from radixtrain.hf.dropout import DRAWS, DROPOUTS
 from radixtrain.hf.modules import names_in_method
 from radixtrain.hf.names import IMAGE_TOKEN, found
-from radixtrain.images.tokens import TOKEN_TYPES, TYPES, ImageInputs
-from radixtrain.images.tower import FEATURES, OF_IMAGES, NotShared, Tower
+from radixtrain.images.tokens import TOKEN_TYPES, TYPES, BoolArray, numbered_apart
+from radixtrain.images.tower import FEATURES, OF_IMAGES, NotShared
+from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.layout import TreeLayout
-from radixtrain.tree.movable import on_device
-from radixtrain.tree.radix_inputs import RadixInputs
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 DROPS_PATHS = re.compile("drop_path|drop_prob")
 USED = {"pooler_output", "deepstack_features"}  # entries of the tower's output with one row for each placeholder
-
-
-def image_inputs_of(model: nn.Module) -> ImageInputs:
-    """Find what `RadixCollator(images=...)` has to know about a model, so that its rows may have images.
-
-    model: one that `prepare_model` takes, before or after that call. It is not kept.
-
-    Raises UserError for a class whose images cannot be shared exactly in such a batch, with the reason.
-    """
-    parts = parts_of(model)
-    backbone, name = parts.backbone, type(parts.backbone).__name__
-    reason, types = why_not_of_class(backbone), types_of_mask(backbone)
-    if reason is None and types is not None and block_function_of(backbone) is None:
-        reason = f"images that attend in both directions, by {types} that {name} reads"
-    if reason is not None:
-        raise UserError(f"a RadixCollator takes no images of {parts.name}: {reason}; use the model's own collator")
-    return inputs_of(backbone)
-
-
-def inputs_of(backbone: PreTrainedModel) -> ImageInputs:
-    """Return what `image_inputs_of` does, for a class whose images can be shared in at least some calls."""
-    token, names = image_token_of(backbone), frozenset(OF_IMAGES.keys() & _arguments(backbone.get_image_features))
-    assert token is not None
-    if not counts_positions(backbone):
-        types = types_of_mask(backbone) or TYPES
-        return ImageInputs(token, names, types=types, count_blocks=block_function_of(backbone))
-    shell: Any = object.__new__(type(backbone))  # without weights, so that it goes into workers
-    nn.Module.__init__(shell)
-    shell.config = backbone.config
-    return ImageInputs(token, names, shell.get_rope_index, frozenset(_arguments(shell.get_rope_index)))
-
-
-def with_features(backbone: PreTrainedModel, radix: RadixInputs, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the call of a `RadixCollator`'s batch, with the features of its unique placeholders.
-
-    radix: of the batch. given: its other arguments.
-
-    Raises UserError for what `why_not` says, and if the tower returns other features than the collator counted.
-    """
-    if "pixel_values" not in given:
-        raise UserError("the batch lost its pixel_values on the way: keep every key of the collator")
-    reason = why_not(backbone, given)
-    try:
-        if reason is not None:
-            raise NotShared(reason)
-        tower = Tower.read(backbone, given, are_distinct=True)
-        pieces = [tower.rows_of(np.array(images)) for _, images in radix.image_pieces]
-    except NotShared as error:
-        raise UserError(
-            f"a radix batch came with {error}; use share_prefixes(model) and the model's own collator"
-        ) from None
-    for (length, _), rows in zip(radix.image_pieces, pieces, strict=True):
-        if len(rows) != length:
-            raise UserError(
-                f"a row has {length} placeholders for images of {len(rows)} features: give it what the model's "
-                f"processor returns for its text and its images, and leave truncation off"
-            )
-    places = radix.image_rows
-    assert places is not None
-    index = on_device(np.concatenate(pieces), places.device).index_select(0, places)
-    return without_images(given) | tower.argument_at(index)
 
 
 def without_images(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,7 +35,7 @@ def given_of_images(backbone: PreTrainedModel, given: Mapping[str, Any]) -> set[
     """List the arguments of a call that only its images need; none without images, or without a known tower."""
     if "pixel_values" not in given or not hasattr(backbone, "get_image_features"):
         return set()
-    names = OF_IMAGES.keys() & _arguments(backbone.get_image_features)
+    names = OF_IMAGES & _arguments(backbone.get_image_features)
     types = types_of_mask(backbone)
     if types is None:
         names |= {TYPES}
@@ -155,9 +92,27 @@ def _draws(values: Mapping[str, Any]) -> Iterator[str]:
 def axes_of(backbone: PreTrainedModel, given: Mapping[str, Any]) -> Tensor | None:
     """Return the positions of a call on A axes, (A, B, L); None if they count along each row, as without images."""
     positions: Tensor | None = given.get("position_ids")
-    if positions is None:
-        return inputs_of(backbone).positions_of(given)
-    return positions if positions.ndim == 3 else None
+    if positions is not None:
+        return positions if positions.ndim == 3 else None
+    if not counts_positions(backbone):
+        return None
+    count: Any = backbone.get_rope_index
+    counted: Tensor = count(**{name: given[name] for name in _arguments(count) & given.keys()})[0]
+    return counted
+
+
+def blocks_of(backbone: PreTrainedModel, given: Mapping[str, Any], kept: BoolArray) -> IntArray | None:
+    """Number the blocks of a call, whose tokens attend to each other in both directions, (T,), -1 outside.
+
+    None for a causal model, and for a call without the types that mark them. kept: (B, L). which places are tokens.
+    """
+    count, types = block_function_of(backbone), given.get(types_of_mask(backbone) or "")
+    if count is None or types is None:
+        return None
+    if types.shape != given["input_ids"].shape:
+        raise NotShared(f"{types_of_mask(backbone)} is not [B, L]")
+    blocks = count(types, device=types.device).cpu().numpy()
+    return numbered_apart(blocks, np.arange(len(blocks))[:, None])[kept]
 
 
 def counts_positions(backbone: PreTrainedModel) -> bool:

@@ -31,13 +31,11 @@ from radixtrain.hf.dropout import (
     set_generator_states,
     without_dropout,
 )
-from radixtrain.hf.modules import mixers_of
 from radixtrain.hf.progress import Progress
 from radixtrain.hf.third_party import code_to_try, values_of
 from radixtrain.hf.windows import chunk_of, no_mask, window_may_bind
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import build_prefix_plan
-from radixtrain.tree.runs import RunCost
 
 # Rows that share five tokens, two of them six; of ids that every vocabulary has.
 ROWS = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 1, 2], [1, 2, 3, 4, 5, 3, 2, 7, 1], [1, 2, 3, 4, 5, 3, 6, 1, 7]])
@@ -60,7 +58,7 @@ def why_inexact(
     """Say what a model computes differently on unique tokens; None if nothing.
 
     head: computes logits from hidden states of unique tokens; None if it gets every token at its place.
-    progress: of the calls of the model. allowed: as `allow_dropout` of `prepare_model`.
+    progress: of the calls of the model. allowed: as `allow_dropout` of `share_prefixes`.
     drew: whether a pass moved a generator. OPT draws numbers that change nothing while its layerdrop is 0.
     shape: rows and tokens in each, of the padded batch.
 
@@ -104,7 +102,7 @@ def _tried(
     device = next(decoder.get_input_embeddings().parameters()).device
     rows = rows[:, : chunk_of(decoder.config)]
     plan = build_prefix_plan(rows.flatten(), torch.arange(0, rows.numel() + 1, rows.shape[1]))
-    layout = TreeLayout.from_plan(plan, RunCost() if mixers_of(decoder) else None).to(device)
+    layout = TreeLayout.from_plan(plan).to(device)
     call = RadixCall(layout, None, "auto", "auto", window_may_bind(decoder.config, layout.max_seqlen))
     copies = layout.inverse_indices
     ordinary = {"input_ids": rows.to(device)}

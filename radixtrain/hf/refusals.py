@@ -1,7 +1,7 @@
 """Refuses what would change the gradient of this batch. Errors name the model or the layer, the reason and the fix.
 
 The model itself is judged in `conditions.py`; this file checks what depends on the batch or was added since: a
-trainer may add adapters with dropout, or noise on the embeddings, after `prepare_model`. What a layer requests of its
+trainer may add adapters with dropout, or noise on the embeddings, after `share_prefixes`. What a layer requests of its
 attention function is checked in `attention_interface.py`, random draws in `dropout.py`, adapters in `adapters.py`.
 
 Every tensor of an ordinary batch has one row per example, so trainers cut and join batches along the first axis: with
@@ -27,7 +27,6 @@ from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.attention_interface import OPTIONS, take_over
 from radixtrain.hf.backbone import Parts, pretrained_model_of
 from radixtrain.hf.conditions import check_supported, why_no_soft_cap
-from radixtrain.hf.dimensions import ModelDimensions
 from radixtrain.hf.dropout import check_drawing_modules, check_noise
 from radixtrain.hf.names import CACHE
 from radixtrain.hf.positions import check_position, positions_in_table, why_padding_matters
@@ -40,9 +39,7 @@ NOT_USABLE = {
     "^attention_mask$": "a radix batch has no padding: take the mask out, and train prompt or prefix tuning without it",
     f"^({'|'.join(CACHE)})$": "a cache, or prefix tuning, puts keys in front of every sequence: use an ordinary batch",
     "token_type_ids$": "they are not part of a radix batch: use an ordinary batch",
-    "pixel|image": "its collator did not read them, or its model has an sp_group, which takes text only: "
-    "RadixCollator(images=image_inputs_of(model)) reads the images of its rows",
-    "video|audio|^input_features": "a radix batch has text and images only: use an ordinary batch",
+    "pixel|image|video|audio|^input_features": "a radix batch has text only: use an ordinary batch",
 }
 # Outputs that would hold the unique tokens, not the tokens of each sequence.
 RETURNED_PER_TOKEN = ("output_hidden_states", "output_attentions")
@@ -136,8 +133,8 @@ def check_evaluation() -> None:
         raise UserError(
             f"{trainer} uses the logits of an evaluation (compute_metrics, predict) as one row per example, but a "
             f"batch of RadixCollator has the logits of labelled tokens only, so the metrics would be wrong. Evaluate "
-            f"on ordinary batches, which a prepared model computes as before: by share_prefixes and the trainer's own "
-            f"collator, or with Hugging Face's Trainer by another collator for evaluation "
+            f"on ordinary batches: by the trainer's own collator, or with Hugging Face's Trainer by another collator "
+            f"for evaluation "
             f"(recipes/hf_trainer_metrics.py in the repository). For the loss only, leave out compute_metrics, or set "
             f"prediction_loss_only=True in the training arguments"
         )
@@ -200,14 +197,29 @@ def check_choice(decoder: PreTrainedModel, attention: str, kernel: str) -> None:
     if attention not in ("auto", *STRATEGIES) or kernel != "auto":
         weight = next(decoder.parameters())
         softcap = getattr(decoder.config, "attn_logit_softcapping", None) is not None
-        head_dim = ModelDimensions.of(decoder.config).widest_head_dim
+        head_dim = widest_head_dim(decoder.config)
         choose_attention(attention, kernel, weight.device, weight.dtype, head_dim, softcap=softcap)
+
+
+def widest_head_dim(config: PreTrainedConfig) -> int:
+    """Return the head dim that tree attention runs with: the widest of a layer's queries, keys and values."""
+    config = config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        raise UserError(f"{type(config).__name__} does not say its num_attention_heads, so no kernel can be chosen")
+    if getattr(config, "qk_nope_head_dim", None):  # latent attention
+        return max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
+    try:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    except RuntimeError:  # layers differ, and transformers gives none (Gemma 4)
+        head_dim = max(layer.head_dim for layer in config.per_layer_config)
+    return max(head_dim, getattr(config, "v_head_dim", None) or 0)
 
 
 def check_pass(
     decoder: PreTrainedModel, head: object, layout: TreeLayout, left_padded: bool, allowed: tuple[str, ...]
 ) -> None:
-    """Refuse what makes this forward pass inexact, although the model could be prepared.
+    """Refuse what makes this forward pass inexact, although the model could be shared.
 
     left_padded: whether a feature of the batch was padded on the left and had no positions.
     """

@@ -20,7 +20,7 @@ from radixtrain.versions import untested
 
 @dataclass
 class SharingReport:
-    """Totals over all calls of a model since `prepare_model` or `share_prefixes`.
+    """Totals over all calls of a model since `share_prefixes`.
 
     num_shared: calls that shared tokens.
     not_shared: calls that did not, counted by reason. Those that ran as if nothing had been installed count nowhere
@@ -97,11 +97,6 @@ class SharingReport:
 logger = logging.getLogger(__name__)
 GENERATION = "generate() runs"
 NUM_CALLS = 10  # training calls before the warning
-ORDINARY = "the batch is an ordinary one, not of a RadixCollator"
-HELP_ORDINARY = (
-    "they were ordinary ones. Give the trainer data_collator=RadixCollator(), or call share_prefixes(model) if it "
-    "makes its batches itself, as TRL's for DPO and GRPO"
-)
 NOT_ALIKE = "no two sequences of a batch began alike, or not for as many tokens as min_shared_tokens requires"
 HELP_NOT_ALIKE = f"{NOT_ALIKE}. Larger batches help, and sequences with the same prompt next to each other in the data"
 

@@ -4,20 +4,17 @@
                7 <img> <img> 9            A                                        7 A0 A1 9
 
 A placeholder is compared by the row of the features that replaces it, so tokens after different images are never
-shared. A collator, a padded call and prompts find these rows in different ways, and use them in the same way.
+shared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from radixtrain.tree.arrays import IntArray, lengths_of
 from radixtrain.tree.blocks import BlockLayout
@@ -25,44 +22,6 @@ from radixtrain.tree.plan import PrefixPlan
 
 BoolArray = npt.NDArray[np.bool_]
 TYPES, TOKEN_TYPES = "mm_token_type_ids", "token_type_ids"  # 1 at placeholders of images
-
-
-@dataclass(frozen=True, eq=False)
-class ImageInputs:
-    """Facts about a model that takes images. `radixtrain.image_inputs_of(model)` finds them for a collator.
-
-    token: id of a placeholder.
-    names: the entries of a row that the tower reads, of `OF_IMAGES`.
-    count_positions: `get_rope_index` of a model that counts positions of several axes; None if it counts along the row.
-    arguments: what `count_positions` takes.
-    types: the entry of a row that marks its placeholders.
-    count_blocks: (B, L) types -> (B, L), the block of tokens that attend to each other in both directions, -1 outside;
-        None for a model that is causal.
-    """
-
-    token: int
-    names: frozenset[str]
-    count_positions: Callable[..., Any] | None = None
-    arguments: frozenset[str] = frozenset()
-    types: str = TYPES
-    count_blocks: Callable[..., Tensor] | None = None
-
-    def positions_of(self, given: Mapping[str, Any]) -> Tensor | None:
-        """Count the positions of a call on A axes, (A, B, L); None if they count along each row. given: its inputs."""
-        if self.count_positions is None:
-            return None
-        positions: Tensor = self.count_positions(**{name: given[name] for name in self.arguments & given.keys()})[0]
-        return positions
-
-    def blocks_of(self, types: Tensor | None, kept: BoolArray) -> IntArray | None:
-        """Number the blocks of a call, (T,), -1 outside; None if it has none.
-
-        types: (B, L), 1 at placeholders; None if they are not given. kept: (B, L). which places are tokens.
-        """
-        if types is None or self.count_blocks is None:
-            return None
-        blocks = self.count_blocks(types, device=types.device).cpu().numpy()
-        return numbered_apart(blocks, np.arange(len(blocks))[:, None])[kept]
 
 
 @dataclass(eq=False)

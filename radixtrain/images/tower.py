@@ -17,27 +17,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative
 
-# Arguments of a tower with one entry on the first axis for each image, and the value that pads smaller images next to
-# larger ones. The patches of all image grids are in one list.
-OF_IMAGES = {
-    "pixel_values": 0,
-    "image_grid_thw": 0,
-    "image_sizes": 0,
-    "pixel_attention_mask": 0,
-    "image_position_ids": -1,
-}
-SAYS_WHAT_IS_REAL = {"image_sizes", "pixel_attention_mask", "image_position_ids"}
+# Arguments of a tower with one entry on the first axis for each image. The patches of all image grids are in one list.
+OF_IMAGES = {"pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", "image_position_ids"}
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Image = dict[str, Tensor]
 
 
 class NotShared(Exception):
-    """Images of a call or a row that cannot be shared. The message names them, as the end of a sentence."""
+    """A call that cannot be shared, because of its images or anything else. The message is the reason."""
 
 
 class SplitImages(NamedTuple):
@@ -48,7 +39,7 @@ class SplitImages(NamedTuple):
 
 
 def split_images(tensors: Mapping[str, Tensor]) -> SplitImages:
-    """Return the images of a call or a row, in order. Raises NotShared if not known. tensors: of `OF_IMAGES`."""
+    """Return the images of a call, in order. Raises NotShared if not known. tensors: of `OF_IMAGES`."""
     rest = dict(tensors)
     parts: dict[str, list[Tensor]] = {}
     is_nested = rest["pixel_values"].ndim == 5 and "image_sizes" not in rest
@@ -104,31 +95,6 @@ def are_alike(images: Sequence[Image]) -> bool:
     )
 
 
-def filled_up(images: Sequence[Image]) -> list[Image]:
-    """Pad all to one shape except for the first axis, as a processor pads images that it gets together.
-
-    Raises ValueError for images of several kinds, or of several sizes if nothing says which pixels are padding.
-    """
-    filled: list[Image] = [{} for _ in images]
-    for name in images[0]:
-        shapes = [image[name].shape[1:] for image in images]
-        dtypes = {image[name].dtype for image in images}
-        if len(dtypes) > 1 or len(set(map(len, shapes))) > 1:
-            found = ", ".join(sorted({f"{image[name].dtype} {tuple(image[name].shape)}" for image in images}))
-            raise ValueError(f"{name}: the images of a batch must have one dtype and as many axes, got {found}")
-        if len(sizes := {*map(tuple, shapes)}) > 1 and not images[0].keys() & SAYS_WHAT_IS_REAL:
-            raise ValueError(
-                f"{name}: the images of a batch have several sizes, {sorted(sizes)}, and nothing says which pixels are "
-                f"filled in: give the processor's pixel_attention_mask or image_sizes too, or images of one size"
-            )
-        largest = [max(sizes) for sizes in zip(*shapes, strict=True)]
-        for image, own in zip(images, filled, strict=True):
-            missing = [most - size for most, size in zip(largest, image[name].shape[1:], strict=True)]
-            widths = [width for short in reversed(missing) for width in (0, short)]
-            own[name] = functional.pad(image[name], widths, value=OF_IMAGES[name]) if any(missing) else image[name]
-    return filled
-
-
 FEATURES = "mm_encoder_outputs"  # argument of backbones, which older transformers do not have
 
 
@@ -150,19 +116,18 @@ class Tower:
     is_nested: bool
 
     @classmethod
-    def read(cls, backbone: Any, given: Mapping[str, Any], are_distinct: bool = False) -> Tower:
+    def read(cls, backbone: Any, given: Mapping[str, Any]) -> Tower:
         """Read the images of a call of a backbone. Raises NotShared if they are not known.
 
-        given: its arguments. are_distinct: as a `RadixCollator` gives them.
+        given: its arguments.
         """
         names = inspect.signature(backbone.get_image_features).parameters.keys()
         read = {name: given[name] for name in names & given.keys()}
-        tensors = {name: read.pop(name) for name in OF_IMAGES.keys() & read.keys()}  # left are vision_feature_layer ...
+        tensors = {name: read.pop(name) for name in OF_IMAGES & read.keys()}  # left are vision_feature_layer ...
         if not all(isinstance(each, Tensor) for each in tensors.values()):
             raise NotShared("images that are not tensors")
         images, is_nested = split_images(tensors)
-        every = range(len(images))
-        owners, first = (np.array(every), list(every)) if are_distinct else distinct_images(images)
+        owners, first = distinct_images(images)
         chosen = [images[index] for index in first]
         ids = given["input_ids"][:1, :1]
         return cls(backbone, {**joined(chosen, is_nested), **read}, ids, owners, are_alike(chosen), is_nested)
@@ -212,10 +177,6 @@ class Tower:
             raise NotShared("images whose features are in one piece, so that each image's are unknown")
         return np.array(lengths, dtype=np.int64)
 
-    def rows_of(self, images: IntArray) -> IntArray:
-        """Return the feature rows of these of the K images, back to back. Runs the tower, as `lengths` does."""
-        return concatenate_ranges(cumulative(self.lengths)[images], self.lengths[images])
-
     def rows_at(self, num_placeholders: int) -> IntArray:
         """Find the feature row of each placeholder, (P,), int64, in their order. Raises NotShared if it is not known.
 
@@ -223,7 +184,7 @@ class Tower:
         """
         if not self.has_copies:
             return np.arange(num_placeholders)
-        rows = self.rows_of(self.owners)
+        rows = concatenate_ranges(cumulative(self.lengths)[self.owners], self.lengths[self.owners])
         _check_number(num_placeholders, len(rows))
         return rows
 

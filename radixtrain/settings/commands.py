@@ -1,12 +1,12 @@
 """The keys of each command: those without a section, and the sections."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from radixtrain.errors import UserError
 from radixtrain.settings.data import DataSettings
+from radixtrain.settings.fields import FINITE, TINY, Limits, Section
 from radixtrain.settings.model import ModelSettings
-from radixtrain.settings.section import FINITE, TINY, Limits, Section
 from radixtrain.settings.trainer import TrainerSettings
 
 Count = Annotated[int, Limits(1)]
@@ -44,26 +44,13 @@ class AnswerSettings(Section):
             raise UserError("evaluate_generation.pattern needs evaluate_generation.metric: regex")
 
 
-# A key that another one fills in -> that other one; only that one can be set.
-LINKS = {
-    "trainer.default_root_dir": "output_dir",
-    "model.dedup": "dedup",
-    "data.dedup": "dedup",
-    "data.sp_size": "sp_size",
-    "data.seed": "seed_everything",
-    "data.model_name_or_path": "model.model_name_or_path",
-    "data.predict_unlabelled": "model.scores",
-    "data.predict_prompts": "model.generate",
-}
-
-
 @dataclass(kw_only=True)
 class Run(Section):
     """A command that reads a model and rows.
 
     output_dir: where checkpoints, logs and the model go.
     dedup: false runs the ordinary baseline: stock attention, padded batches.
-    overwrite: replace the run that is in output_dir.
+    overwrite: begin a new run in output_dir; the folder of the run that is there is renamed, to NAME.1 and so on.
     save_every_steps: optimizer steps between two checkpoints.
     save_every_minutes: minutes between two; the end of an epoch or the run writes one too.
     save_total_limit: checkpoints that are kept, besides the best one.
@@ -196,87 +183,6 @@ class Doctor(Section):
     json: bool = False
 
 
-Family = Literal["qwen3", "qwen3_5"]
-Tree = Literal["flat", "nested"]
-Mode = Literal["step", "forward"]
-Attention = Literal["auto", "cascade", "path", "expand", "tree"]
-
-
-@dataclass(frozen=True)
-class ShapeSettings:
-    """The sizes of a Qwen3, or a Qwen3.5, with random weights.
-
-    num_hidden_layers: layers.
-    hidden_size: width.
-    intermediate_size: width of the MLP; null is 3 x hidden_size, as in the small Qwen3.
-    num_attention_heads: query heads; null is hidden_size / head_dim.
-    num_key_value_heads: key and value heads; null is half of the query heads.
-    head_dim: width of a head.
-    vocab_size: tokens of the vocabulary.
-    tie_word_embeddings: whether the head is the embedding.
-    name: shown in the table; null is layers x width.
-    family: qwen3; or qwen3_5, a hybrid: three of every four layers have a recurrent state, with keys and values twice
-        as wide as the model, in heads of head_dim.
-    """
-
-    num_hidden_layers: int = 4
-    hidden_size: int = 256
-    intermediate_size: int | None = None
-    num_attention_heads: int | None = None
-    num_key_value_heads: int | None = None
-    head_dim: int = 64
-    vocab_size: int = 4096
-    tie_word_embeddings: bool = True
-    name: str | None = None
-    family: Family = "qwen3"
-
-
-@dataclass
-class Bench(Section):
-    """Which steps are timed. A list as a value makes the grid larger.
-
-    models: Qwen3 shapes with random weights: num_hidden_layers, hidden_size, intermediate_size (null: 3 x hidden_size),
-        num_attention_heads (null: hidden_size / head_dim), num_key_value_heads (null: half of those), head_dim,
-        vocab_size, tie_word_embeddings, name, family (qwen3 or qwen3_5).
-    prompt_length: tokens that sequences share; 0 for none.
-    suffix_length: tokens of each after them, which bear the loss.
-    num_sequences: sequences of the batch.
-    tree: flat, one prompt for all; nested, half of it for every four sequences.
-    mode: forward is without gradients.
-    attention: strategies on unique tokens; auto is what `fit` chooses.
-    kernel: of the attention on unique tokens.
-    attn_implementation: of the ordinary arm: Hugging Face's sdpa, flash_attention_2, eager.
-    device: cpu or cuda.
-    dtype: of weights and computation.
-    repeats: turns of each arm; medians are reported.
-    float64_truth: compare gradients with the ordinary model in float64, by the bars of `verify`; always so with
-        recurrent layers. Otherwise float32 is compared with the ordinary arm (1e-4, relative L2 of each tensor),
-        bfloat16 with float32.
-    max_teraflops: leave out cells whose ordinary step takes more than this many 1e12 floating-point operations.
-    num_threads: of torch on CPU.
-    csv: a file to write, a line for each cell and strategy.
-    plot: a .png or .svg file: measured against ideal speed-up. Needs matplotlib.
-    """
-
-    models: ShapeSettings | list[ShapeSettings] = field(default_factory=ShapeSettings)
-    prompt_length: int | list[int] = 512
-    suffix_length: int | list[int] = 64
-    num_sequences: int | list[int] = 16
-    tree: Tree | list[Tree] = "flat"
-    mode: Mode | list[Mode] = "step"
-    attention: Attention | list[Attention] = "auto"
-    kernel: Literal["auto", "torch", "flash_attn", "flash_attn_3", "flash_attn_4", "cudnn", "efficient"] = "auto"
-    attn_implementation: str = "sdpa"
-    device: Literal["cpu", "cuda"] = "cpu"
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    repeats: int = 5
-    float64_truth: bool = False
-    max_teraflops: float | None = None
-    num_threads: int | None = None
-    csv: str | None = None
-    plot: str | None = None
-
-
 OF_COMMAND: dict[str, type[Section]] = {
     "fit": FromCheckpoint,
     "validate": Evaluate,
@@ -286,6 +192,5 @@ OF_COMMAND: dict[str, type[Section]] = {
     "verify": Verify,
     "inspect": Inspect,
     "export": Export,
-    "bench": Bench,
     "doctor": Doctor,
 }

@@ -18,10 +18,9 @@ from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predicting_rows import forward_rows
-from radixtrain.hf.prepare import prepare_model, prepared_options
-from radixtrain.hf.recurrent.forking import run_cost_of
 from radixtrain.hf.rounded_updates import warn_of_rounding
 from radixtrain.hf.scores import Scorer, check_scores, named_scores
+from radixtrain.hf.share import options_of, share_prefixes
 from radixtrain.settings.model import ModelSettings
 from radixtrain.training.answers.answering import check_answering
 from radixtrain.training.answers.predictions import PredictedAnswers, scored_records, scorer_of
@@ -46,7 +45,6 @@ from radixtrain.training.fault_tolerance.run_state import (
 from radixtrain.training.optimizer import num_steps_of_run, optimizer_of, schedule
 from radixtrain.training.speed import Speed
 from radixtrain.training.start.loading import load_trainable
-from radixtrain.tree.runs import RunCost
 from radixtrain.verification.equivalence import verify_step
 from radixtrain.verification.oracle import Features
 from radixtrain.verification.report import EquivalenceReport
@@ -89,7 +87,7 @@ class RadixModule(L.LightningModule):
         check_scores(self.scores, self.hparams.next_tokens)
 
     def configure_model(self) -> None:
-        """Load and prepare the model, and examine its head, once, before a checkpoint is restored into it."""
+        """Load and share the model, and examine its head, once, before a checkpoint is restored into it."""
         if self.model is None:
             self.model = load_trainable(self.hparams)
             self.plain_head = has_plain_head(self.model)
@@ -101,21 +99,20 @@ class RadixModule(L.LightningModule):
         """
         if ranks().sp_size > 1:
             assert self.model is not None
-            options = prepared_options(self.model)
+            options = options_of(self.model)
             assert options is not None
-            prepare_model(self.model, **options, sp_group=ranks().sp_group)
+            share_prefixes(self.model, **options, sp_group=ranks().sp_group)
 
     def setup(self, stage: str) -> None:
-        """Give an `SFTData` the `run_cost` of this model, once its data are read, and take its steps per epoch.
+        """Take the steps per epoch of an `SFTData`, once its data are read.
 
         Looks up the words of `predict`, so that one that is not a token ends the run before anything is written.
         """
         trainer: Any = self.trainer
         data = trainer.datamodule
         self.steps_per_epoch = None
-        if isinstance(data, SFTData):
-            data.run_cost = self.run_cost
-            self.steps_per_epoch = data.steps_per_epoch if stage == "fit" else None
+        if isinstance(data, SFTData) and stage == "fit":
+            self.steps_per_epoch = data.steps_per_epoch
         if stage == "predict" and self.hparams.generate:
             check_answering(self.model, data.tokenizer(), data.first_prompt(), self.answers.options)
         elif stage == "predict":
@@ -226,10 +223,6 @@ class RadixModule(L.LightningModule):
 
     def on_validation_end(self) -> None:
         self.speed.start()  # nor does one inside an epoch
-
-    def run_cost(self) -> RunCost | None:
-        """Return what the recurrent layers cost, by which the collator chooses their runs; None without any."""
-        return None if self.model is None else run_cost_of(self.model)
 
     def verify(self, features: Features, collator: StepCollator) -> EquivalenceReport:
         """Check whether an optimizer step of these sequences has the gradient of ordinary Hugging Face.

@@ -59,7 +59,6 @@ class Trainer(L.Trainer):
         """
         self._move(model, ckpt_path)
         model.trainer = self
-        datamodule.run_cost = model.run_cost
         collator = datamodule.step_collator()
         available = datamodule.steps_per_epoch
         failed: list[tuple[int, EquivalenceReport]] = []

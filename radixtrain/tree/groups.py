@@ -2,13 +2,13 @@
 
 One pass reads every sequence once and keeps hashes of its beginnings, 8 bytes for each 16 tokens. Sorted by these
 hashes, sequences that share most are neighbours, as in `radixtrain/tree/sorting.py`, which sorts a batch by its tokens.
-A group is a branch of the tree that the sorted hashes spell.
+A branch is what some sequences share beyond those around them; a group is a branch with all that are inside it.
 
-    you are a tutor ... [+ question]    40 sequences        group 1: 40 sequences, depth 240
-                        [+ example]     12 of them          group 2: 12 sequences, depth 400, inside group 1
-    you are a judge ...                 30 sequences        group 3
+    you are a tutor ... [+ question]    40 sequences        branch 1: 28 of them, depth 240
+                        [+ example]     12 of them          branch 0: depth 400, inside branch 1: one group
+    you are a judge ...                 30 sequences        branch 2: another group
 
-Depths are multiples of 16, so that a group may share up to 15 tokens more than it says. NumPy only, as for the plan.
+Depths are multiples of 16, so that a branch may share up to 15 tokens more than it says. NumPy only, as for the plan.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from radixtrain.tree.arrays import IntArray, back_to_back
-from radixtrain.tree.sorting import SortedSequences, lcp_intervals, sort_sequences
+from radixtrain.tree.arrays import IntArray, back_to_back, lengths_of
+from radixtrain.tree.sorting import SortedSequences, sort_sequences, without_branches
 
 # Beginnings that are hashed, in tokens: every 16th up to 512, then 16 to each doubling. What sequences share beyond the
 # last one is not looked for.
 DEPTHS = np.concatenate([16 * np.arange(1, 17), *(16 * np.arange(17, 33) << k for k in range(8))])
 MIN_SHARE = 0.1
-"""A group shares at least this part of its sequences' tokens, beyond what the group around it shares.
+"""A branch shares at least this part of its sequences' tokens, beyond what the branch around it shares.
 
 Shorter beginnings are common to texts of one kind ("Write a function that"). Keeping them together saves little, and
 fills batches with texts of that kind.
@@ -36,66 +37,66 @@ fills batches with texts of that kind.
 
 @dataclass(frozen=True, eq=False)
 class PrefixGroups:
-    """A tree of groups of sequences. Group 0 holds all of them, and a group has a higher number than its parent.
+    """n sequences in sorted order, and the groups of those that share enough.
 
-    group_of: (n,), int64. the deepest group that holds each sequence.
-    parent: (G,), int64. the group around each group; 0 for group 0.
-    depth: (G,), int64. tokens that all sequences of a group share.
-    lengths: (n,), int64. tokens of each sequence.
+    by_order: all of them, with what neighbours share.
+    shared: (n,), int64. of each sorted place, the tokens that it shares with the one before it, if that is a branch.
+    common: tokens that all share. They make no group: all meet in any order.
     """
 
-    group_of: IntArray
-    parent: IntArray
-    depth: IntArray
-    lengths: IntArray
+    by_order: SortedSequences
+    shared: IntArray
+    common: int
 
     def __len__(self) -> int:
-        """Count the groups besides group 0."""
-        return len(self.parent) - 1
-
-    def sorted(self, indices: IntArray) -> SortedSequences:
-        """Sort some of the sequences by group; neighbours share what their groups share.
-
-        indices: (m,), int64. The returned `order` holds places in it.
-        """
-        group = self.group_of[indices]
-        order = np.argsort(self._places[group], kind="stable")
-        low, high = group[order[:-1]], group[order[1:]]
-        while len(inside := np.flatnonzero(low != high)):  # up to the group that holds both; parents have lower numbers
-            low[inside], high[inside] = np.sort([low[inside], high[inside]], axis=0)
-            high[inside] = self.parent[high[inside]]
-        lcp = np.append(np.zeros(min(1, len(order)), dtype=np.int64), self.depth[low])
-        return SortedSequences(order, self.lengths[indices][order], lcp)
+        """Count the groups."""
+        return len(set(self.group_of[self.group_of >= 0].tolist()))
 
     @cached_property
-    def _places(self) -> IntArray:
-        """Return the place of each group, (G,), int64, in an order in which inner groups follow the one around them."""
-        sizes, parent = [1] * len(self.parent), self.parent.tolist()
-        for group in range(len(parent) - 1, 0, -1):
-            sizes[parent[group]] += sizes[group]
-        places, free = [0] * len(parent), [1] * len(parent)
-        for group in range(1, len(parent)):
-            around = parent[group]
-            places[group], free[group] = free[around], free[around] + 1
-            free[around] += sizes[group]
-        return np.array(places, dtype=np.int64)
+    def places(self) -> IntArray:
+        """Return the sorted place of each sequence, (n,), int64."""
+        places = np.empty_like(self.by_order.order)
+        places[self.by_order.order] = np.arange(len(places))
+        return places
 
-    def num_unique_tokens(self, order: IntArray, batch_size: int) -> int:
-        """Count the unique tokens of all batches of an epoch together, as far as the groups tell: an upper bound.
+    @cached_property
+    def branch_of(self) -> IntArray:
+        """Return the deepest branch of each sequence, (n,), int64, -1 without one; inner ones before outer ones."""
+        found, number = np.full(len(self.shared), -1), 0
+        open_branches: list[tuple[int, list[int]]] = [(0, [])]
+        for place, (before, after) in enumerate(pairwise([*self.shared.tolist(), 0])):
+            while open_branches[-1][0] > before:
+                found[open_branches.pop()[1]] = number
+                number += 1
+            if open_branches[-1][0] < max(before, after):
+                open_branches.append((max(before, after), []))
+            open_branches[-1][1].append(place)
+        for _, places in reversed(open_branches[1:]):
+            found[places] = number
+            number += 1
+        return found[self.places]
 
-        order: (m,), int64. sequences by index; each `batch_size` in a row are a batch.
-        """
-        batch_of = np.arange(len(order)) // batch_size
-        gain = self.depth - np.where(np.arange(len(self.parent)) > 0, self.depth[self.parent], 0)
-        group = self.group_of[order]
-        entered, saved = [], int(gain[0]) * len(order)
-        while len(group):
-            entered.append(batch_of * len(self.parent) + group)
-            is_inside = group > 0
-            saved += int(gain[group[is_inside]].sum())
-            batch_of, group = batch_of[is_inside], self.parent[group[is_inside]]
-        computed = np.unique(np.concatenate([*entered, np.zeros(0, dtype=np.int64)])) % len(self.parent)
-        return int(self.lengths[order].sum()) - saved + int(gain[computed].sum())
+    @cached_property
+    def group_of(self) -> IntArray:
+        """Return the group of each sequence, (n,), int64; -1 for one that shares nothing."""
+        groups = (self.shared == 0).cumsum() - 1
+        groups[np.bincount(groups)[groups] == 1] = -1
+        return groups[self.places]
+
+    @property
+    def num_innermost(self) -> int:
+        """Count the branches that have no other inside them."""
+        depths = np.append(self.shared, 0)
+        steps = np.sign(np.diff(depths))
+        steps = steps[steps != 0]
+        return int(((steps[:-1] > 0) & (steps[1:] < 0)).sum())
+
+    def sorted(self, indices: IntArray) -> SortedSequences:
+        """Sort some of the sequences. indices: (m,), int64, distinct. The returned `order` holds places in it."""
+        places = self.places[indices]
+        order = np.argsort(places)
+        found = self.by_order.some(places[order])
+        return SortedSequences(order, found.lengths, found.lcp)
 
 
 def find_prefix_groups(sequences: Iterable[IntArray], copies: bool = False) -> PrefixGroups:
@@ -104,109 +105,49 @@ def find_prefix_groups(sequences: Iterable[IntArray], copies: bool = False) -> P
     sequences: token ids of each, (L,), int64.
     copies: whether copies of one sequence are a group, as for prompts without their completions. Copies of whole rows
         should not be in one batch: they would act as one row of a larger weight.
-
-    What all sequences have in common makes no group: they meet in any order.
     """
     multipliers = np.random.default_rng(0).integers(2**64, size=DEPTHS[-1], dtype=np.uint64)  # one for each place
     hashes: list[IntArray] = []
     lengths: list[int] = []
-    whole: list[int] = []
     for ids in sequences:
-        beginnings, all_of_it = _hashes(ids, multipliers)
-        hashes.append(beginnings)
-        whole.append(all_of_it)
+        hashes.append(_hashes(ids, multipliers))
         lengths.append(len(ids))
     packed, bounds = back_to_back(hashes)
     del hashes
     by_hash = sort_sequences(packed, bounds)
-    identity = range(len(whole)) if copies else whole
-    return _groups(by_hash, np.array(lengths, dtype=np.int64), np.array(identity, dtype=np.uint64))
+    num_hashes = lengths_of(bounds)[by_hash.order]
+    is_copy = by_hash.lcp == num_hashes
+    lcp = np.append(0, DEPTHS)[np.minimum(by_hash.lcp, num_hashes - 1)]
+    by_order = SortedSequences(by_hash.order, np.array(lengths, dtype=np.int64)[by_hash.order], lcp)
+    common = int(lcp[1:].min()) if len(lcp) > 1 else 0
+    shared = np.where(lcp > common, lcp, 0)
+    return PrefixGroups(by_order, _worthwhile(by_order, shared if copies else _apart(shared, is_copy), common), common)
 
 
-def _hashes(ids: IntArray, multipliers: npt.NDArray[np.uint64]) -> tuple[IntArray, int]:
-    """Hash the beginning of each of `DEPTHS` that the sequence has, and all of it, to numbers below 2**63.
+def _hashes(ids: IntArray, multipliers: npt.NDArray[np.uint64]) -> IntArray:
+    """Hash the beginning of each of `DEPTHS` that the sequence has, and last all of it, to numbers below 2**63.
 
     Two different beginnings collide with a probability of about 2**-63. Then batches share less than they could;
     nothing else depends on it.
     """
     depths = DEPTHS[: np.searchsorted(DEPTHS, len(ids), side="right")]
     ids = ids[: len(multipliers)]
-    sums = np.cumsum(ids.view(np.uint64) * multipliers[: len(ids)])
-    return (sums[depths - 1] >> np.uint64(1)).astype(np.int64), int(sums[-1]) if len(sums) else 0
+    sums = np.append(np.uint64(0), np.cumsum(ids.view(np.uint64) * multipliers[: len(ids)]))
+    return (sums[np.append(depths, len(ids))] >> np.uint64(1)).astype(np.int64)
 
 
-def _groups(by_hash: SortedSequences, lengths: IntArray, whole: npt.NDArray[np.uint64]) -> PrefixGroups:
-    """Build the tree of the sorted hashes, without groups that share too little and those of copies.
-
-    lengths: tokens of each sequence. whole: a number that only copies have in common, if copies make no group.
-    """
-    shared = np.concatenate([[0], DEPTHS])[by_hash.lcp]
-    all_share = int(shared[1:].min(initial=DEPTHS[-1])) if len(shared) == len(lengths) > 1 else 0
-    tree = _Branches(shared.tolist(), all_share)
-    group_of = np.zeros(len(lengths), dtype=np.int64)
-    group_of[by_hash.order] = tree.branch_of
-    kept, parent, depth = _worthwhile(tree, group_of, lengths, whole)
-    return PrefixGroups(kept[group_of], parent, depth, lengths)
+def _apart(shared: IntArray, is_copy: IntArray) -> IntArray:
+    """Let copies share with each other only what they share with other sequences. is_copy: of the one before."""
+    firsts = np.flatnonzero(~is_copy)
+    around = np.maximum(shared[firsts], np.append(shared[firsts[1:]], 0))
+    return np.where(is_copy, around[(~is_copy).cumsum() - 1], shared)
 
 
-class _Branches:
-    """Every branch of sorted sequences, built from what each shares with the one before it.
+def _worthwhile(by_order: SortedSequences, shared: IntArray, common: int) -> IntArray:
+    """Remove branches that share too little, see `MIN_SHARE`."""
+    enough = (MIN_SHARE * by_order.lengths).tolist()
 
-    branch_of: the deepest branch of each. depth, parent: of each branch; parents have lower numbers than children.
-    """
+    def is_small(places: list[int], depth: int, above: int) -> bool:
+        return depth - max(above, common) < sum(enough[place] for place in places) / len(places)
 
-    def __init__(self, shared: list[int], all_share: int):
-        depth, parent, entered = lcp_intervals(shared[:1] and [all_share, *shared[1:]], all_share)
-        order = np.argsort(depth, kind="stable")
-        number = np.empty_like(order)
-        number[order] = np.arange(len(order))
-        self.depth = np.array(depth, dtype=np.int64)[order]
-        self.parent = number[np.array(parent, dtype=np.int64)[order]]
-        before = number[np.array(entered, dtype=np.int64)]
-        after = np.append(before[1:], 0)
-        self.branch_of = np.maximum(before, after)  # one is inside the other, and the inner one has the larger number
-
-
-def _worthwhile(
-    tree: _Branches, branch_of: IntArray, lengths: IntArray, whole: npt.NDArray[np.uint64]
-) -> tuple[IntArray, IntArray, IntArray]:
-    """Return the group of each branch, its own or one around it, and each group's parent and depth. See `MIN_SHARE`."""
-    depths, above = tree.depth.tolist(), tree.parent.tolist()
-    enough = _enough_shared(above, branch_of, lengths, whole)
-    kept, parent, depth = [0], [0], depths[:1]
-    for branch in range(1, len(above)):
-        around = kept[above[branch]]
-        if depths[branch] - depth[around] < enough[branch]:
-            kept.append(around)
-            continue
-        kept.append(len(depth))
-        parent.append(around)
-        depth.append(depths[branch])
-    return np.array(kept, dtype=np.int64), np.array(parent, dtype=np.int64), np.array(depth, dtype=np.int64)
-
-
-def _enough_shared(
-    above: list[int], branch_of: IntArray, lengths: IntArray, whole: npt.NDArray[np.uint64]
-) -> list[float]:
-    """Return the tokens that make a branch a group: `MIN_SHARE` of the mean of its sequences; infinite for copies.
-
-    above: the branch around each.
-    """
-    num_branches = len(above)
-    sizes = np.bincount(branch_of, minlength=num_branches).tolist()
-    tokens = np.bincount(branch_of, weights=lengths, minlength=num_branches).tolist()
-    lowest = np.full(num_branches, np.iinfo(np.uint64).max, dtype=np.uint64)
-    highest = np.zeros(num_branches, dtype=np.uint64)
-    np.minimum.at(lowest, branch_of, whole)
-    np.maximum.at(highest, branch_of, whole)
-    least, most = lowest.tolist(), highest.tolist()
-    for branch in range(num_branches - 1, 0, -1):
-        around = above[branch]
-        sizes[around] += sizes[branch]
-        tokens[around] += tokens[branch]
-        least[around] = min(least[around], least[branch])
-        most[around] = max(most[around], most[branch])
-    return [
-        MIN_SHARE * tokens[branch] / sizes[branch] if least[branch] < most[branch] else np.inf
-        for branch in range(num_branches)
-    ]
+    return without_branches(shared, is_small)

@@ -28,20 +28,18 @@ from radixtrain.tree.blocks import BlockLayout
 from radixtrain.tree.chains import Cascade, Entry, cascade
 from radixtrain.tree.movable import Function, Movable
 from radixtrain.tree.plan import PrefixPlan
-from radixtrain.tree.runs import RunCall, RunCost, RunLayout, cheapest_runs
 
 # Most rows of a group of chains on the host, whose kernels loop: 84 segments of 64 banking77 rows, most of them a few
 # tokens, would be 104 calls one by one.
 GROUP = 32
-OF_PLAN = ("gather_indices", "inverse_indices", "cu_seqlens", "segment_starts", "segment_parents", "subtree_ends")
+OF_PLAN = ("gather_indices", "inverse_indices", "cu_seqlens", "segment_starts", "subtree_ends")
 OF_PATHS = ("path_keys", "path_cu_seqlens_q", "path_cu_seqlens_k")
-OF_RUNS = ("rows", "places", "parents")
-SECTIONS = (*OF_PLAN, *OF_PATHS, "own", "calls", "block_of_row", "block_queries", *OF_RUNS)
+SECTIONS = (*OF_PLAN, *OF_PATHS, "own", "calls", "block_of_row", "block_queries")
 WIDTH = 7  # numbers of a call
 
 
 class _Numbers(NamedTuple):
-    """Numbers in `host`, after the lengths of the sections; then come calls, blocks and runs.
+    """Numbers in `host`, after the lengths of the sections; then come calls, blocks and parents of segments.
 
     max_seqlen, max_own, max_new, max_path: longest sequence, chain, run of new rows, path; in tokens.
     max_position: largest position id, without padding rows; 0 if there is no row.
@@ -69,7 +67,7 @@ class TreeLayout(Movable):
     The sections of `rows`, as in the plan:
 
     gather_indices (U), inverse_indices (T), path_keys (T'): int64.
-    cu_seqlens (B+1), segment_starts (S+1), segment_parents, subtree_ends (S): int32.
+    cu_seqlens (B+1), segment_starts (S+1), subtree_ends (S): int32.
     """
 
     host: Tensor
@@ -80,36 +78,22 @@ class TreeLayout(Movable):
     path_keys = _section("path_keys")
     cu_seqlens = _section("cu_seqlens", torch.int32)
     segment_starts = _section("segment_starts", torch.int32)
-    segment_parents = _section("segment_parents", torch.int32)
     subtree_ends = _section("subtree_ends", torch.int32)
 
     def __init__(self, host: Tensor, rows: Tensor) -> None:
         self.host, self.rows = host, rows
 
     @classmethod
-    def from_plan(
-        cls, plan: PrefixPlan, run_cost: RunCost | None = None, blocks: BlockLayout | None = None
-    ) -> TreeLayout:
+    def from_plan(cls, plan: PrefixPlan, blocks: BlockLayout | None = None) -> TreeLayout:
         """Encode a plan, on the CPU. Runs in the DataLoader worker.
 
-        run_cost: None, or the cost of the model's recurrent layers, by which their runs are chosen.
         blocks: of its rows, if any attend in both directions.
         """
-        with _disable_current_modes():  # a mode that fakes tensors would lose what they hold
-            segments = plan.segment_starts, plan.segment_parents
-            runs = None if run_cost is None else cheapest_runs(*segments, run_cost)
-        return cls.encode(plan, runs, blocks)
-
-    @classmethod
-    def encode(cls, plan: PrefixPlan, runs: RunLayout | None = None, blocks: BlockLayout | None = None) -> TreeLayout:
-        """Encode a plan with these runs and blocks, on the CPU."""
         calls = cascade(*(x.tolist() for x in (plan.segment_starts, plan.segment_parents, plan.subtree_ends)))
         numbers, call_rows = _encoded_calls(calls)
         sections = [getattr(plan, name) for name in (*OF_PLAN, *OF_PATHS)]
         sections += [np.array(calls.bounds), call_rows]
         sections += [blocks.block_of_row.numpy(), blocks.queries.numpy()] if blocks else [NO_ROWS] * 2
-        with _disable_current_modes():
-            sections += [getattr(runs, name).numpy() for name in OF_RUNS] if runs else [NO_ROWS] * len(OF_RUNS)
         header = _Numbers(
             max_seqlen=_longest(plan.cu_seqlens),
             max_own=_longest(np.array(calls.bounds)),
@@ -119,10 +103,10 @@ class TreeLayout(Movable):
             num_calls=len(calls.calls),
             num_blocks=len(blocks.lengths) if blocks else 0,
         )
-        of_runs = [] if runs is None else [x for call in runs.calls for x in call.as_numbers()]
-        host = [*map(len, sections), *header, *numbers, *(blocks.lengths if blocks else ()), *of_runs]
+        of_blocks, parents = blocks.lengths if blocks else (), plan.segment_parents.tolist()
+        host = [*map(len, sections), *header, *numbers, *of_blocks, *parents, *plan.segment_starts.tolist()]
         rows = np.concatenate(sections).astype(np.int32)
-        with _disable_current_modes():
+        with _disable_current_modes():  # a mode that fakes tensors would lose what they hold
             host_tensor = torch.tensor(host, dtype=torch.int64, device="cpu")
         return cls(host_tensor, torch.from_numpy(rows))
 
@@ -142,7 +126,7 @@ class TreeLayout(Movable):
 
     @cached_property
     def _further(self) -> tuple[list[int], list[int], list[int]]:
-        """Return the numbers of calls, of blocks and of runs."""
+        """Return the numbers of calls, of blocks and of segments."""
         rest = self._host[len(SECTIONS) + len(_Numbers._fields) :]
         calls, blocks = self._numbers.num_calls * WIDTH, self._numbers.num_blocks
         return rest[:calls], rest[calls : calls + blocks], rest[calls + blocks :]
@@ -271,7 +255,7 @@ class TreeLayout(Movable):
 
     def pieces_on_host(self, most_rows: int) -> tuple[Piece, ...]:
         """Return calls for kernels that loop: groups of chains, and slices. most_rows: of a group of several chains."""
-        starts, parents, ends = (x.tolist() for x in (self.segment_starts, self.segment_parents, self.subtree_ends))
+        starts, parents, ends = (x.tolist() for x in (*self.segments, self.subtree_ends))
         cut = cascade(starts, parents, ends, most_rows)
         groups = zip(pairwise(cut.bounds), cut.num_chains, strict=True)
         masks = tuple(None if number == 1 else self._mask(*rows) for rows, number in groups)
@@ -323,13 +307,11 @@ class TreeLayout(Movable):
             block_of_row=self.section("block_of_row"), queries=queries, keys=queries + 1, lengths=tuple(lengths)
         )
 
-    @cached_property
-    def runs(self) -> RunLayout | None:
-        """Return the runs of layers with a recurrent state; None if none were requested."""
-        numbers = self._further[2]
-        if not numbers:
-            return None
-        return RunLayout(calls=RunCall.from_numbers(numbers), **{name: self.section(name) for name in OF_RUNS})
+    @property
+    def segments(self) -> tuple[IntArray, IntArray]:
+        """Return `segment_starts` (S+1,) and `segment_parents` (S,) of the plan, int64, on the host."""
+        numbers = np.array(self._further[2])
+        return numbers[len(numbers) // 2 :], numbers[: len(numbers) // 2]
 
 
 NO_ROWS = np.zeros(0, dtype=np.int64)

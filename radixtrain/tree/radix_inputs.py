@@ -2,7 +2,7 @@
 
 It moves as a tensor does, so that a DataLoader, Accelerate, Lightning and `{name: x.to(device)}` move it too. What
 moves only tensors (Hugging Face's `Trainer`, DistributedDataParallel, FSDP) passes it on as it is, and the hook of a
-prepared model moves it. All that goes to a device is one tensor, so moving is one copy. Everything that the host has to
+shared model moves it. All that goes to a device is one tensor, so moving is one copy. Everything that the host has to
 know for a kernel launch was computed in the DataLoader worker and stays on the host: on a device, nothing is read back.
 
 T packed tokens, U unique rows, B sequences, R rows that predict, P predictions.
@@ -31,7 +31,7 @@ def _section(name: str) -> Any:
 
 @dataclass(eq=False, kw_only=True)
 class RadixInputs(Movable):
-    """What a prepared model and radixtrain's losses read from a batch.
+    """What a shared model and radixtrain's losses read from a batch.
 
     rows: int32, the only tensor that moves: the bits of all others, back to back, int64 first.
     sections: where each of the others is in `rows`, and its dtype.
@@ -41,7 +41,6 @@ class RadixInputs(Movable):
     token_loss: whether the loss is known to be a sum over tokens, whoever computes it.
     is_left_padded: whether a feature was padded on the left and had no `position_ids`. They count from 0 here and from
         the padding in Hugging Face: the same for rotary embeddings, but not for learned ones.
-    image_pieces: of each piece: how many placeholders it has, and which of the distinct images these show.
     num_tokens: original tokens that the batch adds to its step, if they are not those of its sequences: 0 for one that
         only fills up.
     split: the number of rows in all, or a `SplitLoss`, if a rank of an `sp_group` holds only some of them.
@@ -56,7 +55,6 @@ class RadixInputs(Movable):
     label_indices: (P,), int64. the original token that each entry is, counted over all features back to back; None if
         an entry may stand for several.
     old_logprobs, advantages: (P,), float32. as they were given, if they were.
-    image_rows: (placeholders among U,), int64. which row of the pieces stands at each unique placeholder.
     """
 
     rows: Tensor
@@ -65,7 +63,6 @@ class RadixInputs(Movable):
     place_rows: IntArray | None = None
     token_loss: bool = False
     is_left_padded: bool = False
-    image_pieces: tuple[tuple[int, tuple[int, ...]], ...] = ()
     num_tokens: int | None = None
     split: Any = None
 
@@ -76,7 +73,6 @@ class RadixInputs(Movable):
     label_indices = _section("label_indices")
     old_logprobs = _section("old_logprobs")
     advantages = _section("advantages")
-    image_rows = _section("image_rows")
 
     @classmethod
     def of(cls, **given: Any) -> RadixInputs:

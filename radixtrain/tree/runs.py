@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, groupby, islice, pairwise, product
+from itertools import groupby, pairwise, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,17 +55,18 @@ class RunCost:
     call: of the layer, of any size.
     row: computed, a padded one included.
     state: kept, or handed to a run.
-    can_fork: False if no layer can start from a state, so that each path is one run.
     """
 
     call: float = 64.0
     row: float = 1.0
     state: float = 8.0
-    can_fork: bool = True
 
     def of_call(self, num_runs: Any, length: Any) -> Any:
         """Return the cost of calls of these shapes without their states. num_runs, length: numbers or arrays."""
         return self.call + num_runs * length * self.row
+
+
+RATES = RunCost()
 
 
 class RunCall(NamedTuple):
@@ -80,19 +81,6 @@ class RunCall(NamedTuple):
     length: int
     keeps: int
     sources: tuple[tuple[int, int], ...]
-
-    def as_numbers(self) -> list[int]:
-        """Encode the call: its own numbers, how many sources it has, and these."""
-        return [self.num_runs, self.length, self.keeps, len(self.sources), *chain.from_iterable(self.sources)]
-
-    @classmethod
-    def from_numbers(cls, numbers: Sequence[int]) -> tuple[RunCall, ...]:
-        """Decode calls that stand one after the other."""
-        rest, calls = iter(numbers), []
-        for num_runs, length, keeps, num_sources in iter(lambda: tuple(islice(rest, 4)), ()):
-            sources = tuple((next(rest), next(rest)) for _ in range(num_sources))
-            calls.append(cls(num_runs, length, keeps, sources))
-        return tuple(calls)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -150,19 +138,14 @@ def cheapest_runs(segment_starts: IntArray, segment_parents: IntArray, rates: Ru
     """Return the runs of a plan that cost least among several choices of forks; no forks if none pays. On the CPU.
 
     segment_starts, segment_parents: (S+1,) and (S,), int64. as in `PrefixPlan`.
-    rates: what the layers cost; by default `RunCost()`.
+    rates: what the layers cost; by default `RATES`.
     """
-    return _layout(_cheapest(segment_starts, segment_parents, rates or RunCost()), int(segment_starts[-1]))
-
-
-def cost_of_runs(segment_starts: IntArray, segment_parents: IntArray, rates: RunCost) -> float:
-    """Return the cost of one layer with the cheapest runs."""
-    return _cheapest(segment_starts, segment_parents, rates).cost(rates)
+    return _layout(_cheapest(segment_starts, segment_parents, rates or RATES), int(segment_starts[-1]))
 
 
 def _cheapest(segment_starts: IntArray, segment_parents: IntArray, rates: RunCost) -> _Choice:
     options: list[tuple[int | None, int]] = [(None, 1)]
-    if rates.can_fork and (segment_parents >= 0).any():
+    if (segment_parents >= 0).any():
         options += product(MIN_SAVED, MULTIPLES)
     segments = segment_starts.tolist(), segment_parents.tolist()
     distinct = dict.fromkeys(tuple(_runs(*segments, *option)) for option in options)
@@ -182,10 +165,10 @@ def runs_of_segments(
     min_saved: rows that a fork must save: its length times the branches after the first. None: no forks at all, each
         leaf's whole path is one run.
     multiple: lengths of forks are cut to a multiple of this many rows.
-    rates: decides which leaves of different lengths share a call; by default `RunCost()`.
+    rates: decides which leaves of different lengths share a call; by default `RATES`.
     """
     runs = tuple(_runs(segment_starts.tolist(), segment_parents.tolist(), min_saved, multiple))
-    return _layout(_choice(runs, rates or RunCost()), int(segment_starts[-1]))
+    return _layout(_choice(runs, rates or RATES), int(segment_starts[-1]))
 
 
 def _choice(runs: Sequence[_Run], rates: RunCost) -> _Choice:

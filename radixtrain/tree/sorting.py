@@ -8,6 +8,7 @@ NumPy only, as for the plan.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -35,6 +36,14 @@ class SortedSequences:
     def num_unique_tokens(self) -> int:
         """Count the tokens, with each common beginning counted once."""
         return int((self.lengths - self.lcp).sum())
+
+    def some(self, places: IntArray) -> SortedSequences:
+        """Select sequences by ascending place. Two of them share the shortest prefix of the neighbours between them."""
+        if not len(places):
+            return SortedSequences(places, places, places)
+        before = np.append(0, places[:-1] + 1)
+        lcp = np.minimum.reduceat(self.lcp[: places[-1] + 1], before)
+        return SortedSequences(self.order[places], self.lengths[places], lcp)
 
 
 def sort_sequences(input_ids: IntArray, cu_seqlens: IntArray, position_ids: IntArray | None = None) -> SortedSequences:
@@ -99,12 +108,12 @@ def _common_prefix(one: bytes, other: bytes, step: int) -> int:
     return int(differs.argmax()) * 4 // step * step
 
 
-def lcp_intervals(lcp: list[int], root: int = 0) -> tuple[list[int], list[int], list[int]]:
+def _lcp_intervals(lcp: list[int]) -> tuple[list[int], list[int], list[int]]:
     """Find the branch points of sorted sequences: depths, parents, and where each sequence leaves the one before it.
 
-    lcp: what each shares with the one before it. root: the depth of point 0, its own parent, which holds all of them.
+    lcp: what each shares with the one before it. Point 0, its own parent, has depth 0 and holds all of them.
     """
-    depth, parent, point_of, open_points = [root], [0], [], [0]
+    depth, parent, point_of, open_points = [0], [0], [], [0]
     for value in lcp:
         closed = None
         while depth[open_points[-1]] > value:
@@ -126,14 +135,24 @@ def without_small_branches(lcp: IntArray, min_shared_tokens: int) -> IntArray:
     run between the two. Decided from the root downwards: a run that lost its branch point makes the runs below it
     longer.
     """
-    depth, parent, point_of = lcp_intervals(lcp.tolist())
-    entries = np.bincount(np.array(point_of, dtype=np.int64), minlength=len(depth)).tolist()
-    remaining = np.zeros(len(depth), dtype=np.int64)
+    return without_branches(lcp, lambda places, depth, above: (depth - above) * len(places) < min_shared_tokens)
+
+
+def without_branches(lcp: IntArray, is_small: Callable[[list[int], int, int], bool]) -> IntArray:
+    """Remove branch points from the LCP array, see `without_small_branches`.
+
+    is_small: the places that share a point with the one before them, its depth, and that of the remaining one above it
+        -> whether it is removed.
+    """
+    depth, parent, point_of = _lcp_intervals(lcp.tolist())
+    entries: list[list[int]] = [[] for _ in depth]
+    for place, point in enumerate(point_of):
+        entries[point].append(place)
+    remaining = [0] * len(depth)
     for point in sorted(range(1, len(depth)), key=depth.__getitem__):
         above = remaining[parent[point]]
-        saved = (depth[point] - above) * entries[point]
-        remaining[point] = depth[point] if saved >= min_shared_tokens else above
-    return remaining[np.array(point_of, dtype=np.int64)]
+        remaining[point] = above if is_small(entries[point], depth[point], above) else depth[point]
+    return np.array([remaining[point] for point in point_of], dtype=np.int64)
 
 
 def heaviest_first(by_order: SortedSequences) -> SortedSequences:

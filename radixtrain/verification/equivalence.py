@@ -22,9 +22,8 @@ from radixtrain.collators.targets import features_once
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import pretrained_model_of
 from radixtrain.hf.dropout import without_dropout
-from radixtrain.hf.image_models import image_inputs_of
-from radixtrain.hf.prepare import prepare_model, prepared_options, restore_model
 from radixtrain.hf.refusals import added_losses
+from radixtrain.hf.share import check_takes_collated, options_of, restore_model, share_prefixes
 from radixtrain.verification.oracle import (
     Arm,
     Features,
@@ -32,7 +31,6 @@ from radixtrain.verification.oracle import (
     float64_throughout,
     float64_truth,
     gradients_of,
-    has_images,
     ordinary_padded,
     radix_batch,
     same_buffers,
@@ -57,20 +55,18 @@ def verify_equivalence(
 ) -> EquivalenceReport:
     """Compare the loss and the gradients of a radix batch with those of the ordinary model.
 
-    model: a `PreTrainedModel` or PEFT model, prepared or not. It is unchanged afterwards, and has no gradients. While
+    model: a `PreTrainedModel` or PEFT model, shared or not. It is unchanged afterwards, and has no gradients. While
         it computes in float64 it takes 24 bytes for each trained parameter and 8 for each frozen one.
     features: as a `RadixCollator` takes them; at least one token must bear loss.
-    attention, kernel: as for `prepare_model`. A kernel that takes only 16-bit tensors is used only on 16-bit rungs.
-    collator: default `RadixCollator()`, which takes no features without labels; see its `loss_on_all`. Features with
-        images need `images=image_inputs_of(model)`; the ordinary arm then computes one row at a time, too.
+    attention, kernel: as for `share_prefixes`. A kernel that takes only 16-bit tensors is used only on 16-bit rungs.
+    collator: default `RadixCollator()`, which takes no features without labels; see its `loss_on_all`.
     precisions: of `float64`, `float32` and the model's own dtype; default all of them.
 
-    Meanwhile dropout that `prepare_model` allowed, a router loss and AdaLoRA's regularizer are off.
-    Raises ValueError if nothing bears loss. Raises UserError as `prepare_model` does, and if the ordinary gradient is
+    Meanwhile dropout that `share_prefixes` allowed, a router loss and AdaLoRA's regularizer are off.
+    Raises ValueError if nothing bears loss. Raises UserError as `share_prefixes` does, and if the ordinary gradient is
     not finite.
     """
-    images = image_inputs_of(model) if any(map(has_images, features)) else None
-    batch = (collator or RadixCollator(images=images))(features)
+    batch = (collator or RadixCollator())(features)
     return verify_arms(
         model,
         features,
@@ -95,19 +91,20 @@ def verify_arms(
 ) -> EquivalenceReport:
     """Compare as `verify_equivalence` does, but with other ways to compute the two losses, such as a trainer's own.
 
-    ordinary, radix: yield the terms of the loss, of the model as it came from Hugging Face and of the prepared model.
+    ordinary, radix: yield the terms of the loss, of the model as it came from Hugging Face and of the shared model.
     autocast: the dtype of mixed precision, which is then the last rung.
     """
     own = str(autocast or _own_dtype(model)).removeprefix("torch.")
     wanted = _precisions(precisions, own)
     base = pretrained_model_of(model)
-    before = prepared_options(model)
+    before = options_of(model)
     allowed = before["allow_dropout"] if before else ()
     rungs = []
     with _restored_afterwards(model, before), without_dropout(model, allowed), _without_added_losses(model):
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise UserError("no parameter of the model requires a gradient, so there is nothing to compare")
-        prepare_model(model, attention=attention, kernel="auto", allow_dropout=allowed)  # refuses before it computes
+        check_takes_collated(model)  # refuses before it computes
+        share_prefixes(model, attention=attention, allow_dropout=allowed)
         logger.info("verify: %d sequences in float64, one at a time", len(features))
         truth = float64_truth(restore_model(model), features)
         _check_finite(truth)
@@ -115,7 +112,7 @@ def verify_arms(
             logger.info("verify: %s", name)
             with _computing_in(name, restore_model(model), own, autocast):
                 by_ordinary = gradients_of(model, ordinary)
-                prepare_model(model, attention=attention, kernel=_kernel_of(name, kernel), allow_dropout=allowed)
+                share_prefixes(model, attention=attention, kernel=_kernel_of(name, kernel), allow_dropout=allowed)
                 by_radix = gradients_of(model, radix)
             judged = not (_has_experts(base) and name in SIXTEEN_BITS)
             rungs.append(compare_gradients(name, truth, by_ordinary, by_radix, judged))
@@ -142,7 +139,7 @@ def verify_step(
     loss_sum: micro-batch -> summed loss of `model`, as `RadixModule.loss_sum`.
     features: the sequences of the step; see `SFTData.features_of_step`.
     collator: as in training.
-    attention, kernel: as for `prepare_model`.
+    attention, kernel: as for `share_prefixes`.
     precision: Lightning's name of it; a mixed one adds a comparison under autocast.
     """
     device = next(model.parameters()).device
@@ -222,7 +219,7 @@ def _restored_afterwards(model: nn.Module, before: Mapping[str, Any] | None) -> 
     finally:
         restore_model(model)
         if before:
-            prepare_model(model, **before)
+            share_prefixes(model, **before)
 
 
 @contextmanager

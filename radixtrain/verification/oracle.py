@@ -2,7 +2,7 @@
 
     truth      the unmodified model in float64, one sequence at a time: no padding, no packing, no plan
     ordinary   the unmodified model in the precision of the training, on the padded batch that a trainer would make
-    radix      the prepared model in that precision, on a batch of unique tokens
+    radix      the shared model in that precision, on a batch of unique tokens
 
 Ordinary differs from truth only by rounding, so it says how far radix may be from the truth. Hugging Face computes
 norms, rotary embeddings, router weights and losses in float32 whatever the dtype of the model is. Then a float64 model
@@ -27,8 +27,6 @@ from radixtrain.collators.features import token_rows
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.hf.backbone import model_inside
 from radixtrain.hf.quantized import plain_weights
-from radixtrain.images.tokens import TOKEN_TYPES, TYPES
-from radixtrain.images.tower import OF_IMAGES
 
 Features = Sequence[Mapping[str, Any]]
 Arm = Callable[[], Iterable[Tensor]]
@@ -59,7 +57,7 @@ def gradients_of(model: nn.Module, arm: Arm) -> Gradients:
 
 
 def float64_truth(model: nn.Module, features: Features) -> Gradients:
-    """Compute the truth: `ordinary_one_by_one` in float64. `model` must not be prepared; its weights are restored."""
+    """Compute the truth: `ordinary_one_by_one` in float64. `model` must not be shared; its weights are restored."""
     with float64_throughout(model):
         return gradients_of(model, lambda: ordinary_one_by_one(model, features))
 
@@ -68,7 +66,7 @@ def ordinary_one_by_one(model: nn.Module, features: Features) -> Iterator[Tensor
     """Yield the terms of the mean cross-entropy over labelled tokens, one call per sequence.
 
     A token's cross-entropy is multiplied by its loss weight, if given; the divisor is the number of labelled tokens.
-    The model gets the images of a feature unchanged. Raises ValueError without labels.
+    Raises ValueError without labels.
 
     Written from the definition of the loss. The only code of radixtrain that it uses reads the features.
     """
@@ -77,22 +75,19 @@ def ordinary_one_by_one(model: nn.Module, features: Features) -> Iterator[Tensor
     count = sum(int((feature.labels[1:] != IGNORE_INDEX).sum()) for feature in sequences)
     if not count:
         raise ValueError("no token of these features bears loss, so there is no gradient to compare")
-    for feature, (ids, labels, positions, weights), each in zip(features, _columns(sequences), sequences, strict=True):
+    for ids, labels, positions, weights in _columns(sequences):
         if (labels[1:] != IGNORE_INDEX).any():
             inputs = {"input_ids": ids}
             if positions is not None:  # with a mask, or Hugging Face reads a jump as the start of another document
                 inputs |= {"position_ids": positions, "attention_mask": np.ones_like(ids)}
             tensors = {name: torch.tensor(array, device=device)[None] for name, array in inputs.items()}
-            logits = model(**tensors, **_images_of(feature, each, model), use_cache=False).logits
+            logits = model(**tensors, use_cache=False).logits
             targets = (torch.tensor(column, device=device)[None] for column in (labels, weights))
             yield _cross_entropy(logits, *targets) / count
 
 
 def ordinary_padded(model: nn.Module, features: Features) -> Iterator[Tensor]:
-    """Yield the loss of one call on the right-padded batch of an ordinary collator; with images a row at a time."""
-    if any(map(has_images, features)):
-        yield from ordinary_one_by_one(model, features)
-        return
+    """Yield the loss of one call on the right-padded batch of an ordinary collator."""
     device = next(model.parameters()).device
     sequences = _arrays_of(features)
     longest = max(len(feature.input_ids) for feature in sequences)
@@ -110,10 +105,9 @@ def ordinary_padded(model: nn.Module, features: Features) -> Iterator[Tensor]:
 
 
 def radix_batch(model: nn.Module, batch: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yield the loss that a prepared model returns."""
+    """Yield the loss that a shared model returns."""
     device = next(model.parameters()).device
-    on_device = {name: x.to(device) for name, x in batch.items()}
-    yield model(**on_device | _in_dtype_of(model, on_device)).loss
+    yield model(**{name: x.to(device) for name, x in batch.items()}).loss
 
 
 @contextmanager
@@ -239,37 +233,9 @@ class _LiftCasts(TorchFunctionMode):
             )
 
 
-def has_images(feature: Mapping[str, Any]) -> bool:
-    return feature.get("pixel_values") is not None
-
-
 def _arrays_of(features: Features) -> list[TokenRow]:
-    """Read the features without images. Unlabelled ones are allowed, since the tested collator checks for them."""
-    of_images = {*OF_IMAGES, TYPES, TOKEN_TYPES}
-    texts = [{name: value for name, value in each.items() if name not in of_images} for each in features]
-    return token_rows(texts, loss_on_all=True)
-
-
-def _images_of(feature: Mapping[str, Any], arrays: TokenRow, model: nn.Module) -> dict[str, Tensor]:
-    """Return the arguments of a feature that are not text, if it has images."""
-    if not has_images(feature):
-        return {}
-    device = next(model.parameters()).device
-    tensors = {
-        name: torch.as_tensor(feature[name], device=device) for name in OF_IMAGES if feature.get(name) is not None
-    }
-    for name in (TYPES, TOKEN_TYPES):
-        if feature.get(name) is not None:
-            types = torch.as_tensor(feature[name], device=device).flatten()[arrays.num_left_padding :]
-            tensors[name] = types[None, : len(arrays.input_ids)]
-    return tensors | _in_dtype_of(model, tensors)
-
-
-def _in_dtype_of(model: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Cast the images among these tensors to the dtype of the model."""
-    dtype = next(x.dtype for x in model.parameters() if x.is_floating_point())
-    images = {name: tensors[name] for name in OF_IMAGES if name in tensors}
-    return {name: value.to(dtype) for name, value in images.items() if value.is_floating_point()}
+    """Read the features. Unlabelled ones are allowed, since the tested collator checks for them."""
+    return token_rows(features, loss_on_all=True)
 
 
 def _columns(

@@ -37,10 +37,10 @@ from typing import Any, NamedTuple
 import generation_arms as arms
 import numpy as np
 import torch
+from step import ModelShape, build_model
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from radixtrain.bench.cells import ModelShape, build_model
 from radixtrain.data.chat import load_tokenizer
 from radixtrain.data.formats import read_rows
 from radixtrain.errors import UserError
@@ -127,7 +127,7 @@ def results(options: argparse.Namespace) -> Iterator[Result]:
         yield measure(model, work, options, len(work.prompts), options.block_prompts)
         return
     shape = ModelShape(options.layers, options.hidden, vocab_size=VOCAB_SIZE)
-    model = build_model(shape, torch.device("cpu"), torch.float32, "sdpa").eval()
+    model = build_model(shape, torch.device("cpu"), torch.float32).eval()
     for work in random_works(options):
         longest = max(map(len, work.prompts)) + work.num_new
         yield measure(model, work, options, max(1, options.most_tokens // longest))

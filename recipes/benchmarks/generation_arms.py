@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from flops import StepFlops, costs_of, ordinary_flops, unique_flops
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import radixtrain
-from radixtrain.bench.flops import StepFlops, ordinary_flops, unique_flops
 from radixtrain.tree.arrays import cumulative
 from radixtrain.tree.plan import build_prefix_plan
 
@@ -172,5 +172,6 @@ def ideal_of(config: Any, prompts: Ids, answers: Ids) -> Ideal:
         rows.append(np.concatenate([np.array(prompt, dtype=np.int64), own]))
     plan = build_prefix_plan(np.concatenate(rows), cumulative(np.array([len(row) for row in rows])))
     num_predictions = sum(map(len, answers))
-    ordinary, unique = (count(config, plan, num_predictions) for count in (ordinary_flops, unique_flops))
+    costs = costs_of(config)
+    ordinary, unique = (count(costs, plan, num_predictions) for count in (ordinary_flops, unique_flops))
     return Ideal(ordinary, unique, plan.num_tokens / plan.num_unique_tokens)

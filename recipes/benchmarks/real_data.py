@@ -1,4 +1,4 @@
-"""Time a training step on real conversations, ordinary and on unique tokens, as `radixtrain bench` does on random rows.
+"""Time a training step on real conversations, ordinary and on unique tokens, as `step.py` does on random rows.
 
     python recipes/benchmarks/real_data.py path/to/banking77_train.jsonl path/to/gsm8k_many_prompts_train.jsonl
     python recipes/benchmarks/real_data.py train.jsonl --tokenizer Qwen/Qwen3-0.6B --num_rows 32 --layers 4 --hidden 512
@@ -22,18 +22,26 @@ from typing import Any
 
 import numpy as np
 import torch
+from step import (
+    Arm,
+    Measured,
+    ModelShape,
+    Work,
+    build_model,
+    measure,
+    print_table,
+    step_seconds,
+    with_ordinary_batch_size,
+    work_of,
+)
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from radixtrain.bench.cells import GivenBatch, ModelShape, build_model, check_options, strategies
-from radixtrain.bench.measure import Measured, Settings, measure
-from radixtrain.bench.table import print_table, write_csv
-from radixtrain.bench.work import Arm, Work, step_seconds, with_ordinary_batch_size, work_of
 from radixtrain.data.chat import ChatEncoder, load_tokenizer
 from radixtrain.data.formats import Row, read_rows
 from radixtrain.errors import UserError
 from radixtrain.hf.head import has_plain_head
-from radixtrain.timing import environment, header
+from radixtrain.timing import header
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import banking77
@@ -69,36 +77,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--num_threads", type=int)
-    parser.add_argument("--csv")
     return parser.parse_args(argv)
 
 
 def compare(options: argparse.Namespace) -> None:
     """Measure the files one by one, then print one table."""
-    checked = ("repeats", "num_threads", "device", "csv")
-    check_options(**{name: getattr(options, name) for name in checked})
-    for name in ("num_rows", "max_tokens", "layers", "hidden", "head_dim"):
-        if getattr(options, name) < 1:
-            raise UserError(f"{name} must be at least 1, got {getattr(options, name)}")
-    if min(options.ordinary_rows) < 0:
-        raise UserError(f"ordinary_rows must be at least 0, got {min(options.ordinary_rows)}")
-    if options.num_threads is not None:
-        torch.set_num_threads(options.num_threads)
-    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
-    arms = strategies(options.attention, options.kernel, device, dtype, options.head_dim)
+    device = torch.device(options.device)
     print(header(device, options.dtype, options.repeats), flush=True)
-    results: list[Measured] = []
-    for file in options.files:
-        results += measure_file(file, options, Settings(arms, options.kernel, options.repeats), device, dtype)
-        if options.csv is not None:
-            write_csv(Path(options.csv), results, environment(device, options.dtype))
-    print_table(results)
+    print_table([measured for file in options.files for measured in measure_file(file, options, device)])
 
 
-def measure_file(
-    file: Path, options: argparse.Namespace, settings: Settings, device: torch.device, dtype: torch.dtype
-) -> list[Measured]:
+def measure_file(file: Path, options: argparse.Namespace, device: torch.device) -> list[Measured]:
     rows = list(read_rows(file))
     tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else learnt_tokenizer(file, rows)
     shape = ModelShape(
@@ -107,14 +96,13 @@ def measure_file(
     drawn = [rows[index] for index in np.random.default_rng(options.seed).permutation(len(rows))[: options.num_rows]]
     samples = [sample for samples in ChatEncoder(tokenizer).encode_all(drawn) for sample in samples]
     features = [{"input_ids": sample.input_ids, "labels": sample.labels} for sample in samples]
-    cell = GivenBatch(shape, f"{len(samples)} of {file.name}", len(samples))
-    work = work_of(cell, features, None, options.max_tokens, min_shared_tokens=4)
+    work = work_of(f"{shape}, {len(samples)} of {file.name}", features, None, options.max_tokens, min_shared_tokens=4)
     print(described(work), flush=True)
-    model = build_model(shape, device, dtype, options.attn_implementation)
+    model = build_model(shape, device, getattr(torch, options.dtype), options.attn_implementation)
     work, seconds = fastest_ordinary(model, work, [size or None for size in options.ordinary_rows])
     tried = ", ".join(f"{size} rows {time:.3f} s" for size, time in seconds.items())
     print(f"  ordinary step in micro-batches of {tried}; the fastest is measured", flush=True)
-    return measure(model, work, settings)
+    return measure(model, work, options.attention, options.kernel, options.repeats)
 
 
 def fastest_ordinary(
@@ -132,12 +120,12 @@ def fastest_ordinary(
     device = next(model.parameters()).device
     # sdpa is fastest without a mask; other kernels skip the padding that a mask shows them
     keep_mask = model.config._attn_implementation != "sdpa"
-    sizes = dict.fromkeys(min(size or len(work.lengths), len(work.lengths)) for size in batch_sizes)
+    sizes = dict.fromkeys(min(size or len(work.features), len(work.features)) for size in batch_sizes)
     works = {size: with_ordinary_batch_size(work, size, keep_mask).to(device) for size in sizes}
     arm = Arm(plain_head=has_plain_head(model))
     runs = {size: (arm, each) for size, each in works.items() if fits(model, arm, each)}
     if not runs:
-        raise UserError(f"{work.cell}: the device's memory holds no ordinary micro-batch of {list(sizes)} sequences")
+        raise UserError(f"{work.name}: the device's memory holds no ordinary micro-batch of {list(sizes)} sequences")
     turns = step_seconds(model, runs, repeats=2)
     seconds = {size: statistics.median(turns[size]) if size in turns else math.inf for size in sizes}
     return works[min(seconds, key=lambda size: seconds[size])], seconds
@@ -164,9 +152,9 @@ def learnt_tokenizer(file: Path, rows: list[Row]) -> Any:
 
 
 def described(work: Work) -> str:
-    lengths, num_unique = sorted(work.lengths), work.num_unique_tokens
+    lengths, num_unique = sorted(len(row["input_ids"]) for row in work.features), work.num_unique_tokens
     return (
-        f"{work.cell.sequences}: {work.num_tokens:,} tokens, {num_unique:,} unique, {work.num_labels:,} "
+        f"{work.name}: {work.num_tokens:,} tokens, {num_unique:,} unique, {work.radix.num_labels:,} "
         f"labelled; {lengths[0]} to {lengths[-1]} long, median {lengths[len(lengths) // 2]}; radix micro-batches: "
         f"{len(work.radix.micro_batches)}"
     )

@@ -6,9 +6,9 @@
 Each model has random weights and the layer mix of its family: Qwen3.5 three layers of the gated delta rule and one of
 attention, Bamba the same with Mamba 2, LFM2 with short convolutions. The batches: one prompt of 512 tokens before 16
 answers of 64; three levels of sharing; and rows that share nothing, which show what the code for sharing costs. Both
-arms are those of `python -m radixtrain bench`: the same weights in turns, and gradients are compared before anything is
-timed. The ideal is the ratio of floating-point operations. The cost of a layer chooses the runs; *forks* are the
-states that they keep in a layer.
+arms are those of `step.py`: the same weights in turns, and gradients are compared before anything is timed. The ideal
+is the ratio of floating-point operations. The cost of a layer chooses the runs; *forks* are the states that they keep
+in a layer.
 """
 
 import argparse
@@ -17,16 +17,14 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from step import Measured, Work, measure, random_rows, work_of
 from transformers import BambaConfig, Lfm2Config, PreTrainedConfig, Qwen3_5TextConfig
 from transformers.models.auto import AutoModelForCausalLM
 
-from radixtrain.bench.cells import Cell, GivenBatch, ModelShape, features_of_cell
-from radixtrain.bench.measure import Measured, Settings, measure
-from radixtrain.bench.work import Work, work_of
 from radixtrain.errors import UserError
-from radixtrain.hf.recurrent.forking import run_cost_of
 from radixtrain.timing import header
 from radixtrain.tree.radix_inputs import layout_of
+from radixtrain.tree.runs import cheapest_runs
 
 LAYERS = 4
 HEAD_DIM = 64
@@ -34,7 +32,7 @@ VOCAB = 4096
 
 
 class Batch(NamedTuple):
-    """Rows of one step. tree: as for `Cell`; rows of `apart` share nothing."""
+    """Rows of one step. tree: as for `random_rows`; rows of `apart` share nothing."""
 
     rows: int
     prompt: int
@@ -125,18 +123,16 @@ def results(options: argparse.Namespace) -> Iterator[tuple[str, Batch, int, Meas
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(MODELS[name](options.hidden), attn_implementation="sdpa").train()
         for batch in BATCHES:
-            cell = GivenBatch(ModelShape(), str(batch), batch.rows)
-            work = work_of(cell, rows_of(batch), run_cost=run_cost_of(model))
-            (result,) = measure(model, work, Settings(repeats=options.repeats, float64_truth=True))
+            work = work_of(str(batch), rows_of(batch))
+            (result,) = measure(model, work, repeats=options.repeats)
             yield name, batch, num_forks(work), result
 
 
 def rows_of(batch: Batch) -> list[dict[str, Any]]:
     """`input_ids` and `labels` of each row; the loss is on the suffixes."""
-    shape = ModelShape(vocab_size=VOCAB)
     if batch.tree != "apart":
-        return features_of_cell(Cell(shape, batch.prompt, batch.suffix, batch.rows, batch.tree))
-    rows = features_of_cell(Cell(shape, 0, batch.prompt + batch.suffix, batch.rows))
+        return random_rows(VOCAB, batch.prompt, batch.suffix, batch.rows, batch.tree)
+    rows = random_rows(VOCAB, 0, batch.prompt + batch.suffix, batch.rows)
     for row in rows:
         row["labels"][: batch.prompt] = -100
     return rows
@@ -145,18 +141,18 @@ def rows_of(batch: Batch) -> list[dict[str, Any]]:
 def num_forks(work: Work) -> int:
     """States that a recurrent layer keeps in a step."""
     layouts = map(layout_of, work.radix.micro_batches)
-    return sum(layout.runs.num_forks for layout in layouts if layout.runs)
+    return sum(cheapest_runs(*layout.segments).num_forks for layout in layouts)
 
 
 def print_table(lines: Iterable[tuple[str, Batch, int, Measured]]) -> None:
     print("\n| model | batch | r | forks | ideal | speed-up | of the ideal | peak memory, MiB | error |")
     print("|---|---|---|---|---|---|---|---|---|", flush=True)
     for name, batch, forks, found in lines:
-        peaks = (f"{(peak or 0) / 2**20:,.0f}" for peak in (found.ordinary_peak_bytes, found.radix_peak_bytes))
+        peaks = (f"{peak / 2**20:,.0f}" for peak in found.peaks)
         print(
-            f"| {name} | {batch} | {found.r:.2f} | {forks} | {found.ideal_speedup:.2f} "
-            f"| {found.measured_speedup:.2f} ({found.lowest_speedup:.2f} to {found.highest_speedup:.2f}) "
-            f"| {found.efficiency:.2f} | {' -> '.join(peaks)} | {found.error:.1e} |",
+            f"| {name} | {batch} | {found.r:.2f} | {forks} | {found.ideal:.2f} "
+            f"| {found.speedup:.2f} ({min(found.speedups):.2f} to {max(found.speedups):.2f}) "
+            f"| {found.speedup / found.ideal:.2f} | {' -> '.join(peaks)} | {found.error:.1e} |",
             flush=True,
         )
 

@@ -6,7 +6,7 @@
 
 `time`: 32 conversations of the file, if one is given, and 32 sequences in a tree of three levels. These alternate: one
 process, while the others wait; data parallelism, divided as `fit` divides a step; and the split of
-`prepare_model(sp_group=...)`. The last two average their gradients with DDP. The gradients of all three are compared
+`share_prefixes(sp_group=...)`. The last two average their gradients with DDP. The gradients of all three are compared
 before a time is taken. The table has the median, lowest and highest ratio of a turn, for the slowest rank: in
 wall-clock time, which needs an idle machine with a core for each rank, and in CPU time, in which waiting does not
 count. The ideal is the ratio of the floating-point operations of the busiest rank: communication costs nothing in it.
@@ -29,13 +29,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from flops import costs_of, unique_flops
+from step import ModelShape, build_model, random_rows, work_of
 from torch.nn.parallel import DistributedDataParallel
 
-from radixtrain import RadixCollator, prepare_model
-from radixtrain.bench.cells import Cell, GivenBatch, ModelShape, build_model, features_of_cell
-from radixtrain.bench.flops import unique_flops
-from radixtrain.bench.measure import DIRECT_BAR
-from radixtrain.bench.work import work_of
+from radixtrain import RadixCollator, share_prefixes
 from radixtrain.collators.steps import StepCollator
 from radixtrain.collators.token_row import IGNORE_INDEX
 from radixtrain.data.chat import ChatEncoder
@@ -49,6 +47,7 @@ import banking77
 Rows = list[dict[str, Any]]
 CPU = torch.device("cpu")
 NUM_SEQUENCES = 32
+BAR = 1e-4  # between rounding, 1e-6, and a missing label, 1e-2: relative L2 of a gradient
 LAST = 1024  # trained tokens of the second row of `memory`
 
 
@@ -81,7 +80,7 @@ def main(argv: list[str]) -> None:
 def time_lines(shape: ModelShape, options: argparse.Namespace) -> Iterator[str]:
     yield "| step | seconds | split / data parallel | ideal | split / one process | ideal | split |"
     yield "|---|---|---|---|---|---|---|"
-    model = build_model(shape, CPU, torch.float32, "sdpa")
+    model = build_model(shape, CPU, torch.float32)
     for name, rows in steps(shape, options.file):
         arms = arms_of(model, shape, rows)
         check_gradients(arms)
@@ -116,16 +115,16 @@ def steps(shape: ModelShape, file: Path | None) -> Iterator[tuple[str, Rows]]:
         drawn = [chats[index] for index in np.random.default_rng(0).permutation(len(chats))[:NUM_SEQUENCES]]
         samples = [sample for samples in encoder.encode_all(drawn) for sample in samples]
         yield f"{NUM_SEQUENCES} of {file.stem}", [{"input_ids": x.input_ids, "labels": x.labels} for x in samples]
-    yield f"{NUM_SEQUENCES} x (512 + 64), three levels", features_of_cell(Cell(shape, 512, 64, NUM_SEQUENCES, "nested"))
+    yield f"{NUM_SEQUENCES} x (512 + 64), three levels", random_rows(shape.vocab_size, 512, 64, NUM_SEQUENCES, "nested")
 
 
 def arms_of(model: Any, shape: ModelShape, rows: Rows) -> dict[str, Arm]:
     rank, size = dist.get_rank(), dist.get_world_size()
     whole = StepCollator(merge_labels=False, min_shared_tokens=4)(rows)
     share = StepCollator(merge_labels=False, min_shared_tokens=4, rank=rank, num_ranks=size)(rows)
-    one = prepare_model(deepcopy(model))
-    split = DistributedDataParallel(prepare_model(deepcopy(model), sp_group=dist.group.WORLD))
-    data_parallel = DistributedDataParallel(prepare_model(deepcopy(model)))
+    one = share_prefixes(deepcopy(model))
+    split = DistributedDataParallel(share_prefixes(deepcopy(model), sp_group=dist.group.WORLD))
+    data_parallel = DistributedDataParallel(share_prefixes(deepcopy(model)))
 
     def run(model: Any, step: Any, num_items: float) -> None:
         (batch,) = step.micro_batches
@@ -146,8 +145,8 @@ def arms_of(model: Any, shape: ModelShape, rows: Rows) -> dict[str, Arm]:
 
 
 def flops_of(shape: ModelShape, rows: Rows) -> float:
-    work = work_of(GivenBatch(shape, "rows", len(rows)), rows)
-    return unique_flops(shape.config(), work.plans[0], work.num_labels).total
+    work = work_of("rows", rows)
+    return unique_flops(costs_of(shape.config()), work.plans[0], work.radix.num_labels).total
 
 
 def check_gradients(arms: dict[str, Arm]) -> None:
@@ -156,7 +155,7 @@ def check_gradients(arms: dict[str, Arm]) -> None:
     for way in ("data parallel", "split") if dist.get_rank() == 0 else ():
         pairs = zip(arms[way].model.parameters(), arms["one process"].model.parameters(), strict=True)
         worst = max(relative_error(x.grad, truth.grad) for x, truth in pairs)
-        assert worst <= DIRECT_BAR, f"the gradients of {way} and of one process differ by {worst:.1e}"
+        assert worst <= BAR, f"the gradients of {way} and of one process differ by {worst:.1e}"
 
 
 def memory_lines(shape: ModelShape, length: int) -> Iterator[str]:
@@ -177,8 +176,8 @@ def peak_of(shape: ModelShape, batch: dict[str, Any], size: int) -> float:
     """Most bytes that one of `size` ranks holds; the others wait."""
     group, peak = dist.new_group(list(range(size))), torch.zeros(())
     if dist.get_rank() < size:
-        model = build_model(shape, CPU, torch.float32, "sdpa")
-        prepare_model(model, sp_group=group if size > 1 else None)
+        model = build_model(shape, CPU, torch.float32)
+        share_prefixes(model, sp_group=group if size > 1 else None)
         peak += peak_bytes(lambda: model(**batch).loss.backward(), CPU)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     return peak.item()

@@ -49,7 +49,7 @@ def with_block(plan: PrefixPlan) -> TreeLayout:
     """Rows 1 and 2, which one sequence has back to back, attend in both directions."""
     block = np.full(plan.num_rows, -1)
     block[1:3] = 0
-    return TreeLayout.encode(plan, blocks=BlockLayout.of(block))
+    return TreeLayout.from_plan(plan, blocks=BlockLayout.of(block))
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layout: TreeLayout, options: dict[str, Any]) -> Tensor:

@@ -8,15 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixtrain.collators.batching import (
-    DEPTHS,
     cut_by_padded_tokens,
-    deal_by_unique_tokens,
     share_by_padded_tokens,
     share_by_unique_tokens,
 )
 from radixtrain.testing import ragged_batches
-from radixtrain.tree.arrays import cumulative
-from radixtrain.tree.sorting import sort_sequences
 
 BUDGETS = st.sampled_from([1, 3, 6, 10, 20, 1000, None])
 
@@ -86,7 +82,7 @@ def prefixes(sequences):
             [[7, 8, 3], [7, 8, 1], [7, 8, 4], [7, 8, 2]], 2, None, [[[1, 3]], [[0, 2]]], [4, 4], id="in a row"
         ),
         pytest.param(
-            [[1, 1, 1], [2], [3, 3, 3, 3], [4, 4]], 2, None, [[[1, 2]], [[0, 3]]], [5, 5], id="in units of one"
+            [[1, 1, 1], [2], [3, 3, 3, 3], [4, 4]], 2, None, [[[0, 1]], [[2, 3]]], [4, 6], id="no other order"
         ),
         pytest.param(
             [[7, 8, 1], [7, 8, 2], [9, 1], [9, 2]], 2, None, [[[0, 1]], [[2, 3]]], [4, 3], id="a prompt for each rank"
@@ -110,50 +106,6 @@ def test_share_by_unique_tokens(sequences, num_ranks, max_tokens, groups, costs)
 
 
 @pytest.mark.parametrize(
-    ("sequences", "batches"),
-    [
-        pytest.param([[7, 1], [8, 1], [7, 2], [8, 2]], [[0, 2], [1, 3]], id="a prompt for each batch"),
-        pytest.param([[1] * 9, [2], [3], [4] * 9], [[0, 1], [3, 2]], id="a long one and a short one"),
-        pytest.param(
-            [[7] * 9 + [1], [7] * 9 + [2], [7] * 9 + [3], [5]], [[3, 0], [1, 2]], id="of three, the third has no room"
-        ),
-        pytest.param([[7, 1], [7, 2]], [[0, 1]], id="one batch"),
-    ],
-)
-def test_deal_by_unique_tokens(sequences, batches):
-    assert sorted(map(sorted, dealt(sequences, len(batches[0])))) == sorted(map(sorted, batches))
-
-
-def test_a_batch_without_room_is_passed_over():
-    """The third unit's batch is the cheapest, and has room for one of the fourth, which is divided."""
-    depth = DEPTHS[0]
-    own = [[10], [3, 3, 3], [4, 4], [0, 0, 0]]
-    sequences = [
-        [unit] * depth + [10 + place] * (n * depth) for unit, all_n in enumerate(own) for place, n in enumerate(all_n)
-    ]
-    assert [len(batch) for batch in dealt(sequences, 3)] == [3, 3, 3]
-
-
-def dealt(sequences, batch_size):
-    lengths = np.array([len(ids) for ids in sequences])
-    return deal_by_unique_tokens(sort_sequences(np.concatenate(sequences), cumulative(lengths)), batch_size)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=12, max_size=12))
-def test_dealt_batches_have_one_length(sequences):
-    """And the dearest costs no more than that of the sorted order's runs."""
-    for size in (2, 3, 4, 6):
-        found = dealt(sequences, size)
-        assert [len(batch) for batch in found] == [size] * (12 // size)
-        assert sorted(index for batch in found for index in batch) == list(range(12))
-        ordered = sorted(sequences)
-        runs = [ordered[start : start + size] for start in range(0, 12, size)]
-        most = max(len(prefixes(sequences[index] for index in batch)) for batch in found)
-        assert most <= 1.02 * max(len(prefixes(run)) for run in runs)
-
-
-@pytest.mark.parametrize(
     ("lengths", "num_ranks", "max_tokens", "groups", "costs"),
     [
         pytest.param([2, 5, 3, 5], 2, None, [[[1, 3]], [[2, 0]]], [10, 6], id="the longest together"),
@@ -173,13 +125,13 @@ def test_share_by_padded_tokens(lengths, num_ranks, max_tokens, groups, costs):
 @settings(max_examples=60, deadline=None)
 @given(ragged_batches(max_sequences=7), st.sampled_from([2, 3]))
 def test_no_runs_of_the_sorted_order_are_better(sequences, num_ranks):
-    """Every way to cut it is tried. A little better is allowed: 1/1000 in the search, 1/50 for less computation."""
+    """Every way to cut it is tried. A little better is allowed: 1/1000, of the search."""
     shares = share_by_unique_tokens(arrays(sequences), num_ranks, None)
     ordered = sorted(sequences)
     ways = combinations_with_replacement(range(len(ordered) + 1), num_ranks - 1)
     runs = ([ordered[start:end] for start, end in pairwise([0, *cuts, len(ordered)])] for cuts in ways)
     best = min(max(len(prefixes(run)) for run in way) for way in runs)
-    assert max(shares.costs) <= best * 1.021 + 1
+    assert max(shares.costs) <= best * 1.001 + 1
 
 
 def test_the_most_expensive_rank_has_little_more_than_the_mean():

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tiers import cases
 from transformers import PreTrainedTokenizerFast, Trainer
 
-from radixtrain import RadixCollator, prepare_model
+from radixtrain import RadixCollator, share_prefixes
 from radixtrain.collators.features import HARMLESS, token_rows
 from radixtrain.collators.steps import PaddedCollator, StepCollator
 from radixtrain.testing import ragged_batches
@@ -131,7 +131,7 @@ NO_INTEGERS = [
     (torch.ones(3, device="meta"), "a Tensor that NumPy cannot read"),
     (torch.ones(3, dtype=torch.bfloat16), "a Tensor that NumPy cannot read"),
 ]
-PROCESSED = "RadixCollator(images=image_inputs_of(model))"
+PROCESSED = "use share_prefixes(model) and the collator of an ordinary trainer"
 TEXT_AND_IMAGES = "it trains on text and images only"
 ANOTHER = "a model or loss that reads it would train differently"
 UNREAD = [
@@ -361,7 +361,7 @@ def test_trl_makes_labels_for_every_kind_of_row(kind: str, tiny_qwen3: Any, tmp_
 
     def batch_of(collator: Any) -> tuple[dict[str, Any], Any]:
         trainer = SFTTrainer(
-            model=prepare_model(tiny_qwen3()),
+            model=share_prefixes(tiny_qwen3()),
             args=SFTConfig(**arguments(tmp_path, max_length=None, **options)),
             data_collator=collator,
             train_dataset=Dataset.from_list(rows),

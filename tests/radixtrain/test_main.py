@@ -35,7 +35,7 @@ def test_unknown_command(capsys, typed, meant):
     assert capsys.readouterr().err == f"error: no command {typed!r}{meant} commands: {commands}\n"
 
 
-@pytest.mark.parametrize("name", cases(COMMANDS, ["fit", "bench"]))
+@pytest.mark.parametrize("name", cases(COMMANDS, ["fit", "export"]))
 def test_every_command_has_help(name, capsys):
     assert main([name, "--help"]) == 0
     assert capsys.readouterr().out.startswith(f"usage: radixtrain {name} ")

@@ -90,7 +90,7 @@ def test_shares_and_trains_as_the_ordinary_script(recipe, run, monkeypatch):
 
 
 @FULL
-def test_the_collator_on_images(seeing, tmp_path, monkeypatch, capsys):
+def test_images_by_hugging_faces_trainer(seeing, tmp_path, monkeypatch, capsys):
     path = ROOT / "recipes" / "hf_trainer_images.py"
     arguments = [f"--model={seeing}", f"--output_dir={tmp_path}", "--max_steps=12", "--learning_rate=0.01"]
     monkeypatch.setattr(sys, "argv", [path.name, *arguments])

@@ -1,4 +1,4 @@
-"""The benchmarks on generated numbers: of the plan, of head and loss, of whole groups. A time is printed only if both
+"""The benchmarks on generated numbers: of head and loss, of whole groups. A time is printed only if both
 arms agree.
 """
 
@@ -10,46 +10,11 @@ from typing import Any
 
 import head_and_loss
 import numpy as np
-import plan
 import pytest
 import torch
 from tiers import FULL
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "recipes" / "benchmarks"
-
-
-def small_rows():
-    rng = np.random.default_rng(0)
-    yield plan.Row("first", "shared", plan.shared(rng, 5, 8, 0.5))
-    yield plan.Row("first", "comb", plan.comb(rng, 6))
-    yield plan.Row("second", "prefixes", plan.prefixes(rng, 5))
-
-
-class TestPlan:
-    """plan.py: its rows are the paper's."""
-
-    def test_the_rows_are_the_papers(self):
-        rows = list(plan.table5(np.random.default_rng(0)))
-        shapes = [(len(row.sequences), *{len(sequence) for sequence in row.sequences}) for row in rows]
-        assert shapes == [
-            *((batch_size, 512) for batch_size in (4, 8, 16, 32, 64, 256, 2048)),
-            *((32, length) for length in (128, 256, 512, 1024, 2048)),
-            *[(32, 512)] * 5,
-            (1, 512),
-            *[(32, 512)] * 2,
-        ]
-        for row, ratio in zip(rows[12:17], (0.0, 0.25, 0.5, 0.75, 1.0), strict=True):
-            prompt = int(512 * ratio)
-            assert len({tuple(sequence[:prompt]) for sequence in row.sequences}) == 1
-            assert prompt == 512 or len({tuple(sequence[: prompt + 2]) for sequence in row.sequences}) == 32
-
-    def test_without_radix_mlp_it_says_so_and_times_ours(self, capsys, monkeypatch):
-        monkeypatch.setattr(plan, "compute_fold_and_scatter", None)
-        plan.header()
-        assert plan.run(small_rows(), 1) == []
-        printed = capsys.readouterr().out
-        assert "radix-mlp is not installed, so its columns are empty: pip install radix-mlp==0.0.2" in printed
-        assert "| prefixes | 15 | 5 | 3.00 |" in printed
 
 
 class TestHeadAndLoss:
@@ -108,7 +73,7 @@ class TestWholeGroups:
 
 
 @FULL
-@pytest.mark.parametrize("way", ["`RadixCollator` and `prepare_model`", "`share_prefixes`, GRPO with generation"])
+@pytest.mark.parametrize("way", ["`RadixCollator`", "`share_prefixes`, GRPO with generation"])
 def test_a_part_of_r(tmp_path: Path, way: str) -> None:
     """any_trainer.py --ranges: both arms run, and r is that of the rows."""
     import any_trainer

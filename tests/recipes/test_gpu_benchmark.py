@@ -29,10 +29,9 @@ from gpu_parts.measure import run_parts
 from gpu_parts.results import Results
 from gpu_parts.run import GRACE, Run
 from gpu_parts.steps import prepare
+from step import build_model, work_of
 from tiers import FULL
 
-from radixtrain.bench.cells import build_model
-from radixtrain.bench.work import work_of
 from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.collators.steps import Step
 from radixtrain.errors import UserError
@@ -255,13 +254,14 @@ def turns_of(
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     monkeypatch.setattr(steps, "_turn", turn)
     batches = [{"input_ids": torch.zeros(2, 10)}, {"input_ids": torch.zeros(1, 10)}]
-    work: Any = SimpleNamespace(cell="a cell", step=lambda _: SimpleNamespace(micro_batches=batches))
+    step = SimpleNamespace(micro_batches=batches)
+    work: Any = SimpleNamespace(name="a cell")
     made: Any = {
-        name.replace("_", "/", 1): (SimpleNamespace(compiling=first, seconds=each, attention=None), work)
+        name.replace("_", "/", 1): (SimpleNamespace(compiling=first, seconds=each, step=lambda _: step), work)
         for name, (first, each) in arms.items()
     }
     run = Run(device=CPU, seconds=1000.0, start=0.0)
-    return steps.take_turns(run, build_model(TINY, CPU, torch.float32, "sdpa"), made, seconds), run, clock[0]
+    return steps.take_turns(run, build_model(TINY, CPU, torch.float32), made, seconds), run, clock[0]
 
 
 def test_an_arm_that_would_take_the_turns_of_others_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,13 +293,13 @@ def test_every_arm_is_cut_by_the_memory_that_it_needs(monkeypatch: pytest.Monkey
     """The packed one by tokens, exactly as ours is where nothing is shared."""
     shape, run = TINY, Run(device=CPU, seconds=1000.0)
     apart, shared = (batches.Case(shape, batches.unequal(prompt, 64, 9)) for prompt in (0, 32))
-    model = build_model(shape, CPU, torch.float32, "sdpa")
+    model = build_model(shape, CPU, torch.float32)
 
     def tokens(step: Step) -> list[int]:
         return [batch["input_ids"].numel() for batch in step.micro_batches]
 
     features = apart.batch.features(shape)
-    work = work_of(apart.cell, features, None, 100)
+    work = work_of(str(apart), features, None, 100)
     assert tokens(gpu_arms.packed_work(work, 100).ordinary) == tokens(work.radix) and len(tokens(work.radix)) > 1
     work, packed = steps.fitting_work(run, model, apart, features)
     assert [len(tokens(step)) for step in (work.ordinary, packed.ordinary, work.radix)] == [1, 1, 1]
@@ -321,7 +321,7 @@ def test_each_arm_is_compiled_on_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("torch._dynamo.lookup_backend", lambda _: backend)
     case = batches.Case(TINY, batches.one_prompt(16, 8, 5), change="compiled")
     run, model = Run(device=CPU, seconds=1000.0), steps.built(case, CPU)
-    work = work_of(case.cell, case.batch.features(case.shape), 3)
+    work = work_of(str(case), case.batch.features(case.shape), 3)
     arms = steps.arms_of(run, case, work, gpu_arms.packed_work(work), ["padded/flash", "packed/torch"])
     end_watch()
     for turn in range(2):
@@ -402,9 +402,9 @@ def test_rivals_compute_the_same_gradient() -> None:
     names = ("padded/flash", "packed/torch", "packed/eager", "cascade/torch")
     arms = [gpu_arms.arm_named(name, shape, CPU) for name in names]
     with float64_arithmetic():
-        model = build_model(shape, CPU, torch.float64, "sdpa")
+        model = build_model(shape, CPU, torch.float64)
         for batch_size in (None, 2):
-            work = work_of(case.cell, case.batch.features(shape), batch_size)
+            work = work_of(str(case), case.batch.features(shape), batch_size)
             gradients = []
             for arm in arms:
                 prepare(model, arm)

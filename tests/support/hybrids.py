@@ -1,7 +1,7 @@
 """Tiny models with recurrent layers against the stock model: rows that fork, and what equal means.
 
 The truth is the stock model on each row by itself, in float64 with every cast lifted; forks are forced, because rows as
-short as these pay for none.
+short as these pay for none (the fixture `free_forks`).
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from radixtrain import RadixCollator
 from radixtrain.hf.recurrent.layers import Mixer
-from radixtrain.testing import FREE_FORKS
+from radixtrain.tree.radix_inputs import layout_of
+from radixtrain.tree.runs import cheapest_runs
 from radixtrain.verification.oracle import float64_throughout, gradients_of, radix_batch
 
 Build = Callable[..., Any]
@@ -46,8 +47,8 @@ class PassesNothingOn(nn.Module):
 
 
 def batch_of(features: Any = FEATURES) -> dict[str, Any]:
-    batch = RadixCollator(run_cost=FREE_FORKS)(features)
-    assert batch["radix"].layout.runs.num_forks, "these rows do not fork"
+    batch = RadixCollator()(features)
+    assert cheapest_runs(*layout_of(batch).segments).num_forks, "these rows do not fork"
     return batch
 
 

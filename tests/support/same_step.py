@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from radixtrain import prepare_model, restore_model, share_prefixes, sharing_report
+from radixtrain import restore_model, share_prefixes, sharing_report
 from radixtrain.hf.sharing_report import SharingReport
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import Features, Gradients, float64_throughout, float64_truth, gradients_of
 from radixtrain.verification.report import Rung
 
-__all__ = ["BAR", "Terms", "assert_same_gradient", "same", "same_step", "step_in_float64"]
+__all__ = ["BAR", "Terms", "assert_same_gradient", "same", "same_gradient", "same_step", "step_in_float64"]
 
 BAR = 1e-12  # relative L2 of each parameter's gradient, and of the loss
 Terms = Callable[[Any], Iterable[Tensor]]
@@ -25,11 +25,11 @@ def step_in_float64(model: Any, truth: Gradients | Features, ours: Terms, **opti
     """The errors of a step. The model is as it came from Hugging Face afterwards.
 
     truth: the true gradient, or features, whose true gradient is that of each sequence by itself.
-    options: of `prepare_model`.
+    options: of `share_prefixes`.
     """
     exact = truth if isinstance(truth, Gradients) else float64_truth(restore_model(model), truth)
     with float64_throughout(restore_model(model)):
-        prepared = prepare_model(model, **options)
+        prepared = share_prefixes(model, **options)
         try:
             found = gradients_of(prepared, lambda: ours(prepared))
         finally:
@@ -43,16 +43,21 @@ def same(truth: Gradients, found: Gradients, *, what: Any = "", bar: float = BAR
     return _within(compare_gradients("float64", truth, truth, found), what, bar)
 
 
-def assert_same_gradient(
-    model: Any, loss_of: Callable[[Any], Tensor], share: Callable[[Any], Any] = share_prefixes
-) -> SharingReport:
-    """Assert that `loss_of(model)` and its gradients are the same before and after `share(model)`.
+def same_gradient(model: Any, loss_of: Callable[[Any], Tensor], share: Callable[[Any], Any] = share_prefixes) -> Rung:
+    """Assert that `loss_of(model)` and its gradients are the same before and after `share(model)`; return the errors.
 
     The report counts the calls of the second loss, and of the first one if `share` had been called before.
     """
     with float64_throughout(model):
         truth = gradients_of(model, lambda: [loss_of(model)])
-        same(truth, gradients_of(share(model), lambda: [loss_of(model)]))
+        return same(truth, gradients_of(share(model), lambda: [loss_of(model)]))
+
+
+def assert_same_gradient(
+    model: Any, loss_of: Callable[[Any], Tensor], share: Callable[[Any], Any] = share_prefixes
+) -> SharingReport:
+    """Assert as `same_gradient` does, and return what was shared."""
+    same_gradient(model, loss_of, share)
     return sharing_report(model)
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from radixtrain.hf.backbone import text_decoder_of
-from radixtrain.hf.image_models import inputs_of, sees_beyond_windows, types_for, without_images
+from radixtrain.hf.image_models import blocks_of, image_token_of, sees_beyond_windows, types_for, without_images
 from radixtrain.hf.padded.rows import PaddedRows
 from radixtrain.hf.windows import window_may_bind
-from radixtrain.images.tokens import ImageInputs, ImageTokens
+from radixtrain.images.tokens import ImageTokens
 from radixtrain.images.tower import NotShared, Tower
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.layout import TreeLayout
@@ -35,23 +35,23 @@ class Images:
 
         axes: (A, B, L), positions on several axes; None if they count along each row.
         """
-        inputs = inputs_of(backbone)
-        if (rows.input_ids[~rows.kept] == inputs.token).any():
+        is_placeholder = rows.input_ids == image_token_of(backbone)
+        if (is_placeholder & ~rows.kept).any():
             raise NotShared("attention_mask hides placeholders of images")
         is_packed = axes is not None and len(axes) == 4 and given.get("attention_mask") is None
         if is_packed and bool((axes[0].diff(dim=-1) != 1).any()):  # type: ignore[index]
             raise NotShared("position_ids jump within a row")
         tower = Tower.read(backbone, given)
-        is_image = rows.input_ids[rows.kept] == inputs.token
+        is_image = is_placeholder[rows.kept]
         tokens = ImageTokens(
             ids=rows.input_ids[rows.kept],
             is_image=is_image,
             rows=tower.rows_at(int(is_image.sum())),
             positions=rows.kept_positions if axes is None else axes.cpu().numpy()[:, rows.kept],
-            blocks=inputs.blocks_of(_types(inputs, given), rows.kept),
+            blocks=blocks_of(backbone, given, rows.kept),
         )
         _check_blocks(backbone, rows, tokens.blocks)
-        return cls(tower, tokens, ((rows.input_ids == inputs.token) & rows.kept).sum(1))
+        return cls(tower, tokens, is_placeholder.sum(1))
 
     def in_place_of(
         self, backbone: PreTrainedModel, arguments: Mapping[str, Any], tokens: IntArray, layout: TreeLayout
@@ -87,14 +87,6 @@ class Images:
         if levels := output.get("deepstack_features"):
             entries["deepstack_features"] = [[level[owner] for owner in owners] for level in levels]
         return type(output)(**entries)
-
-
-def _types(inputs: ImageInputs, given: Mapping[str, Any]) -> Tensor | None:
-    """Return the entry that makes images attend in both directions; None for a model or a call without it."""
-    types: Tensor | None = None if inputs.count_blocks is None else given.get(inputs.types)
-    if types is not None and types.shape != given["input_ids"].shape:
-        raise NotShared(f"{inputs.types} is not [B, L]")
-    return types
 
 
 def _check_blocks(backbone: PreTrainedModel, rows: PaddedRows, blocks: IntArray | None) -> None:

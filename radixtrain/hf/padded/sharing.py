@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from radixtrain.errors import UserError
+from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.backbone import arguments_of, text_decoder_of, with_rows
 from radixtrain.hf.image_models import axes_of, given_of_images, without_empty_types
 from radixtrain.hf.modules import why_padding_leaks
 from radixtrain.hf.names import IMAGES, is_cache
+from radixtrain.hf.options import Options
 from radixtrain.hf.padded.calls import (
     DROPS_ROWS,
     is_compiled,
@@ -31,6 +33,9 @@ from radixtrain.hf.padded.rows import PaddedRows, Places
 from radixtrain.hf.padded.spread import NO_ROW
 from radixtrain.hf.padded.spread_rows import SpreadRows
 from radixtrain.hf.positions import why_padding_matters
+from radixtrain.hf.probe import why_inexact
+from radixtrain.hf.progress import Progress
+from radixtrain.hf.refusals import check_draws
 from radixtrain.hf.sharing_report import SharingReport
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.images.tower import NotShared
@@ -38,7 +43,6 @@ from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.movable import on_device
 from radixtrain.tree.plan import build_prefix_plan
-from radixtrain.tree.runs import RunCost
 from radixtrain.versions import saying_what_was_tested
 
 # Outputs of a backbone that may be tensors or hold some; of a tuple only the first, its hidden states.
@@ -49,9 +53,7 @@ AT_PLACES = {0, "last_hidden_state", "rope_deltas", *IMAGES}
 class PaddedSharing:
     """Runs padded calls of one backbone on their unique tokens.
 
-    attention, kernel, min_shared_tokens, min_ratio: as given to `share_prefixes`.
     generates: whether the model can generate, with a cache.
-    run_cost: of its recurrent layers, to choose their runs on the host; None without any.
     separates: whether the model separates the sequences of a packed row; None until such a row comes.
     left_padding: why rows with padding on the left cannot be shared without position_ids, empty if they can; None until
         such a row comes.
@@ -59,76 +61,91 @@ class PaddedSharing:
     leaves_refused: whether a call that would be refused, as for a dropout that draws, runs unshared instead.
     """
 
-    attention: str
-    kernel: str
-    min_shared_tokens: int
-    min_ratio: float
+    options: Options
     generates: bool
-    run_cost: RunCost | None
-    report: SharingReport = field(default_factory=SharingReport)
+    progress: Progress
+    report: SharingReport
     separates: bool | None = None
     left_padding: str | None = None
     leaks: str = ""
     leaves_refused: bool = False
 
-    def call_on_unique_tokens(
+    def arguments(
         self,
-        model: nn.Module,
+        model: PreTrainedModel,
         backbone: PreTrainedModel,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        why_inexact: Callable[..., str | None],
+        why_not: str | None,
     ) -> dict[str, Any] | None:
-        """Return the arguments of the call that computes unique tokens; None for a call that is not shared.
+        """Return the arguments of the call that computes unique tokens; None for one that is not shared.
 
-        model: around the backbone, which is called with args and kwargs. why_inexact: tries the decoder.
+        The only place that decides it: what finds a reason raises NotShared, and the reason is counted here.
+
+        model: around the backbone, which is called with args and kwargs. why_not: a reason that is known of the model.
+
+        Raises UserError for adapters and dropouts that would compute something else, unless such calls are left.
         """
-        given = without_empty_types(backbone, arguments_of(backbone, args, kwargs))
-        reason = why_unshared(model, backbone, given, self.generates)
-        reason = reason or why_inexact(text_decoder_of(backbone), shape=given["input_ids"].shape)
-        if reason is None:
-            began = time.perf_counter()
-            try:
-                planned = self._planned(backbone, given)
-            except NotShared as error:
-                planned = str(error)
-            self.report.plan_seconds += time.perf_counter() - began
-            if not isinstance(planned, str):
-                return planned
-            reason = planned
-        self.report.count_unshared(reason)
-        return None
+        try:
+            _refuse(why_not)
+            given = without_empty_types(backbone, arguments_of(backbone, args, kwargs))
+            _refuse(why_unshared(model, backbone, given, self.generates))
+            allowed, shape = self.options.allow_dropout, given["input_ids"].shape
+            _refuse(why_inexact(text_decoder_of(backbone), progress=self.progress, allowed=allowed, shape=shape))
+            arguments = self._planned(backbone, given)
+            self._check_draws(model, backbone)
+        except NotShared as reason:
+            self.report.count_unshared(str(reason))
+            return None
+        self._count(arguments["radix_call"])
+        return arguments
 
-    def _planned(self, backbone: PreTrainedModel, given: Mapping[str, Any]) -> dict[str, Any] | str:
-        """Return the arguments of the shared call, or why there is none."""
+    def _check_draws(self, model: PreTrainedModel, backbone: PreTrainedModel) -> None:
+        """Refuse adapters and dropouts that compute something else on unique tokens, or leave the call as it is."""
+        allowed = self.options.allow_dropout
+        try:
+            check_adapters((model, backbone), allowed)
+            check_draws(text_decoder_of(backbone), model.get_output_embeddings(), allowed)
+        except UserError as error:
+            if not self.leaves_refused:
+                raise
+            raise NotShared(str(error)) from None
+
+    def _planned(self, backbone: PreTrainedModel, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the shared call, and count the time. Raises NotShared with the reason."""
+        began = time.perf_counter()
+        try:
+            return self._on_unique_tokens(backbone, given)
+        finally:
+            self.report.plan_seconds += time.perf_counter() - began
+
+    def _on_unique_tokens(self, backbone: PreTrainedModel, given: Mapping[str, Any]) -> dict[str, Any]:
         decoder = text_decoder_of(backbone)
         of_images = given_of_images(backbone, given)
         axes = axes_of(backbone, given) if of_images else None
         position_ids = given.get("position_ids") if axes is None else None
         rows = PaddedRows.read(given["input_ids"], given.get("attention_mask"), position_ids)
-        reason = why_rows_are_not_shared(backbone, given, rows)
-        if reason is None and rows.is_left_padded:
-            reason = self._why_left_padding_matters(decoder, rows)
-        if reason is None and rows.is_packed:
+        _refuse(why_rows_are_not_shared(backbone, given, rows))
+        if rows.is_left_padded:
+            _refuse(self._why_left_padding_matters(decoder, rows))
+        if rows.is_packed:
             if self.separates is None:
                 self.separates = separates_packed_sequences(backbone)
             if not self.separates:
-                reason = "a row has several sequences, and this model does not separate them"
-        if reason is not None:
-            return reason
+                raise NotShared("a row has several sequences, and this model does not separate them")
         ids = rows.input_ids[rows.kept]
         images = Images.read(backbone, given, rows, axes) if of_images else None
         compared_ids = ids if images is None else images.tokens.codes
         plan = build_prefix_plan(
-            compared_ids, rows.cu_seqlens, rows.kept_positions, min_shared_tokens=self.min_shared_tokens
+            compared_ids, rows.cu_seqlens, rows.kept_positions, min_shared_tokens=self.options.min_shared_tokens
         )
-        if rows.kept.size < self.min_ratio * plan.num_rows and not (images and images.tower.has_copies):
-            return f"less than min_ratio = {self.min_ratio} to save"
+        if rows.kept.size < self.options.min_ratio * plan.num_rows and not (images and images.tower.has_copies):
+            raise NotShared(f"less than min_ratio = {self.options.min_ratio} to save")
         blocks = None if images is None else images.tokens.blocks_of(plan)
-        layout = TreeLayout.from_plan(plan, self.run_cost, blocks).to(given["input_ids"].device, non_blocking=True)
+        layout = TreeLayout.from_plan(plan, blocks).to(given["input_ids"].device, non_blocking=True)
         may_bind = layout.blocks is not None or window_may_bind(decoder.config, layout.max_seqlen)
         places = rows.places(plan.inverse_indices, plan.num_rows)
-        call = RadixCall(layout, None, self.attention, self.kernel, may_bind, places=places)
+        call = RadixCall(layout, None, self.options.attention, self.options.kernel, may_bind, places=places)
         call.misses_cache = option("use_cache", decoder.config, given)
         arguments = self._arguments(given, call, ids[plan.gather_indices], plan.position_ids)
         if images is None:
@@ -144,7 +161,7 @@ class PaddedSharing:
             self.leaks = why_padding_leaks(decoder) or ""
         return self.leaks or (self.left_padding if rows.position_ids is None else "") or None
 
-    def count(self, call: RadixCall) -> None:
+    def _count(self, call: RadixCall) -> None:
         """Count a call that runs on unique tokens."""
         assert call.places is not None
         if call.images is not None:
@@ -169,7 +186,7 @@ class PaddedSharing:
 
     @torch.compiler.disable  # the indices are new in every call
     @saying_what_was_tested()
-    def outputs_at_places(self, output: Any, call: RadixCall) -> Any:
+    def outputs(self, model: PreTrainedModel, output: Any, call: RadixCall) -> Any:
         """Put the hidden states of the backbone's output, (1, U, D), back in (B, L, D)."""
         places = call.places
         assert places is not None
@@ -178,7 +195,7 @@ class PaddedSharing:
             self._set_images(output, images)
         _check_outputs(output)
         rows: Tensor = output[0]
-        spread = self.at_places(rows[0], places)
+        spread = self._at_places(rows[0], places)
         hidden: Tensor = spread.whole() if is_compiled() else spread
         share_fused_heads()
         states = output.get("hidden_states") if isinstance(output, Mapping) else None
@@ -208,7 +225,12 @@ class PaddedSharing:
             elif name in IMAGES:
                 setattr(output, name, None)
 
-    def at_places(self, rows: Tensor, places: Places) -> SpreadRows:
+    def of_every_token(self, rows: Tensor, call: RadixCall) -> Tensor:
+        """Return (B L, W), the rows of all places, of the unique ones, (U, W)."""
+        assert call.places is not None
+        return self._at_places(rows, call.places).whole().flatten(0, 1)
+
+    def _at_places(self, rows: Tensor, places: Places) -> SpreadRows:
         """Put the unique rows, (U, W), at their places, (B, L, W)."""
         padding_row = len(rows) if places.has_padding else NO_ROW
         return SpreadRows.of(places.with_padding(rows), places.rows, padding_row, self.report)
@@ -222,7 +244,12 @@ class PaddedSharing:
                 f"output_hidden_states: a layer returns states of shape {tuple(state.shape)}, whose places in the "
                 f"batch are not known; leave it out, or call restore_model(model)"
             )
-        return self.at_places(state[0], places).whole()
+        return self._at_places(state[0], places).whole()
+
+
+def _refuse(reason: str | None) -> None:
+    if reason is not None:
+        raise NotShared(reason)
 
 
 class MissingCacheError(UserError, AttributeError):

@@ -10,22 +10,17 @@ show.
 
 from __future__ import annotations
 
-import inspect
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from radixtrain.hf.backbone import parts_of
-from radixtrain.hf.dimensions import kinds_of_mixers
 from radixtrain.hf.dropout import without_dropout
 from radixtrain.hf.recurrent.running import run_on_tree
-from radixtrain.tree.runs import RunCall, RunCost, RunLayout
+from radixtrain.tree.runs import RunCall, RunLayout
 
 ABOVE, BELOW = 12, 5  # rows before the fork and of each of two runs after it; more before it than a convolution is wide
 ALLOWED = 0.1  # relative error of a row: without a state or its gradient it is about 1, by rounding in bfloat16 0.01
@@ -33,7 +28,6 @@ NEGLIGIBLE = 1e-3  # of the largest row: smaller ones may be rounding
 SCALE = 0.2  # of vectors, such as the logarithms of decays; matrices have the usual 1 / sqrt(inputs)
 LOST = {"gradient": "before a fork does not come through the state", "value": "after a fork ignores the state"}
 REPLACED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # weights that are not quantized
-logger = logging.getLogger(__name__)
 
 
 def why_it_cannot_fork(module: nn.Module, forward: Callable[..., Any], given: Mapping[str, Any]) -> str | None:
@@ -52,32 +46,6 @@ def why_it_cannot_fork(module: nn.Module, forward: Callable[..., Any], given: Ma
         return None
     wrong = [name for name in on_tree if not _agree(on_tree[name], by_itself[name])]
     return f"the {wrong[0]} of rows {LOST[wrong[0]]}" if wrong else ""
-
-
-def can_fork(module: nn.Module, hidden_size: int) -> bool:
-    """Return whether a mixer may start from a state, tried before a batch comes: on its input only, in its dtype."""
-    forward = type(module).forward  # a prepared model has another one set on it
-    weights = (x for x in module.parameters() if x.is_floating_point())  # quantized ones are whole numbers
-    like = max(weights, key=lambda x: min(x.ndim, 2))  # a matrix: vectors may be wider
-    hidden = torch.zeros(1, 1, hidden_size, device=like.device, dtype=like.dtype)
-    name = list(inspect.signature(forward).parameters)[1]
-    return not why_it_cannot_fork(module, partial(forward, module), {name: hidden})
-
-
-def run_cost_of(model: nn.Module) -> RunCost | None:
-    """Return what the recurrent layers of a model cost, by which a collator chooses their runs; None without any."""
-    parts = parts_of(model)
-    mixers = [mixer for mixer, _ in kinds_of_mixers(parts.decoder)]
-    if not mixers:
-        return None
-    forks = any(can_fork(mixer, parts.decoder.config.hidden_size) for mixer in mixers)
-    if not forks:
-        logger.warning(
-            "%s cannot start from a state with a gradient, so recurrent layers compute every sequence from its first "
-            "token on; all else is shared",
-            " and ".join(sorted({type(mixer).__name__ for mixer in mixers})),
-        )
-    return RunCost(can_fork=forks)
 
 
 def _agree(found: Tensor, expected: Tensor) -> bool:

@@ -8,8 +8,8 @@ Before transformers 5.21 it reads them as `cache.layers[layer_idx]` has them. `F
 call on several runs: it gives each run the state that it starts from and keeps the final ones, both with their
 gradients. Nothing is written in place.
 
-The runs come with the batch if the collator has the `run_cost` of the model. Otherwise they are made here, at the first
-mixer, which on a device waits once a batch to read the segments. U unique rows; R runs of length L in a call.
+The runs are made at the first mixer, from the segments that the layout has on the host. U unique rows; R runs of length
+L in a call.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from radixtrain.errors import UserError
 from radixtrain.hf.names import CACHE, is_cache
 from radixtrain.kernels.rows import gather_rows
-from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.runs import RunCall, RunLayout, cheapest_runs, runs_of_segments
 from radixtrain.versions import before
@@ -214,35 +213,15 @@ class TreeRuns:
     @cached_property
     def forked(self) -> RunLayout:
         """Return the runs that cost least."""
-        if self.layout.runs is not None:
-            return self.layout.runs
-        return cheapest_runs(*self._segments).to(self.layout.device)
+        with _disable_current_modes():  # a mode that fakes tensors would lose what they hold
+            runs = cheapest_runs(*self.layout.segments)
+        return runs.to(self.layout.device)
 
     @cached_property
     def whole(self) -> RunLayout:
         """Return runs without forks: each sequence from its first token on, as an ordinary batch has them."""
         if not self.forked.num_forks:
             return self.forked
-        return runs_of_segments(*self._segments, min_saved=None).to(self.layout.device)
-
-    @cached_property
-    def _segments(self) -> tuple[IntArray, IntArray]:
-        """Return `segment_starts` (S+1,) and `segment_parents` (S,) of the plan, on the host."""
-        starts, ends = (
-            x.cpu().numpy().astype(np.int64) for x in (self.layout.segment_starts, self.layout.subtree_ends)
-        )
-        return starts, parents_of(starts, ends)
-
-
-def parents_of(segment_starts: IntArray, subtree_ends: IntArray) -> IntArray:
-    """Return the segment that each one continues, (S,), int64, -1 at a root: the last one whose subtree goes on.
-
-    segment_starts, subtree_ends: (S+1,) and (S,). as in `PrefixPlan`.
-    """
-    ends, above, parents = subtree_ends.tolist(), [-1], []
-    for segment, start in enumerate(segment_starts[:-1].tolist()):
-        while len(above) > 1 and ends[above[-1]] <= start:
-            above.pop()
-        parents.append(above[-1])
-        above.append(segment)
-    return np.array(parents, dtype=np.int64)
+        with _disable_current_modes():
+            runs = runs_of_segments(*self.layout.segments, min_saved=None)
+        return runs.to(self.layout.device)

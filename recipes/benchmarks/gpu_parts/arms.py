@@ -18,20 +18,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from step import Arm, ModelShape, Work
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, PreTrainedModel
 
 from radixtrain.attention import choose_attention
-from radixtrain.bench.cells import ModelShape
-from radixtrain.bench.work import Arm, Work
 from radixtrain.collators.features import token_rows
 from radixtrain.collators.steps import StepCollator
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.predicting_rows import PredictingRows, Targets
-from radixtrain.hf.prepare import restore_model
+from radixtrain.hf.share import restore_model
 from radixtrain.kernels.merge_attention import Piece, Route, routed_attention
 from radixtrain.kernels.varlen import varlen_kernel
 from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
@@ -79,7 +78,7 @@ class PackedArm(Arm):
             inputs = {name: batch[name] for name in INPUTS}
             states = parts_of(model).backbone(**inputs, use_cache=False).last_hidden_state[0]
             rows = states.index_select(0, batch["radix"].predictor_indices)
-            yield PredictingRows(rows, parts_of(model).head, Targets.of(batch)).loss_sum() / work.num_labels
+            yield PredictingRows(rows, parts_of(model).head, Targets.of(batch)).loss_sum() / work.radix.num_labels
 
 
 @dataclass(frozen=True)

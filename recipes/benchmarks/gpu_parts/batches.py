@@ -17,8 +17,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+from step import Mode, ModelShape, random_rows
 
-from radixtrain.bench.cells import Cell, GivenBatch, Mode, ModelShape, features_of_cell
 from radixtrain.collators.token_row import IGNORE_INDEX
 
 __all__ = ["MODELS", "STEPS", "TINY_MODEL", "Batch", "Case", "agent", "cases", "one_prompt", "unequal"]
@@ -39,7 +39,6 @@ class Batch(NamedTuple):
     """The sequences of a step. name: in tables."""
 
     name: str
-    number: int
     features: Callable[[ModelShape], Features]
 
 
@@ -60,10 +59,6 @@ class Case(NamedTuple):
         recomputing = "recomputing" if self.recompute else ""
         return ", ".join(filter(None, [f"{self.shape}", self.mode, self.batch.name, recomputing, self.change]))
 
-    @property
-    def cell(self) -> GivenBatch:
-        return GivenBatch(self.shape, self.batch.name, self.batch.number, mode=self.mode)
-
 
 class Row(NamedTuple):
     """Cases of a part. tiny: the batch that a laptop computes."""
@@ -79,28 +74,26 @@ def one_prompt(prompt: int, own: int, number: int) -> Batch:
     """Sequences of `prompt` shared and `own` tokens; the loss is on the own ones. With no prompt nothing is shared."""
 
     def features(shape: ModelShape) -> Features:
-        return features_of_cell(Cell(shape, prompt, own, number))
+        return random_rows(shape.vocab_size, prompt, own, number)
 
-    return Batch(f"{number} x ({prompt} + {own})", number, features)
+    return Batch(f"{number} x ({prompt} + {own})", features)
 
 
 def unequal(prompt: int, own: int, number: int) -> Batch:
     """One prompt, and own parts of own / 64 to `own` tokens, evenly spread by their logarithms."""
-    return Batch(
-        f"{number} x ({prompt} + {max(1, own // 64)} to {own})", number, partial(_unequal, prompt, own, number)
-    )
+    return Batch(f"{number} x ({prompt} + {max(1, own // 64)} to {own})", partial(_unequal, prompt, own, number))
 
 
 def _unequal(prompt: int, own: int, number: int, shape: ModelShape) -> Features:
     lengths = np.geomspace(max(1, own // 64), own, number).round().astype(int) + prompt
-    features = features_of_cell(Cell(shape, prompt, own, number))
+    features = random_rows(shape.vocab_size, prompt, own, number)
     pairs = zip(features, np.random.default_rng(0).permutation(lengths), strict=True)
     return [{name: column[:length] for name, column in feature.items()} for feature, length in pairs]
 
 
 def agent(turns: int, length: int, answer: int) -> Batch:
     """A history that grows by `length` tokens a turn, and after each turn an answer, which has the loss."""
-    return Batch(f"{turns} turns x ({length} + {answer})", turns, partial(_agent, turns, length, answer))
+    return Batch(f"{turns} turns x ({length} + {answer})", partial(_agent, turns, length, answer))
 
 
 def _agent(turns: int, length: int, answer: int, shape: ModelShape) -> Features:

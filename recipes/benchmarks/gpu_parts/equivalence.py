@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from gpu_parts.run import Run
+from step import ModelShape, build_model, random_rows
 
 from radixtrain import RadixCollator, verify_equivalence
 from radixtrain.attention import STRATEGIES, choose_attention
-from radixtrain.bench.cells import Cell, ModelShape, build_model, features_of_cell
 from radixtrain.kernels.varlen import KERNELS, KernelCall, varlen_refusal
 
 __all__ = ["Way", "equivalence", "ways"]
@@ -42,8 +42,8 @@ def ways(run: Run, part: str, dtype: torch.dtype, head_dim: int) -> Iterator[Way
 
 def equivalence(run: Run, shape: ModelShape, prompt_length: int) -> None:
     """Every way on one model and one nested batch."""
-    model = build_model(shape, run.device, torch.bfloat16, "sdpa")
-    features = features_of_cell(Cell(shape, prompt_length, prompt_length // 8, 10, tree="nested"))
+    model = build_model(shape, run.device, torch.bfloat16)
+    features = random_rows(shape.vocab_size, prompt_length, prompt_length // 8, 10, "nested")
     for strategy, kernel in ways(run, "equivalence", torch.bfloat16, shape.head_dim):
         case = f"{strategy}, {kernel}"
         if not run.has_time(f"equivalence {case}"):

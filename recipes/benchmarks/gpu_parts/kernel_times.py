@@ -10,10 +10,10 @@ import torch
 from gpu_parts.batches import Case
 from gpu_parts.run import Run
 from gpu_parts.steps import arms_of, built, fitting_work, prepare
+from step import Arm, Work
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from radixtrain.bench.work import Arm, Work
 from radixtrain.timing import seconds_of
 
 __all__ = ["found_kernels", "profile_steps", "recorder"]

@@ -2,9 +2,9 @@
 
 import torch
 from gpu_parts.run import Run, median_seconds
+from step import ModelShape
 
 import radixtrain.loss as loss_module
-from radixtrain.bench.cells import ModelShape
 from radixtrain.timing import peak_bytes
 
 __all__ = ["loss_chunks"]

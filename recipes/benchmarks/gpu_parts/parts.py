@@ -15,8 +15,7 @@ from gpu_parts.repeat import repeat
 from gpu_parts.run import Run
 from gpu_parts.steps import steps
 from gpu_parts.sync import sync
-
-from radixtrain.bench.cells import ModelShape
+from step import ModelShape
 
 __all__ = ["calls"]
 

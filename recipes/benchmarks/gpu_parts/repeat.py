@@ -4,10 +4,9 @@ import torch
 from gpu_parts.equivalence import ways
 from gpu_parts.run import Run
 from gpu_parts.steps import prepare
+from step import Arm, ModelShape, Work, build_model, random_rows, work_of
 from torch import Tensor
 
-from radixtrain.bench.cells import Cell, ModelShape, build_model
-from radixtrain.bench.work import Arm, Work, make_work
 from radixtrain.testing import relative_error
 
 __all__ = ["repeat"]
@@ -17,8 +16,8 @@ RUNS = 4
 
 def repeat(run: Run, shape: ModelShape, prompt: int) -> None:
     """Every way, with and without `torch.use_deterministic_algorithms`, on a nested batch."""
-    model = build_model(shape, run.device, torch.bfloat16, "sdpa")
-    work = make_work(Cell(shape, prompt, prompt // 8, 16, tree="nested")).to(run.device)
+    model = build_model(shape, run.device, torch.bfloat16)
+    work = work_of("nested", random_rows(shape.vocab_size, prompt, prompt // 8, 16, "nested")).to(run.device)
     for strategy, kernel in list(ways(run, "repeat", torch.bfloat16, shape.head_dim)):
         for fixed in (False, True):
             case = f"{strategy}, {kernel}, {'deterministic' if fixed else 'as torch is'}"

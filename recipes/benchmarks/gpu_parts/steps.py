@@ -10,7 +10,6 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +17,9 @@ from gpu_parts.arms import PackedArm, arm_named, as_loaded, compiled, is_rival, 
 from gpu_parts.batches import Case, Features
 from gpu_parts.optional import optional
 from gpu_parts.run import Run
+from step import Arm, Work, build_model, work_of
 from torch import nn
 
-from radixtrain.bench.cells import build_model
-from radixtrain.bench.work import Arm, Work, work_of
 from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.errors import UserError
 from radixtrain.timing import peak_bytes, seconds_of
@@ -59,7 +57,7 @@ def steps(run: Run, part: str, cases: Sequence[Case], names: Sequence[str]) -> N
 
 def built(case: Case, device: torch.device) -> Any:
     """The model of a case, changed as it says. Raises UserError if a package for that is missing."""
-    model = build_model(case.shape, device, torch.bfloat16, "sdpa")
+    model = build_model(case.shape, device, torch.bfloat16)
     if case.recompute:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})  # transformers renamed it
@@ -132,17 +130,17 @@ def take_turns(run: Run, model: Any, arms: Arms, seconds: float) -> dict[str, Tu
         start = time.perf_counter()
         left = deadline - start - reserved
         if found and left < longest:
-            run.leave_out(f"{work.cell}, {name}", f"{max(0.0, left):.0f} of {seconds:.0f} seconds were left for it")
+            run.leave_out(f"{work.name}, {name}", f"{max(0.0, left):.0f} of {seconds:.0f} seconds were left for it")
             continue
         try:
             took, peak = _turn(model, arm, work, run.device)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            run.leave_out(f"{work.cell}, {name}", error)
+            run.leave_out(f"{work.name}, {name}", error)
             continue
         longest, reserved = max(longest, time.perf_counter() - start), reserved + (TURNS - 1) * 2 * took
-        batches = [batch["input_ids"].numel() for batch in work.step(arm.attention).micro_batches]
+        batches = [batch["input_ids"].numel() for batch in arm.step(work).micro_batches]
         found[name] = Turns([took], peak, batches)
     for _ in range(TURNS - 1):
         for name, turns in found.items():
@@ -179,7 +177,7 @@ def fitting_work(
     """
     longest = max(features, key=lambda feature: len(feature["input_ids"]))
     length = len(longest["input_ids"])
-    one = work_of(replace(case.cell, num_sequences=1), [longest]).to(run.device)
+    one = work_of(f"{case}", [longest], mode=case.mode).to(run.device)
     most = []
     for arm in (Arm(plain_head=True), Arm(attention="cascade", kernel="torch", plain_head=True)):
         prepare(model, arm)
@@ -188,7 +186,7 @@ def fitting_work(
         most.append(max(length, int(share * _free_bytes(run) * length / peak)))
     size = min(most[0] // length, len(features))
     size = math.ceil(len(features) / math.ceil(len(features) / size))
-    work = work_of(case.cell, features, size, most[1])
+    work = work_of(f"{case.shape}, {case.batch.name}, {case.mode}", features, size, most[1], case.mode)
     packed = packed_work(work, most[0])
     end_watch()  # of our collator: a hook on all modules, which would slow the rivals and compile them twice
     return work, packed

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from gpu_parts.run import Run
+from step import ModelShape, build_model, random_rows
 from torch import Tensor
 
-from radixtrain import RadixCollator, prepare_model
+from radixtrain import RadixCollator, share_prefixes
 from radixtrain.attention import STRATEGIES
-from radixtrain.bench.cells import Cell, ModelShape, build_model, features_of_cell
 from radixtrain.collators.steps import StepCollator
 from radixtrain.hf.predicting_rows import forward_rows
 
@@ -27,7 +27,7 @@ Features = list[dict[str, Any]]
 
 def sync(run: Run, shape: ModelShape, prompt_length: int) -> None:
     """Every strategy with the first kernel that `auto` takes, and both losses."""
-    features = features_of_cell(Cell(shape, prompt_length, prompt_length // 8, 10, tree="nested"))
+    features = random_rows(shape.vocab_size, prompt_length, prompt_length // 8, 10, "nested")
     is_watched = _waits(run.device, lambda: torch.ones(1, device=run.device).item()) is not None
     if not is_watched:
         run.leave_out("sync, the watch", f"torch reports no wait on {run.device.type}, not even a read")
@@ -35,7 +35,7 @@ def sync(run: Run, shape: ModelShape, prompt_length: int) -> None:
         for loss, step in {"own loss": own_loss_step, "loss of fit": fit_step}.items():
             if not run.has_time(f"sync {strategy}, {loss}"):
                 return
-            model = prepare_model(build_model(shape, run.device, torch.bfloat16, "sdpa"), attention=strategy)
+            model = share_prefixes(build_model(shape, run.device, torch.bfloat16), attention=strategy)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
             one_step = partial(step, model, optimizer, features)
             try:

@@ -1,4 +1,4 @@
-"""Which model families train on unique tokens: Hugging Face's own classes, tiny and random, through `prepare_model`.
+"""Which model families train on unique tokens: Hugging Face's own classes, tiny and random, through `share_prefixes`.
 
 Each family gives the gradient of the ordinary model on every sequence by itself, in float64 and in float32, with every
 gradient alive; or it is refused, by an error that names the reason. Sequences are longer than every sliding window, so
@@ -14,7 +14,6 @@ import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +29,15 @@ from transformers.models.auto import modeling_auto
 
 from radixtrain import (
     RadixCollator,
-    prepare_model,
     restore_model,
+    share_prefixes,
     verify_equivalence,
 )
 from radixtrain.errors import UserError, first_line
 from radixtrain.hf.backbone import is_text, parts_of
 from radixtrain.hf.modules import mixers_of
-from radixtrain.testing import FREE_FORKS
+from radixtrain.tree.radix_inputs import layout_of
+from radixtrain.tree.runs import cheapest_runs
 from radixtrain.verification.oracle import float64_throughout, gradients_of
 from radixtrain.versions import transformers_is_before
 
@@ -50,7 +50,7 @@ FEATURES = [
     {"input_ids": [7, 8, 9, 6, 6, 6, 13, 14], "labels": [-100, 8, 9, 6, 6, 6, 13, 14]},
     {"input_ids": [30, 31, 32, 33, 34, 35, 36], "labels": [30, 31, 32, 33, 34, 35, 36]},
 ]
-FORKING = RadixCollator(run_cost=FREE_FORKS)
+pytestmark = pytest.mark.usefixtures("free_forks")
 MODELS = 9  # with other weights: the rounding of one has luck
 STATEFUL = re.compile("linear attention|state-space layers|convolutions")  # layers with a recurrent state
 # What the table says of an error: a pattern of its message, and few words, in which ... is the group of the pattern.
@@ -61,7 +61,7 @@ REASONS = {
     r"state cannot fork": "a state outside Hugging Face's cache",
     r"does not pass the entries of a radix batch on to its": "its backbone gets nothing of a radix batch",
     r"state-space layers only": "passes nothing on to its layers",
-    r"a whole language model with a head of its own \((\w+)": "prepare its ... instead",
+    r"a whole language model with a head of its own \((\w+)": "share its ... instead",
     r"adds a (position_bias) to its scores": "a ... in its scores",
     r"does not take its attention from AttentionInterface": "attention code of its own",
     r"does not take position_ids": "takes no position_ids",
@@ -100,7 +100,7 @@ def test_equal_or_refused(
         check_said(group, name, f"{REFUSED}{few_words(reason)}", record_property)
         return
     mixers = mixers_of(parts_of(model).decoder)
-    report = verify_equivalence(model, FEATURES, collator=FORKING if mixers else None)
+    report = verify_equivalence(model, FEATURES)
     float64 = report["float64"]
     assert float64.passed and float64.worst.radix <= BAR, str(report)
     text = model.get_decoder() if group == "multimodal" else model
@@ -153,7 +153,7 @@ def test_rounding_of_layers_with_a_state(group: str, name: str) -> None:
     model differ by luck. In the median model radix may have at most twice the error.
     """
     family = TRIED[group, name]
-    reports = [verify_equivalence(family.build(seed).bfloat16(), FEATURES, collator=FORKING) for seed in range(MODELS)]
+    reports = [verify_equivalence(family.build(seed).bfloat16(), FEATURES) for seed in range(MODELS)]
     assert all(report["float64"].passed for report in reports), "\n".join(map(str, reports))
     for precision in ("float32", "bfloat16"):
         check_rounding([report[precision] for report in reports])
@@ -168,14 +168,14 @@ def check_rounding(rungs: Sequence[Any]) -> None:
 
 
 def test_the_batch_has_forks() -> None:
-    calls = FORKING(FEATURES)["radix"].layout.runs.calls
+    calls = cheapest_runs(*layout_of(RadixCollator()(FEATURES)).segments).calls
     assert sum(num_runs for num_runs, _, keeps, _ in calls if keeps) == 2
 
 
 def refusal_of(model: Any) -> str:
     """Why the model, or a radix batch on it, is refused; empty if neither is."""
     try:
-        prepare_model(model)(**RadixCollator()(FEATURES))
+        share_prefixes(model)(**RadixCollator()(FEATURES))
     except UserError as error:
         return str(error)
     finally:
@@ -221,16 +221,16 @@ QUICK_STRATEGY = ["DeepSeek-V3", "Gemma 2", "Gemma 3n", "gpt-oss"]
 def test_every_strategy(name: str) -> None:
     model = named(name).build(seed=1)
     for attention in ("path", "expand", "reference"):
-        report = verify_equivalence(model, FEATURES, attention=attention, collator=FORKING, precisions=["float64"])
+        report = verify_equivalence(model, FEATURES, attention=attention, precisions=["float64"])
         assert report.passed and report["float64"].worst.radix <= BAR, str(report)
 
 
 def test_what_a_refusal_advises() -> None:
     """Nemotron-H Omni cannot be prepared, but the language model inside it can."""
     model = next(family for family in CORE_MULTIMODAL if family.name == "Nemotron-H Omni").build()
-    with pytest.raises(UserError, match=r"prepare that one: prepare_model\(model\.language_model\)"):
-        prepare_model(model)
-    report = verify_equivalence(model.language_model, FEATURES, collator=FORKING, precisions=["float64"])
+    with pytest.raises(UserError, match=r"share that one: share_prefixes\(model\.language_model\)"):
+        share_prefixes(model)
+    report = verify_equivalence(model.language_model, FEATURES, precisions=["float64"])
     assert report.passed and report["float64"].worst.radix <= BAR, str(report)
 
 
@@ -249,7 +249,7 @@ def test_router_statistics_count_original_tokens(name: str) -> None:
     }
     mask = (padded["input_ids"] != 0).long()
     for pad_to_multiple_of in (None, 8):
-        batch = replace(FORKING, pad_to_multiple_of=pad_to_multiple_of)(FEATURES)
+        batch = RadixCollator(pad_to_multiple_of=pad_to_multiple_of)(FEATURES)
         with float64_throughout(restore_model(model)):
             truth = gradients_of(model, lambda: [model(**padded, attention_mask=mask).loss])
         rung = same_step(model, truth, lambda model, batch=batch: [model(**batch).loss])

@@ -17,7 +17,7 @@ import radixtrain.hf.recurrent.layers
 import radixtrain.hf.recurrent.running
 import radixtrain.tree.layout
 import radixtrain.tree.runs
-from radixtrain import RadixCollator, verify_equivalence
+from radixtrain import verify_equivalence
 from radixtrain.hf.recurrent.running import ForkedStates
 from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.tree.runs import RunCall, RunCost, RunLayout, runs_of_segments
@@ -50,8 +50,8 @@ def table(multiple: int = 1) -> RunLayout:
 
 def verdict(model: Any, table_of: Table) -> EquivalenceReport:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(radixtrain.tree.layout, "cheapest_runs", lambda *_: table_of())
-        return verify_equivalence(model, FEATURES, collator=RadixCollator(run_cost=RunCost()))
+        patch.setattr(radixtrain.hf.recurrent.running, "cheapest_runs", lambda *_: table_of())
+        return verify_equivalence(model, FEATURES)
 
 
 def assert_caught(report: EquivalenceReport) -> None:

@@ -5,7 +5,7 @@ and for the loss. Forks are forced, because on rows as short as these none would
 in test_families.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 from older_transformers import NEEDS_FORKS
 from same_step import same_step
 from tiers import cases, tries
+from torch import Tensor
 
 from radixtrain import RadixCollator, restore_model
 from radixtrain.testing import labelled_features
 from radixtrain.tree.arrays import IntArray
-from radixtrain.tree.runs import RunCost, RunLayout, runs_of_segments
+from radixtrain.tree.radix_inputs import layout_of
+from radixtrain.tree.runs import RunCost, RunLayout, cheapest_runs, runs_of_segments
 from radixtrain.verification.oracle import Features, float64_truth, radix_batch
 from radixtrain.verification.report import Rung
 
@@ -53,15 +55,19 @@ class Forks:
     multiple: int = 1
     call: float = 0.0
 
-    def batch(self, features: Features, **options: Any) -> dict[str, Any]:
-        """A radix batch with these runs."""
+    def terms(self, model: Any, batch: Mapping[str, Any]) -> Iterator[Tensor]:
+        """The loss of a batch whose recurrent layers have these runs."""
         with pytest.MonkeyPatch.context() as patch:
-            if self.min_saved != 0:
-                patch.setattr("radixtrain.tree.layout.cheapest_runs", self._table)
-            return RadixCollator(run_cost=RunCost(), **options)(features)
+            patch.setattr("radixtrain.hf.recurrent.running.cheapest_runs", self.table)
+            yield from radix_batch(model, batch)
 
-    def _table(self, starts: IntArray, parents: IntArray, _: RunCost) -> RunLayout:
+    def table(self, starts: IntArray, parents: IntArray) -> RunLayout:
+        if self.min_saved == 0:
+            return cheapest_runs(starts, parents)
         return runs_of_segments(starts, parents, self.min_saved, self.multiple, RunCost(call=self.call, state=0.0))
+
+    def num_forks(self, batch: Mapping[str, Any]) -> int:
+        return self.table(*layout_of(batch).segments).num_forks
 
 
 EVERY_BRANCH = Forks(2)
@@ -105,7 +111,7 @@ def test_cases(mixer: str) -> None:
         features = [{"input_ids": ids, "labels": ids} for ids in sequences]
         truth = float64_truth(restore_model(model), features)
         for forks in (EVERY_BRANCH, CHOICES["forks of a multiple of four"]):
-            same_step(model, truth, partial(radix_batch, batch=forks.batch(features)), what=(name, forks))
+            same_step(model, truth, partial(forks.terms, batch=RadixCollator()(features)), what=(name, forks))
 
 
 @pytest.mark.parametrize("mixer", ONE_OF_EACH)
@@ -127,11 +133,11 @@ def test_generated_tries(
     )
     def one_try(features: Features, trunk: list[int], forks: Forks, checkpointing: float, **options: Any) -> None:
         features = [features[0], *(after(trunk, feature) for feature in features[1:])]
-        assume(EVERY_BRANCH.batch(features, **options)["radix"].layout.runs.num_forks)
+        batch = RadixCollator(**options)(features)
+        assume(EVERY_BRANCH.num_forks(batch))
         set_checkpointing(restore_model(model), checkpointing)
-        batch = forks.batch(features, **options)
-        num_forks.append(batch["radix"].layout.runs.num_forks)
-        rungs.append(same_step(model, features, partial(radix_batch, batch=batch), what=forks))
+        num_forks.append(forks.num_forks(batch))
+        rungs.append(same_step(model, features, partial(forks.terms, batch=batch), what=forks))
 
     one_try()
     worst, forked = max(rung.worst.radix for rung in rungs), sum(number > 0 for number in num_forks)

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _pop_mode_temporarily
 from transformers import AutoModelForCausalLM, Qwen3Config
 from watch import DEVICE, FakeCUDA, Waits, move_module, moved
 
-from radixtrain import RadixCollator, build_prefix_plan, prepare_model, share_prefixes, sharing_report
+from radixtrain import RadixCollator, build_prefix_plan, share_prefixes, sharing_report
 from radixtrain.attention import EVERYWHERE, tree_attention
 from radixtrain.collators.steps import StepCollator
 from radixtrain.hf import third_party
@@ -32,7 +32,7 @@ from radixtrain.hf.recurrent import layers
 from radixtrain.kernels import fusion
 from radixtrain.kernels.merge_attention import merge_piece, merge_sinks
 from radixtrain.loss import linear_cross_entropy
-from radixtrain.testing import FREE_FORKS
+from radixtrain.testing import free_forks
 from radixtrain.training.module import RadixModule
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.verification.equivalence import verify_equivalence
@@ -71,11 +71,12 @@ def on_device(model: Any, dtype: torch.dtype) -> Any:
 
 def radix(model: Any, dtype: torch.dtype = BF16, attention: str = "auto", recompute: bool = False, **how: Any):
     """A step of a batch of a `RadixCollator`."""
-    batch = RadixCollator(run_cost=FREE_FORKS if hasattr(model, "hybrid") else None)(FEATURES)
-    model = prepare_model(on_device(model, dtype), attention=attention)
+    batch = RadixCollator()(FEATURES)
+    model = share_prefixes(on_device(model, dtype), attention=attention)
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return step(model, moved(dict(batch), model.mode), **how)
+    with free_forks() if hasattr(model, "hybrid") else nullcontext():
+        return step(model, moved(dict(batch), model.mode), **how)
 
 
 def hybrid(kind: str) -> Any:
@@ -128,7 +129,7 @@ def head_and_loss(dtype: torch.dtype) -> dict[str, int]:
 
 def step_of_fit(forward: Context | None = None, dtype: torch.dtype = FLOAT32, **collator: Any) -> dict[str, int]:
     """`RadixModule.training_step`: micro-batches, the loss fused with the head, clipping, AdamW, the schedule."""
-    model = prepare_model(on_device(tiny_qwen3(), dtype))
+    model = share_prefixes(on_device(tiny_qwen3(), dtype))
     module: Any = RadixModule("unused")
     module.model, module.plain_head = model, True
     optimizer = torch.optim.AdamW(model.parameters())
@@ -180,7 +181,7 @@ def launches(attention: str) -> dict[str, int]:
         models = [AutoModelForCausalLM.from_config(each, dtype=BF16) for each in configs]
     batch = moved(RadixCollator(merge_labels=True)(features), mode)
     for model in models:
-        prepare_model(model, attention=attention)
+        share_prefixes(model, attention=attention)
     with mode:
         one, two = (_launches(lambda model=model: forward_rows(model, batch, True).loss_sum()) for model in models)
     return {"a layer": two - one, "beside the layers": 2 * one - two}

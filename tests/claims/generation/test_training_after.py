@@ -17,7 +17,7 @@ import torch
 from answers import batch_of
 from tiers import FULL, cases
 
-from radixtrain import RadixCache, RadixCollator, generate, prepare_model, share_prefixes
+from radixtrain import RadixCache, RadixCollator, generate, share_prefixes
 from radixtrain.verification.oracle import float64_arithmetic
 
 PROMPTS = [[7, 8, 9, 10, 11, 1, 2], [7, 8, 9, 10, 11, 3], [30, 31, 32, 33]]
@@ -87,7 +87,7 @@ def test_changed_weights(tiny_qwen3: Callable[..., Any], change: Callable[[Any],
 
 
 @FULL
-@pytest.mark.parametrize("prepare", [prepare_model, share_prefixes])
+@pytest.mark.parametrize("prepare", [share_prefixes])
 def test_changed_weights_of_a_prepared_model(tiny_qwen3: Callable[..., Any], prepare: Any) -> None:
     for change in CHANGES:
         check_two_calls(prepare(tiny_qwen3()), change)
@@ -102,13 +102,13 @@ def trained_by(kind: str, tiny_qwen3: Callable[..., Any]) -> Any:
     """A model in training mode, as one of its ways to train leaves it."""
     model = tiny_qwen3().double().train()
     if kind == "prepared":
-        return prepare_model(model)
+        return share_prefixes(model)
     if kind == "shared":
         return share_prefixes(model, min_ratio=0.0)
     if kind == "PEFT":
         return with_lora(model, lora_dropout=0.2).train()
     if kind == "PEFT, prepared":
-        return prepare_model(with_lora(model)).train()
+        return share_prefixes(with_lora(model)).train()
     return model
 
 

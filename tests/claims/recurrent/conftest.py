@@ -7,7 +7,7 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def forks(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+def forks(caplog: pytest.LogCaptureFixture, free_forks: None) -> Iterator[None]:
     """No test here may fall back to whole sequences, which are exact too and so would hide what is tried."""
     with caplog.at_level(logging.WARNING, "radixtrain"):
         yield

@@ -10,7 +10,6 @@ from hybrids import ONE_KIND, ROWS, Build, assert_exact, padded
 from torch import Tensor
 
 from radixtrain import share_prefixes, sharing_report
-from radixtrain.testing import FREE_FORKS
 from radixtrain.tree.runs import RunLayout, cheapest_runs
 from radixtrain.verification.oracle import float64_throughout, gradients_of
 
@@ -25,8 +24,8 @@ def test_pairs(tiny_hybrid: Build, monkeypatch: pytest.MonkeyPatch, kind: str, s
         kept.append(runs.num_forks)
         return runs
 
-    monkeypatch.setattr("radixtrain.hf.prepare.RunCost", lambda: FREE_FORKS)
-    monkeypatch.setattr("radixtrain.tree.layout.cheapest_runs", lambda *segments: counted(cheapest_runs(*segments)))
+    made = lambda *segments: counted(cheapest_runs(*segments))  # noqa: E731
+    monkeypatch.setattr("radixtrain.hf.recurrent.running.cheapest_runs", made)
     batch = padded([row for rows in pairwise(ROWS[:4]) for row in rows], side)
     keep = batch["attention_mask"].bool()
 

@@ -14,11 +14,10 @@ from image_batches import IMAGE, KINDS, ROWS, Kind, batch_of
 from image_processors import PROCESSORS, SIZE, picture
 from image_rows import count_images
 from tiers import cases
-from trainer_harness import Comparison, Share, compare, differences_of, run, settings
+from trainer_harness import Comparison, Share, compare, settings
 from trainer_loop import Loop, own_loss
 from transformers.models.llava.modeling_llava import LlavaModel
 
-from radixtrain import RadixCollator, image_inputs_of, prepare_model
 from radixtrain.images.tower import FEATURES
 
 pytestmark = pytest.mark.skipif(
@@ -218,7 +217,7 @@ def test_sft(name: str, adapters: str | None, tmp_path: Any, table: Callable[...
 
 
 def processed(name: str) -> list[dict[str, Any]]:
-    """`rows_of`, each as the model's processor returns it, with labels on its answer: what a `RadixCollator` takes."""
+    """`rows_of`, each as the model's processor returns it, with labels on its answer."""
     processor, found = PROCESSORS[name](), []
     for row in rows_of(name):
         parts = [{"type": "image"}, {"type": "text", "text": row["prompt"][0]["content"]}]
@@ -241,27 +240,16 @@ def padded(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {**{name: torch.cat([row[name] for row in rows]) for name in rows[0].keys() - FILLS.keys()}, **of_tokens}
 
 
-@pytest.mark.parametrize("door", ["share_prefixes", "RadixCollator"])
 @pytest.mark.parametrize(("name", "adapters"), cases(CASES, [("Qwen3-VL", None)]))
-def test_trainer_of_hugging_face(name: str, adapters: str | None, door: str, tmp_path: Any) -> None:
-    """`RadixCollator` and `prepare_model` in place of the ordinary collator and model, or only `share_prefixes`."""
+def test_trainer_of_hugging_face(name: str, adapters: str | None, tmp_path: Any) -> None:
     from transformers import Trainer, TrainingArguments
 
-    passes = Passes()
-
-    def build(collate: Any, prepare: Callable[[Any], Any]) -> Any:
+    def build(share: Share, passes: Passes) -> Any:
         args = TrainingArguments(**settings(tmp_path, remove_unused_columns=False, per_device_train_batch_size=6))
-        model = passes.watch(prepare(with_adapters(model_of(name), adapters)))
-        return Trainer(model, args, train_dataset=processed(name), data_collator=collate)
+        model = passes.watch(share(with_adapters(model_of(name), adapters)))
+        return Trainer(model, args, train_dataset=processed(name), data_collator=padded)
 
-    if door == "share_prefixes":
-        compare(lambda share: build(padded, share))
-    else:
-        radix = RadixCollator(images=image_inputs_of(model_of(name)))
-        plain = run(lambda share: build(padded, share), lambda model: model)
-        worst = differences_of(plain, run(lambda share: build(radix, share), prepare_model))
-        assert worst.keys() >= {"loss", "grad_norm", "gradient"}
-    passes.check()
+    checked(build)
 
 
 def test_plain_loop(table: Callable[..., None]) -> None:

@@ -8,13 +8,12 @@ import torch
 from tiers import FULL
 from trainer_harness import Run, Share, compare, differences_of, run, settings
 
-from radixtrain import RadixCollator, prepare_model
-from radixtrain.testing import FREE_FORKS
+from radixtrain import RadixCollator, share_prefixes
 
-pytestmark = FULL
+pytestmark = [FULL, pytest.mark.usefixtures("free_forks")]
 
 TARGETS = ["in_proj_qkv", "in_proj_a", "out_proj", "q_proj"]
-COLLATOR = RadixCollator(run_cost=FREE_FORKS)
+COLLATOR = RadixCollator()
 
 Row = dict[str, list[int]]
 
@@ -67,7 +66,7 @@ class TestTrainers:
                 entry.pop("num_tokens", None)  # TRL counts unique tokens, which the model sees
             return found
 
-        differences_of(trained(lambda model: model, stock), trained(prepare_model, COLLATOR))
+        differences_of(trained(lambda model: model, stock), trained(share_prefixes, COLLATOR))
 
     @pytest.mark.parametrize("others", [{}, {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}])
     def test_hugging_face(self, hybrid, rows, tokenizer, tmp_path, others):
@@ -89,8 +88,6 @@ class TestTrainers:
 
         self.compare(build, hybrid, None)
 
-    def test_dpo(self, hybrid, preferences, trl_trainer, table, monkeypatch):
-        """With `share_prefixes`, which makes the runs itself."""
-        monkeypatch.setattr("radixtrain.hf.prepare.RunCost", lambda: FREE_FORKS)
+    def test_dpo(self, hybrid, preferences, trl_trainer, table):
         build = lambda share: trl_trainer("DPO", share(hybrid(0)), share(hybrid(1)), rows=preferences)  # noqa: E731
         table("DPOTrainer, Qwen3.5", compare(build))

@@ -10,7 +10,7 @@ from answers import logits_by_the_model
 from hypothesis import HealthCheck, given, settings
 from tiers import TRIES
 
-from radixtrain import prepare_model, score_completions
+from radixtrain import score_completions, share_prefixes
 from radixtrain.errors import UserError
 from radixtrain.generation import score
 from radixtrain.generation.score import CompletionScore
@@ -59,11 +59,11 @@ def test_sums_and_means(model: Any) -> None:
     assert isinstance(each.logprob, float) and all(type(logprob) is float for logprob in each.logprobs)
 
 
-def test_prepared_and_adapted(tiny_qwen3: Callable[..., Any]) -> None:
+def test_shared_and_adapted(tiny_qwen3: Callable[..., Any]) -> None:
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.5, init_lora_weights=False)
-    model = get_peft_model(prepare_model(tiny_qwen3().double()), config).double().train()
+    model = get_peft_model(share_prefixes(tiny_qwen3().double()), config).double().train()
     found = score_completions(model, PROMPTS, COMPLETIONS)
     assert model.training
     assert_right(model.eval(), found, PROMPTS, [COMPLETIONS] * 4)

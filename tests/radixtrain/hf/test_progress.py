@@ -20,14 +20,14 @@ from tiny_models import tiny_hybrid, tiny_qwen3
 from torch import Tensor, nn
 from transformers import Qwen3ForSequenceClassification
 
-from radixtrain import RadixCollator, generate, prepare_model, share_prefixes, sharing_report
+from radixtrain import RadixCollator, generate, share_prefixes, sharing_report
 from radixtrain.errors import UserError
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.scores import Scorer
 from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_throughout
 
-pytestmark = pytest.mark.usefixtures("hooks_that_may_stay")
+pytestmark = pytest.mark.usefixtures("hooks_that_may_stay", "free_forks")
 
 BAR = 1e-12
 GROUP = padded(ROWS[:4], "right")
@@ -190,7 +190,7 @@ def test_a_call_beside_generate_in_training_mode() -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_call_while_rows_are_scored_or_a_head_is_tried(way: Way) -> None:
     """Both change for a while what a backbone returns: only to their own call."""
-    model = prepare_model(tiny_qwen3().double().eval())
+    model = share_prefixes(tiny_qwen3().double().eval())
     batch, call = RadixCollator()(FEATURES), partial(CALLS["ordinary"], model)
     scores = partial(Scorer(("logprobs", "embedding")), model, batch, False)
     with torch.no_grad():
@@ -221,7 +221,7 @@ def test_two_models_around_one_backbone(tiny_qwen3: Callable[..., Any]) -> None:
         expected = gradient()
         share_prefixes(policy)
         assert relative_error(gradient(), expected) <= BAR and sharing_report(policy).num_shared == 2
-    with pytest.raises(UserError, match="prepared already"):
+    with pytest.raises(UserError, match="shared already"):
         share_prefixes(value)
     with pytest.raises(RuntimeError, match="must match the size of tensor"):
         value(**RadixCollator()(FEATURES)).logits.square().sum().backward()

@@ -8,7 +8,7 @@ import torch
 from tiny_models import tiny_model
 from torch import Tensor, nn
 
-from radixtrain import RadixCollator, generate, prepare_model, score_completions, share_prefixes, sharing_report
+from radixtrain import RadixCollator, generate, score_completions, share_prefixes, sharing_report
 from radixtrain.testing import relative_error
 
 ROWS = [[1, 2, 3, 4, 5, 6, 7, 8, *more] for more in ([9, 1, 2, 3], [9, 1, 5, 5], [2, 2, 3, 1], [9, 3, 3, 4])]
@@ -72,7 +72,7 @@ def test_places_that_count_what_stands_before(model: Any, kind: str) -> None:
 
 
 def test_radix_collator(model: Any, expected: tuple[Tensor, float]) -> None:
-    found = trained(prepare_model(model), RadixCollator()([{"input_ids": row, "labels": row} for row in ROWS]))
+    found = trained(share_prefixes(model), RadixCollator()([{"input_ids": row, "labels": row} for row in ROWS]))
     assert relative_error(found, expected[0]) <= expected[1]
 
 

@@ -17,7 +17,7 @@ from tiers import FULL, cases
 from tiny_models import tiny_model
 from torch import Tensor, nn
 
-from radixtrain import RadixCollator, prepare_model, restore_model, share_prefixes, sharing_report
+from radixtrain import RadixCollator, restore_model, share_prefixes, sharing_report
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import backbone_of
 from radixtrain.verification.oracle import float64_arithmetic, float64_throughout, gradients_of
@@ -169,10 +169,9 @@ def test_options_that_cannot_be_meant(tiny_qwen3, options, message):
     assert model.config._attn_implementation == "sdpa" and not model.model._forward_hooks
 
 
-@pytest.mark.parametrize("share", [share_prefixes, prepare_model])
-def test_a_name_in_place_of_a_model(share):
+def test_a_name_in_place_of_a_model():
     with pytest.raises(TypeError, match="expected a model, got str: load it first"):
-        share("Qwen/Qwen3-0.6B")
+        share_prefixes("Qwen/Qwen3-0.6B")
 
 
 class Wrapper(nn.Module):
@@ -198,18 +197,15 @@ class TestWrappers:
             sharing_report(nn.Linear(2, 2))
 
 
-class TestWithPrepareModel:
-    @pytest.mark.parametrize(
-        "calls",
-        cases(["prepare share", "share prepare", "share share", "share prepare prepare"], quick=["share prepare"]),
-    )
-    def test_both_kinds_of_batches(self, tiny_qwen3, calls):
+class TestBothKindsOfBatches:
+    @pytest.mark.parametrize("times", [1, 2])
+    def test_one_set_of_hooks(self, tiny_qwen3, times):
         """And the ordinary batch again after `restore_model`."""
         model = tiny_qwen3()
         with float64_throughout(model):
             expected = gradients_of(model, lambda: [own_loss(model)])
-            for call in calls.split():
-                {"share": share_prefixes, "prepare": prepare_model}[call](model)
+            for _ in range(times):
+                share_prefixes(model)
             same(expected, gradients_of(model, lambda: [own_loss(model)]))
             same(expected, gradients_of(model, lambda: [model(**RadixCollator()(FEATURES)).loss]))
         assert sharing_report(model).num_shared == 2
@@ -221,10 +217,12 @@ class TestWithPrepareModel:
         with pytest.raises(UserError):
             sharing_report(model)
 
-    def test_prepare_model_keeps_the_options(self, tiny_qwen3):
-        model = prepare_model(share_prefixes(tiny_qwen3(), min_ratio=100.0))
+    def test_a_later_call_replaces_the_options(self, tiny_qwen3):
+        model = share_prefixes(share_prefixes(tiny_qwen3()), min_ratio=100.0)
         model(**BATCH)
         assert set(sharing_report(model).not_shared) == {"less than min_ratio = 100.0 to save"}
+        model(**RadixCollator()(FEATURES))
+        assert sharing_report(model).num_shared == 1
 
     def test_a_radix_batch_for_another_head(self):
         """Its labels are next tokens."""

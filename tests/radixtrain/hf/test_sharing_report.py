@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from radixtrain import RadixCollator, StepCollator, prepare_model, share_prefixes, sharing_report, step_losses
+from radixtrain import RadixCollator, StepCollator, share_prefixes, sharing_report, step_losses
 from radixtrain.hf.sharing_report import NOT_ALIKE as NOT_ALIKE_REASON
 from radixtrain.hf.sharing_report import NUM_CALLS, SharingReport
 
@@ -18,18 +18,23 @@ SHARED = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [7, 8, 
 UNSHARED = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [6, 8, 9, 3])]
 LONG = [{"input_ids": [*range(7, 19), n, 3], "labels": [-100] * 12 + [n, 3]} for n in range(20, 24)]
 NOTHING = "the first 10 training batches of Qwen3ForCausalLM shared nothing: "
-ORDINARY = NOTHING + "they were ordinary ones. Give the trainer data_collator"
+TOO_LITTLE = "calls not shared: less than min_ratio = 1.1 to save"
 NOT_ALIKE = NOTHING + "no two sequences of a batch began alike"
 
 
 @pytest.fixture
 def model(tiny_qwen3: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> Any:
     caplog.set_level(logging.WARNING, logger="radixtrain")
-    return prepare_model(tiny_qwen3()).train()
+    return share_prefixes(tiny_qwen3()).train()
 
 
 def ordinary() -> dict[str, torch.Tensor]:
     ids = torch.tensor([[7, 8, 9, 1, 2], [7, 8, 9, 3, 4]])
+    return {"input_ids": ids, "labels": ids}
+
+
+def unlike() -> dict[str, torch.Tensor]:
+    ids = torch.tensor([[7, 8, 9, 1, 2], [6, 8, 9, 3, 4]])
     return {"input_ids": ids, "labels": ids}
 
 
@@ -40,24 +45,22 @@ def run(model: Any, batch: dict[str, Any], times: int) -> None:
 
 class TestOrdinaryBatches:
     def test_said_once(self, model: Any, caplog: pytest.LogCaptureFixture) -> None:
-        """DPO on a prepared model shared nothing, and said nothing."""
-        run(model, ordinary(), NUM_CALLS - 1)
+        run(model, unlike(), NUM_CALLS - 1)
         assert not caplog.records
-        run(model, ordinary(), 2 * NUM_CALLS)
-        assert [ORDINARY in record.getMessage() for record in caplog.records] == [True]
+        run(model, unlike(), 2 * NUM_CALLS)
+        assert [TOO_LITTLE in record.getMessage() for record in caplog.records] == [True]
 
     def test_not_if_a_radix_batch_was_among_them(self, model: Any, caplog: pytest.LogCaptureFixture) -> None:
-        """Rows with images beside rows of text."""
-        run(model, ordinary(), NUM_CALLS - 1)
+        run(model, unlike(), NUM_CALLS - 1)
         run(model, RadixCollator()(SHARED), 1)
-        run(model, ordinary(), 2 * NUM_CALLS)
+        run(model, unlike(), 2 * NUM_CALLS)
         assert not caplog.records
 
     def test_not_in_evaluation_or_generation(self, model: Any, caplog: pytest.LogCaptureFixture) -> None:
         with torch.no_grad():  # as a preference loss runs its reference model
-            run(model, ordinary(), 2 * NUM_CALLS)
+            run(model, unlike(), 2 * NUM_CALLS)
             model.generate(input_ids=torch.tensor([[7, 8]]), max_new_tokens=2 * NUM_CALLS, pad_token_id=0)
-        run(model.eval(), ordinary(), 2 * NUM_CALLS)
+        run(model.eval(), unlike(), 2 * NUM_CALLS)
         assert not caplog.records
 
 
@@ -67,13 +70,14 @@ class TestCounts:
     def test_radix_batches(self, model: Any) -> None:
         run(model, RadixCollator()(SHARED), 2)  # 5 + 4 tokens, 6 unique; 4 + 3 labels have a token before them
         run(model, RadixCollator()(UNSHARED), 1)  # 9 tokens and unique ones: it counts in r
-        run(model, ordinary(), 3)
+        run(model, unlike(), 3)
+        sharing_report(model).plan_seconds = 1e-9
         with torch.no_grad():
             model.generate(input_ids=torch.tensor([[7, 8]]), max_new_tokens=4, pad_token_id=0)
         assert str(sharing_report(model)).splitlines() == [
-            "2 calls shared: 30 places, 27 tokens, 21 unique, r = 1.29",
+            "2 calls shared: 30 places, 27 tokens, 21 unique, r = 1.29; plans took 0.00 s",
             "the head computed 15 rows for 30 places",
-            "3 calls not shared: the batch is an ordinary one, not of a RadixCollator",
+            "3 calls not shared: less than min_ratio = 1.1 to save",
             f"1 calls not shared: {NOT_ALIKE_REASON}",
             "4 calls of generation",
         ]
@@ -108,7 +112,7 @@ class TestRadixBatches:
         run(model, RadixCollator()(UNSHARED), NUM_CALLS - 1)
         run(model, RadixCollator()(SHARED), 1)
         run(model, RadixCollator()(UNSHARED), 2 * NUM_CALLS)
-        run(prepare_model(model), RadixCollator(pad_to_multiple_of=64)(SHARED), 2 * NUM_CALLS)  # less than the padding
+        run(share_prefixes(model), RadixCollator(pad_to_multiple_of=64)(SHARED), 2 * NUM_CALLS)  # less than the padding
         assert not caplog.records
 
     def test_not_of_a_frozen_model_or_in_evaluation(self, model: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -116,16 +120,16 @@ class TestRadixBatches:
         run(model.eval(), RadixCollator()(UNSHARED), 2 * NUM_CALLS)
         model.train().requires_grad_(False)
         run(model, RadixCollator()(UNSHARED), 2 * NUM_CALLS)
-        run(prepare_model(model), ordinary(), 2 * NUM_CALLS)
+        run(share_prefixes(model), unlike(), 2 * NUM_CALLS)
         assert not caplog.records
 
 
 def test_a_copy_counts_by_itself(model: Any, caplog: pytest.LogCaptureFixture) -> None:
-    run(model, ordinary(), NUM_CALLS - 1)
+    run(model, unlike(), NUM_CALLS - 1)
     copied = copy.deepcopy(model)
-    run(copied, ordinary(), 1)
+    run(copied, unlike(), 1)
     assert len(caplog.records) == 1
-    run(model, ordinary(), 1)
+    run(model, unlike(), 1)
     assert len(caplog.records) == 2
 
 

@@ -30,7 +30,6 @@ from radixtrain import (
     RadixCollator,
     generate,
     position_wise,
-    prepare_model,
     score_completions,
     share_prefixes,
     sharing_report,
@@ -164,7 +163,7 @@ def no_hook_on_all_modules_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", THIRD_PARTY)
 def test_a_batch_of_a_collator_is_refused(tiny_qwen3: Callable[..., Any], name: str) -> None:
-    model, rows = prepare_model(tiny_qwen3()), [{"input_ids": ids, "labels": ids} for ids in IDS.tolist()]
+    model, rows = share_prefixes(tiny_qwen3()), [{"input_ids": ids, "labels": ids} for ids in IDS.tolist()]
     THIRD_PARTY[name](model.model, [])
     with pytest.raises(UserError, match=rf"\({__name__}.* would see the unique tokens"):
         model(**RadixCollator()(rows))
@@ -176,7 +175,7 @@ def test_a_batch_of_a_collator_for_a_bare_backbone_is_refused(
     tiny_qwen3: Callable[..., Any], name: str, before: bool
 ) -> None:
     backbone, rows = tiny_qwen3().model, [{"input_ids": ids, "labels": ids} for ids in IDS.tolist()]
-    for act in [lambda: THIRD_PARTY[name](backbone, []), lambda: prepare_model(backbone)][:: 1 if before else -1]:
+    for act in [lambda: THIRD_PARTY[name](backbone, []), lambda: share_prefixes(backbone)][:: 1 if before else -1]:
         act()
     batch = {key: value for key, value in RadixCollator()(rows).items() if not key.endswith("labels")}
     with pytest.raises(UserError, match=rf"\({__name__}.* would see the unique tokens"):
@@ -372,7 +371,7 @@ def test_an_experts_function(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(*found)
     (reason,) = sharing_report(model).not_shared
     assert "its experts_implementation" in reason and "capped" in reason
-    model = prepare_model(tiny_model("MixtralForCausalLM"))
+    model = share_prefixes(tiny_model("MixtralForCausalLM"))
     model.config._experts_implementation = "capped"
     with pytest.raises(UserError, match=r"its experts_implementation .*capped"):
         model(**batch)

@@ -212,7 +212,6 @@ class TestUnderTheTrainerOfAUser:
         trainer, module, data = self.parts(shop, tmp_path / "script")
         trainer.fit(module, datamodule=data)
         assert module.steps_per_epoch == data.steps_per_epoch == 5
-        assert data.run_cost == module.run_cost
         assert main(arguments()) == 0
         of_script = {step + 1: loss for step, loss in logged(tmp_path / "script").items()}  # Lightning counts from 0
         assert of_script == logged(tmp_path / "out")
@@ -230,7 +229,7 @@ class TestUnderTheTrainerOfAUser:
         trainer, module, data = self.parts(shop, tmp_path / "script")
         data.setup("fit")
         trainer.fit(module, data.train_dataloader())
-        assert module.steps_per_epoch is None and data.run_cost is None
+        assert module.steps_per_epoch is None
         assert len(logged(tmp_path / "script")) == 10
 
     @FULL

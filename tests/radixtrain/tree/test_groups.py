@@ -1,6 +1,9 @@
 """Groups of sequences with a common beginning, against the tree that the tokens themselves spell."""
 
+from itertools import chain
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -8,6 +11,7 @@ from radixtrain.tree.groups import DEPTHS, find_prefix_groups
 
 RNG = np.random.default_rng(0)
 TUTOR, JUDGE, EXAMPLE = (RNG.integers(0, 99, size) for size in (240, 100, 160))
+LONG = np.zeros(2**16 + 50, dtype=np.int64)
 
 
 def own(size: int = 40) -> np.ndarray:
@@ -19,55 +23,57 @@ def begun(count: int, *parts: np.ndarray, size: int = 40) -> list[np.ndarray]:
     return [np.concatenate([*parts, own(size)]) for _ in range(count)]
 
 
-def members(groups, number: int) -> list[int]:
-    """The sequences of a group and of those inside it."""
-    inside = [number]
-    for child in range(number + 1, len(groups.parent)):
-        if groups.parent[child] in inside:
-            inside.append(child)
-    return sorted(np.isin(groups.group_of, inside).nonzero()[0].tolist())
+def members(numbers: np.ndarray) -> list[list[int]]:
+    """The sequences of each number that is not negative, in the order of the numbers."""
+    return [np.flatnonzero(numbers == number).tolist() for number in sorted({*numbers.tolist()} - {-1})]
 
 
-def test_the_example_of_the_file():
-    tutor, example, judge = begun(28, TUTOR), begun(12, TUTOR, EXAMPLE), begun(30, JUDGE)
-    groups = find_prefix_groups([*tutor, *example, *judge])
-    assert len(groups) == 3
-    found = {tuple(members(groups, number)): int(groups.depth[number]) for number in (1, 2, 3)}
-    assert found == {tuple(range(40)): 240, tuple(range(28, 40)): 400, tuple(range(40, 70)): 96}
-    inner = groups.depth.tolist().index(400)
-    assert groups.depth[groups.parent[inner]] == 240 and groups.depth[groups.parent[groups.parent[inner]]] == 0
+BEGINNINGS, SAME = [own(48) for _ in range(3)], np.concatenate([TUTOR, own()])
+FOUND = {  # sequences -> the branches of each group, inner ones first; tokens that all share
+    "the example of the file": (
+        [*begun(28, TUTOR), *begun(12, TUTOR, EXAMPLE), *begun(30, JUDGE)],
+        [[[*range(28, 40)], [*range(28)]], [[*range(40, 70)]]],
+        0,
+    ),
+    "one that shares nothing": ([*begun(2, JUDGE), own()], [[[0, 1]]], 0),
+    "an agent's turns": (
+        [np.append(TUTOR[: 60 * turn], own()) for turn in (1, 2, 3, 4)] + begun(1),
+        [[[2, 3], [1], [0]]],
+        0,
+    ),
+    "what all share is no group": (begun(20, TUTOR), [], 240),
+    "groups beyond what all share": (
+        [*begun(4, TUTOR, JUDGE), *begun(4, TUTOR, EXAMPLE)],
+        [[[0, 1, 2, 3]], [[4, 5, 6, 7]]],
+        240,
+    ),
+    "a tenth": ([x for each in BEGINNINGS for x in begun(2, each, size=400)], [[[0, 1]], [[2, 3]], [[4, 5]]], 0),
+    "less than a tenth": ([x for each in BEGINNINGS for x in begun(2, each, size=500)], [], 0),
+    "copies": ([SAME, SAME, own(), own()], [], 0),
+    "copies, and another": ([SAME, SAME, *begun(1, TUTOR), own()], [[[0, 1, 2]]], 0),
+    "longer than is looked for": ([np.append(LONG, 1), np.append(LONG, 2), *begun(2, JUDGE)], [[[2, 3]]], 0),
+    "none": ([], [], 0),
+    "an empty one": ([own(0), *begun(2, JUDGE)], [[[1, 2]]], 0),
+}
 
 
-def test_what_all_have_in_common_is_no_group():
-    assert len(find_prefix_groups([])) == len(find_prefix_groups([own(0)])) == 0
-    assert len(find_prefix_groups(begun(20, TUTOR))) == 0
-    groups = find_prefix_groups([*begun(4, TUTOR, JUDGE), *begun(4, TUTOR, EXAMPLE)])
-    assert len(groups) == 2 and groups.depth[0] == 240
+@pytest.mark.parametrize(("sequences", "expected", "common"), FOUND.values(), ids=FOUND)
+def test_what_is_found(sequences: list[np.ndarray], expected: list[list[list[int]]], common: int) -> None:
+    groups = find_prefix_groups(sequences)
+    branches = members(groups.branch_of)
+    assert sorted(branches) == sorted(branch for group in expected for branch in group)
+    assert [[each for each in branches if each in group] for group in expected] == expected, "inner ones first"
+    assert sorted(members(groups.group_of)) == sorted(sorted(chain(*group)) for group in expected)
+    assert (len(groups), groups.common) == (len(expected), common)
 
 
-def test_no_group_of_what_shares_too_little():
-    beginnings = [own(48) for _ in range(3)]
-    assert len(find_prefix_groups([ids for each in beginnings for ids in begun(5, each, size=400)])) == 3
-    assert len(find_prefix_groups([ids for each in beginnings for ids in begun(5, each, size=500)])) == 0
+def test_copies_are_a_group_if_asked_for() -> None:
+    assert members(find_prefix_groups([SAME, SAME, own(), own()], copies=True).branch_of) == [[0, 1]]
 
 
-def test_copies_are_a_group_only_if_asked_for():
-    one, other = np.concatenate([TUTOR, own()]), np.concatenate([TUTOR, own()])
-    assert len(find_prefix_groups([one, one, own(), own()])) == 0
-    assert members(find_prefix_groups([one, one, own(), own()], copies=True), 1) == [0, 1]
-    groups = find_prefix_groups([one, one, other, own()])
-    assert len(groups) == 1 and members(groups, 1) == [0, 1, 2]
-
-
-def test_depths():
+def test_depths() -> None:
     assert DEPTHS[:33].tolist() == [*range(16, 513, 16), 544] and (np.diff(DEPTHS) > 0).all()
     assert (np.diff(DEPTHS)[32:] <= DEPTHS[32:-1] / 16).all() and DEPTHS[-1] == 2**16
-
-
-def test_a_beginning_longer_than_is_looked_for():
-    long = np.zeros(2**16 + 50, dtype=np.int64)
-    groups = find_prefix_groups([np.append(long, 1), np.append(long, 2), *begun(2, JUDGE)])
-    assert groups.depth[groups.group_of].tolist() == [0, 0, 96, 96], "they look like copies"
 
 
 def brute_force(sequences: list[list[int]], width: int) -> dict[tuple[int, ...], int]:
@@ -82,29 +88,31 @@ def brute_force(sequences: list[list[int]], width: int) -> dict[tuple[int, ...],
     return found
 
 
-def num_unique(sequences: list[np.ndarray], batch_size: int) -> int:
-    """Distinct beginnings of all batches."""
-    batches = [sequences[start : start + batch_size] for start in range(0, len(sequences), batch_size)]
-    return sum(len({ids[: n + 1].tobytes() for ids in batch for n in range(len(ids))}) for batch in batches)
+def num_unique(sequences: list[np.ndarray]) -> int:
+    return len({ids[: n + 1].tobytes() for ids in sequences for n in range(len(ids))})
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 2), min_size=0, max_size=5), min_size=2, max_size=12))
-def test_against_the_tokens(blocks):
-    """Each symbol stands for 16 tokens, so that a group has a tenth of any sequence; one more token tells copies."""
+def test_against_the_tokens(blocks: list[list[int]]) -> None:
+    """Each symbol stands for 16 tokens, so that a branch has a tenth of any sequence; one more token tells copies."""
     words = np.random.default_rng(1).integers(0, 9, (3, 16))
-    sequences = [
-        np.concatenate([*(words[symbol] for symbol in ids), [1000 + index]]) for index, ids in enumerate(blocks)
-    ]
+    sequences = [np.concatenate([*(words[x] for x in ids), [1000 + index]]) for index, ids in enumerate(blocks)]
     groups = find_prefix_groups(sequences)
-    found = {tuple(members(groups, number)): int(groups.depth[number]) for number in range(1, len(groups.parent))}
     expected = brute_force([ids.tolist() for ids in sequences], 16)
     expected.pop(tuple(range(len(sequences))), None)
-    assert found == expected
-    assert (groups.parent[1:] < np.arange(1, len(groups.parent))).all()
+    by_depth = sorted(expected, key=expected.__getitem__)
+    around = [[each for each in by_depth if index in each] for index in range(len(sequences))]
+    for one, branch, group in zip(around, groups.branch_of, groups.group_of, strict=True):
+        assert (branch >= 0, group >= 0) == (bool(one), bool(one))
+        for other, other_branch, other_group in zip(around, groups.branch_of, groups.group_of, strict=True):
+            if one and other:
+                assert (branch == other_branch, group == other_group) == (one[-1] == other[-1], one[0] == other[0])
+                assert branch < other_branch or one[-1] == other[-1] or not {*one[-1]} < {*other[-1]}
+    innermost = [one for one in expected if not any({*other} < {*one} for other in expected)]
+    assert groups.num_innermost == len(innermost)
     for size in (1, 2, 3, 100):
-        order = np.random.default_rng(2).permutation(len(sequences))
-        assert groups.num_unique_tokens(order, size) == num_unique([sequences[index] for index in order], size)
-        whole = groups.sorted(order[:size])
-        assert sorted(whole.order.tolist()) == list(range(len(order[:size])))
-        assert whole.num_unique_tokens == num_unique([sequences[index] for index in order[:size]], size)
+        some = np.random.default_rng(2).permutation(len(sequences))[:size]
+        found = groups.sorted(some)
+        assert sorted(found.order.tolist()) == list(range(len(some)))
+        assert found.num_unique_tokens == num_unique([sequences[index] for index in some])

@@ -15,20 +15,18 @@ from lightning.fabric.utilities import move_data_to_device
 from plans import DEEP, FOREST, mask_pairs, plan_of, seen_pairs
 from torch.utils.data import DataLoader
 
-from radixtrain.testing import FREE_FORKS, ragged_batches
+from radixtrain.testing import ragged_batches
 from radixtrain.tree.blocks import BlockLayout
 from radixtrain.tree.layout import SECTIONS, TreeLayout
-from radixtrain.tree.runs import cheapest_runs
 
 META = torch.device("meta")
 
 
 def whole_layout(sequences=FOREST):
-    """With runs of recurrent layers, and a block of the first two rows; and what was encoded of them."""
+    """With a block of the first two rows; the plan, and what was encoded of the block."""
     plan = plan_of(sequences)
-    runs = cheapest_runs(plan.segment_starts, plan.segment_parents, FREE_FORKS)
     blocks = BlockLayout.of(np.where(np.arange(plan.num_rows) < 2, 0, -1))
-    return TreeLayout.encode(plan, runs, blocks), runs, blocks
+    return TreeLayout.from_plan(plan, blocks), plan, blocks
 
 
 def test_a_forest_in_full():
@@ -39,7 +37,6 @@ def test_a_forest_in_full():
         "inverse_indices": [0, 1, 2, 0, 1, 4, 0, 1, 2, 3, 5, 9, 5, 6, 7, 5, 6, 8],
         "cu_seqlens": [0, 3, 6, 10, 12, 15, 18],
         "segment_starts": [0, 2, 4, 5, 6, 7, 8, 9, 10],
-        "segment_parents": [-1, 0, 0, -1, 3, 4, 4, 3],
         "subtree_ends": [5, 4, 5, 10, 9, 8, 9, 10],
         "path_keys": [0, 1, 2, 3, 0, 1, 4, 5, 6, 7, 5, 6, 8, 5, 9],
         "path_cu_seqlens_q": [0, 4, 5, 8, 9, 10],
@@ -52,12 +49,14 @@ def test_a_forest_in_full():
     assert (prompts.q_rows.tolist(), prompts.k_rows.tolist()) == ([4, 9], [0, 1, 5])
     assert (both.q_rows, both.k_rows) == (slice(8, 9), slice(5, 7)), "rows that follow each other are no copy"
     assert (layout.num_rows, layout.num_tokens, layout.num_sequences, layout.max_seqlen) == (10, 18, 6, 4)
-    assert layout.shares and layout.runs is layout.blocks is None
+    assert layout.shares and layout.blocks is None
 
 
-def test_runs_and_blocks_come_back():
-    layout, runs, blocks = whole_layout()
-    assert as_python(vars(layout.runs)) == as_python(vars(runs)) and runs.num_forks
+def test_segments_and_blocks_come_back():
+    layout, plan, blocks = whole_layout()
+    for each in (layout, TreeLayout.from_plan(plan)):
+        starts, parents = each.segments
+        assert (starts.tolist(), parents.tolist()) == (plan.segment_starts.tolist(), plan.segment_parents.tolist())
     assert as_python(vars(layout.blocks)) == as_python(vars(blocks))
 
 
@@ -94,7 +93,7 @@ MOVERS = {
 @pytest.mark.parametrize("sequences", [FOREST, [[1, 2, 3], [4, 5]], [[3]]], ids=["forks", "no fork", "one token"])
 @pytest.mark.parametrize("move", MOVERS.values(), ids=MOVERS)
 def test_a_batch_survives(move, sequences):
-    layout = TreeLayout.from_plan(plan_of(sequences), FREE_FORKS)
+    layout = TreeLayout.from_plan(plan_of(sequences))
     again = move({"layout": layout}, torch.device("cpu"))["layout"]
     assert as_python(again) == as_python(layout)
 
@@ -102,11 +101,11 @@ def test_a_batch_survives(move, sequences):
 @pytest.mark.parametrize("move", [move_data_to_device, send_to_device, None], ids=["lightning", "accelerate", "to"])
 def test_moved_to_a_device(move):
     """Only `rows` moves. Torch's meta device has no values, so none is read back."""
-    layout, runs, blocks = whole_layout()
+    layout, plan, blocks = whole_layout()
     moved = move({"layout": layout}, META)["layout"] if move else layout.to(META, non_blocking=True)
     assert moved.host is layout.host and moved.rows.device == moved.device == META and layout.device.type == "cpu"
-    assert moved.runs.calls == runs.calls and moved.blocks.lengths == blocks.lengths
-    assert moved.runs.rows.device == moved.blocks.queries.device == META
+    assert moved.segments[1].tolist() == plan.segment_parents.tolist() and moved.blocks.lengths == blocks.lengths
+    assert moved.blocks.queries.device == META
     calls = [piece.ragged for piece in (*moved.pieces, moved.sequences, moved.paths)]
     longest = [(call.max_seqlen_q, call.max_seqlen_k) for call in calls]
     assert longest == [(4, 4), (1, 2), (1, 2), (4, 4), (4, 4)]

@@ -70,11 +70,11 @@ def test_other_values_in_some_fields(name: str) -> None:
     """Of another dtype, new, none, and on the host; all else is as it was, and so is the batch that was given."""
     batch = BATCHES[name]()
     before = as_python(batch)
-    weights, images = torch.tensor([0.5, 0.25, 2.0]), torch.tensor([5])
-    changed = with_radix(batch, loss_weights=weights, image_rows=images, place_rows=None, num_tokens=3)
+    weights, advantages = torch.tensor([0.5, 0.25, 2.0]), torch.tensor([5.0])
+    changed = with_radix(batch, loss_weights=weights, advantages=advantages, place_rows=None, num_tokens=3)
     expected: dict[str, Any] = {
         **{name: value for name, value in before["radix"].items() if name != "place_rows"},
-        **as_python({"loss_weights": weights, "image_rows": images, "num_tokens": 3}),
+        **as_python({"loss_weights": weights, "advantages": advantages, "num_tokens": 3}),
     }
     assert as_python(changed["radix"]) == expected and as_python(batch) == before
 

@@ -16,15 +16,14 @@ import torch
 from hybrids import FEATURES, KINDS, assert_exact
 from older_transformers import NEEDS_FORKS
 from tiers import cases
-from tiny_models import tiny_model, tiny_qwen3
 from torch import Tensor, nn
 
-from radixtrain import RadixCollator, prepare_model, verify_equivalence
+from radixtrain import share_prefixes
 from radixtrain.hf.modules import mixers_of
-from radixtrain.hf.recurrent.forking import run_cost_of, why_it_cannot_fork
+from radixtrain.hf.recurrent.forking import why_it_cannot_fork
 from radixtrain.verification.oracle import float64_truth
 
-pytestmark = NEEDS_FORKS
+pytestmark = [NEEDS_FORKS, pytest.mark.usefixtures("free_forks")]
 
 LOST = "the gradient of rows before a fork does not come through the state"
 IGNORED = "the value of rows after a fork ignores the state"
@@ -186,7 +185,7 @@ class TestKernels:
         truth = float64_truth(model, FEATURES)
         assert stand_in.calls > 0
         assert tried(mixer_of(model)) == ""
-        assert_exact(prepare_model(model), truth)
+        assert_exact(share_prefixes(model), truth)
         assert not [each for each in caplog.records if each.name.startswith("radixtrain")]
 
     def test_a_bad_one_cannot(self, with_kernel: Any) -> None:
@@ -204,7 +203,7 @@ class TestKernels:
         model, stand_in = with_kernel
         truth = float64_truth(model, FEATURES)
         stand_in.reads, reason = BAD["detaches"]
-        assert_exact(prepare_model(model), truth)
+        assert_exact(share_prefixes(model), truth)
         (record,) = [each for each in caplog.records if each.name.startswith("radixtrain")]
         assert f"of layer 0 computes every sequence from its first token on: {reason}" in record.message
 
@@ -272,28 +271,3 @@ class TestNothingElseNotices:
         assert tried(mixer) == ""
         assert torch.equal(torch.get_rng_state(), state)
         assert dropout.training and dropout.p == 0.5
-
-
-class TestRunCost:
-    """What a collator is given."""
-
-    def test_the_batch_has_the_runs_that_the_model_computes(self) -> None:
-        kinds = ["linear_attention"] * 3 + ["full_attention"]
-        model = tiny_model("Qwen3_5ForCausalLM", num_hidden_layers=4, layer_types=kinds)
-        rows = [{"input_ids": [*range(1, 40), n], "labels": [*range(1, 40), n]} for n in range(40, 46)]
-        collator = RadixCollator(run_cost=run_cost_of(model))
-        assert collator(rows)["radix"].layout.runs.calls == ((1, 39, 1, ()), (6, 2, 0, ((0, 6),)))
-        report = verify_equivalence(model, rows, collator=collator, precisions=["float64"])
-        assert report["float64"].worst.radix <= 1e-12, str(report)
-
-    def test_that_no_layer_forks_is_said(self, caplog: pytest.LogCaptureFixture) -> None:
-        """The worker asks for no forks then, so no layer tries one and says why."""
-        cost = run_cost_of(tiny_model("JambaForCausalLM"))
-        assert cost is not None and not cost.can_fork
-        assert [record.message for record in caplog.records if record.name.startswith("radixtrain")] == [
-            "JambaMambaMixer cannot start from a state with a gradient, so recurrent layers compute every sequence "
-            "from its first token on; all else is shared"
-        ]
-
-    def test_attention_alone_has_none(self) -> None:
-        assert run_cost_of(tiny_qwen3()) is None

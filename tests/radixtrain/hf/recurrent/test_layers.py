@@ -11,22 +11,22 @@ from typing import Any
 import pytest
 import torch
 
-from radixtrain import RadixCollator, prepare_model, verify_equivalence
+from radixtrain import RadixCollator, share_prefixes, verify_equivalence
 from radixtrain.errors import UserError
 from radixtrain.hf.recurrent import layers
-from radixtrain.testing import FREE_FORKS
 
+pytestmark = pytest.mark.usefixtures("free_forks")
 ROWS = [[7, 8, 9, 1, 2, 3, 4, 5], [7, 8, 9, 1, 2, 6], [7, 8, 9, 1, 4]]
 KINDS = ["linear_attention", "linear_attention", "full_attention"]
 
 
 def batch_of(rows: list[list[int]] = ROWS) -> dict[str, Any]:
-    return RadixCollator(run_cost=FREE_FORKS, loss_on_all=True)([{"input_ids": ids} for ids in rows])
+    return RadixCollator(loss_on_all=True)([{"input_ids": ids} for ids in rows])
 
 
 @pytest.fixture
 def model(tiny_hybrid: Callable[..., Any]) -> Any:
-    return prepare_model(tiny_hybrid("Qwen3.5"))
+    return share_prefixes(tiny_hybrid("Qwen3.5"))
 
 
 def ours(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
@@ -90,7 +90,7 @@ class TestTheTrial:
         third = model.model.layers[2].linear_attn
         third.forward = partial(type(third).forward, third)
         self.answers.extend(["it is a stone", "it is water"])
-        prepare_model(model)(**batch_of())
+        share_prefixes(model)(**batch_of())
         assert len(asked) == 2
         assert [each.args[1:] for each in ours(caplog)] == [(0, "it is a stone"), (2, "it is water")]
 
@@ -102,7 +102,7 @@ class TestInstalling:
         before = model.config._attn_implementation
         model.model.front = model.model.layers[0].linear_attn
         with pytest.raises(UserError, match=r"GatedDeltaNet \(front\) carries .* outside of the decoder layers"):
-            prepare_model(model)
+            share_prefixes(model)
         assert model.config._attn_implementation == before
         assert "forward" not in vars(model.model.front)
 
@@ -111,9 +111,7 @@ class TestInstalling:
         model = tiny_hybrid("Qwen3.5", num_hidden_layers=3, layer_types=KINDS)
         model.model.layers[1].linear_attn = model.model.layers[0].linear_attn
         features = [{"input_ids": ids, "labels": ids} for ids in ROWS]
-        report = verify_equivalence(
-            model, features, collator=RadixCollator(run_cost=FREE_FORKS), precisions=["float64"]
-        )
+        report = verify_equivalence(model, features, precisions=["float64"])
         assert report.passed, str(report)
 
 

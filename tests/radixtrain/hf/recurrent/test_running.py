@@ -26,7 +26,7 @@ from radixtrain.hf.recurrent.running import (
 from radixtrain.testing import FREE_FORKS
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import build_prefix_plan
-from radixtrain.tree.runs import RunCost, cheapest_runs
+from radixtrain.tree.runs import cheapest_runs
 
 RUNS, CHANNELS = 2, 3
 STOCK = since("5.21", "a cache has no method that reads its states")
@@ -58,7 +58,7 @@ def test_literally():
         return Sums()(hidden_states, cache_params)
 
     plan = plan_of([[1, 2, 3, 4], [1, 2, 3, 5], [6, 7]])
-    runs = TreeLayout.from_plan(plan, run_cost=FREE_FORKS).runs
+    runs = cheapest_runs(plan.segment_starts, plan.segment_parents, FREE_FORKS)
     rows = torch.tensor([1.0, 2, 3, 4, 1, 2, 3, 5, 6, 7])[torch.tensor(plan.gather_indices)][None, :, None]
     sums = run_on_tree(Sums(), forward, {"hidden_states": rows}, runs)[0, :, 0]
     assert sums[torch.tensor(plan.inverse_indices)].tolist() == [1, 3, 6, 10, 1, 3, 6, 11, 6, 13]
@@ -88,7 +88,8 @@ class TestArguments:
 
         Renamed.forward.__annotations__["kept_states"] = annotation
         assert cache_argument(Renamed()) == "kept_states"
-        runs = TreeLayout.from_plan(plan_of([[1, 2, 3], [1, 2, 4]]), run_cost=FREE_FORKS).runs
+        plan = plan_of([[1, 2, 3], [1, 2, 4]])
+        runs = cheapest_runs(plan.segment_starts, plan.segment_parents, FREE_FORKS)
         given = {"hidden_states": torch.ones(1, 4, 1), "cache_params": None}
         assert run_on_tree(Renamed(), Renamed().forward, given, runs)[0, :, 0].tolist() == [1, 2, 3, 3]
 
@@ -196,7 +197,6 @@ def test_otherwise_the_cheapest_by_default():
 
 def test_runs_of_the_batch_are_not_read_back():
     """On meta tensors, as on a device under capture, reading a value raises."""
-    layout = TreeLayout.from_plan(plan_of([[1, 2, 3], [4, 5]]), run_cost=RunCost()).to("meta")
-    runs = TreeRuns(layout)
-    assert runs.forked is runs.whole is layout.runs
+    runs = TreeRuns(TreeLayout.from_plan(plan_of([[1, 2, 3], [4, 5]])).to("meta"))
+    assert runs.forked is runs.whole
     assert runs.forked.rows.device == torch.device("meta")

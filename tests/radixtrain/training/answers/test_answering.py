@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from radixtrain import share_prefixes
 from radixtrain.data.prompts import Prompt
 from radixtrain.errors import UserError
-from radixtrain.hf.prepare import prepare_model
 from radixtrain.training.answers import answering
 from radixtrain.training.answers.answering import AnswerOptions, answer_prompts, check_answering
 from radixtrain.training.answers.predictions import PredictedAnswers
@@ -66,7 +66,7 @@ def test_shared_prompts_change_nothing(model, tokenizer, prompts, options):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(answering, "_why_ordinary", lambda *_: "for comparison")
         ordinary = answers(model, prompts, tokenizer, **options)
-    shared = answers(prepare_model(model), prompts, tokenizer, **options)
+    shared = answers(share_prefixes(model), prompts, tokenizer, **options)
     for one, other in zip(shared.answers, ordinary.answers, strict=True):
         assert (one.token_ids, one.text, one.finish_reason) == (other.token_ids, other.text, other.finish_reason)
         assert one.logprob == pytest.approx(other.logprob, abs=1e-11)
@@ -81,7 +81,7 @@ def test_answers_end_where_they_should(model, tokenizer, prompts):
     words = [tokenizer.decode(token) for token in free.token_ids]
     place = next(n for n in range(2, 8) if words[n].isascii() and words[n] not in "".join(words[:n]))
     model.generation_config.eos_token_id = end
-    [found] = answers(prepare_model(model), prompts[:1], tokenizer, max_new_tokens=8).answers
+    [found] = answers(share_prefixes(model), prompts[:1], tokenizer, max_new_tokens=8).answers
     assert found.token_ids == free.token_ids[: free.token_ids.index(end) + 1] and found.finish_reason == "stop"
     model.generation_config.eos_token_id = None
     for given, reason in ((end, "stop"), ([end], "stop"), (None, "length")):

@@ -1,1 +1,0 @@
-"""Measures a training step on an ordinary batch and on unique tokens, alternating."""
