@@ -1,10 +1,10 @@
 """Refuses misuses of a radix batch before they end in an error that names none of them.
 
-1. `prepare_model` was forgotten, or a module takes only some entries of the batch.
-An unprepared Hugging Face model accepts a radix batch: it takes unknown entries as
+1. `share_prefixes` was forgotten, or a module takes only some entries of the batch.
+An untouched Hugging Face model accepts a radix batch: it takes unknown entries as
 options of its attention, and fails later, on the shapes of its loss. So a new `RadixCollator` watches the
-calls of modules until a prepared model gets a radix batch; then the watch ends and costs nothing. That another model
-of the process is prepared does not end it. torch gives its global hooks no keyword arguments; they are read from the
+calls of modules until a shared model gets a radix batch; then the watch ends and costs nothing. That another model
+of the process is shared does not end it. torch gives its global hooks no keyword arguments; they are read from the
 frame that calls the hook, in which `torch.nn.Module` names them `kwargs`.
 
 2. Accelerate dispatches the batch: with an `IterableDataset` and with `dispatch_batches=True` it joins batches on rank
@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from radixtrain.errors import UserError
 from radixtrain.tree.radix_inputs import RADIX
 
-PREPARED = "_radixtrain"  # the attribute of a prepared backbone
+SHARED = "_radixtrain"  # the attribute of a shared backbone
 FORWARDED_BY = ("torch", "peft")  # packages whose modules pass a batch on to the module inside
 NO_DISPATCHING = (
     "Accelerate cuts the radix batch along its first axis with an IterableDataset and with dispatch_batches=True; set "
@@ -52,13 +52,13 @@ class _Watch:
 
 
 def start_watch() -> None:
-    """Watch for a model that is not prepared, except in a DataLoader's worker, which has no model."""
+    """Watch for a model that is not shared, except in a DataLoader's worker, which has no model."""
     if _Watch.handle is None and get_worker_info() is None:
         _Watch.handle = register_module_forward_pre_hook(_check_call)
 
 
 def end_watch() -> None:
-    """End the watch, because a prepared model got a radix batch."""
+    """End the watch, because a shared model got a radix batch."""
     if _Watch.handle is not None:
         _Watch.passed.clear()
         _Watch.handle.remove()
@@ -66,7 +66,7 @@ def end_watch() -> None:
 
 
 def _check_call(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """Refuse the call of a Hugging Face model with a radix batch, unless it is prepared; then the watch ends.
+    """Refuse the call of a Hugging Face model with a radix batch, unless it is shared; then the watch ends.
 
     Skips calls with positional arguments: trainers call `model(**batch)`, and few inner modules are called so.
     """
@@ -80,7 +80,7 @@ def _check_call(module: nn.Module, args: tuple[Any, ...]) -> None:
         end_watch()
         return
     _check_takes(module, batch)
-    if any(PREPARED in vars(part) for part in parts):
+    if any(SHARED in vars(part) for part in parts):
         _leave_to_its_parts(module)
         return
     receiver = next((part for part in parts if _package_of(part) not in FORWARDED_BY), module)
@@ -89,8 +89,8 @@ def _check_call(module: nn.Module, args: tuple[Any, ...]) -> None:
         return
     _Watch.passed.clear()
     raise UserError(
-        f"{type(receiver).__name__} got a batch of RadixCollator, but it is not prepared: call "
-        f"model = radixtrain.prepare_model(model) before training, or before the trainer gets the model"
+        f"{type(receiver).__name__} got a batch of RadixCollator, but it is not shared: call "
+        f"radixtrain.share_prefixes(model) before training, or before the trainer gets the model"
     )
 
 

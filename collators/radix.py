@@ -75,7 +75,7 @@ class RadixCollator:
         an ordinary one. Read from row to row, they are the U unique tokens in depth-first order, then copies of these.
     labels: [B, P / B], int64. the labels of each sequence in a row of its own, filled up with -100, which its first and
         last entry are too. P / B never equals L: if it would, another column is added, so that a model that was not
-        prepared raises on the shapes instead of training on nonsense.
+        shared raises on the shapes instead of training on nonsense.
     shift_labels: [B, P / B], int64. the same after the shift: `labels[:, 1:] == shift_labels[:, :-1]`. The logits that
         the model returns, [B, P / B, V], predict these.
     position_ids: [1, U], int64.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # `_HOMES`, as type checkers and editors read it
     from radixtrain.generation.cache import RadixCache
     from radixtrain.generation.generate import generate
     from radixtrain.generation.score import score_completions
-    from radixtrain.hf.prepare import prepare_model, restore_model, share_prefixes, sharing_report
+    from radixtrain.hf.share import restore_model, share_prefixes, sharing_report
     from radixtrain.hf.step_losses import step_losses
     from radixtrain.hf.third_party import position_wise
     from radixtrain.plugins.trainer_callback import log_sharing
@@ -35,7 +35,6 @@ __all__ = [
     "generate",
     "log_sharing",
     "position_wise",
-    "prepare_model",
     "restore_model",
     "score_completions",
     "share_prefixes",
@@ -55,11 +54,10 @@ _HOMES = {
     "generate": "radixtrain.generation.generate",
     "log_sharing": "radixtrain.plugins.trainer_callback",
     "position_wise": "radixtrain.hf.third_party",
-    "prepare_model": "radixtrain.hf.prepare",
-    "restore_model": "radixtrain.hf.prepare",
+    "restore_model": "radixtrain.hf.share",
     "score_completions": "radixtrain.generation.score",
-    "share_prefixes": "radixtrain.hf.prepare",
-    "sharing_report": "radixtrain.hf.prepare",
+    "share_prefixes": "radixtrain.hf.share",
+    "sharing_report": "radixtrain.hf.share",
     "step_losses": "radixtrain.hf.step_losses",
     "tree_attention": "radixtrain.attention",
     "verify_equivalence": "radixtrain.verification.equivalence",
@@ -80,7 +78,7 @@ def _home(name: str) -> ModuleType:
         from radixtrain.versions import check_versions
 
         check_versions()
-        # Python takes an AttributeError for a name that does not exist: "cannot import name 'prepare_model'".
+        # Python takes an AttributeError for a name that does not exist: "cannot import name 'share_prefixes'".
         raise ImportError(f"radixtrain.{name} cannot be imported: {error}") from error
 
 

@@ -19,8 +19,8 @@ from importlib import import_module
 from typing import Any
 
 from radixtrain import __version__
-from radixtrain.commands import COMMANDS
-from radixtrain.commands.keys import help_text, topic_of
+from radixtrain.commands import COMMANDS, EVALUATING
+from radixtrain.commands.help import help_text, topic_of
 from radixtrain.cores import share_cores
 from radixtrain.errors import EndedElsewhere, Stopped, UsageError, UserError, did_you_mean
 from radixtrain.training.devices.launcher_env import check_started, default_devices, launcher_env
@@ -119,36 +119,33 @@ def _run(words: list[str]) -> int:
 
     guard_logs()
     share_cores(os.environ)
-    given: list[tuple[str, Any]] = []
+    command = COMMANDS[words[0]]
     try:
         if words[0] != "doctor":  # which needs none of them, and says what is wrong
-            check_versions(OLDEST | {name: FIT[name] for name in COMMANDS[words[0]].needs})
-        from radixtrain.commands.typed import check_typed  # here, since --help needs no imports that take time
+            check_versions(OLDEST | {name: FIT[name] for name in command.needs})
+        from radixtrain.settings.read import PRINT, print_settings, read  # here, since --help needs no yaml
 
-        typed = check_typed(words)
-        given = typed.given
-        from radixtrain.commands.reading import read  # here, since a wrong key needs no pydantic
-
-        settings = read(words[0], given, default_devices() if COMMANDS[words[0]].module == "lightning" else {})
+        settings = read(words[0], words[1:], default_devices() if command.module == "lightning" else None)
     except UserError as error:
-        return 1 if launcher_env().is_silent else _fail(error, given)
-    if words == sys.argv[1:]:
-        sys.argv[1:] = typed.arguments  # a command masks secrets there, if it was given the same arguments
+        return 1 if launcher_env().is_silent else _fail(error)
+    if f"--{PRINT}" in words and command.name not in EVALUATING:
+        print_settings(settings)
+        return 0
     # From a kernel for 4-bit layers on a CPU, at import, and about layers that no plan for several devices names.
     for name in ("bitsandbytes", "transformers.distributed", "transformers.integrations.tensor_parallel"):
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
         check_started(words[0])
-        import_module(f"radixtrain.commands.{COMMANDS[words[0]].module}").run(settings, typed)
+        import_module(f"radixtrain.commands.{command.module}").run(settings, words)
         return 0
     except UserError as error:
-        return _fail(error, given)
+        return _fail(error)
     except EndedElsewhere:
         return 1
     except OSError as error:
-        return _fail(UserError(f"{error.strerror or error}: {error.filename}" if error.filename else error), given)
+        return _fail(UserError(f"{error.strerror or error}: {error.filename}" if error.filename else error))
     except KeyboardInterrupt:
-        return _fail(UserError("interrupted"), given, 130)
+        return _fail(UserError("interrupted"), 130)
 
 
 def _usage() -> str:
@@ -164,12 +161,11 @@ def _no_command(name: str) -> str:
     return f"no command {name!r}{did_you_mean(name, COMMANDS, ';')} commands: {', '.join(COMMANDS)}"
 
 
-def _fail(error: UserError, given: Sequence[tuple[str, Any]] = (), code: int | None = None) -> int:
-    """Print a command's error, without the secrets that were typed. Nothing else prints one."""
-    from radixtrain.redaction import masked_message
-    from radixtrain.screen import printable
+def _fail(error: UserError, code: int | None = None) -> int:
+    """Print a command's error. Nothing else prints one."""
+    from radixtrain.screen import printable, without_passwords
 
-    line = printable(masked_message(str(error), given)).replace("\n", "\\n")
+    line = printable(without_passwords(str(error))).replace("\n", "\\n")
     sys.stderr.write(f"error: {line}\n")
     return code or (2 if isinstance(error, UsageError) else 1)
 

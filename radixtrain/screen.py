@@ -17,6 +17,14 @@ OBEYED = re.compile(
 )
 
 
+PASSWORD = re.compile(r"(:/{1,2})[^\s/?#]+@")  # `user:password@` of an address; a path has one slash
+
+
+def without_passwords(text: str) -> str:
+    """Return the text with `***` for user and password of each address in it."""
+    return PASSWORD.sub(r"\1***@", text)
+
+
 def printable(text: object) -> str:
     r"""Return the text with `\x1b` for an escape, and likewise for every control character a terminal would obey."""
     return OBEYED.sub(lambda found: ascii(found[0])[1:-1], str(text))

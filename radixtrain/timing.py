@@ -14,11 +14,10 @@ import platform
 import subprocess
 import time
 from collections.abc import Callable, Mapping
-from itertools import accumulate, combinations
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import transformers
 from torch import nn
@@ -118,22 +117,6 @@ def _cpu_changes(run: Callable[[], object]) -> list[int]:
 def _wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def non_negative_fit(work: np.ndarray, seconds: np.ndarray) -> list[float]:
-    """Return the rates >= 0 with the least squares of `work @ rates / seconds - 1`, over all sets of positive rates."""
-    relative, ones = work / seconds[:, None], np.ones(len(seconds))
-    scale = np.linalg.norm(relative, axis=0)
-    scale[scale == 0] = 1
-    best, least = np.zeros(work.shape[1]), np.inf
-    for size in range(1, work.shape[1] + 1):
-        for chosen in map(list, combinations(range(work.shape[1]), size)):
-            rates, *_ = np.linalg.lstsq(relative[:, chosen] / scale[chosen], ones, rcond=None)
-            error = float(np.square(relative[:, chosen] / scale[chosen] @ rates - 1).sum())
-            if (rates >= 0).all() and error < least:
-                best, least = np.zeros(work.shape[1]), error
-                best[chosen] = rates / scale[chosen]
-    return [float(rate) for rate in best]
 
 
 def environment(device: torch.device, dtype: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from radixtrain import RadixCollator, prepare_model
+from radixtrain import RadixCollator, share_prefixes
 from radixtrain.data.chat import ChatEncoder, load_tokenizer
 from radixtrain.data.formats import read_rows
 
@@ -31,7 +31,7 @@ def main() -> None:
     encoded = ChatEncoder(tokenizer).encode_all(read_rows(options.train_file))
     rows = [{"input_ids": sample.input_ids, "labels": sample.labels} for samples in encoded for sample in samples]
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype="float32")  # bfloat16 rounds small updates away
-    model = prepare_model(model.train())  # <- before Accelerate wraps it
+    model = share_prefixes(model.train())  # <- before Accelerate wraps it
     collator = RadixCollator()  # <- was DataCollatorForSeq2Seq(tokenizer)
     loader = DataLoader(rows, batch_size=16, shuffle=True, collate_fn=collator)
     precision = "bf16" if torch.cuda.is_available() else "no"

@@ -30,7 +30,7 @@ from radixtrain.data.chat import ChatEncoder, load_tokenizer
 from radixtrain.data.formats import read_rows
 from radixtrain.hf.backbone import backbone_of
 from radixtrain.hf.predicting_rows import inputs_of
-from radixtrain.hf.prepare import prepare_model
+from radixtrain.hf.share import share_prefixes
 from radixtrain.tree.layout import sequences_of
 
 CONFIG = Path(__file__).parent.parent / "configs" / "banking77.yaml"
@@ -86,7 +86,7 @@ def fit(train: Path, start: Path, output_dir: Path, *flags: str) -> None:
 
 
 def exact_match_of_folder(folder: Path, test: Path) -> float:
-    return exact_match(prepare_model(AutoModelForCausalLM.from_pretrained(folder)), load_tokenizer(folder), test)
+    return exact_match(share_prefixes(AutoModelForCausalLM.from_pretrained(folder)), load_tokenizer(folder), test)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Record exit code, stdout and stderr of 200 command lines, to compare two versions of radixtrain.
+"""Record exit code, stdout and stderr of 400 command lines, to compare two versions of radixtrain.
 
     PYTHONPATH=A python recipes/command_lines.py record a.json     # with A, the root of one version
     PYTHONPATH=B python recipes/command_lines.py record b.json
@@ -65,6 +65,10 @@ FILES = {
     "strategy.yaml": "trainer:\n  devices: 2\n  strategy: {class_path: DDPStrategy, init_args: {static_graph: true}}\n",
     "ddp.yaml": "trainer: {strategy: {class_path: lightning.pytorch.strategies.DDPStrategy}}\n",
     "unicode.yaml": "output_dir: läufe/ä\ndata: {system_prompt: 'Größe → 5'}\n",
+    "secret.yaml": "trainer:\n  logger: wandb\nwandb_api_key: abcdefgh\n",
+    "secret2.yaml": "model: {hub_token: abc}\n",
+    "anchors.yaml": "data: &a {batch_size: 8}\nmodel: *a\n",
+    "nan.yaml": "model: {learning_rate: .nan}\n",
     "rows.jsonl": "",
 }
 # `fit` below stands for a run with a model and rows. A line may begin with variables of the environment.
@@ -388,6 +392,84 @@ TRAIN --model.use_peft --model.lora_r=2 --evaluate_generation.metric=contains --
 TRAIN --config callbacks.yaml
 TRAIN --config loggers.yaml --seed_everything=5
 TRAIN --data.system_prompt='Größe → 5' --save_best=eval_loss --early_stopping=2
+FIT --print_config --trainer.logger mlflow
+FIT --print_config --trainer.logger tensorboard
+FIT --print_config --trainer.logger trackio
+FIT --trainer.logger swanlab
+FIT --trainer.logger.api_key abcdefgh
+FIT --trainer.logger '{class_path: WandbLogger, init_args: {api_key: secret-words}}'
+FIT --trainer.logger '{class_path: lightning.pytorch.loggers.WandbLogger, init_args: {project: p}}'
+FIT --trainer.api_key abcdefgh
+FIT --api_key abcdefgh
+FIT --hub_token hf_abcdefghijklmnopqrstuv
+FIT --model.token hf_abcdefghijklmnopqrstuv
+FIT --trainer.password letmein
+FIT --config secret.yaml
+FIT --config secret2.yaml
+FIT --data.columns '{password: text}' --print_config
+FIT --data.columns '{user: password}' --print_config
+FIT --data.train_file s3://me:pw@bucket/x.jsonl
+FIT --model.model_name_or_path https://me:pw@example.com/x
+FIT --model.learning_rate https://me:pw@example.com/x
+FIT --trainer.run_name r1 --trainer.project p1 --trainer.logger wandb --print_config
+FIT --base_model x
+FIT --gradient_accumulation_steps 4
+FIT --report_to wandb
+FIT --deepspeed ds.json
+FIT --max_seq_length 128
+FIT --packing true
+FIT --resume_from_checkpoint true
+FIT --seed 3
+FIT --rl dpo
+FIT --load_in_8bit true
+FIT --eos_token x
+FIT --trainer.gradient_accumulation_steps 4
+FIT --data.no_split_turns=true
+FIT --data.system_prompt '# Role' --print_config
+FIT --data.system_prompt 1 --print_config
+FIT --data.system_prompt yes --print_config
+FIT --output_dir 2026-11-28 --print_config
+FIT --output_dir 1e5 --print_config
+FIT --data.template_date 2026-11-28 --print_config
+FIT --data.template_date soon
+FIT --data.train_file 2026 --print_config
+FIT --data.train_file 2026
+FIT --seed_everything maybe
+FIT --learning_rate 1e-4 --model.lora_r 4
+FIT --data.batch_size 0 --model.learning_rate -1
+FIT --trainer.callbacks+ Timer
+FIT --data.columns.user question
+FIT --config anchors.yaml
+FIT --config nan.yaml
+FIT --print_config --help
+FIT --help_all
+FIT --ckpt_path auto --print_config
+FIT --ckpt_path ''
+FIT --trainer.strategy ddp --print_config
+FIT --trainer.strategy fsdp2 --print_config
+FIT --trainer.strategy '{class_path: DDPStrategy}' --print_config
+FIT --trainer.strategy deepspeed
+FIT --trainer.strategy ddp_spawn
+FIT --trainer.accelerator '{class_path: CPUAccelerator}'
+FIT --trainer.plugins MixedPrecision
+FIT --trainer.gradient_clip_algorithm norm
+FIT --trainer.use_distributed_sampler false
+FIT --trainer.model_registry a
+FIT --data.batch_size ' 8' --print_config
+FIT --data.batch_size +8 --print_config
+FIT --data.batch_size 010 --print_config
+FIT --trainer.max_epochs 2 --trainer.max_epochs 3 --print_config
+FIT --data.max_tokens null
+FIT --evaluate_generation.generation_kwargs '{top_p: .9}' --print_config
+FIT --data.train_file '{path: a}'
+FIT --data.train_file '[1]'
+inspect --model.model_name_or_path=model --row=x:y --print_config
+inspect --model.model_name_or_path=model --row= --print_config
+validate --model.model_name_or_path=model --overwrite=maybe
+predict --model.model_name_or_path=model --model.next_tokens=yes
+doctor --json=true --print_config
+doctor stray
+export --ckpt_path=1 --output_dir=2 --print_config
 """.strip("\n").splitlines()
 SHORT = {
     "FIT": "fit --model.model_name_or_path=model --data.train_file=none.jsonl --output_dir=out",

@@ -10,7 +10,7 @@ import argparse
 import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from radixtrain import RadixCollator, prepare_model
+from radixtrain import RadixCollator, share_prefixes
 from radixtrain.data.chat import ChatEncoder, load_tokenizer
 from radixtrain.data.formats import read_rows
 
@@ -41,7 +41,7 @@ def main() -> None:
         accelerator_config={"non_blocking": True},  # batches are pinned; a blocking copy waits for the previous step
     )
     trainer = Trainer(
-        model=prepare_model(model),  # <- was model
+        model=share_prefixes(model),  # <- was model
         data_collator=RadixCollator(),  # <- was DataCollatorForSeq2Seq(tokenizer)
         args=arguments,
         train_dataset=rows,

@@ -7,7 +7,7 @@ import argparse
 
 from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
-from radixtrain import RadixCollator, prepare_model
+from radixtrain import RadixCollator, share_prefixes
 from radixtrain.data.chat import ChatEncoder, load_tokenizer
 from radixtrain.data.formats import read_rows
 
@@ -55,7 +55,7 @@ def main() -> None:
         seed=0,
     )
     trainer = OrdinaryEvaluation(
-        model=prepare_model(AutoModelForCausalLM.from_pretrained(options.model, dtype="float32")),  # <- prepared
+        model=share_prefixes(AutoModelForCausalLM.from_pretrained(options.model, dtype="float32")),  # <- prepared
         data_collator=RadixCollator(),  # <- was DataCollatorForSeq2Seq(tokenizer)
         args=arguments,
         processing_class=tokenizer,

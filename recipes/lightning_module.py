@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from radixtrain import RadixCollator, prepare_model
+from radixtrain import RadixCollator, share_prefixes
 from radixtrain.data.chat import ChatEncoder, load_tokenizer
 from radixtrain.data.formats import read_rows
 
@@ -22,7 +22,7 @@ class FineTuning(L.LightningModule):
         super().__init__()
         self.learning_rate = learning_rate
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32")  # bfloat16 rounds small updates away
-        self.model = prepare_model(model.train())  # <- was model.train()
+        self.model = share_prefixes(model.train())  # <- was model.train()
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         loss = self.model(**batch).loss

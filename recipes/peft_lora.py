@@ -10,7 +10,7 @@ import argparse
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from radixtrain import RadixCollator, prepare_model
+from radixtrain import RadixCollator, share_prefixes
 from radixtrain.data.chat import ChatEncoder, load_tokenizer
 from radixtrain.data.formats import read_rows
 
@@ -26,7 +26,7 @@ def main() -> None:
 
     encoded = ChatEncoder(load_tokenizer(options.model), max_length=4096).encode_all(read_rows(options.train_file))
     rows = [{"input_ids": sample.input_ids, "labels": sample.labels} for samples in encoded for sample in samples]
-    # No lora_dropout: it would draw once for a shared token, and prepare_model refuses it.
+    # No lora_dropout: it would draw once for a shared token, and share_prefixes refuses it.
     lora = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(options.model), lora)
     arguments = TrainingArguments(
@@ -40,7 +40,7 @@ def main() -> None:
         seed=0,
     )
     trainer = Trainer(
-        model=prepare_model(model),  # <- was model; after get_peft_model, so that it sees the adapters
+        model=share_prefixes(model),  # <- was model; after get_peft_model, so that it sees the adapters
         data_collator=RadixCollator(),  # <- was DataCollatorForSeq2Seq(tokenizer)
         args=arguments,
         train_dataset=rows,

@@ -12,7 +12,7 @@ import random
 import torch
 from transformers import AutoModelForCausalLM
 
-from radixtrain import StepCollator, prepare_model, step_losses
+from radixtrain import StepCollator, share_prefixes, step_losses
 from radixtrain.data.chat import ChatEncoder, load_tokenizer
 from radixtrain.data.formats import read_rows
 
@@ -29,7 +29,7 @@ def main() -> None:
     encoded = ChatEncoder(load_tokenizer(options.model)).encode_all(read_rows(options.train_file))
     rows = [{"input_ids": sample.input_ids, "labels": sample.labels} for samples in encoded for sample in samples]
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype="float32")  # bfloat16 rounds small updates away
-    model = prepare_model(model.to(device).train())  # <-
+    model = share_prefixes(model.to(device).train())  # <-
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
     collate = StepCollator(max_tokens=2048, min_shared_tokens=4)  # <-
     draw = random.Random(0)

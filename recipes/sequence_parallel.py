@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from radixtrain import RadixCollator, prepare_model
+from radixtrain import RadixCollator, share_prefixes
 from radixtrain.data.chat import ChatEncoder, load_tokenizer
 from radixtrain.data.formats import read_rows
 
@@ -27,7 +27,7 @@ dist.init_process_group(device_id=device if device.type == "cuda" else None)
 encoded = ChatEncoder(load_tokenizer(options.model)).encode_all(read_rows(options.train_file))
 rows = [{"input_ids": sample.input_ids, "labels": sample.labels} for samples in encoded for sample in samples]
 model = AutoModelForCausalLM.from_pretrained(options.model, dtype="float32")  # bfloat16 rounds small updates away
-model = prepare_model(model.to(device).train(), sp_group=dist.group.WORLD)  # <- before DDP wraps it
+model = share_prefixes(model.to(device).train(), sp_group=dist.group.WORLD)  # <- before DDP wraps it
 model = DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
 order = torch.Generator().manual_seed(0)  # <- of all ranks, in place of a DistributedSampler

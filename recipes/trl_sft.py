@@ -12,7 +12,7 @@ import torch
 from datasets import load_dataset
 from trl import SFTConfig, SFTTrainer
 
-from radixtrain import RadixCollator, prepare_model
+from radixtrain import RadixCollator, share_prefixes
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def main() -> None:
         args=arguments,
         train_dataset=chats.map(loss_on_the_last_message, remove_columns="messages"),
     )
-    prepare_model(trainer.model)  # <- added
+    share_prefixes(trainer.model)  # <- added
     trainer.train()
     trainer.save_model()
 

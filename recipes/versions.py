@@ -32,7 +32,7 @@ QUICK = ["-m", "not full and not gpu"]
 FAMILIES = ["tests/claims/equivalence/test_families.py", "-k", "test_equal_or_refused"]
 INTRO = """# Versions of transformers
 
-`share_prefixes`, `radixtrain run`, `prepare_model`, the collators, `generate` and `verify_equivalence` support
+`share_prefixes`, `radixtrain run`, the collators, `generate` and `verify_equivalence` support
 transformers 5.2.0 and newer. If an older version cannot do something exactly, radixtrain refuses it by name before
 training. The commands of `'.[fit]'` are tested only with the newest version. `make test-versions` wrote this page"""
 HAS_NO = "has no"

@@ -25,7 +25,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from radixtrain import RadixCollator, prepare_model, share_prefixes, sharing_report
+from radixtrain import RadixCollator, share_prefixes, sharing_report
 from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.hf import rounded_updates
 
@@ -78,7 +78,9 @@ MISTAKES: list[Mistake | list[Mistake]] = [
     lambda model, folder: RadixCollator()([{"input_ids": [1, 2, 3]}]),
     lambda model, folder: RadixCollator()([{"input_ids": [1, 2], "labels": [1, 2], "token_type_ids": [0, 0]}]),
     lambda model, folder: RadixCollator()([{"input_ids": [1, 2], "labels": [1, 2], "pixel_values": [[[0.5]]]}]),
-    lambda model, folder: prepare_model(AutoModelForSequenceClassification.from_config(model().config)),
+    lambda model, folder: train(
+        folder, share_prefixes(AutoModelForSequenceClassification.from_config(model().config))
+    ).train(),
     [
         lambda model, folder: share_prefixes(adapted(model())),
         lambda model, folder: share_prefixes(with_dropout_of_the_configuration()),
@@ -86,12 +88,12 @@ MISTAKES: list[Mistake | list[Mistake]] = [
     lambda model, folder: share_prefixes(noisy(model()))(torch.tensor([[1, 2, 3], [1, 2, 4]]), use_cache=False),
     lambda model, folder: sharing_report(model()),
     lambda model, folder: train(
-        folder, prepare_model(model()), eval_dataset=ROWS, compute_metrics=lambda found: {}
+        folder, share_prefixes(model()), eval_dataset=ROWS, compute_metrics=lambda found: {}
     ).evaluate(),
     lambda model, folder: train(
-        folder, prepare_model(model()), compute_loss_func=lambda output, labels, **_: output.logits.square().mean()
+        folder, share_prefixes(model()), compute_loss_func=lambda output, labels, **_: output.logits.square().mean()
     ).train(),
-    lambda model, folder: train(folder, prepare_model(model()), Stream()).train(),
+    lambda model, folder: train(folder, share_prefixes(model()), Stream()).train(),
 ]
 
 
@@ -197,7 +199,7 @@ def test_a_report_or_a_warning_says_why_nothing_is_shared_or_learned(
     model(torch.tensor([[1, 2, 3]]), use_cache=False)
     model(torch.tensor([[1, 2, 3], [1, 2, 4]]), use_cache=True)
     said += str(sharing_report(model))
-    prepared = prepare_model(tiny_qwen3())
+    prepared = share_prefixes(tiny_qwen3())
     prepared(torch.tensor([[1, 2, 3]]))
     said += str(sharing_report(prepared))
     rounded_updates._warn.cache_clear()
@@ -206,4 +208,4 @@ def test_a_report_or_a_warning_says_why_nothing_is_shared_or_learned(
     with caplog.at_level(logging.WARNING, logger="radixtrain"):
         rounded_updates.warn_of_rounding(torch.optim.SGD(trained.parameters()))
     said += caplog.text
-    assert len(REPORTED) == 6 and all(reason in said for reason in REPORTED)
+    assert len(REPORTED) == 5 and all(reason in said for reason in REPORTED)

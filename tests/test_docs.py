@@ -22,8 +22,7 @@ from tiers import FULL
 from transformers import PreTrainedTokenizerFast
 
 from radixtrain.collators.token_row import TokenRow
-from radixtrain.commands.keys import Key, all_keys
-from radixtrain.commands.typed import NO_KEYS, SYNONYMS
+from radixtrain.commands.help import all_keys
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.files.rows import OURS
@@ -34,7 +33,8 @@ from radixtrain.data.unlabelled import UnlabelledEncoder
 from radixtrain.errors import UserError
 from radixtrain.hf.scores import SCORES
 from radixtrain.settings.commands import Doctor, Export, Run, Verify
-from radixtrain.settings.section import parts_of
+from radixtrain.settings.fields import Key, parts_of
+from radixtrain.settings.synonyms import NO_KEYS, SYNONYMS
 from radixtrain.training.answers.metrics import load_metric
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -365,6 +365,14 @@ def test_the_metric_of_the_page_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.syspath_prepend(tmp_path)
     metric = load_metric("metric_of_the_page.first_word")
     assert metric(["one two", "two"], ["one", "one"], [{}, {}]) == [1, 0]
+
+
+@FULL
+def test_the_script_of_the_page_trains(shop: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    [code] = re.findall(r"^```python\n(import lightning.*?)^```", read(CONFIGURATION), re.M | re.S)
+    monkeypatch.chdir(tmp_path)
+    exec(code.replace("chats.jsonl", str(shop / "train.jsonl")).replace("Qwen/Qwen3-0.6B", str(shop / "model")), {})
+    assert (tmp_path / "runs" / "my_model" / "model.safetensors").exists()
 
 
 # CONTRIBUTING.md: the tour and the map of layers

@@ -90,6 +90,6 @@ def expected_files() -> set[str]:
     """The package's own files, and those of the linked folders under `radixtrain/`, and what Python reads first."""
     own = {path for path in (ROOT / "radixtrain").rglob("*.py") if not set(path.parts[-2:-1]) & set(LINKED)}
     linked = {Path("radixtrain", path.relative_to(ROOT)) for name in LINKED for path in (ROOT / name).rglob("*.py")}
-    page = {f"radixtrain/report/assets/page.{suffix}" for suffix in ("html", "css")}
+    page = {f"radixtrain/explain/assets/page.{suffix}" for suffix in ("html", "css")}
     named = {"radixtrain/py.typed", "radixtrain-run.pth", *page}
     return {str(path.relative_to(ROOT)) for path in own} | {str(path) for path in linked} | named

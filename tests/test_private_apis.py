@@ -91,21 +91,6 @@ TABLE: dict[str, dict[str, str]] = {
         "multiprocessing.queues.Queue._on_queue_feeder_error": "hears of a batch that a worker cannot hand over",
         "os._exit": "ends a worker whose run was killed",
     },
-    "radixtrain/generation/options.py": {
-        "transformers.GenerationConfig._get_default_generation_params": (
-            "gives the options that neither the user nor the model has set"
-        ),
-    },
-    "radixtrain/generation/sampling.py": {
-        "transformers.GenerationMixin._get_logits_processor": (
-            "makes the logits processors of the options, in transformers' order"
-        ),
-        "transformers.GenerationMixin._prepare_special_tokens": "sets the end tokens that both read",
-    },
-    "radixtrain/generation/stopping.py": {
-        "transformers.GenerationMixin._get_stopping_criteria": "makes the stopping criteria of the options",
-        "transformers.GenerationMixin._prepare_special_tokens": "sets the end tokens that both read",
-    },
     "radixtrain/hf/adapters.py": {
         "torch.nn.Module._parameters": "finds the modules that hold a shared matrix",
     },
@@ -176,6 +161,9 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "radixtrain/hf/progress.py": {
         "torch._C._current_graph_task_id": "tells layers that a backward pass recomputes from others",
+    },
+    "radixtrain/hf/recurrent/running.py": {
+        "torch.utils._python_dispatch._disable_current_modes": "no mode fakes the rows of a run",
     },
     "radixtrain/hf/refusals.py": {
         "torch.nn.Module._is_replica": "tells a copy that DataParallel made",

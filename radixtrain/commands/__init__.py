@@ -1,8 +1,8 @@
 """The commands of `python -m radixtrain`: each is a row of this table, run by a module of this folder.
 
 `radixtrain/__main__.py` makes the usage, the dispatch and the error for an unknown command from it. A module's
-`run(settings, typed)` gets the parsed settings and the command line, that of `run` its arguments. The table imports
-none of these modules, so `--help` is instant.
+`run(settings, words)` gets the settings and the command line that they were read from, that of `run` its arguments. The
+table imports none of these modules, so `--help` is instant.
 """
 
 from typing import NamedTuple
@@ -34,11 +34,9 @@ TABLE = (
         "lightning",
         "scores of the rows of data.predict_file (log-probabilities, yes or no, embeddings), or answers to them",
     ),
-    Command("report", "without_training", "what the data share, and the gain predicted for this machine", "", FOR_ROWS),
+    Command("report", "explain", "what the data share, and the gain predicted for this machine", "", FOR_ROWS),
     Command("verify", "lightning", "is the gradient that of ordinary Hugging Face, on this model and data?"),
-    Command(
-        "inspect", "without_training", "a micro-batch, or one row of a file, as text with its loss marked", "", FOR_ROWS
-    ),
+    Command("inspect", "explain", "a micro-batch, or one row of a file, as text with its loss marked", "", FOR_ROWS),
     Command("export", "export", "a checkpoint as a Hugging Face folder"),
     Command(
         "run",
@@ -49,4 +47,5 @@ TABLE = (
     Command("doctor", "doctor", "can training run here? versions, devices, kernels, and what is missing", needs=()),
 )
 COMMANDS = {command.name: command for command in TABLE}
-WITHOUT_TRAINING = tuple(command.name for command in TABLE if command.module == "without_training")
+EVALUATING = ("validate", "test", "predict")  # they may read settings of the run that trained the model
+WITHOUT_TRAINING = tuple(command.name for command in TABLE if command.module == "explain")

@@ -9,33 +9,38 @@ from typing import Any
 from radixtrain.checkpoints.atomic import tidy_leftovers
 from radixtrain.checkpoints.manifest import checkpoints_in
 from radixtrain.checkpoints.resolve import AUTO, resolve
+from radixtrain.commands import EVALUATING
+from radixtrain.settings.fields import flat
 from radixtrain.training.fault_tolerance import slurm
 from radixtrain.training.fault_tolerance.resume import check_settings_of_run
-from radixtrain.training.fault_tolerance.run_folder import check_new_run, is_resumed, is_set_aside
+from radixtrain.training.fault_tolerance.run_folder import check_new_run, check_outside, is_resumed
 from radixtrain.training.results.model_folder import check_model_folder
 from radixtrain.training.results.run_progress import print_line, weights_text
 from radixtrain.training.start.preflight import check_room, earlier_run, num_stored_parameters
 
 logger = logging.getLogger(__name__)
 
-EVALUATING = ("validate", "test", "predict")
+READ = ("model.", "data.", "ckpt_path")  # settings that may name files
 
 
-def checkpoint_of_fit(
-    output_dir: Path, ckpt_path: str | None, overwrite: bool, model: object, data: object
-) -> tuple[str | None, bool]:
+def checkpoint_of_fit(output_dir: Path, settings: Any, model: object, data: object) -> tuple[str | None, bool]:
     """Return the checkpoint that `fit` resumes from, None if it starts anew, and whether it replaces an earlier run.
 
     A job that SLURM has restarted resumes as with `auto`. Leftovers of killed runs are removed.
 
-    model, data: a `RadixModule` and an `SFTData`.
+    settings: of `fit`. model, data: a `RadixModule` and an `SFTData`.
 
-    Raises UserError if the folder holds another run, if the checkpoint is not whole, or if its settings do not fit.
+    Raises UserError if the folder holds another run, if this one reads what would be renamed with it, if the checkpoint
+    is not whole, or if its settings do not fit.
     """
-    if slurm.is_restarted(output_dir) and not (overwrite and is_set_aside(output_dir)):
+    ckpt_path, overwrite = settings.ckpt_path, settings.overwrite
+    if slurm.is_restarted(output_dir):
         ckpt_path, overwrite = AUTO, False
     checkpoints = output_dir / "checkpoints"
     check_new_run(output_dir, ckpt_path, overwrite)
+    if overwrite:
+        reads = {key: value for key, value in flat(settings).items() if key.startswith(READ)}
+        check_outside(output_dir, reads)
     tidy_leftovers(checkpoints)
     is_start = ckpt_path == AUTO and not checkpoints_in(checkpoints)
     chosen = None if is_start else checkpoint_to_evaluate(output_dir, ckpt_path)

@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from radixtrain import __version__
-from radixtrain.commands.reading import print_settings
-from radixtrain.commands.typed import Typed
 from radixtrain.cores import WAITING, num_cores
 from radixtrain.errors import UserError, bytes_text, first_line
 from radixtrain.screen import printable
@@ -36,21 +34,19 @@ OPTIONAL = {  # package -> what it is for
     "matplotlib": "loss.png",
     "wandb": "trainer.logger: wandb",
     "trackio": "trainer.logger: trackio",
-    "swanlab": "trainer.logger: swanlab",
     "tensorboard": "trainer.logger: tensorboard",
+    "mlflow": "trainer.logger: mlflow",
     "trl": "TRL's trainers, in scripts of your own",
 }
 HEAD_DIM = 128  # of most models
 
 
-def run(settings: Doctor, typed: Typed) -> None:
+def run(settings: Doctor, words: Sequence[str]) -> None:
     """Print versions, devices, the attention that would run, and any problems.
 
     Raises:
         UserError: no training can run here, or should: a package is missing, or has a known vulnerability.
     """
-    if typed.prints:
-        return print_settings(settings)
     found = findings()
     blocking = [finding for finding in found if finding.blocks and finding.name not in FIT]
     if settings.json:

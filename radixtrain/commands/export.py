@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,6 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers.utils.logging import disable_progress_bar
 
-from radixtrain.commands.reading import print_settings
-from radixtrain.commands.typed import Typed
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError, first_line
@@ -66,10 +64,8 @@ def export(settings: Export) -> Path:
         return folder
 
 
-def run(settings: Export, typed: Typed) -> None:
+def run(settings: Export, words: Sequence[str]) -> None:
     """Run the command line of `export`."""
-    if typed.prints:
-        return print_settings(settings)
     disable_progress_bar()
     warnings.filterwarnings("ignore", ".*is_gradient_checkpointing")  # PEFT asks by transformers' former name
     print_line("model", export(settings))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
 from datetime import timedelta
@@ -16,49 +15,37 @@ import yaml
 from lightning.fabric.utilities.seed import seed_everything
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from radixtrain.commands import EVALUATING
 from radixtrain.commands.before_reading import (
-    EVALUATING,
     check_weights_and_room,
     checkpoint_of_fit,
     checkpoint_to_evaluate,
 )
-from radixtrain.commands.classes import describe_classes, made
 from radixtrain.commands.export import export_run
-from radixtrain.commands.loggers import continue_wandb_run, errors_of_wandb, loggers_of
+from radixtrain.commands.loggers import continue_wandb_run, errors_of_services, make_loggers
 from radixtrain.commands.quiet import quiet, warn_of_variables
-from radixtrain.commands.reading import print_settings, printed, read
 from radixtrain.commands.run_callbacks import RunCallbacks
-from radixtrain.commands.trainer_settings import (
-    check_interval,
-    check_precision,
-    check_settings,
-    check_trainer_settings,
-)
-from radixtrain.commands.typed import Typed
+from radixtrain.commands.trainer_settings import check_interval, check_settings
 from radixtrain.data.datamodule import SFTData
 from radixtrain.distributed import form_groups, ranks
 from radixtrain.errors import UserError, first_line
 from radixtrain.hf.scores import named_scores, needs_labels
-from radixtrain.redaction import masked_arguments
 from radixtrain.settings.commands import Run
-from radixtrain.settings.section import value_of
+from radixtrain.settings.fields import value_of
+from radixtrain.settings.read import PRINT, as_tree, print_settings, read
 from radixtrain.training.answers.evaluate_generation import EvaluateGeneration
 from radixtrain.training.devices.launch import Processes, local_rank0_reports
 from radixtrain.training.devices.launcher_env import default_devices, launcher_env
-from radixtrain.training.devices.settings import as_list, check_devices, device_settings, sp_size_of
+from radixtrain.training.devices.settings import check_devices, device_settings, sp_size_of
 from radixtrain.training.fault_tolerance import slurm
 from radixtrain.training.fault_tolerance.failures import explain, raise_file_limit
 from radixtrain.training.fault_tolerance.resume import template_date
-from radixtrain.training.fault_tolerance.run_folder import EarlierRun, check_output_dir, locked, logs_of_run
+from radixtrain.training.fault_tolerance.run_folder import check_output_dir, locked, logs_of_run, rename_earlier_run
 from radixtrain.training.fault_tolerance.saving import FolderCheckpointIO
 from radixtrain.training.module import RadixModule
 from radixtrain.training.progress_bar import screens
-from radixtrain.training.results.saved_config import (
-    RunRecord,
-    defaults_of_model,
-    mask_what_is_logged,
-    own_log_folders,
-)
+from radixtrain.training.results.run_progress import print_line
+from radixtrain.training.results.saved_config import RunRecord, defaults_of_model, own_log_folders
 from radixtrain.training.start.preflight import described_start
 from radixtrain.training.start.run_overview import print_overview, steps_between_logs
 from radixtrain.training.trainer import Trainer
@@ -79,21 +66,20 @@ class Command:
     the folder, and `_run_prepared` runs the command, on every rank.
     """
 
-    def __init__(self, settings: Run, typed: Typed):
-        """Take the parsed settings, and the command line that they come from."""
-        self.typed = tuple(typed.arguments)
-        self.name = self.typed[0]
-        self.settings = self._with_settings_of_model(settings, typed)
+    def __init__(self, settings: Run, words: Sequence[str]):
+        """Take the settings, and the command line that they were read from."""
+        self.words = tuple(words)
+        self.name = self.words[0]
+        self.settings = self._with_settings_of_model(settings)
         self.settings.data.predict_unlabelled = not needs_labels(named_scores(self.settings.model.scores))
-        describe_classes(self.settings.trainer)
 
-    def _with_settings_of_model(self, before: Run, typed: Typed) -> Run:
+    def _with_settings_of_model(self, before: Run) -> Run:
         """Return the settings over those of the training run, if a model that radixtrain trained is evaluated."""
         name = before.model.model_name_or_path
         found = defaults_of_model(name, before.data.system_prompt) if self.name in EVALUATING else {}
         if not found:
             return before
-        after = read(self.name, [*found.items(), *typed.given], default_devices())
+        after = read(self.name, self.words[1:], default_devices() | found)
         changed = [key for key in found if value_of(after, key) != value_of(before, key)]
         if changed:
             taken = ", ".join(f"{key}: {value_of(after, key)}" for key in changed)
@@ -102,7 +88,7 @@ class Command:
 
     def make(self) -> None:
         """Make data, model and trainer, with the seed of the run."""
-        self.config = printed(self.settings)
+        self.config = as_tree(self.settings)
         seed = self.settings.seed_everything
         if seed is not False:
             self.config["seed_everything"] = seed_everything(None if seed is True else seed, workers=True)
@@ -111,39 +97,30 @@ class Command:
         self.trainer = self.make_trainer()
 
     def make_trainer(self) -> Trainer:
-        """Make Lightning's trainer, with a CSV logger and our own callbacks unless the configuration names others."""
+        """Make Lightning's trainer, with our own callbacks and the loggers that the settings name."""
         settings, trainer_settings = self.settings, self.settings.trainer
         self.output_dir = check_output_dir(settings.output_dir)
-        mask_what_is_logged(trainer_settings.logger)  # loggers receive every other secret unmasked
-        parts = self._made(vars(trainer_settings))
-        parts["logger"] = loggers_of(parts["logger"], self.output_dir)
+        parts = {name: value for name, value in vars(trainer_settings).items() if name not in ("project", "run_name")}
+        parts["logger"] = make_loggers(trainer_settings, self.output_dir)
         if trainer_settings.max_epochs is None and trainer_settings.max_steps == -1:
             parts["max_epochs"] = DEFAULT_EPOCHS
-        check_trainer_settings(trainer_settings)
-        parts |= self._made(device_settings(settings, self.name))
+        parts |= device_settings(settings, self.name)
         evaluation = EvaluateGeneration(**vars(settings.evaluate_generation))
         has_validation = bool(settings.data.validation_file or settings.data.val_size)
         if self.name == "fit" and evaluation.logged and not has_validation:
             raise UserError("evaluate_generation needs rows: set data.validation_file or data.val_size")
-        self.callbacks = RunCallbacks(
-            settings, as_list(parts["callbacks"]), evaluation, self.output_dir, has_validation
-        )
+        self.callbacks = RunCallbacks(settings, evaluation, self.output_dir, has_validation)
         self.saved = RunRecord(self.config)
         parts["callbacks"] = [*self.callbacks.all, *([] if self.is_try else [self.saved])]
-        parts["enable_checkpointing"] = self.callbacks.has_checkpoint_callback
+        parts["enable_checkpointing"] = False  # Lightning's own; `SaveCheckpoints` writes ours
         try:
             with slurm.hidden():
                 trainer = Trainer(**parts, default_root_dir=settings.output_dir)
         except REFUSED_BY_LIGHTNING as error:
             raise UserError(f"trainer: {first_line(error)}") from None
-        check_precision(trainer.precision)
         check_devices(trainer, self.timeout, self.sp_size)
         trainer.strategy.checkpoint_io = FolderCheckpointIO()
         return trainer
-
-    def _made(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Make the objects that keys of `trainer` describe."""
-        return {name: made(f"trainer.{name}", value, self.name) for name, value in settings.items()}
 
     @property
     def timeout(self) -> timedelta:
@@ -174,7 +151,7 @@ class Command:
             stack.enter_context(self.callbacks.requests)
             stack.enter_context(slurm.hidden())
             start = partial(described_start, self.settings)
-            processes = stack.enter_context(Processes(self.trainer.strategy, self.typed, self.timeout, start))
+            processes = stack.enter_context(Processes(self.trainer.strategy, self.words, self.timeout, start))
             try:
                 self.ckpt_path, written = processes.joined(lambda: self._prepare(stack))
                 self._run_prepared(written, stack)
@@ -225,7 +202,7 @@ class Command:
                 print_overview(trainer, self.model, self.datamodule, *shown)
                 stack.enter_context(self._training())
         try:
-            with errors_of_wandb():
+            with errors_of_services():
                 self._call()
         except MisconfigurationException as error:
             raise UserError(f"trainer: {first_line(error)}") from None
@@ -235,20 +212,19 @@ class Command:
         given = getattr(self.settings, "ckpt_path", None)
         if self.name == "fit" and not self.is_try:
             owners = self.model, self.datamodule
-            chosen, self.replaces = checkpoint_of_fit(self.output_dir, given, self.settings.overwrite, *owners)
+            chosen, self.replaces = checkpoint_of_fit(self.output_dir, self.settings, *owners)
             return chosen
         return checkpoint_to_evaluate(self.output_dir, given)
 
     @contextmanager
     def _training(self) -> Iterator[None]:
-        """Run from the first step to the model: an earlier run is set aside until this one has a checkpoint."""
+        """Run from the first step to the model: an earlier run that this one replaces is renamed before."""
         if self.is_try:
             yield
             return
         with ExitStack() as stack:
-            if self.replaces:
-                earlier = stack.enter_context(EarlierRun(self.output_dir))
-                self.callbacks.saver.on_saved.append(earlier.forget)
+            if self.replaces and (earlier := rename_earlier_run(self.output_dir)):
+                print_line("earlier run", f"now in {earlier}")
             slurm.remember_job(self.output_dir)
             summary = self.callbacks.summary
             stack.enter_context(logs_of_run(own_log_folders(self.trainer), lambda: summary.first_step is not None))
@@ -269,17 +245,15 @@ class Command:
             export_run(*owners, self.callbacks.summary, self.output_dir, self.settings, config)
 
 
-def run(settings: Run, typed: Typed) -> None:
+def run(settings: Run, words: Sequence[str]) -> None:
     """Run a command, or print its settings."""
-    name = typed.arguments[0]
+    name = words[0]
     with screens() if name in ("fit", "predict") else nullcontext():
         quiet(speaks=launcher_env().rank == 0)
         warn_of_variables(os.environ)
-        if typed.arguments == sys.argv[1:]:
-            sys.argv[1:] = masked_arguments(typed.arguments)  # which loggers copy into their files
         with local_rank0_reports():
-            command = Command(settings, typed)
-            if typed.prints:
+            command = Command(settings, words)
+            if f"--{PRINT}" in words:
                 print_settings(command.settings)
                 return
             check_settings(command.settings, name)

@@ -1,4 +1,4 @@
-"""Loggers by short names. A missing package, login or connection is found before the data are read."""
+"""Loggers by name. A missing package, login or connection is found before the data are read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 from uuid import uuid4
 
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
@@ -25,44 +25,41 @@ from radixtrain.errors import UserError, first_line
 from radixtrain.settings.trainer import TrainerSettings
 from radixtrain.versions import to_install
 
-PROJECT = "radixtrain"  # default; WANDB_PROJECT, TRACKIO_PROJECT or SWANLAB_PROJECT overrides it
-PACKAGES = {name: (name,) for name in ("wandb", "trackio", "swanlab")} | {
-    "tensorboard": ("tensorboard", "tensorboardX")
-}
+PROJECT = "radixtrain"  # unless trainer.project or one of these variables names another
+VARIABLES = {"wandb": "WANDB_PROJECT", "mlflow": "MLFLOW_EXPERIMENT_NAME", "trackio": "TRACKIO_PROJECT"}
+PACKAGES = {name: (name,) for name in ("wandb", "mlflow", "trackio")} | {"tensorboard": ("tensorboard", "tensorboardX")}
 TRACKING = ("fit", "validate", "test", "predict")  # commands whose loggers write
 SECONDS = 5.0  # to connect
 OFFLINE = "WANDB_MODE=offline keeps the run on this disk"
+ADVICE = {"wandb": OFFLINE, "mlflow": "MLFLOW_TRACKING_URI names the server"}
 
 
-class TrackerLogger(Logger):
-    """A run at trackio or SwanLab."""
+class TrackioLogger(Logger):
+    """A run of trackio, which has one folder for all runs: TRACKIO_DIR. A run of the same name is continued."""
 
-    def __init__(self, package: str, output_dir: Path):
-        """Take the package, `trackio` or `swanlab`, and the folder of the run, which is named after it."""
+    def __init__(self, project: str, run_name: str):
         super().__init__()
-        self.package, self.output_dir = package, output_dir
+        self.project, self.run_name = project, run_name
         self.run: Any = None
 
     @property
     def name(self) -> str:
-        return os.environ.get(f"{self.package.upper()}_PROJECT", PROJECT)
+        return self.project
 
     @property
     def version(self) -> str:
-        return self.output_dir.name
+        return self.run_name
 
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """Open the run. Raises UserError, before the first step, if it cannot, for instance without a login."""
+        """Open the run. Raises UserError, before the first step, if it cannot."""
         if self.run is None:
-            folder = str(self.output_dir / "swanlog")  # trackio has one for all runs: TRACKIO_DIR
-            own = {"resume": "allow", "embed": False} if self.package == "trackio" else {"log_dir": folder}
             try:
-                start = import_module(self.package).init
-                self.run = start(project=self.name, name=self.version, **own)
+                start = import_module("trackio").init
+                self.run = start(project=self.project, name=self.run_name, resume="allow", embed=False)
             except Exception as error:
-                raise UserError(f"trainer.logger: {self.package}: {first_line(error)}") from error
+                raise UserError(f"trainer.logger: trackio: {first_line(error)}") from error
         return self.run
 
     @rank_zero_only
@@ -81,53 +78,39 @@ class TrackerLogger(Logger):
             self.run = None
 
 
-def loggers_of(asked: object, output_dir: Path) -> Any:
-    """Return what Lightning's trainer takes as `logger`.
-
-    asked: the value of `trainer.logger`: a logger, a short name (`wandb`, `trackio`, `swanlab`, `tensorboard`,
-        `csv`, `none`), a list of them, or null, true or false.
-
-    A CSV file is written in addition to what a short name selects; `none` and false write nothing.
-    """
-    if asked in (None, True):
-        asked = "csv"
-    if asked in (False, "none"):
-        return False
-    each = asked if isinstance(asked, list) else [asked]
-    named = [name for name in each if isinstance(name, str)]
-    if "none" in named:
-        raise UserError("trainer.logger: none must be alone, not in a list")
-    if not named:
-        return asked
-    given = [logger for logger in each if isinstance(logger, Logger)]
-    return [_made(name, output_dir) for name in dict.fromkeys(["csv", *named])] + given
+def make_loggers(settings: TrainerSettings, output_dir: Path) -> list[Logger]:
+    """Make the loggers of a run: a CSV file, and those that `trainer.logger` names; an empty list for `none`."""
+    if settings.logger == "none":
+        return []
+    project, run_name = settings.project, settings.run_name or output_dir.name
+    with errors_of_services():
+        return [_made(name, project, run_name, output_dir) for name in dict.fromkeys(["csv", *_names(settings)])]
 
 
-def check_loggers(trainer: TrainerSettings) -> None:
-    """Raise UserError in one line if a logger cannot work: it is not installed, has no login, or no network.
-
-    trainer: with its classes described, and nothing made.
-    """
-    asked = trainer.logger
-    loggers = [_described(each) for each in (asked if isinstance(asked, list) else [asked])]
-    if trainer.fast_dev_run:  # which replaces them
+def check_loggers(settings: TrainerSettings) -> None:
+    """Raise UserError in one line if a logger cannot work: it is not installed, has no login, or no network."""
+    if settings.fast_dev_run:  # which replaces them
         return
-    names = [name for name, _ in loggers]
-    for name in names:
+    for name in _names(settings):
         if name in PACKAGES and not any(map(find_spec, PACKAGES[name])):
             raise UserError(f"trainer.logger: {name} is not installed: {to_install(name)}")
-    if any(name == "wandb" and not options.get("offline") for name, options in loggers):
-        _check_wandb()
+        if name == "wandb":
+            _check_wandb()
+
+
+def _names(settings: TrainerSettings) -> list[str]:
+    return [*settings.logger] if isinstance(settings.logger, list) else [settings.logger]
 
 
 @contextmanager
-def errors_of_wandb() -> Iterator[None]:
-    """Turn an error of Weights & Biases about a key, a project or a setting, as a run starts, into one line."""
+def errors_of_services() -> Iterator[None]:
+    """Turn an error of wandb or MLflow, as a run starts there, into one line: a key, a project, a server."""
     try:
         yield
     except Exception as error:
-        if type(error).__module__.startswith("wandb."):
-            raise UserError(f"trainer.logger: Weights & Biases: {first_line(error)}; {OFFLINE}") from error
+        package = type(error).__module__.partition(".")[0]
+        if package in ADVICE:
+            raise UserError(f"trainer.logger: {package}: {first_line(error)}; {ADVICE[package]}") from error
         raise
 
 
@@ -144,22 +127,18 @@ def continue_wandb_run(loggers: Iterable[Logger], checkpoint: str | None) -> str
     return run_id
 
 
-def _made(name: str, output_dir: Path) -> Logger:
+def _made(name: str, project: str | None, run_name: str, output_dir: Path) -> Logger:
+    project = project or os.environ.get(VARIABLES.get(name, ""), PROJECT)
     if name == "wandb":
-        project = os.environ.get("WANDB_PROJECT", PROJECT)
-        return WandbLogger(project=project, name=output_dir.name, save_dir=output_dir)
-    if name in ("trackio", "swanlab"):
-        return TrackerLogger(name, output_dir)
+        return WandbLogger(project=project, name=run_name, save_dir=output_dir)
+    if name == "mlflow":
+        server = import_module("mlflow").get_tracking_uri()  # of its environment, or its own default
+        return MLFlowLogger(project, run_name, server)
+    if name == "trackio":
+        return TrackioLogger(project, run_name)
     if name == "tensorboard":
         return TensorBoardLogger(output_dir, name="", version="tensorboard")  # a resumed run continues in it
     return CSVLogger(output_dir, name="logs")
-
-
-def _described(logger: object) -> tuple[str, dict[str, Any]]:
-    """Return `wandb`, `tensorboard` or another name, and the options of a logger that is written as a class."""
-    if not isinstance(logger, Mapping):
-        return str(logger), {}
-    return logger["class_path"].rpartition(".")[2].lower().removesuffix("logger"), logger["init_args"]
 
 
 def _check_wandb() -> None:

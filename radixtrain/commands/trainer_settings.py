@@ -1,18 +1,14 @@
-"""Refuses, naming the key, settings that would change a step, and values of the right type that no run can use."""
+"""Refuses, naming the key, values of the right type that no run can use."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from radixtrain.commands import WITHOUT_TRAINING
-from radixtrain.commands.reading import printed
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError, first_line
-from radixtrain.redaction import check_unmasked
 from radixtrain.settings.commands import Run
-from radixtrain.settings.trainer import TrainerSettings
 from radixtrain.training.optimizer import check_package
 
 if TYPE_CHECKING:
@@ -25,29 +21,8 @@ FOR_ALL_WEIGHTS = 2e-5  # the default learning rate, and that of configs/sft.yam
 MOST_DEVICES = 1_000
 
 
-def check_trainer_settings(config: TrainerSettings) -> None:
-    """Refuse Lightning's settings that would change a step; each error names the key that does it here."""
-    if config.accumulate_grad_batches != 1:
-        raise UserError(
-            "trainer.accumulate_grad_batches: a step is cut by data.max_tokens; set data.batch_size instead"
-        )
-    if config.gradient_clip_val is not None:
-        raise UserError("trainer.gradient_clip_val: set model.max_grad_norm instead")
-    if config.barebones:
-        raise UserError("trainer.barebones: a run logs its steps and saves them; leave it out")
-    check_precision(config.precision)
-
-
-def check_precision(precision: object) -> None:
-    """Raise UserError for float16. precision: of the configuration, or of the trainer (a plugin may set it)."""
-    if str(precision) in ("16", "16-mixed", "16-true"):
-        raise UserError(f"trainer.precision {precision}: float16 needs a loss scale; use bf16-mixed or 32-true")
-
-
 def check_settings(settings: Run, command: str) -> None:
-    """Raise UserError for a value that no run can use. settings: of the command, its classes described and not made."""
-    for key, value in _parts("trainer", printed(settings.trainer)):
-        check_unmasked(key, value)
+    """Raise UserError for a value that no run can use."""
     _check_devices(settings.trainer.devices)
     if command in WITHOUT_TRAINING:
         return
@@ -66,17 +41,6 @@ def check_settings(settings: Run, command: str) -> None:
         logger.warning(
             "model.learning_rate is %g, as for training all weights; LoRA usually needs 1e-4 to 2e-4", FOR_ALL_WEIGHTS
         )
-
-
-def _parts(key: str, value: object) -> Iterator[tuple[str, Any]]:
-    """Yield a value and all that it holds, with dotted keys; a class is named in the key of what it takes."""
-    yield key, value
-    if isinstance(value, Mapping):
-        for name, part in value.items():
-            yield from _parts(f"{key}.{name}", part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _parts(key, part)
 
 
 def _check_devices(devices: object) -> None:

@@ -16,7 +16,7 @@ from radixtrain.data.tokenized.corpus import Corpus
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.errors import UserError
 from radixtrain.settings.data import DataSettings, Files
-from radixtrain.settings.section import value_of
+from radixtrain.settings.fields import value_of
 from radixtrain.tree.arrays import IntArray
 
 if TYPE_CHECKING:

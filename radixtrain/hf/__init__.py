@@ -1,1 +1,1 @@
-"""Hugging Face models on unique tokens: how a model is prepared, what its layers call, and what is refused."""
+"""Hugging Face models on unique tokens: how a model is shared, what its layers call, and what is refused."""

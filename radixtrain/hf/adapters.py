@@ -84,10 +84,10 @@ BREAKING = {
 def check_adapters(holders: Iterable[nn.Module], allowed: tuple[str, ...]) -> None:
     """Refuse adapters, active or not, that would give a radix batch a different gradient.
 
-    holders: modules that may hold PEFT configurations: `model.modules()` when a model is prepared. In a forward pass
+    holders: modules that may hold PEFT configurations: `model.modules()` when a model is shared. In a forward pass
         the Hugging Face model and its backbone, where PEFT leaves every configuration but those of prompt learning
         and adaption prompts. The check takes 10 us, so it runs in every pass and finds what a trainer added.
-    allowed: as `allow_dropout` of `prepare_model`; names settings that may draw at random.
+    allowed: as `allow_dropout` of `share_prefixes`; names settings that may draw at random.
 
     Raises UserError, naming the adapter, its kind or setting, the reason and the fix.
     """

@@ -1,8 +1,8 @@
 """The attention functions that every layer of a Hugging Face model calls: wrappers that replace transformers' own.
 
-With a plan they are tree attention, in a pass of generation attention over stored rows. Otherwise they are the
+With a plan they are tree attention, in a call that generates attention over stored rows. Otherwise they are the
 wrapped function, mask included: `model.generate` and an ordinary padded batch behave as if nothing had
-been prepared, in this model and in every other of the process. Only functions of transformers are taken over
+been shared, in this model and in every other of the process. Only functions of transformers are taken over
 (`take_over`), since what another one computes is unknown.
 
 The plan reaches a layer as the keyword argument `radix_call` of the model call; layers that do not pass those on
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import cached_property, partial
 from threading import Lock
 from types import BuiltinFunctionType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -36,7 +36,7 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from radixtrain.attention import cached_attention, launched_in_graphs, tree_attention
+from radixtrain.attention import launched_in_graphs, tree_attention
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.backbone import is_text
 from radixtrain.hf.modules import attends, eager_places, interfaces_of, name_of, why_replaced
@@ -45,12 +45,19 @@ from radixtrain.hf.recurrent.running import TreeRuns
 from radixtrain.hf.scaled_by_place import at_own_places, scales
 from radixtrain.hf.windows import is_empty, mask_function, on_mask, window_of
 from radixtrain.tree.arrays import IntArray
-from radixtrain.tree.cached_layout import CachedLayout
+from radixtrain.tree.blocks import BlockLayout
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.radix_inputs import RADIX
 from radixtrain.versions import saying_what_was_tested
 
 Heads = tuple[Tensor, Tensor, Tensor]  # query, key and value of a layer
+
+
+class Extent(NamedTuple):
+    """What a layer asks of a call without a plan. max_seqlen: the longest sequence at its end, in tokens."""
+
+    max_seqlen: int
+    blocks: BlockLayout | None = None
 
 
 class Call:
@@ -63,7 +70,7 @@ class Call:
     calls: the id of every attention module that ran. both_ways: of those in which rows see later ones of their block.
     """
 
-    def __init__(self, layout: TreeLayout | CachedLayout, kernel: str, window_may_bind: bool) -> None:
+    def __init__(self, layout: TreeLayout | Extent, kernel: str, window_may_bind: bool) -> None:
         self.layout, self.kernel, self.window_may_bind = layout, kernel, window_may_bind
         self.calls: list[int] = []
         self.both_ways: list[int] = []
@@ -160,25 +167,6 @@ class RadixCall(Call):
         """Attend to the unique tokens."""
         options = {"attention": self.attention, "kernel": self.kernel, "window": window, **scoring}
         return tree_attention(*heads, self.layout, **options)
-
-
-Write = Callable[[int, tuple[Tensor, ...], CachedLayout], tuple[Tensor, ...]]
-"""`KeyValueStore.write`: puts the new keys and values of a call into their slots, and returns all that it stores."""
-
-
-class CachedCall(Call):
-    """A forward pass on the new rows of some sequences and the stored rows that they see. write: of the store."""
-
-    layout: CachedLayout
-
-    def __init__(self, layout: CachedLayout, write: Write, kernel: str, window_may_bind: bool) -> None:
-        super().__init__(layout, kernel, window_may_bind)
-        self.write = write
-
-    def attend(self, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
-        """Store the keys and values of the new rows, and attend to all that each of them sees."""
-        key, value = self.write(len(self.calls), heads[1:], self.layout)
-        return cached_attention(*heads, (key, value), self.layout, kernel=self.kernel, window=window, **scoring)
 
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
@@ -375,8 +363,8 @@ def _call_of(module: nn.Module, attention_mask: object, kwargs: Mapping[str, Any
     """
     if kwargs.get(RADIX) is not None:
         raise UserError(
-            f"{name_of(module)} receives a radix batch that did not pass the backbone which prepare_model prepared: "
-            f"call the prepared model or its backbone, not a part of it, its forward method or another model"
+            f"{name_of(module)} receives a radix batch that did not pass the backbone of a shared model: "
+            f"call the shared model or its backbone, not a part of it, its forward method or another model"
         )
     written = on_mask(attention_mask)
     if written is None and not is_empty(attention_mask):

@@ -59,7 +59,7 @@ def pretrained_model_of(model: nn.Module) -> PreTrainedModel:
     if not isinstance(base, PreTrainedModel):
         raise TypeError(
             f"expected a transformers PreTrainedModel or a PEFT model around one, got {type(model).__name__}; "
-            f"prepare the model before the trainer wraps it"
+            f"share the model before the trainer wraps it"
         )
     return base
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from radixtrain.collators.misuse_guard import end_watch
@@ -124,7 +124,7 @@ class CollatedBatches:
         if num_head_rows:
             self.report.count_head(num_places, num_head_rows)
 
-    def outputs(self, model: nn.Module, output: Any, call: RadixCall) -> Any:
+    def outputs(self, model: PreTrainedModel, output: Any, call: RadixCall) -> Any:
         """Return the rows that predict in place of the backbone's, (1, U, D): in a row for each sequence."""
         if call.predictor_indices is None:
             return output

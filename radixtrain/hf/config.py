@@ -18,7 +18,7 @@ from radixtrain.text_files import read_text
 MAX_CHARACTERS = 300  # of a message that was not written for users
 OWN_CODE = (
     "it comes with its own code (auto_map), which radixtrain does not run; read that code, load the model in a script "
-    "of your own with trust_remote_code=True and pass it to radixtrain.prepare_model"
+    "of your own with trust_remote_code=True and pass it to radixtrain.share_prefixes"
 )
 
 

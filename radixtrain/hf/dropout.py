@@ -30,7 +30,7 @@ def check_dropout(parts: Parts, allowed: tuple[str, ...]) -> None:
 
     A dropout module in evaluation mode passes. If it draws at a later batch, `check_drawing_modules` refuses it.
 
-    allowed: as `allow_dropout` of `prepare_model`.
+    allowed: as `allow_dropout` of `share_prefixes`.
     """
     for name, value in _settings(parts.base):
         last = name.rpartition(".")[2]
@@ -123,7 +123,7 @@ def without_dropout(model: nn.Module, allowed: Collection[str]) -> Iterator[None
     """Switch off all random draws for a while, so that two passes can be compared.
 
     model: a `PreTrainedModel`, or one wrapped by PEFT; any module if nothing is allowed. allowed: as `allow_dropout` of
-        `prepare_model`.
+        `share_prefixes`.
 
     Dropout modules get p = 0. What draws and is not a module stops only in evaluation mode, which is set if `allowed`
     names it.

@@ -71,7 +71,7 @@ def hidden_rows(parts: Parts, batch: Mapping[str, Any]) -> Tensor:
     """Return the hidden rows that predict, (R, D).
 
     parts: of the model, see `parts_of`.
-    batch: for a prepared model, what a `RadixCollator` returns, without labels and shift_labels; for any other model,
+    batch: for a shared model, what a `RadixCollator` returns, without labels and shift_labels; for any other model,
         `input_ids`, `attention_mask`, `position_ids` and `radix` of a `PaddedCollator`.
     """
     if not is_padded(batch):

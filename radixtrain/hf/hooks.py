@@ -73,7 +73,7 @@ class BackboneHooks:
     watch: SharingWatch
     report: SharingReport
     changed: str | None = None
-    drew: str = ""
+    drew: str | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BackboneHooks:
         """Copy the hooks; a copy of the backbone only does not copy the model around it."""
@@ -198,11 +198,8 @@ class BackboneHooks:
 
     def _ordinary(self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Upstream | None:
         """Return an ordinary batch that its decoder may share; None if it is not shared."""
-        call = None
-        if reason := self.changed or (backbone.training and self.drew):
-            self.report.count_unshared(reason)
-        else:
-            call = self.padded.begin(self.model, backbone, args, kwargs)
+        why_not = self.changed or (self.drew if backbone.training else None)
+        call = self.padded.begin(self.model, backbone, args, kwargs, why_not)
         if call is None:
             self.watch.count(backbone, bool(self.report.num_shared), self.report)
         return call

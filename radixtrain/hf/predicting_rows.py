@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from radixtrain.collators.misuse_guard import PREPARED
+from radixtrain.collators.misuse_guard import SHARED
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.head import hidden_rows, is_padded, logits_rows
@@ -67,16 +67,14 @@ class PredictingRows(NamedTuple):
 def forward_rows(model: nn.Module, batch: Mapping[str, Any], plain_head: bool) -> PredictingRows:
     """Run the model on a batch.
 
-    model: prepared for a batch of a `RadixCollator`, unprepared for one of a `PaddedCollator`.
+    model: shared for a batch of a `RadixCollator`, untouched for one of a `PaddedCollator`.
     batch: on the device of the model.
     plain_head: `has_plain_head(model)`, computed once for each model.
     """
     inputs = inputs_of(batch, token_loss=True)
     parts = parts_of(model)
-    if not is_padded(batch) and not hasattr(parts.backbone, PREPARED):  # it would attend from row to row
-        raise UserError(
-            f"{parts.name} got a radix batch, but it is not prepared: call model = radixtrain.prepare_model(model)"
-        )
+    if not is_padded(batch) and not hasattr(parts.backbone, SHARED):  # it would attend from row to row
+        raise UserError(f"{parts.name} got a radix batch, but it is not shared: call radixtrain.share_prefixes(model)")
     if plain_head:
         return PredictingRows(hidden_rows(parts, inputs), parts.head, Targets.of(batch))
     return PredictingRows(logits_rows(parts, inputs), None, Targets.of(batch))

@@ -58,7 +58,7 @@ def why_inexact(
     """Say what a model computes differently on unique tokens; None if nothing.
 
     head: computes logits from hidden states of unique tokens; None if it gets every token at its place.
-    progress: of the calls of the model. allowed: as `allow_dropout` of `prepare_model`.
+    progress: of the calls of the model. allowed: as `allow_dropout` of `share_prefixes`.
     drew: whether a pass moved a generator. OPT draws numbers that change nothing while its layerdrop is 0.
     shape: rows and tokens in each, of the padded batch.
 

@@ -1,7 +1,7 @@
 """Refuses what would change the gradient of this batch. Errors name the model or the layer, the reason and the fix.
 
 The model itself is judged in `conditions.py`; this file checks what depends on the batch or was added since: a
-trainer may add adapters with dropout, or noise on the embeddings, after `prepare_model`. What a layer requests of its
+trainer may add adapters with dropout, or noise on the embeddings, after `share_prefixes`. What a layer requests of its
 attention function is checked in `attention_interface.py`, random draws in `dropout.py`, adapters in `adapters.py`.
 
 Every tensor of an ordinary batch has one row per example, so trainers cut and join batches along the first axis: with
@@ -172,8 +172,18 @@ def check_generation(parts: Parts, longest: int) -> None:
     longest: tokens of the longest prompt and its answer, without the last one, which is never computed.
     """
     check_supported(parts, "generate")
+    check_length(parts, longest)
+
+
+def check_length(parts: Parts, longest: int) -> None:
+    """Refuse so many tokens of a sequence, if positions or chunks of the model do not reach so far."""
     _check_chunks(parts.decoder, longest)
     check_position(parts.decoder, longest - 1)
+    check_table(parts, longest)
+
+
+def check_table(parts: Parts, longest: int) -> None:
+    """Refuse so many tokens of a sequence, if the model has no position for the last ones."""
     table = positions_in_table(parts.decoder)
     if table is not None and longest > table:
         raise UserError(

@@ -95,7 +95,7 @@ class Scorer:
     def __call__(self, model: nn.Module, batch: Mapping[str, Any], plain_head: bool) -> list[Record]:
         """Make a record for each sequence of the batch, in order.
 
-        model: prepared for a batch of a `RadixCollator`, unprepared for one of a `PaddedCollator`.
+        model: shared for a batch of a `RadixCollator`, untouched for one of a `PaddedCollator`.
         batch: not merged, on the device of the model.
         plain_head: `has_plain_head(model)`, computed once for each model.
         """

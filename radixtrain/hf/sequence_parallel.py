@@ -197,7 +197,7 @@ class SplitLoss:
 
 
 class SplitModel:
-    """What a model of `prepare_model(model, sp_group=...)` does around its own call.
+    """What a model of `share_prefixes(model, sp_group=...)` does around its own call.
 
     parts: of the model. outer: what the user calls: the model, or PEFT's wrapper around it.
     """
@@ -285,7 +285,7 @@ class SplitModel:
 def _check_loss(parts: Parts) -> None:
     if parts.head is None:
         raise UserError(
-            f"sp_group: {parts.name} has no head, and each rank computes the loss of its own rows; prepare the model "
+            f"sp_group: {parts.name} has no head, and each rank computes the loss of its own rows; share the model "
             f"with its head"
         )
     if "num_items_in_batch" not in inspect.signature(parts.base.loss_function).parameters:

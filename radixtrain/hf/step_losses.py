@@ -18,7 +18,7 @@ from radixtrain.hf.third_party import is_hooked
 def step_losses(model: nn.Module, step: Step) -> Iterator[Tensor]:
     """Yield the terms of the mean loss of an optimizer step; the gradient of the step is the sum of theirs.
 
-    model: prepared by `prepare_model`, on the device of the step.
+    model: of `share_prefixes`, on the device of the step.
     step: what a `StepCollator` returned, with `merge_labels`.
 
     The loss is the cross-entropy. It is averaged over no ranks: with several, give this the model inside the wrapper of
@@ -43,7 +43,7 @@ def _check_model(model: nn.Module) -> None:
         base = pretrained_model_of(model)
     except TypeError:
         raise TypeError(
-            f"step_losses takes a prepared model, got {type(model).__name__}: give it the model inside (such as "
+            f"step_losses takes a shared model, got {type(model).__name__}: give it the model inside (such as "
             f"ddp.module), and average each .grad over the ranks after the last backward"
         ) from None
     if model is not base and is_hooked(model):

@@ -14,7 +14,7 @@ from typing import Any
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel, ConfigDict
 
-from radixtrain.hf.prepare import share_prefixes
+from radixtrain.hf.share import share_prefixes
 from radixtrain.plugins.trainer_callback import SharePrefixesCallback
 
 

@@ -161,7 +161,7 @@ def _share(model: Any, name: str, options: dict[str, Any]) -> tuple[LoadedModel,
 
     try:
         check_versions()
-        from radixtrain.hf.prepare import leave_refused_calls, share_prefixes, sharing_report
+        from radixtrain.hf.share import leave_refused_calls, share_prefixes, sharing_report
 
         leave_refused_calls(share_prefixes(model, **options))
         return LoadedModel(name), sharing_report(model)

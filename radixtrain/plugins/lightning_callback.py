@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning as L
 
-from radixtrain.hf.prepare import share_prefixes, sharing_report
+from radixtrain.hf.share import share_prefixes, sharing_report
 from radixtrain.plugins.from_pretrained import LoadedModel
 
 

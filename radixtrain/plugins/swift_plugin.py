@@ -10,7 +10,7 @@ from typing import Any
 
 from swift.callbacks import callbacks_map
 
-from radixtrain.hf.prepare import share_prefixes
+from radixtrain.hf.share import share_prefixes
 from radixtrain.plugins.from_pretrained import read_options
 from radixtrain.plugins.trainer_callback import SharePrefixesCallback
 

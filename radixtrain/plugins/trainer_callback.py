@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from radixtrain.hf.prepare import other_models, share_prefixes, sharing_report
+from radixtrain.hf.share import other_models, share_prefixes, sharing_report
 from radixtrain.plugins.from_pretrained import LoadedModel
 from radixtrain.screen import printable
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def log_sharing(trainer: Any) -> None:
     """Make a trainer log `r` beside its loss, to every tracker that it has, and print what was shared at the end.
 
-    trainer: a `transformers.Trainer` or one of TRL's, with a model from `prepare_model` or `share_prefixes`.
+    trainer: a `transformers.Trainer` or one of TRL's, with a model from `share_prefixes`.
 
     `r` is tokens per unique token of the model's calls in the training steps since the loss was last logged, without
     evaluations; each of several processes has its own. The last line covers all calls, as `sharing_report` does.
@@ -40,7 +40,7 @@ def log_sharing(trainer: Any) -> None:
 class SharingCallback(TrainerCallback):
     """Adds `r` to the logs of a trainer, for the callbacks after it, and prints what was shared when training ends.
 
-    models: prepared or shared models by name. The logged `r` is that of the first.
+    models: shared models by name. The logged `r` is that of the first.
     """
 
     def __init__(self, models: dict[str, nn.Module] | None = None) -> None:

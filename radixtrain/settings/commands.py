@@ -5,8 +5,8 @@ from typing import Annotated, Any, ClassVar
 
 from radixtrain.errors import UserError
 from radixtrain.settings.data import DataSettings
+from radixtrain.settings.fields import FINITE, TINY, Limits, Section
 from radixtrain.settings.model import ModelSettings
-from radixtrain.settings.section import FINITE, TINY, Limits, Section
 from radixtrain.settings.trainer import TrainerSettings
 
 Count = Annotated[int, Limits(1)]
@@ -24,7 +24,7 @@ class AnswerSettings(Section):
     do_sample: draw tokens, with the same seed each time; false takes the most likely one.
     temperature: of sampling; null is the model's own.
     generation_kwargs: more of Hugging Face's `GenerationConfig`, such as `{top_p: 0.9, stop_strings: ["###"]}`.
-    batch_size: prompts at once; null leaves it to radixtrain, and is 32 with `dedup: false`.
+    batch_size: prompts at once; null chooses it: at most 256, 32 if each prompt has to be computed by itself.
     """
 
     SECTION: ClassVar[str] = "evaluate_generation"
@@ -44,26 +44,13 @@ class AnswerSettings(Section):
             raise UserError("evaluate_generation.pattern needs evaluate_generation.metric: regex")
 
 
-# A key that another one fills in -> that other one; only that one can be set.
-LINKS = {
-    "trainer.default_root_dir": "output_dir",
-    "model.dedup": "dedup",
-    "data.dedup": "dedup",
-    "data.sp_size": "sp_size",
-    "data.seed": "seed_everything",
-    "data.model_name_or_path": "model.model_name_or_path",
-    "data.predict_unlabelled": "model.scores",
-    "data.predict_prompts": "model.generate",
-}
-
-
 @dataclass(kw_only=True)
 class Run(Section):
     """A command that reads a model and rows.
 
     output_dir: where checkpoints, logs and the model go.
     dedup: false runs the ordinary baseline: stock attention, padded batches.
-    overwrite: replace the run that is in output_dir.
+    overwrite: begin a new run in output_dir; the folder of the run that is there is renamed, to NAME.1 and so on.
     save_every_steps: optimizer steps between two checkpoints.
     save_every_minutes: minutes between two; the end of an epoch or the run writes one too.
     save_total_limit: checkpoints that are kept, besides the best one.

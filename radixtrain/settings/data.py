@@ -5,7 +5,7 @@ from datetime import datetime
 from typing import Annotated, Any, ClassVar, Literal
 
 from radixtrain.errors import UserError
-from radixtrain.settings.section import FINITE, LARGEST, Limits, Section
+from radixtrain.settings.fields import FINITE, LARGEST, FilledBy, Limits, Section
 
 Files = str | list[str | dict[str, Any]] | None
 Count = Annotated[int, Limits(1, LARGEST)]
@@ -91,7 +91,7 @@ class DataSettings(Section):
     template_date: str | None = None
     shuffle_dataset: bool = True
     group_by_prefix: bool | int = False
-    seed: Annotated[int, Limits(0, 2**32 - 1)] = 42
+    seed: Annotated[int, Limits(0, 2**32 - 1), FilledBy("seed_everything")] = 42
     min_shared_tokens: Count = 4
     shared_targets: Literal["every", "once"] = "every"
     pad_to_multiple_of: Count | None = None
@@ -99,11 +99,11 @@ class DataSettings(Section):
     cache_dir: str | None = None
     overwrite_cache: bool = False
     dataloader_num_workers: Annotated[int, Limits(0, MOST_PROCESSES)] = 1
-    model_name_or_path: str | None = None
-    dedup: bool = True
-    sp_size: Count = 1
-    predict_unlabelled: bool = False
-    predict_prompts: bool = False
+    model_name_or_path: Annotated[str | None, FilledBy("model.model_name_or_path")] = None
+    dedup: Annotated[bool, FilledBy("dedup")] = True
+    sp_size: Annotated[int, Limits(1, LARGEST), FilledBy("sp_size")] = 1
+    predict_unlabelled: Annotated[bool, FilledBy("model.scores")] = False
+    predict_prompts: Annotated[bool, FilledBy("model.generate")] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

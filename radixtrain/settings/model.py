@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from radixtrain.errors import UserError
-from radixtrain.settings.section import BELOW_1, LARGEST, Limits, Section
+from radixtrain.settings.fields import BELOW_1, LARGEST, FilledBy, Limits, Section
 
 LARGEST_FLOAT = 1e38  # below the largest float32, since torch converts these numbers
 Number = Annotated[float, Limits(0, LARGEST_FLOAT, "from 0 to 1e+38")]
@@ -92,7 +92,7 @@ class ModelSettings(Section):
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
     bnb_4bit_compute_dtype: Literal["float32", "bfloat16"] | None = None
     bnb_4bit_use_double_quant: bool = False
-    dedup: bool = True
+    dedup: Annotated[bool, FilledBy("dedup")] = True
     verify_first_batch: bool = False
     scores: list[str] | str | None = None
     next_tokens: list[str] | None = None

@@ -1,12 +1,12 @@
 """The section `trainer`: the keys of Lightning's trainer, with what they do here."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from radixtrain.settings.section import FINITE, TINY, Limits, Section
+from radixtrain.errors import UserError
+from radixtrain.settings.fields import FINITE, TINY, Limits, Section
 
-# A name, or `class_path` and `init_args` of a class; `commands/classes.py` says which.
-Named = str | dict[str, Any]
+LoggerName = Literal["csv", "wandb", "tensorboard", "mlflow", "trackio"]
 Batches = int | float | None
 
 
@@ -14,16 +14,15 @@ Batches = int | float | None
 class TrainerSettings(Section):
     """How a run goes through its steps: arguments of Lightning's trainer. radixtrain fills in what is not here.
 
-    logger: wandb, trackio, swanlab, tensorboard, csv or none; a CSV file without it. A class of Lightning, or a list,
-        too; its options are `trainer.logger.NAME`.
+    logger: csv, wandb, tensorboard, mlflow, trackio or none. Or a list. The CSV file is written with each of them.
+    project: of wandb and trackio, and the experiment of mlflow; null takes that of their environment, or radixtrain.
+    run_name: of wandb, trackio and mlflow; null takes the name of output_dir.
     accelerator: cpu or cuda; auto takes CUDA if available.
-    strategy: ddp or fsdp2 for several devices; auto is ddp there. Or a class of Lightning.
+    strategy: ddp or fsdp2 for several devices; auto is ddp there.
     devices: how many, a list of their numbers, or auto for all; torchrun and srun set it by their processes.
     num_nodes: machines; torchrun and srun set it.
     precision: or bf16-mixed, bf16-true, 64-true. The first word is the dtype of products, and of the weights if true
         follows; mixed keeps the weights in 32 bits.
-    callbacks: EarlyStopping, ModelCheckpoint, ...: a class of Lightning, or a list; options of the last one are
-        `trainer.callbacks.NAME`.
     fast_dev_run: a single step, or this many, to try a configuration.
     max_epochs: passes over the data, if max_steps is not set either. -1 has no end.
     min_epochs: passes before anything may end the run.
@@ -43,28 +42,23 @@ class TrainerSettings(Section):
     enable_checkpointing: false writes no checkpoint.
     enable_progress_bar: a bar on a terminal, single lines in a file.
     enable_model_summary: print the layers of the model.
-    accumulate_grad_batches: must be 1: data.batch_size is the batch of the whole optimizer step.
-    gradient_clip_val: must be null: model.max_grad_norm does it.
-    gradient_clip_algorithm: has no effect: model.max_grad_norm does it.
     deterministic: use only operations that give the same bits each time; warn names those that do not.
     benchmark: let cuDNN try its algorithms and use the fastest; not with deterministic.
     inference_mode: evaluate in torch.inference_mode, otherwise in torch.no_grad.
-    use_distributed_sampler: has no effect: radixtrain divides each step among the devices.
-    profiler: simple, advanced or pytorch, or a class of Lightning.
+    profiler: measures where the time goes.
     detect_anomaly: look for the operation that made a NaN in the backward pass; slow.
-    barebones: must be false: a run logs its steps and saves them.
-    plugins: a class of Lightning, or a list, for clusters and files.
     sync_batchnorm: average the statistics of batch norms over the devices.
     reload_dataloaders_every_n_epochs: create the DataLoaders again after this many.
     enable_autolog_hparams: give the loggers the settings of model and data.
-    model_registry: a name in Lightning's registry of models.
     """
 
     SECTION: ClassVar[str] = "trainer"
 
-    logger: Named | list[Named] | bool | None = None
-    accelerator: Named = "auto"
-    strategy: Named = "auto"
+    logger: LoggerName | Literal["none"] | list[LoggerName] = "csv"
+    project: str | None = None
+    run_name: str | None = None
+    accelerator: Literal["auto", "cpu", "cuda", "gpu"] = "auto"
+    strategy: str = "auto"
     devices: list[int] | str | int = 1
     num_nodes: int = 1
     precision: (
@@ -72,7 +66,6 @@ class TrainerSettings(Section):
         | Literal["32-true", "64-true", 64, 32, 16, "64", "32", "16", "bf16"]
         | None
     ) = None
-    callbacks: Named | list[Named] | None = None
     fast_dev_run: int | bool = False
     max_epochs: int | None = None
     min_epochs: int | None = None
@@ -91,18 +84,18 @@ class TrainerSettings(Section):
     enable_checkpointing: bool | None = None
     enable_progress_bar: bool | None = None
     enable_model_summary: bool | None = False
-    accumulate_grad_batches: int = 1
-    gradient_clip_val: int | float | None = None
-    gradient_clip_algorithm: str | None = None
     deterministic: bool | Literal["warn"] | None = None
     benchmark: bool | None = None
     inference_mode: bool = True
-    use_distributed_sampler: bool = True
-    profiler: Named | None = None
+    profiler: Literal["simple", "advanced", "pytorch"] | None = None
     detect_anomaly: bool = False
-    barebones: bool = False
-    plugins: Named | list[Named] | None = None
     sync_batchnorm: bool = False
     reload_dataloaders_every_n_epochs: Annotated[int, Limits(0)] = 0
     enable_autolog_hparams: bool = True
-    model_registry: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if str(self.precision) in ("16", "16-mixed", "16-true"):
+            raise UserError(
+                f"trainer.precision {self.precision}: float16 needs a loss scale; use bf16-mixed or 32-true"
+            )

@@ -18,9 +18,9 @@ from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predicting_rows import forward_rows
-from radixtrain.hf.prepare import options_of, share_prefixes
 from radixtrain.hf.rounded_updates import warn_of_rounding
 from radixtrain.hf.scores import Scorer, check_scores, named_scores
+from radixtrain.hf.share import options_of, share_prefixes
 from radixtrain.settings.model import ModelSettings
 from radixtrain.training.answers.answering import check_answering
 from radixtrain.training.answers.predictions import PredictedAnswers, scored_records, scorer_of
@@ -87,7 +87,7 @@ class RadixModule(L.LightningModule):
         check_scores(self.scores, self.hparams.next_tokens)
 
     def configure_model(self) -> None:
-        """Load and prepare the model, and examine its head, once, before a checkpoint is restored into it."""
+        """Load and share the model, and examine its head, once, before a checkpoint is restored into it."""
         if self.model is None:
             self.model = load_trainable(self.hparams)
             self.plain_head = has_plain_head(self.model)
@@ -114,8 +114,7 @@ class RadixModule(L.LightningModule):
         if isinstance(data, SFTData) and stage == "fit":
             self.steps_per_epoch = data.steps_per_epoch
         if stage == "predict" and self.hparams.generate:
-            options, dedup = self.answers.options, self.hparams.dedup
-            check_answering(self.model, data.tokenizer(), data.first_prompt(), options, dedup)
+            check_answering(self.model, data.tokenizer(), data.first_prompt(), self.answers.options)
         elif stage == "predict":
             self.scorer = scorer_of(self.hparams)
 
@@ -180,7 +179,7 @@ class RadixModule(L.LightningModule):
         assert self.model is not None
         if not isinstance(step, Step):
             trainer: Any = self.trainer
-            return self.answers.records(self.model, step, trainer.datamodule.tokenizer(), self.hparams.dedup)
+            return self.answers.records(self.model, step, trainer.datamodule.tokenizer())
         self.scorer = self.scorer or scorer_of(self.hparams)
         return scored_records(self.scorer, self.model, step, self._has_plain_head())
 

@@ -2,7 +2,7 @@
 
 It moves as a tensor does, so that a DataLoader, Accelerate, Lightning and `{name: x.to(device)}` move it too. What
 moves only tensors (Hugging Face's `Trainer`, DistributedDataParallel, FSDP) passes it on as it is, and the hook of a
-prepared model moves it. All that goes to a device is one tensor, so moving is one copy. Everything that the host has to
+shared model moves it. All that goes to a device is one tensor, so moving is one copy. Everything that the host has to
 know for a kernel launch was computed in the DataLoader worker and stays on the host: on a device, nothing is read back.
 
 T packed tokens, U unique rows, B sequences, R rows that predict, P predictions.
@@ -31,7 +31,7 @@ def _section(name: str) -> Any:
 
 @dataclass(eq=False, kw_only=True)
 class RadixInputs(Movable):
-    """What a prepared model and radixtrain's losses read from a batch.
+    """What a shared model and radixtrain's losses read from a batch.
 
     rows: int32, the only tensor that moves: the bits of all others, back to back, int64 first.
     sections: where each of the others is in `rows`, and its dtype.

@@ -22,8 +22,8 @@ from radixtrain.collators.targets import features_once
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import pretrained_model_of
 from radixtrain.hf.dropout import without_dropout
-from radixtrain.hf.prepare import check_takes_collated, options_of, restore_model, share_prefixes
 from radixtrain.hf.refusals import added_losses
+from radixtrain.hf.share import check_takes_collated, options_of, restore_model, share_prefixes
 from radixtrain.verification.oracle import (
     Arm,
     Features,
@@ -55,7 +55,7 @@ def verify_equivalence(
 ) -> EquivalenceReport:
     """Compare the loss and the gradients of a radix batch with those of the ordinary model.
 
-    model: a `PreTrainedModel` or PEFT model, prepared or not. It is unchanged afterwards, and has no gradients. While
+    model: a `PreTrainedModel` or PEFT model, shared or not. It is unchanged afterwards, and has no gradients. While
         it computes in float64 it takes 24 bytes for each trained parameter and 8 for each frozen one.
     features: as a `RadixCollator` takes them; at least one token must bear loss.
     attention, kernel: as for `share_prefixes`. A kernel that takes only 16-bit tensors is used only on 16-bit rungs.
@@ -91,7 +91,7 @@ def verify_arms(
 ) -> EquivalenceReport:
     """Compare as `verify_equivalence` does, but with other ways to compute the two losses, such as a trainer's own.
 
-    ordinary, radix: yield the terms of the loss, of the model as it came from Hugging Face and of the prepared model.
+    ordinary, radix: yield the terms of the loss, of the model as it came from Hugging Face and of the shared model.
     autocast: the dtype of mixed precision, which is then the last rung.
     """
     own = str(autocast or _own_dtype(model)).removeprefix("torch.")

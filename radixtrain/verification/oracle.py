@@ -2,7 +2,7 @@
 
     truth      the unmodified model in float64, one sequence at a time: no padding, no packing, no plan
     ordinary   the unmodified model in the precision of the training, on the padded batch that a trainer would make
-    radix      the prepared model in that precision, on a batch of unique tokens
+    radix      the shared model in that precision, on a batch of unique tokens
 
 Ordinary differs from truth only by rounding, so it says how far radix may be from the truth. Hugging Face computes
 norms, rotary embeddings, router weights and losses in float32 whatever the dtype of the model is. Then a float64 model
@@ -57,7 +57,7 @@ def gradients_of(model: nn.Module, arm: Arm) -> Gradients:
 
 
 def float64_truth(model: nn.Module, features: Features) -> Gradients:
-    """Compute the truth: `ordinary_one_by_one` in float64. `model` must not be prepared; its weights are restored."""
+    """Compute the truth: `ordinary_one_by_one` in float64. `model` must not be shared; its weights are restored."""
     with float64_throughout(model):
         return gradients_of(model, lambda: ordinary_one_by_one(model, features))
 
@@ -105,7 +105,7 @@ def ordinary_padded(model: nn.Module, features: Features) -> Iterator[Tensor]:
 
 
 def radix_batch(model: nn.Module, batch: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yield the loss that a prepared model returns."""
+    """Yield the loss that a shared model returns."""
     device = next(model.parameters()).device
     yield model(**{name: x.to(device) for name, x in batch.items()}).loss
 

@@ -61,7 +61,7 @@ from trl import (
 )
 from trl.experimental.kto import KTOConfig, KTOTrainer
 
-from radixtrain import RadixCollator, build_prefix_plan, prepare_model, share_prefixes, sharing_report
+from radixtrain import RadixCollator, build_prefix_plan, share_prefixes, sharing_report
 from radixtrain.hf.backbone import backbone_of, model_inside
 from radixtrain.tree.plan import PrefixPlan
 
@@ -175,13 +175,12 @@ def dpo(bench: Bench, share: Share) -> tuple[Step, nn.Module]:
 
 
 def collator(bench: Bench, share: Share) -> tuple[Step, nn.Module]:
-    """Hugging Face's Trainer, by `RadixCollator` and `prepare_model` in place of `share_prefixes`."""
+    """Hugging Face's Trainer, whose collator is a `RadixCollator` if the model shares."""
     tokenized = bench.tokenizer([row["prompt"] + row["chosen"] for row in bench.texts()])["input_ids"]
     asked = bench.shared + QUESTION
     rows = [{"input_ids": ids, "labels": [-100] * asked + ids[asked:]} for ids in tokenized]
-    is_ours = share is share_prefixes
-    model = (prepare_model if is_ours else share)(bench.language_model())
-    collate = RadixCollator() if is_ours else DataCollatorForSeq2Seq(bench.tokenizer)
+    model = share(bench.language_model())
+    collate = RadixCollator() if share is share_prefixes else DataCollatorForSeq2Seq(bench.tokenizer)
     arguments = TrainingArguments(**bench.settings)
     return step_of(Trainer(model, arguments, train_dataset=Dataset.from_list(rows), data_collator=collate))
 
@@ -261,7 +260,7 @@ TRAINERS: dict[str, tuple[Build, bool]] = {
 
 # Every way in; GRPO and RLOO also with the generation of their completions.
 WAYS: dict[str, Build] = {
-    "`RadixCollator` and `prepare_model`": collator,
+    "`RadixCollator`": collator,
     "`share_prefixes`, SFT": sft,
     "`share_prefixes`, DPO": dpo,
     "`share_prefixes`, reward model": reward,
@@ -316,7 +315,7 @@ def cpu_seconds(step: Step, model: nn.Module) -> float:
 # How Hugging Face's Trainer trains on every token: what is done to the model, and its collator.
 EVERY_TOKEN: dict[str, tuple[Share, Any]] = {
     "untouched": (lambda model: model, DataCollatorForSeq2Seq),
-    "`RadixCollator`": (prepare_model, lambda tokenizer: RadixCollator()),
+    "`RadixCollator`": (share_prefixes, lambda tokenizer: RadixCollator()),
     "`share_prefixes`": (share_prefixes, DataCollatorForSeq2Seq),
 }
 

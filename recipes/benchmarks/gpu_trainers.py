@@ -10,7 +10,7 @@ weights and rows, which `gpu_parts/real.py` describes. Clock, parts and files ar
 | part      | seconds | what                                                                                   |
 |-----------|---------|----------------------------------------------------------------------------------------|
 | `profile` | 20      | kernels of the last step of `grpo`, and how long the device waits in it                |
-| `hf`      | 60      | Hugging Face's Trainer: padded, padding-free, and with RadixCollator and prepare_model |
+| `hf`      | 60      | Hugging Face's Trainer: padded, padding-free, and with RadixCollator and share_prefixes |
 | `sft`     | 80      | TRL's SFTTrainer: padded, padding_free, packing, and the same two lines                |
 | `real`    | 100     | SmolLM2-135M-Instruct on banking77, to its accuracy on the test rows                   |
 | `dpo`     | 40      | TRL's DPOTrainer, and with share_prefixes                                              |

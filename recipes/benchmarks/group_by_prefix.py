@@ -28,7 +28,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 from transformers.utils.logging import disable_progress_bar
 
-from radixtrain import prepare_model
+from radixtrain import share_prefixes
 from radixtrain.collators.prefix_sampler import GroupedOrder
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.collators.token_row import TokenRow
@@ -93,7 +93,7 @@ def train(
     start: Path, rows: list[list[TokenRow]], held_out: Any, order: GroupedOrder, seed: int, options: Any
 ) -> nn.Module:
     """The trained model; prints its lines of the table."""
-    model = prepare_model(AutoModelForCausalLM.from_pretrained(start).train())
+    model = share_prefixes(AutoModelForCausalLM.from_pretrained(start).train())
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.01)
     num_steps = options.epochs * -(-len(rows) // options.batch_size)
     schedule = get_cosine_schedule_with_warmup(optimizer, num_steps // 20, num_steps)

@@ -6,7 +6,7 @@
 
 `time`: 32 conversations of the file, if one is given, and 32 sequences in a tree of three levels. These alternate: one
 process, while the others wait; data parallelism, divided as `fit` divides a step; and the split of
-`prepare_model(sp_group=...)`. The last two average their gradients with DDP. The gradients of all three are compared
+`share_prefixes(sp_group=...)`. The last two average their gradients with DDP. The gradients of all three are compared
 before a time is taken. The table has the median, lowest and highest ratio of a turn, for the slowest rank: in
 wall-clock time, which needs an idle machine with a core for each rank, and in CPU time, in which waiting does not
 count. The ideal is the ratio of the floating-point operations of the busiest rank: communication costs nothing in it.
@@ -33,7 +33,7 @@ from flops import costs_of, unique_flops
 from step import ModelShape, build_model, random_rows, work_of
 from torch.nn.parallel import DistributedDataParallel
 
-from radixtrain import RadixCollator, prepare_model
+from radixtrain import RadixCollator, share_prefixes
 from radixtrain.collators.steps import StepCollator
 from radixtrain.collators.token_row import IGNORE_INDEX
 from radixtrain.data.chat import ChatEncoder
@@ -122,9 +122,9 @@ def arms_of(model: Any, shape: ModelShape, rows: Rows) -> dict[str, Arm]:
     rank, size = dist.get_rank(), dist.get_world_size()
     whole = StepCollator(merge_labels=False, min_shared_tokens=4)(rows)
     share = StepCollator(merge_labels=False, min_shared_tokens=4, rank=rank, num_ranks=size)(rows)
-    one = prepare_model(deepcopy(model))
-    split = DistributedDataParallel(prepare_model(deepcopy(model), sp_group=dist.group.WORLD))
-    data_parallel = DistributedDataParallel(prepare_model(deepcopy(model)))
+    one = share_prefixes(deepcopy(model))
+    split = DistributedDataParallel(share_prefixes(deepcopy(model), sp_group=dist.group.WORLD))
+    data_parallel = DistributedDataParallel(share_prefixes(deepcopy(model)))
 
     def run(model: Any, step: Any, num_items: float) -> None:
         (batch,) = step.micro_batches
@@ -177,7 +177,7 @@ def peak_of(shape: ModelShape, batch: dict[str, Any], size: int) -> float:
     group, peak = dist.new_group(list(range(size))), torch.zeros(())
     if dist.get_rank() < size:
         model = build_model(shape, CPU, torch.float32)
-        prepare_model(model, sp_group=group if size > 1 else None)
+        share_prefixes(model, sp_group=group if size > 1 else None)
         peak += peak_bytes(lambda: model(**batch).loss.backward(), CPU)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     return peak.item()

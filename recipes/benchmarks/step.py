@@ -39,7 +39,7 @@ from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.errors import UserError
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predicting_rows import forward_rows
-from radixtrain.hf.prepare import prepare_model, restore_model
+from radixtrain.hf.share import restore_model, share_prefixes
 from radixtrain.timing import added_bytes, header, seconds_in_turns
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 from radixtrain.tree.radix_inputs import radix_of
@@ -222,7 +222,7 @@ class Arm:
         if self.attention is None:
             restore_model(model)
         else:
-            prepare_model(model, attention=self.attention, kernel=self.kernel)
+            share_prefixes(model, attention=self.attention, kernel=self.kernel)
 
     def step(self, work: Work) -> Step:
         return work.ordinary if self.attention is None else work.radix

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3 import modeling_qwen3
 
-from radixtrain import RadixCollator, position_wise, prepare_model, restore_model
+from radixtrain import RadixCollator, position_wise, restore_model, share_prefixes
 from radixtrain.hf.predicting_rows import inputs_of
 from radixtrain.timing import environment
 
@@ -117,7 +117,7 @@ def radix_pass(
 
     change: damages the batch, to find out what a comparison can see.
     """
-    prepare_model(model, attention=attention)
+    share_prefixes(model, attention=attention)
     model.zero_grad(set_to_none=True)
     collate = RadixCollator(token_loss=True)  # `logits.sum()` is a sum over tokens, as the model's loss is
     batch = collate([{"input_ids": ids, "labels": ids} for ids in sequences])

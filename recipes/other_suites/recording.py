@@ -142,7 +142,7 @@ def share_in_trainers() -> None:
     """Share the model that a trainer gets also if it was not loaded but made from a configuration."""
     from transformers import PreTrainedModel, Trainer
 
-    from radixtrain.hf.prepare import prepared_options
+    from radixtrain.hf.share import prepared_options
     from radixtrain.plugins.from_pretrained import _share, read_options
 
     ordinary, options = Trainer.__init__, read_options()

@@ -15,7 +15,7 @@ import torch._dynamo
 from tiers import FULL
 from torch._dynamo.utils import counters
 
-from radixtrain import RadixCollator, prepare_model
+from radixtrain import RadixCollator, share_prefixes
 from radixtrain.hf.third_party import code_to_try
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import float64_throughout, gradients_of
@@ -62,7 +62,7 @@ def test_one_compilation_for_every_size(tiny_qwen3: Callable[..., Any]) -> None:
     compiled = torch.compile(model, dynamic=True, backend="aot_eager")
     graphs = []
     for attention in ("cascade", "path"):
-        prepare_model(model, attention=attention)
+        share_prefixes(model, attention=attention)
         for length in PROMPTS:
             assert_the_same(compiled, model, batch_of(length))
             graphs.append(counters["stats"]["unique_graphs"])
@@ -75,7 +75,7 @@ def test_one_compilation_for_every_size(tiny_qwen3: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("attention", ["cascade", "path", "expand"])
 def test_layers_are_one_graph(tiny_qwen3: Callable[..., Any], attention: str, checkpointing: bool) -> None:
     """For all layers and batches, without a break; exact in float64."""
-    model = prepare_model(tiny_qwen3(num_hidden_layers=3), attention=attention).double()
+    model = share_prefixes(tiny_qwen3(num_hidden_layers=3), attention=attention).double()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     batches = map(batch_of, PROMPTS)
@@ -95,7 +95,7 @@ def test_layers_share_their_graphs(tiny_qwen3: Callable[..., Any]) -> None:
     for layers in (2, 6):
         torch._dynamo.reset()
         counters.clear()
-        model = prepare_model(tiny_qwen3(num_hidden_layers=layers))
+        model = share_prefixes(tiny_qwen3(num_hidden_layers=layers))
         torch.compile(model, dynamic=True, backend="eager")(**batch_of(9))  # graphs are counted before any backend
         graphs.append(counters["stats"]["unique_graphs"])
     assert 0 < graphs[0] == graphs[1], graphs
@@ -106,7 +106,7 @@ def test_layers_share_their_graphs(tiny_qwen3: Callable[..., Any]) -> None:
 @pytest.mark.usefixtures("free_forks")
 def test_layers_with_a_state(tiny_hybrid: Callable[..., Any], checkpointing: bool) -> None:
     """After the first two batches nothing is compiled for another tree; ordinary batches in between."""
-    model = prepare_model(tiny_hybrid("Qwen3.5"))
+    model = share_prefixes(tiny_hybrid("Qwen3.5"))
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     compiled = torch.compile(model, dynamic=True, backend="eager")
@@ -124,6 +124,6 @@ def test_a_compiled_model_with_a_state_generates(tiny_hybrid: Callable[..., Any]
     model = tiny_hybrid("Qwen3.5").double().eval()
     ids = torch.arange(12).view(2, 6) + 3
     stock = model.generate(input_ids=ids, max_new_tokens=4, do_sample=False, eos_token_id=None)
-    prepare_model(model).compile(backend="eager", dynamic=True)
+    share_prefixes(model).compile(backend="eager", dynamic=True)
     model(**batch_of(9))
     assert torch.equal(model.generate(input_ids=ids, max_new_tokens=4, do_sample=False, eos_token_id=None), stock)

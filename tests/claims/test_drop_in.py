@@ -1,7 +1,7 @@
 """The drop-in: other people's trainers, each with its own padded batches and with ours. Loss and grad_norm per step.
 
 The baseline has the trainer's stock collator and a model that was never prepared; the other run has `RadixCollator` and
-`prepare_model`, and nothing else differs. How a trainer averages over accumulated micro-batches is its own affair, and
+`share_prefixes`, and nothing else differs. How a trainer averages over accumulated micro-batches is its own affair, and
 the same in both. Numbers are compared unrounded: a Trainer prints four digits, its `log_history` keeps them all.
 
 All runs compute in float64. What trainers do with a batch besides, cut it or spread it over devices, is refused with
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from trainer_loop import Stream
 
-from radixtrain import RadixCollator, prepare_model
+from radixtrain import RadixCollator, share_prefixes
 from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.errors import UserError
 from radixtrain.hf.refusals import check_one_device
@@ -280,7 +280,7 @@ def drop_in(tiny_qwen3, tmp_path) -> Callable[..., float]:
     def run(train: Any, rows: Any, other: Any = None) -> float:
         with float64_arithmetic():
             padded = train(tiny_qwen3().double(), stock_collator(), rows, tmp_path)
-            radix = (other or train)(prepare_model(tiny_qwen3().double()), RadixCollator(), rows, tmp_path)
+            radix = (other or train)(share_prefixes(tiny_qwen3().double()), RadixCollator(), rows, tmp_path)
         assert radix.shape == padded.shape == (STEPS, 2)
         return float(np.abs(radix / padded - 1).max())
 
@@ -316,7 +316,7 @@ def test_wrong_normalisation_is_seen(drop_in, rows):
 def test_model_that_is_not_prepared_is_refused(tiny_qwen3, rows, tmp_path, trainer):
     """In a process that has prepared no model."""
     end_watch()
-    with pytest.raises(UserError, match="Qwen3ForCausalLM got a batch of RadixCollator, but it is not prepared: call"):
+    with pytest.raises(UserError, match="Qwen3ForCausalLM got a batch of RadixCollator, but it is not shared: call"):
         TRAINERS[trainer](tiny_qwen3(), RadixCollator(), rows, tmp_path)
 
 
@@ -335,7 +335,7 @@ def test_model_that_is_not_prepared_is_refused(tiny_qwen3, rows, tmp_path, train
 def test_a_batch_that_a_trainer_cuts_is_refused_with_the_fix(tiny_qwen3, rows, tmp_path, data, config):
     with pytest.raises(UserError, match=r'accelerator_config=\{"dispatch_batches": False\}'):
         hugging_face(
-            prepare_model(tiny_qwen3()), RadixCollator(), data(rows), tmp_path, max_steps=4, accelerator_config=config
+            share_prefixes(tiny_qwen3()), RadixCollator(), data(rows), tmp_path, max_steps=4, accelerator_config=config
         )
 
 
@@ -343,7 +343,7 @@ def test_a_batch_that_a_trainer_cuts_is_refused_with_the_fix(tiny_qwen3, rows, t
 @pytest.mark.parametrize(("data", "configuration"), [(Stream, {}), (list, {"dispatch_batches": True})])
 def test_a_batch_that_accelerate_cuts_is_refused_with_the_fix(tiny_qwen3, rows, tmp_path, data, configuration):
     with pytest.raises(UserError, match=r"DataLoaderConfiguration\(dispatch_batches=False\)"):
-        accelerate(prepare_model(tiny_qwen3()), RadixCollator(), data(rows), tmp_path, **configuration)
+        accelerate(share_prefixes(tiny_qwen3()), RadixCollator(), data(rows), tmp_path, **configuration)
 
 
 def test_data_parallel_is_refused():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from radixtrain import RadixCollator, prepare_model
+from radixtrain import RadixCollator, share_prefixes
 
 NESTED = [[1, 1, 2, 2, 3], [1, 1, 2, 2, 4, 4], [1, 1, 2, 5], [2, 2, 1], [2, 2, 3, 3], [2, 2, 3, 4], [5, 1]]
 FEATURES = [{"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in NESTED]
@@ -22,7 +22,7 @@ FEATURES = [{"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in NESTED]
 @pytest.mark.parametrize("attention", ["cascade", "path", "expand"])
 def test_cuda_itself_does_not_wait(tiny_qwen3: Callable[..., Any], attention: str) -> None:
     """CUDA raises if the host would wait. The first step compiles and fills caches, and may."""
-    model = prepare_model(tiny_qwen3().to("cuda", torch.bfloat16).train(), attention=attention)
+    model = share_prefixes(tiny_qwen3().to("cuda", torch.bfloat16).train(), attention=attention)
     lightning_module = pytest.importorskip("radixtrain.training.module", reason="pip install lightning")
     module = lightning_module.RadixModule("unused")
     module.model = model

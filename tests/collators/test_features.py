@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tiers import cases
 from transformers import PreTrainedTokenizerFast, Trainer
 
-from radixtrain import RadixCollator, prepare_model
+from radixtrain import RadixCollator, share_prefixes
 from radixtrain.collators.features import HARMLESS, token_rows
 from radixtrain.collators.steps import PaddedCollator, StepCollator
 from radixtrain.testing import ragged_batches
@@ -361,7 +361,7 @@ def test_trl_makes_labels_for_every_kind_of_row(kind: str, tiny_qwen3: Any, tmp_
 
     def batch_of(collator: Any) -> tuple[dict[str, Any], Any]:
         trainer = SFTTrainer(
-            model=prepare_model(tiny_qwen3()),
+            model=share_prefixes(tiny_qwen3()),
             args=SFTConfig(**arguments(tmp_path, max_length=None, **options)),
             data_collator=collator,
             train_dataset=Dataset.from_list(rows),

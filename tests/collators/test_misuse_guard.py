@@ -1,4 +1,4 @@
-"""A radix batch for a model that was not prepared is an error that names it, before it computes; nothing else is."""
+"""A radix batch for a model that was not shared is an error that names it, before it computes; nothing else is."""
 
 import copy
 import pickle
@@ -12,7 +12,7 @@ from tiers import FULL, cases
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from radixtrain import RadixCollator, prepare_model, restore_model
+from radixtrain import RadixCollator, restore_model, share_prefixes
 from radixtrain.collators.misuse_guard import check_not_dispatched, end_watch
 from radixtrain.collators.steps import StepCollator
 from radixtrain.errors import UserError
@@ -20,7 +20,7 @@ from radixtrain.verification.oracle import float64_throughout
 
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [7, 8, 9, 3])]
 MESSAGE = (
-    r"Qwen3ForCausalLM got a batch of RadixCollator, but it is not prepared: call model = .*prepare_model\(model\)"
+    r"Qwen3ForCausalLM got a batch of RadixCollator, but it is not shared: call radixtrain.share_prefixes\(model\)"
 )
 
 
@@ -101,25 +101,25 @@ def test_refused_before_it_computes_and_prepared(tiny_qwen3: Callable[..., Any],
         with pytest.raises(UserError, match=MESSAGE):
             wrapped(**batch)
     assert not ran
-    prepared = WRAPPERS[name](prepare_model(tiny_qwen3()))
+    prepared = WRAPPERS[name](share_prefixes(tiny_qwen3()))
     assert prepared(**batch).loss.isfinite()
     assert not is_watching()
 
 
 def test_another_model_was_prepared(tiny_qwen3: Callable[..., Any]) -> None:
     """The watch is one hook, until a prepared model gets a batch."""
-    prepare_model(tiny_qwen3())
+    share_prefixes(tiny_qwen3())
     RadixCollator()
     StepCollator(max_tokens=8)(FEATURES)
     assert num_hooks() == 1
-    for model in (tiny_qwen3(), restore_model(prepare_model(tiny_qwen3()))):
+    for model in (tiny_qwen3(), restore_model(share_prefixes(tiny_qwen3()))):
         with pytest.raises(UserError, match=MESSAGE):
             model(**RadixCollator()(FEATURES))
 
 
 def test_the_watch_ends_when_a_prepared_model_gets_a_batch(tiny_qwen3: Callable[..., Any]) -> None:
-    """Called by its backbone too, and in a process that has not prepared it."""
-    model = prepare_model(tiny_qwen3())
+    """Called by its backbone too, and in a process that has not shared it."""
+    model = share_prefixes(tiny_qwen3())
     for call in (model, model.model, pickle.loads(pickle.dumps(model))):
         batch = RadixCollator()(FEATURES)
         assert is_watching()
@@ -149,7 +149,7 @@ class Late(Own):
     """Prepares its model when it is first called."""
 
     def forward(self, **batch: Any) -> Any:
-        assert prepare_model(self.model)(**batch).loss.isfinite()
+        assert share_prefixes(self.model)(**batch).loss.isfinite()
         return len(batch)
 
 
@@ -170,7 +170,7 @@ class Narrow(Own):
 
 
 def test_a_module_that_takes_only_some_entries(tiny_qwen3: Callable[..., Any]) -> None:
-    module = Narrow(prepare_model(tiny_qwen3()))
+    module = Narrow(share_prefixes(tiny_qwen3()))
     for _ in range(2):
         with pytest.raises(UserError, match=r"Narrow got a batch of RadixCollator, and its forward takes no .*radix"):
             module(**RadixCollator()(FEATURES))

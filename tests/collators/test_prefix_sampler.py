@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
-from radixtrain import PrefixGroupedSampler, RadixCollator, prepare_model
+from radixtrain import PrefixGroupedSampler, RadixCollator, share_prefixes
 from radixtrain.collators.prefix_sampler import ENOUGH, GroupedOrder, batches_of, ratio_of_batches
 from radixtrain.tree.groups import find_prefix_groups
 
@@ -172,7 +172,7 @@ def test_hugging_face_trainer(rows, tiny_qwen3, tmp_path):
     def batches(checkpoint=None):
         collator = Recorder()
         data = [{"input_ids": row, "labels": row} for row in rows]
-        model = prepare_model(tiny_qwen3())
+        model = share_prefixes(tiny_qwen3())
         trainer = GroupedTrainer(model=model, args=settings, train_dataset=data, data_collator=collator)
         trainer.train(resume_from_checkpoint=checkpoint)
         return collator.seen

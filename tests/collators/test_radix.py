@@ -122,9 +122,9 @@ def test_labels_are_never_as_wide_as_ids_so_that_a_stock_model_raises(tiny_qwen3
     assert batch["shift_labels"].tolist() == expected
     assert len(expected[0]) != len(ids[0])
     end_watch()  # nothing but its shapes is left to refuse a batch by
-    names = r"batch_size|did not pass the backbone which prepare_model prepared|size of tensor"
+    names = r"batch_size|did not pass the backbone of a shared model|size of tensor"
     with pytest.raises((ValueError, RuntimeError), match=names):
-        tiny_qwen3()(**batch)  # the second once a model of this process was prepared
+        tiny_qwen3()(**batch)  # the second once a model of this process was shared
 
 
 @settings(max_examples=100, deadline=None)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiers import cases
 from torch.utils.data import DataLoader
 
-from radixtrain import prepare_model
+from radixtrain import share_prefixes
 from radixtrain.collators.steps import PaddedCollator, StepCollator
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.testing import ragged_batches
@@ -199,7 +199,7 @@ def test_loss_and_gradients_are_zero(kind: str, arm: str, tiny_qwen3: Any, tiny_
     """Of every parameter: data parallel waits for the gradient of each."""
     model = tiny_qwen3() if kind == "Qwen3" else tiny_hybrid(kind)
     batch = batch_of_an_idle_rank(**ARMS[arm])
-    loss = forward_rows(model if arm == "padded" else prepare_model(model), batch, plain_head=True).loss_sum()
+    loss = forward_rows(model if arm == "padded" else share_prefixes(model), batch, plain_head=True).loss_sum()
     loss.backward()
     assert loss.item() == 0
     gradients = {name: weight.grad for name, weight in model.named_parameters()}
@@ -215,7 +215,7 @@ def test_the_gradients_of_the_ranks_add_up_to_those_of_one(arm: str, tiny_qwen3:
         {"input_ids": [1, 2, 4, 7], "labels": [N, N, N, 7]},
         {"input_ids": [8, 9], "labels": [8, 9]},
     ]
-    model = tiny_qwen3() if arm == "padded" else prepare_model(tiny_qwen3())
+    model = tiny_qwen3() if arm == "padded" else share_prefixes(tiny_qwen3())
     one = StepCollator(max_tokens=6, **ARMS[arm])
 
     def gradients(collators: list[StepCollator]) -> list[torch.Tensor]:

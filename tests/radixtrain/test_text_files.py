@@ -9,7 +9,6 @@ from radixtrain.data.tokens.tokenization import load_tokenizer, read_text
 from radixtrain.errors import UserError
 from radixtrain.hf.config import read_config
 from radixtrain.text_files import MOST_BYTES
-from radixtrain.yaml_text import read_yaml
 
 
 def test_what_has_no_end(tmp_path: Path) -> None:
@@ -21,8 +20,6 @@ def test_what_has_no_end(tmp_path: Path) -> None:
     for path, said in endless.items():
         with pytest.raises(UserError, match=f"^chat_template_path: cannot read .*{said}.*; expected a Jinja file"):
             read_text(path, "chat_template_path", "a Jinja file")
-        with pytest.raises(OSError, match=said):
-            read_yaml(str(path))
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", "chat_template.jinja"])

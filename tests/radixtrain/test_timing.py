@@ -1,9 +1,8 @@
 """Functions take turns; allocations whose size is known are counted to the byte."""
 
-import numpy as np
 import torch
 
-from radixtrain.timing import held_bytes, non_negative_fit, peak_bytes, seconds_in_turns
+from radixtrain.timing import held_bytes, peak_bytes, seconds_in_turns
 
 CPU = torch.device("cpu")
 KIBIBYTE = 256  # float32 numbers
@@ -56,11 +55,3 @@ def test_buffers_inside_an_operator_count() -> None:
         torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=torch.zeros(512, 1))
 
     assert peak_bytes(run, CPU) > 2 * q.nbytes
-
-
-def test_the_fit_is_exact_if_it_can_be_and_never_negative():
-    rng = np.random.default_rng(0)
-    work = rng.uniform(1, 100, (12, 4))
-    rates = np.array([1e-5, 0.0, 3e-9, 2e-7])
-    assert np.allclose(non_negative_fit(work, work @ rates), rates, rtol=1e-9, atol=1e-15)
-    assert min(non_negative_fit(work, work @ np.array([1e-5, -1e-6, 3e-9, 2e-7]))) >= 0

@@ -9,7 +9,7 @@ from tiny_models import tiny_hybrid, tiny_model, tiny_qwen3
 
 import radixtrain
 from radixtrain import __main__ as entrance
-from radixtrain import prepare_model, share_prefixes, sharing_report, versions
+from radixtrain import share_prefixes, sharing_report, versions
 from radixtrain.__main__ import main
 from radixtrain.errors import UserError
 from radixtrain.hf.padded import sharing
@@ -84,10 +84,10 @@ def test_a_refusal_says_that_transformers_is_newer(monkeypatch):
     """Of a class, of a layer, and of what a hook meets; and nothing if it is not newer."""
     unreachable = tiny_model("BloomForCausalLM")
     with pytest.raises(UserError, match=r"dedup: false\)$"):
-        prepare_model(unreachable)
+        share_prefixes(unreachable)
     newer(monkeypatch)
     with pytest.raises(UserError, match=rf"^BloomForCausalLM .*{TESTED}$"):
-        prepare_model(unreachable)
+        share_prefixes(unreachable)
     monkeypatch.setattr(running, "is_cache", lambda *_: False)
     with pytest.raises(UserError, match=rf"does not name the cache .*{TESTED}$"):
         share_prefixes(tiny_hybrid("LFM2"))
@@ -126,19 +126,19 @@ def test_doctor_looks_further(old, monkeypatch):
 
 
 def test_a_public_name_says_it_too(old, monkeypatch):
-    """An attribute that an old package lacks; Python would say that prepare_model does not exist."""
+    """An attribute that an old package lacks; Python would say that share_prefixes does not exist."""
 
     def lacks(name):
         raise AttributeError("module 'transformers' has no attribute 'x'")
 
     monkeypatch.setattr(radixtrain, "import_module", lacks)
     with pytest.raises(UserError, match=r"torch 2\.6\.0"):
-        radixtrain.prepare_model  # noqa: B018
+        radixtrain.share_prefixes  # noqa: B018
     monkeypatch.setattr(versions, "installed", lambda name: "999")
     with pytest.raises(
-        ImportError, match=r"radixtrain\.prepare_model cannot be imported: module 'transformers' has no"
+        ImportError, match=r"radixtrain\.share_prefixes cannot be imported: module 'transformers' has no"
     ):
-        radixtrain.prepare_model  # noqa: B018
+        radixtrain.share_prefixes  # noqa: B018
 
 
 def test_versions_are_numbers():

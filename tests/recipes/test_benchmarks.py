@@ -73,7 +73,7 @@ class TestWholeGroups:
 
 
 @FULL
-@pytest.mark.parametrize("way", ["`RadixCollator` and `prepare_model`", "`share_prefixes`, GRPO with generation"])
+@pytest.mark.parametrize("way", ["`RadixCollator`", "`share_prefixes`, GRPO with generation"])
 def test_a_part_of_r(tmp_path: Path, way: str) -> None:
     """any_trainer.py --ranges: both arms run, and r is that of the rows."""
     import any_trainer

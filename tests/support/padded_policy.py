@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from radixtrain import prepare_model, restore_model
+from radixtrain import restore_model, share_prefixes
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.loss import clipped_policy_loss
@@ -103,7 +103,7 @@ def worst_error(
     step = StepCollator(**options)(features)
     with float64_throughout(model):
         expected = gradients_of(model, lambda: ordinary(model, features if rows is None else rows, loss, once)).tensors
-        prepare_model(model)
+        share_prefixes(model)
         try:
             found = gradients_of(model, lambda: shared(model, step, loss is clipped_ratio)).tensors
         finally:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from radixtrain import prepare_model, restore_model, share_prefixes, sharing_report
+from radixtrain import restore_model, share_prefixes, sharing_report
 from radixtrain.hf.sharing_report import SharingReport
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import Features, Gradients, float64_throughout, float64_truth, gradients_of
@@ -25,11 +25,11 @@ def step_in_float64(model: Any, truth: Gradients | Features, ours: Terms, **opti
     """The errors of a step. The model is as it came from Hugging Face afterwards.
 
     truth: the true gradient, or features, whose true gradient is that of each sequence by itself.
-    options: of `prepare_model`.
+    options: of `share_prefixes`.
     """
     exact = truth if isinstance(truth, Gradients) else float64_truth(restore_model(model), truth)
     with float64_throughout(restore_model(model)):
-        prepared = prepare_model(model, **options)
+        prepared = share_prefixes(model, **options)
         try:
             found = gradients_of(prepared, lambda: ours(prepared))
         finally:

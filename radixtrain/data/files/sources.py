@@ -16,7 +16,7 @@ from radixtrain.data.files.rows import UnreadRow, check_columns
 from radixtrain.data.files.tables import hub_dataset, read_arrow, read_dataset, read_parquet, saved_dataset
 from radixtrain.data.files.texts import COMPRESSIONS, MAX_ROW_BYTES, read_csv, read_json, read_jsonl
 from radixtrain.errors import UserError, did_you_mean
-from radixtrain.redaction import masked
+from radixtrain.screen import without_passwords
 
 KEY = "data.train_file"
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # owner/name
@@ -49,7 +49,7 @@ class Source:
     @property
     def label(self) -> str:
         """Return the name of the source, or else its path, subset and split."""
-        return str(masked(self.name or "/".join(part for part in (self.path, self.subset, self.split) if part)))
+        return without_passwords(self.name or "/".join(part for part in (self.path, self.subset, self.split) if part))
 
 
 def as_sources(value: object, columns: object = None, key: str = KEY) -> list[Source]:

@@ -1,1 +1,1 @@
-"""Ordinary padded batches on their unique tokens: what `share_prefixes` adds to a prepared model."""
+"""Ordinary padded batches on their unique tokens: the ordinary kind of batch of a shared model."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from radixtrain.errors import UserError
@@ -67,21 +67,27 @@ class PaddedSharing:
     leaves_refused: bool = False
 
     def begin(
-        self, model: nn.Module, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        model: PreTrainedModel,
+        backbone: PreTrainedModel,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        why_not: str | None,
     ) -> Upstream | None:
         """Return a call of the backbone that its decoder may share; None, and the reason counted, for any other.
 
-        model: around the backbone, which is called with args and kwargs.
+        model: around the backbone, which is called with args and kwargs. why_not: a reason that is known of the model.
         """
         given, decoder = arguments_of(backbone, args, kwargs), text_decoder_of(backbone)
-        reason = why_unshared(model, backbone, given, self.generates)
-        if reason is None:
-            shape, allowed = given["input_ids"].shape, self.options.allow_dropout
-            reason = why_inexact(decoder, shape=shape, progress=self.progress, allowed=allowed)
-        if reason is None:
-            return Upstream(backbone, decoder, given)
-        self.report.count_unshared(reason)
-        return None
+        try:
+            _refuse(why_not)
+            _refuse(why_unshared(model, backbone, given, self.generates))
+            allowed, shape = self.options.allow_dropout, given["input_ids"].shape
+            _refuse(why_inexact(decoder, progress=self.progress, allowed=allowed, shape=shape))
+        except NotShared as reason:
+            self.report.count_unshared(str(reason))
+            return None
+        return Upstream(backbone, decoder, given)
 
     def arguments(
         self, model: PreTrainedModel, call: Upstream, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -125,16 +131,14 @@ class PaddedSharing:
         decoder, device, options = upstream.decoder, upstream.given["input_ids"].device, self.options
         causes = Causes.read(upstream, given)
         rows = causes.rows
-        reason = why_rows_are_not_shared(upstream.backbone, upstream.given, rows)
-        if reason is None and rows.is_left_padded:
-            reason = self._why_left_padding_matters(decoder, rows)
-        if reason is None and rows.is_packed:
+        _refuse(why_rows_are_not_shared(upstream.backbone, upstream.given, rows))
+        if rows.is_left_padded:
+            _refuse(self._why_left_padding_matters(decoder, rows))
+        if rows.is_packed:
             if self.separates is None:
                 self.separates = separates_packed_sequences(upstream.backbone)
             if not self.separates:
-                reason = "a row has several sequences, and this model does not separate them"
-        if reason is not None:
-            raise NotShared(reason)
+                raise NotShared("a row has several sequences, and this model does not separate them")
         causes.read_windows()
         shortest = {"min_shared_tokens": options.min_shared_tokens}
         plan = build_prefix_plan(causes.codes, rows.cu_seqlens, rows.kept_positions, **shortest)
@@ -170,7 +174,7 @@ class PaddedSharing:
 
     @torch.compiler.disable  # the indices are new in every call
     @saying_what_was_tested()
-    def outputs(self, model: nn.Module, output: Any, call: RadixCall) -> Any:
+    def outputs(self, model: PreTrainedModel, output: Any, call: RadixCall) -> Any:
         """Put the hidden states of the backbone's output, (1, U, D), back in (B, L, D)."""
         places = call.places
         assert places is not None
@@ -208,6 +212,11 @@ class PaddedSharing:
                 f"batch are not known; leave it out, or call restore_model(model)"
             )
         return self._at_places(state[0], places).whole()
+
+
+def _refuse(reason: str | None) -> None:
+    if reason is not None:
+        raise NotShared(reason)
 
 
 class MissingCacheError(UserError, AttributeError):

@@ -1,4 +1,4 @@
-"""The recurrent layers of a prepared model: their mixers run on the tree while a radix batch passes.
+"""The recurrent layers of a shared model: their mixers run on the tree while a radix batch passes.
 
 The `forward` of a mixer is replaced, because it has to be called several times. It learns which batch passes from
 hooks on its decoder layer: the call is among the layer's keyword arguments, or on the mask, or, for models that

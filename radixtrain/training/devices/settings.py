@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from datetime import timedelta
-from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from torch.nn.parallel import DistributedDataParallel
 
 from radixtrain.distributed import NCCL_LATER, check_sp_size
 from radixtrain.errors import UserError, did_you_mean
-from radixtrain.settings.section import value_of
-from radixtrain.training.devices.fsdp2 import FSDP2Strategy
+from radixtrain.settings.fields import value_of
 from radixtrain.training.devices.launcher_env import ON_SEVERAL, LauncherEnv, is_launched, launcher_env, one_device
 
 if TYPE_CHECKING:
@@ -39,10 +35,6 @@ REFUSED = {
     "single_": "leave it out, and set trainer.devices to 1",
     "xla": "radixtrain runs on CUDA and on CPUs",
 }
-
-
-# Options of Lightning's DDP that change the gradient of a step.
-CHANGING = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period", "mixed_precision")
 
 
 # Keys that need whole weights outside of a forward pass, by the commands that read them.
@@ -71,7 +63,7 @@ def device_settings(settings: Any, command: str) -> dict[str, Any]:
     if command not in ON_SEVERAL:
         return {**fixed, **one_device(config, command)}
     _check_strategy(config.strategy)
-    if config.strategy == "fsdp2" or _class_of(config.strategy) == FSDP2Strategy.__name__:
+    if config.strategy == "fsdp2":
         _check_sharded(settings, command)
     if sp_size_of(settings, command) > 1:
         _check_split(settings, command)
@@ -85,7 +77,7 @@ def device_settings(settings: Any, command: str) -> dict[str, Any]:
     changed: dict[str, Any] = {"devices": launcher_env().local_size} if config.devices in ("auto", -1, "-1") else {}
     if launcher_env().by == "srun":
         _check_visible(config.accelerator)
-        changed["plugins"] = [*as_list(config.plugins), SlurmTasks(launcher_env())]
+        changed["plugins"] = [SlurmTasks(launcher_env())]
     return {**fixed, **changed}
 
 
@@ -98,7 +90,7 @@ def check_devices(trainer: L.Trainer, timeout: timedelta, sp_size: int = 1) -> N
     if isinstance(strategy, DDPStrategy):
         is_nccl = any(device.type == "cuda" for device in strategy.parallel_devices or ())
         strategy._timeout = timeout + NCCL_LATER if is_nccl else timeout
-        # Otherwise gradients are held twice. False is not a choice: a class in a file has every default set.
+        # Otherwise gradients are held twice.
         strategy._ddp_kwargs["gradient_as_bucket_view"] = True
     elif not isinstance(strategy, SingleDeviceStrategy):
         raise UserError(f"trainer.strategy {type(strategy).__name__}: use {' or '.join(ACCEPTED[1:])}")
@@ -111,24 +103,12 @@ def check_devices(trainer: L.Trainer, timeout: timedelta, sp_size: int = 1) -> N
     check_sp_size(sp_size, devices[0] * devices[1])
 
 
-def _check_strategy(strategy: Any) -> None:
-    """Refuse a strategy that is not accepted: a name, or a class and its options."""
-    if isinstance(strategy, str):
-        if strategy not in ACCEPTED:
-            refused = next((name for name in REFUSED if strategy.startswith(name)), None)
-            meant = f"no such strategy{did_you_mean(strategy, ACCEPTED)}; there are {', '.join(ACCEPTED)}"
-            raise UserError(f"trainer.strategy {strategy}: {REFUSED[refused] if refused else meant}")
-        return
-    options: Mapping[str, Any] = strategy["init_args"]
-    known = {*signature(DDPStrategy).parameters, *signature(DistributedDataParallel).parameters}
-    if unknown := options.keys() - known:
-        raise UserError(f"trainer.strategy: no option {min(unknown)}{did_you_mean(min(unknown), known)}")
-    if found := [name for name in CHANGING if options.get(name) is not None]:
-        raise UserError(f"trainer.strategy: {found[0]} changes the gradient of a step; leave it out")
-    if options.get("static_graph"):
-        raise UserError("trainer.strategy: static_graph: micro-batches may reach different weights; leave it out")
-    if options.get("start_method", "popen") != "popen":
-        raise UserError(f"trainer.strategy: start_method {options['start_method']}: {REFUSED['ddp_spawn']}")
+def _check_strategy(strategy: str) -> None:
+    """Refuse a strategy that is not accepted."""
+    if strategy not in ACCEPTED:
+        refused = next((name for name in REFUSED if strategy.startswith(name)), None)
+        meant = f"no such strategy{did_you_mean(strategy, ACCEPTED)}; there are {', '.join(ACCEPTED)}"
+        raise UserError(f"trainer.strategy {strategy}: {REFUSED[refused] if refused else meant}")
 
 
 def _check_visible(accelerator: str) -> None:
@@ -139,11 +119,6 @@ def _check_visible(accelerator: str) -> None:
             f"srun has started {num_tasks} tasks on this machine, and this one sees {num_visible} of its GPUs; every "
             f"task must see all: replace --gpus-per-task and --gpu-bind by --gpus-per-node={num_tasks}"
         )
-
-
-def _class_of(strategy: Any) -> str:
-    """Return the class name of a strategy that is written as a class; empty for one that is a name."""
-    return "" if isinstance(strategy, str) else strategy["class_path"].rpartition(".")[2]
 
 
 def _check_sharded(settings: object, command: str) -> None:
@@ -160,10 +135,6 @@ def _check_split(settings: Any, command: str) -> None:
             f"model.verify_first_batch does not work with sp_size {settings.sp_size}, since a single rank compares; "
             f"leave it out, and run the command verify"
         )
-
-
-def as_list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else [value] if value is not None else []
 
 
 class SlurmTasks(TorchElasticEnvironment):

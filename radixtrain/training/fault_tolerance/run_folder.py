@@ -1,7 +1,8 @@
-"""The folder of a run: whether it can be used or holds another run, which `overwrite` replaces, and its lock.
+"""The folder of a run: whether it can be used or holds another run, which `overwrite` renames, and its lock.
 
-A run is what `fit` leaves: `checkpoints/`, `model/`, and metrics of its training in `logs/`. Data files, `report.html`,
-predictions and what radixtrain has not written are not part of it, and are never touched.
+A folder holds a run if it has a whole checkpoint or a `model/`. `overwrite` renames it as a whole, to `NAME.1` or the
+next free number, and nothing of it is ever deleted. A folder without them has nothing to resume: a run begins in it,
+beside whatever else is there.
 
 The lock is POSIX's, on a file that says who holds it. The kernel releases it when the process ends, however it does,
 and forked DataLoader workers do not inherit it.
@@ -14,28 +15,24 @@ import fcntl
 import logging
 import os
 import re
-import shutil
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
-from types import TracebackType
 
-from radixtrain.checkpoints.atomic import PARTIAL, REPLACED, check_replaceable, delete, is_written
-from radixtrain.checkpoints.manifest import MANIFEST, SKELETON, committed, is_checkpoint
-from radixtrain.checkpoints.resolve import AUTO, LINKS
+from radixtrain.checkpoints.atomic import check_replaceable
+from radixtrain.checkpoints.manifest import MANIFEST, SKELETON
+from radixtrain.checkpoints.resolve import AUTO
 from radixtrain.errors import UserError, only_warns
 
 logger = logging.getLogger(__name__)
 
 SCHEME = r"([A-Za-z][A-Za-z0-9+.-]+):/"  # of a URL, also after pathlib has joined its two slashes
-ASIDE = ".earlier_run"  # in the run's folder: the earlier run, until the new one has a checkpoint
-MOVING = ".earlier_run.moving"  # the same while it is set aside or put back; it is put back if that is interrupted
 ALWAYS = ("loss.png", "summary.json")  # files of every run
 RECORD = "{}.yaml"  # the settings of a command, in the folder of its logs
-FIT = RECORD.format("fit")  # is written as training begins
 WORDS = ("last", "best", AUTO)  # of `ckpt_path`, for checkpoints of this folder
 HOLDER = b"`radixtrain "  # how the text of a lock begins
 LOCK, MODEL_LOCK = ".lock", ".{}.lock"  # inside a run's folder; beside a model's, which is replaced as a whole
@@ -78,74 +75,64 @@ def is_resumed(output_dir: Path, ckpt_path: str | os.PathLike[str] | None) -> bo
 
 
 def check_new_run(output_dir: Path, ckpt_path: str | os.PathLike[str] | None, overwrite: bool) -> None:
-    """Raise UserError if another run is in the folder, and this one neither resumes it nor may replace it.
-
-    Call it under the folder's lock: a run that a killed one had set aside is put back first. It resumes only if one of
-    its checkpoints is named, since `last` and the like would mean the run that was to replace it.
-    """
-    if ckpt_path == AUTO and overwrite:
-        raise UserError("ckpt_path auto resumes and never replaces a run: leave out overwrite, or ckpt_path")
-    has_come_back, continues = _recover(output_dir), is_resumed(output_dir, ckpt_path)
-    for name in ALWAYS:
-        check_replaceable(output_dir / name)
-    found, parts = committed(output_dir / "checkpoints"), _parts_of_run(output_dir)
-    if has_come_back and continues and found and not _is_named(Path(ckpt_path or "")):
-        (manifest, path), *_ = found
-        since = time.strftime("%Y-%m-%d %H:%M", time.localtime((path / "manifest.json").stat().st_mtime))
-        EarlierRun(output_dir).__enter__()  # until a checkpoint of it is named, or it is replaced
+    """Raise UserError if another run is in the folder, and this one neither resumes it nor may replace it."""
+    continues, parts = is_resumed(output_dir, ckpt_path), _parts_of_run(output_dir)
+    if continues and overwrite:
         raise UserError(
-            f"ckpt_path {ckpt_path}: the run that was to replace the one in {output_dir} was killed before its first "
-            f"checkpoint, and only the earlier one is left, of {since}, step {manifest.step:,}; resume that one with "
-            f"--ckpt_path {path}, or replace it with --overwrite true"
+            f"ckpt_path {ckpt_path} resumes the run in {output_dir}, and overwrite begins another one: leave one out"
         )
-    if ckpt_path == AUTO and not any(_checkpoints(output_dir)) and "model/" in parts:
+    if not (parts and overwrite):  # or they are renamed with the folder
+        for name in ALWAYS:
+            check_replaceable(output_dir / name)
+    if ckpt_path == AUTO and parts == ["model/"]:
         continues = False  # files of a run without checkpoints are not discarded
     if parts and not overwrite and not continues:
-        way_out = "resume it with --ckpt_path auto, " if parts != ["model/"] and ckpt_path != AUTO else ""
+        way_out = "resume it with --ckpt_path auto, " if "checkpoints/" in parts and ckpt_path != AUTO else ""
         raise UserError(
-            f"output_dir {output_dir} holds another run ({', '.join(parts)}); {way_out}replace it with "
+            f"output_dir {output_dir} holds another run ({', '.join(parts)}); {way_out}keep it under another name with "
             f"--overwrite true, or set another output_dir"
         )
 
 
-def is_set_aside(output_dir: Path) -> bool:
-    """Return whether a run was killed while it replaced another one, before its first checkpoint."""
-    return (output_dir / MOVING).is_dir() or ((output_dir / ASIDE).is_dir() and not any(_checkpoints(output_dir)))
+def check_outside(output_dir: Path, paths: Mapping[str, object]) -> None:
+    """Raise UserError if `overwrite` would rename what this run reads. paths: settings that may name files, by key."""
+    home = output_dir.resolve()
+    if not _parts_of_run(home):
+        return
+    named = ((key, text) for key, value in paths.items() for text in (value if isinstance(value, list) else [value]))
+    reads = {key: text for key, text in named if isinstance(text, str) and "\0" not in text}
+    for key, text in {"the working directory": os.curdir, **reads}.items():
+        if Path(os.path.realpath(os.path.expanduser(text))).is_relative_to(home):
+            raise UserError(
+                f"{key} {text} is inside of output_dir {output_dir}, which overwrite renames: move it out, or set "
+                f"another output_dir"
+            )
 
 
-class EarlierRun:
-    """A context around a run that may replace the one in its folder, which is kept until the new one has a checkpoint.
+def rename_earlier_run(output_dir: Path) -> Path | None:
+    """Rename a folder that holds a run, and make it anew. Returns the new name; None if there is no run in it.
 
-    On entering, what belongs to the earlier run moves into `.earlier_run/`: its checkpoints, model, logs, answers and
-    pictures, and no other file of the folder. The first checkpoint deletes it (`forget`), and so does an end without an
-    error. An error before that puts it back, over what the new run has written; after `kill -9` `check_new_run` of the
-    next start does the same.
+    Call it under the folder's lock, which stays with the name. If the process is killed here, the next start finds the
+    run under one of the two names, whole.
+
+    Raises UserError if the folder cannot be renamed, as when a disk is mounted there.
     """
-
-    def __init__(self, output_dir: Path):
-        self.output_dir = output_dir
-
-    def __enter__(self) -> EarlierRun:
-        _recover(self.output_dir)
-        moving = self.output_dir / MOVING
-        for path in _files_of_run(self.output_dir):
-            _move(path, self.output_dir, moving)
-        if moving.is_dir():
-            moving.rename(self.output_dir / ASIDE)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.forget()
-        else:
-            _recover(self.output_dir)
-
-    def forget(self, checkpoint: Path | None = None) -> None:
-        """Delete the earlier run. checkpoint: the first of the new one."""
-        with only_warns(f"the earlier run in {self.output_dir / ASIDE} cannot be deleted"):
-            delete(self.output_dir / ASIDE)
+    home = output_dir.resolve()
+    if not _parts_of_run(home):
+        return None
+    names = (home.with_name(f"{home.name}.{number}") for number in count(1))
+    earlier = next(path for path in names if not os.path.lexists(path))
+    try:
+        home.rename(earlier)
+        home.mkdir()
+    except OSError as error:
+        raise UserError(
+            f"output_dir {output_dir} cannot be renamed to {earlier.name}, as overwrite does with the run in it "
+            f"({error.strerror}); set another output_dir"
+        ) from None
+    for name in (LOCK, MODEL_LOCK.format("model")):
+        (earlier / name).rename(home / name)
+    return earlier
 
 
 @contextmanager
@@ -199,7 +186,6 @@ def _parts_of_run(output_dir: Path) -> list[str]:
     parts = {
         "checkpoints/": any(_checkpoints(output_dir)),
         "model/": any(output_dir.glob("model/*")),
-        "logs/": any(_logs(output_dir)),
     }
     return [name for name, is_there in parts.items() if is_there]
 
@@ -208,52 +194,6 @@ def _checkpoints(output_dir: Path) -> Iterator[Path]:
     """Yield whole checkpoints, whoever chose their names."""
     paths = output_dir.glob("checkpoints/[!.]*")
     return (path for path in paths if all((path / name).is_file() for name in (MANIFEST, SKELETON)))
-
-
-def _logs(output_dir: Path) -> Iterator[Path]:
-    """Yield the folders of logs of `fit`."""
-    return (path for path in output_dir.glob("logs/version_*") if is_written(path / FIT))
-
-
-def _files_of_run(folder: Path, is_aside: bool = False) -> list[Path]:
-    """List all files of the run and no others. `model/` was checked before. is_aside: all that is there is its."""
-    unfinished = (path for kind in (PARTIAL, REPLACED) for path in folder.glob(f"checkpoints/.*.{kind}"))
-    single = (path for name in (*ALWAYS, FIT, "answers/*.csv") for path in folder.glob(name))
-    written = (path for path in single if is_aside or is_written(path))
-    links = (path for name in LINKS if not (path := folder / "checkpoints" / name).is_dir() or path.is_symlink())
-    paths = (*_checkpoints(folder), *unfinished, *_logs(folder), *written, *links, folder / "model")
-    return [path for path in dict.fromkeys(paths) if os.path.lexists(path)]
-
-
-def _is_named(path: Path) -> bool:
-    """Return whether the path is a checkpoint itself, not a link to one."""
-    return is_checkpoint(path) and not path.is_symlink()
-
-
-def _recover(output_dir: Path) -> bool:
-    """Put back an earlier run that is still aside, and return True; delete it if the new one has a checkpoint."""
-    aside, moving = output_dir / ASIDE, output_dir / MOVING
-    for path in (aside, moving):
-        if path.is_symlink():
-            raise UserError(f"{path} is a link, where radixtrain sets an earlier run aside: move it away")
-    is_back = is_set_aside(output_dir)
-    if aside.is_dir() and any(_checkpoints(output_dir)):
-        EarlierRun(output_dir).forget()
-    elif aside.is_dir():
-        aside.rename(moving)
-    for path in _files_of_run(moving, is_aside=True):
-        delete(output_dir / path.relative_to(moving))
-        _move(path, moving, output_dir)
-    if moving.is_dir():
-        shutil.rmtree(moving)
-    return is_back
-
-
-def _move(path: Path, source: Path, target: Path) -> None:
-    """Move a path from below one folder to the same place below another."""
-    moved = target / path.relative_to(source)
-    moved.parent.mkdir(parents=True, exist_ok=True)
-    path.rename(moved)
 
 
 @contextmanager

@@ -40,8 +40,6 @@ class SaveCheckpoints(L.Callback):
     every_steps: optimizer steps between two checkpoints; None for no such schedule.
     every_minutes: minutes between two checkpoints; None: not by time.
     total_limit: checkpoints that are kept; the one in `keep` does not count.
-    is_scheduled: False if the user's own callback writes the checkpoints: then only a request to save or to stop, or an
-        error, writes one.
     is_enabled: False writes none at all.
     """
 
@@ -52,13 +50,12 @@ class SaveCheckpoints(L.Callback):
         every_steps: int | None = None,
         every_minutes: float | None = None,
         total_limit: int = 2,
-        is_scheduled: bool = True,
         is_enabled: bool = True,
     ):
         self.folder, self.requests = folder, requests
         self.every_steps, self.total_limit = every_steps, total_limit
         self.every_seconds = None if every_minutes is None else 60 * every_minutes
-        self.is_scheduled, self.is_enabled = is_scheduled, is_enabled
+        self.is_enabled = is_enabled
         self.last: Path | None = None
         """The newest checkpoint that this run wrote, or resumed from if it is in the same folder."""
         self.keep: Path | None = None
@@ -91,7 +88,7 @@ class SaveCheckpoints(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         self._handle_requests(trainer, module)
-        if self._asked or (self.is_scheduled and self._is_due(module.position)):
+        if self._asked or self._is_due(module.position):
             self._save(trainer, module)
 
     def on_validation_batch_end(self, trainer: L.Trainer, module: object, *_: object) -> None:
@@ -99,11 +96,10 @@ class SaveCheckpoints(L.Callback):
             self._handle_requests(trainer, module, validation_pending=True)
 
     def on_train_epoch_end(self, trainer: L.Trainer, module: object) -> None:
-        self._asked |= self.is_scheduled
+        self._asked = True
 
     def on_train_end(self, trainer: L.Trainer, module: object) -> None:
-        if self.is_scheduled or self._asked:
-            self._save(trainer, module)
+        self._save(trainer, module)
 
     def on_fit_end(self, trainer: L.Trainer, module: Any) -> None:
         """Run a validation in which the run was stopped, if it is all that is left to do."""

@@ -49,8 +49,6 @@ class Best(L.Callback):
     validation: the best one; None before the first one. path: of its checkpoint; None until it is written.
     """
 
-    configured_by = "save_best"
-
     def __init__(self, metric: str, saver: SaveCheckpoints):
         self.monitor, self.saver = metric, saver
         self.validation: Validation | None = None
@@ -142,8 +140,6 @@ class StopEarly(EarlyStopping):
 
     A run that is resumed after such an end takes no step, unless its configured patience is larger now.
     """
-
-    configured_by = "early_stopping"
 
     def __init__(self, metric: str, patience: int):
         mode = "min" if is_lower_better(metric) else "max"

@@ -18,7 +18,7 @@ from radixtrain.checkpoints.atomic import recover, writing
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.hf.config import check_json_files
-from radixtrain.hf.prepare import restore_model
+from radixtrain.hf.share import restore_model
 from radixtrain.training.devices.fsdp2 import gather_on_first
 from radixtrain.training.fault_tolerance.nonfinite_guard import check_weights_finite
 from radixtrain.training.start.adapters import merged

@@ -1,4 +1,4 @@
-"""The record of a run, from which it can be run again, and the settings that loggers write."""
+"""The record of a run, from which it can be run again."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from radixtrain.checkpoints.atomic import check_replaceable, writing_file
 from radixtrain.data.splits import is_file_of_text
 from radixtrain.errors import UserError, first_line
-from radixtrain.redaction import masked
+from radixtrain.settings.read import read_yaml
 from radixtrain.training.fault_tolerance.run_folder import RECORD
 from radixtrain.training.results.model_folder import SETTINGS
 from radixtrain.training.results.run_progress import SUMMARY
-from radixtrain.yaml_text import read_yaml
 
 if TYPE_CHECKING:
     import lightning as L
@@ -30,20 +29,14 @@ READING: dict[str, type] = {
     **{"assistant_only_loss": bool, "completion_only_loss": bool, "excess_length_strategy": str, "template_date": str},
 }
 
-# Arguments of loggers that are logged themselves. Others, such as an `api_key`, keep their values.
-LOGGED = frozenset(
-    {"config", "description", "experiment_name", "group", "job_type", "name", "notes", "run_name", "tags"}
-)
-
-
 OF_ONE_COMMAND = ("overwrite", "ckpt_path", "weights_only")  # else a second run would discard or resume something
 
 
 class RunRecord(Callback):
     """Writes `fit.yaml`, `validate.yaml` and so on into the folder of the logs; into `output_dir` if that is elsewhere.
 
-    It has no keys for one command only, and `***` for secrets of loggers. In `fit` it is written when training starts,
-    so that a refused run replaces no file of the previous one.
+    It has no keys for one command only. In `fit` it is written when training starts, so that a refused run replaces no
+    file of the previous one.
     """
 
     def __init__(self, config: Mapping[str, Any]):
@@ -65,9 +58,9 @@ class RunRecord(Callback):
                 partial.write_text(self.text(), encoding="utf-8")
 
     def text(self) -> str:
-        """Return the configuration in YAML. Only arguments of classes may be secrets: all else is read as it stands."""
+        """Return the configuration in YAML."""
         kept = {name: value for name, value in self.config.items() if name not in OF_ONE_COMMAND}
-        return str(yaml.safe_dump({**kept, "trainer": masked(kept["trainer"])}, sort_keys=False, allow_unicode=True))
+        return str(yaml.safe_dump(kept, sort_keys=False, allow_unicode=True))
 
 
 def defaults_of_model(model_name_or_path: str, system_prompt: str | None = None) -> dict[str, Any]:
@@ -113,14 +106,3 @@ def log_folder(trainer: L.Trainer) -> Path:
 def own_log_folders(trainer: L.Trainer) -> list[Path]:
     """Return the folders that only a logger of this trainer writes into: of CSV files and of TensorBoard."""
     return [Path(log.log_dir) for log in trainer.loggers if isinstance(log, CSVLogger | TensorBoardLogger)]
-
-
-def mask_what_is_logged(loggers: object) -> None:
-    """Mask what loggers write into their files or send away: names, notes, their own config.
-
-    loggers: `trainer.logger`, its classes written out: none, true, a name, a mapping, or a list of these.
-    """
-    for logger in loggers if isinstance(loggers, list) else [loggers]:
-        arguments = logger["init_args"] if isinstance(logger, dict) else {}
-        for name in LOGGED & arguments.keys():
-            arguments[name] = masked(arguments[name], name)

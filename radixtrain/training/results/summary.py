@@ -146,7 +146,7 @@ class RunSummary(L.Callback):
                 "skipped": f"{skipped:,} steps that were not finite" if skipped else "",
                 "advice": _advice(self.speed),
                 "model": f"{model_folder} ({self.exported})",
-                "best": str(self.best.path or "") if self.best else _best_of_callbacks(trainer),
+                "best": str(self.best.path or "") if self.best else "",
                 "last": str(last or ""),
                 "checkpoints": str(checkpoints) if checkpoints.is_dir() and not last else "",
                 "logs": self._logs(trainer),
@@ -244,15 +244,6 @@ def _advice(speed: Speed) -> str:
     return (
         f"data.max_tokens cuts a step into {per_step:.1f} micro-batches on average, which repeat what they share: if "
         f"memory allows, a larger one raises r up to {speed.best_r:.2f}"
-    )
-
-
-def _best_of_callbacks(trainer: Any) -> str:
-    """Name the best checkpoints of the user's callbacks that watch a metric."""
-    return ", ".join(
-        f"{callback.best_model_path} ({callback.monitor} {callback.best_model_score:.4f})"
-        for callback in trainer.checkpoint_callbacks
-        if getattr(callback, "monitor", None) and callback.best_model_path and Path(callback.best_model_path).exists()
     )
 
 

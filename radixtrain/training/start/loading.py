@@ -1,4 +1,4 @@
-"""A folder or hub name -> a model ready to train: loaded, checked, with adapters, prepared for unique tokens."""
+"""A folder or hub name -> a model ready to train: loaded, checked, with adapters, shared."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from radixtrain.hf.config import (
     read_config,
     reason_of,
 )
-from radixtrain.hf.prepare import check_takes_collated, share_prefixes
 from radixtrain.hf.quantized import four_bit_layers, keep_trainable
 from radixtrain.hf.refusals import check_only_cross_entropy, check_soft_cap
+from radixtrain.hf.share import check_takes_collated, share_prefixes
 from radixtrain.training.fault_tolerance.failures import explain
 from radixtrain.training.fault_tolerance.nonfinite_guard import check_weights_finite
 from radixtrain.training.start.adapters import check_quantized, quantization, with_adapters
@@ -187,7 +187,7 @@ MAX_PERIOD = 8
 def random_trainable(settings: ModelSettings, num_layers: int, device: torch.device) -> Any:
     """Make the model that the settings of a `RadixModule` describe, with the first layers only and random weights.
 
-    It is in training mode, with adapters and activation checkpointing as configured, and not prepared. On the meta
+    It is in training mode, with adapters and activation checkpointing as configured, and not shared. On the meta
     device nothing is allocated. The global random state does not change. Raises UserError if the model cannot be made.
     """
     check_attention_name(settings.attn_implementation)

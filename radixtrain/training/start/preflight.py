@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 
 from radixtrain.checkpoints.folder import existing
 from radixtrain.errors import UserError, bytes_text, first_line
-from radixtrain.redaction import masked
-from radixtrain.settings.section import flat
+from radixtrain.screen import without_passwords
+from radixtrain.settings.fields import flat
 from radixtrain.text_files import check_file, read_text
 from radixtrain.versions import versions
 
@@ -70,7 +70,7 @@ def described_start(settings: Run) -> dict[str, str]:
     settings: of the command, as parsed.
     """
     alike = {name: value for name, value in flat(settings).items() if name not in OF_A_MACHINE}
-    found = {name: str(masked(value, name)) for name, value in alike.items()}
+    found = {name: without_passwords(str(value)) for name, value in alike.items()}
     found |= {f"the version of {package}": number for package, number in versions().items()}
     name = settings.model.model_name_or_path
     return {**found, f"model.model_name_or_path {name}": _digest_of_model(name)}

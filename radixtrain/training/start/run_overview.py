@@ -27,12 +27,12 @@ from radixtrain.data.tokenized.corpus import Corpus
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.distributed import ranks
 from radixtrain.errors import DataError, bytes_text
-from radixtrain.inspection.tokens import marked_text
-from radixtrain.report.sharing import length_quantiles, num_shared_prompts
+from radixtrain.explain.sharing import length_quantiles, num_shared_prompts
+from radixtrain.explain.tokens import marked, sample_tokens
 from radixtrain.screen import screen
 from radixtrain.settings.data import DataSettings
+from radixtrain.settings.fields import changed_keys
 from radixtrain.settings.model import ModelSettings
-from radixtrain.settings.section import changed_keys
 from radixtrain.settings.trainer import TrainerSettings
 from radixtrain.training.devices.fsdp2 import FSDP2Strategy
 from radixtrain.training.optimizer import moment_bytes, num_steps_of_run
@@ -78,7 +78,9 @@ def print_overview(
         *model_entries(module, trainer, data.steps_per_epoch, written),
     ]
     sample, tokenizer = corpus[0][0], load_tokenizer(settings.model_name_or_path, settings.chat_template_path)
-    text = Text.assemble(f"{sample.where}, loss on what is in ⟦ ⟧:\n", marked_text(sample, tokenizer, SAMPLE_CHARS))
+    text = Text.assemble(
+        f"{sample.where}, loss on what is in ⟦ ⟧:\n", marked(sample_tokens(sample, tokenizer), SAMPLE_CHARS)
+    )
     console = screen(soft_wrap=True, highlight=False, markup=False)
     lines: list[tuple[str, str | Text]] = [*entries, ("sample", text)]
     for name, line in lines:

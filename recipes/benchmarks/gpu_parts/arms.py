@@ -30,7 +30,7 @@ from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.predicting_rows import PredictingRows, Targets
-from radixtrain.hf.prepare import restore_model
+from radixtrain.hf.share import restore_model
 from radixtrain.kernels.merge_attention import Piece, Route, routed_attention
 from radixtrain.kernels.varlen import varlen_kernel
 from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel

@@ -20,7 +20,7 @@ from gpu_parts.trainers import OTHER_ORDER, Clock, compare, reversed_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 from transformers.data.data_collator import DataCollatorForSeq2Seq
 
-from radixtrain import RadixCollator, prepare_model
+from radixtrain import RadixCollator, share_prefixes
 from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.formats import read_rows
@@ -43,7 +43,7 @@ def real(run: Run, folder: Path | None, steps: int, tiny: bool, kernel: str) -> 
         encoded = islice(chats, num_rows * steps if tiny else None)
         rows = [_lists(sample, 64 if tiny else 0) for samples in encoded for sample in samples]
         trainer, model = partial(_trainer, run, output, rows, num_rows), partial(_model, run, folder)
-        shared = partial(prepare_model, attention="cascade", kernel=kernel)
+        shared = partial(share_prefixes, attention="cascade", kernel=kernel)
         tokens = sum(len(row["input_ids"]) for row in rows) * num_rows // len(rows)  # of a step, on average
         arms = _arms(model, shared, tokenizer, partial(trainer, max_steps=steps))
         compare(run, who, tokens, arms, run.seconds_left / 2)

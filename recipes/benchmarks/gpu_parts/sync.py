@@ -15,7 +15,7 @@ from gpu_parts.run import Run
 from step import ModelShape, build_model, random_rows
 from torch import Tensor
 
-from radixtrain import RadixCollator, prepare_model
+from radixtrain import RadixCollator, share_prefixes
 from radixtrain.attention import STRATEGIES
 from radixtrain.collators.steps import StepCollator
 from radixtrain.hf.predicting_rows import forward_rows
@@ -35,7 +35,7 @@ def sync(run: Run, shape: ModelShape, prompt_length: int) -> None:
         for loss, step in {"own loss": own_loss_step, "loss of fit": fit_step}.items():
             if not run.has_time(f"sync {strategy}, {loss}"):
                 return
-            model = prepare_model(build_model(shape, run.device, torch.bfloat16), attention=strategy)
+            model = share_prefixes(build_model(shape, run.device, torch.bfloat16), attention=strategy)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
             one_step = partial(step, model, optimizer, features)
             try:

@@ -30,7 +30,7 @@ from transformers import (
     default_data_collator,
 )
 
-from radixtrain import RadixCollator, prepare_model, share_prefixes
+from radixtrain import RadixCollator, share_prefixes
 
 __all__ = ["Setting", "dpo_arms", "grpo_arms", "hf_arms", "sft_arms"]
 
@@ -54,7 +54,7 @@ class Setting:
 
     @property
     def choice(self) -> dict[str, str]:
-        """Of our arms, for `prepare_model` and `share_prefixes`: never `auto`, which depends on what is installed."""
+        """Of our arms: never `auto`, which depends on what is installed."""
         return {"attention": "cascade", "kernel": self.kernel}
 
     def named(self, arm: str) -> str:
@@ -120,7 +120,9 @@ def hf_arms(setting: Setting) -> Arms:
 
     return {
         "padded": lambda: trainer(setting.model(), default_data_collator),
-        setting.named("radixtrain"): lambda: trainer(prepare_model(setting.model(), **setting.choice), RadixCollator()),
+        setting.named("radixtrain"): lambda: trainer(
+            share_prefixes(setting.model(), **setting.choice), RadixCollator()
+        ),
         OTHER_ORDER: lambda: trainer(setting.model(), reversed_rows(default_data_collator)),
         f"padding-free {setting.kernel}": lambda: trainer(
             setting.packed(), DataCollatorWithFlattening(return_flash_attn_kwargs=True)
@@ -143,7 +145,9 @@ def sft_arms(setting: Setting) -> Arms:
     whole = {"packing": True, "max_length": setting.tokens, "per_device_train_batch_size": 1}  # a batch in one row
     return {
         "padded": lambda: trainer(setting.model()),
-        setting.named("radixtrain"): lambda: trainer(prepare_model(setting.model(), **setting.choice), RadixCollator()),
+        setting.named("radixtrain"): lambda: trainer(
+            share_prefixes(setting.model(), **setting.choice), RadixCollator()
+        ),
         OTHER_ORDER: lambda: trainer(setting.model(), reverse=True),
         f"padding_free {setting.kernel}": lambda: trainer(setting.packed(), padding_free=True),
         f"packing {setting.kernel}": lambda: trainer(setting.packed(), **whole),

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from trainer_harness import assert_as_near
 
-from radixtrain import RadixCollator, position_wise, prepare_model, restore_model
+from radixtrain import RadixCollator, position_wise, restore_model, share_prefixes
 from radixtrain.checkpoints.sharded import whole
 from radixtrain.errors import UserError
 from radixtrain.hf import sequence_parallel
@@ -98,7 +98,7 @@ def split(
     """What one process computes and what `ranks` of them average. groups: data-parallel groups, one batch each."""
     share = len(features) // groups
     batches = [RadixCollator()(features[i * share : (i + 1) * share]) for i in range(groups)]
-    model = prepare_model(build().double(), **options)
+    model = share_prefixes(build().double(), **options)
     results = [learn(model, batch) for batch in batches]
     model.zero_grad()
     ordinary = learn_mean(build, batches, options) if groups > 1 else results[0]
@@ -107,7 +107,7 @@ def split(
         torch.set_num_threads(1)
         size = ranks // groups
         made = [dist.new_group(list(range(i * size, (i + 1) * size))) for i in range(groups)]
-        own = prepare_model(build().double(), sp_group=made[rank // size], **options)
+        own = share_prefixes(build().double(), sp_group=made[rank // size], **options)
         return averaged(own, learn(own, batches[rank // size], wrap), ranks)
 
     answers = on_ranks(ranks, work)
@@ -118,7 +118,7 @@ def learn_mean(build: Callable[[], Any], batches: list[Any], options: Any) -> Re
     """The mean over data-parallel groups."""
     results = []
     for batch in batches:
-        results.append(learn(prepare_model(build().double(), **options), batch))
+        results.append(learn(share_prefixes(build().double(), **options), batch))
     gradients = {name: sum(found[name] for _, found in results) / len(results) for name in results[0][1]}
     return sum(loss for loss, _ in results) / len(results), gradients  # type: ignore[return-value]
 
@@ -238,7 +238,7 @@ def test_every_family(name: str, print_after: Print) -> None:
 
     batch = RadixCollator()(rows())
     try:
-        learn(prepare_model(build()), batch)
+        learn(share_prefixes(build()), batch)
     except UserError as refusal:
         pytest.skip(f"refused without sp_group, too: {refusal}")
     except AttributeError as error:
@@ -279,13 +279,13 @@ def with_listed_experts() -> Any:
 def test_rows_that_fill_up_reach_no_further_expert() -> None:
     """An expert that no token is routed to has no gradient on any rank. AdamW decays the weights if it is 0."""
     model, batch = with_listed_experts().double(), RadixCollator()(rows())
-    reached = set(learn(prepare_model(model), batch)[1])
+    reached = set(learn(share_prefixes(model), batch)[1])
     model.zero_grad()
     assert len(reached) < len(list(model.parameters()))
     assert batch["input_ids"].shape[1] % 4  # rows are filled up
 
     def work(rank: int) -> set[str]:
-        return set(learn(prepare_model(model, sp_group=dist.new_group([0, 1, 2, 3])), batch)[1])
+        return set(learn(share_prefixes(model, sp_group=dist.new_group([0, 1, 2, 3])), batch)[1])
 
     assert set.union(*on_ranks(4, work)) == reached
 
@@ -320,9 +320,9 @@ def test_trajectory(wrap: Callable[[Any], Any], print_after: Print) -> None:
     """Twenty steps on two ranks are those of one process."""
 
     def work(rank: int) -> Trajectory:
-        return trajectory(prepare_model(tiny().double(), sp_group=dist.new_group([0, 1])), wrap)
+        return trajectory(share_prefixes(tiny().double(), sp_group=dist.new_group([0, 1])), wrap)
 
-    losses, weights, moments = trajectory(prepare_model(tiny().double()))
+    losses, weights, moments = trajectory(share_prefixes(tiny().double()))
     assert losses[-1] != pytest.approx(losses[0], rel=0.05)
     for found in on_ranks(2, work):
         assert found[0] == pytest.approx(losses, rel=BAR_OF_STEPS)
@@ -346,9 +346,9 @@ def test_bfloat16() -> None:
         return found
 
     def work(rank: int) -> list[Tensor]:
-        return gradients(prepare_model(tiny(), sp_group=dist.new_group([0, 1])), DistributedDataParallel)
+        return gradients(share_prefixes(tiny(), sp_group=dist.new_group([0, 1])), DistributedDataParallel)
 
-    model = prepare_model(tiny())
+    model = share_prefixes(tiny())
     truth = [flat(learn(model, batch)[1]) for batch in batches]
     assert_as_near(truth, gradients(model), on_ranks(2, work)[0])
 
@@ -374,7 +374,7 @@ def test_bytes_that_travel(ranks: int, num_key_heads: int) -> None:
             send(received, parts, group=group)
 
         dist.all_to_all_single = counted
-        learn(prepare_model(tiny(num_hidden_layers=num_layers), sp_group=dist.new_group(list(range(ranks)))), batch)
+        learn(share_prefixes(tiny(num_hidden_layers=num_layers), sp_group=dist.new_group(list(range(ranks)))), batch)
         return sum(sent)
 
     assert on_ranks(ranks, work) == [2 * num_layers * 8 * numbers] * ranks
@@ -501,7 +501,7 @@ def test_an_object_in_a_tuple() -> None:
 
     def loss(rank: int) -> float:
         kept = [object() for _ in range(rank + 1)]
-        model = prepare_model(tiny(), sp_group=dist.new_group([0, 1]))
+        model = share_prefixes(tiny(), sp_group=dist.new_group([0, 1]))
         return model(**RadixCollator()(rows()), note=(kept[-1], torch.ones(1))).loss.item()
 
     one, other = on_ranks(2, loss)
@@ -512,21 +512,21 @@ def test_refusals() -> None:
     """What would not be the gradient of the batch is refused on every rank, in the same words."""
 
     def call(group: Any, seed: int = 0, **options: Any) -> Any:
-        return prepare_model(tiny(), sp_group=group)(**RadixCollator(**options)(rows(seed)))
+        return share_prefixes(tiny(), sp_group=group)(**RadixCollator(**options)(rows(seed)))
 
     def nearly(group: Any, rank: int, name: str, changes: list[int]) -> Any:
         batch = RadixCollator()(rows())
         values = batch[name] if name in batch else getattr(batch["radix"], name)
         values[..., : len(changes)] += rank * torch.tensor(changes)
-        return prepare_model(tiny(), sp_group=group)(**batch)
+        return share_prefixes(tiny(), sp_group=group)(**batch)
 
     def kept_on_one(rank: int) -> bool:
         batch = RadixCollator()(rows())
         assert rank == 0 or batch["radix"].layout.paths
-        return bool(prepare_model(tiny(), sp_group=dist.group.WORLD)(**batch).loss.isfinite())
+        return bool(share_prefixes(tiny(), sp_group=dist.group.WORLD)(**batch).loss.isfinite())
 
     def counted(group: Any, rank: int, kind: Callable[[int], Any]) -> Any:
-        return prepare_model(tiny(), sp_group=group)(**RadixCollator()(rows()), num_items_in_batch=kind(30 + rank))
+        return share_prefixes(tiny(), sp_group=group)(**RadixCollator()(rows()), num_items_in_batch=kind(30 + rank))
 
     def own_loss(group: Any, rank: int, count: int) -> Any:
         model = tiny()
@@ -538,7 +538,7 @@ def test_refusals() -> None:
             return output
 
         model.forward = with_losses
-        return prepare_model(model, sp_group=group)(**RadixCollator()(rows()))
+        return share_prefixes(model, sp_group=group)(**RadixCollator()(rows()))
 
     assert all(on_ranks(2, kept_on_one)), "what a layout has kept for its layers is not part of the batch"
     assert "got different batches" in refused(call)
@@ -550,15 +550,15 @@ def test_refusals() -> None:
     assert "computes its loss without its loss_function" in refused(partial(own_loss, count=0))
     assert "without merge_labels" in refused(lambda group, rank: call(group, merge_labels=True))
     assert "these numbers do: 1, 2, 4" in refused(lambda group, rank: call(group), ranks=3)
-    assert "has no head" in refused(lambda group, rank: prepare_model(tiny().model, sp_group=group))
-    not_split = refused(lambda group, rank: prepare_model(tiny(), sp_group=group).model(**RadixCollator()(rows())))
+    assert "has no head" in refused(lambda group, rank: share_prefixes(tiny().model, sp_group=group))
+    not_split = refused(lambda group, rank: share_prefixes(tiny(), sp_group=group).model(**RadixCollator()(rows())))
     assert "without having been split over its ranks" in not_split
 
     def outside(rank: int) -> None:
         group = dist.new_group([0])
         if rank:
             with pytest.raises(UserError, match="this rank is not in it"):
-                prepare_model(tiny(), sp_group=group)
+                share_prefixes(tiny(), sp_group=group)
 
     on_ranks(2, outside)
 
@@ -570,8 +570,8 @@ def test_what_goes_on_as_before() -> None:
         ids = torch.tensor([[5, 6, 7, 8]])
         model = tiny()
         ordinary = model(input_ids=ids, labels=ids).loss
-        whole = prepare_model(model)(**RadixCollator()(rows())).loss
-        prepare_model(model, sp_group=dist.new_group([0, 1]))
+        whole = share_prefixes(model)(**RadixCollator()(rows())).loss
+        share_prefixes(model, sp_group=dist.new_group([0, 1]))
         torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, ordinary)
         with torch.no_grad():
             torch.testing.assert_close(model.eval()(**RadixCollator()(rows())).loss, whole)

@@ -20,7 +20,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from trainer_harness import gathered_weights
 from trainer_loop import padded_batches
 
-from radixtrain import RadixCollator, prepare_model, share_prefixes, sharing_report
+from radixtrain import RadixCollator, share_prefixes, sharing_report
 from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_throughout
 
@@ -57,11 +57,8 @@ SHARDED: dict[str, Callable[[Any], Any]] = {
     "FSDP1, use_orig_params": partial(fsdp1, of=layer_of, use_orig_params=True),
     "FSDP1, the backbone": partial(fsdp1, of=lambda model: model.model),
 }
-DOORS: dict[str, Callable[[Any], Any]] = {"share_prefixes": share_prefixes, "RadixCollator": prepare_model}
-REFUSED = {  # if the model is prepared after it was sharded
-    **{(name, "RadixCollator"): "prepare the model before the trainer wraps it" for name in SHARDED if "FSDP1" in name},
-    ("FSDP1, the backbone", "share_prefixes"): "prepare the model before it is wrapped",
-}
+BATCHES = ["ordinary", "RadixCollator"]
+REFUSED = {"FSDP1, the backbone": "share the model before it is wrapped"}  # if it is shared after that
 
 # By numbers, or by refusals.
 SEEN = "the steps differ by|size mismatch|must match the size|num_shared=0|did not pass the backbone"
@@ -120,14 +117,14 @@ def ordinary(name: str) -> Values:
     return values + [each.detach() for each in model.parameters()]
 
 
-def run(rank: int, name: str, door: str, is_late: bool = False) -> Values:
+def run(rank: int, name: str, kind: str, is_late: bool = False) -> Values:
     inner = model = model_of(name)
     batches = batches_of(rank)
     with float64_throughout(model):
-        model = SHARDED[name](model if is_late else DOORS[door](model))
-        model = DOORS[door](model) if is_late else model
-        values = trained(model, batches if door == "share_prefixes" else list(map(radix, batches)))
-    assert door != "share_prefixes" or sharing_report(inner).num_shared == STEPS
+        model = SHARDED[name](model if is_late else share_prefixes(model))
+        model = share_prefixes(model) if is_late else model
+        values = trained(model, batches if kind == "ordinary" else list(map(radix, batches)))
+    assert sharing_report(inner).num_shared == STEPS
     return values
 
 
@@ -137,25 +134,25 @@ def assert_steps_of_one_process(found: Values, name: str) -> None:
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("kind", BATCHES)
 @pytest.mark.parametrize("name", SHARDED)
-def test_steps(name: str, door: str, is_late: bool) -> None:
-    """is_late: the model is prepared after it was sharded."""
-    work = partial(run, name=name, door=door, is_late=is_late)
-    if is_late and (name, door) in REFUSED:
-        with pytest.raises(AssertionError, match=REFUSED[name, door]):
+def test_steps(name: str, kind: str, is_late: bool) -> None:
+    """is_late: the model is shared after it was sharded."""
+    work = partial(run, name=name, kind=kind, is_late=is_late)
+    if is_late and name in REFUSED:
+        with pytest.raises(AssertionError, match=REFUSED[name]):
             on_ranks(NUM_RANKS, work)
     else:
         assert_steps_of_one_process(on_ranks(NUM_RANKS, work)[0], name)
 
 
 @pytest.mark.parametrize("mutation", SHARDED_MUTATIONS, ids=lambda each: each.__name__)
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("kind", BATCHES)
 @pytest.mark.parametrize("name", ["FSDP2", "FSDP1, use_orig_params"])
-def test_a_mistake_is_seen(name: str, door: str, mutation: Callable[[], None]) -> None:
+def test_a_mistake_is_seen(name: str, kind: str, mutation: Callable[[], None]) -> None:
     def mutated(rank: int) -> Values:
         mutation()
-        return run(rank, name, door)
+        return run(rank, name, kind)
 
     with pytest.raises(AssertionError, match=SEEN):
         assert_steps_of_one_process(on_ranks(NUM_RANKS, mutated)[0], name)

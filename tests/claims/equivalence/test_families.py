@@ -1,4 +1,4 @@
-"""Which model families train on unique tokens: Hugging Face's own classes, tiny and random, through `prepare_model`.
+"""Which model families train on unique tokens: Hugging Face's own classes, tiny and random, through `share_prefixes`.
 
 Each family gives the gradient of the ordinary model on every sequence by itself, in float64 and in float32, with every
 gradient alive; or it is refused, by an error that names the reason. Sequences are longer than every sliding window, so
@@ -29,8 +29,8 @@ from transformers.models.auto import modeling_auto
 
 from radixtrain import (
     RadixCollator,
-    prepare_model,
     restore_model,
+    share_prefixes,
     verify_equivalence,
 )
 from radixtrain.errors import UserError, first_line
@@ -61,7 +61,7 @@ REASONS = {
     r"state cannot fork": "a state outside Hugging Face's cache",
     r"does not pass the entries of a radix batch on to its": "its backbone gets nothing of a radix batch",
     r"state-space layers only": "passes nothing on to its layers",
-    r"a whole language model with a head of its own \((\w+)": "prepare its ... instead",
+    r"a whole language model with a head of its own \((\w+)": "share its ... instead",
     r"adds a (position_bias) to its scores": "a ... in its scores",
     r"does not take its attention from AttentionInterface": "attention code of its own",
     r"does not take position_ids": "takes no position_ids",
@@ -175,7 +175,7 @@ def test_the_batch_has_forks() -> None:
 def refusal_of(model: Any) -> str:
     """Why the model, or a radix batch on it, is refused; empty if neither is."""
     try:
-        prepare_model(model)(**RadixCollator()(FEATURES))
+        share_prefixes(model)(**RadixCollator()(FEATURES))
     except UserError as error:
         return str(error)
     finally:
@@ -228,8 +228,8 @@ def test_every_strategy(name: str) -> None:
 def test_what_a_refusal_advises() -> None:
     """Nemotron-H Omni cannot be prepared, but the language model inside it can."""
     model = next(family for family in CORE_MULTIMODAL if family.name == "Nemotron-H Omni").build()
-    with pytest.raises(UserError, match=r"prepare that one: prepare_model\(model\.language_model\)"):
-        prepare_model(model)
+    with pytest.raises(UserError, match=r"share that one: share_prefixes\(model\.language_model\)"):
+        share_prefixes(model)
     report = verify_equivalence(model.language_model, FEATURES, precisions=["float64"])
     assert report.passed and report["float64"].worst.radix <= BAR, str(report)
 

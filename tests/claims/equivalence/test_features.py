@@ -17,7 +17,7 @@ import torch
 from tiers import TRIES, cases
 from torch import Tensor
 
-from radixtrain import RadixCollator, prepare_model
+from radixtrain import RadixCollator, share_prefixes
 from radixtrain.verification.oracle import float64_throughout
 
 BLOCKS = cases(range(max(4, TRIES // 12)), [0])
@@ -150,7 +150,7 @@ def gradients(model: Any, loss: Tensor) -> list[Tensor]:
 @pytest.fixture(scope="module")
 def models(tiny_qwen3: Callable[..., Any]) -> Iterator[tuple[Any, Any]]:
     """The unmodified model and a prepared one with the same weights, both in float64."""
-    ordinary, prepared = tiny_qwen3(num_hidden_layers=1), prepare_model(tiny_qwen3(num_hidden_layers=1))
+    ordinary, prepared = tiny_qwen3(num_hidden_layers=1), share_prefixes(tiny_qwen3(num_hidden_layers=1))
     with ExitStack() as stack:
         for model in (ordinary, prepared):
             stack.enter_context(float64_throughout(model))

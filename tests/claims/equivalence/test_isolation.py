@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from radixtrain import RadixCollator, prepare_model
+from radixtrain import RadixCollator, share_prefixes
 from radixtrain.attention import EVERYWHERE
 from radixtrain.hf.predicting_rows import inputs_of
 
@@ -38,7 +38,7 @@ def logits_and_losses(model: Any, branch: list[int]) -> list[Tensor]:
 @pytest.mark.parametrize("attention", EVERYWHERE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_isolation(tiny_qwen3: Callable[..., Any], attention: str, dtype: torch.dtype) -> None:
-    model = prepare_model(tiny_qwen3().to(dtype).eval(), attention=attention)
+    model = share_prefixes(tiny_qwen3().to(dtype).eval(), attention=attention)
     *before, own = logits_and_losses(model, CHANGED)
     for place in range(len(CHANGED)):
         *after, changed = logits_and_losses(model, [*CHANGED[:place], 40, *CHANGED[place + 1 :]])

@@ -140,7 +140,7 @@ def test_a_wrong_mask(
 
 
 def test_stock_sdpa_on_a_radix_batch(tiny_qwen3: Callable[..., Any]) -> None:
-    """A silent failure: a model that is not prepared reads jumps of positions as packed documents."""
+    """A silent failure: a model that is not shared reads jumps of positions as packed documents."""
     model = tiny_qwen3()
     batch = RadixCollator()(FEATURES)
 

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiers import FULL, TRIES
 
-from radixtrain import prepare_model, restore_model
+from radixtrain import restore_model, share_prefixes
 from radixtrain.attention import EVERYWHERE
 from radixtrain.testing import labelled_features
 from radixtrain.verification.equivalence import compare_gradients
@@ -85,7 +85,7 @@ def climb(model: Any, features: Features, way: Any) -> dict[str, Rung]:
     alone = gradients_of(model, lambda: ordinary_one_by_one(model, features))
     rungs = {ROW_BY_ROW: compare_gradients(precision, truth, ordinary, alone)}
     for attention in EVERYWHERE:
-        radix = gradients_of(prepare_model(model, attention=attention), lambda: way.terms(model, features))
+        radix = gradients_of(share_prefixes(model, attention=attention), lambda: way.terms(model, features))
         rungs[attention] = compare_gradients(precision, truth, ordinary, radix)
     restore_model(model)
     return rungs

@@ -22,10 +22,9 @@ from torch.utils._python_dispatch import _pop_mode_temporarily
 from transformers import AutoModelForCausalLM, Qwen3Config
 from watch import DEVICE, FakeCUDA, Waits, move_module, moved
 
-from radixtrain import RadixCollator, build_prefix_plan, prepare_model, share_prefixes, sharing_report
+from radixtrain import RadixCollator, build_prefix_plan, share_prefixes, sharing_report
 from radixtrain.attention import EVERYWHERE, tree_attention
 from radixtrain.collators.steps import StepCollator
-from radixtrain.generation.generate import generate
 from radixtrain.hf import third_party
 from radixtrain.hf.padded import causes
 from radixtrain.hf.predicting_rows import forward_rows
@@ -73,7 +72,7 @@ def on_device(model: Any, dtype: torch.dtype) -> Any:
 def radix(model: Any, dtype: torch.dtype = BF16, attention: str = "auto", recompute: bool = False, **how: Any):
     """A step of a batch of a `RadixCollator`."""
     batch = RadixCollator()(FEATURES)
-    model = prepare_model(on_device(model, dtype), attention=attention)
+    model = share_prefixes(on_device(model, dtype), attention=attention)
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     with free_forks() if hasattr(model, "hybrid") else nullcontext():
@@ -130,7 +129,7 @@ def head_and_loss(dtype: torch.dtype) -> dict[str, int]:
 
 def step_of_fit(forward: Context | None = None, dtype: torch.dtype = FLOAT32, **collator: Any) -> dict[str, int]:
     """`RadixModule.training_step`: micro-batches, the loss fused with the head, clipping, AdamW, the schedule."""
-    model = prepare_model(on_device(tiny_qwen3(), dtype))
+    model = share_prefixes(on_device(tiny_qwen3(), dtype))
     module: Any = RadixModule("unused")
     module.model, module.plain_head = model, True
     optimizer = torch.optim.AdamW(model.parameters())
@@ -170,13 +169,6 @@ def padded(model: Any, **options: Any) -> dict[str, int]:
         causes._on_host = read
 
 
-def generated(**options: Any) -> dict[str, int]:
-    model, waits = on_device(tiny_qwen3(), BF16).eval(), Waits()
-    with model.mode, waits:
-        generate(model, [[1, 2, 3], [1, 2, 4, 5], [1, 2]], max_new_tokens=4, pad_token_id=0, **options)
-    return dict(waits.counts)
-
-
 def verified() -> dict[str, int]:
     """That it runs, in float64 too; it may wait as it likes."""
     model = on_device(tiny_qwen3(), BF16)
@@ -196,7 +188,7 @@ def launches(attention: str) -> dict[str, int]:
         models = [AutoModelForCausalLM.from_config(each, dtype=BF16) for each in configs]
     batch = moved(RadixCollator(merge_labels=True)(features), mode)
     for model in models:
-        prepare_model(model, attention=attention)
+        share_prefixes(model, attention=attention)
     with mode:
         one, two = (_launches(lambda model=model: forward_rows(model, batch, True).loss_sum()) for model in models)
     return {"a layer": two - one, "beside the layers": 2 * one - two}
@@ -266,8 +258,6 @@ GROUPS: dict[str, dict[str, Case]] = {
         "share_prefixes, path": lambda: padded(tiny_qwen3(), attention="path"),
         "share_prefixes, Qwen3.5": lambda: padded(hybrid("Qwen3.5")),
         "share_prefixes, text in LLaVA": lambda: padded(llava()),
-        "generate": generated,
-        "generate samples": lambda: generated(do_sample=True, top_p=0.9, top_k=5, seed=1, num_return_sequences=2),
         "verify": verified,
     },
     "launches": {name: lambda name=name: launches(name) for name in ("cascade", "path", "expand")},

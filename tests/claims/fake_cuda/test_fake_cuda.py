@@ -33,8 +33,6 @@ WAITS = {
     "share_prefixes, path": SHARED,
     "share_prefixes, Qwen3.5": SHARED,
     "share_prefixes, text in LLaVA": SHARED,  # the embeddings of a plain lookup are not compared
-    "generate": {"radixtrain/generation/scheduler.py:_choose": 4},  # once for each token
-    "generate samples": {"radixtrain/generation/scheduler.py:_choose": 4},
 }
 # In the attention of one layer. What the error says, or where the wait is.
 MISTAKES: dict[str, Any] = {

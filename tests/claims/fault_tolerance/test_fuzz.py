@@ -19,7 +19,8 @@ import yaml
 from tiers import FULL, tries
 
 from radixtrain.__main__ import main
-from radixtrain.commands.keys import Key, all_keys
+from radixtrain.commands.help import all_keys
+from radixtrain.settings.fields import Key
 
 pytestmark = FULL
 CONFIGS, FILES = tries(10, 1000), tries(15, 1000)

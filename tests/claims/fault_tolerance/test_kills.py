@@ -19,7 +19,7 @@ import pytest
 from changed_runs import go_on_after_pause, pause, wait_until_paused
 from forked import Run
 from outcomes import EXACT, assert_nothing_left, assert_same_run
-from tiers import FULL, tries
+from tiers import FULL, cases, tries
 
 from radixtrain.__main__ import main
 from radixtrain.checkpoints.resolve import newest_valid
@@ -128,8 +128,8 @@ def run_whole(start: Any, line: list[str]) -> float:
     return run.ended - run.started
 
 
-def killed_at(place: str, start: Any, line: list[str], folder: Path) -> None:
-    run = start(line, {"PAUSE": place}, before=pause)
+def killed_at(place: str, start: Any, line: list[str], folder: Path, environment: dict[str, str]) -> None:
+    run = start(line, {"PAUSE": place, **environment}, before=pause)
     wait_until_paused(folder, run)
     run.send(signal.SIGKILL)
     assert run.wait() == -signal.SIGKILL
@@ -144,9 +144,9 @@ def test_one_command_goes_on_whenever_it_was_killed(start, arguments, tmp_path):
     flags = {"save_every_steps": 1, "data__dataloader_num_workers": 1, **EXACT, **AUTO}
     run_whole(start, arguments(output_dir=whole, **flags))
     line = arguments(output_dir=folder, **flags)
-    killed_at("step 1", start, line, folder)
+    killed_at("step 1", start, line, folder, {})
     assert not (folder / "checkpoints").exists()
-    killed_at("save 4", start, line, folder)
+    killed_at("save 4", start, line, folder, {})
     assert is_saving(folder) and newest_valid(folder / "checkpoints").path == folder / "checkpoints" / "step=3"
     finish_as(whole, start, lambda into, **_: arguments(output_dir=into, **flags), folder, tmp_path)
     run = start(line)
@@ -154,20 +154,35 @@ def test_one_command_goes_on_whenever_it_was_killed(start, arguments, tmp_path):
     assert_same_run(folder, whole)
 
 
-def test_the_run_that_was_to_be_replaced_says_that_it_is_back(start, arguments, tmp_path, capsys):
-    """Until somebody names a checkpoint of it, or replaces it."""
-    folder = tmp_path / "run"
+PLAIN: tuple[dict[str, str], dict[str, str]] = ({}, {})
+SLURM = ({"SLURM_JOB_ID": "41"}, {"SLURM_JOB_ID": "41", "SLURM_RESTART_COUNT": "1"})
+
+
+@pytest.mark.parametrize(
+    ("place", "devices", "environments"),
+    cases(
+        [*(("step 1", devices, jobs) for devices in (1, 2) for jobs in (PLAIN, SLURM)), ("save 4", 1, SLURM)],
+        [("step 1", 1, SLURM)],
+    ),
+)
+def test_overwrite_that_is_killed_and_started_again(start, arguments, tmp_path, place, devices, environments):
+    """With the same command line, as SLURM does: before the first checkpoint it begins again, then it resumes."""
+    whole, folder = tmp_path / "whole", tmp_path / "run"
     assert main(arguments(output_dir=folder, trainer__max_steps=2)) == 0
-    other = {"output_dir": folder, "model__learning_rate": 0.5}
-    killed_at("step 1", start, arguments(**other, overwrite=True), folder)
-    for word in ("last", "auto", "last"):
-        capsys.readouterr()
-        assert main(arguments(**other, ckpt_path=word)) == 1
-        said = capsys.readouterr().err
-        assert "was killed before its first checkpoint, and only the earlier one is left, of 2" in said
-        assert f"--ckpt_path {folder / 'checkpoints' / 'step=2'}" in said
-    assert main(arguments(**other, ckpt_path=folder / "checkpoints" / "step=2")) == 0
-    assert sum(1 for _ in folder.glob("checkpoints/step=10/model.safetensors")) == 1
+    earlier = contents(folder)
+    flags = {"save_every_steps": 1, "overwrite": True, "trainer__devices": devices, **EXACT}
+    run_whole(start, arguments(output_dir=whole, **flags))
+    line, (first, again) = arguments(output_dir=folder, **flags), environments
+    killed_at(place, start, line, folder, first)
+    assert contents(tmp_path / "run.1") == earlier
+    run = start(line, again)
+    assert run.wait() == 0, run.said()
+    assert_same_run(folder, whole)
+    assert contents(tmp_path / "run.1") == earlier and not (tmp_path / "run.2").exists()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @FULL

@@ -12,7 +12,7 @@ from tiny_models import tiny_hybrid, tiny_qwen3
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from radixtrain import RadixCollator, prepare_model, share_prefixes, sharing_report
+from radixtrain import RadixCollator, share_prefixes, sharing_report
 from radixtrain.errors import UserError
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import float64_throughout, gradients_of
@@ -92,7 +92,7 @@ def test_hidden_states_of_some_layers(tiny_qwen3: Callable[..., Any], batch: Pad
 
 def collated(model: Any, batch: PaddedBatch) -> Any:
     """The loss of a `RadixCollator`'s batch."""
-    return prepare_model(model)(**RadixCollator()([{"input_ids": row, "labels": row} for row in ROWS])).loss
+    return share_prefixes(model)(**RadixCollator()([{"input_ids": row, "labels": row} for row in ROWS])).loss
 
 
 def padded(model: Any, batch: PaddedBatch) -> Any:

@@ -11,7 +11,7 @@ import torch
 from tiny_models import tiny_qwen3
 from torch import Tensor
 
-from radixtrain import RadixCollator, prepare_model, share_prefixes, sharing_report
+from radixtrain import RadixCollator, share_prefixes, sharing_report
 from radixtrain.errors import UserError
 from radixtrain.testing import assert_within_reference_error, relative_error
 from radixtrain.verification.oracle import float64_arithmetic
@@ -141,7 +141,7 @@ def test_a_batch_of_the_collator(monkeypatch, ids, by_liger):
     monkeypatch.setattr(module, "fused_linear_cross_entropy_forward", spy(forward, rows))
     features = [{"input_ids": row[:length].tolist()} for row, length in zip(ids, mask.sum(1), strict=True)]
     collated = RadixCollator(loss_on_all=True)(features)
-    found = gradient_of(prepare_model(liger()), lambda model: model(**collated).loss)
+    found = gradient_of(share_prefixes(liger()), lambda model: model(**collated).loss)
     assert rows == by_liger
     torch.testing.assert_close(found, expected)
 

@@ -22,7 +22,7 @@ from same_step import same
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
-from radixtrain import prepare_model
+from radixtrain import share_prefixes
 from radixtrain.errors import UserError
 from radixtrain.verification.oracle import (
     float64_throughout,
@@ -49,7 +49,7 @@ def test_of_transformers(tiny_hybrid: Build, kind: str, use_reentrant: bool) -> 
     """It computes a layer's `forward` again, without the layer's hooks."""
     model = tiny_hybrid(kind)
     truth = float64_truth(model, FEATURES)
-    prepare_model(model).gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    share_prefixes(model).gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     assert_exact(model, truth)
 
 
@@ -59,7 +59,7 @@ def test_around_a_layer(tiny_hybrid: Build, kind: str, implementation: Checkpoin
     """As FSDP and Lightning do: the whole layer runs again, its hooks too."""
     model = tiny_hybrid(kind)
     truth = float64_truth(model, FEATURES)
-    prepare_model(model)
+    share_prefixes(model)
     for index, layer in enumerate(model.model.layers):
         model.model.layers[index] = checkpoint_wrapper(layer, implementation)
     same(truth, gradients_by_stock_names(model))
@@ -83,7 +83,7 @@ def test_two_batches_before_the_backward_pass(tiny_hybrid: Build, use_reentrant:
 
     with float64_throughout(model):
         truth = gradients_of(model, stock)
-    prepare_model(model).gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    share_prefixes(model).gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     assert_exact(model, truth, terms)
 
 
@@ -92,7 +92,7 @@ def test_two_batches_before_the_backward_pass(tiny_hybrid: Build, use_reentrant:
 def test_a_layer_that_gets_nothing(tiny_hybrid: Build, use_reentrant: bool) -> None:
     model = tiny_hybrid("Qwen3.5")
     truth = float64_truth(model, FEATURES)
-    prepare_model(model).gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    share_prefixes(model).gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     model.model.layers[0] = PassesNothingOn(model.model.layers[0])
     same(truth, gradients_by_stock_names(model))
 
@@ -103,7 +103,7 @@ def test_around_a_layer_that_gets_nothing(tiny_hybrid: Build, implementation: Ch
     """The layer's input carries the call; reentrant checkpointing makes a new tensor, and is refused."""
     model = tiny_hybrid("Qwen3.5")
     truth = float64_truth(model, FEATURES)
-    prepare_model(model)
+    share_prefixes(model)
     model.model.layers[0] = PassesNothingOn(checkpoint_wrapper(model.model.layers[0], implementation))
     if implementation is CheckpointImpl.REENTRANT:
         with pytest.raises(UserError, match=r"Qwen3_5DecoderLayer .* set use_reentrant to False"):

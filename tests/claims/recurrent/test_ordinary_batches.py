@@ -9,7 +9,7 @@ from hybrids import ONE_KIND, PROMPT, ROWS, Build, batch_of, mixers_in, padded
 from older_transformers import since
 from tiers import cases
 
-from radixtrain import prepare_model
+from radixtrain import share_prefixes
 
 HOOKS_INSIDE = "checkpointing runs the hooks of a layer too, and they end only with an Exception"
 
@@ -19,7 +19,7 @@ HOOKS_INSIDE = "checkpointing runs the hooks of a layer too, and they end only w
 def test_padded(tiny_hybrid: Build, kind: str, side: str) -> None:
     batch = padded(ROWS, side)
     results = []
-    for model in (tiny_hybrid(kind), prepare_model(tiny_hybrid(kind))):
+    for model in (tiny_hybrid(kind), share_prefixes(tiny_hybrid(kind))):
         logits = model(**batch).logits
         (logits.log_softmax(-1) * batch["attention_mask"][..., None]).sum().backward()
         results.append([logits.detach(), *(parameter.grad for parameter in model.parameters())])
@@ -35,7 +35,7 @@ def test_packed(tiny_hybrid: Build, kind: str) -> None:
         "position_ids": torch.tensor([[n for row in rows for n in range(len(row))]]),
     }
     results = []
-    for model in (tiny_hybrid(kind), prepare_model(tiny_hybrid(kind))):
+    for model in (tiny_hybrid(kind), share_prefixes(tiny_hybrid(kind))):
         try:
             results.append(model(**batch).logits.tolist())
         except ValueError as error:
@@ -52,7 +52,7 @@ def test_generation(tiny_hybrid: Build, kind: str, beams: int) -> None:
     options |= {"output_scores": True, "return_dict_in_generate": True}
     generate = partial(model.generate, **padded([PROMPT, PROMPT[:4]], "left"), **options)
     stock = generate()
-    prepare_model(model)
+    share_prefixes(model)
     for _ in range(2):
         found = generate()
         assert torch.equal(found.sequences, stock.sequences)
@@ -68,7 +68,7 @@ def test_after_an_exception(tiny_hybrid: Build, kind: str, error: type[BaseExcep
     model = tiny_hybrid(kind)
     batch = padded(ROWS, "right")
     stock = model(**batch).logits
-    prepare_model(model).gradient_checkpointing_enable()
+    share_prefixes(model).gradient_checkpointing_enable()
 
     def stop(*args: Any) -> None:
         raise error

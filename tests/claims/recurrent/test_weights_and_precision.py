@@ -10,7 +10,7 @@ from hybrids import FEATURES, KINDS, ONE_KIND, Build, assert_exact, batch_of, mi
 from same_step import BAR
 from tiers import FULL
 
-from radixtrain import prepare_model
+from radixtrain import share_prefixes
 from radixtrain.verification.oracle import (
     float64_throughout,
     float64_truth,
@@ -34,7 +34,7 @@ def test_frozen(tiny_hybrid: Build, kind: str, frozen: str) -> None:
         parameter.requires_grad_(not re.search(frozen, name))
     truth = float64_truth(model, FEATURES)
     assert 0 < len(truth.tensors) < len(list(model.parameters()))
-    assert_exact(prepare_model(model), truth)
+    assert_exact(share_prefixes(model), truth)
 
 
 @FULL
@@ -44,7 +44,7 @@ def test_frozen(tiny_hybrid: Build, kind: str, frozen: str) -> None:
     [(False, "before", True), (False, "after", False), (True, "after", True)],
 )
 def test_adapters(tiny_hybrid: Build, kind: str, use_dora: bool, prepared: str, checkpointing: bool) -> None:
-    """LoRA and DoRA on what a mixer projects, put on before or after `prepare_model`."""
+    """LoRA and DoRA on what a mixer projects, put on before or after `share_prefixes`."""
     from peft import LoraConfig, get_peft_model
 
     targets = {"Qwen3.5": "in_proj_qkv in_proj_a out_proj", "Bamba": "in_proj", "LFM2": "in_proj out_proj"}
@@ -56,8 +56,8 @@ def test_adapters(tiny_hybrid: Build, kind: str, use_dora: bool, prepared: str, 
         if checkpointing:
             model.gradient_checkpointing_enable()
             model.enable_input_require_grads()
-        model = get_peft_model(prepare_model(model) if prepare == "before" else model, config)
-        return prepare_model(model) if prepare == "after" else model
+        model = get_peft_model(share_prefixes(model) if prepare == "before" else model, config)
+        return share_prefixes(model) if prepare == "after" else model
 
     truth = float64_truth(build(None), FEATURES)
     model = build(prepared)
@@ -74,7 +74,7 @@ def test_bfloat16(tiny_hybrid: Build, kind: str, mode: str, checkpointing: bool)
 
     Both compute the states in different calls, so each error is a sample of the rounding; TENSOR_FACTOR is for luck.
     """
-    stock, model = tiny_hybrid(kind), prepare_model(tiny_hybrid(kind))
+    stock, model = tiny_hybrid(kind), share_prefixes(tiny_hybrid(kind))
     truth = float64_truth(stock, FEATURES)
     if checkpointing:
         model.gradient_checkpointing_enable()
@@ -95,7 +95,7 @@ def test_bfloat16(tiny_hybrid: Build, kind: str, mode: str, checkpointing: bool)
 @pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(tiny_hybrid: Build, kind: str, without: Callable[[], Any]) -> None:
     """The first batch of a model may be one of an evaluation; the values are those with gradients."""
-    model = prepare_model(tiny_hybrid(kind))
+    model = share_prefixes(tiny_hybrid(kind))
     with float64_throughout(model):
         with without():
             found = model.eval()(**batch_of()).logits

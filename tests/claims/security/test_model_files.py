@@ -83,7 +83,7 @@ OF_A_RUN: list[tuple[str, str]] = [
     (yaml.safe_dump({"data": {"columns": "SECRET"}}), "columns is '.*', expected dict"),
     (yaml.safe_dump({"data": {"max_length": "SECRET"}}), "max_length is '.*', expected int"),
     (yaml.safe_dump({"data": {}, "seed_everything": "SECRET"}), "seed_everything is '.*', expected int"),
-    ("a: &a [x, x]\ndata: {chat_template_kwargs: {a: *a}}", "radixtrain.yaml:1: `&`, `\\*` and `<<` are not read"),
+    ("a: &a [x, x]\ndata: {chat_template_kwargs: {a: *a}}", "radixtrain.yaml:1: `&` and `\\*` are not read"),
 ]
 
 

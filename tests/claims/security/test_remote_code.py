@@ -83,7 +83,7 @@ def test_a_command_says_it_in_one_line(
     (evil.parent / "x.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
     assert main(arguments(command, model__model_name_or_path=evil, **files)) == 1
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert "trust_remote_code=True and pass it to radixtrain.prepare_model" in line
+    assert "trust_remote_code=True and pass it to radixtrain.share_prefixes" in line
     assert not (tmp_path / "ran").exists()
 
 

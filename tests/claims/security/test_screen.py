@@ -79,7 +79,7 @@ def test_what_an_error_says(
         arguments(data__train_file=unknown),
         arguments(model__model_name_or_path=model),
         arguments(data__train_file=tmp_path / EVIL),
-        arguments(trainer__callbacks=EVIL),
+        arguments(trainer__logger=EVIL),
         arguments(**{EVIL: 1}),
         [EVIL],
     ):

@@ -32,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 from trainer_harness import numbers, settings
 
-from radixtrain import RadixCollator, prepare_model, share_prefixes, sharing_report
+from radixtrain import RadixCollator, share_prefixes, sharing_report
 from radixtrain.__main__ import main
 from radixtrain.testing import assert_within_reference_error, relative_error
 from radixtrain.tree.radix_inputs import RADIX
@@ -241,7 +241,7 @@ def accelerate(run: Run) -> None:
     AcceleratorState._reset_state(True)  # it remembers the precision of a process
     names = {None: "no", BF16: "bf16", FP16: "fp16"}
     accelerator = Accelerator(mixed_precision=names[run.precision.autocast], cpu=True)
-    own_loop(run, as_on_a_gpu(accelerator, run.precision).prepare_model, nullcontext)
+    own_loop(run, as_on_a_gpu(accelerator, run.precision).share_prefixes, nullcontext)
 
 
 def as_on_a_gpu(accelerator: Any, precision: Precision) -> Any:
@@ -486,7 +486,7 @@ BY_COLLATOR = (
     "SFTTrainer, LoRA",
     "fit",
 )
-DOORS = {"share_prefixes": partial(share_prefixes, min_ratio=0.0), "RadixCollator": prepare_model}
+DOORS = {"share_prefixes": partial(share_prefixes, min_ratio=0.0), "RadixCollator": share_prefixes}
 CELLS = [
     *((program, "share_prefixes") for program in PROGRAMS if program != "fit"),
     *((program, "RadixCollator") for program in BY_COLLATOR),

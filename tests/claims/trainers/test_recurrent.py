@@ -8,7 +8,7 @@ import torch
 from tiers import FULL
 from trainer_harness import Run, Share, compare, differences_of, run, settings
 
-from radixtrain import RadixCollator, prepare_model
+from radixtrain import RadixCollator, share_prefixes
 
 pytestmark = [FULL, pytest.mark.usefixtures("free_forks")]
 
@@ -66,7 +66,7 @@ class TestTrainers:
                 entry.pop("num_tokens", None)  # TRL counts unique tokens, which the model sees
             return found
 
-        differences_of(trained(lambda model: model, stock), trained(prepare_model, COLLATOR))
+        differences_of(trained(lambda model: model, stock), trained(share_prefixes, COLLATOR))
 
     @pytest.mark.parametrize("others", [{}, {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}])
     def test_hugging_face(self, hybrid, rows, tokenizer, tmp_path, others):

@@ -35,7 +35,7 @@ from trainer_harness import (
 from trainer_loop import Loop, Stream, own_loss, padded_batches
 from transformers import set_seed
 
-from radixtrain import RadixCollator, prepare_model, share_prefixes, sharing_report
+from radixtrain import RadixCollator, share_prefixes, sharing_report
 from radixtrain.hf.backbone import backbone_of, model_inside
 from radixtrain.testing import assert_within_reference_error, relative_error
 from radixtrain.verification.equivalence import compare_gradients
@@ -236,7 +236,7 @@ def test_the_collator(model, trainer, rows, data, config, across_devices, versio
         others = own | sharding(version)
         stock = run(lambda share: trainer(share(model()), data(rows), **others), lambda model: model, evaluate=True)
         radix = run(
-            lambda share: trainer(share(model()), data(rows), RadixCollator(), **others), prepare_model, evaluate=True
+            lambda share: trainer(share(model()), data(rows), RadixCollator(), **others), share_prefixes, evaluate=True
         )
         return differences_of(stock, radix)
 
@@ -248,7 +248,7 @@ def test_a_radix_batch_that_is_dispatched_is_refused(model, trainer, rows):
     """On rank 0, which reads the batches; the other one waits for it."""
 
     def work(rank: int) -> None:
-        trainer(prepare_model(model()), Stream(rows), RadixCollator()).train()
+        trainer(share_prefixes(model()), Stream(rows), RadixCollator()).train()
 
     with pytest.raises(AssertionError, match=r'(?s)rank 0: .*accelerator_config=\{"dispatch_batches": False\}'):
         on_two_ranks(work)
@@ -301,7 +301,7 @@ def test_fsdp2(model, min_ratio, casts):
     precision FSDP casts the arguments of every layer, and copies every dataclass among them.
     """
     from accelerate import FullyShardedDataParallelPlugin
-    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+    from accelerate.utils.fsdp_utils import fsdp2_share_prefixes
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
     plugin = FullyShardedDataParallelPlugin(
@@ -319,7 +319,7 @@ def test_fsdp2(model, min_ratio, casts):
     def gradient(share: Share, batch: dict[str, Tensor]) -> tuple[Tensor, Any]:
         policy = share(model(tie_word_embeddings=False))
         with float64_throughout(policy):
-            sharded = fsdp2_prepare_model(accelerator, policy.train())
+            sharded = fsdp2_share_prefixes(accelerator, policy.train())
             sharded(**batch).loss.backward()
             whole = [parameter.grad.full_tensor().flatten() for parameter in sharded.parameters()]
         return torch.cat(whole), policy
@@ -436,7 +436,7 @@ def test_sft_with_the_collator(built, version):
     def work(rank: int) -> dict[str, float]:
         build = partial(built, "SFT, labels", max_length=None, **sharding(version))
         stock = run(build, lambda model: model, evaluate=True)
-        radix = run(partial(build, collator=RadixCollator()), prepare_model, evaluate=True)
+        radix = run(partial(build, collator=RadixCollator()), share_prefixes, evaluate=True)
         return differences_of(stock, radix, skipped=["num_tokens", "eval_num_tokens"])
 
     for worst in on_two_ranks(work):
@@ -530,7 +530,7 @@ def test_many_settings_at_once(trainer, model, rows, tmp_path, version):
 
 DOORS: dict[str, tuple[Share, Callable[[], Any]]] = {
     "share_prefixes": (share_prefixes, lambda: None),
-    "RadixCollator": (prepare_model, RadixCollator),
+    "RadixCollator": (share_prefixes, RadixCollator),
 }
 
 

@@ -1,4 +1,4 @@
-"""Loggers by short names; what they lack is one line before a row is read."""
+"""Loggers by name; what they lack is one line before a row is read."""
 
 import json
 import socket
@@ -7,13 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, WandbLogger, mlflow
 from tiers import FULL
 
 from radixtrain.__main__ import main
 from radixtrain.commands import loggers
-from radixtrain.commands.loggers import errors_of_wandb, loggers_of
+from radixtrain.commands.loggers import errors_of_services, make_loggers
 from radixtrain.errors import UserError
+from radixtrain.settings.trainer import TrainerSettings
 
 OFFLINE = "WANDB_MODE=offline keeps the run on this disk"
 
@@ -42,33 +43,41 @@ def says(arguments, shop, capsys, monkeypatch):
     return run
 
 
-def test_short_names_and_other_loggers(tmp_path, nobody, monkeypatch):
-    for asked, kinds in (
-        (None, ["CSVLogger"]),
-        (True, ["CSVLogger"]),
+@pytest.mark.parametrize(
+    ("asked", "kinds"),
+    [
         ("csv", ["CSVLogger"]),
+        ("none", []),
+        ([], ["CSVLogger"]),
         ("wandb", ["CSVLogger", "WandbLogger"]),
-        (["wandb", "csv", "wandb"], ["CSVLogger", "WandbLogger"]),
+        ("trackio", ["CSVLogger", "TrackioLogger"]),
+        (["wandb", "trackio", "csv", "wandb"], ["CSVLogger", "WandbLogger", "TrackioLogger"]),
+    ],
+)
+def test_loggers_by_name(asked, kinds, tmp_path, nobody, monkeypatch):
+    """What they call the run: by its settings, or their environment, or the folder."""
+    folder = tmp_path / "my_run"
+    for settings, variables, project, run_name in (
+        ({}, {}, "radixtrain", "my_run"),
+        ({}, {"WANDB_PROJECT": "theirs", "TRACKIO_PROJECT": "theirs"}, "theirs", "my_run"),
+        ({"project": "ours", "run_name": "r"}, {"WANDB_PROJECT": "theirs"}, "ours", "r"),
     ):
-        made = loggers_of(asked, tmp_path / "my_run")
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        made = make_loggers(TrainerSettings(logger=asked, **settings), folder)
         assert [type(logger).__name__ for logger in made] == kinds
-        assert made[0].root_dir == str(tmp_path / "my_run" / "logs")
-        if "WandbLogger" in kinds:
-            assert (made[1].name, made[1].save_dir) == ("radixtrain", str(tmp_path / "my_run"))
-    own = CSVLogger(tmp_path, name="own")
-    assert loggers_of(False, tmp_path) is loggers_of("none", tmp_path) is False
-    assert loggers_of(own, tmp_path) is own and loggers_of([own], tmp_path) == [own]
-    named, last = loggers_of(["csv", own], tmp_path)
-    assert named.name == "logs" and last is own
-    with pytest.raises(UserError, match=r"trainer\.logger: none must be alone, not in a list"):
-        loggers_of(["none", own], tmp_path)
-    monkeypatch.setenv("WANDB_PROJECT", "theirs")
-    assert loggers_of("wandb", tmp_path)[1].name == "theirs"
+        for logger in made:
+            if isinstance(logger, CSVLogger):
+                assert logger.root_dir == str(folder / "logs")
+            elif isinstance(logger, WandbLogger):
+                assert (logger.name, logger._name, logger.save_dir) == (project, run_name, str(folder))
+            else:
+                assert (logger.name, logger.version) == (project, run_name)
 
 
 def test_nobody_is_logged_in(says, nobody, tmp_path):
     expected = "trainer.logger: not logged in to Weights & Biases: run `wandb login`, or set WANDB_API_KEY; "
-    for logger in ("wandb", "WandbLogger", "[wandb, csv]"):
+    for logger in ("wandb", "[wandb, csv]"):
         assert says(trainer__logger=logger) == expected + OFFLINE
     (tmp_path / "my.yaml").write_text(yaml.safe_dump({"trainer": {"logger": "wandb"}}))
     assert says(config=tmp_path / "my.yaml") == expected + OFFLINE
@@ -89,7 +98,6 @@ def test_a_server_that_answers_and_no_network(says, nobody, monkeypatch):
 
 def test_what_needs_no_login(arguments, shop, says, nobody, capsys):
     for flags in (
-        {"trainer__logger": {"class_path": "WandbLogger", "init_args": {"offline": True}}},
         {"trainer__logger": "wandb", "trainer__fast_dev_run": "true"},
         {"trainer__logger": "csv"},
         {"trainer__logger": "none"},
@@ -99,22 +107,17 @@ def test_what_needs_no_login(arguments, shop, says, nobody, capsys):
     assert "error: no such file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "logger", ["tensorboard", {"class_path": "TensorBoardLogger", "init_args": {"save_dir": "logs"}}]
-)
-def test_tensorboard_is_not_installed(logger, says, monkeypatch):
-    monkeypatch.setattr(loggers, "find_spec", lambda name: None)
-    found = says(trainer__logger=logger)
-    assert found == "trainer.logger: tensorboard is not installed: pip install -U tensorboard"
-
-
-def test_what_weights_and_biases_refuses_later():
+def test_what_a_service_refuses_later():
     import wandb
 
-    expected = rf"trainer\.logger: Weights & Biases: no such project; {OFFLINE}"
-    with pytest.raises(UserError, match=expected), errors_of_wandb():
-        raise wandb.errors.CommError("no such project\nmore")
-    with pytest.raises(json.JSONDecodeError), errors_of_wandb():
+    refused = type("MlflowException", (Exception,), {"__module__": "mlflow.exceptions"})
+    for error, said in (
+        (wandb.errors.CommError("no such project\nmore"), rf"trainer\.logger: wandb: no such project; {OFFLINE}"),
+        (refused("no such server\nmore"), r"trainer\.logger: mlflow: no such server; MLFLOW_TRACKING_URI names"),
+    ):
+        with pytest.raises(UserError, match=said), errors_of_services():
+            raise error
+    with pytest.raises(json.JSONDecodeError), errors_of_services():
         json.loads("{")
 
 
@@ -143,7 +146,7 @@ def test_a_resumed_run_stays_the_same_at_weights_and_biases(arguments, tmp_path,
 
 
 class Run:
-    """Of a stand-in for trackio and swanlab, with the calls of both."""
+    """Of a stand-in for trackio, with its calls."""
 
     def __init__(self, **options):
         self.options, self.config, self.logged, self.is_finished = options, {}, [], False
@@ -156,32 +159,81 @@ class Run:
         self.is_finished = True
 
 
-@pytest.mark.parametrize(
-    ("name", "own"), [("trackio", {"resume": "allow", "embed": False}), ("swanlab", {"log_dir": "{}/swanlog"})]
-)
-def test_a_run_at_a_tracker(arguments, tmp_path, monkeypatch, name, own):
+def test_a_run_at_trackio(arguments, tmp_path, monkeypatch):
     """It has the settings of the run, and each step once."""
     runs = []
     package = SimpleNamespace(init=lambda **options: runs.append(Run(**options)) or runs[-1], __spec__=object())
-    monkeypatch.setitem(sys.modules, name, package)
-    monkeypatch.delenv(f"{name.upper()}_PROJECT", raising=False)
-    assert main(arguments(output_dir=tmp_path / "my_run", trainer__logger=name, trainer__max_steps=3)) == 0
+    monkeypatch.setitem(sys.modules, "trackio", package)
+    monkeypatch.delenv("TRACKIO_PROJECT", raising=False)
+    assert main(arguments(output_dir=tmp_path / "my_run", trainer__logger="trackio", trainer__max_steps=3)) == 0
     (run,) = runs
-    own = {key: value.format(tmp_path / "my_run") if isinstance(value, str) else value for key, value in own.items()}
-    assert run.options == {"project": "radixtrain", "name": "my_run", **own}
+    assert run.options == {"project": "radixtrain", "name": "my_run", "resume": "allow", "embed": False}
     assert run.config["optimizer"] == "adamw" and run.config["batch_size"] == 4 and run.is_finished
     losses = [(step, metrics["loss"]) for step, metrics in run.logged if "loss" in metrics]
     assert [step for step, _ in losses] == [1, 2, 3] and all(loss > 0 for _, loss in losses)
 
 
-@pytest.mark.parametrize("name", ["trackio", "swanlab"])
-def test_a_tracker_that_is_missing_or_opens_no_run(says, arguments, tmp_path, monkeypatch, capsys, name):
+class Client:
+    """Of a stand-in for MLflow, with the calls that Lightning's logger makes."""
+
+    def __init__(self, server):
+        self.server, self.experiments, self.tags, self.metrics, self.status = server, [], {}, [], ""
+
+    def get_experiment_by_name(self, name):
+        return None
+
+    def create_experiment(self, name, artifact_location):
+        self.experiments.append(name)
+        return name
+
+    def create_run(self, experiment_id, tags):
+        self.tags = tags
+        return SimpleNamespace(info=SimpleNamespace(run_id="1"))
+
+    def get_run(self, run_id):
+        return SimpleNamespace(info=SimpleNamespace(status="RUNNING"))
+
+    def log_batch(self, run_id, metrics=(), params=(), **_):
+        self.metrics += metrics
+
+    def set_terminated(self, run_id, status):
+        self.status = status
+
+
+def test_a_run_at_mlflow(arguments, tmp_path, monkeypatch):
+    """Its server, and the password for it, are in the environment only."""
+    clients, server = [], "http://me:pw@example.com"
+    make = SimpleNamespace(MlflowClient=lambda server: clients.append(Client(server)) or clients[-1])
+    record = SimpleNamespace(Metric=lambda **values: SimpleNamespace(**values), Param=SimpleNamespace)
+    stands_in = {
+        "mlflow": SimpleNamespace(
+            get_tracking_uri=lambda: server, set_tracking_uri=lambda uri: None, tracking=make, __spec__=object()
+        ),
+        "mlflow.tracking": make,
+        "mlflow.entities": record,
+        "mlflow.utils.mlflow_tags": SimpleNamespace(MLFLOW_RUN_NAME="name"),
+    }
+    for name, module in stands_in.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(mlflow, "_MLFLOW_AVAILABLE", True)
+    monkeypatch.setattr(mlflow, "_get_resolve_tags", lambda: lambda tags: tags)
+    out = tmp_path / "my_run"
+    assert main(arguments(output_dir=out, trainer__logger="mlflow", trainer__project="p", trainer__max_steps=2)) == 0
+    (client,) = clients
+    assert client.server == server
+    assert (client.experiments, client.tags["name"], client.status) == (["p"], "my_run", "FINISHED")
+    assert [metric.step for metric in client.metrics if metric.key == "loss"] == [1, 2]
+    assert not [path for path in out.rglob("*.yaml") if "me:pw" in path.read_text()]
+
+
+def test_a_tracker_that_is_missing_or_opens_no_run(says, arguments, tmp_path, monkeypatch, capsys):
     def init(**options):
         raise RuntimeError("nobody is logged in\nmore")
 
     with monkeypatch.context() as patch:
         patch.setattr(loggers, "find_spec", lambda name: None)
-        assert says(trainer__logger=name) == f"trainer.logger: {name} is not installed: pip install -U {name}"
-    monkeypatch.setitem(sys.modules, name, SimpleNamespace(init=init, __spec__=object()))
-    assert main(arguments(output_dir=tmp_path / "run", trainer__logger=name)) == 1
-    assert capsys.readouterr().err.splitlines()[-1] == f"error: trainer.logger: {name}: nobody is logged in"
+        for name in ("trackio", "mlflow", "tensorboard"):
+            assert says(trainer__logger=name) == f"trainer.logger: {name} is not installed: pip install -U {name}"
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init, __spec__=object()))
+    assert main(arguments(output_dir=tmp_path / "run", trainer__logger="trackio")) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "error: trainer.logger: trackio: nobody is logged in"

@@ -12,7 +12,7 @@ from tiers import cases
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from radixtrain import prepare_model, restore_model
+from radixtrain import restore_model, share_prefixes
 from radixtrain.errors import UserError
 from radixtrain.generation.fingerprint import fingerprint, word_factors, word_sums
 
@@ -116,8 +116,8 @@ NO_CHANGES: dict[str, Change] = {
     "another layout of the same values": lambda model: setattr(
         k_proj(model).weight, "data", k_proj(model).weight.data.T.contiguous().T
     ),
-    "prepared": prepare_model,
-    "prepared and restored": lambda model: restore_model(prepare_model(model)),
+    "prepared": share_prefixes,
+    "prepared and restored": lambda model: restore_model(share_prefixes(model)),
     "the attention function": lambda model: model.set_attn_implementation("eager"),
 }
 

@@ -10,7 +10,7 @@ from families import FAMILIES
 from tiers import cases
 from tiny_models import tiny_model, tiny_qwen3
 
-from radixtrain import RadixCollator, prepare_model
+from radixtrain import RadixCollator, share_prefixes
 from radixtrain.errors import UserError
 from radixtrain.hf.activation_checkpointing import num_recomputed, recompute, recomputes
 from radixtrain.verification.oracle import float64_throughout, float64_truth, gradients_of, radix_batch
@@ -57,7 +57,7 @@ def recomputing(model: Any) -> list[int]:
 def test_layers_at_even_distances_recompute(num_layers: int, share: float, expected: list[int]) -> None:
     model = tiny_qwen3(num_hidden_layers=num_layers).train()
     recompute(model, share)
-    assert recomputing(prepare_model(model)) == expected
+    assert recomputing(share_prefixes(model)) == expected
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 5, 28, 36, 61])
@@ -79,7 +79,7 @@ def test_a_share_can_be_set_again(share: float) -> None:
     for earlier in (1.0, 0.25):
         recompute(model, earlier)
     recompute(model, share)
-    assert len(recomputing(prepare_model(model))) == 4 * share
+    assert len(recomputing(share_prefixes(model))) == 4 * share
 
 
 @pytest.mark.parametrize("model_class", cases(CLASSES, ["Gemma3nForCausalLM", "Qwen3_5ForCausalLM"]))
@@ -92,7 +92,7 @@ def test_gradients_of_families(model_class: str) -> None:
         recompute(model, share)
         with float64_throughout(model):
             batch = RadixCollator()(FEATURES)
-            found = gradients_of(prepare_model(model), lambda batch=batch: radix_batch(model, batch))
+            found = gradients_of(share_prefixes(model), lambda batch=batch: radix_batch(model, batch))
         errors = {name: found.tensors[name] - each for name, each in truth.tensors.items() if each.norm()}
         worst = max(float(error.norm() / truth.tensors[name].norm()) for name, error in errors.items())
         assert worst <= BAR, (share, worst)
@@ -103,7 +103,7 @@ def test_adapters_recompute_too() -> None:
     model = tiny_qwen3(num_hidden_layers=4).train()
     recompute(model, 0.5)
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
-    prepare_model(adapted)
+    share_prefixes(adapted)
     assert recomputing(adapted.get_base_model()) == [0, 2]
 
 

@@ -15,7 +15,7 @@ from tiers import FULL
 from tiny_models import tiny_model
 from torch import nn
 
-from radixtrain import RadixCollator, prepare_model, verify_equivalence
+from radixtrain import RadixCollator, share_prefixes, verify_equivalence
 from radixtrain.errors import UserError
 from radixtrain.generation.fingerprint import fingerprint, unread
 from radixtrain.hf.adapters import EXACT, NOT_EXACT, check_not_shared
@@ -204,7 +204,7 @@ def refused_model(peft: Any, tiny_qwen3: Any, kind: str, folder: Path) -> Any:
 
 def prepared_first(peft: Any, base: nn.Module, config: Any) -> Any:
     """Adapters that a trainer puts around a prepared model."""
-    return adapted(peft, prepare_model(base), config)
+    return adapted(peft, share_prefixes(base), config)
 
 
 class TestKinds:
@@ -260,13 +260,13 @@ class TestKinds:
         model = refused_model(peft, tiny_qwen3, kind, tmp_path)
         message = f"adapter 'default' is of PEFT's kind {kind}, which {NOT_EXACT[kind]}: .* train it without sharing"
         with pytest.raises(UserError, match=message):
-            prepare_model(model)
+            share_prefixes(model)
 
     def test_a_kind_of_a_later_peft(self, tiny_qwen3):
         model = tiny_qwen3()
         model.peft_config = {"mine": SimpleNamespace(peft_type="NEXTLORA")}
         with pytest.raises(UserError, match="'mine' is of PEFT's kind NEXTLORA, which is not known to compute each"):
-            prepare_model(model)
+            share_prefixes(model)
 
 
 class TestSettings:
@@ -275,7 +275,7 @@ class TestSettings:
         config = configuration(peft, kind, r=4, **settings)
         refused = pytest.raises(UserError, match=rf"adapter 'default' \({kind}\) has an? {message}|has {message}")
         with refused:
-            prepare_model(adapted(peft, tiny_qwen3(), config))
+            share_prefixes(adapted(peft, tiny_qwen3(), config))
         model = prepared_first(peft, tiny_qwen3(), config)
         with refused:
             model(**RadixCollator()(FEATURES))
@@ -298,7 +298,7 @@ class TestSettings:
         ids, losses = torch.tensor(ROWS[:1]), []
         for weight in (0.0, 0.5):
             config = configuration(peft, "ADALORA", total_step=10, orth_reg_weight=weight)
-            model = prepare_model(adapted(peft, tiny_qwen3(), config))
+            model = share_prefixes(adapted(peft, tiny_qwen3(), config))
             with float64_throughout(model):
                 losses.append((model(**RadixCollator()(FEATURES[:1])).loss, model(input_ids=ids, labels=ids).loss))
         (plain_radix, plain), (radix, ordinary) = losses
@@ -322,9 +322,9 @@ class TestDraws:
         )
         model = adapted(peft, tiny_qwen3(), config)
         with refused:
-            prepare_model(model)
-        prepare_model(model, allow_dropout=[name])
-        prepare_model(model.eval())
+            share_prefixes(model)
+        share_prefixes(model, allow_dropout=[name])
+        share_prefixes(model.eval())
         later = prepared_first(peft, tiny_qwen3(), config)
         with refused:
             later(**RadixCollator()(FEATURES))
@@ -332,7 +332,7 @@ class TestDraws:
     @FULL
     def test_verify_compares_without_a_draw_that_was_allowed(self, peft, tiny_qwen3):
         model = adapted(peft, tiny_qwen3(), configuration(peft, "LOHA", r=4, rank_dropout=0.5))
-        prepare_model(model, allow_dropout=["rank_dropout"])
+        share_prefixes(model, allow_dropout=["rank_dropout"])
         report = verify_equivalence(model, FEATURES, precisions=["float64"])
         assert report.passed and model.training, str(report)
 
@@ -345,12 +345,12 @@ class TestDraws:
                     settings = {**EXACT_CASES[kind][-1], name: 0.5}
                     model = adapted(peft, tiny_qwen3(), configuration(peft, kind, **settings))
                     with pytest.raises(UserError, match=r"^dropout p=0\.5 at '.*_dropout\.default'"):
-                        prepare_model(model)
+                        share_prefixes(model)
 
     def test_layers_start_in_training_mode(self, peft, tiny_qwen3):
         """Whatever the mode of the model."""
         model = peft.get_peft_model(
-            prepare_model(tiny_qwen3().eval()), configuration(peft, "LOHA", r=4, rank_dropout=0.5)
+            share_prefixes(tiny_qwen3().eval()), configuration(peft, "LOHA", r=4, rank_dropout=0.5)
         )
         with pytest.raises(UserError, match=r"rank_dropout=0\.5"):
             model(**RadixCollator()(FEATURES))
@@ -375,7 +375,7 @@ class TestAdaptersThatCameLater:
     @pytest.mark.parametrize("into", ["the model", "the backbone"])
     def test_injected(self, peft, tiny_qwen3, into):
         """Without a PEFT model around it."""
-        base, config = prepare_model(tiny_qwen3()), configuration(peft, "LILY", r=4)
+        base, config = share_prefixes(tiny_qwen3()), configuration(peft, "LILY", r=4)
         peft.inject_adapter_in_model(config, base if into == "the model" else base.model)
         with pytest.raises(UserError, match="kind LILY"):
             base(**RadixCollator()(FEATURES))
@@ -389,7 +389,7 @@ class TestAdaptersThatCameLater:
         model.add_adapter("third", configuration(peft, "LOKR", r=4, module_dropout=0.5))
         for holder in (model, base):
             with pytest.raises(UserError, match=r"adapter 'third' \(LOKR\) has module_dropout=0\.5"):
-                prepare_model(holder)
+                share_prefixes(holder)
 
 
 def assert_exact(model: Any, alive: bool = True) -> None:

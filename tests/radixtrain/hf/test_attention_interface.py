@@ -20,7 +20,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3 import modeling_qwen3
 
-from radixtrain import RadixCollator, generate, prepare_model, share_prefixes, sharing_report, verify_equivalence
+from radixtrain import RadixCollator, generate, share_prefixes, sharing_report, verify_equivalence
 from radixtrain.attention import EVERYWHERE
 from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import radix_attention
@@ -45,7 +45,7 @@ def test_values_of_another_head_dim(attention, v_head_dim):
 
 
 def test_sinks_that_do_not_reach_the_attention_function(tiny_qwen3):
-    model = prepare_model(tiny_qwen3(attn_implementation="eager"))
+    model = share_prefixes(tiny_qwen3(attn_implementation="eager"))
     model.model.layers[1].self_attn.sinks = nn.Parameter(torch.zeros(4))
     with pytest.raises(UserError, match=r"Qwen3Attention of layer 1 has sinks and does not pass it .* as s_aux"):
         model(**RadixCollator()(FEATURES))
@@ -137,7 +137,7 @@ class TestAttentionThatIsNotTransformersOwn:
         with pytest.raises(UserError, match=why):
             share_prefixes(model)(**RadixCollator()(FEATURES))
         with pytest.raises(UserError, match=f"{why}.*; use model.generate"):
-            generate(other, [[1, 2, 3]], max_new_tokens=2, eos_token_id=0)
+            generate(other, torch.tensor([[1, 2, 3]]), max_new_tokens=2)
 
     @pytest.mark.parametrize("is_later", [False, True])
     def test_is_left_as_it_was(self, brought, is_later):
@@ -160,7 +160,7 @@ class TestAttentionThatIsNotTransformersOwn:
 
     def test_that_came_after_the_model_was_prepared(self, brought):
         _, model, bring, why = brought
-        prepare_model(model)
+        share_prefixes(model)
         bring(model)
         with pytest.raises(UserError, match=why):
             model(**RadixCollator()(FEATURES))
@@ -193,7 +193,7 @@ REPLACED = {
 @pytest.mark.parametrize("replace", REPLACED.values(), ids=REPLACED)
 def test_a_forward_that_was_replaced(replace, tiny_qwen3, monkeypatch):
     """Before or after the model is shared."""
-    model, later, prepared = tiny_qwen3(), share_prefixes(tiny_qwen3()), prepare_model(tiny_qwen3())
+    model, later, prepared = tiny_qwen3(), share_prefixes(tiny_qwen3()), share_prefixes(tiny_qwen3())
     ordinary = model(input_ids=IDS).logits
     for each in (model, later, prepared):
         replace(monkeypatch, each.model.layers[0].self_attn)
@@ -223,7 +223,7 @@ def test_a_configuration_of_one_layer(tiny_qwen3):
 
 
 def test_a_model_is_freed(tiny_qwen3):
-    model = prepare_model(tiny_qwen3())
+    model = share_prefixes(tiny_qwen3())
     model(**RadixCollator()(FEATURES))
     parts = [weakref.ref(part) for part in (model, model.model, model.model.layers[0].self_attn)]
     del model
@@ -305,7 +305,7 @@ class TestTransformersOwn:
 
 
 def test_cascade_if_a_window_binds():
-    model = prepare_model(tiny_model("MistralForCausalLM"), attention="cascade")
+    model = share_prefixes(tiny_model("MistralForCausalLM"), attention="cascade")
     message = (
         r"MistralAttention of layer 0 attends to the last 4 tokens, and this batch has a sequence of 9: "
         r"attention='cascade' cannot be used: .* attention='auto' or 'path' keeps the window"

@@ -12,7 +12,7 @@ from tiers import FULL, cases
 from tiny_models import tiny_model
 from torch import Tensor, nn
 
-from radixtrain import RadixCollator, prepare_model
+from radixtrain import RadixCollator, share_prefixes
 from radixtrain.collators.steps import PaddedCollator
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of
@@ -197,7 +197,7 @@ class TestRefusals:
 class TestTheModelIsLeftAsItWas:
     @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
     def test_measured(self, mode: Any) -> None:
-        model = prepare_model(build("Llama").train())
+        model = share_prefixes(build("Llama").train())
         model.model.norm.eval()
         modes, random = [module.training for module in model.modules()], torch.get_rng_state()
         ran = []
@@ -240,7 +240,7 @@ class TestRows:
         model, batch = build(name), RadixCollator(merge_labels=True)(FEATURES)
         with float64_throughout(model):
             alone = torch.cat([model(torch.tensor([f["input_ids"]])).logits[0] for f in FEATURES])
-            logits = logits_rows(parts_of(prepare_model(model)), inputs_of(batch))
+            logits = logits_rows(parts_of(share_prefixes(model)), inputs_of(batch))
         expected = alone[batch["radix"].layout.gather_indices][batch["radix"].predictor_indices]
         assert relative_error(logits, expected) <= BAR
         assert len(hidden_rows(parts_of(model), inputs_of(batch))) == len(logits) < 12

@@ -12,7 +12,7 @@ from same_step import same
 from tiny_models import tiny_model
 from transformers import DynamicCache
 
-from radixtrain import RadixCollator, generate, prepare_model, share_prefixes, sharing_report
+from radixtrain import RadixCollator, generate, share_prefixes, sharing_report
 from radixtrain.errors import UserError
 from radixtrain.hf.names import CACHE
 from radixtrain.verification.oracle import float64_throughout, float64_truth, gradients_of
@@ -26,7 +26,7 @@ FEATURES = [
 
 @pytest.fixture
 def model(tiny_qwen3):
-    return prepare_model(tiny_qwen3())
+    return share_prefixes(tiny_qwen3())
 
 
 def changed(**changes):
@@ -74,7 +74,7 @@ class TestOutputs:
             model(**changed(), **{name: True})
 
     def test_the_same_by_configuration(self, tiny_qwen3):
-        model = prepare_model(tiny_qwen3(output_hidden_states=True))
+        model = share_prefixes(tiny_qwen3(output_hidden_states=True))
         with pytest.raises(UserError, match="output_hidden_states would hold unique tokens"):
             model(**changed())
 
@@ -90,13 +90,13 @@ class TestOutputs:
 class TestAroundTheHooks:
     """A radix batch that does not pass the hooked module ran on plain causal attention: gradients 1.2 to 2.1 off."""
 
-    MESSAGE = "receives a radix batch that did not pass the backbone which prepare_model prepared"
+    MESSAGE = "receives a radix batch that did not pass the backbone of a shared model"
 
     def inputs(self):
         return {name: value for name, value in changed().items() if name not in ("labels", "shift_labels")}
 
     def test_another_model_of_the_same_configuration(self, model):
-        """After the watch for models that are not prepared has ended, only the shapes are left."""
+        """After the watch for models that are not shared has ended, only the shapes are left."""
         inputs = self.inputs()
         model(**changed())
         with pytest.raises(RuntimeError, match="size of tensor"):
@@ -104,7 +104,7 @@ class TestAroundTheHooks:
 
     def test_a_backbone_that_is_prepared_twice(self, model):
         with pytest.raises(UserError, match="Qwen3Model is shared already, alone or inside another model"):
-            prepare_model(model.model)
+            share_prefixes(model.model)
 
 
 class TestCopies:
@@ -126,7 +126,7 @@ def test_generation_is_not_counted_as_an_ordinary_batch(tiny_qwen3):
     """Neither with `share_prefixes`, whose report is about training."""
     model = share_prefixes(tiny_qwen3())
     before = str(sharing_report(model))
-    generate(model, [[7, 8, 9, 1, 2], [7, 8, 9, 3]], max_new_tokens=4, do_sample=False, eos_token_id=None)
+    generate(model, torch.tensor([[7, 8, 9, 1], [7, 8, 9, 3]]), max_new_tokens=4, do_sample=False, eos_token_id=None)
     assert str(sharing_report(model)) == before
 
 
@@ -223,7 +223,7 @@ class TestChangedAfterwards:
         assert reason is None or reason in next(iter(report.not_shared))
 
     def test_radix_batches(self, model_class, settings, change, reason):
-        untouched, prepared = tiny_model(model_class, **settings), prepare_model(tiny_model(model_class, **settings))
+        untouched, prepared = tiny_model(model_class, **settings), share_prefixes(tiny_model(model_class, **settings))
         change(untouched)
         change(prepared)
         if reason is not None:

@@ -10,7 +10,7 @@ import torch
 from tiers import FULL
 from tiny_models import tiny_model
 
-from radixtrain import RadixCollator, prepare_model, verify_equivalence
+from radixtrain import RadixCollator, share_prefixes, verify_equivalence
 from radixtrain.errors import UserError
 
 N = -100
@@ -49,9 +49,9 @@ def test_activation_checkpointing(family: str) -> None:
 def test_ordinary_batches_with_images_are_bit_equal():
     model = gemma3().eval()
     before = model(**with_image()).logits
-    assert torch.equal(prepare_model(model)(**with_image()).logits, before)
+    assert torch.equal(share_prefixes(model)(**with_image()).logits, before)
 
 
 def test_an_image_in_a_radix_batch():
     with pytest.raises(UserError, match="a radix batch came with pixel_values; a radix batch has text only"):
-        prepare_model(gemma3())(**RadixCollator()(FEATURES), pixel_values=with_image()["pixel_values"])
+        share_prefixes(gemma3())(**RadixCollator()(FEATURES), pixel_values=with_image()["pixel_values"])

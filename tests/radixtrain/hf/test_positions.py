@@ -7,7 +7,7 @@ import torch
 from older_transformers import PASSED_ON
 from tiny_models import tiny_model
 
-from radixtrain import RadixCollator, prepare_model
+from radixtrain import RadixCollator, share_prefixes
 from radixtrain.errors import UserError
 from radixtrain.verification.oracle import float64_throughout
 
@@ -31,7 +31,7 @@ ROPES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
 def test_frequencies_that_follow_the_largest_position(tiny_qwen3, rope):
     """Hugging Face looks at the largest position of a batch, not at the longest row: up to 8 it is like any other."""
-    model = prepare_model(tiny_qwen3(rope_parameters=rope, max_position_embeddings=8))
+    model = share_prefixes(tiny_qwen3(rope_parameters=rope, max_position_embeddings=8))
 
     def batch(first: int) -> dict[str, Any]:
         return RadixCollator()([{**f, "position_ids": range(first, first + len(f["input_ids"]))} for f in FEATURES])
@@ -66,14 +66,14 @@ class TestLeftPadding:
         ],
     )
     def test_what_reads_absolute_positions_is_refused(self, model_class, message):
-        model = prepare_model(tiny_model(model_class, attention_chunk_size=64))
+        model = share_prefixes(tiny_model(model_class, attention_chunk_size=64))
         with pytest.raises(UserError, match=message):
             model(**self.batch())
 
     @PASSED_ON
     def test_positions_that_the_feature_brings(self):
         """Then the padding changes nothing in any model."""
-        model = prepare_model(tiny_model("GPT2LMHeadModel"))
+        model = share_prefixes(tiny_model("GPT2LMHeadModel"))
         assert torch.equal(model(**self.batch(position_ids=POSITIONS)).loss, model(**RadixCollator()(FEATURES)).loss)
 
     def test_rotary_embeddings_look_at_distances(self, tiny_qwen3):
@@ -82,5 +82,5 @@ class TestLeftPadding:
         padded = {name: torch.tensor(values)[None] for name, values in PADDED.items()}
         with float64_throughout(model):
             ordinary = model(**padded).loss.item()
-            radix = prepare_model(model)(**RadixCollator()([PADDED])).loss.item()
+            radix = share_prefixes(model)(**RadixCollator()([PADDED])).loss.item()
         assert radix == pytest.approx(ordinary, rel=1e-12)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from radixtrain import RadixCollator, prepare_model
+from radixtrain import RadixCollator, share_prefixes
 from radixtrain.collators.steps import PaddedCollator
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.testing import relative_error
@@ -40,7 +40,7 @@ def logprobs_of_hugging_face(model: Any) -> list[float]:
 
 
 def model_for(name: str, model: Any) -> Any:
-    return model if name == "padded" else prepare_model(model)
+    return model if name == "padded" else share_prefixes(model)
 
 
 @pytest.mark.parametrize("plain_head", [True, False])

@@ -17,9 +17,9 @@ from torch.nn import functional
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 from transformers.models.qwen3 import modeling_qwen3
 
-from radixtrain import RadixCollator, generate, prepare_model, score_completions, share_prefixes, sharing_report
+from radixtrain import RadixCollator, generate, score_completions, share_prefixes, sharing_report
 from radixtrain.errors import UserError
-from radixtrain.hf.prepare import leave_refused_calls
+from radixtrain.hf.share import leave_refused_calls
 from radixtrain.testing import relative_error
 
 WIDTH = 32
@@ -194,7 +194,7 @@ def test_code_that_is_put_in(tiny_qwen3: Callable[..., Any], name: str, is_early
     if is_early:
         change(shared), change(prepared)
     try:
-        share_prefixes(shared), prepare_model(prepared)
+        share_prefixes(shared), share_prefixes(prepared)
     except UserError:
         assert runs_on_the_tree, "with a transformers whose mixers are not known"
         return
@@ -221,12 +221,12 @@ def test_generation(tiny_qwen3: Callable[..., Any], name: str) -> None:
     model = tiny_qwen3()
     change, reason = PUT_IN[name]
     change(model)
-    for use in (lambda: generate(model, IDS.tolist(), max_new_tokens=1), lambda: score(model)):
+    for use in (lambda: generate(model, IDS, max_new_tokens=1), lambda: score(model)):
         if reason:
             with pytest.raises(UserError, match=f"{reason}.*use model.generate"):
                 use()
         else:
-            assert use()
+            assert len(use())
 
 
 def test_a_head(tiny_qwen3: Callable[..., Any]) -> None:
@@ -237,7 +237,7 @@ def test_a_head(tiny_qwen3: Callable[..., Any]) -> None:
     assert_same(of_calls(share_prefixes(model)), of_calls(ordinary))
     assert sharing_report(model).num_shared == 1
     with pytest.raises(UserError, match=MIXES):
-        prepare_model(ordinary)(**RadixCollator()([{"input_ids": ids, "labels": ids} for ids in IDS.tolist()]))
+        share_prefixes(ordinary)(**RadixCollator()([{"input_ids": ids, "labels": ids} for ids in IDS.tolist()]))
 
 
 def score(model: Any) -> Any:
@@ -298,7 +298,7 @@ def test_a_head_by_what_it_does(tiny_qwen3: Callable[..., Any], dim: int, reason
     expected = of_calls(ordinary)
     assert_same(of_calls(share_prefixes(shared)), expected)
     batch = RadixCollator()([{"input_ids": i, "labels": j} for i, j in zip(IDS.tolist(), LABELS.tolist(), strict=True)])
-    prepare_model(prepared)
+    share_prefixes(prepared)
     if reason:
         with pytest.raises(UserError, match=rf"\(0, a Softmax\) {reason}"):
             prepared(**batch)
@@ -384,7 +384,7 @@ def test_numbers_that_modules_hold(name: str) -> None:
     model_class, setting = HELD[name]
     model = tiny_model(model_class, **{setting: 0.3})
     setattr(model.config, setting, 0.0)
-    ordinary, prepared, run = deepcopy(model), prepare_model(deepcopy(model)), share_prefixes(deepcopy(model))
+    ordinary, prepared, run = deepcopy(model), share_prefixes(deepcopy(model)), share_prefixes(deepcopy(model))
     with pytest.raises(UserError, match=rf"{DRAWS} \(.*=0.3\)"):
         of_calls(share_prefixes(model))
     with pytest.raises(UserError, match=rf"{DRAWS} \(.*=0.3\)"):

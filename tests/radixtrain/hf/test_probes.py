@@ -12,7 +12,7 @@ from tiers import cases
 from tiny_models import tiny_model
 from transformers import masking_utils
 
-from radixtrain import prepare_model, share_prefixes, verify_equivalence
+from radixtrain import share_prefixes, verify_equivalence
 from radixtrain.errors import UserError
 from radixtrain.hf import probes
 
@@ -51,7 +51,7 @@ def test_a_renamed_local_variable_changes_nothing(family, monkeypatch):
 
 
 @pytest.mark.parametrize("family", cases(WINDOWED, quick=["Mistral", "Qwen2Moe"]))
-@pytest.mark.parametrize("prepare", [prepare_model, share_prefixes])
+@pytest.mark.parametrize("prepare", [share_prefixes])
 def test_a_mask_with_a_renamed_keyword(family, prepare, monkeypatch):
     """Qwen2-MoE and PhiMoE lost their window, without an error."""
     changed = renamed(masking_utils, {"local_size=": "window_size="}, monkeypatch)
@@ -77,7 +77,7 @@ def test_a_renamed_keyword_of_attention(family, names, sentence, monkeypatch):
     changed._interface = lambda name, default: default
     monkeypatch.setattr(transformers, f"{family}Model", getattr(changed, f"{family}Model"))
     with pytest.raises(UserError, match=rf"transformers [\d.]+: it no longer holds that .*{sentence}"):
-        prepare_model(model_of("Llama"))
+        share_prefixes(model_of("Llama"))
 
 
 def test_the_random_state_stays():

@@ -12,12 +12,12 @@ from tiers import FULL
 from tiny_models import tiny_model
 from torch import nn
 
-from radixtrain import RadixCollator, prepare_model, share_prefixes, verify_equivalence
+from radixtrain import RadixCollator, share_prefixes, verify_equivalence
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.conditions import CONDITIONS, WITHOUT
-from radixtrain.hf.prepare import check_takes_collated
 from radixtrain.hf.refusals import widest_head_dim
+from radixtrain.hf.share import check_takes_collated
 
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [7, 8, 9, 3])]
 OWN_STATE = "whose state from token to token does not go through Hugging Face's cache .* cannot fork"
@@ -133,7 +133,7 @@ def test_every_condition_is_met(tiny_qwen3: Callable[..., Any]) -> None:
 )
 def test_a_choice(tiny_qwen3, options, message):
     with pytest.raises(UserError, match=message):
-        prepare_model(tiny_qwen3(), **options)
+        share_prefixes(tiny_qwen3(), **options)
 
 
 class Cumulative(nn.Module):
@@ -156,7 +156,7 @@ def test_a_layer_of_ones_own_in_a_hybrid(tiny_hybrid, layer, name, message):
     model = tiny_hybrid("Qwen3.5", num_hidden_layers=3, layer_types=kinds)
     setattr(model.model.layers[layer], name, Cumulative())
     with pytest.raises(UserError, match=message):
-        prepare_model(model)
+        share_prefixes(model)
 
 
 class TestNotRefused:
@@ -166,11 +166,11 @@ class TestNotRefused:
         class MyQwen3(transformers.Qwen3ForCausalLM):
             pass
 
-        assert prepare_model(MyQwen3(tiny_qwen3().config))(**RadixCollator()(FEATURES)).loss.isfinite()
+        assert share_prefixes(MyQwen3(tiny_qwen3().config))(**RadixCollator()(FEATURES)).loss.isfinite()
 
     def test_a_bare_backbone(self, tiny_qwen3):
         """A head of the user's own comes after it."""
-        backbone = prepare_model(tiny_qwen3().model)
+        backbone = share_prefixes(tiny_qwen3().model)
         batch = {k: v for k, v in RadixCollator()(FEATURES).items() if k not in ("labels", "shift_labels")}
         assert backbone(**batch).last_hidden_state.shape[:2].numel() == len(batch["radix"].prediction_rows)
 
@@ -188,7 +188,7 @@ class TestNotRefused:
     def test_dropout_of_a_vision_tower(self):
         """Rows of text do not run through it."""
         model = tiny_model("Gemma3ForConditionalGeneration", vision_config={"attention_dropout": 0.1})
-        assert prepare_model(model)(**RadixCollator()(FEATURES)).loss.isfinite()
+        assert share_prefixes(model)(**RadixCollator()(FEATURES)).loss.isfinite()
 
 
 def test_a_model_that_keeps_a_radix_batch_to_itself(tiny_qwen3, monkeypatch):
@@ -213,7 +213,7 @@ def test_verify_refuses_before_it_computes() -> None:
 @FULL
 def test_verify_compares_without_a_setting_that_was_allowed() -> None:
     """Also inside another setting: the draw counted as a wrong gradient."""
-    model = prepare_model(tiny_model("DbrxForCausalLM", **DBRX), allow_dropout=["moe_jitter_eps"])
+    model = share_prefixes(tiny_model("DbrxForCausalLM", **DBRX), allow_dropout=["moe_jitter_eps"])
     report = verify_equivalence(model, FEATURES, precisions=["float64"])
     assert report["float64"].worst.radix <= 1e-12, str(report)
 
@@ -221,7 +221,7 @@ def test_verify_compares_without_a_setting_that_was_allowed() -> None:
 @pytest.mark.parametrize("layer_types", [["chunked_attention"] * 2, None])
 def test_chunks_shorter_than_a_sequence(layer_types):
     """None: a configuration that does not say the kinds of its layers."""
-    model = prepare_model(tiny_model("Llama4ForCausalLM", layer_types=["chunked_attention"] * 2))
+    model = share_prefixes(tiny_model("Llama4ForCausalLM", layer_types=["chunked_attention"] * 2))
     model.config.layer_types = layer_types
     with pytest.raises(UserError, match=r"Llama4TextModel attends within chunks of 4 .* of 5; set max_length to 4"):
         model(**RadixCollator()(FEATURES))
@@ -232,7 +232,7 @@ class TestSoftCap:
 
     SDPA = r"Gemma2\w* has a soft-cap \(attn_logit_softcapping=50.0\), which attn_implementation 'sdpa' leaves out"
 
-    @pytest.mark.parametrize("prepare", [prepare_model, share_prefixes])
+    @pytest.mark.parametrize("prepare", [share_prefixes])
     def test_sdpa(self, prepare):
         model = tiny_model("Gemma2ForCausalLM", attn_implementation="eager")
         model.config._attn_implementation = "sdpa"
@@ -244,11 +244,11 @@ class TestSoftCap:
     def test_none_to_leave_out(self):
         model = tiny_model("Gemma2ForCausalLM", attn_logit_softcapping=None)
         model.config._attn_implementation = "sdpa"
-        prepare_model(model)
+        share_prefixes(model)
 
     def test_a_kernel_without_a_soft_cap(self):
         with pytest.raises(UserError, match="kernel='torch' cannot be used: computes no soft-cap; kernel='auto'"):
-            prepare_model(tiny_model("Gemma2ForCausalLM", attn_implementation="eager"), kernel="torch")
+            share_prefixes(tiny_model("Gemma2ForCausalLM", attn_implementation="eager"), kernel="torch")
 
 
 def with_lora(model: Any, dropout: float, **settings: Any) -> Any:
@@ -267,17 +267,17 @@ class TestDropout:
     def test_before_unless_allowed_by_name(self, tiny_qwen3):
         model = with_lora(tiny_qwen3(), 0.5)
         with pytest.raises(UserError, match=self.REFUSED):
-            prepare_model(model)
-        assert prepare_model(model, allow_dropout=["lora_dropout"]) is model
+            share_prefixes(model)
+        assert share_prefixes(model, allow_dropout=["lora_dropout"]) is model
         assert model(**RadixCollator()(FEATURES)).loss.isfinite()
 
     @pytest.mark.parametrize("when", ["before", "after"])
     def test_of_a_model_in_evaluation_mode(self, tiny_qwen3, when):
         """It draws nothing: evaluation runs, and the first batch in training mode is refused."""
         if when == "before":
-            model = prepare_model(with_lora(tiny_qwen3(), 0.5).eval())
+            model = share_prefixes(with_lora(tiny_qwen3(), 0.5).eval())
         else:
-            model = with_lora(prepare_model(tiny_qwen3()), 0.5).eval()
+            model = with_lora(share_prefixes(tiny_qwen3()), 0.5).eval()
         batch = RadixCollator()(FEATURES)
         assert torch.equal(model(**batch).loss, model(**batch).loss)
         with pytest.raises(UserError, match=self.REFUSED):
@@ -286,19 +286,19 @@ class TestDropout:
 
     def test_adapters_are_born_in_training_mode(self, tiny_qwen3):
         """`from_pretrained` returns a model in evaluation mode, and a loop without `train()` draws all the same."""
-        model = with_lora(prepare_model(tiny_qwen3().eval()), 0.5)
+        model = with_lora(share_prefixes(tiny_qwen3().eval()), 0.5)
         assert not model.get_base_model().model.training
         with pytest.raises(UserError, match=self.REFUSED):
             model(**RadixCollator()(FEATURES))
 
     def test_an_adapter_on_the_head(self, tiny_qwen3):
-        model = with_lora(prepare_model(tiny_qwen3(tie_word_embeddings=False)), 0.5, target_modules=["lm_head"])
+        model = with_lora(share_prefixes(tiny_qwen3(tie_word_embeddings=False)), 0.5, target_modules=["lm_head"])
         with pytest.raises(UserError, match=r"dropout p=0\.5 at 'lora_dropout\.default'"):
             model.train()(**RadixCollator()(FEATURES))
 
     def test_adapters_after_some_steps(self, tiny_qwen3):
         """A dropout of zero is none."""
-        model, batch = with_lora(prepare_model(tiny_qwen3()), 0.0).train(), RadixCollator()(FEATURES)
+        model, batch = with_lora(share_prefixes(tiny_qwen3()), 0.0).train(), RadixCollator()(FEATURES)
         model(**batch).loss.backward()
         config = model.peft_config["default"]
         config.lora_dropout = 0.5
@@ -310,16 +310,16 @@ class TestDropout:
     def test_no_more_modules_than_before(self, tiny_qwen3):
         model, batch = tiny_qwen3(), RadixCollator()(FEATURES)
         model.model.layers[1].mlp.add_module("dropout", nn.Dropout(0.0))
-        assert prepare_model(model.train())(**batch).loss.isfinite()
+        assert share_prefixes(model.train())(**batch).loss.isfinite()
         model.model.layers[1].mlp.dropout.p = 0.5
         with pytest.raises(UserError, match=r"dropout p=0\.5 at 'layers\.1\.mlp\.dropout'"):
             model(**batch)
 
-    @pytest.mark.parametrize("prepare", [prepare_model, share_prefixes])
+    @pytest.mark.parametrize("prepare", [share_prefixes])
     def test_noise_on_the_embeddings(self, tiny_qwen3, prepare):
         model = prepare(tiny_qwen3()).train()
         model.get_input_embeddings().neftune_noise_alpha = 5
-        inputs = RadixCollator()(FEATURES) if prepare is prepare_model else {"input_ids": torch.tensor([[7, 8]] * 2)}
+        inputs = RadixCollator()(FEATURES) if prepare is share_prefixes else {"input_ids": torch.tensor([[7, 8]] * 2)}
         with pytest.raises(UserError, match=r"NEFTune \(neftune_noise_alpha=5\)"):
             model(**inputs)
 

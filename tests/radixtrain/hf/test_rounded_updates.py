@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from radixtrain import RadixCollator, prepare_model, restore_model, share_prefixes
+from radixtrain import RadixCollator, restore_model, share_prefixes
 from radixtrain.__main__ import main
 from radixtrain.hf import rounded_updates
 
@@ -61,7 +61,7 @@ CASES: dict[str, tuple[torch.dtype, str, str]] = {  # of the weights, what is sp
 }
 
 
-@pytest.mark.parametrize("share", [prepare_model, share_prefixes])
+@pytest.mark.parametrize("share", [share_prefixes])
 @pytest.mark.parametrize(("dtype", "special", "message"), CASES.values(), ids=CASES)
 def test_weights_of_16_bits_are_named_once(
     share: Callable[..., Any],
@@ -77,7 +77,7 @@ def test_weights_of_16_bits_are_named_once(
     if special == "copies":  # DeepSpeed and FSDP step these, and write them back into the model
         weights = [weight.detach().float().requires_grad_() for weight in weights]
     optimizer = torch.optim.SGD(weights, lr=1e-3)
-    train(model, optimizer, share is prepare_model, special == "autocast")
+    train(model, optimizer, share is share_prefixes, special == "autocast")
     restore_model(model)
     assert [text.startswith(message) for text in said(caplog)] == [True] * bool(message)
 

@@ -8,7 +8,7 @@ import torch
 from tiny_models import tiny_model
 from torch import Tensor, nn
 
-from radixtrain import RadixCollator, generate, prepare_model, score_completions, share_prefixes, sharing_report
+from radixtrain import RadixCollator, generate, score_completions, share_prefixes, sharing_report
 from radixtrain.testing import relative_error
 
 ROWS = [[1, 2, 3, 4, 5, 6, 7, 8, *more] for more in ([9, 1, 2, 3], [9, 1, 5, 5], [2, 2, 3, 1], [9, 3, 3, 4])]
@@ -72,15 +72,15 @@ def test_places_that_count_what_stands_before(model: Any, kind: str) -> None:
 
 
 def test_radix_collator(model: Any, expected: tuple[Tensor, float]) -> None:
-    found = trained(prepare_model(model), RadixCollator()([{"input_ids": row, "labels": row} for row in ROWS]))
+    found = trained(share_prefixes(model), RadixCollator()([{"input_ids": row, "labels": row} for row in ROWS]))
     assert relative_error(found, expected[0]) <= expected[1]
 
 
 def test_generation(model: Any) -> None:
     model.eval()
     answers = [model.generate(row[None], max_new_tokens=4, do_sample=False, eos_token_id=None) for row in IDS]
-    found = generate(model, ROWS, max_new_tokens=4, eos_token_id=None).token_ids
-    assert found == [answer[0, 12:].tolist() for answer in answers]
+    found = generate(model, IDS, max_new_tokens=4, do_sample=False, eos_token_id=None)
+    assert torch.equal(found, torch.cat(answers))
     with torch.no_grad():
         logs = model(IDS).logits.log_softmax(-1)[:, 7:-1].gather(2, IDS[:, 8:, None])[..., 0].sum(1)
     (scores,) = score_completions(model, [ROWS[0][:8]], [row[8:] for row in ROWS])

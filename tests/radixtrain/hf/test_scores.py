@@ -11,7 +11,7 @@ from tiers import FULL
 from tiny_models import tiny_model
 from torch import Tensor
 
-from radixtrain import RadixCollator, prepare_model
+from radixtrain import RadixCollator, share_prefixes
 from radixtrain.collators.steps import PaddedCollator
 from radixtrain.errors import UserError
 from radixtrain.hf.head import has_plain_head
@@ -43,7 +43,7 @@ def model(request: pytest.FixtureRequest, tiny_qwen3: Any) -> Any:
 
 def records_of(model: Any, collator: Any, scorer: Scorer) -> list[dict[str, Any]]:
     plain_head = has_plain_head(model)
-    prepared = prepare_model(model) if isinstance(collator, RadixCollator) else model
+    prepared = share_prefixes(model) if isinstance(collator, RadixCollator) else model
     return scorer(prepared, collator(FEATURES), plain_head)
 
 
@@ -137,7 +137,7 @@ def test_only_rows_that_are_read_come_back(
     tiny_qwen3: Any, monkeypatch: pytest.MonkeyPatch, scores: tuple[str, ...], num_rows: int
 ) -> None:
     """In a plain model the head is not called: its matrix makes logits in chunks, or of only the words."""
-    model = prepare_model(tiny_qwen3())
+    model = share_prefixes(tiny_qwen3())
     monkeypatch.setattr(model.lm_head, "forward", lambda hidden: pytest.fail("the head was called"))
     sizes: list[int] = []
     model.model.register_forward_hook(lambda module, args, output: sizes.append(output[0].shape[1]))

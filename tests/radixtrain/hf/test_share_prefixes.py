@@ -17,7 +17,7 @@ from tiers import FULL, cases
 from tiny_models import tiny_model
 from torch import Tensor, nn
 
-from radixtrain import RadixCollator, prepare_model, restore_model, share_prefixes, sharing_report
+from radixtrain import RadixCollator, restore_model, share_prefixes, sharing_report
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import backbone_of
 from radixtrain.verification.oracle import float64_arithmetic, float64_throughout, gradients_of
@@ -169,10 +169,9 @@ def test_options_that_cannot_be_meant(tiny_qwen3, options, message):
     assert model.config._attn_implementation == "sdpa" and not model.model._forward_hooks
 
 
-@pytest.mark.parametrize("share", [share_prefixes, prepare_model])
-def test_a_name_in_place_of_a_model(share):
+def test_a_name_in_place_of_a_model():
     with pytest.raises(TypeError, match="expected a model, got str: load it first"):
-        share("Qwen/Qwen3-0.6B")
+        share_prefixes("Qwen/Qwen3-0.6B")
 
 
 class Wrapper(nn.Module):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from radixtrain import RadixCollator, StepCollator, prepare_model, share_prefixes, sharing_report, step_losses
+from radixtrain import RadixCollator, StepCollator, share_prefixes, sharing_report, step_losses
 from radixtrain.hf.sharing_report import NOT_ALIKE as NOT_ALIKE_REASON
 from radixtrain.hf.sharing_report import NUM_CALLS, SharingReport
 
@@ -25,7 +25,7 @@ NOT_ALIKE = NOTHING + "no two sequences of a batch began alike"
 @pytest.fixture
 def model(tiny_qwen3: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> Any:
     caplog.set_level(logging.WARNING, logger="radixtrain")
-    return prepare_model(tiny_qwen3()).train()
+    return share_prefixes(tiny_qwen3()).train()
 
 
 def ordinary() -> dict[str, torch.Tensor]:
@@ -112,7 +112,7 @@ class TestRadixBatches:
         run(model, RadixCollator()(UNSHARED), NUM_CALLS - 1)
         run(model, RadixCollator()(SHARED), 1)
         run(model, RadixCollator()(UNSHARED), 2 * NUM_CALLS)
-        run(prepare_model(model), RadixCollator(pad_to_multiple_of=64)(SHARED), 2 * NUM_CALLS)  # less than the padding
+        run(share_prefixes(model), RadixCollator(pad_to_multiple_of=64)(SHARED), 2 * NUM_CALLS)  # less than the padding
         assert not caplog.records
 
     def test_not_of_a_frozen_model_or_in_evaluation(self, model: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -120,7 +120,7 @@ class TestRadixBatches:
         run(model.eval(), RadixCollator()(UNSHARED), 2 * NUM_CALLS)
         model.train().requires_grad_(False)
         run(model, RadixCollator()(UNSHARED), 2 * NUM_CALLS)
-        run(prepare_model(model), unlike(), 2 * NUM_CALLS)
+        run(share_prefixes(model), unlike(), 2 * NUM_CALLS)
         assert not caplog.records
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from radixtrain import prepare_model, step_losses
+from radixtrain import share_prefixes, step_losses
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.errors import UserError
 from radixtrain.verification.equivalence import compare_gradients
@@ -23,7 +23,7 @@ def step_of(max_tokens: int | None = 12) -> Step:
 
 def test_the_sum_of_the_terms_is_the_loss_of_the_step(tiny_qwen3: Callable[..., Any]) -> None:
     """Two micro-batches of two rows."""
-    model = prepare_model(tiny_qwen3())
+    model = share_prefixes(tiny_qwen3())
     with torch.no_grad():
         losses = [float(loss) for loss in step_losses(model, step_of())]
         whole = [float(loss) for loss in step_losses(model, step_of(max_tokens=None))]
@@ -33,8 +33,8 @@ def test_the_sum_of_the_terms_is_the_loss_of_the_step(tiny_qwen3: Callable[..., 
 
 def test_a_model_that_is_not_prepared_is_refused(tiny_qwen3: Callable[..., Any]) -> None:
     """Also beside one that is, after which no call is watched."""
-    prepare_model(tiny_qwen3())
-    with pytest.raises(UserError, match="Qwen3ForCausalLM got a radix batch, but it is not prepared"):
+    share_prefixes(tiny_qwen3())
+    with pytest.raises(UserError, match="Qwen3ForCausalLM got a radix batch, but it is not shared"):
         next(step_losses(tiny_qwen3(), step_of(max_tokens=None)))
 
 
@@ -53,7 +53,7 @@ def test_other_ways_to_go_backward(tiny_qwen3: Callable[..., Any], arm: str) -> 
     if "reentrant" in arm:
         model.gradient_checkpointing_enable({"use_reentrant": True})
     with float64_throughout(model):
-        prepare_model(model)
+        share_prefixes(model)
         rung = compare_gradients("float64", truth, truth, gradients_of(model, terms))
     assert rung.worst.radix <= 1e-12 and not rung.dead
 
@@ -91,7 +91,7 @@ def test_hooks_that_a_fused_head_would_not_run(tiny_qwen3: Callable[..., Any], n
 
     with float64_throughout(model):
         truth = gradients_of(model, ordinary)
-        prepare_model(model)
+        share_prefixes(model)
         ours = gradients_of(model, lambda: step_losses(model, step_of()))
         rung = compare_gradients("float64", truth, truth, ours)
     assert rung.worst.radix <= 1e-12 and not rung.dead
@@ -131,12 +131,12 @@ NOT_ITS_LOSS: dict[str, tuple[Callable[[Any], Any], str]] = {
 @pytest.mark.parametrize("name", NOT_ITS_LOSS)
 def test_a_loss_that_is_more_than_the_cross_entropy_is_refused(tiny_qwen3: Callable[..., Any], name: str) -> None:
     change, message = NOT_ITS_LOSS[name]
-    model = prepare_model(change(tiny_qwen3()))
+    model = share_prefixes(change(tiny_qwen3()))
     with pytest.raises(UserError, match=message):
         next(step_losses(model, step_of(max_tokens=None)))
 
 
 def test_a_wrapper_of_ranks_is_refused_with_what_to_do(tiny_qwen3: Callable[..., Any]) -> None:
-    wrapped = torch.nn.DataParallel(prepare_model(tiny_qwen3()))
+    wrapped = torch.nn.DataParallel(share_prefixes(tiny_qwen3()))
     with pytest.raises(TypeError, match=r"got DataParallel: give it the model inside .*, and average each \.grad"):
         next(step_losses(wrapped, step_of()))

@@ -16,7 +16,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_pt_utils import LabelSmoother
 from trl.trainer.utils import add_fused_lm_head
 
-from radixtrain import RadixCollator, prepare_model, restore_model
+from radixtrain import RadixCollator, restore_model, share_prefixes
 from radixtrain.errors import UserError
 from radixtrain.hf.collated import CollatedBatches
 from radixtrain.hf.sharing_report import SharingReport
@@ -73,7 +73,7 @@ REFUSED: dict[str, Callable[[Any], Tensor]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case: str) -> None:
-    loss = REFUSED[case](prepare_model(tiny_qwen3(tie_word_embeddings=False)))
+    loss = REFUSED[case](share_prefixes(tiny_qwen3(tie_word_embeddings=False)))
     with pytest.raises(UserError, match=KNOWN):
         loss.backward()
 
@@ -112,7 +112,7 @@ def test_exact(case: str, copied: bool, head_rows: list[tuple[int, int]]) -> Non
     """The head computes each row that predicts once, for the places of all labels."""
     model = tiny_qwen3()
     truth = float64_truth(model, FEATURES)
-    prepare_model(model)
+    share_prefixes(model)
     model = copy.deepcopy(model) if copied else model
     with float64_throughout(model):
         found = gradients_of(model, lambda: [EXACT[case](model)])
@@ -125,7 +125,7 @@ def test_smoothed(head_rows: list[tuple[int, int]]) -> None:
     """Trainer's function on lazy logits, and on ordinary ones."""
     arms = []
     for token_loss in (False, True):
-        model = prepare_model(tiny_qwen3())
+        model = share_prefixes(tiny_qwen3())
         batch = {**UNLABELLED, RADIX: RadixCollator(token_loss=token_loss)(FEATURES)[RADIX]}
 
         def loss_of(model: Any = model, batch: Any = batch, whole: bool = token_loss) -> list[Tensor]:
@@ -208,7 +208,7 @@ def test_the_loss_of_an_ordinary_batch(case: str) -> None:
     for shared in (False, True):
         model = tiny_qwen3()
         batch = RadixCollator()(UNEVEN) if shared else padded(UNEVEN)
-        model = prepare_model(model) if shared else model
+        model = share_prefixes(model) if shared else model
         with float64_throughout(model):
             found = gradients_of(model, lambda model=model, batch=batch: [SAME[case](model, dict(batch))])
         arms.append(torch.cat([each.flatten() for each in found.tensors.values()]))
@@ -243,17 +243,17 @@ PARTS: dict[str, Callable[[Any, Batch], Tensor]] = {
 def test_parts_of_the_logits_are_refused(case: str, lazy: bool) -> None:
     """Also if the head computes a row for each place, since the rows share nothing."""
     features = UNEVEN if lazy else [{"input_ids": [n, 7, 8, 9], "labels": [-100, 7, 8, 9]} for n in range(10, 18)]
-    loss = PARTS[case](prepare_model(tiny_qwen3()), RadixCollator()(features))
+    loss = PARTS[case](share_prefixes(tiny_qwen3()), RadixCollator()(features))
     with pytest.raises(UserError, match=KNOWN):
         loss.backward()
 
 
 def test_adapters_around_the_model() -> None:
     """PEFT calls the forward method of the model, and none of its hooks."""
-    model = with_adapters(prepare_model(tiny_qwen3()))
+    model = with_adapters(share_prefixes(tiny_qwen3()))
     model(**BATCH).loss.backward()
     assert all(weight.grad is not None for weight in model.parameters() if weight.requires_grad)
 
 
 def test_a_restored_model_has_its_own_loss() -> None:
-    assert restore_model(prepare_model(tiny_qwen3())).loss_function is ForCausalLMLoss
+    assert restore_model(share_prefixes(tiny_qwen3())).loss_function is ForCausalLMLoss

@@ -19,7 +19,7 @@ from tiny_models import tiny_qwen3
 from torch import nn
 from trainer_harness import settings
 
-from radixtrain import RadixCollator, prepare_model
+from radixtrain import RadixCollator, share_prefixes
 from radixtrain.errors import UserError
 from radixtrain.hf.refusals import on_device_of_rows
 from radixtrain.tree.radix_inputs import RadixInputs
@@ -98,7 +98,7 @@ def trainer_of(
 
 
 def radix() -> tuple[Any, Any]:
-    return prepare_model(model()), RadixCollator()
+    return share_prefixes(model()), RadixCollator()
 
 
 def ordinary() -> tuple[Any, Any]:
@@ -144,7 +144,7 @@ def test_a_training_without_such_an_evaluation_runs(tmp_path, collator):
 
     own = {"kind": OwnLoader, "arguments": {"eval_strategy": "epoch"}, **metrics()}
     for given, more in ((collator, metrics()), (DataCollatorForSeq2Seq(tokenizer()), own)):
-        trainer = hugging_face(prepare_model(model()), given, tmp_path, **more)
+        trainer = hugging_face(share_prefixes(model()), given, tmp_path, **more)
         trainer.train()
         assert trainer.state.global_step == 4
 
@@ -209,7 +209,7 @@ class TestOrdinaryEvaluation:
 
 
 def test_a_loop_of_ones_own_gets_the_logits():
-    prepared, batch = prepare_model(model()).eval(), RadixCollator()(rows())
+    prepared, batch = share_prefixes(model()).eval(), RadixCollator()(rows())
 
     class Loop:
         def prediction_step(self, prediction_loss_only: bool) -> Any:
@@ -247,5 +247,5 @@ def test_what_a_wrapper_left_on_the_host_goes_where_the_rows_are():
 def test_a_call_leaves_nothing_in_its_batch():
     """Masks of one dtype, or tensors of inference mode, would reach the next call."""
     batch = RadixCollator()([{"input_ids": [1, 2, end], "labels": [1, 2, end]} for end in (3, 4)])
-    prepare_model(tiny_qwen3(), attention="cascade")(**batch)
+    share_prefixes(tiny_qwen3(), attention="cascade")(**batch)
     assert vars(batch["radix"]).keys() == {field.name for field in fields(RadixInputs)}

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from answers import answers_of, batch_of
 from same_step import same_step
 from tiny_models import tiny_model
 from transformers.masking_utils import (
@@ -14,7 +15,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from radixtrain import RadixCollator, generate, prepare_model
+from radixtrain import RadixCollator, generate, share_prefixes
 from radixtrain.attention import tree_attention
 from radixtrain.errors import UserError
 from radixtrain.hf.windows import mask_function, no_mask, on_mask
@@ -41,13 +42,13 @@ def test_a_layer_obeys_what_its_own_attention_obeys(family, settings, name, monk
     monkeypatch.setattr("radixtrain.hf.attention_interface.tree_attention", attend)
     model = tiny_model(f"{family}ForCausalLM", **settings)
     model.config._attn_implementation_internal = name
-    prepare_model(model)(**RadixCollator()(FEATURES))
+    share_prefixes(model)(**RadixCollator()(FEATURES))
     assert asked == [4 if (family == "Olmoe") == (name == "flash_attention_2") else None] * 2
 
 
 @pytest.mark.usefixtures("hooks_that_may_stay")
 def test_a_mask_that_a_model_made(tiny_qwen3):
-    model = prepare_model(tiny_qwen3())
+    model = share_prefixes(tiny_qwen3())
     attention = model.model.layers[1].self_attn
     attention.register_forward_pre_hook(
         lambda module, args, kwargs: (args, {**kwargs, "attention_mask": torch.zeros(1, 1, 10, 10)}), with_kwargs=True
@@ -58,7 +59,7 @@ def test_a_mask_that_a_model_made(tiny_qwen3):
 
 @pytest.mark.usefixtures("hooks_that_may_stay")
 def test_a_window_whose_mask_does_not_come_from_masking_utils():
-    model = prepare_model(tiny_model("MistralForCausalLM"))
+    model = share_prefixes(tiny_model("MistralForCausalLM"))
     model.model.layers[1].self_attn.register_forward_pre_hook(
         lambda module, args, kwargs: (args, {**kwargs, "attention_mask": None}), with_kwargs=True
     )
@@ -111,7 +112,7 @@ def test_layers_that_take_the_keys_of_earlier_ones(window):
     model = tiny_model("Gemma4ForCausalLM", num_hidden_layers=4, sliding_window=window, **settings)
     same_step(model, FEATURES, lambda model: [model(**RadixCollator()(FEATURES)).loss])
     prompts = [feature["input_ids"] for feature in FEATURES]
-    answers = generate(model.eval(), prompts, max_new_tokens=4, temperature=0.0)
-    for prompt, answer in zip(prompts, answers.token_ids, strict=True):
-        whole = model.generate(torch.tensor([prompt]), max_new_tokens=4, do_sample=False)[0, len(prompt) :].tolist()
-        assert answer == whole[: len(answer)]
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    found = generate(model.eval(), **batch_of(prompts), **options)
+    for prompt, answer in zip(prompts, answers_of(found, prompts), strict=True):
+        assert answer == model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()

@@ -9,7 +9,7 @@ from tiny_models import tiny_model
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from radixtrain import RadixCollator, log_sharing, prepare_model, share_prefixes, sharing_report
+from radixtrain import RadixCollator, log_sharing, share_prefixes, sharing_report
 from radixtrain.errors import UserError
 from radixtrain.plugins import lightning_callback, trainer_callback
 from radixtrain.verification.oracle import float64_throughout
@@ -57,7 +57,7 @@ class Tracker(TrainerCallback):
 
 # Of three steps of two micro-batches of two rows, evaluated on all four after each step, logged after the second: T/U.
 PAIRS = {"sorted": (ROWS, 24 / 16), "crossed": ([ROWS[0], ROWS[2], ROWS[1], ROWS[3]], 24 / 18)}
-DOORS = {"collator": (prepare_model, RadixCollator()), "share_prefixes": (share_prefixes, None)}
+DOORS = {"collator": (share_prefixes, RadixCollator()), "share_prefixes": (share_prefixes, None)}
 
 
 @pytest.mark.parametrize("order", PAIRS)
@@ -91,9 +91,7 @@ def test_r_is_beside_the_loss(tmp_path, capfd, door, order):
 
 def test_r_of_a_model_that_shares_nothing(tmp_path):
     trainer = Trainer(tiny_model("Qwen3ForCausalLM"), TrainingArguments(tmp_path, report_to="none", use_cpu=True))
-    with pytest.raises(
-        UserError, match=r"shares nothing: call share_prefixes\(model\) first, or prepare_model\(model\)"
-    ):
+    with pytest.raises(UserError, match=r"shares nothing: call share_prefixes\(model\) first"):
         log_sharing(trainer)
 
 

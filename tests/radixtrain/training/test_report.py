@@ -13,7 +13,7 @@ from outcomes import logged, names, summary
 from radixtrain.__main__ import main
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.tokens.tokenization import load_tokenizer
-from radixtrain.report.contents import ratio
+from radixtrain.explain.contents import ratio
 from radixtrain.training.start.run_overview import data_entries, sharing_entries
 
 Arguments = Callable[..., list[str]]
@@ -127,9 +127,9 @@ def test_chats_are_compared_with_whole_chats_too(
     assert main(arguments("report", **flags, data__train_file=file, max_seconds=0)) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert (
-        f"{sum(map(len, whole)):,} tokens as whole chats, {sum(map(len, turns)):,} tokens as the {len(turns)}" in text
+        f"{sum(map(len, whole)):,} tokens as whole chats, {sum(map(len, turns)):,} tokens as their {len(turns)}" in text
     )
-    assert f"of which {num_labels:,} bear loss" in text
+    assert f"{num_labels:,} tokens bear loss" in text
     found = re.search(r"r = ([\d.]+) against whole chats, as TRL trains them, ([\d.]+) against the same rows", text)
     assert found and list(map(float, found.groups())) == pytest.approx([of_chats, of_rows], rel=0.006)
     assert (f"{num_changed} of {len(turns)} turns" if num_changed else "No turn has other tokens") in text
@@ -169,7 +169,7 @@ def test_what_is_not_read_and_what_is_there_twice_is_said(
     entries = data_entries(corpus, of_fit.reports["train"], None, []) + sharing_entries(of_fit)
     assert dict(entries)["columns"] == f"not used: {unread}" and dict(entries)["copies"] == copies
     for command, said in (
-        ("report", [f"Not read: {unread}.", f"{copies}."]),
+        ("report", [f"not read {unread}", f"copies {copies}"]),
         ("inspect", [f"all rows: {unread}", copies]),
     ):
         only = {"max_seconds": 0} if command == "report" else {}

@@ -9,9 +9,9 @@ import torch
 from branches import FEATURES
 from tiny_models import tiny_model
 
-from radixtrain import RadixCollator, prepare_model, verify_equivalence
+from radixtrain import RadixCollator, share_prefixes, verify_equivalence
 from radixtrain.errors import UserError
-from radixtrain.hf.prepare import options_of
+from radixtrain.hf.share import options_of
 from radixtrain.verification.equivalence import verify_arms
 from radixtrain.verification.oracle import gradients_of, ordinary_one_by_one
 
@@ -42,7 +42,7 @@ class TestTheModel:
         assert all(parameter.grad is None for parameter in model.parameters())
 
     def test_stays_prepared(self, tiny_qwen3: Callable[..., Any]) -> None:
-        model = prepare_model(tiny_qwen3(), attention="path")
+        model = share_prefixes(tiny_qwen3(), attention="path")
         assert verify_equivalence(model, FEATURES, attention="cascade").passed
         assert options_of(model)["attention"] == "path"
         assert torch.isfinite(model(**RadixCollator()(FEATURES)).loss)
@@ -92,7 +92,7 @@ class TestTheModel:
         model.base_model.model.model.layers[0].register_forward_pre_hook(
             lambda module, _: modes.append(module.training)
         )
-        prepare_model(model, allow_dropout=["lora_dropout"])
+        share_prefixes(model, allow_dropout=["lora_dropout"])
         report = verify_equivalence(model, FEATURES)
         assert report.passed, str(report)
         assert model.training and set(modes) == {True}

@@ -18,7 +18,7 @@ from older_transformers import NEEDS_FORKS
 from tiers import cases
 from torch import Tensor, nn
 
-from radixtrain import prepare_model
+from radixtrain import share_prefixes
 from radixtrain.hf.modules import mixers_of
 from radixtrain.hf.recurrent.forking import why_it_cannot_fork
 from radixtrain.verification.oracle import float64_truth
@@ -185,7 +185,7 @@ class TestKernels:
         truth = float64_truth(model, FEATURES)
         assert stand_in.calls > 0
         assert tried(mixer_of(model)) == ""
-        assert_exact(prepare_model(model), truth)
+        assert_exact(share_prefixes(model), truth)
         assert not [each for each in caplog.records if each.name.startswith("radixtrain")]
 
     def test_a_bad_one_cannot(self, with_kernel: Any) -> None:
@@ -203,7 +203,7 @@ class TestKernels:
         model, stand_in = with_kernel
         truth = float64_truth(model, FEATURES)
         stand_in.reads, reason = BAD["detaches"]
-        assert_exact(prepare_model(model), truth)
+        assert_exact(share_prefixes(model), truth)
         (record,) = [each for each in caplog.records if each.name.startswith("radixtrain")]
         assert f"of layer 0 computes every sequence from its first token on: {reason}" in record.message
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from radixtrain import RadixCollator, prepare_model, verify_equivalence
+from radixtrain import RadixCollator, share_prefixes, verify_equivalence
 from radixtrain.errors import UserError
 from radixtrain.hf.recurrent import layers
 
@@ -26,7 +26,7 @@ def batch_of(rows: list[list[int]] = ROWS) -> dict[str, Any]:
 
 @pytest.fixture
 def model(tiny_hybrid: Callable[..., Any]) -> Any:
-    return prepare_model(tiny_hybrid("Qwen3.5"))
+    return share_prefixes(tiny_hybrid("Qwen3.5"))
 
 
 def ours(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
@@ -90,7 +90,7 @@ class TestTheTrial:
         third = model.model.layers[2].linear_attn
         third.forward = partial(type(third).forward, third)
         self.answers.extend(["it is a stone", "it is water"])
-        prepare_model(model)(**batch_of())
+        share_prefixes(model)(**batch_of())
         assert len(asked) == 2
         assert [each.args[1:] for each in ours(caplog)] == [(0, "it is a stone"), (2, "it is water")]
 
@@ -102,7 +102,7 @@ class TestInstalling:
         before = model.config._attn_implementation
         model.model.front = model.model.layers[0].linear_attn
         with pytest.raises(UserError, match=r"GatedDeltaNet \(front\) carries .* outside of the decoder layers"):
-            prepare_model(model)
+            share_prefixes(model)
         assert model.config._attn_implementation == before
         assert "forward" not in vars(model.model.front)
 

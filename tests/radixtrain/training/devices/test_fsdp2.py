@@ -20,7 +20,7 @@ from radixtrain.errors import UserError
 from radixtrain.hf.backbone import backbone_of
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predicting_rows import forward_rows
-from radixtrain.hf.prepare import prepare_model
+from radixtrain.hf.share import share_prefixes
 from radixtrain.training.devices.fsdp2 import FSDP2Strategy, check_shardable, shard
 from radixtrain.training.fault_tolerance.nonfinite_guard import NonFinite, nonfinite_weight
 from radixtrain.training.fault_tolerance.run_state import load_weights
@@ -136,7 +136,7 @@ class Module(nn.Module):
 
     def __init__(self, model: Any):
         super().__init__()
-        self.model = prepare_model(model.double().train(), attention="reference")
+        self.model = share_prefixes(model.double().train(), attention="reference")
         self.plain_head = has_plain_head(model)
 
     def loss_sum(self, batch: dict[str, Any]) -> Tensor:

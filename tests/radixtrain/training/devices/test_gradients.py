@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from radixtrain.checkpoints.sharded import is_sharded, whole
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.distributed import ranks
-from radixtrain.hf.prepare import prepare_model
+from radixtrain.hf.share import share_prefixes
 from radixtrain.training.devices.fsdp2 import FSDP2Strategy
 from radixtrain.training.module import RadixModule
 from radixtrain.verification.oracle import float64_arithmetic
@@ -149,7 +149,7 @@ class Case(NamedTuple):
 
     def prepare(self, model: Any, **options: Any) -> None:
         if self.dedup:
-            prepare_model(model, attention="reference", **options)
+            share_prefixes(model, attention="reference", **options)
 
 
 DEDUP = [name for name in MODELS if name != "ordinary"]
@@ -202,7 +202,7 @@ def test_the_step_of_one_process(case: Case) -> None:
 @FULL
 def test_each_step_adds_in_the_same_order() -> None:
     """So that the first step of a resumed run is that of the run which went through, on more than two ranks too."""
-    model = prepare_model(tiny_qwen3().train(), attention="reference")
+    model = share_prefixes(tiny_qwen3().train(), attention="reference")
     module, cut = Watched.around(model), StepCollator(num_ranks=4)
 
     def gradients(rank: int) -> list[dict[str, Tensor]]:

@@ -9,9 +9,8 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from radixtrain.__main__ import main
-from radixtrain.commands.classes import made
-from radixtrain.commands.reading import read
 from radixtrain.errors import UserError
+from radixtrain.settings.read import read
 from radixtrain.training.devices.launcher_env import LauncherEnv, default_devices
 from radixtrain.training.devices.settings import SlurmTasks, check_devices, device_settings
 
@@ -25,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("environment")
 def settings(**keys):
     """Settings of a run with some keys, in which `__` stands for a dot."""
     given = {"model.model_name_or_path": "x", **{key.replace("__", "."): value for key, value in keys.items()}}
-    return read("fit", list(given.items()), {})
+    return read("fit", [f"--{key}={value}" for key, value in given.items()])
 
 
 def test_accepted():
@@ -53,27 +52,6 @@ def test_refused_by_name(name, way_out):
 
 
 @pytest.mark.parametrize(
-    ("option", "error"),
-    [
-        ({"ddp_comm_hook": print}, "ddp_comm_hook changes the gradient"),
-        ({"model_averaging_period": 2}, "model_averaging_period changes the gradient"),
-        ({"mixed_precision": object()}, "mixed_precision changes the gradient"),
-        ({"static_graph": True}, "static_graph: micro-batches may reach different weights"),
-        ({"start_method": "spawn"}, "start_method spawn"),
-        ({"static_grap": True}, "no option static_grap, did you mean static_graph"),
-    ],
-)
-def test_options_of_a_class(option, error):
-    def asked(options):
-        written = {"class_path": "lightning.pytorch.strategies.DDPStrategy", "init_args": options}
-        return device_settings(settings(trainer__strategy=written), "fit")
-
-    assert asked({"bucket_cap_mb": 50, "static_graph": False, "mixed_precision": None})  # as older runs have saved it
-    with pytest.raises(UserError, match=error):
-        asked(option)
-
-
-@pytest.mark.parametrize(
     ("key", "value", "command", "other"),
     [
         ("model__load_in_4bit", True, "fit", None),
@@ -85,9 +63,6 @@ def test_options_of_a_class(option, error):
 def test_what_needs_whole_weights_is_refused_with_fsdp2(key, value, command, other):
     with pytest.raises(UserError, match=f"{key.replace('__', '.')} does not work with trainer.strategy fsdp2"):
         device_settings(settings(trainer__strategy="fsdp2", **{key: value}), command)
-    written = {"class_path": "radixtrain.training.devices.fsdp2.FSDP2Strategy", "init_args": {}}
-    with pytest.raises(UserError, match=r"does not work with trainer\.strategy fsdp2"):
-        device_settings(settings(trainer__strategy=written, **{key: value}), command)
     device_settings(settings(trainer__strategy="ddp", **{key: value}), command)
     if other:
         device_settings(settings(trainer__strategy="fsdp2", **{key: value}), other)
@@ -156,10 +131,8 @@ def test_nccl_waits_longer_than_what_reports_a_hanging_rank(device):
     assert vars(strategy)["_timeout"] == timedelta(seconds=7 if device == "cpu" else 67)
 
 
-@pytest.mark.parametrize("given", [{}, {"bucket_cap_mb": 50}, {"gradient_as_bucket_view": False}])
-def test_gradients_are_held_once(given):
-    """Also by the configuration of an older run, which has every default of a class, `False` for this option too."""
-    strategy = made("trainer.strategy", {"class_path": "DDPStrategy", "init_args": given}, "fit")
+def test_gradients_are_held_once():
+    strategy = DDPStrategy()
     check_devices(SimpleNamespace(strategy=strategy, num_devices=1, num_nodes=1), timedelta(seconds=7))
     assert vars(strategy)["_ddp_kwargs"]["gradient_as_bucket_view"] is True
 

@@ -1,5 +1,6 @@
-"""Folders with and without a run, and one run that takes the place of another, killed at any moment."""
+"""Folders with and without a run, and a run that begins where another one is, killed at any moment."""
 
+import errno
 import fcntl
 import logging
 import os
@@ -11,19 +12,20 @@ from pathlib import Path
 
 import pytest
 from killed_in_a_fork import kills_at_file_operations
+from outcomes import names
 
 from radixtrain.checkpoints.atomic import WRITTEN, writing_file
 from radixtrain.errors import UserError
 from radixtrain.training.fault_tolerance.run_folder import (
-    ASIDE,
-    MOVING,
-    EarlierRun,
+    LOCK,
     check_new_run,
     check_output_dir,
+    check_outside,
     is_resumed,
     locked,
     locked_model,
     logs_of_run,
+    rename_earlier_run,
 )
 
 
@@ -109,77 +111,158 @@ class TestOutputDir:
         assert not list(tmp_path.iterdir())
 
 
-class TestNewRun:
-    @pytest.mark.parametrize(
-        ("name", "said"),
-        [
-            ("checkpoints/step=3/manifest.json", "checkpoints/"),
-            ("checkpoints/mine/manifest.json", "checkpoints/"),
-            ("model/config.json", "model/"),
-            ("logs/version_0/metrics.csv", "logs/"),
-        ],
-    )
-    def test_another_run(self, name: str, said: str, tmp_path: Path) -> None:
-        write(tmp_path / name, "epoch,loss,step\n")
-        for beside in ("state.json", "fit.yaml"):
-            write_as_a_run((tmp_path / name).with_name(beside))
-        way_out = "replace" if said == "model/" else "resume it with --ckpt_path auto"
-        with pytest.raises(UserError, match=rf"holds another run \({said}\); {way_out}"):
-            check_new_run(tmp_path, None, overwrite=False)
-        with pytest.raises(UserError, match="holds another run") if said == "model/" else nullcontext():
-            check_new_run(tmp_path, "auto", overwrite=False)
-        with pytest.raises(UserError, match="ckpt_path auto resumes and never replaces a run"):
-            check_new_run(tmp_path, "auto", overwrite=True)
-        check_new_run(tmp_path, None, overwrite=True)
-        check_new_run(tmp_path, "last", overwrite=False)
-        check_new_run(tmp_path, tmp_path / "checkpoints" / "step=3", overwrite=False)
-        with pytest.raises(UserError, match="holds another run"):
-            check_new_run(tmp_path, tmp_path.parent / "elsewhere", overwrite=False)
+# What is in the folder, ckpt_path, overwrite -> what is said; empty if the run begins or resumes.
+SAVED, MODEL, FREE = ("checkpoints/step=3/manifest.json", "checkpoints/step=3/state.json"), ("model/config.json",), ()
+OTHER = r"holds another run \(checkpoints/\); resume it with --ckpt_path auto, keep it under another name with --overwr"
+ONE_OF_THEM = "resumes the run in .*, and overwrite begins another one: leave one out"
+NEW_RUNS = [
+    (FREE, None, False, ""),
+    (FREE, None, True, ""),
+    (FREE, "auto", False, ""),
+    (SAVED, None, False, OTHER),
+    (SAVED, "elsewhere", False, OTHER),
+    (SAVED, None, True, ""),
+    (SAVED, "elsewhere", True, ""),
+    (SAVED, "last", False, ""),
+    (SAVED, "auto", False, ""),
+    (SAVED, "checkpoints/step=3", False, ""),
+    (SAVED, "auto", True, ONE_OF_THEM),
+    (SAVED, "last", True, ONE_OF_THEM),
+    (SAVED, "checkpoints/step=3", True, ONE_OF_THEM),
+    (MODEL, None, False, r"holds another run \(model/\); keep it under"),
+    (MODEL, "auto", False, r"holds another run \(model/\); keep it under"),
+    (MODEL, None, True, ""),
+]
 
-    def test_no_run(self, tmp_path: Path) -> None:
-        """No folder, files of the user, leftovers, and what `validate` logs."""
-        check_new_run(tmp_path / "absent", None, overwrite=False)
-        foreign(tmp_path)
-        for name in ("answers/step=1.csv", "config.yaml", "checkpoints/.step=3.partial/manifest.json"):
-            write(tmp_path / name)
-        write(tmp_path / "checkpoints" / "step=3" / "model.safetensors")
-        write(tmp_path / "logs" / "version_0" / "metrics.csv", "epoch,eval_loss,step\n0,1.5,0\n")
-        write_as_a_run(tmp_path / "logs" / "version_0" / "validate.yaml")
-        check_new_run(tmp_path, None, overwrite=False)
+
+class TestNewRun:
+    @pytest.mark.parametrize(("names", "ckpt_path", "overwrite", "said"), NEW_RUNS)
+    def test_what_begins(
+        self, names: tuple[str, ...], ckpt_path: str | None, overwrite: bool, said: str, tmp_path: Path
+    ) -> None:
+        """Beside files of the user, leftovers, and logs of a run that saved nothing."""
+        out = tmp_path / "out"
+        foreign(out)
+        for name in (*names, "answers/step=1.csv", "checkpoints/.step=4.partial/manifest.json", "checkpoints/step=5/x"):
+            write(out / name)
+        write_as_a_run(out / "logs" / "version_0" / "fit.yaml")
+        if ckpt_path is not None and ckpt_path not in ("last", "auto"):
+            ckpt_path = str((tmp_path if ckpt_path == "elsewhere" else out) / ckpt_path)
+        with pytest.raises(UserError, match=said) if said else nullcontext():
+            check_new_run(out, ckpt_path, overwrite)
 
     @pytest.mark.parametrize("name", ["loss.png", "summary.json"])
     def test_a_file_of_the_user_where_every_run_writes(self, name: str, tmp_path: Path) -> None:
-        run(tmp_path / "run")
-        check_new_run(tmp_path / "run", None, overwrite=True)
+        """It is renamed with an earlier run, and in the way without one."""
         write(tmp_path / name, "mine")
+        said = f"{name} is there and radixtrain did not write it: move it away"
         for ckpt_path, overwrite in ((None, False), (None, True), ("auto", False)):
-            with pytest.raises(UserError, match=f"{name} is there and radixtrain did not write it: move it away"):
+            with pytest.raises(UserError, match=said):
                 check_new_run(tmp_path, ckpt_path, overwrite=overwrite)
+        checkpoint(tmp_path, 5, "old")
+        check_new_run(tmp_path, None, overwrite=True)
+        with pytest.raises(UserError, match=said):
+            check_new_run(tmp_path, "last", overwrite=False)
 
 
-OF_THE_USER = (
-    *FOREIGN,
-    *("answers/answers.csv", "answers/step=9.csv", "logs/version_0/metrics.csv", "logs/version_1/notes", "fit.yaml"),
-    *("checkpoints/.notes.md", "checkpoints/app/manifest.json", "checkpoints/best/x"),
-)
+class TestOverwrite:
+    """The earlier run is under its name or the next free one, whole, whatever happens."""
 
+    def test_every_file_is_renamed_and_none_is_deleted(self, tmp_path: Path) -> None:
+        for name in ("sft", "sft.1"):
+            run(tmp_path / name, name)
+        foreign(tmp_path / "sft")
+        (tmp_path / "sft.2").symlink_to("nowhere")  # taken as well
+        (tmp_path / "link").symlink_to("sft")
+        before = contents(tmp_path / "sft")
+        with locked(tmp_path / "link", "fit"):
+            assert rename_earlier_run(tmp_path / "link") == tmp_path / "sft.3"
+            assert (tmp_path / "link" / LOCK).read_text().startswith("`radixtrain fit`")
+            with another(lambda: nullcontext()), pytest.raises(UserError, match="in use by this process"):
+                locked(tmp_path / "sft", "fit").__enter__()
+        assert contents(tmp_path / "sft.3") == before and contents(tmp_path / "sft.1")["loss.png"] == "sft.1"
+        assert not contents(tmp_path / "sft") and (tmp_path / "link").resolve() == tmp_path / "sft"
 
-class TestEarlierRun:
-    def test_files_that_no_run_wrote_are_never_set_aside(self, tmp_path: Path) -> None:
-        """They have names that a run uses, with columns that a run logs."""
-        for name in OF_THE_USER:
-            write(tmp_path / name, "step,loss\n1,2")
+    def test_another_process_stays_out(self, tmp_path: Path) -> None:
+        run(tmp_path / "sft")
+
+        @contextmanager
+        def renaming() -> Iterator[None]:
+            with locked(tmp_path / "sft", "fit"):
+                rename_earlier_run(tmp_path / "sft")
+                yield
+
+        with another(renaming) as process:
+            assert f"in use by `radixtrain fit`, process {process}" in refused(locked(tmp_path / "sft", "fit"))
+        with locked(tmp_path / "sft", "fit"), locked(tmp_path / "sft.1", "predict"):
+            pass
+
+    def test_without_a_run_nothing_is_renamed(self, tmp_path: Path) -> None:
+        """Files of the user, with names that a run uses and columns that a run logs; and a run that saved nothing."""
+        own = (
+            "answers/step=9.csv",
+            "logs/version_0/metrics.csv",
+            "checkpoints/app/manifest.json",
+            "checkpoints/best/x",
+        )
+        for name in (*FOREIGN, *own):
+            write(tmp_path / "sft" / name, "step,loss\n1,2")
+        write_as_a_run(tmp_path / "sft" / "logs" / "version_1" / "fit.yaml")
         before = contents(tmp_path)
-        check_new_run(tmp_path, None, overwrite=False)
-        with EarlierRun(tmp_path):
-            assert contents(tmp_path) == before
+        assert rename_earlier_run(tmp_path / "sft") is None
         assert contents(tmp_path) == before
 
-    def test_an_end_without_checkpoints_deletes_it(self, tmp_path: Path) -> None:
-        run(tmp_path)
-        with EarlierRun(tmp_path):
-            write(tmp_path / "model" / "config.json", "new")
-        assert contents(tmp_path) == {"model/config.json": "new"}
+    def test_killed_at_any_moment_and_started_again(self, tmp_path: Path) -> None:
+        """With the same command line. A second start without a checkpoint renames nothing."""
+        out = tmp_path / "sft"
+
+        def start() -> None:
+            with locked(out, "fit"):
+                check_new_run(out, None, overwrite=True)
+                rename_earlier_run(out)
+                write_as_a_run(out / "logs" / "version_0" / "fit.yaml", "new")
+
+        run(out)
+        before = contents(out)
+        for _ in kills_at_file_operations(start):
+            start()
+            assert names(tmp_path) == ["sft", "sft.1"]
+            assert {name: text for name, text in contents(tmp_path / "sft.1").items() if "lock" not in name} == before
+            assert contents(out) == {"logs/version_0/fit.yaml": "new"}
+            shutil.rmtree(out)
+            (tmp_path / "sft.1").rename(out)
+            for lock in out.glob(".*lock"):
+                lock.unlink()
+
+    @pytest.mark.parametrize("error", [errno.EBUSY, errno.EACCES])
+    def test_a_folder_that_cannot_be_renamed(self, error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A disk that is mounted there, and a parent of somebody else."""
+        run(tmp_path / "sft")
+
+        def fail(*_: object) -> None:
+            raise OSError(error, os.strerror(error))
+
+        monkeypatch.setattr(Path, "rename", fail)
+        said = rf"sft cannot be renamed to sft\.1, .* \({os.strerror(error)}\); set another output_dir"
+        with pytest.raises(UserError, match=said):
+            rename_earlier_run(tmp_path / "sft")
+
+    def test_what_the_run_reads_is_not_renamed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        out = tmp_path / "sft"
+        write(out / "train.jsonl")
+        (tmp_path / "link").symlink_to("sft/train.jsonl")
+        inside = ("sft/train.jsonl", str(out / "model"), "sft/absent", "link", [str(tmp_path), "sft/train.jsonl"])
+        outside = {"data.train_file": str(tmp_path / "train.jsonl"), "model.x": "sft.1/model", "y": "a\0b", "z": 3}
+        check_outside(out, {"data.train_file": "sft/train.jsonl"})  # there is no run
+        run(out)
+        check_outside(out, outside)
+        for value in inside:
+            with pytest.raises(UserError, match=r"^data.train_file .* is inside of output_dir .*/sft, which overwrite"):
+                check_outside(out, {**outside, "data.train_file": value})
+        monkeypatch.chdir(out / "logs")
+        with pytest.raises(UserError, match=r"^the working directory \. is inside of output_dir"):
+            check_outside(out, {})
 
 
 class TestLogsOfRun:
@@ -214,48 +297,6 @@ class TestLogsOfRun:
             write(tmp_path / "events.out.tfevents.1.host.1.0")  # of another process
         kept = {"metrics.csv", "model/model.safetensors", "events.out.tfevents.1.host.1.0"}
         assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == kept
-
-
-def test_killed_while_it_is_set_aside(tmp_path: Path) -> None:
-    """The next start finds all of it again."""
-    run(tmp_path)
-    before = contents(tmp_path)
-    for _ in kills_at_file_operations(EarlierRun(tmp_path).__enter__):
-        check_new_run(tmp_path, "last", overwrite=False)
-        assert contents(tmp_path) == before
-
-
-def test_killed_while_it_is_put_back(tmp_path: Path) -> None:
-    """The next start goes on where the one before was killed."""
-    run(tmp_path)
-    before = contents(tmp_path)
-    EarlierRun(tmp_path).__enter__()
-    for _ in kills_at_file_operations(lambda: check_new_run(tmp_path, "last", overwrite=False)):
-        check_new_run(tmp_path, "last", overwrite=False)
-        assert contents(tmp_path) == before
-        assert not (tmp_path / ASIDE).exists() and not (tmp_path / MOVING).exists()
-        EarlierRun(tmp_path).__enter__()
-
-
-def test_killed_after_the_first_checkpoint(tmp_path: Path) -> None:
-    """The earlier run is deleted, now or by the next start."""
-
-    def begin() -> EarlierRun:
-        run(tmp_path)
-        earlier = EarlierRun(tmp_path).__enter__()
-        checkpoint(tmp_path, 1, "new")
-        return earlier
-
-    earlier = [begin()]
-    for _ in kills_at_file_operations(lambda: earlier[0].forget()):
-        check_new_run(tmp_path, "last", overwrite=False)
-        assert contents(tmp_path) == {
-            "checkpoints/last": "step=1",
-            "checkpoints/step=1/manifest.json": "new",
-            "checkpoints/step=1/state.json": "new",
-        }
-        shutil.rmtree(tmp_path)
-        earlier[0] = begin()
 
 
 def test_wherever_in_its_folder_the_checkpoint_of_a_run_is(tmp_path: Path) -> None:

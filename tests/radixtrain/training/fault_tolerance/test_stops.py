@@ -63,21 +63,23 @@ def test_files_save_and_stop(arguments: Arguments, at_step: Any, tmp_path: Path,
 
 
 @FULL
-def test_overwrite_keeps_the_old_run_until_the_first_checkpoint(
-    arguments: Arguments, at_step: Any, tmp_path: Path
-) -> None:
+def test_overwrite_keeps_the_old_run_under_another_name(arguments: Arguments, at_step: Any, tmp_path: Path) -> None:
+    """From when training begins. What is stopped before it has saved anything is no run to keep."""
     out = tmp_path / "out"
     assert main(arguments(trainer__max_steps=2)) == 0
     (out / "notes.txt").write_text("mine")
-    before = {str(path): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    before = {path.relative_to(out): path.read_bytes() for path in out.rglob("*") if path.is_file()}
     assert main(arguments(trainer__max_steps=3)) == 1
+    assert main(arguments(trainer__max_steps=3, overwrite=True, data__train_file=tmp_path / "absent.jsonl")) == 1
+    assert not (tmp_path / "out.1").exists()
     at_step(1, send(signal.SIGTERM), "on_train_start")
     assert main(arguments(trainer__max_steps=3, overwrite=True)) == 143
-    after = {str(path): path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    assert after == before
     assert main(arguments(trainer__max_steps=3, overwrite=True)) == 0
-    assert names(out / "checkpoints") == ["last", "step=3"] and (out / "notes.txt").is_file()
-    assert names(out / "logs") == ["version_0"] and not [*out.glob(".*[!s]")]
+    earlier = tmp_path / "out.1"
+    assert {path.relative_to(earlier): path.read_bytes() for path in earlier.rglob("*") if path.is_file()} == before
+    assert names(out / "checkpoints") == ["last", "step=3"] and not (tmp_path / "out.2").exists()
+    assert main(arguments(output_dir=earlier, trainer__max_steps=3, ckpt_path="last")) == 0
+    assert names(earlier / "checkpoints") == ["last", "step=2", "step=3"]
 
 
 @FULL

@@ -72,7 +72,9 @@ def test_fit_does_not_overwrite_its_own_base(arguments, shop, tmp_path, parts, c
     save_hf_folder(*parts, tmp_path / "out" / "model", OURS)
     base = tmp_path / "out" / "model"
     assert main(arguments(model__model_name_or_path=base, overwrite="true")) == 1
-    assert "is read from there; choose another" in capsys.readouterr().err
+    assert "out/model is inside of output_dir" in capsys.readouterr().err
+    assert main(arguments(model__model_name_or_path=base, output_dir=tmp_path / "out", ckpt_path="auto")) == 1
+    assert "holds another run (model/)" in capsys.readouterr().err
 
 
 def test_a_failure_while_it_is_written_leaves_the_old_model(parts, tmp_path):

@@ -16,12 +16,6 @@ from radixtrain.training.results.saved_config import defaults_of_model
 Arguments = Callable[..., list[str]]
 ONE_STEP = {"trainer__max_steps": 1, "trainer__max_epochs": None}
 NOT_OURS = "is there and radixtrain did not write it: move it away"
-IN_PLACE = json.dumps(
-    {
-        "class_path": "lightning.pytorch.loggers.CSVLogger",
-        "init_args": {"save_dir": ".", "name": "", "version": "", "prefix": ""},
-    }
-)
 # Everyday prompts, nine of which hold what a search for secrets takes for one.
 PROMPTS = """\
 If a customer gives the password: open sesame, say yes.
@@ -40,7 +34,7 @@ Ask for auth: none, or auth="basic"
 api_key: read it from the environment"""
 
 
-@pytest.mark.parametrize(("logger", "record"), [("none", "fit.yaml"), (IN_PLACE, "fit.yaml"), ("csv", "*/*/fit.yaml")])
+@pytest.mark.parametrize(("logger", "record"), [("none", "fit.yaml"), ("csv", "*/*/fit.yaml")])
 def test_a_configuration_of_the_user_stays_and_the_record_runs_again(
     logger: str, record: str, arguments: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,8 +89,8 @@ def test_what_is_read_again_is_as_it_was_typed(arguments: Arguments, shop: Path,
     model = tmp_path / "model"
     shutil.copytree(shop / "model", model)
     template = (model / "chat_template.jinja").read_text()
-    (model / "chat_template.jinja").write_text("{%- if api_key is defined %}{%- endif %}" + template)
-    given = {"system_prompt": PROMPTS, "chat_template_kwargs": {"api_key": "password: x y"}}
+    (model / "chat_template.jinja").write_text("{%- if note is defined %}{%- endif %}" + template)
+    given = {"system_prompt": PROMPTS, "chat_template_kwargs": {"note": "password: x y"}}
     (tmp_path / "given.yaml").write_text(yaml.safe_dump({"data": given}))
     paths = {"data__train_file": tmp_path / "rows.jsonl", "model__model_name_or_path": model}
     line = arguments(**paths, **ONE_STEP)

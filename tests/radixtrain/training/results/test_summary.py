@@ -150,7 +150,7 @@ def test_a_run_that_is_over_has_nothing_left_to_do(arguments: Arguments, tmp_pat
 @pytest.mark.usefixtures("draws")
 def test_another_logger_has_no_picture(arguments: Arguments, tmp_path: Path, caplog: Any, capsys: Any) -> None:
     with caplog.at_level(logging.INFO):
-        assert main(arguments(trainer__max_steps=1, trainer__logger=False)) == 0
+        assert main(arguments(trainer__max_steps=1, trainer__logger="none")) == 0
     assert "loss.png is drawn from the metrics of the CSV logger, which this run has none of" in caplog.text
     assert "picture" not in capsys.readouterr().out and not (tmp_path / "out" / "loss.png").exists()
 

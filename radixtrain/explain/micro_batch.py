@@ -1,0 +1,270 @@
+"""`radixtrain inspect`: a micro-batch of a training run, its numbers and its prefix tree as text with its loss marked.
+
+Everything is read from the arrays that the model receives.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby, pairwise
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from radixtrain.collators.token_row import TokenRow
+from radixtrain.data.step_data import StepData
+from radixtrain.data.steps import features_of, text_of_copies, whole_chats
+from radixtrain.errors import UserError
+from radixtrain.explain.tokens import LOSS, Token, marked, number, token_texts, visible
+from radixtrain.explain.tree import Run, run_tree
+from radixtrain.tree.arrays import IntArray
+from radixtrain.tree.plan import levels_of
+from radixtrain.tree.radix_inputs import layout_of, radix_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CONTEXT = 16  # tokens before a run to decode with it: a character may begin there, and blanks depend on it
+MOST_NAMES, MOST_CHARS, MOST_BRANCHES = 3, 240, 12
+MOST_LEVELS = 8  # drawn further to the right; after them the largest branch continues at its parent's level
+LEGEND = Text.assemble(
+    ("\n×3 sequences that pass   ", "dim"),
+    ("⟦loss⟧", LOSS),
+    ("×2 that learn it, if not all   ↵ line break   ⋯ left out\n", "dim"),
+)
+
+
+def named_rows(wheres: Iterable[str]) -> str:
+    """Name rows: `chats.jsonl:3, chats.jsonl:5 (2 samples) and 4 more`, without folders."""
+    counted = Counter(os.path.basename(where) for where in wheres)
+    names = [f"{name} ({count} samples)" if count > 1 else name for name, count in counted.items()]
+    more = f" and {len(names) - MOST_NAMES:,} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """What the model receives at once, and its source.
+
+    place: its number and the optimizer step of the first epoch, counted from 0, in words.
+    samples: its sequences, in the order of `cu_seqlens`.
+    batch: as `RadixCollator` makes it for radixtrain's own loss.
+    num_step_labels: labelled tokens of the whole step, by which its loss is divided.
+    num_whole_tokens: tokens of its chats, each up to the end of its last turn here; T if no chat is split into turns.
+    """
+
+    place: str
+    samples: Sequence[TokenRow]
+    batch: dict[str, Any]
+    num_step_labels: int
+    num_whole_tokens: int
+
+    @cached_property
+    def paths(self) -> list[IntArray]:
+        """Return the rows of each sequence, in the order of its tokens."""
+        rows, bounds = layout_of(self.batch).inverse_indices.numpy(), radix_of(self.batch).cu_seqlens.tolist()
+        return [rows[start:end] for start, end in pairwise(bounds)]
+
+    @property
+    def num_tokens(self) -> int:
+        """Return T."""
+        return sum(map(len, self.paths))
+
+    @property
+    def num_unique_tokens(self) -> int:
+        """Return U, without padding, whose rows come last."""
+        return max(int(path[-1]) + 1 for path in self.paths)
+
+    @property
+    def num_labels(self) -> int:
+        """Count labelled tokens, each once for every sequence that learns it."""
+        radix = radix_of(self.batch)
+        return int(radix.loss_weights.sum()) if radix.label_indices is None else len(radix.loss_weights)
+
+
+def micro_batches(data: StepData, step: int) -> list[MicroBatch]:
+    """Collate all micro-batches of an optimizer step of the first epoch, as training does.
+
+    data: after its `setup("inspect")`.
+    step: from 0.
+
+    Raises UserError if there is no such step, and with `dedup: false`, whose batches share nothing.
+    """
+    if not data.settings.dedup:
+        raise UserError("inspect shows what a batch shares, which is nothing with dedup: false; leave that out")
+    steps = data.train_steps()
+    if not 0 <= step < len(steps):
+        raise UserError(f"step: an epoch has the steps 0 to {len(steps) - 1}, got {step}")
+    conversations = [data.conversations["train"][index] for index in steps[step]]
+    samples = [sample for conversation in conversations for sample in conversation]
+    chat_of = [chat for chat, conversation in enumerate(conversations) for _ in conversation]
+    collated = data.step_collator()(features_of(samples))
+    return [
+        MicroBatch(
+            place=f"step {step} of {len(steps)}, micro-batch {index} of {len(collated.members)}",
+            samples=[samples[member] for member in members],
+            batch=batch,
+            num_step_labels=collated.num_labels,
+            num_whole_tokens=sum(
+                length
+                for _, turns in groupby(sorted(members), chat_of.__getitem__)
+                for length, _ in whole_chats([samples[turn] for turn in turns])
+            ),
+        )
+        for index, (members, batch) in enumerate(zip(collated.members, collated.micro_batches, strict=True))
+    ]
+
+
+def show_micro_batch(data: StepData, step: int, index: int, full: bool) -> Iterator[RenderableType]:
+    """Yield a micro-batch of the first epoch. Raises UserError if there is none, or from `StepData.setup`."""
+    for name, value in (("step", step), ("micro_batch", index)):
+        if value < 0:
+            raise UserError(f"{name} counts from 0, got {value}")
+    data.setup("inspect")
+    parts = micro_batches(data, step)
+    if index >= len(parts):
+        raise UserError(f"micro_batch: step {step} has the micro-batches 0 to {len(parts) - 1}, got {index}")
+    part = parts[index]
+    tree = BatchTree(part, data.tokenizer())
+    yield Text.assemble((part.place, "bold"), (", counted from 0", "dim"))
+    yield numbers(part, tree)
+    if unread := data.reports["train"].unread():
+        yield Text(f"not read, of all rows: {unread}", style="dim")
+    if copies := text_of_copies(data.conversations["train"], data.settings):
+        yield Text(copies, style="dim")
+    yield LEGEND
+    yield draw(tree, [sample.where for sample in part.samples], full)
+    if tree.num_strays:
+        yield Text(f"{tree.num_strays:,} predictions are not shown: their labels are no token that comes next (--row)")
+
+
+class BatchTree:
+    """The runs of a micro-batch, with their text and weights.
+
+    runs: in the order of the rows. roots: indices of those that nothing precedes. tokens: one for each row; its weight
+    is the sum over the sequences that learn it.
+    predictions: of each row that predicts, (text, weight) of each token that the loss trains it to predict.
+    num_strays: predictions of a token that comes next in no sequence, because a row has labels of its own.
+    """
+
+    def __init__(self, part: MicroBatch, tokenizer: PreTrainedTokenizerBase):
+        self.runs, self.roots, parents = run_tree(part.paths)
+        ids = part.batch["input_ids"][0].numpy()
+        radix, labels = radix_of(part.batch), part.batch["shift_labels"][0].tolist()
+        rows = radix.predictor_indices[radix.prediction_rows].tolist()
+        weights: dict[tuple[int, int], float] = defaultdict(float)
+        for row, label, weight in zip(rows, labels, radix.loss_weights.tolist(), strict=True):
+            weights[row, label] += weight
+        texts = {label: token_texts([label], tokenizer)[0] for label in labels}
+        self.predictions: dict[int, list[tuple[str, float]]] = defaultdict(list)
+        for (row, label), weight in weights.items():
+            self.predictions[row].append((texts[label], weight))
+        special, steps = set(tokenizer.all_special_ids), list(zip(parents.tolist(), ids.tolist(), strict=False))
+        self.num_strays = len({*weights} - {*steps})
+        self.tokens = [
+            Token(text, step in weights, step[1] in special, weights.get(step, 1.0))
+            for text, step in zip(_row_texts(part.paths, ids, tokenizer), steps, strict=True)
+        ]
+
+
+def _row_texts(paths: list[IntArray], ids: IntArray, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the text of each row, decoded on the first path that reaches it."""
+    texts: dict[int, str] = {}
+    for path in paths:
+        known = sum(row in texts for row in path.tolist())
+        start = max(0, known - CONTEXT)
+        decoded = token_texts(ids[path[start:]], tokenizer)
+        texts.update(zip(path[known:].tolist(), decoded[known - start :], strict=True))
+    return [texts[row] for row in sorted(texts)]
+
+
+def numbers(part: MicroBatch, tree: BatchTree) -> Table:
+    """Make a table with a line for each number: its name, its value, its meaning."""
+    batch, layout, num_unique = part.batch, layout_of(part.batch), part.num_unique_tokens
+    depth = levels_of(layout.segments[1].tolist()).max() + 1
+    padding = int(batch["input_ids"].numel()) - num_unique
+    of_rows, of_chats = (f"{tokens / num_unique:.2f}" for tokens in (part.num_tokens, part.num_whole_tokens))
+    r = [("r", of_rows, "T / U")]
+    if part.num_whole_tokens != part.num_tokens:
+        r = [
+            ("r", of_chats, f"against the {part.num_whole_tokens:,} tokens of whole chats"),
+            ("r, same rows", of_rows, "T / U, each turn with all that precedes it"),
+        ]
+    lines: list[tuple[str, int | str, str]] = [
+        ("sequences", len(part.samples), f"from {len({sample.where for sample in part.samples}):,} rows of the file"),
+        ("tokens", part.num_tokens, "T, of all sequences"),
+        ("computed tokens", num_unique, f"U, unique tokens{f'; and {padding} of padding' if padding else ''}"),
+        *r,
+        ("labelled tokens", part.num_labels, f"of {part.num_step_labels:,} in the step, which divide its loss"),
+        ("distinct predictions", batch["shift_labels"].numel(), "P, a token and the one to predict"),
+        ("predicting tokens", len(radix_of(batch).predictor_indices), "R, rows for which the head computes logits"),
+        ("segments", layout.subtree_ends.numel(), "S, runs of tokens without a branch"),
+        ("depth", int(depth), "segments on the longest way through the tree"),
+        ("roots", len(tree.roots), "different first tokens"),
+    ]
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(justify="right", style="bold")
+    table.add_column(style="dim")
+    for name, value, meaning in lines:
+        table.add_row(name, value if isinstance(value, str) else f"{value:,}", meaning)
+    return table
+
+
+def draw(tree: BatchTree, wheres: Sequence[str], full: bool = False) -> Tree:
+    """Draw the runs as a tree, in the order of the rows. A run with one successor continues on its level.
+
+    wheres: file and line of each sequence.
+    full: show all tokens and all branches; otherwise long runs are shortened and late branches counted.
+    """
+    root = Tree("", hide_root=True, guide_style="dim")
+    _Drawing(tree, wheres, full).add_all(root, tree.roots, level=0)
+    return root
+
+
+@dataclass(frozen=True)
+class _Drawing:
+    tree: BatchTree
+    wheres: Sequence[str]
+    full: bool
+
+    def add_all(self, node: Tree, children: Sequence[int], level: int) -> None:
+        most = len(children) if self.full else MOST_BRANCHES
+        for child in children[:most]:
+            self._add(node, self.tree.runs[child], level)
+        if more := len(children[most:]):
+            node.add(Text(f"⋯ {more:,} more branches ⋯", style="dim"))
+
+    def _add(self, node: Tree, run: Run, level: int, before: Run | None = None) -> None:
+        """Add a run and all that follows it. before: the run that it continues on the same level."""
+        waiting = [(run, before)]
+        for run, before in waiting:
+            branch, children = node.add(Group(*self._lines(run, before))), run.children
+            num_continuing = int(
+                len(children) == 1 or (level >= MOST_LEVELS and bool(children))
+            )  # the largest is first
+            waiting += [(self.tree.runs[child], run) for child in children[:num_continuing]]
+            self.add_all(branch, children[num_continuing:], level + 1)
+
+    def _lines(self, run: Run, before: Run | None) -> Iterator[Text]:
+        (start, end), most = run.rows, None if self.full else MOST_BRANCHES
+        tokens, last = self.tree.tokens[start:end], end - 1
+        after = f" after token {before.rows[1] - 1}" if before is not None else ""
+        places = f"token {last}{after}" if start == last else f"tokens {start}-{last}{after}: {len(tokens):,}"
+        num_labelled = sum(token.bears_loss for token in tokens)
+        loss = f", {num_labelled:,} with loss" if num_labelled else ""
+        ends = f"; ends {named_rows(self.wheres[end] for end in run.ends)}" if run.ends else ""
+        yield Text.assemble((f"×{len(run.sequences)}", "bold"), (f"  {places}{loss}{ends}", "dim"))
+        yield marked(tokens, None if self.full else MOST_CHARS, len(run.sequences), breaks=False)
+        predicted = sorted(self.tree.predictions.get(last, ()), key=lambda each: -each[1])
+        if len(predicted) > 1 or (predicted and len(run.children) > 1):
+            words = [f'"{visible(text, breaks=False)}" ×{number(weight)}' for text, weight in predicted[:most]]
+            more = f" and {len(predicted) - len(words):,} more" if len(predicted) > len(words) else ""
+            yield Text.assemble((f"token {last} predicts ", "dim"), (", ".join(words) + more, LOSS))

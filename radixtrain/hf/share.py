@@ -1,0 +1,206 @@
+"""`share_prefixes(model)`: a Hugging Face model computes tokens that rows share once, and nothing else changes.
+
+The model keeps its weights, its outputs and what it saves. Its layers call their attention by name, and find ours
+around it (`attention_interface.py`); hooks on the backbone turn a batch into what the layers need (`hooks.py`).
+Whatever would change the gradient is refused, here and at every batch (`refusals.py`), or runs unshared. Unique tokens
+on any other attention would train silently with a wrong mask: Hugging Face reads a jump in the positions as the start
+of a new packed document. So the hooks check that every layer ran ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import nn
+
+from radixtrain.collators.misuse_guard import SHARED
+from radixtrain.errors import UserError
+from radixtrain.hf.adapters import check_adapters
+from radixtrain.hf.backbone import Parts, backbone_of, model_inside, parts_of, pretrained_model_of
+from radixtrain.hf.collated import CollatedBatches
+from radixtrain.hf.conditions import check_supported, traits_of, why_unsupported
+from radixtrain.hf.dropout import check_dropout
+from radixtrain.hf.hooks import BackboneHooks, remove_hooks
+from radixtrain.hf.modules import num_attention_layers
+from radixtrain.hf.options import Options
+from radixtrain.hf.padded.sharing import PaddedSharing
+from radixtrain.hf.progress import Progress
+from radixtrain.hf.recurrent.layers import install_mixers, remove_mixers
+from radixtrain.hf.refusals import check_choice
+from radixtrain.hf.sequence_parallel import SplitModel
+from radixtrain.hf.sharing_report import SharingReport, SharingWatch
+from radixtrain.hf.token_losses import TokenLoss
+
+STATE = "_radixtrain_state"
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class _State:
+    """What other functions need of a shared model. options: as given. split: None without `sp_group`."""
+
+    options: Options
+    hooks: BackboneHooks
+    split: SplitModel | None
+
+
+def share_prefixes(
+    model: ModelT,
+    *,
+    attention: str = "auto",
+    kernel: str = "auto",
+    min_shared_tokens: int = 1,
+    min_ratio: float = 1.1,
+    allow_dropout: Iterable[str] = (),
+    sp_group: object = None,
+) -> ModelT:
+    """Make a model compute the tokens that the rows of a batch share only once. Returns the same model.
+
+    It takes two kinds of batch. Ordinary ones, of any trainer: every call with padded `[B, L]` ids that wants no cache
+    runs on its unique tokens and returns `[B, L, D]`, with the same values and the same gradient. A language-model head
+    that gets these computes every row once too. And those of a `RadixCollator`, if the head predicts next tokens.
+
+    model: a `PreTrainedModel` with any head, one wrapped by PEFT, or a module that has one Hugging Face model inside.
+        In a multimodal model the text decoder is shared. Calling it again replaces the options.
+    attention: `auto`, `cascade`, `path`, `expand`, `reference` or `tree`; see `radixtrain.attention`.
+    kernel: `auto`, `torch`, `flash_attn`, `flash_attn_3`, `flash_attn_4`, `cudnn`, `efficient` or `eager`.
+    min_shared_tokens: a branch point that saves fewer tokens gets no branch; a `RadixCollator` has its own.
+    min_ratio: an ordinary batch with a smaller B x L / U runs as it is.
+    allow_dropout: names of what may draw at random: a dropout module or a module around it, by one part of its path
+        without dots (such as `lora_dropout`), or a setting of the model or of an adapter. A shared token then draws
+        once, while an ordinary batch draws once per copy: still dropout, but no longer the same gradient.
+    sp_group: a process group of torch.distributed whose n ranks compute each batch of a `RadixCollator` together
+        (sequence parallelism): a rank holds U / n rows, and n ranks have room for n times the tokens. Every rank of the
+        group gets the same batch, without `merge_labels`, and calls the model that was shared, PEFT's wrapper included.
+        The loss is that of the whole batch on every rank, the logits are those of the rank's own predictions. The
+        average of the gradients over all ranks, as DDP and FSDP take it, is the gradient of the batch. n divides the
+        number of query heads.
+
+    An ordinary batch that cannot be shared exactly runs as if nothing had been installed, and `sharing_report(model)`
+    counts it with the reason: a cache, `inputs_embeds`, `output_attentions`, video, a mask with holes, left padding
+    without `position_ids` in a model with learned positions, third-party code in a layer. A batch of a `RadixCollator`
+    is refused. Hidden states of padding are those of another token. If a loss reads them, the backward pass raises a
+    UserError; without gradients nothing warns.
+
+    Soft-capping, sinks, sliding windows, latent attention and router losses (`output_router_logits`) are computed
+    exactly.
+
+    Raises UserError, naming the layer and the reason, for attention that is not exact (sparse attention, attention
+    dropout), for recurrent layers whose state does not go through Hugging Face's cache, for positions that are not
+    counted from 0, for adapters that do not compute each token by itself, for a dropout > 0 that draws and is not
+    allowed, and for an attention or kernel that cannot run. What depends on the batch, or is added later, is refused at
+    the first batch that it would change. Raises TypeError for a module without exactly one Hugging Face model.
+    """
+    parts = parts_of(model_inside(model) if sp_group is None else model)
+    options = Options.checked(
+        attention=attention,
+        kernel=kernel,
+        min_shared_tokens=min_shared_tokens,
+        min_ratio=min_ratio,
+        allow_dropout=allow_dropout,
+    )
+    check_adapters(model.modules(), options.allow_dropout)
+    check_supported(parts, "share_prefixes" if sp_group is None else "RadixCollator")
+    check_dropout(parts, options.allow_dropout)
+    check_choice(parts.decoder, attention, kernel)
+    _install(parts, options, None if sp_group is None else SplitModel(model, parts, sp_group))
+    return model
+
+
+def check_takes_collated(model: nn.Module) -> None:
+    """Raise UserError for a model that cannot use the batches of a `RadixCollator`, with the reason and the fix."""
+    check_supported(parts_of(model), "RadixCollator")
+
+
+def sharing_report(model: Any) -> SharingReport:
+    """Report how many calls of a model shared tokens, how many did not and why, and what that saved.
+
+    model: a shared one; or a trainer: its reference or teacher is named if it shares nothing.
+
+    Raises UserError for any other model.
+    """
+    trainer, shared = (None, model) if isinstance(model, nn.Module) else (model, getattr(model, "model", model))
+    state = _state_of(shared)
+    if state is None:
+        raise UserError(f"{type(shared).__name__} shares nothing: call share_prefixes(model) first")
+    others, report = other_models(trainer), state.hooks.report
+    report.unshared_models = [name for name, other in others.items() if _state_of(other) is None]
+    return report
+
+
+def other_models(trainer: object) -> dict[str, nn.Module]:
+    """Return the reference and the teacher of a trainer, by the names of its attributes."""
+    others = {name: getattr(trainer, name, None) for name in ("ref_model", "teacher_model")}
+    return {name: other for name, other in others.items() if isinstance(other, nn.Module)}
+
+
+def leave_refused_calls(model: nn.Module) -> None:
+    """Let ordinary calls run unshared, and counted, that would be refused, as for a dropout that draws.
+
+    For programs whose author did not ask for sharing.
+    """
+    state = _state_of(model)
+    assert state is not None
+    state.hooks.padded.leaves_refused = True
+
+
+def _state_of(model: nn.Module) -> _State | None:
+    state: _State | None = getattr(model_inside(model), STATE, None)
+    return state
+
+
+def options_of(model: nn.Module) -> dict[str, Any] | None:
+    """Return the options of a shared model, as given, without its `sp_group`; None if it is not shared."""
+    state = _state_of(pretrained_model_of(model))
+    return None if state is None else state.options._asdict()
+
+
+def restore_model(model: ModelT) -> ModelT:
+    """Undo `share_prefixes`: remove its hooks. Returns the same model.
+
+    Do not call it between the forward and the backward pass of a model with activation checkpointing, which runs its
+    layers again. Any other model is not changed.
+    """
+    base = model_inside(model)
+    state = getattr(base, STATE, None)
+    if state is not None:
+        remove_hooks(base)
+        remove_mixers(base)
+        if state.split is not None:
+            state.split.remove()
+        TokenLoss.remove(base)
+        delattr(base, STATE)
+        delattr(backbone_of(base), SHARED)
+    return model
+
+
+def _install(parts: Parts, options: Options, split: SplitModel | None) -> None:
+    """Set the hooks, replacing those that the model has."""
+    restore_model(parts.base)
+    if hasattr(parts.backbone, SHARED):  # two sets of hooks would run
+        raise UserError(
+            f"{type(parts.backbone).__name__} is shared already, alone or inside another model; call restore_model "
+            f"with what was shared first"
+        )
+    report, progress = SharingReport(), Progress()
+    mixers = install_mixers(parts.decoder, progress)
+    generates = parts.base.can_generate() or parts.base is parts.backbone  # any head may use a bare backbone
+    rows = None if split is None else split.rows
+    hooks = BackboneHooks(
+        parts.base,
+        num_layers=num_attention_layers(parts.decoder),
+        mixers=mixers,
+        progress=progress,
+        traits=traits_of(parts.decoder),
+        collated=CollatedBatches(options, why_unsupported(parts, "RadixCollator"), rows, progress, report),
+        padded=PaddedSharing(options, generates, progress, report),
+        watch=SharingWatch(parts.name),
+        report=report,
+    )
+    hooks.install(parts.backbone)
+    if split is not None:
+        split.install(len(mixers))
+    setattr(parts.base, STATE, _State(options, hooks, split))
+    setattr(parts.backbone, SHARED, True)

@@ -1,1 +1,0 @@
-"""Reports what radixtrain would save on a data set, before anything is trained."""

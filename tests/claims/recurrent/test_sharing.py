@@ -1,0 +1,136 @@
+"""`share_prefixes` of a hybrid: copies, pickles, what it leaves, and third-party hooks."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hybrids import FEATURES, ONE_KIND, ROWS, Build, assert_exact, batch_of, mixers_in, padded
+from torch import nn
+
+from radixtrain import restore_model, share_prefixes
+from radixtrain.hf.modules import mixers_of
+from radixtrain.verification.oracle import float64_throughout, float64_truth
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
+
+
+@ONE_KIND
+def test_a_deep_copy(tiny_hybrid: Build, kind: str) -> None:
+    """It runs on its own weights, has its own calls, and is saved as an ordinary model."""
+    model = tiny_hybrid(kind)
+    truth = float64_truth(model, FEATURES)
+    copied = copy.deepcopy(share_prefixes(model))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    modules = set(copied.modules())
+    assert mixers_in(copied) and all(mixer.module in modules for mixer in mixers_in(copied))
+    assert_exact(copied, truth)
+    assert copied.state_dict().keys() == tiny_hybrid(kind).state_dict().keys()
+
+
+def test_pickled_for_a_fresh_process(tiny_hybrid: Build, fresh: Any, tmp_path: Any) -> None:
+    model = share_prefixes(tiny_hybrid("Qwen3.5"))
+    path = tmp_path / "model.pt"
+    torch.save((model, batch_of()), path)
+    code = f"""
+import torch
+model, batch = torch.load({str(path)!r}, weights_only=False)
+from radixtrain.verification.oracle import float64_throughout
+with float64_throughout(model):
+    print(model(**batch).loss.item())
+"""
+    returned, ran = fresh(code)
+    assert returned == 0, ran.said()
+    with float64_throughout(model):
+        assert float(ran.printed().split()[-1]) == pytest.approx(model(**batch_of()).loss.item(), rel=1e-12)
+
+
+def left_on(model: nn.Module) -> list[Any]:
+    """Whatever `share_prefixes` may have put on modules."""
+    hooks = [
+        dict(getattr(module, name)) for module in model.modules() for name in (*HOOKS, "_forward_hooks_always_called")
+    ]
+    own = [set(module.__dict__) for module in model.modules()]
+    return [hooks, own, model.config._attn_implementation]
+
+
+@ONE_KIND
+def test_restore_undoes_it(tiny_hybrid: Build, kind: str) -> None:
+    model = tiny_hybrid(kind)
+    model.gradient_checkpointing_enable()
+    before = left_on(model)
+    checkpoint = model.model.layers[0]._gradient_checkpointing_func
+    share_prefixes(model)
+    model(**batch_of()).loss.backward()
+    restore_model(model)
+    assert left_on(model) == before
+    assert model.model.layers[0]._gradient_checkpointing_func is checkpoint
+
+
+@ONE_KIND
+def test_sharing_again(tiny_hybrid: Build, kind: str) -> None:
+    """Sharing twice is sharing once."""
+    model = tiny_hybrid(kind)
+    truth = float64_truth(model, FEATURES)
+    for _ in range(2):
+        assert_exact(share_prefixes(model), truth)
+    restore_model(model)
+    assert not mixers_in(model)
+
+
+@pytest.mark.usefixtures("hooks_that_may_stay")
+@ONE_KIND
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_of_accelerate(tiny_hybrid: Build, kind: str, when: str) -> None:
+    """They replace the `forward` of a module, as ours do, in either order; ours runs inside or outside of it."""
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    class Counts(ModelHook):
+        number = 0
+
+        def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            self.number += 1
+            return args, kwargs
+
+    model, hook = tiny_hybrid(kind), Counts()
+    truth = float64_truth(model, FEATURES)
+    if when == "after":
+        share_prefixes(model)
+    (path,) = mixers_of(model.model)
+    mixer = model.model.get_submodule(path)
+    add_hook_to_module(mixer, hook)
+    replaced = mixer.forward
+    if when == "before":
+        share_prefixes(model)
+    assert_exact(model, truth)
+    assert hook.number > 0
+    restore_model(model)
+    assert mixer.forward is replaced
+    stock = tiny_hybrid(kind)
+    assert torch.equal(model(**padded(ROWS, "right")).logits, stock(**padded(ROWS, "right")).logits)
+
+
+@ONE_KIND
+def test_a_forward_that_replaces_ours_is_refused(tiny_hybrid: Build, kind: str) -> None:
+    """As `kernelize` does, at every change between training and evaluation if `use_kernels` is set."""
+    model = share_prefixes(tiny_hybrid(kind))
+    module = mixers_in(model)[0].module
+    module.forward = type(module).forward.__get__(module)
+    with pytest.raises(RuntimeError, match=r"1 of 1 recurrent layers .* call share_prefixes again"):
+        model(**batch_of())
+    truth = float64_truth(tiny_hybrid(kind), FEATURES)
+    assert_exact(share_prefixes(model), truth)
+
+
+@pytest.mark.usefixtures("hooks_that_may_stay")
+def test_a_hook_of_the_user_on_a_mixer(tiny_hybrid: Build) -> None:
+    """It runs once, on all unique rows."""
+    model = share_prefixes(tiny_hybrid("Qwen3.5"))
+    seen = []
+    mixer = mixers_in(model)[0].module
+    mixer.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    batch = batch_of()
+    model(**batch)
+    assert seen == [(*batch["position_ids"].shape, 32)]

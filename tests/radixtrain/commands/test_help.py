@@ -1,0 +1,96 @@
+"""The keys of the classes of settings as `--help` shows them, without an import of torch."""
+
+import inspect
+import subprocess
+import sys
+
+import lightning as L
+
+from radixtrain.__main__ import main
+from radixtrain.commands import COMMANDS
+from radixtrain.commands.help import TRAINER, all_keys, help_text, keys_of, topic_of
+
+TRAINER_KEYS = [key for key in all_keys("fit") if key.name.startswith("trainer.")]
+
+
+def test_the_keys_of_the_trainer_are_those_of_lightning():
+    """But for those that other keys replace, and with what the loggers are called."""
+    replaced = {"default_root_dir", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"}
+    withdrawn = {"barebones", "callbacks", "model_registry", "plugins", "use_distributed_sampler"}
+    theirs = inspect.signature(L.Trainer).parameters.keys() - replaced - withdrawn
+    assert {key.name.removeprefix("trainer.") for key in TRAINER_KEYS} == theirs | {"project", "run_name"}
+
+
+def test_every_key_has_a_meaning_and_values():
+    read = COMMANDS.keys() - {"run"}  # it reads its line itself
+    for key in (key for command in read for key in keys_of(command)):
+        assert key.help and key.help[-1] in ".`)", key
+        assert key.kind or key.name == "print_config"
+
+
+def test_a_key_in_every_part_and_keys_of_one_command():
+    [key] = [key for key in keys_of("fit") if key.name == "data.excess_length_strategy"]
+    assert key.kind == "raise, drop, truncate" and key.default == "raise"
+    assert key.help == "for a longer sample: raise, drop, or truncate (keeps the start)."
+    assert "num_sequences" in {key.name for key in keys_of("verify")} - {key.name for key in keys_of("fit")}
+    of_hub = ["push_to_hub", "hub_model_id", "hub_private_repo"]
+    names = [key.name for key in keys_of("export")]
+    assert names == ["config", "ckpt_path", "output_dir", "chat_template_path", *of_hub]
+
+
+HEAVY = ("torch", "transformers", "lightning", "numpy", "pydantic")
+
+
+def test_it_fits_on_a_page_and_has_every_key():
+    page = help_text("fit")
+    lines = page.splitlines()
+    assert len(lines) <= 108 and max(map(len, lines)) <= 120
+    for key in keys_of("fit"):
+        assert sum(line.split()[:1] == [f"--{key.name}"] for line in lines) == 1
+    assert TRAINER.keys() <= {key.name for key in TRAINER_KEYS}
+    assert page.index("--output_dir") < page.index("--model.") < page.index("--data.") < page.index("--trainer.")
+
+
+def test_it_imports_nothing_that_takes_seconds():
+    code = (
+        "import sys; from radixtrain.__main__ import main; main(['fit', '--help']);"
+        f"sys.exit(any(name in sys.modules for name in {HEAVY}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and "--model.learning_rate" in done.stdout
+
+
+def test_what_is_asked_for():
+    for arguments, topic in (
+        ([], None),
+        (["--model.scores=x"], None),
+        (["--help"], ""),
+        (["--config", "x.yaml", "-h"], ""),
+        (["--help", "--config"], ""),
+        (["--help", "batch_size"], "batch_size"),
+        (["--help_all"], "all"),
+    ):
+        assert topic_of(arguments) == topic
+
+
+def test_a_key_in_full(capsys):
+    assert main(["fit", "--help", "data.batch_size"]) == 0
+    assert capsys.readouterr().out == (
+        "--data.batch_size\n    values: integer; default: 32\n"
+        "    conversations in one optimizer step. Its gradient does not depend on how the step is cut.\n"
+    )
+    assert help_text("fit", "--data.max_tokens") == help_text("fit", "max_tokens")
+
+
+def test_a_name_of_two_keys_a_section_and_a_misspelt_topic():
+    listed = [line for line in help_text("fit", "batch_size").splitlines() if line.startswith("--")]
+    assert listed == ["--evaluate_generation.batch_size", "--data.batch_size"]
+    number = sum(key.name.startswith("data.") for key in keys_of("fit"))
+    assert f"\n{help_text('fit', 'data')}".count("\n--data.") == number
+    assert "--trainer.val_check_interval" in help_text("fit", "trainer")
+    assert help_text("fit", "bath_size") == "no key 'bath_size', did you mean batch_size?\n"
+
+
+def test_everything_on_request(printed_by):
+    printed = printed_by("validate", "--help_all")
+    assert printed.count("\n--") + 1 == len(keys_of("validate")) + len(TRAINER_KEYS)

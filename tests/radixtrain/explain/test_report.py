@@ -1,0 +1,223 @@
+"""What is hinted at; the report in a terminal and as a page."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+
+from radixtrain.errors import UserError
+from radixtrain.explain.breaks import Break, Example
+from radixtrain.explain.contents import DataReport, Setting
+from radixtrain.explain.page import SHORT_TEXT, render, write_page
+from radixtrain.explain.report import command_to_paste, fix, hints
+from radixtrain.explain.sharing import Draw
+from radixtrain.explain.terminal import print_report
+from radixtrain.explain.tree import TextTree
+from radixtrain.screen import screen
+
+HOSTILE = """</script><img src=x onerror="document.title='run'"><b>%{y} $x$ <a href="https://example.com">a</a> &lt;"""
+OWN = Setting(draw=Draw(32, 1000), r=2.0, best_r=3.0, speedup=2.0, seconds_per_epoch=100.0, memory_bytes=50)
+UNKNOWN = replace(OWN, speedup=None, seconds_per_epoch=None, memory_bytes=None)
+
+
+def other(batch_size: int = 32, max_tokens: int = 1000, group_by_prefix: bool = False, **changes: Any) -> Setting:
+    return replace(OWN, draw=Draw(batch_size, max_tokens, group_by_prefix), **changes)
+
+
+MORE, LESS = other(max_tokens=4000, r=2.5, memory_bytes=90), other(max_tokens=500, r=1.5, memory_bytes=20)
+LARGER, GROUPED = other(256, r=6.0, seconds_per_epoch=40.0), other(group_by_prefix=True, r=8.0, seconds_per_epoch=30.0)
+
+
+@pytest.mark.parametrize(
+    ("typed", "command"),
+    [
+        (["--config", "my sft.yaml"], "--config 'my sft.yaml'"),
+        (["--max_seconds", "20", "--seed_everything=1"], "--seed_everything=1"),
+        (["--max_seconds=20", "--seed_everything=1"], "--seed_everything=1"),
+    ],
+)
+def test_the_command_repeats_what_was_typed(typed: list[str], command: str) -> None:
+    assert command_to_paste(typed) == f"python -m radixtrain fit {command}"
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "beginnings"),
+    [
+        (OWN, [LARGER, GROUPED, MORE, other(max_tokens=8000, r=2.55)], [
+            "--data.max_tokens=4000: r = 2.5 in place of 2, an epoch in about 1 min 40 s in place of 1 min 40 s, ",
+            "--data.group_by_prefix=true: r = 8 in place of 2, an epoch in about 30 s in place of 1 min 40 s. Rows of",
+            "--data.batch_size=256: r = 6 in place of 2, an epoch in about 40 s",
+        ]),
+        (OWN, [], []),
+        (OWN, [replace(LARGER, r=2.1), replace(GROUPED, r=2.1)], []),
+        (OWN, [replace(MORE, r=2.1), LESS], []),
+        (OWN, [other(size, r=r) for size, r in ((64, 3.0), (128, 5.8), (256, 6.0))], ["--data.batch_size=128: "]),
+        (UNKNOWN, [GROUPED], ["--data.group_by_prefix=true: r = 8 in place of 2. "]),
+        (replace(OWN, speedup=0.8), [], ["as they are, these rows gain nothing: a step takes 1.25 of the ordinary ti"]),
+        (UNKNOWN, [], []),
+    ],
+)  # fmt: skip
+def test_what_would_change_the_steps_is_a_hint_with_its_price(
+    own: Setting, others: list[Setting], beginnings: list[str]
+) -> None:
+    found = list(hints(own, [own, *others]))
+    assert len(found) == len(beginnings)
+    assert all(hint.startswith(each) for hint, each in zip(found, beginnings, strict=True)), found
+
+
+BREAK = Break(
+    "a date", 1, 2, 4_812_345, 9_000_000, "Move it.",
+    (Example("train.jsonl:12", "Today is ", "2026-11-21", f". {HOSTILE}"), Example("b:1", "end.", " \n\t", "Intents:")),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("saved", "with_others", "said"),
+    [
+        (1000, 1100, "epoch. Move"),
+        (1000, 0, "epoch; 0 once"),
+        (1000, 5000, "epoch; 5,000 once the others here are fix"),
+    ],
+)
+def test_what_a_fix_adds_to_the_others_is_said_if_it_is_another_figure(saved: int, with_others: int, said: str) -> None:
+    text = fix(BREAK._replace(tokens_saved=saved, tokens_with_others=with_others))
+    assert text.startswith("a date: fixing only this saves 1,000 computed tokens of an ") and said in text
+
+
+def tree_of(*texts: str) -> TextTree:
+    tokenizer = tiny.train_tokenizer(["x"], 261)
+    return TextTree([np.array(tokenizer(text)["input_ids"], dtype=np.int64) for text in texts], tokenizer)
+
+
+@pytest.fixture(scope="module")
+def report() -> DataReport:
+    """Its texts are those of an attacker."""
+    return DataReport(
+        title=HOSTILE,
+        model="tiny",
+        heading="2x as fast",
+        summary=("2,014,000 tokens, of which about 504,000 are computed: r = 4.", "A step is predicted to run at 2x."),
+        facts={"rows": "7, 8 samples", "sources": f"a.jsonl: 5, {HOSTILE}: 2"},
+        tree=tree_of(*(f"You route [bold]\x1b[2J. {HOSTILE}{tail}" for tail in "abcd")),
+        tree_sample=" of 4 of the 7 conversations",
+        settings=(OWN, MORE, GROUPED),
+        command=f"radixtrain fit --a '{HOSTILE}'",
+        breaks=(BREAK, *(BREAK._replace(cause=f"another {n}") for n in range(3))),
+        hints=("a date: fixing only this saves 4,810,000 computed tokens.", "--data.batch_size=64: r = 8."),
+        notes=("r is counted on a sample of 16 steps.",),
+        environment={"torch": HOSTILE},
+    )
+
+
+@pytest.fixture(scope="module")
+def bare() -> DataReport:
+    return DataReport(
+        title="a.jsonl",
+        model="tiny",
+        heading="r = 1",
+        summary=("3 tokens, none of them shared.",),
+        facts={"rows": "1"},
+        tree=tree_of("Hello."),
+        tree_sample="",
+        settings=(UNKNOWN,),
+        command="radixtrain fit",
+        breaks=(),
+        hints=(),
+        notes=(),
+        environment={},
+    )
+
+
+def in_terminal(report: DataReport, width: int = 100) -> str:
+    file = StringIO()
+    print_report(report, screen(file=file, width=width, highlight=False))
+    return file.getvalue()
+
+
+class Tags(HTMLParser):
+    """What a browser makes of a page: its elements, the attributes that load something, its visible text."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.tags: list[str] = []
+        self.loaded: list[str] = []
+        self.text = ""
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.loaded += [value or "" for name, value in attrs if name in ("src", "href", "action", "data")]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data if self.tags and self.tags[-1] != "style" else ""
+
+
+def as_page(report: DataReport) -> str:
+    return Tags(render(report)).text
+
+
+@pytest.mark.parametrize("show", [in_terminal, as_page])
+@pytest.mark.parametrize(
+    ("is_bare", "parts"),
+    [
+        (False, [
+            *("2,014,000 tokens, of which about 504,000 are computed: r = 4. A step", "7, 8 samples", "a.jsonl: 5, "),
+            *("To train", "radixtrain fit", "Today is ", "2026-11-21", "train.jsonl:12"),
+            *("a date: fixing only this saves", "--data.batch_size=64: r = 8.", "r is counted on a sample of 16"),
+            *("The prefix tree of 4 of the 7 conversations", "then 4 branches", "You route [bold]"),
+        ]),
+        (True, ["3 tokens, none of them shared.", "Nothing was found", "To train"]),
+    ],
+)  # fmt: skip
+def test_sentences_and_numbers(
+    show: Callable[[DataReport], str], is_bare: bool, parts: list[str], report: DataReport, bare: DataReport
+) -> None:
+    text = " ".join(show(bare if is_bare else report).split())
+    assert [part for part in parts if part not in text] == [] and "None" not in text
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_terminal(report: DataReport, width: int) -> None:
+    """No line but the command is wider; what would help begins after 25 lines at most; texts are only texts."""
+    lines = in_terminal(replace(report, command="python -m radixtrain fit " + "x" * 200), width).splitlines()
+    assert all(len(line) <= width for line in lines if "x" * 200 not in line)
+    assert sum("x" * 200 in line for line in lines) == 1
+    assert lines.index("What would help") < 25
+    assert "\x1b" not in "".join(lines) and "\\x1b[2J" in "".join(lines)
+
+
+def test_the_page(report: DataReport, bare: DataReport) -> None:
+    """What a row says is never an element. The settings are a table, the user's own first."""
+    page = render(report)
+    found = Tags(page)
+    assert not {"img", "a", "iframe", "object", "script"} & set(found.tags)
+    assert found.loaded == ["data:,"]  # the icon
+    assert """content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">""" in page
+    assert (
+        found.text.count(HOSTILE) == 10
+    )  # title, line above the heading, command, 4 examples, source, tree, environment
+    text = " ".join(found.text.split())
+    for row in ("32 1,000 shuffled 2 3 2x 1 min 40 s 0 MiB yours", "32 1,000 grouped 8 3 2x 30 s", "end. ↵ ⇥Intents:"):
+        assert row in text, row
+    assert "32 1,000 shuffled 2 3 – – – yours" in " ".join(as_page(bare).split())
+    long = "x" * SHORT_TEXT + "y" * SHORT_TEXT
+    page = render(replace(bare, tree=tree_of(long, long)))
+    assert f"<pre>{long}</pre>" in page and f"<summary>{'x' * 104} … {'y' * 53}</summary>" in page
+
+
+def test_a_file_of_others_stays(report: DataReport, tmp_path: Path) -> None:
+    """A link is neither followed nor replaced. A lone surrogate is no reason to fail."""
+    write_page(replace(report, title="a\ud800b"), tmp_path / "b.html")
+    assert "a?b" in (tmp_path / "b.html").read_text(encoding="utf-8")
+    (tmp_path / "other").write_text("mine")
+    (tmp_path / "a.html").symlink_to("other")
+    with pytest.raises(UserError, match="is there and radixtrain did not write it"):
+        write_page(report, tmp_path / "a.html")
+    assert (tmp_path / "other").read_text() == "mine" and (tmp_path / "a.html").is_symlink()
