@@ -29,22 +29,20 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from radixtrain.errors import UserError
-from radixtrain.kernels.lanes import attention_in_lanes
 from radixtrain.kernels.merge_attention import (
     Piece,
     Route,
-    attention_in_pieces,
     onto_copies,
     route_backward,
     route_forward,
     routed_attention,
 )
 from radixtrain.kernels.reference import reference_attention, tree_mask
+from radixtrain.kernels.stored import Shared, attention_to_own, merged_with_shared
 from radixtrain.kernels.tree_flex import flex_refusal, flex_tree_attention
 from radixtrain.kernels.varlen import KERNELS, KernelCall, varlen_kernel, varlen_refusal
 from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
 from radixtrain.tree.blocks import WITH_BLOCKS
-from radixtrain.tree.cached_layout import CachedLayout
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan
 
@@ -290,46 +288,87 @@ def _decoded(host: Tensor, rows: Tensor) -> TreeLayout:
 
 
 @torch.no_grad()
-def cached_attention(
+def continued_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    stored: tuple[Tensor, Tensor],
-    layout: CachedLayout,
+    layout: TreeLayout,
+    shared: Sequence[Shared],
     *,
-    kernel: str = "auto",
-    scale: float | None = None,
+    depths: Tensor,
+    scale: float,
     softcap: float | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
-    both_ways: bool = False,
 ) -> Tensor:
-    """Compute attention of the new rows of a generation pass over each other and over stored rows. No gradient.
+    """Compute tree attention of rows that continue stored ones. No gradient.
 
-    query: (U, N, H). key, value: (U, K, H), of the new rows; as in `tree_attention`.
-    stored: keys and values of the layer, (C, K, H) each; those of the new rows are there already.
-    layout: which rows see which.
-    kernel, scale, softcap, window, sinks, both_ways: as in `tree_attention`.
+    query, key, value, scale, softcap, window, sinks: as in `tree_attention`. layout: of the new rows.
+    shared: what they continue. depths: (U,), int64. the place of each new row in its sequence.
 
     Returns (U, N, H), the dtype of query.
-    Raises ValueError if shapes, dtypes or devices do not fit, UserError for a kernel that cannot run here.
     """
-    _check_tensors(query, key, value, layout.num_rows, layout.slots.device)
-    _check_modifiers(query, softcap, window, sinks)
-    scoring = _scoring(query.shape[-1] ** -0.5 if scale is None else scale, softcap, window, layout.max_seqlen)
-    varlen = _kernel(_chosen("auto", kernel, query, scoring, sinks).kernel, query.device)
-    later = layout.blocks.later if both_ways and layout.blocks is not None else None
-    if scoring.window is not None:
-        slots, call = layout.windowed(scoring.window)
-        seen_keys, seen_values = (rows.index_select(0, slots) for rows in stored)
-        onto_seen = onto_copies(Piece(slice(None), slice(None), call), later)
-        keys = seen_keys, seen_values, *((key, value) if later else ())
-        return attention_in_pieces(query, keys, onto_seen, varlen, scoring, sinks)[0]
-    if layout.lanes is not None:
-        return attention_in_lanes(query, stored, layout.lanes, layout.shared, varlen, scoring, sinks)
-    assert layout.prompts is not None
-    pieces = (*_pieces_of(layout.prompts, key, value), *([later] if later else []), *layout.shared)
-    return attention_in_pieces(query, (key, value, *stored), pieces, varlen, scoring, sinks)[0]
+    if not shared:
+        return tree_attention(query, key, value, layout, scale=scale, softcap=softcap, window=window, sinks=sinks)
+    if window is not None:
+        return _continued_in_window(query, key, value, layout, shared, depths, Scoring(scale, softcap, window), sinks)
+    options = Options("cascade", "auto", scale, softcap, None, False)
+    request = _requested(query, key, value, None, layout, options)
+    route, kernel, scoring = _routed(key, value, layout, request)
+    first = route_forward(query, key, value, None, route, kernel, scoring)
+    return merged_with_shared(query, first, shared, kernel, scoring, sinks)
+
+
+def _continued_in_window(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: TreeLayout,
+    shared: Sequence[Shared],
+    depths: Tensor,
+    scoring: Scoring,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend under an explicit mask, since a window cuts through stored rows."""
+    assert scoring.window is not None
+    seen = [tree_mask(layout.row_subtree_ends, layout.row_depths, scoring.window)]
+    for each in shared:
+        places = each.first + torch.arange(len(each.keys), device=query.device)
+        is_reader = torch.zeros(len(query), 1, dtype=torch.bool, device=query.device)
+        is_reader[each.readers.rows] = True
+        seen.append(is_reader & (depths[:, None] - places < scoring.window))
+    hidden = ~torch.cat(seen, 1)
+    mask = torch.zeros(hidden.shape, device=query.device).masked_fill_(hidden, float("-inf"))
+    whole = replace(Ragged.whole(*mask.shape), masks=(mask,))
+    keys = torch.cat([key, *(each.keys for each in shared)])
+    values = torch.cat([value, *(each.values for each in shared)])
+    kernel, scoring = _kernel("eager", query.device), replace(scoring, window=None)
+    return merged_with_shared(query, kernel.forward(query, keys, values, whole, scoring), (), kernel, scoring, sinks)
+
+
+@torch.no_grad()
+def decoding_attention(
+    query: Tensor,
+    own: tuple[Tensor, Tensor],
+    mask: Tensor,
+    shared: Sequence[Shared],
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Compute attention of the next rows of some sequences. No gradient.
+
+    query: (U, N, H), equally many rows of each sequence. own: keys and values of the sequences, (B, J, K, H) each.
+    mask: (B, 1, U / B, J), as in `attention_to_own`. shared: what several of them see whole.
+    scale, softcap, sinks: as in `tree_attention`.
+
+    Returns (U, N, H), the dtype of query.
+    """
+    scoring = Scoring(scale, softcap)
+    kernel = _kernel(_chosen("auto", "auto", query, scoring, sinks).kernel, query.device)
+    first = attention_to_own(query, *own, mask, kernel, scoring)
+    return merged_with_shared(query, first, shared, kernel, scoring, sinks)
 
 
 def _batched_attention(query: Tensor, key: Tensor, value: Tensor, shape: tuple[int, int], scale: float) -> Tensor:

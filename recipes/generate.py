@@ -22,32 +22,44 @@ def main() -> None:
     parser.add_argument("--file", default="runs/demo/validation.jsonl", help="chats that end with an answer")
     parser.add_argument("--max_new_tokens", type=int, default=24)
     options = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    tokenizer = AutoTokenizer.from_pretrained(options.model, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(options.model).to("cuda" if torch.cuda.is_available() else "cpu")
     chats = load_dataset("json", data_files=options.file, split="train")["messages"][:]
     prompts, answers = [chat[:-1] for chat in chats], [chat[-1]["content"] for chat in chats]
-    # Leave `enable_thinking` out for a chat template that does not read it.
-    common = {"tokenizer": tokenizer, "chat_template_kwargs": {"enable_thinking": False}}
-    length = {"max_new_tokens": options.max_new_tokens}
+    length = {"max_new_tokens": options.max_new_tokens, "pad_token_id": tokenizer.pad_token_id or 0}
 
-    found = generate(model, prompts, **common, **length)
-    print(found)
-    print(f"exact match: {share_of_equal(found.texts, answers):.1%}\n")
+    def encoded(chats, **how):  # leave `enable_thinking` out for a chat template that does not read it
+        own = {"add_generation_prompt": True, "enable_thinking": False, "return_dict": True}
+        return tokenizer.apply_chat_template(chats, **own, **how)
 
-    samples = generate(model, prompts[:2], **common, **length, do_sample=True, num_return_sequences=4, seed=0)
-    print(f"{samples}\n")
+    def texts(chats, **how):
+        batch = encoded(chats, padding=True, return_tensors="pt").to(model.device)
+        found = generate(model, **batch, **length, **how)
+        return tokenizer.batch_decode(found[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+
+    cache = RadixCache(max_tokens=100_000)
+    found = texts(prompts, cache=cache)
+    for text in found:
+        print(f"answer: {text!r}")
+    print(f"exact match: {share_of_equal(found, answers):.1%}; {cache.counters}\n")
+
+    for text in texts(prompts[:2], do_sample=True, num_return_sequences=4):
+        print(f"sample: {text!r}")
 
     choices = sorted(set(answers))
-    scores = score_completions(model, prompts, choices, **common)
+    choice_ids = tokenizer(choices, add_special_tokens=False)["input_ids"]
+    scores = score_completions(model, encoded(prompts)["input_ids"], choice_ids)
     chosen = [choices[max(range(len(choices)), key=lambda place: each[place].logprob)] for each in scores]
     print(f"{len(choices)} choices for each prompt: {share_of_equal(chosen, answers):.1%} are right\n")
 
     cache, chat = RadixCache(max_tokens=100_000), prompts[0][:-1]
     for question in (prompts[0][-1]["content"], "Are you sure?"):
         chat = [*chat, {"role": "user", "content": question}]
-        reply = generate(model, [chat], **common, **length, cache=cache)
-        print(f"turn of {reply.stats.num_prompt_tokens} tokens, {reply.stats.num_cached_tokens} of them cached")
-        chat = [*chat, {"role": "assistant", "content": reply.texts[0]}]
+        known = cache.counters.num_hits
+        (reply,) = texts([chat], cache=cache)
+        number = len(encoded([chat])["input_ids"][0])
+        print(f"turn of {number} tokens, {cache.counters.num_hits - known} of them cached")
+        chat = [*chat, {"role": "assistant", "content": reply}]
 
 
 def share_of_equal(texts: list[str], answers: list[str]) -> float:

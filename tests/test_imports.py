@@ -63,7 +63,7 @@ shared = radixtrain.share_prefixes(model)
 shared(input_ids=rows, labels=rows).loss.backward()
 assert radixtrain.sharing_report(shared).compression_ratio == 12 / 8
 radixtrain.restore_model(shared)
-assert len(radixtrain.generate(model, rows.tolist(), max_new_tokens=2)) == 2
+assert len(radixtrain.generate(model, rows, max_new_tokens=2)) == 2
 features = [{"input_ids": row, "labels": row} for row in rows.tolist()]
 batch = radixtrain.RadixCollator()(features)
 radixtrain.share_prefixes(model)(**batch).loss.backward()

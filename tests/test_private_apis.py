@@ -89,21 +89,6 @@ TABLE: dict[str, dict[str, str]] = {
         "multiprocessing.queues.Queue._on_queue_feeder_error": "hears of a batch that a worker cannot hand over",
         "os._exit": "ends a worker whose run was killed",
     },
-    "radixtrain/generation/options.py": {
-        "transformers.GenerationConfig._get_default_generation_params": (
-            "gives the options that neither the user nor the model has set"
-        ),
-    },
-    "radixtrain/generation/sampling.py": {
-        "transformers.GenerationMixin._get_logits_processor": (
-            "makes the logits processors of the options, in transformers' order"
-        ),
-        "transformers.GenerationMixin._prepare_special_tokens": "sets the end tokens that both read",
-    },
-    "radixtrain/generation/stopping.py": {
-        "transformers.GenerationMixin._get_stopping_criteria": "makes the stopping criteria of the options",
-        "transformers.GenerationMixin._prepare_special_tokens": "sets the end tokens that both read",
-    },
     "radixtrain/hf/adapters.py": {
         "torch.nn.Module._parameters": "finds the modules that hold a shared matrix",
     },
@@ -134,6 +119,12 @@ TABLE: dict[str, dict[str, str]] = {
         "torch.nn.Module._forward_pre_hooks": (
             "finds our hooks, on copies of a head too, those by which PEFT gives each row an adapter, and a user's"
         ),
+    },
+    "radixtrain/hf/padded/causes.py": {
+        "torch.nn.Module._forward_pre_hooks": "tells an embedding that only looks up from one with a hook",
+        "torch.nn.Module._forward_hooks": "tells an embedding that only looks up from one with a hook",
+        "torch.Tensor._backward_hooks": "says whether someone waits for the gradient of embeddings",
+        "torch._C._will_engine_execute_node": "says whether torch.autograd.grad asks for the gradient of embeddings",
     },
     "radixtrain/hf/padded/fused_heads.py": {
         "trl.trainer.utils._ChunkedLogProbFunction": "scores hidden states without calling the head",

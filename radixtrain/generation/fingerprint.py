@@ -109,9 +109,13 @@ def _words(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _settings(module: nn.Module) -> Iterator[Hashable]:
-    """Yield names and values of a module's own attributes that are plain values, or lists and dictionaries of them."""
+    """Yield names and values of a module's own attributes that are plain values, or lists and dictionaries of them.
+
+    None is left out: Qwen2-VL has None in place of a tensor, which is not covered, until it has generated.
+    """
     for name, value in vars(module).items():
-        if name not in OF_EVERY_MODULE and not name.startswith(OURS) and (plain := _plain(value)) is not None:
+        is_ours = name in OF_EVERY_MODULE or name.startswith(OURS)
+        if value is not None and not is_ours and (plain := _plain(value)) is not None:
             yield name, plain
 
 

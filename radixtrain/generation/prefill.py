@@ -1,150 +1,185 @@
-"""Prefill: what the cache does not hold of the prompts is computed once for all that share it, and kept."""
+"""Prompts are computed once on their unique tokens: what the cache does not hold of them, in one pass or a few."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+import numpy as np
+from torch import Tensor
 
-from radixtrain.errors import UserError
-from radixtrain.generation.cache import RadixCache
-from radixtrain.generation.images import PromptImages
-from radixtrain.generation.passes import LaneRange, Pass, PromptPlan, Request
+from radixtrain.attention import continued_attention
+from radixtrain.generation.cache import Match, Node, RadixCache
+from radixtrain.generation.key_values import KeyValues, LayerRows
+from radixtrain.hf.attention_interface import Heads
 from radixtrain.hf.backbone import Parts
-from radixtrain.hf.cached_pass import StoredPasses, on_stored_rows
-from radixtrain.tree.arrays import IntArray
+from radixtrain.hf.generating import GeneratingCall, device_of
+from radixtrain.kernels.stored import Readers, Shared
+from radixtrain.tree.arrays import IntArray, back_to_back, concatenate_ranges, lengths_of
+from radixtrain.tree.layout import TreeLayout
+from radixtrain.tree.movable import on_device
+from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
+from radixtrain.tree.sorting import sort_sequences
 
-MAX_ROWS = 16_384  # new rows of a pass of prompts, as long as it is more than one prompt
-
-
-@dataclass
-class Counts:
-    """Tokens so far. prompt: of all prompts. cached: prompt tokens found in the cache. computed: rows of prompts."""
-
-    prompt: int = 0
-    cached: int = 0
-    computed: int = 0
+MAX_ROWS = 16_384  # new rows of a pass, as long as it is more than one prompt
 
 
-@contextmanager
-def prefill_on(
-    cache: RadixCache | None, model: nn.Module, parts: Parts, kernel: str, longest: int
-) -> Iterator[Prefill]:
-    """Let the model compute prompts, while no other thread uses the cache or the model.
+def prefill(parts: Parts, cache: RadixCache, prompts: Sequence[IntArray]) -> list[Node]:
+    """Compute what a cache does not hold of some prompts, (n,), int64 each; returns where each ends.
 
-    cache: emptied if the weights have changed since its last call, and shrunk to its budget afterwards; None for one
-        that is dropped afterwards.
-    model: as the user gave it. parts: of it. longest: as in `check_generation`.
-
-    Raises UserError as `on_stored_rows` does.
+    Call it inside `generating`, while no other thread uses the cache. The ends are locked, and the caller unlocks them;
+    after an error nothing is locked.
     """
-    if cache is not None and not isinstance(cache, RadixCache):
-        raise UserError(f"cache: expected a RadixCache, or None to keep nothing, got {type(cache).__name__}")
-    own = RadixCache() if cache is None else cache
-    with own.exclusive(), on_stored_rows(model, parts, kernel, longest):
-        if cache is not None:
-            cache.of_model(model)
-        try:
-            yield Prefill(parts, own, kernel)
-        finally:
-            if cache is not None:
-                cache.shrink()
+    ends = [cache.root] * len(prompts)
+
+    def move(member: int, node: Node) -> None:
+        cache.lock(node)
+        cache.unlock(ends[member])
+        ends[member] = node
+
+    for end in ends:
+        cache.lock(end)
+    try:
+        for members in passes_of(prompts, MAX_ROWS):
+            matches = {member: cache.match_prefix(prompts[member]) for member in members}
+            for member, match in matches.items():
+                move(member, match.node)
+            matches = {member: match for member, match in matches.items() if match.length < len(prompts[member])}
+            if matches:
+                added = Continuation.of([prompts[member] for member in matches], list(matches.values()))
+                cache.counters.num_computed += added.plan.num_rows
+                for member, rows in zip(matches, _computed(parts, added), strict=True):
+                    move(member, cache.insert(prompts[member], rows.from_place))
+    except BaseException:
+        for end in ends:
+            cache.unlock(end)
+        raise
+    return ends
 
 
-class Prefill:
-    """Runs a model on prompts, inside `on_stored_rows`.
+def _computed(parts: Parts, added: Continuation) -> list[Continued]:
+    """Run the model on what sequences add; returns the keys and values of each."""
+    call = PromptCall(parts, added)
+    call.logits(on_device(added.ids, call.depths.device), call.depths.new_zeros(1))  # of any row: none is needed
+    rows = np.split(added.plan.inverse_indices, added.plan.cu_seqlens[1:-1])
+    stored = [KeyValues(call.stored, each) for each in rows]
+    return [Continued(each, length) for each, length in zip(stored, added.num_stored, strict=True)]
 
-    parts: of the model. cache: whose store is used. kernel: of the attention. images: of the prompts, if they have any.
+
+class Continued(NamedTuple):
+    """Keys and values of a sequence after its first `length` tokens."""
+
+    rows: KeyValues
+    length: int
+
+    def from_place(self, start: int) -> KeyValues:
+        """Return those from a place in the sequence on."""
+        return self.rows[start - self.length :]
+
+
+def passes_of(
+    sequences: Sequence[IntArray], max_tokens: int, more: int = 0, most: int = sys.maxsize
+) -> Iterator[list[int]]:
+    """Divide sequences into passes of a bounded number of unique tokens; yields their places, neighbours together.
+
+    more: tokens that each sequence takes beside its own. most: sequences of a pass. Empty sequences are left out.
+    """
+    by_order = sort_sequences(*back_to_back(sequences))
+    members: list[int] = []
+    total = 0
+    for member, length, lcp in zip(
+        *(x.tolist() for x in (by_order.order, by_order.lengths, by_order.lcp)), strict=True
+    ):
+        if members and (len(members) == most or total + length - lcp + more > max_tokens):
+            yield members
+            members, total = [], 0
+        total += length + more - (lcp if members else 0)
+        members.append(member)
+    if members:
+        yield members
+
+
+@dataclass(frozen=True, eq=False)
+class Continuation:
+    """What some sequences add to what is stored of them. Host only.
+
+    Two of them share a row only if they continue the same node, so each token is marked with the node that its
+    sequence continues.
+
+    plan: of their ends. ids: (U,), int64. the token of each of its rows.
+    nodes: that they continue, without repeats. owners: (U,), int64. which of these nodes each row continues.
+    num_stored: tokens of each sequence that are stored. longest: sequence, in tokens, with these.
     """
 
-    images: PromptImages | None = None
+    plan: PrefixPlan
+    ids: IntArray
+    nodes: Sequence[Node]
+    owners: IntArray
+    num_stored: Sequence[int]
+    longest: int
 
-    def __init__(self, parts: Parts, cache: RadixCache, kernel: str = "auto"):
-        self.cache, self.counts = cache, Counts()
-        self.store = cache.store
-        self.passes = StoredPasses(parts, self.store.write, kernel)
+    @classmethod
+    def of(cls, sequences: Sequence[IntArray], matches: Sequence[Match]) -> Continuation:
+        """Plan what sequences, (n,), int64 each, add. matches: what is stored of them."""
+        nodes = list(dict.fromkeys(match.node for match in matches))
+        places = {node: place for place, node in enumerate(nodes)}
+        num_stored = [match.length for match in matches]
+        ends = [ids[length:] for ids, length in zip(sequences, num_stored, strict=True)]
+        tokens, bounds = back_to_back(ends)
+        lengths = lengths_of(bounds)
+        owners = np.array([places[match.node] for match in matches]).repeat(lengths)
+        marked = tokens + owners * (1 + int(tokens.max()))
+        positions = concatenate_ranges(np.array(num_stored), lengths)
+        plan = build_prefix_plan(marked, bounds, positions)
+        first = plan.gather_indices
+        return cls(plan, tokens[first], nodes, owners[first], num_stored, max(map(len, sequences)))
 
-    @property
-    def device(self) -> torch.device:
-        """Return the device on which the model takes its tokens."""
-        return self.passes.device
-
-    def logits(self, step: Pass) -> Tensor:
-        """Run a pass and return its logits, (R, V)."""
-        return self.passes.logits(
-            step.input_ids, step.position_ids, step.predictor_indices, step.layout, **step.features
-        )
-
-    def start(
-        self,
-        requests: Sequence[Request],
-        lanes: LaneRange,
-        first_lane: int,
-        longest_tail: int,
-        predicting: Sequence[IntArray] | None = None,
-    ) -> tuple[Tensor, IntArray]:
-        """Compute these prompts: what is kept goes into the cache and is locked, the tails go to the lanes.
-
-        requests: sorted. first_lane: of the first of them. longest_tail: as in `PromptPlan.of`.
-        predicting: of each request, the places of the tokens whose logits are wanted; by default only its last one.
-
-        Returns logits, (R, V), and the length of each tail, (B,), int64. The caller releases each request at its end.
-        Raises CacheFull, and leaves no trace, if the budget is too small.
-        """
-        matches = [self.cache.match_prefix(_cacheable(request, at)) for request, at in _paired(requests, predicting)]
-        for match in matches:
-            self.cache.lock(match.node)
-        try:
-            plan = PromptPlan.of(requests, matches, longest_tail)
-            return self._compute(plan, lanes, first_lane, predicting), plan.tails
-        finally:
-            for match in matches:
-                self.cache.unlock(match.node)
-
-    def _compute(
-        self, plan: PromptPlan, lanes: LaneRange, first_lane: int, predicting: Sequence[IntArray] | None
-    ) -> Tensor:
-        slots = self.cache.reserve(len(plan.kept_rows))
-        try:
-            step = plan.pass_of(slots, lanes, first_lane, predicting, self.device)
-            if self.images is not None:
-                inputs = self.images.inputs_of(plan.ends.ids, self.device)
-                blocks = self.images.blocks_of(plan.ends, self.device)
-                step = replace(step, **inputs, layout=replace(step.layout, blocks=blocks))
-            logits = self.logits(step)
-        except BaseException:
-            self.cache.cancel(slots)
-            raise
-        for place, request in enumerate(plan.requests):
-            path = plan.kept_path(place, slots)
-            request.hold(self.cache, self.cache.insert(request.keys[: len(path)], path))
-        self.counts.prompt += sum(len(request.prompt) for request in plan.requests)
-        self.counts.cached += int(plan.ends.num_stored.sum())
-        self.counts.computed += plan.ends.plan.num_rows
-        return logits
+    @cached_property
+    def readers(self) -> dict[Node, IntArray]:
+        """Return which rows see each stored node."""
+        owners: dict[Node, list[int]] = {}
+        for place, node in enumerate(self.nodes):
+            for above in node.path:
+                owners.setdefault(above, []).append(place)
+        return {node: np.flatnonzero(np.isin(self.owners, places)) for node, places in owners.items()}
 
 
-def number_that_fits(waiting: Iterable[Request], most: int) -> int:
-    """Count the waiting requests, sorted, that are one pass: at least one, at most `most`."""
-    rows, number = 0, 0
-    for request in waiting:
-        rows += len(request.prompt) - (request.lcp if number else 0)
-        if number == most or (number and rows > MAX_ROWS):
-            break
-        number += 1
-    return number
+@dataclass(eq=False)
+class _StoredNode:
+    """A node that rows continue. first: the place of its first token in the sequence."""
+
+    node: Node
+    first: int
+    readers: Readers
 
 
-def _paired(
-    requests: Sequence[Request], predicting: Sequence[IntArray] | None
-) -> Iterable[tuple[Request, IntArray | None]]:
-    places: Sequence[IntArray | None] = predicting or [None] * len(requests)
-    return zip(requests, places, strict=True)
+class PromptCall(GeneratingCall):
+    """A pass of what sequences add. stored: its keys and values, by attention call."""
+
+    def __init__(self, parts: Parts, continuation: Continuation) -> None:
+        device = device_of(parts)
+        super().__init__(parts, on_device(continuation.plan.position_ids, device), continuation.longest)
+        self.tree = TreeLayout.from_plan(continuation.plan).to(device, non_blocking=True)
+        self.stored: list[LayerRows] = []
+        self.continued = [
+            _StoredNode(node, _first_place(node), Readers.of(rows, device))
+            for node, rows in continuation.readers.items()
+        ]
+
+    def attend(self, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
+        """Store the keys and values of the new rows, and attend to them and to what they continue."""
+        query, key, value = heads
+        number = len(self.calls)
+        self.stored.append(LayerRows(key.contiguous(), value.contiguous()))
+        stored = [(each, each.node.rows.of_layer(number)) for each in self.continued]
+        shared = [Shared(each.readers, keys, values, each.first) for each, (keys, values) in stored]
+        del scoring["both_ways"]  # only images attend so
+        how = {"depths": self.depths, "window": window, **scoring}
+        return continued_attention(query, key, value, self.tree, shared, **how)
 
 
-def _cacheable(request: Request, predicting: IntArray | None) -> IntArray:
-    """Return the tokens that the cache may supply: those before the first one that predicts."""
-    return request.keys[: -1 if predicting is None else int(predicting[0])]
+def _first_place(node: Node) -> int:
+    return sum(len(above.tokens) for above in node.path[:-1])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from radixtrain.errors import UserError
-from radixtrain.generation.cache import CacheFull, RadixCache
-from radixtrain.generation.passes import LaneRange, Request, sorted_requests
-from radixtrain.generation.prefill import Prefill, number_that_fits, prefill_on
-from radixtrain.generation.prompts import check_ids, check_types, padding_mask, token_ids_of
-from radixtrain.hf.backbone import model_inside, parts_of
+from radixtrain.generation.cache import Match, RadixCache
+from radixtrain.generation.prefill import MAX_ROWS, Continuation, PromptCall, passes_of
+from radixtrain.hf.attention_interface import Heads
+from radixtrain.hf.backbone import Parts, model_inside, parts_of
+from radixtrain.hf.generating import device_of, generating
 from radixtrain.tree.arrays import IntArray
+from radixtrain.tree.movable import on_device
 
-MAX_SEQUENCES = 256  # of a pass
 MAX_LOGITS = 2**27  # of a pass, in numbers: 512 MiB in float32
 
 
@@ -42,109 +41,71 @@ class CompletionScore:
 
 
 def score_completions(
-    model: nn.Module,
-    prompts: Any,
-    completions: Sequence[Any],
-    *,
-    tokenizer: Any = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    cache: RadixCache | None = None,
-    kernel: str = "auto",
+    model: nn.Module, prompts: Sequence[Any], completions: Sequence[Any]
 ) -> list[list[CompletionScore]]:
     """Score completions by their log-probabilities, for multiple choice and reranking. Each prompt is computed once.
 
-    model, prompts, cache, kernel: as in `generate`.
-    completions: texts or lists of token ids; the same for every prompt, or a list of them for each prompt. A text is
-        tokenised separately, without special tokens.
+    model: as in `generate`.
+    prompts: lists of token ids. completions: lists of token ids; the same for every prompt, or a list of them for each
+        prompt.
 
     Returns, for each prompt, the scores of its completions in their order.
-    Raises UserError as `generate` does, and for an empty completion.
+    Raises UserError for a model that `generate` refuses, and for anything but at least one token id.
     """
     parts = parts_of(model_inside(model))
-    mask = padding_mask(prompts, parts.base.generation_config)
-    prompt_ids = token_ids_of(prompts, tokenizer, mask, **(chat_template_kwargs or {}))
-    check_types(parts.backbone, prompts)
-    of_prompts = _of_each_prompt(completions, len(prompt_ids))
+    of_prompts = list(zip(prompts, _of_each_prompt(completions, len(prompts)), strict=True))
     vocabulary = parts.decoder.config.vocab_size
-    for place, prompt in enumerate(prompt_ids):
-        check_ids(prompt, f"prompt {place}", vocabulary)
     pairs = [
-        (prompt, _completion_ids(completion, f"completion {place}", tokenizer, vocabulary))
-        for prompt, of_prompt in zip(prompt_ids, of_prompts, strict=True)
+        (ids, _token_ids(completion, f"completion {place} of prompt {number}", vocabulary))
+        for number, (prompt, of_prompt) in enumerate(of_prompts)
+        for ids in [_token_ids(prompt, f"prompt {number}", vocabulary)]
         for place, completion in enumerate(of_prompt)
     ]
-    if not pairs:
-        return [[] for _ in prompt_ids]
-    longest = max(len(prompt) + len(completion) for prompt, completion in pairs) - 1
-    with prefill_on(cache, model, parts, kernel, longest) as prefill:
-        scores = _Scoring(prefill, pairs).run()
-    in_order = iter(scores)
-    return [[next(in_order) for _ in of_prompt] for of_prompt in of_prompts]
+    sequences = [np.append(prompt, completion[:-1]) for prompt, completion in pairs]
+    scores: dict[int, CompletionScore] = {}
+    with generating(model, parts, max(map(len, sequences), default=1)):
+        for members in _passes(sequences, [len(completion) * vocabulary for _, completion in pairs]):
+            scores.update(_scored(parts, {member: pairs[member] for member in members}))
+    in_order = iter([scores[place] for place in range(len(pairs))])
+    return [[next(in_order) for _ in of_prompt] for _, of_prompt in of_prompts]
 
 
-@dataclass(eq=False)
-class _Scoring:
-    """Scores completions, as many in a pass as fit. pairs: prompt and completion, token ids each."""
+def _passes(sequences: Sequence[IntArray], num_logits: Sequence[int]) -> Iterator[list[int]]:
+    """Divide sequences into passes whose rows and logits are bounded. num_logits: of each sequence."""
+    for members in passes_of(sequences, MAX_ROWS):
+        passed: list[int] = []
+        for member in members:
+            if passed and sum(num_logits[each] for each in passed) + num_logits[member] > MAX_LOGITS:
+                yield passed
+                passed = []
+            passed.append(member)
+        yield passed
 
-    prefill: Prefill
-    pairs: Sequence[tuple[IntArray, IntArray]]
 
-    def run(self) -> list[CompletionScore]:
-        """Score each pair."""
-        scores: dict[int, CompletionScore] = {}
-        waiting, longest = deque(self._requests()), max(len(completion) for _, completion in self.pairs)
-        cache = self.prefill.cache
-        number = min(MAX_SEQUENCES, len(waiting))
-        slots = cache.pool.allocate(number * longest, contiguous=True)
-        lanes = LaneRange(int(slots[0]), longest, number)
-        try:
-            while waiting:
-                requests = self._next(waiting, number)
-                try:
-                    scores.update(self._scored(requests, lanes, longest))
-                except CacheFull:
-                    if len(requests) == 1:
-                        raise
-                    number = len(requests) // 2
-                    continue
-                for _ in requests:
-                    waiting.popleft()
-        finally:
-            cache.pool.release(slots)
-        return [scores[index] for index in range(len(self.pairs))]
+def _scored(parts: Parts, pairs: Mapping[int, tuple[IntArray, IntArray]]) -> dict[int, CompletionScore]:
+    """Score prompts and completions in one pass, by their number."""
+    sequences = [np.append(prompt, completion[:-1]) for prompt, completion in pairs.values()]
+    plan = Continuation.of(sequences, [Match(RadixCache().root, 0)] * len(sequences))
+    tokens = np.split(plan.plan.inverse_indices, plan.plan.cu_seqlens[1:-1])
+    rows = [each[-len(completion) :] for each, (_, completion) in zip(tokens, pairs.values(), strict=True)]
+    device = device_of(parts)
+    logits = ScoringCall(parts, plan).logits(on_device(plan.ids, device), on_device(np.concatenate(rows), device))
+    completions = [completion for _, completion in pairs.values()]
+    logprobs = iter(_logprobs(logits, np.concatenate(completions)))
+    return {
+        number: CompletionScore(completion.tolist(), [next(logprobs) for _ in completion])
+        for number, completion in zip(pairs, completions, strict=True)
+    }
 
-    def _requests(self) -> list[Request]:
-        """Make a request of each pair without its last token, which predicts nothing; sorted."""
-        sequences = [np.concatenate([prompt, completion[:-1]]) for prompt, completion in self.pairs]
-        return sorted_requests(sequences, np.zeros(len(sequences), dtype=np.int64))
 
-    def _next(self, waiting: Sequence[Request], most: int) -> list[Request]:
-        """Return the requests of the next pass, whose rows and logits are bounded."""
-        vocabulary: int = self.prefill.passes.parts.decoder.config.vocab_size
-        requests: list[Request] = []
-        predictions = 0
-        for place in range(number_that_fits(waiting, most)):
-            predictions += len(self.pairs[waiting[place].index][1])
-            if requests and predictions * vocabulary > MAX_LOGITS:
-                break
-            requests.append(waiting[place])
-        return requests
+class ScoringCall(PromptCall):
+    """A pass whose keys and values no one needs later."""
 
-    def _scored(self, requests: Sequence[Request], lanes: LaneRange, longest: int) -> dict[int, CompletionScore]:
-        """Score the pairs of one pass, by their index. longest: tokens of the longest completion, as long as a lane."""
-        prompts = [len(self.pairs[request.index][0]) for request in requests]
-        places = [np.arange(length - 1, len(request.prompt)) for length, request in zip(prompts, requests, strict=True)]
-        try:
-            logits, _ = self.prefill.start(requests, lanes, 0, longest, places)
-        finally:
-            for request in requests:
-                request.release(self.prefill.cache)
-        completions = [self.pairs[request.index][1] for request in requests]
-        logprobs = iter(_logprobs(logits, np.concatenate(completions)))
-        return {
-            request.index: CompletionScore(completion.tolist(), [next(logprobs) for _ in completion])
-            for request, completion in zip(requests, completions, strict=True)
-        }
+    def attend(self, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
+        """Attend as a prompt does."""
+        attended = super().attend(heads, window, **scoring)
+        self.stored.clear()
+        return attended
 
 
 def _logprobs(logits: Tensor, token_ids: IntArray) -> list[float]:
@@ -168,22 +129,19 @@ def _of_each_prompt(completions: Sequence[Any], num_prompts: int) -> list[Sequen
 
 
 def _is_list_of_completions(each: Any) -> bool:
-    """Return whether it is a list of texts or of token ids, and not one completion as token ids."""
+    """Return whether it is a list of completions, and not one completion as token ids."""
     is_list = isinstance(each, Sequence) and not isinstance(each, str)
     return is_list and all(not isinstance(inner, int | np.integer) for inner in each)
 
 
-def _completion_ids(completion: Any, name: str, tokenizer: Any, vocabulary: int) -> IntArray:
-    """Return the token ids, (n,), int64, at least one. name: of the completion, for errors."""
-    if isinstance(completion, str):
-        if tokenizer is None:
-            raise UserError(f"{name} is a text: give the tokenizer, or token ids")
-        completion = tokenizer(completion, add_special_tokens=False)["input_ids"]
-    ids = np.asarray(completion)
-    if ids.ndim == 1 and not len(ids):
-        raise UserError(f"{name} must have at least one token, got {completion!r}")
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise UserError(f"{name}: expected a text or a list of token ids, got {completion!r}"[:200])
-    ids = ids.astype(np.int64)
-    check_ids(ids, name, vocabulary)
-    return ids
+def _token_ids(given: Any, name: str, vocabulary: int) -> IntArray:
+    """Return token ids, (n,), int64, at least one. name: whose, for errors."""
+    ids = np.asarray(given)
+    if ids.ndim != 1 or not len(ids) or ids.dtype.kind not in "iu":
+        raise UserError(f"{name}: expected a list of at least one token id, got {given!r}"[:200])
+    if len(wrong := ids[(ids < 0) | (ids >= vocabulary)]):
+        raise UserError(
+            f"{name} has the token id {wrong[0]}, and the model has embeddings for ids from 0 to {vocabulary - 1}: is "
+            f"it the tokenizer of this model?"
+        )
+    return ids.astype(np.int64)

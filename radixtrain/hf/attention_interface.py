@@ -1,6 +1,6 @@
 """The attention functions that every layer of a Hugging Face model calls: wrappers that replace transformers' own.
 
-With a plan they are tree attention, in a pass of generation attention over stored rows. Otherwise they are the
+With a plan they are tree attention, in a call that generates attention over stored rows. Otherwise they are the
 wrapped function, mask included: `model.generate` and an ordinary padded batch behave as if nothing had
 been shared, in this model and in every other of the process. Only functions of transformers are taken over
 (`take_over`), since what another one computes is unknown.
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import cached_property, partial
 from threading import Lock
 from types import BuiltinFunctionType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -36,7 +36,7 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from radixtrain.attention import cached_attention, launched_in_graphs, tree_attention
+from radixtrain.attention import launched_in_graphs, tree_attention
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.backbone import is_text
 from radixtrain.hf.modules import attends, eager_places, interfaces_of, name_of, why_replaced
@@ -45,12 +45,19 @@ from radixtrain.hf.recurrent.running import TreeRuns
 from radixtrain.hf.scaled_by_place import at_own_places, scales
 from radixtrain.hf.windows import is_empty, mask_function, on_mask, window_of
 from radixtrain.tree.arrays import IntArray
-from radixtrain.tree.cached_layout import CachedLayout
+from radixtrain.tree.blocks import BlockLayout
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.radix_inputs import RADIX
 from radixtrain.versions import saying_what_was_tested
 
 Heads = tuple[Tensor, Tensor, Tensor]  # query, key and value of a layer
+
+
+class Extent(NamedTuple):
+    """What a layer asks of a call without a plan. max_seqlen: the longest sequence at its end, in tokens."""
+
+    max_seqlen: int
+    blocks: BlockLayout | None = None
 
 
 class Call:
@@ -63,7 +70,7 @@ class Call:
     calls: the id of every attention module that ran. both_ways: of those in which rows see later ones of their block.
     """
 
-    def __init__(self, layout: TreeLayout | CachedLayout, kernel: str, window_may_bind: bool) -> None:
+    def __init__(self, layout: TreeLayout | Extent, kernel: str, window_may_bind: bool) -> None:
         self.layout, self.kernel, self.window_may_bind = layout, kernel, window_may_bind
         self.calls: list[int] = []
         self.both_ways: list[int] = []
@@ -103,7 +110,7 @@ class RadixCall(Call):
     predictor_indices: the rows that the head gets; None for all of them.
     places: where the rows stand in the padded batch that they came from; None for a batch of a `RadixCollator`.
     misses_cache: whether the ordinary call would have returned a cache.
-    images: of the padded batch; None without any.
+    pictures: of the padded batch; None without any.
     token_loss: whether any loss of this batch is known to be a sum over tokens.
     place_rows: of the `RadixInputs`.
     mixed: the id of every recurrent mixer that ran.
@@ -124,7 +131,7 @@ class RadixCall(Call):
         super().__init__(layout, kernel, window_may_bind)
         self.predictor_indices, self.attention = predictor_indices, attention
         self.places, self.misses_cache = places, False
-        self.images: Any = None
+        self.pictures: Any = None
         self.token_loss = False
         self.place_rows: IntArray | None = None
         self.mixed: list[int] = []
@@ -160,25 +167,6 @@ class RadixCall(Call):
         """Attend to the unique tokens."""
         options = {"attention": self.attention, "kernel": self.kernel, "window": window, **scoring}
         return tree_attention(*heads, self.layout, **options)
-
-
-Write = Callable[[int, tuple[Tensor, ...], CachedLayout], tuple[Tensor, ...]]
-"""`KeyValueStore.write`: puts the new keys and values of a call into their slots, and returns all that it stores."""
-
-
-class CachedCall(Call):
-    """A forward pass on the new rows of some sequences and the stored rows that they see. write: of the store."""
-
-    layout: CachedLayout
-
-    def __init__(self, layout: CachedLayout, write: Write, kernel: str, window_may_bind: bool) -> None:
-        super().__init__(layout, kernel, window_may_bind)
-        self.write = write
-
-    def attend(self, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
-        """Store the keys and values of the new rows, and attend to all that each of them sees."""
-        key, value = self.write(len(self.calls), heads[1:], self.layout)
-        return cached_attention(*heads, (key, value), self.layout, kernel=self.kernel, window=window, **scoring)
 
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]

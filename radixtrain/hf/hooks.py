@@ -22,18 +22,22 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from radixtrain.errors import UserError
+from radixtrain.hf import upstream
 from radixtrain.hf.attention_interface import RadixCall
-from radixtrain.hf.backbone import Parts, text_decoder_of
+from radixtrain.hf.backbone import Parts, arguments_of, text_decoder_of
 from radixtrain.hf.collated import CollatedBatches
 from radixtrain.hf.conditions import traits_of, why_unsupported
 from radixtrain.hf.dropout import generator_states, has_drawn, number_that_draws, set_generator_states
 from radixtrain.hf.modules import mixers_of, num_attention_layers, text_layers
+from radixtrain.hf.padded.causes import with_made_masks
 from radixtrain.hf.padded.sharing import PaddedSharing
+from radixtrain.hf.pictures import compute_every_picture, compute_pictures_once
 from radixtrain.hf.probe import why_inexact
 from radixtrain.hf.progress import Progress
 from radixtrain.hf.recurrent.layers import LayerHooks
 from radixtrain.hf.sharing_report import HELP_NOT_ALIKE, SharingReport, SharingWatch
 from radixtrain.hf.token_losses import TokenLoss
+from radixtrain.hf.upstream import Upstream
 from radixtrain.tree.radix_inputs import RADIX
 from radixtrain.versions import saying_what_was_tested
 
@@ -84,6 +88,12 @@ class BackboneHooks:
         backbone.register_forward_pre_hook(self.before, with_kwargs=True)
         options = {"with_kwargs": True, "prepend": True, "always_call": True}  # the user's see [B, L, D]
         backbone.register_forward_hook(self.after, **options)
+        decoder = text_decoder_of(backbone)
+        if decoder is not backbone:
+            decoder.register_forward_pre_hook(self.before_decoder, with_kwargs=True)
+            decoder.register_forward_hook(self.after_decoder, **options)
+            backbone.get_input_embeddings().register_forward_hook(self.after_embedding)
+            compute_pictures_once(backbone)
         self.model.register_forward_pre_hook(self.before_model, with_kwargs=True)
         if self.collated.refused is None and self.model is not backbone:
             TokenLoss.install(self.model)
@@ -105,13 +115,54 @@ class BackboneHooks:
     def before(self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give the layers the call that they take part in; None leaves a call as it is."""
         self.progress.begin(None)  # trial calls, before the kind of call is known, are ordinary
+        upstream.begin(None)
         if kwargs.get("radix_call") is not None:  # a pass of generation
             return None
         self._judge_again(Parts(self.model, backbone, text_decoder_of(backbone)))
-        is_collated = kwargs.get(RADIX) is not None
-        given = (self._collated if is_collated else self._ordinary)(backbone, args, kwargs)
-        if given is None:
+        if kwargs.get(RADIX) is not None:
+            return (), self._begun(self._collated(backbone, args, kwargs), args, kwargs)
+        call = self._ordinary(backbone, args, kwargs)
+        if call is None:
             return None
+        if call.decoder is backbone:
+            return self._shared(call, args, kwargs)
+        upstream.become(call)
+        return (), {**call.given, "input_ids": call.held_by_ids()}
+
+    @torch.compiler.disable
+    def before_decoder(self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Share an ordinary batch at the text decoder of a backbone that is more than this."""
+        self.progress.begin(self.progress.call)
+        call = upstream.running()
+        if call is None or call.decoder is not decoder:
+            return None
+        return self._shared(call, args, kwargs) or ((), with_made_masks(arguments_of(decoder, args, kwargs)))
+
+    @torch.compiler.disable
+    def after_decoder(
+        self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        """Put an ordinary batch back together."""
+        self.progress.end()
+        call = kwargs.get("radix_call")
+        is_shared = isinstance(call, RadixCall) and call.places is not None
+        return self._finished(decoder, kwargs, output) if output is not None and is_shared else None
+
+    @torch.compiler.disable
+    def after_embedding(self, embedding: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        """Keep what the embedding returned, where a gradient might be read."""
+        call = upstream.running()
+        if call is not None and call.backbone.get_input_embeddings() is embedding:
+            call.embedded.append(output)
+
+    def _shared(self, call: Upstream, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the decoder gets in place of args and kwargs; None if the call is not shared."""
+        given = self.padded.arguments(self.model, call, args, kwargs)
+        self.watch.count(call.backbone, bool(self.report.num_shared), self.report)
+        return None if given is None else ((), self._begun(given, args, kwargs))
+
+    def _begun(self, given: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Begin a call on unique tokens, and return its arguments. args, kwargs: of the ordinary one."""
         call: RadixCall = given["radix_call"]
         for tensor in (given.get("input_ids"), given.get("inputs_embeds"), given.get("position_ids")):
             if tensor is not None:  # or compiled layers would be compiled again for the second batch
@@ -120,7 +171,7 @@ class BackboneHooks:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
         self.progress.become(call)
         call.ordinary, call.generators = (args, kwargs), generator_states(call.layout.device)
-        return (), given
+        return given
 
     def _judge_again(self, parts: Parts) -> None:
         """Judge the model again if its settings or modules have changed, as a program may do between two calls."""
@@ -145,24 +196,28 @@ class BackboneHooks:
         self.watch.count(backbone, self.report.num_shared > num_shared, HELP_NOT_ALIKE)
         return given
 
-    def _ordinary(
-        self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> dict[str, Any] | None:
-        """Return the arguments for an ordinary batch on its unique tokens; None if it is not shared."""
+    def _ordinary(self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Upstream | None:
+        """Return an ordinary batch that its decoder may share; None if it is not shared."""
         why_not = self.changed or (self.drew if backbone.training else None)
-        given = self.padded.arguments(self.model, backbone, args, kwargs, why_not)
-        self.watch.count(backbone, bool(self.report.num_shared), self.report)
-        return given
+        call = self.padded.begin(self.model, backbone, args, kwargs, why_not)
+        if call is None:
+            self.watch.count(backbone, bool(self.report.num_shared), self.report)
+        return call
 
     @torch.compiler.disable
     def after(self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Check that every layer ran tree attention, and give the head the rows of the batch."""
         self.progress.end()
-        call = kwargs.get("radix_call")
-        if output is None or not isinstance(call, RadixCall):
-            return None
+        upstream.end()
+        is_shared = output is not None and isinstance(kwargs.get("radix_call"), RadixCall)
+        return self._finished(backbone, kwargs, output) if is_shared else None
+
+    def _finished(self, backbone: PreTrainedModel, kwargs: dict[str, Any], output: Any) -> Any:
+        """Return the output of a call on unique tokens as the head gets it."""
+        call: RadixCall = kwargs["radix_call"]
         if reason := self._why_drawn(backbone, call):
             return self._without_sharing(backbone, call, reason)
+        call.ordinary = (), {}
         self._check_mixers(backbone, call)
         call.check_layers(backbone, self.num_layers, WITHOUT_THE_TREE)
         batches = self.collated if call.places is None else self.padded
@@ -190,7 +245,7 @@ class BackboneHooks:
         set_generator_states(call.layout.device, call.generators)
         args, kwargs = call.ordinary
         with self.progress.during(None):
-            return backbone.forward(*args, **kwargs)
+            return backbone.forward(*args, **with_made_masks(kwargs))
 
     @saying_what_was_tested()
     def _check_mixers(self, backbone: PreTrainedModel, call: Any) -> None:
@@ -234,6 +289,7 @@ def _expand_router_logits(
 def remove_hooks(model: nn.Module) -> None:
     """Remove our hooks from every module."""
     for module in model.modules():
+        compute_every_picture(module)
         for hooks, options in (
             (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
             (module._forward_hooks, module._forward_hooks_with_kwargs),

@@ -172,8 +172,18 @@ def check_generation(parts: Parts, longest: int) -> None:
     longest: tokens of the longest prompt and its answer, without the last one, which is never computed.
     """
     check_supported(parts, "generate")
+    check_length(parts, longest)
+
+
+def check_length(parts: Parts, longest: int) -> None:
+    """Refuse so many tokens of a sequence, if positions or chunks of the model do not reach so far."""
     _check_chunks(parts.decoder, longest)
     check_position(parts.decoder, longest - 1)
+    check_table(parts, longest)
+
+
+def check_table(parts: Parts, longest: int) -> None:
+    """Refuse so many tokens of a sequence, if the model has no position for the last ones."""
     table = positions_in_table(parts.decoder)
     if table is not None and longest > table:
         raise UserError(

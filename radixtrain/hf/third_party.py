@@ -115,12 +115,15 @@ def hooks_between_ours(backbone: nn.Module) -> list[Any]:
     return before[first + 1 :] + after[:last]
 
 
-def why_third_party(model: nn.Module, root: nn.Module, hooks: Iterable[Any] | None = None) -> str | None:
+def why_third_party(
+    model: nn.Module, root: nn.Module, hooks: Iterable[Any] | None = None, besides: nn.Module | None = None
+) -> str | None:
     """Name third-party code that would get unique tokens in this call; None if there is none.
 
     model: its own package counts as known.
     root: the model, or the part of it whose inner modules get unique tokens.
     hooks: those of `root` that get unique tokens, as its `forward` then does; None if both run outside the sharing.
+    besides: a part of `root` that gets all tokens.
 
     A hook or a `forward` on an instance may come from the packages of `KNOWN`, a class or its `forward` also from the
     model's package, and either may be declared `position_wise`. Takes 0.7 ms of one core for 28 layers with LoRA (2,385
@@ -138,7 +141,11 @@ def why_third_party(model: nn.Module, root: nn.Module, hooks: Iterable[Any] | No
         return f"a hook on every module ({name}) {UNIQUE_TOKENS}"
     if hooks is not None and (name := _unknown(_functions(*hooks))) is not None:
         return f"a hook on the {type(root).__name__} ({name}) {UNIQUE_TOKENS}"
-    return _why_module(model, root, _inside(root) if hooks is None else [root, *_inside(root)])
+    modules = _inside(root) if hooks is None else [root, *_inside(root)]
+    if besides is not None:
+        others = {*besides.modules()}
+        modules = [module for module in modules if module not in others]
+    return _why_module(model, root, modules)
 
 
 def code_to_try(decoder: nn.Module, head: nn.Module | None = None) -> tuple[str, Hashable]:

@@ -5,7 +5,10 @@ No U x U mask is ever built. The backbone's hook (`radixtrain/hf/hooks.py`) give
 - an empty 4-D tensor, which every model returns unchanged, if no window may bind;
 - a 2-D mask without columns, if one may. Our mask function answers each request of Hugging Face's with an empty mask.
   It reads from the model's mask what the last token of the longest sequence sees, so that every layer gets the window
-  that it would have obeyed, and, if the batch has blocks of rows that may attend in both directions, whether they do.
+  that it would have obeyed.
+
+A mask that a backbone requests for its text decoder waits as a `MaskRequest` until the decoder runs
+(`radixtrain/hf/padded/causes.py`): then it is known too which rows attend in both directions.
 
 Both carry an `OnMask`, also for layers that get nothing else. An empty 4-D mask is as wide as the window, because that
 is what a compiled graph can read: a size, which it does not compile anew for. There Hugging Face's own number is the
@@ -15,6 +18,7 @@ window, unless the model has changed the mask.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -23,9 +27,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedConfig
 
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
+from radixtrain.hf import upstream
 from radixtrain.hf.modules import name_of
 from radixtrain.hf.names import OF_OLDER_MASKS
-from radixtrain.tree.blocks import BlockLayout
 from radixtrain.versions import saying_what_was_tested
 
 ON_MASK = "_radix_on_mask"
@@ -99,6 +103,52 @@ def _empty(shape: tuple[int, ...], device: torch.device, written: OnMask) -> Ten
     return mask
 
 
+@dataclass(frozen=True, eq=False)
+class MaskRequest:
+    """A mask that a backbone requests for its text decoder, before the unique tokens of the call are known.
+
+    ordinary: the mask function. attention_mask: (B, L), or None. options: its other keywords.
+    """
+
+    ordinary: Callable[..., Any]
+    attention_mask: Tensor | None
+    options: Mapping[str, Any]
+
+    def sees(self, batch: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+        """Return whether queries see keys, by their places in the batch. `attention_mask` is not read."""
+        seen: Tensor = self.options["mask_function"](batch, batch.new_zeros(()), queries, keys)
+        return seen.expand(torch.broadcast_shapes(batch.shape, queries.shape, keys.shape))
+
+    def window(self, longest: int) -> int:
+        """Count the tokens that one of the longest sequence sees, itself included; 0 for all before it."""
+        if chunk_of(self.options.get("config")) is not None:  # no shorter than the longest sequence
+            return 0
+        name = f"the model of {type(self.options.get('config')).__name__}"
+        return _window(name, self.options["mask_function"], longest, longest, self.options)
+
+    def made(self) -> Any:
+        """Return the ordinary mask, for a call that is not shared."""
+        return self.ordinary(attention_mask=self.attention_mask, **self.options)
+
+
+def request_of(mask: object) -> MaskRequest | None:
+    """Return the request for which a mask waits; None for any other."""
+    written = on_mask(mask)
+    return written.call if written is not None and isinstance(written.call, MaskRequest) else None
+
+
+def answered(call: Any, window: int, both_ways: bool, device: torch.device) -> Tensor:
+    """Make the empty mask of layers that see this much, as `OnMask` says it."""
+    return _empty((1, 1, 0, window or FULL), device, OnMask(call, window, both_ways))
+
+
+def _waits(given: Mapping[str, Any]) -> upstream.Upstream | None:
+    """Return the call whose decoder gets a mask, if the mask waits for it. given: the keywords of a mask function."""
+    call = None if torch.compiler.is_compiling() else upstream.running()
+    is_its = call is not None and given.get("config") is call.decoder.config
+    return call if is_its and "mask_function" in given and given.keys() <= READ else None
+
+
 def mask_function(ordinary: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a mask function, which Hugging Face calls by keyword only: `ordinary`, except for a radix batch."""
 
@@ -108,7 +158,11 @@ def mask_function(ordinary: Callable[..., Any]) -> Callable[..., Any]:
             return attention_mask.new_empty((1, 1, 0, window or FULL))
         written = on_mask(attention_mask)
         if attention_mask is None or written is None:
-            return ordinary(attention_mask=attention_mask, **kwargs)
+            call = _waits(kwargs)
+            if call is None:
+                return ordinary(attention_mask=attention_mask, **kwargs)
+            request = MaskRequest(ordinary, attention_mask, kwargs)
+            return _empty((1, 1, 0, FULL), call.given["input_ids"].device, OnMask(request, None))
         found = _requested(written.call, kwargs)
         return _empty((1, 1, 0, found.window or FULL), attention_mask.device, found)
 
@@ -134,10 +188,7 @@ def _requested(call: Any, given: Mapping[str, Any]) -> OnMask:
             f"{model} requests its mask with {unknown}, which this version of radixtrain cannot read: use another "
             f"version of transformers, or {TRAIN_WITHOUT_SHARING}"
         )
-    sees, longest, blocks = given["mask_function"], call.layout.max_seqlen, call.layout.blocks
-    if blocks is not None:
-        both_ways, window = _seen(sees, blocks, longest)
-        return OnMask(call, window, both_ways)
+    sees, longest = given["mask_function"], call.layout.max_seqlen
     if given.get("use_vmap"):  # Hugging Face's sign that the model has changed the causal mask
         raise UserError(
             f"{model} adds a mask of its own to a sliding window, which tree attention does not compute; set "
@@ -163,32 +214,6 @@ def _window(model: str, sees: Callable[..., Tensor], longest: int, num_rows: int
     if sees_later or not is_last:
         raise UserError(f"{model} has a mask of other tokens than the last ones before each; {TRAIN_WITHOUT_SHARING}")
     return window if window < num_rows or num_rows == longest else given.get("local_size") or 0
-
-
-def _seen(sees: Callable[..., Tensor], blocks: BlockLayout, longest: int) -> tuple[bool, int]:
-    """Return whether rows see the next one of their block, and how many tokens one outside sees. Waits for the device.
-
-    sees: the mask of the model, `sees(batch, head, query, key)`. longest: sequence, in tokens. As in `types` of blocks.
-
-    Raises UserError if rows see the next one and are not of an image, or if a window does not hold within images.
-    """
-    of_row = blocks.block_of_row
-    num_rows, zero = len(of_row), of_row.new_zeros(())
-    tokens = torch.arange(max(num_rows + 1, longest), device=of_row.device)
-    next_seen = sees(zero, zero, tokens[: num_rows - 1], tokens[1:num_rows]).expand(num_rows - 1)
-    width = int(sees(zero, zero, tokens[-1:], tokens).expand(len(tokens)).sum())
-    if not next_seen.any():
-        return False, width
-    is_block = (of_row[1:] >= 0) & (of_row[:-1] >= 0)  # two images of two sequences may be neighbours
-    is_same = is_block & (of_row[1:] == of_row[:-1])
-    if (next_seen & ~is_block).any() or not next_seen[is_same].all():
-        raise UserError(f"the model attends in both directions elsewhere than within images; {TRAIN_WITHOUT_SHARING}")
-    first, last = blocks.bounds
-    if not torch.equal(sees(zero, zero, last, first), last - first < width):
-        raise UserError(
-            f"an image is longer than a window, beyond which its tokens see each other; {TRAIN_WITHOUT_SHARING}"
-        )
-    return True, width
 
 
 def window_of(

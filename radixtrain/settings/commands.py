@@ -24,7 +24,7 @@ class AnswerSettings(Section):
     do_sample: draw tokens, with the same seed each time; false takes the most likely one.
     temperature: of sampling; null is the model's own.
     generation_kwargs: more of Hugging Face's `GenerationConfig`, such as `{top_p: 0.9, stop_strings: ["###"]}`.
-    batch_size: prompts at once; null leaves it to radixtrain, and is 32 with `dedup: false`.
+    batch_size: prompts at once; null chooses it: at most 256, 32 if each prompt has to be computed by itself.
     """
 
     SECTION: ClassVar[str] = "evaluate_generation"

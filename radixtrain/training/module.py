@@ -102,8 +102,7 @@ class RadixModule(L.LightningModule):
         if isinstance(data, SFTData) and stage == "fit":
             self.steps_per_epoch = data.steps_per_epoch
         if stage == "predict" and self.hparams.generate:
-            options, dedup = self.answers.options, self.hparams.dedup
-            check_answering(self.model, data.tokenizer(), data.first_prompt(), options, dedup)
+            check_answering(self.model, data.tokenizer(), data.first_prompt(), self.answers.options)
         elif stage == "predict":
             self.scorer = scorer_of(self.hparams)
 
@@ -163,7 +162,7 @@ class RadixModule(L.LightningModule):
         assert self.model is not None
         if not isinstance(step, Step):
             trainer: Any = self.trainer
-            return self.answers.records(self.model, step, trainer.datamodule.tokenizer(), self.hparams.dedup)
+            return self.answers.records(self.model, step, trainer.datamodule.tokenizer())
         self.scorer = self.scorer or scorer_of(self.hparams)
         return scored_records(self.scorer, self.model, step, self._has_plain_head())
 

@@ -10,14 +10,13 @@ A block is shared as a whole or not at all, so its rows are consecutive.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from radixtrain.kernels.merge_attention import Piece
 from radixtrain.kernels.varlen_args import Ragged
@@ -57,11 +56,6 @@ class BlockLayout:
             lengths=tuple(end - start - 1 for start, end in bounds),
         )
 
-    def to(self, device: torch.device) -> BlockLayout:
-        """Copy to a device, for new rows of a generation pass."""
-        tensors = {name: getattr(self, name).to(device) for name in ("block_of_row", "queries", "keys")}
-        return replace(self, **tensors)
-
     @cached_property
     def later(self) -> Piece:
         """Make the call of every row onto the later ones of its block."""
@@ -71,20 +65,6 @@ class BlockLayout:
         longest = max(self.lengths)
         ragged = Ragged(cu_seqlens, cu_seqlens, longest, longest, causal=True, bounds=of_entries)
         return Piece(self.queries, self.keys, ragged, in_window=True)
-
-    @property
-    def bounds(self) -> tuple[Tensor, Tensor]:
-        """Return the first and the last row of each block that has two or more, int64."""
-        ends = cumulative(np.array(self.lengths))
-        return self.queries[ends[1:] - 1], self.keys[ends[:-1]]
-
-    def types(self, longest: int) -> Tensor:
-        """Mark the rows of blocks by 1, others by 0: (1, L), int64, as long as the longest sequence and than the rows.
-
-        A mask is made for as many, and shows the window of its last one, which is of no block.
-        """
-        types = (self.block_of_row >= 0).long()
-        return pad(types, (0, max(1, longest - len(types))))[None]
 
     def mask(self) -> Tensor:
         """Return the mask (U, U), bool, by which query q sees the later key k because both are in one block."""

@@ -8,6 +8,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from radixtrain.tree.arrays import IntArray
+
 Function = Callable[[Tensor], Tensor]
 
 
@@ -31,3 +33,8 @@ class Movable:
     def pin_memory(self) -> Self:
         """Copy into page-locked memory of the host, from which copies to a GPU are asynchronous."""
         return self.map(Tensor.pin_memory)
+
+
+def on_device(values: IntArray, device: torch.device) -> Tensor:
+    """Copy to a device without waiting: CUDA has copied pageable memory aside when `to` returns."""
+    return torch.tensor(values, dtype=torch.int64, device="cpu").to(device, non_blocking=True)

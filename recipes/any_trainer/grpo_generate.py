@@ -9,6 +9,7 @@ make fit && python recipes/any_trainer/grpo_generate.py
 
 from typing import Any
 
+import torch
 from grpo import train
 from trl import GRPOTrainer
 
@@ -21,9 +22,23 @@ class RadixGeneration:
     def _generate_single_turn(self, prompt_ids: Any, images: Any, multimodal_fields: Any, *others: Any) -> Any:
         if images is not None:
             raise NotImplementedError("RadixGeneration is for text, and these prompts have images: leave it out")
-        model = self.accelerator.unwrap_model(self.model)
+        model, ends = self.accelerator.unwrap_model(self.model), self.generation_config.eos_token_id
+        batch = left_padded(prompt_ids, self.accelerator.device)
         with self.accelerator.autocast():
-            return radixtrain.generate(model, prompt_ids, generation_config=self.generation_config).token_ids
+            found = radixtrain.generate(model, **batch, generation_config=self.generation_config)
+        return [until_end(ids, ends) for ids in found[:, batch["input_ids"].shape[1] :].tolist()]
+
+
+def left_padded(prompts: list[list[int]], device: torch.device) -> dict[str, torch.Tensor]:
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def until_end(ids: list[int], ends: int | list[int]) -> list[int]:
+    ends = ends if isinstance(ends, list) else [ends]
+    return ids[: next((place + 1 for place, token in enumerate(ids) if token in ends), len(ids))]
 
 
 class RadixGRPOTrainer(RadixGeneration, GRPOTrainer):

@@ -44,7 +44,6 @@ from transformers.utils.logging import disable_progress_bar
 from radixtrain.data.chat import load_tokenizer
 from radixtrain.data.formats import read_rows
 from radixtrain.errors import UserError
-from radixtrain.generation.prompts import token_ids_of
 from radixtrain.timing import environment, header
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -145,7 +144,8 @@ def real_work(options: argparse.Namespace) -> tuple[Any, Work]:
         model_folder = Path(folder) / "start" if options.model == "start" else options.model
         tokenizer = load_tokenizer(model_folder)
         model = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="sdpa").eval()
-    prompts = [ids.tolist() for ids in token_ids_of([messages[:-1] for messages in rows], tokenizer)]
+    chats = [messages[:-1] for messages in rows]
+    prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)["input_ids"]
     targets = [messages[-1]["content"] for messages in rows]
     return model, Work(
         f"{len(prompts)} of {options.file.stem}", prompts, options.max_new_tokens or 24, targets, tokenizer

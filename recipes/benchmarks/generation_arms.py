@@ -20,11 +20,23 @@ from radixtrain.tree.plan import build_prefix_plan
 
 Ids = list[list[int]]
 Arm = Callable[[Any, Ids, int], Ids]
-MOST_REQUESTS = 256  # that `generate_batch` has at once
+MOST_REQUESTS = 256  # that `radix` and `generate_batch` have at once
+MOST_TOKENS = 65_536  # that `radix` keeps from one batch to the next
 
 
 def radix(model: Any, prompts: Ids, num_new: int) -> Ids:
-    return radixtrain.generate(model, prompts, max_new_tokens=num_new, do_sample=False).token_ids
+    """`radixtrain.generate` on batches of neighbours in sorted order, with one cache."""
+    answers: Ids = [[] for _ in prompts]
+    order = sorted(range(len(prompts)), key=prompts.__getitem__)
+    cache = radixtrain.RadixCache(MOST_TOKENS) if len(order) > MOST_REQUESTS else None
+    for start in range(0, len(order), MOST_REQUESTS):
+        places = order[start : start + MOST_REQUESTS]
+        inputs = left_padded([prompts[place] for place in places], pad_token_id(model))
+        options = {"max_new_tokens": num_new, "do_sample": False, "pad_token_id": pad_token_id(model)}
+        found = radixtrain.generate(model, **inputs, cache=cache, **options)
+        for place, row in zip(places, found[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
+            answers[place] = until_end(row, end_token_ids(model))
+    return answers
 
 
 def padded(batch_size: int) -> Arm:

@@ -23,9 +23,9 @@ from radixtrain.collators.misuse_guard import is_called_by
 from radixtrain.hf.attention_interface import OPTIONS, take_over
 from radixtrain.hf.backbone import text_decoder_of
 from radixtrain.hf.dropout import evaluating
-from radixtrain.hf.image_models import given_of_images, why_not
 from radixtrain.hf.names import CACHE
 from radixtrain.hf.padded.rows import PaddedRows
+from radixtrain.hf.pictures import OF_PICTURES, image_token_of
 from radixtrain.hf.positions import frequencies_change_at, has_grown
 from radixtrain.hf.scaled_by_place import scaled_from
 from radixtrain.hf.sharing_report import GENERATION, is_frozen
@@ -35,6 +35,7 @@ from radixtrain.hf.windows import chunk_of
 READ = {"input_ids", "attention_mask", "position_ids"}
 # Other tensors that a call may have. They are for the loss: no layer reads them.
 FOR_THE_LOSS = {"labels", "shift_labels", "num_items_in_batch"}
+TYPES = ("mm_token_type_ids", "token_type_ids")  # 1 at placeholders of images
 DROPS_ROWS = "logits_to_keep"  # of most classes only before the head
 # No layer reads these either, unless the backbone's forward method names them.
 UNREAD = {
@@ -55,7 +56,7 @@ def why_unshared(model: nn.Module, backbone: PreTrainedModel, given: Mapping[str
         return "inputs_embeds are given, and tokens are compared by their ids"
     return (
         _why_cache(backbone, decoder, given, generates)
-        or _why_shapes(given, given_of_images(backbone, given))
+        or _why_shapes(given, backbone is not decoder)
         or _why_outputs(decoder.config, given)
         or _why_other_inputs(backbone, decoder, given)
         or _why_state(model, backbone, decoder)
@@ -114,7 +115,8 @@ def option(name: str, config: PreTrainedConfig, given: Mapping[str, Any], defaul
     return bool(given.get(name, getattr(config, name, default)))
 
 
-def _why_shapes(given: Mapping[str, Any], of_images: set[str]) -> str | None:
+def _why_shapes(given: Mapping[str, Any], has_axes: bool) -> str | None:
+    """Say which argument has another shape than expected. has_axes: whether positions may have several axes."""
     ids, mask, positions = given["input_ids"], given.get("attention_mask"), given.get("position_ids")
     if ids.is_floating_point():
         return "input_ids are not whole numbers"
@@ -124,9 +126,7 @@ def _why_shapes(given: Mapping[str, Any], of_images: set[str]) -> str | None:
         return "position_ids are not whole numbers"
     if mask is not None and not (isinstance(mask, Tensor) and mask.shape == ids.shape):
         return "attention_mask is not [B, L]"
-    if positions is not None and positions.shape[-2:] != ids.shape and of_images:
-        return "position_ids are not [axes, B, L]"
-    if positions is not None and not of_images and (positions.ndim != 2 or positions.shape[1] != ids.shape[1]):
+    if positions is not None and (positions.ndim not in (2, 2 + has_axes) or positions.shape[-1] != ids.shape[1]):
         return "position_ids are not [B, L]"
     return None if ids.numel() else "the batch is empty"
 
@@ -148,22 +148,20 @@ def _why_other_inputs(backbone: PreTrainedModel, decoder: PreTrainedModel, given
     drops_rows = given.get(DROPS_ROWS) and DROPS_ROWS in inspect.signature(decoder.forward).parameters
     if drops_rows and not is_called_by("forward", "transformers"):  # which cuts once more
         return f"{DROPS_ROWS} is given, by which a {type(backbone).__name__} drops rows itself"
-    if "pixel_values" in given:
-        reason = why_not(backbone, given)
-        if reason is not None:
-            return reason
-    of_images = given_of_images(backbone, given)
+    upstream: set[str] = set()  # what only the backbone reads
+    if backbone is not decoder:
+        upstream = {*TYPES, *(OF_PICTURES if image_token_of(backbone) is not None else ())}
     for name, value in given.items():
         is_read = name not in UNREAD or name in inspect.signature(backbone.forward).parameters
-        if not _is_plain(value) and is_read and name not in READ | FOR_THE_LOSS | of_images:
+        if not is_option(value) and is_read and name not in READ | FOR_THE_LOSS | upstream:
             return f"{name} is given"
     return None
 
 
-def _is_plain(value: object) -> bool:
+def is_option(value: object) -> bool:
     """Return whether a value is an option. Any other, such as a cache, may hold something for each token or row."""
     if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
+        return all(map(is_option, value))
     return value is None or isinstance(value, Number | str | np.generic | torch.dtype | torch.device)
 
 
@@ -172,7 +170,8 @@ def _why_state(model: nn.Module, backbone: PreTrainedModel, decoder: PreTrainedM
         return "torch.nn.DataParallel runs copies of the model"
     if not backbone.training and _names_adapters(model):
         return "adapter_names choose an adapter for each row"
-    return take_over(decoder) or why_third_party(model, backbone, hooks_between_ours(backbone))
+    embedding = None if backbone is decoder else backbone.get_input_embeddings()  # which the backbone calls
+    return take_over(decoder) or why_third_party(model, decoder, hooks_between_ours(decoder), embedding)
 
 
 def _names_adapters(model: nn.Module) -> bool:

@@ -15,38 +15,34 @@ from radixtrain.errors import UserError
 from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.backbone import arguments_of, text_decoder_of, with_rows
-from radixtrain.hf.image_models import axes_of, given_of_images, without_empty_types
+from radixtrain.hf.dropout import check_drawing_modules, check_noise
 from radixtrain.hf.modules import why_padding_leaks
-from radixtrain.hf.names import IMAGES, is_cache
+from radixtrain.hf.names import is_cache
 from radixtrain.hf.options import Options
 from radixtrain.hf.padded.calls import (
-    DROPS_ROWS,
     is_compiled,
     option,
     separates_packed_sequences,
     why_rows_are_not_shared,
     why_unshared,
 )
+from radixtrain.hf.padded.causes import Causes, NotShared
 from radixtrain.hf.padded.fused_heads import share_fused_heads
-from radixtrain.hf.padded.images import Images
 from radixtrain.hf.padded.rows import PaddedRows, Places
 from radixtrain.hf.padded.spread import NO_ROW
 from radixtrain.hf.padded.spread_rows import SpreadRows
 from radixtrain.hf.positions import why_padding_matters
 from radixtrain.hf.probe import why_inexact
 from radixtrain.hf.progress import Progress
-from radixtrain.hf.refusals import check_draws
 from radixtrain.hf.sharing_report import SharingReport
+from radixtrain.hf.upstream import Upstream
 from radixtrain.hf.windows import no_mask, window_may_bind
-from radixtrain.images.tower import NotShared
-from radixtrain.tree.arrays import IntArray
-from radixtrain.tree.cached_layout import on_device
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.versions import saying_what_was_tested
 
 # Outputs of a backbone that may be tensors or hold some; of a tuple only the first, its hidden states.
-AT_PLACES = {0, "last_hidden_state", "rope_deltas", *IMAGES}
+AT_PLACES = {0, "last_hidden_state"}
 
 
 @dataclass(eq=False)
@@ -70,88 +66,94 @@ class PaddedSharing:
     leaks: str = ""
     leaves_refused: bool = False
 
-    def arguments(
+    def begin(
         self,
         model: PreTrainedModel,
         backbone: PreTrainedModel,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         why_not: str | None,
-    ) -> dict[str, Any] | None:
-        """Return the arguments of the call that computes unique tokens; None for one that is not shared.
-
-        The only place that decides it: what finds a reason raises NotShared, and the reason is counted here.
+    ) -> Upstream | None:
+        """Return a call of the backbone that its decoder may share; None, and the reason counted, for any other.
 
         model: around the backbone, which is called with args and kwargs. why_not: a reason that is known of the model.
-
-        Raises UserError for adapters and dropouts that would compute something else, unless such calls are left.
         """
+        given, decoder = arguments_of(backbone, args, kwargs), text_decoder_of(backbone)
         try:
             _refuse(why_not)
-            given = without_empty_types(backbone, arguments_of(backbone, args, kwargs))
             _refuse(why_unshared(model, backbone, given, self.generates))
             allowed, shape = self.options.allow_dropout, given["input_ids"].shape
-            _refuse(why_inexact(text_decoder_of(backbone), progress=self.progress, allowed=allowed, shape=shape))
-            arguments = self._planned(backbone, given)
-            self._check_draws(model, backbone)
+            _refuse(why_inexact(decoder, progress=self.progress, allowed=allowed, shape=shape))
         except NotShared as reason:
             self.report.count_unshared(str(reason))
             return None
-        self._count(arguments["radix_call"])
-        return arguments
+        return Upstream(backbone, decoder, given)
 
-    def _check_draws(self, model: PreTrainedModel, backbone: PreTrainedModel) -> None:
-        """Refuse adapters and dropouts that compute something else on unique tokens, or leave the call as it is."""
+    def arguments(
+        self, model: PreTrainedModel, call: Upstream, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> dict[str, Any] | None:
+        """Return the arguments by which the decoder computes unique tokens; None, and the reason counted, if it cannot.
+
+        model: around the backbone. args, kwargs: of the decoder.
+
+        Raises UserError for adapters and dropouts that would compute something else, unless such calls are left.
+        """
+        call.is_over = True
+        began = time.perf_counter()
+        try:
+            given = self._planned(call, arguments_of(call.decoder, args, kwargs))
+            self._check_draws(model, call)
+        except NotShared as reason:
+            self.report.count_unshared(str(reason))
+            return None
+        finally:
+            self.report.plan_seconds += time.perf_counter() - began
+        self._count(given["radix_call"])
+        return given
+
+    def _check_draws(self, model: PreTrainedModel, call: Upstream) -> None:
+        """Refuse what draws, or else computes something else on unique tokens, unless such calls are left."""
         allowed = self.options.allow_dropout
         try:
-            check_adapters((model, backbone), allowed)
-            check_draws(text_decoder_of(backbone), model.get_output_embeddings(), allowed)
+            check_adapters((model, call.backbone), allowed)
+            if call.backbone is call.decoder:  # else the bits of the embeddings show noise
+                check_noise(call.decoder, allowed)
+            for part in (call.decoder, model.get_output_embeddings()):
+                if part is not None:
+                    check_drawing_modules(part, allowed)
         except UserError as error:
             if not self.leaves_refused:
                 raise
             raise NotShared(str(error)) from None
 
-    def _planned(self, backbone: PreTrainedModel, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of the shared call, and count the time. Raises NotShared with the reason."""
-        began = time.perf_counter()
-        try:
-            return self._on_unique_tokens(backbone, given)
-        finally:
-            self.report.plan_seconds += time.perf_counter() - began
-
-    def _on_unique_tokens(self, backbone: PreTrainedModel, given: Mapping[str, Any]) -> dict[str, Any]:
-        decoder = text_decoder_of(backbone)
-        of_images = given_of_images(backbone, given)
-        axes = axes_of(backbone, given) if of_images else None
-        position_ids = given.get("position_ids") if axes is None else None
-        rows = PaddedRows.read(given["input_ids"], given.get("attention_mask"), position_ids)
-        _refuse(why_rows_are_not_shared(backbone, given, rows))
+    def _planned(self, upstream: Upstream, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the shared call. Raises NotShared if there is none. given: of the decoder."""
+        decoder, device, options = upstream.decoder, upstream.given["input_ids"].device, self.options
+        causes = Causes.read(upstream, given)
+        rows = causes.rows
+        _refuse(why_rows_are_not_shared(upstream.backbone, upstream.given, rows))
         if rows.is_left_padded:
             _refuse(self._why_left_padding_matters(decoder, rows))
         if rows.is_packed:
             if self.separates is None:
-                self.separates = separates_packed_sequences(backbone)
+                self.separates = separates_packed_sequences(upstream.backbone)
             if not self.separates:
                 raise NotShared("a row has several sequences, and this model does not separate them")
-        ids = rows.input_ids[rows.kept]
-        images = Images.read(backbone, given, rows, axes) if of_images else None
-        compared_ids = ids if images is None else images.tokens.codes
-        plan = build_prefix_plan(
-            compared_ids, rows.cu_seqlens, rows.kept_positions, min_shared_tokens=self.options.min_shared_tokens
-        )
-        if rows.kept.size < self.options.min_ratio * plan.num_rows and not (images and images.tower.has_copies):
-            raise NotShared(f"less than min_ratio = {self.options.min_ratio} to save")
-        blocks = None if images is None else images.tokens.blocks_of(plan)
-        layout = TreeLayout.from_plan(plan, blocks).to(given["input_ids"].device, non_blocking=True)
-        may_bind = layout.blocks is not None or window_may_bind(decoder.config, layout.max_seqlen)
+        causes.read_windows()
+        shortest = {"min_shared_tokens": options.min_shared_tokens}
+        plan = build_prefix_plan(causes.codes, rows.cu_seqlens, rows.kept_positions, **shortest)
+        if rows.kept.size < options.min_ratio * plan.num_rows:
+            raise NotShared(f"less than min_ratio = {options.min_ratio} to save")
+        causes.check_bits(plan)
+        layout = TreeLayout.from_plan(plan, causes.layout_of_blocks(plan)).to(device, non_blocking=True)
+        may_bind = bool(causes.requests) or window_may_bind(decoder.config, layout.max_seqlen)
         places = rows.places(plan.inverse_indices, plan.num_rows)
-        call = RadixCall(layout, None, self.options.attention, self.options.kernel, may_bind, places=places)
-        call.misses_cache = option("use_cache", decoder.config, given)
-        arguments = self._arguments(given, call, ids[plan.gather_indices], plan.position_ids)
-        if images is None:
-            return arguments
-        call.images = images
-        return images.in_place_of(backbone, arguments, plan.gather_indices, call.layout)
+        call = RadixCall(layout, None, options.attention, options.kernel, may_bind, places=places)
+        call.misses_cache = option("use_cache", decoder.config, upstream.given)
+        call.pictures = upstream.pictures
+        mask = causes.masks_for(call) if causes.requests else no_mask(may_bind, device, call)
+        arguments = causes.of_unique_tokens(plan)
+        return {**arguments, "attention_mask": mask, "use_cache": False, "radix_call": call}
 
     def _why_left_padding_matters(self, decoder: PreTrainedModel, rows: PaddedRows) -> str | None:
         """Say why padding on the left cannot be shared, found once: with LoRA in 28 layers it takes 9 ms."""
@@ -164,25 +166,11 @@ class PaddedSharing:
     def _count(self, call: RadixCall) -> None:
         """Count a call that runs on unique tokens."""
         assert call.places is not None
-        if call.images is not None:
-            self.report.num_images += len(call.images.tower.owners)
-            self.report.num_distinct_images += call.images.tower.num_distinct
+        if call.pictures is not None:
+            self.report.num_images += call.pictures.num_pictures
+            self.report.num_distinct_images += call.pictures.num_distinct
         self.report.num_shared += 1
         self.report.count_tokens(call.places.rows.size, call.places.num_tokens, call.layout.num_rows)
-
-    def _arguments(
-        self, given: Mapping[str, Any], call: RadixCall, ids: IntArray, position_ids: IntArray
-    ) -> dict[str, Any]:
-        """Return the arguments with the tokens to compute in place of the padded ones. ids, position_ids: (U,)."""
-        device = given["input_ids"].device
-        return {
-            **{name: value for name, value in given.items() if name not in ("cache_position", DROPS_ROWS)},
-            "input_ids": on_device(ids, device)[None],
-            "position_ids": on_device(position_ids, device)[None],
-            "attention_mask": no_mask(call.window_may_bind, device, call),
-            "use_cache": False,
-            "radix_call": call,
-        }
 
     @torch.compiler.disable  # the indices are new in every call
     @saying_what_was_tested()
@@ -190,9 +178,6 @@ class PaddedSharing:
         """Put the hidden states of the backbone's output, (1, U, D), back in (B, L, D)."""
         places = call.places
         assert places is not None
-        images = call.images
-        if images is not None and isinstance(output, Mapping):
-            self._set_images(output, images)
         _check_outputs(output)
         rows: Tensor = output[0]
         spread = self._at_places(rows[0], places)
@@ -206,24 +191,6 @@ class PaddedSharing:
                 if is_cache(each.name, each.type):
                     setattr(output, each.name, MissingCache())
         return with_rows(output, hidden)
-
-    def _set_images(self, output: Any, images: Images) -> None:
-        """Return what the tower computes of every image of the batch in place of that of its unique placeholders.
-
-        Of features that a model returns by themselves only those in a tensor: a tower may return more, as SmolVLM's.
-        """
-        features, rows = images.tower.features_at_each(images.tokens.rows)
-
-        def features_at(rows: IntArray, dtype: torch.dtype = features.dtype) -> SpreadRows:
-            return SpreadRows.of(features.to(dtype), rows, NO_ROW, self.report)
-
-        for name, value in list(output.items()):
-            if isinstance(value, type(images.tower.output)):
-                output[name] = images.output_of_every(features_at)
-            elif name in IMAGES and isinstance(value, Tensor):  # perhaps joined, and cast: to float32 under autocast
-                output[name] = features_at(rows.reshape(-1) if value.ndim == 2 else rows, value.dtype)
-            elif name in IMAGES:
-                setattr(output, name, None)
 
     def of_every_token(self, rows: Tensor, call: RadixCall) -> Tensor:
         """Return (B L, W), the rows of all places, of the unique ones, (U, W)."""

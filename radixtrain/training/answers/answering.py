@@ -1,30 +1,37 @@
-"""Generates the model's answers to prompts: on a radix cache, or for the ordinary baseline on padded rows.
+"""Generates the model's answers to prompts, which are computed on their unique tokens.
+
+What `radixtrain.generate` refuses, such as recurrent layers, is computed by transformers' own `generate`, each prompt
+by itself.
 
 With several ranks, each answers a share of the prompts, and all receive all answers.
 """
 
 from __future__ import annotations
 
-import re
+import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
+from transformers import GenerationConfig
 
 from radixtrain.data.prompts import Prompt, end_tokens
 from radixtrain.distributed import ranks
-from radixtrain.errors import UserError, first_line
+from radixtrain.errors import UserError, did_you_mean, first_line
 from radixtrain.generation.cache import RadixCache
-from radixtrain.generation.generate import generate
-from radixtrain.generation.options import resolve_config
+from radixtrain.generation.generate import check_arguments, generate
+from radixtrain.generation.prefill import passes_of
+from radixtrain.generation.score import score_completions
 from radixtrain.hf.backbone import parts_of
-from radixtrain.hf.cached_pass import on_stored_rows
 from radixtrain.hf.dropout import evaluating
+from radixtrain.hf.generating import generating
+from radixtrain.hf.refusals import check_table
 from radixtrain.tree.arrays import cumulative
 from radixtrain.tree.sorting import sort_sequences
 
@@ -33,7 +40,10 @@ if TYPE_CHECKING:
 
 KEY = "evaluate_generation"
 OWN_KEYS = ("max_new_tokens", "do_sample", "temperature")
-ORDINARY_BATCH = 32  # prompts that Hugging Face's `generate` takes at once by default
+# Prompts at once by default, and tokens that they and their answers may store: most are shorter than the limit.
+MAX_BATCH, STORED_TOKENS, EXPECTED_ANSWER = 256, 65_536, 1_024
+ORDINARY_BATCH = 32  # prompts at once by default, if each is computed by itself
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +54,7 @@ class AnswerOptions:
     do_sample: draw tokens; otherwise take the most likely one, whatever the model's generation config says.
     temperature: of the draws; None for the model's.
     generation_kwargs: more fields of `GenerationConfig`.
-    batch_size: prompts at once; None leaves it to `radixtrain.generate`.
+    batch_size: prompts at once; None chooses it.
     seed: of the draws.
 
     Raises UserError that names the key.
@@ -116,23 +126,35 @@ class Answers:
 
 
 def check_answering(
-    model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], options: AnswerOptions, dedup: bool
+    model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], options: AnswerOptions
 ) -> None:
     """Raise UserError if the model or an option is not supported, before anything is computed.
 
-    With `dedup: false` Hugging Face's `generate` refuses when it is called.
+    The first answers show what only `model.generate` can say of an option.
     """
-    fields = options.fields(tokenizer, model, prompts)
-    if not dedup:
-        return
-    longest = max(len(prompt.token_ids) for prompt in prompts) + options.max_new_tokens
     try:
-        resolve_config(model, None, **fields)
-        with on_stored_rows(model, parts_of(model), "auto", longest):
-            pass
+        for name in GenerationConfig().update(**options.generation_kwargs):
+            raise UserError(f"unknown option {name!r}{did_you_mean(name, GenerationConfig().to_dict())}")
+        check_arguments(model, None, options.fields(tokenizer, model, prompts))
+        check_table(parts_of(model), _longest(prompts, options))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{KEY}: {error}") from None
+    if reason := _why_ordinary(model, prompts, options):
+        logger.warning("%s: each prompt is computed by itself, by transformers' own generate: %s", KEY, reason)
+
+
+def _longest(prompts: Sequence[Prompt], options: AnswerOptions) -> int:
+    """Return the tokens of the longest prompt and its answer, without the last one, which is never computed."""
+    return max(len(prompt.token_ids) for prompt in prompts) + options.max_new_tokens - 1
+
+
+def _why_ordinary(model: Any, prompts: Sequence[Prompt], options: AnswerOptions) -> str | None:
+    """Say why prompts cannot be computed on their unique tokens, as those of models with recurrent layers."""
+    try:
+        with generating(model, parts_of(model), _longest(prompts, options)):
+            return None
     except UserError as error:
-        reason = re.sub("(use|call) model.generate", "set dedup: false", str(error))
-        raise UserError(f"evaluate_generation: {reason}") from None
+        return str(error)
 
 
 def answer_prompts(
@@ -140,15 +162,13 @@ def answer_prompts(
     prompts: Sequence[Prompt],
     tokenizer: PreTrainedTokenizerBase,
     options: AnswerOptions,
-    dedup: bool,
     logprobs: bool = False,
     cache: RadixCache | None = None,
 ) -> Answers:
     """Generate one answer for each prompt. With several ranks, each calls this with all prompts.
 
     model: is put into evaluation mode meanwhile; afterwards every module has its previous mode.
-    dedup: False for Hugging Face's `generate`, on rows that are padded on the left.
-    logprobs: whether the ordinary arm computes them, which costs the memory of all logits; otherwise they are 0.
+    logprobs: whether they are computed; otherwise they are 0.
     cache: for prompts of several calls that share a beginning.
 
     The global random generators are not touched. Raises UserError if the model or an option is not supported.
@@ -156,19 +176,12 @@ def answer_prompts(
     fields = options.fields(tokenizer, model, prompts)
     start, rank = time.perf_counter(), ranks().rank
     shares = _shares(prompts, ranks().size)
-    own, seed = [prompts[index] for index in shares[rank]], options.seed + rank
+    own = [prompts[index] for index in shares[rank]]
     with torch.no_grad(), isolate_rng(), evaluating(model):
-        if dedup:
-            ids = [prompt.token_ids.tolist() for prompt in own]
-            fields.update(tokenizer=tokenizer, batch_size=options.batch_size, seed=seed, cache=cache)
-            generated = generate(model, ids, **fields)
-            columns = zip(generated.token_ids, generated.logprobs, generated.finish_reasons, strict=True)
-            rows = [(tokens, sum(logprobs, 0.0), reason) for tokens, logprobs, reason in columns]
-            num_computed = generated.stats.num_computed_tokens
-        else:
-            torch.manual_seed(seed)
-            size = options.batch_size or ORDINARY_BATCH
-            rows, num_computed = answers_of_padded_rows(model, own, tokenizer, fields, size, logprobs)
+        torch.manual_seed(options.seed + rank)
+        rows, num_computed = _rows(model, own, tokenizer, fields, options, cache)
+        if logprobs:
+            rows = _with_logprobs(model, own, rows, options)
     parts = ranks().gather((rows, num_computed, time.perf_counter() - start))
     pairs = [pair for share, part in zip(shares, parts, strict=True) for pair in zip(share, part[0], strict=True)]
     rows = [row for _, row in sorted(pairs, key=lambda pair: pair[0])]
@@ -187,51 +200,77 @@ def _shares(prompts: Sequence[Prompt], num_ranks: int) -> list[list[int]]:
     return [part.tolist() for part in np.array_split(order, num_ranks)]
 
 
-def answers_of_padded_rows(
+def _rows(
     model: Any,
     prompts: Sequence[Prompt],
     tokenizer: PreTrainedTokenizerBase,
     fields: Mapping[str, Any],
-    batch_size: int,
-    logprobs: bool,
+    options: AnswerOptions,
+    cache: RadixCache | None,
 ) -> tuple[list[Row], int]:
-    """Generate an answer to each prompt, and count the rows that were computed for the prompts, padding included.
+    """Generate an answer to each prompt, and count the rows that were computed for the prompts.
 
-    model: not shared, in evaluation mode. Draws come from torch's generator.
-    fields: of `GenerationConfig`, with `eos_token_id` as a list, or None.
-    logprobs: keeps the logits of a batch, (batch_size, max_new_tokens, vocabulary).
-
-    Prompts of similar length make a batch, so that little is padded. Raises UserError for an option that `generate`
-    refuses.
+    model: in evaluation mode. fields: of `GenerationConfig`, with `eos_token_id` as a list. Draws come from torch's
+    generator. Raises UserError for an option that `generate` refuses.
     """
-    order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index].token_ids))
+    ids = [prompt.token_ids for prompt in prompts]
+    shares = not ids or _why_ordinary(model, prompts, options) is None
+    stored = RadixCache(STORED_TOKENS) if cache is None else cache
+    call = partial(generate, model, cache=stored) if shares else model.generate
     answers: dict[int, Row] = {}
-    num_computed = 0
-    for first in range(0, len(order), batch_size):
-        chosen = order[first : first + batch_size]
-        batch = _left_padded([prompts[index].token_ids for index in chosen], model.device)
-        num_computed += batch["input_ids"].numel()
-        rows = _generated(model, batch, tokenizer, fields, logprobs)
-        answers.update(zip(chosen, rows, strict=True))
-    return [answers[index] for index in range(len(prompts))], num_computed
+    num_computed, before = 0, stored.counters.num_computed
+    for members in _batches(ids, options) if shares else _batches_by_length(ids, options):
+        batch = _left_padded([ids[member] for member in members], model.device)
+        answers.update(zip(members, _answered(call, batch, tokenizer, fields), strict=True))
+        num_computed += len(members) if shares else batch["input_ids"].numel()  # the last token of each prompt
+    return [answers[member] for member in range(len(ids))], num_computed + stored.counters.num_computed - before
 
 
-def _generated(
-    model: Any, batch: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, fields: Mapping[str, Any], logprobs: bool
-) -> list[Row]:
-    length = batch["input_ids"].shape[1]
+def _batches(ids: Sequence[np.ndarray], options: AnswerOptions) -> Iterator[list[int]]:
+    """Yield the prompts of each batch: neighbours in sorted order, of a bounded number of tokens with their answers."""
+    expected = min(options.max_new_tokens, EXPECTED_ANSWER)
+    return passes_of(ids, STORED_TOKENS, expected, options.batch_size or MAX_BATCH)
+
+
+def _batches_by_length(ids: Sequence[np.ndarray], options: AnswerOptions) -> Iterator[list[int]]:
+    """Yield the prompts of each batch, of similar length, so that little is padded."""
+    order, size = sorted(range(len(ids)), key=lambda index: -len(ids[index])), options.batch_size or ORDINARY_BATCH
+    return (order[first : first + size] for first in range(0, len(order), size))
+
+
+def _answered(
+    call: Callable[..., Tensor],
+    batch: Mapping[str, Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    fields: Mapping[str, Any],
+) -> Iterator[Row]:
+    """Yield the answer to each prompt of a batch, without log-probability. call: takes what `model.generate` takes."""
     pad = next(iter(fields["eos_token_id"] or ()), 0)  # what follows an end token is cut off
-    wanted = {"return_dict_in_generate": True, "output_logits": logprobs, "pad_token_id": pad}
     try:
-        out = model.generate(**batch, tokenizer=tokenizer, **{**fields, **wanted})
+        generated = call(**batch, tokenizer=tokenizer, **{"pad_token_id": pad, **fields})
     except (TypeError, ValueError) as error:
-        raise UserError(f"generation options: {first_line(error)}") from error
-    answers = []
-    for row, generated in enumerate(out.sequences[:, length:].tolist()):
-        tokens, reason = _until_end(generated, fields, tokenizer)
-        logits = [step[row] for step in out.logits[: len(tokens)]] if logprobs else []
-        answers.append((tokens, _logprob(logits, tokens), reason))
-    return answers
+        raise UserError(f"{KEY}: {first_line(error)}") from error
+    for answer in generated[:, batch["input_ids"].shape[1] :].tolist():
+        tokens, reason = _until_end(answer, fields, tokenizer)
+        yield tokens, 0.0, reason
+
+
+def _with_logprobs(model: Any, prompts: Sequence[Prompt], rows: Sequence[Row], options: AnswerOptions) -> list[Row]:
+    """Add the log-probability of each answer, under the model itself."""
+    pairs = [(prompt.token_ids, tokens) for prompt, (tokens, *_) in zip(prompts, rows, strict=True)]
+    if pairs and _why_ordinary(model, prompts, options) is None:
+        scores = score_completions(model, [ids for ids, _ in pairs], [[tokens] for _, tokens in pairs])
+        logprobs = [score.logprob for (score,) in scores]
+    else:
+        logprobs = [_logprob(model, *pair) for pair in pairs]
+    return [(tokens, logprob, reason) for (tokens, _, reason), logprob in zip(rows, logprobs, strict=True)]
+
+
+def _logprob(model: Any, prompt: np.ndarray, tokens: Sequence[int]) -> float:
+    """Return the log-probability of an answer by an ordinary forward pass."""
+    ids = torch.tensor([[*prompt.tolist(), *tokens]], device=model.device)
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+    return float(logits.double().log_softmax(-1).gather(1, ids[0, len(prompt) :, None]).sum())
 
 
 def _left_padded(rows: Sequence[np.ndarray], device: torch.device) -> dict[str, Tensor]:
@@ -253,11 +292,3 @@ def _until_end(
     if any(each in text for each in ([stop_strings] if isinstance(stop_strings, str) else stop_strings)):
         return tokens[:length], "stop"
     return tokens[: length + 1], "stop" if length < len(tokens) else "length"
-
-
-def _logprob(logits: list[Tensor], tokens: list[int]) -> float:
-    """Sum over all tokens. logits: (V,) for each."""
-    if not logits:
-        return 0.0
-    chosen = torch.tensor(tokens, device=logits[0].device)[:, None]
-    return float(torch.stack(logits).double().log_softmax(-1).gather(1, chosen).sum())

@@ -88,7 +88,7 @@ class EvaluateGeneration:
         self.prompts = data.validation_prompts(self.num_samples)
         self._check_prompts(self.prompts)
         prompts, tokenizer = self.prompts.prompts, data.tokenizer()
-        check_answering(module.model, tokenizer, prompts, self.options, module.hparams.dedup)
+        check_answering(module.model, tokenizer, prompts, self.options)
         if self.metric.name == "regex":
             targets = _targets(prompts, tokenizer)
             self.metric(targets, targets, _rows(prompts, tokenizer))
@@ -131,7 +131,7 @@ class EvaluateGeneration:
         metric, tokenizer = self.metric, trainer.datamodule.tokenizer()
         assert metric is not None
         with self.interruptible(), trainer.precision_plugin.forward_context():
-            answers = answer_prompts(module.model, prompts, tokenizer, options, module.hparams.dedup).answers
+            answers = answer_prompts(module.model, prompts, tokenizer, options).answers
         rows, targets = _rows(prompts, tokenizer), _targets(prompts, tokenizer)
         with isolate_rng():  # a metric of the user may draw random numbers
             scores = ranks().broadcast_from_rank0(lambda: metric([answer.text for answer in answers], targets, rows))

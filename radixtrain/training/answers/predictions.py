@@ -44,12 +44,10 @@ class PredictedAnswers:
         self.seconds = 0.0
 
     def records(
-        self, model: object, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, dedup: bool
+        self, model: object, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
     ) -> list[dict[str, Any]]:
         """Return for each prompt its file row and its answer. Arguments and errors are those of `answer_prompts`."""
-        longest = max(len(prompt.token_ids) for prompt in prompts)
-        cache = self.cache if 2 * longest <= MAX_TOKENS else None
-        answers = answer_prompts(model, prompts, tokenizer, self.options, dedup, logprobs=True, cache=cache)
+        answers = answer_prompts(model, prompts, tokenizer, self.options, logprobs=True, cache=self.cache)
         self.num_answers += len(answers.answers)
         self.num_new_tokens += sum(len(answer.token_ids) for answer in answers.answers)
         self.num_prompt_tokens += answers.num_prompt_tokens

@@ -82,12 +82,11 @@ def test_scores(finished, rows, tmp_path, strategy, dedup):
     assert not [*(tmp_path / "two").glob(".*[!s]")]
 
 
-@pytest.mark.parametrize("dedup", cases(["true", "false"], ["true"]))
-def test_answers(finished, shop, tmp_path, dedup):
+def test_answers(finished, shop, tmp_path):
     """Greedy ones, of prompts that the ranks share out."""
     files = {
         **{"data__predict_file": shop / "validation.jsonl", "model__generate": "true", "command": "predict"},
-        **{"evaluate_generation__max_new_tokens": 16, "dedup": dedup},
+        "evaluate_generation__max_new_tokens": 16,
     }
     finished("one", **files)
     finished("two", ranks=2, strategy="ddp", **files)

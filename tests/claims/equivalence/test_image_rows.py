@@ -4,7 +4,6 @@ In float64; the oracle is the model as it came from Hugging Face. The mutations 
 of the tower, each of which the same check must see.
 """
 
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
@@ -17,18 +16,12 @@ from image_batches import KINDS, OF_SIZES, ROWS, Row, batch_of
 from image_rows import PADDED, check_padded
 from peft import LoraConfig, get_peft_model
 from tiers import cases
-from transformers.models.llava.modeling_llava import LlavaModel
 
-from radixtrain.hf import windows
-from radixtrain.images import tokens, tower
-from radixtrain.images.tokens import ImageTokens
-from radixtrain.images.tower import Tower
+from radixtrain.hf import pictures
+from radixtrain.hf.padded import causes
+from radixtrain.hf.padded.causes import Causes
 from radixtrain.tree.blocks import BlockLayout
 
-pytestmark = pytest.mark.skipif(
-    tower.FEATURES not in inspect.signature(LlavaModel.forward).parameters,
-    reason="this transformers does not take the features of images ready made, so such calls run untouched",
-)
 SIZED = [name for name, kind in KINDS.items() if kind.has_sizes]
 EITHER = pytest.mark.parametrize("check", PADDED.values(), ids=PADDED)
 
@@ -103,57 +96,46 @@ def test_lora_recomputed_activations_and_a_frozen_tower(
 # Mistakes. Each changes what the real function returns.
 
 
-def in_pooled(change: Callable[..., Any]) -> Callable[..., Any]:
-    def mistake(real: Any, self: Tower, index: Any) -> Any:
-        output = real(self, index)
-        output.pooler_output = tuple(change(each, index) for each in output.pooler_output)
-        return output
-
-    return mistake
-
-
-def in_deepstack(change: Callable[..., Any]) -> Callable[..., Any]:
-    def mistake(real: Any, self: Tower, index: Any) -> Any:
-        output = real(self, index)
-        output.deepstack_features = change(output.deepstack_features)
-        return output
-
-    return mistake
-
-
-def of_one_copy(features: Any, index: Any) -> Any:
-    is_first = torch.zeros(len(index), 1, dtype=torch.bool)
-    is_first[np.unique(index.numpy(), return_index=True)[1]] = True
-    return torch.where(is_first, features, features.detach())
-
-
 def without_pixels(real: Any, parts: Any) -> Any:
     return real([{name: torch.zeros_like(part) for name, part in image.items()} for image in parts])
 
 
-AXES = ImageTokens, "axes_at"
+def of_axes(change: Callable[[list[Any]], list[Any]]) -> Callable[..., Any]:
+    def mistake(real: Any, *args: Any) -> Any:
+        return {f"axis {n}": each for n, each in enumerate(change([*real(*args).values()]))}
+
+    return mistake
+
+
+def other_layers(real: Any, self: Causes, plan: Any) -> Any:
+    given = real(self, plan)
+    return {**given, "deepstack_visual_embeds": given["deepstack_visual_embeds"][::-1]}
+
+
 OF_IMAGES: dict[str, tuple[Any, ...]] = {
-    "every image is the first": (tower, "distinct_images", lambda real, parts: (np.zeros(len(parts), int), [0])),
-    "images without pixels": (tower, "distinct_images", without_pixels),
-    "no gradient": (Tower, "features_at", in_pooled(lambda features, index: features.detach())),
-    "the gradient of one copy": (Tower, "features_at", in_pooled(of_one_copy)),
-    "deep features elsewhere": (Tower, "features_at", in_deepstack(lambda deep: [(each[0].flip(0),) for each in deep])),
-    "deep features in another order": (Tower, "features_at", in_deepstack(lambda deep: deep[::-1])),
-    "the next row of the features": (ImageTokens, "rows_at", lambda real, *args: np.roll(real(*args), 1)),
-    "ids only": (ImageTokens, "codes", lambda real, self: np.where(self.is_image, 10_000, real(self))),
-    "positions along each row": (*AXES, lambda real, *args: None),
-    "one axis": (*AXES, lambda real, *args: real(*args)[:1].repeat(3, 0)),
-    "positions of the next token": (*AXES, lambda real, *args: np.roll(real(*args), 1, axis=-1)),
+    "every image is the first": (pictures, "_distinct", lambda real, parts: (np.zeros(len(parts), int), [0])),
+    "images without pixels": (pictures, "_distinct", without_pixels),
+    "no gradient": (pictures, "_every", lambda real, x, *args: real([each.detach() for each in x], *args)),
+    "deep features elsewhere": (Causes, "row_at_placeholder", lambda real, self: np.roll(real(self), 1)),
+    "deep features in another order": (Causes, "of_unique_tokens", other_layers),
+    "the next row of the features": (Causes, "_features", lambda real, *args: np.roll(real(*args), 1)),
+    "positions along each row": (causes, "_positions", lambda real, *args: {}),
+    "one axis": (causes, "_positions", of_axes(lambda axes: axes[:1] * 3)),
+    "positions of the next token": (causes, "_positions", of_axes(lambda axes: [each.roll(1, -1) for each in axes])),
 }
 OF_BLOCKS: dict[str, tuple[Any, ...]] = {
-    "blocks in parts": (tokens, "whole_blocks", lambda real, codes, blocks: np.minimum(blocks, 0)),
+    "blocks in parts": (causes, "_whole_blocks", lambda real, codes, blocks: np.minimum(blocks, 0)),
     "images of neighbouring rows are one": (BlockLayout, "of", lambda real, blocks: real(np.minimum(blocks, 0))),
     "without the last row": (
         *(BlockLayout, "of"),
         lambda real, blocks: real(np.where(blocks == np.roll(blocks, -1), blocks, -1)),
     ),
-    "in every layer": (windows, "_seen", lambda real, *args: (True, real(*args)[1])),
-    "without a window": (windows, "_seen", lambda real, *args: (real(*args)[0], 0)),
+    "in every layer": (
+        causes,
+        "answered",
+        lambda real, call, window, both_ways, device: real(call, window, True, device),
+    ),
+    "without a window": (causes, "answered", lambda real, call, window, *args: real(call, 0, *args)),
 }
 MISTAKES = OF_IMAGES | OF_BLOCKS
 

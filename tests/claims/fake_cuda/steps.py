@@ -25,9 +25,8 @@ from watch import DEVICE, FakeCUDA, Waits, move_module, moved
 from radixtrain import RadixCollator, build_prefix_plan, share_prefixes, sharing_report
 from radixtrain.attention import EVERYWHERE, tree_attention
 from radixtrain.collators.steps import StepCollator
-from radixtrain.generation.generate import generate
 from radixtrain.hf import third_party
-from radixtrain.hf.padded.rows import PaddedRows
+from radixtrain.hf.padded import causes
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.hf.recurrent import layers
 from radixtrain.kernels import fusion
@@ -146,28 +145,28 @@ def step_of_fit(forward: Context | None = None, dtype: torch.dtype = FLOAT32, **
     return dict(waits.counts)
 
 
+def llava() -> Any:
+    """A model that takes images, whose tower stays as it is."""
+    model = tiny_model("LlavaForConditionalGeneration").requires_grad_(False)
+    model.model.language_model.requires_grad_(True)
+    return model
+
+
 def padded(model: Any, **options: Any) -> dict[str, int]:
     """A step of `share_prefixes`. The plan is made of token ids, which the fakes lack: it gets those of the test."""
     width = max(map(len, NESTED))
     mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in NESTED])
     ids = torch.tensor([ids + [0] * (width - len(ids)) for ids in NESTED])
     batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-    rows, read = PaddedRows.read(ids, mask, None), PaddedRows.read
-    PaddedRows.read = lambda *given: (read(*given), rows)[1]
+    arrays, read = {"ids": ids.numpy(), "mask": mask.numpy()}, causes._on_host
+    causes._on_host = lambda planes: (read(planes), arrays)[1]
     try:
         model = share_prefixes(on_device(model, BF16), min_ratio=1.0, **options)
         waits = step(model, moved(batch, model.mode))
         assert sharing_report(model).num_shared == 1
         return waits
     finally:
-        PaddedRows.read = read
-
-
-def generated(**options: Any) -> dict[str, int]:
-    model, waits = on_device(tiny_qwen3(), BF16).eval(), Waits()
-    with model.mode, waits:
-        generate(model, [[1, 2, 3], [1, 2, 4, 5], [1, 2]], max_new_tokens=4, pad_token_id=0, **options)
-    return dict(waits.counts)
+        causes._on_host = read
 
 
 def verified() -> dict[str, int]:
@@ -258,8 +257,7 @@ GROUPS: dict[str, dict[str, Case]] = {
         "share_prefixes": lambda: padded(tiny_qwen3()),
         "share_prefixes, path": lambda: padded(tiny_qwen3(), attention="path"),
         "share_prefixes, Qwen3.5": lambda: padded(hybrid("Qwen3.5")),
-        "generate": generated,
-        "generate samples": lambda: generated(do_sample=True, top_p=0.9, top_k=5, seed=1, num_return_sequences=2),
+        "share_prefixes, text in LLaVA": lambda: padded(llava()),
         "verify": verified,
     },
     "launches": {name: lambda name=name: launches(name) for name in ("cascade", "path", "expand")},

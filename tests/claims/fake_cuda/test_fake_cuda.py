@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 TORCH = Path(torch.__file__).parent
 STEP = {"radixtrain/training/fault_tolerance/nonfinite_guard.py:_are_finite": 1}
 READ_BOUNDS = "radixtrain/kernels/cpu_loops.py:_schedule"
-SHARED = {"radixtrain/hf/padded/rows.py:read": 1, "radixtrain/hf/padded/rows.py:refuse_reading": 1}
+SHARED = {"radixtrain/hf/padded/causes.py:_on_host": 1, "radixtrain/hf/padded/rows.py:refuse_reading": 1}
 # Where a step waits for the device, how often, and why; every other case must not.
 WAITS = {
     "Gemma2": {READ_BOUNDS: 8},  # a soft-cap, without flash-attn: the eager kernel loops over two arrays of four calls
@@ -32,8 +32,7 @@ WAITS = {
     "share_prefixes": SHARED,  # to plan, and once in the backward pass
     "share_prefixes, path": SHARED,
     "share_prefixes, Qwen3.5": SHARED,
-    "generate": {"radixtrain/generation/scheduler.py:_choose": 4},  # once for each token
-    "generate samples": {"radixtrain/generation/scheduler.py:_choose": 4},
+    "share_prefixes, text in LLaVA": SHARED,  # the embeddings of a plain lookup are not compared
 }
 # In the attention of one layer. What the error says, or where the wait is.
 MISTAKES: dict[str, Any] = {
@@ -72,7 +71,7 @@ def ran(library: Path, group: str) -> dict[str, dict[str, Any]]:
     return {line["name"]: line for line in lines}
 
 
-@pytest.mark.parametrize(("group", "number"), [("strategies", 18), ("commands", 9), ("compiled", 9)])
+@pytest.mark.parametrize(("group", "number"), [("strategies", 18), ("commands", 10), ("compiled", 9)])
 def test_steps_run_on_cuda_and_wait_where_it_is_known(library: Path, group: str, number: int) -> None:
     found = ran(library, group)
     assert len(found) == number

@@ -1,11 +1,11 @@
 """Greedy answers are those of `model.generate`, row by row, for every family that generates; the others are refused.
 
-Prompts are nested, one is a prefix of others, and they are longer than every sliding window. There are more of them
-than lanes, so that lanes are used again. `make test` tries a family of each mechanism, `make test-full` all.
+Prompts are nested, one is a prefix of others, and they are longer than every sliding window; some windows begin to bind
+while tokens are generated. `make test` tries a family of each mechanism, `make test-full` all.
 
 All in float64, where two ways to compute a logit differ by a few units of 1e-15 for each size of the largest one:
-tokens are equal, and logits are within EXACT of `generate`'s and of an ordinary forward pass over the finished text.
-In float32 they are as close to an ordinary forward pass as another attention of Hugging Face is.
+tokens are equal, and logits are within EXACT of those that `generate` computes for the prompt by itself. In float32
+they are as close to them as another attention of Hugging Face is.
 """
 
 import re
@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from answers import Answered, answered, finished_logits, texts_of, with_pieces_of, worst_errors
+from answers import answers_of, by_generate, generated, with_pieces_of, worst_logit
 from families import CORE, CORE_MULTIMODAL, MULTIMODAL, REST, Family, skip_if_it_fails_by_itself
 from noise import assert_within_noise
 from tiers import cases
 from tiny_models import tiny_model
 
+from radixtrain import RadixCache
 from radixtrain.errors import UserError
 from radixtrain.verification.oracle import float64_throughout
 from radixtrain.versions import transformers_is_before
@@ -45,6 +46,7 @@ PROMPTS = [
     [5],
 ]
 EXACT = 1e-12  # for each size of the largest logit, but at least of 1
+LENGTH = {"max_new_tokens": 6, "eos_token_id": None}
 # `generate` with its cache gives other tokens than without it, once the window binds.
 WITHOUT_CACHE = ["Moshi", *(["Gemma 3n"] if transformers_is_before("5.6") else [])]
 # `generate` reads an id that the default configuration of these does not have.
@@ -55,64 +57,63 @@ REASONS = [
     *("does not take position_ids", "counts positions from padding_idx", "not a plain decoder"),
     *("does not predict next tokens", "attends in both directions", "within chunks", "dynamic mask"),
     *("no head that predicts next tokens", "a whole language model with a head of its own"),
-    "encoder_no_repeat_ngram_size",  # in the configuration of Blenderbot
 ]
-
-
-def answers(model: Any) -> Answered:
-    with with_pieces_of(4):
-        return answered(model, PROMPTS, max_new_tokens=6, batch_size=3, do_sample=False)
 
 
 @pytest.mark.parametrize("name", cases(FAMILIES, QUICK))
 def test_equal_or_refused(name: str, print_after: Callable[[str, str], None]) -> None:
+    """Twice with one cache: the second time prompts and the first answers come from it."""
     family: Family = FAMILIES[name]
-    model = family.build().eval()
-    with float64_throughout(model):
+    model, cache = family.build().eval(), RadixCache()
+    for option, token in MISSING.get(family.name, {}).items():
+        setattr(model.config, option, token)
+    with float64_throughout(model), with_pieces_of(4, max_rows=12):
         try:
-            found = answers(model)
+            found = generated(model, PROMPTS, cache=cache, **LENGTH)
         except UserError as error:
             assert any(re.search(reason, str(error)) for reason in REASONS), str(error)
             print_after("generation: families", f"{name}: refused: {error}")
             return
         except AttributeError as error:
             skip_if_it_fails_by_itself(family, error)
-        largest = max(1.0, *(each.abs().max().item() for each in found.logits.values()))
-        from_whole_texts = max(worst_errors(model, found)) / largest
-        for option, token in MISSING.get(family.name, {}).items():
-            setattr(model.config, option, token)
-        from_generate = compare_with_generate(model, found, family.name not in WITHOUT_CACHE) / largest
-    assert from_whole_texts <= EXACT
-    assert from_generate <= EXACT
-    print_after("generation: families", f"{name}: {from_whole_texts:.1e}, from generate {from_generate:.1e}")
+        expected = by_generate(model, PROMPTS, use_cache=family.name not in WITHOUT_CACHE, **LENGTH)
+        worst = compare(found, expected, PROMPTS)
+        known = cache.counters.num_hits
+        texts = [
+            [*prompt, *answer, 3] for prompt, answer in zip(PROMPTS, answers_of(found.sequences, PROMPTS), strict=True)
+        ]
+        continued = generated(model, [*texts[:3], PROMPTS[0]], cache=cache, **LENGTH)
+        assert cache.counters.num_hits - known == sum(map(len, texts[:3])) - 6 + len(PROMPTS[0]) - 1
+        again = by_generate(model, [*texts[:3], PROMPTS[0]], use_cache=family.name not in WITHOUT_CACHE, **LENGTH)
+        worst = max(worst, compare(continued, again, [*texts[:3], PROMPTS[0]]))
+    assert worst <= EXACT
+    print_after("generation: families", f"{name}: {worst:.1e}")
 
 
-def compare_with_generate(model: Any, found: Answered, use_cache: bool = True) -> float:
-    """The largest difference of a logit from `model.generate`'s; its tokens are equal."""
-    worst = 0.0
-    for prompt, answer in texts_of(found.generated):
-        ids = torch.tensor([prompt])
-        fixed = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "use_cache": use_cache}
-        result = model.generate(
-            input_ids=ids, max_new_tokens=6, do_sample=False, output_logits=True, return_dict_in_generate=True, **fixed
-        )
-        assert answer == result.sequences[0, len(prompt) :].tolist(), prompt
-        for step, (theirs,) in enumerate(result.logits):
-            ours = found.logits[tuple(prompt + answer[:step])]
-            worst = max(worst, (ours - theirs).abs().max().item())
-    return worst
+def compare(found: Any, expected: list[Any], prompts: list[list[int]]) -> float:
+    """Tokens are equal; returns the largest difference of a logit."""
+    answers = [each.sequences[0, len(prompt) :].tolist() for each, prompt in zip(expected, prompts, strict=True)]
+    assert answers_of(found.sequences, prompts) == answers
+    return worst_logit(found, expected)
 
 
 @pytest.mark.parametrize("name", cases(["text: Mistral", "text: Qwen3", "text: DeepSeek-V3"], ["text: Mistral"]))
 def test_in_float32(name: str) -> None:
     """On its own answers, which another processor may give other tokens."""
     model = FAMILIES[name].build().eval()
-    found = answers(model)
-    texts = texts_of(found.generated)
-    ours = [found.logits[tuple(prompt + answer[:step])] for prompt, answer in texts for step in range(len(answer))]
+    with with_pieces_of(4):
+        found = generated(model, PROMPTS, **LENGTH)
+    texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, answers_of(found.sequences, PROMPTS), strict=True)]
     ordinary = torch.cat(finished_logits(model, texts))
     model.set_attn_implementation("eager")
-    assert_within_noise(torch.stack(ours), ordinary, torch.cat(finished_logits(model, texts)), name)
+    ours = torch.stack([step[row] for row in range(len(PROMPTS)) for step in found.logits])
+    assert_within_noise(ours, ordinary, torch.cat(finished_logits(model, texts)), name)
+
+
+def finished_logits(model: Any, texts: list[list[int]]) -> list[torch.Tensor]:
+    """The logits of each answer's tokens, by an ordinary forward pass over each finished text."""
+    with torch.no_grad():
+        return [model(torch.tensor([ids]), use_cache=False).logits[0, -7:-1] for ids in texts]
 
 
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -130,4 +131,5 @@ def test_adapters(where: str) -> None:
     base = tiny_model("Qwen3ForCausalLM")
     model = peft.get_peft_model(base, peft.LoraConfig(init_lora_weights=False, **ADAPTERS[where])).eval()
     with float64_throughout(model):
-        assert compare_with_generate(model, answers(model)) <= EXACT * 10
+        found, expected = generated(model, PROMPTS, **LENGTH), by_generate(model, PROMPTS, **LENGTH)
+        assert compare(found, expected, PROMPTS) <= EXACT * 10

@@ -1,133 +1,109 @@
-"""Keys and values of a shared prompt exist once: slots in use and their bytes, beside Hugging Face's cache."""
+"""Shared prompts are stored once: bytes of keys and values beside those of transformers' `DynamicCache`."""
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from answers import batch_of
 
 from radixtrain import RadixCache, generate
+from radixtrain.generation.cache import nodes_below
+from radixtrain.generation.prompt_cache import FIRST_NEW, PromptCache
 
-SHARED, OWN, NEW, PROMPTS = 256, 4, 8, 16
-LANE = OWN + 512 // 16 + NEW  # slots: an allowance of an eighth of a kept run, in `longest_tail`
-
-
-def prompts_of(num_prompts: int) -> list[list[int]]:
-    """Prompts that share all tokens but the last four."""
-    shared = [token % 30 for token in range(SHARED)]
-    return [[*shared, 30 + place, 3, 2, 1] for place in range(num_prompts)]
+SHARED, OWN, NEW, PROMPTS = 300, 4, 8, 16
+CONFIG = {"vocab_size": 64, "max_position_embeddings": 800}
+OPTIONS: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
-def slots_in_use(model: Any, prompts: Sequence[Sequence[int]], **options: Any) -> tuple[int, RadixCache]:
-    """The most slots that were in use after a token, lanes included, and the cache."""
-    cache, used = RadixCache(), [0]
-
-    def count(token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        used[0] = max(used[0], cache.pool.capacity - cache.pool.num_free)
-        return scores
-
-    fixed = {"max_new_tokens": NEW, "eos_token_id": None, "cache": cache}
-    generate(model, prompts, logits_processor=[count], **fixed, **options)
-    return used[0], cache
+def prompts_of(number: int) -> list[list[int]]:
+    shared = [token % 40 for token in range(SHARED)]
+    return [[*shared, 41 + place, 3, 4, 5] for place in range(number)]
 
 
-def bytes_of_a_slot(cache: RadixCache) -> int:
-    """What one token takes in all layers."""
-    return sum(rows[0].nbytes for call in cache.store.calls for rows in call)
+def storages(*things: Any) -> dict[int, int]:
+    """Bytes of the memory that tensors in these things hold, by its address."""
+    return {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors_in(things)}
 
 
-def bytes_of_hugging_face(model: Any, prompts: Sequence[Sequence[int]]) -> int:
-    """What `generate` keeps for these prompts, of equal length, when the last token is chosen."""
-    ids = torch.tensor(prompts)
-    mask = torch.ones_like(ids)
-    result = model.generate(
-        ids, attention_mask=mask, max_new_tokens=NEW, eos_token_id=None, do_sample=False, return_dict_in_generate=True
-    )
-    layers = result.past_key_values.layers
-    return sum(each.nbytes for layer in layers for each in (layer.keys, layer.values))
+def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
+    if isinstance(thing, torch.Tensor):
+        yield thing
+    elif isinstance(thing, dict):
+        yield from tensors_in(list(thing.values()))
+    elif isinstance(thing, list | tuple):
+        for each in thing:
+            yield from tensors_in(each)
+
+
+def held_by(cache: PromptCache) -> dict[int, int]:
+    """What a call holds: each row's own keys, shared ones, and what is left of the prompts where they were computed."""
+    prompts = [node.rows.layers for path in cache._paths for node in path]
+    return storages([[layer.keys, layer.values] for layer in cache.layers], cache._shared, prompts)
+
+
+def held(model: Any, monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]], **options: Any) -> dict[int, int]:
+    """What is held when a call chooses its last token."""
+    seen: list[dict[int, int]] = []
+    attend = PromptCache.attend
+
+    def watched(cache: PromptCache, *arguments: Any, **given: Any) -> Any:
+        attended = attend(cache, *arguments, **given)
+        seen.append(held_by(cache))
+        return attended
+
+    monkeypatch.setattr(PromptCache, "attend", watched)
+    generate(model, **batch_of(prompts), **{**OPTIONS, **options})
+    monkeypatch.setattr(PromptCache, "attend", attend)
+    return seen[-1]
+
+
+def bytes_of_a_token(model: Any) -> int:
+    config = model.config
+    return config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * 4  # type: ignore[no-any-return]
 
 
 def test_a_shared_prompt_is_stored_once(
-    tiny_qwen3: Callable[..., Any], print_after: Callable[[str, str], None]
+    tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, print_after: Callable[[str, str], None]
 ) -> None:
-    model, prompts = tiny_qwen3().eval(), prompts_of(PROMPTS)
-    used, cache = slots_in_use(model, prompts, do_sample=False)
-    theirs = bytes_of_hugging_face(model, prompts)
-    length = SHARED + OWN + NEW - 1
-    assert theirs == PROMPTS * length * bytes_of_a_slot(cache), "a slot is not a token's keys and values"
-    assert SHARED + PROMPTS * (OWN + NEW - 1) <= used <= SHARED + PROMPTS * LANE
-    assert cache.num_tokens == SHARED + PROMPTS * (OWN + NEW - 1), "answers are kept without copies"
-    ours = used * bytes_of_a_slot(cache)
-    assert theirs > 4 * ours
+    model = tiny_qwen3(**CONFIG).eval()
+    expected = model.generate(**batch_of(prompts_of(PROMPTS)), **OPTIONS, return_dict_in_generate=True)
+    layers = next(value for value in expected.values() if hasattr(value, "layers")).layers
+    theirs = sum(each.nbytes for layer in layers for each in (layer.keys, layer.values))
+    a_token = bytes_of_a_token(model)
+    assert theirs == PROMPTS * (SHARED + OWN + NEW - 1) * a_token
+    ours = sum(held(model, monkeypatch, prompts_of(PROMPTS)).values())
+    assert ours == (SHARED + PROMPTS * (OWN + FIRST_NEW)) * a_token, "columns of tails, and for answers"
     print_after(
         "generation: bytes of keys and values",
         f"{PROMPTS} prompts that share {SHARED} of {SHARED + OWN} tokens: {ours:,} in use, DynamicCache {theirs:,}",
     )
 
 
-@pytest.mark.parametrize("budget", [150, None])
-def test_after_a_call_the_lanes_are_given_back(
-    tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, budget: int | None
-) -> None:
-    """During it there are little more slots than the tree and lanes of the longest answer have."""
-    monkeypatch.setattr(sys.modules["radixtrain.generation.generate"], "FIRST_ANSWER", 2)
-    model, prompts, cache, seen = tiny_qwen3().eval(), prompts_of(PROMPTS), RadixCache(budget), list[int]()
-
-    def count(token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        seen.append(cache.pool.capacity)
-        return scores
-
-    prompts = [ids[-OWN - 3 :] for ids in prompts]
-    fixed: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": None}
-    found = generate(model, prompts, cache=cache, logits_processor=[count], **fixed)
-    assert {len(row) for call in cache.store.calls for row in call} == {cache.pool.capacity}
-    assert cache.pool.capacity <= (budget or 2 * cache.num_tokens)
-    lanes = PROMPTS * (60 + OWN + 3)
-    assert max(seen) <= 1.3 * lanes + (budget or cache.num_tokens)
-    again = generate(model, prompts, cache=cache, **fixed)
-    assert again.token_ids == found.token_ids == generate(model, prompts, **fixed).token_ids
-    assert again.stats.num_cached_tokens > 0
-    cache.clear()
-    assert cache.pool.capacity == 0 and not cache.store.calls
-
-
-def test_its_rows_exist_once(tiny_qwen3: Callable[..., Any]) -> None:
-    """Keys of a shared token are nowhere else in the store, not in a lane either: no two tokens have equal keys.
-
-    Those of one row in two places would be a copy, or computed twice and a rounding apart; those of others are of order
-    one, and none of them is as close as 1e-4.
-    """
-    model, prompts = tiny_qwen3().eval(), prompts_of(PROMPTS)
-    _, cache = slots_in_use(model, prompts, do_sample=False)
-    slots = cache.match_prefix(prompts[0][:SHARED]).slots
-    for key, value in cache.store.calls:
-        for place in (1, SHARED // 2, SHARED - 1):
-            row = int(slots[place])
-            same = (key - key[row]).abs().amax((1, 2)) + (value - value[row]).abs().amax((1, 2)) < 1e-4
-            assert same.nonzero().flatten().tolist() == [row]
-
-
-def test_samples_of_one_prompt(tiny_qwen3: Callable[..., Any]) -> None:
+def test_samples_of_one_prompt(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Thirty-two samples take one prompt and what they generate."""
-    used, cache = slots_in_use(tiny_qwen3().eval(), prompts_of(1), do_sample=True, num_return_sequences=32, seed=0)
-    assert used <= SHARED + OWN + 32 * LANE
-    assert cache.num_tokens <= SHARED + OWN + 32 * (NEW - 1)
+    model = tiny_qwen3(**CONFIG).eval()
+    options = {"do_sample": True, "num_return_sequences": 32}
+    ours = sum(held(model, monkeypatch, prompts_of(1), **options).values())
+    assert ours <= (SHARED + OWN + 32 * (NEW + FIRST_NEW)) * bytes_of_a_token(model)
 
 
-def test_later_prompts_evict_earlier_ones(tiny_qwen3: Callable[..., Any]) -> None:
-    """Without a cache of the user's nothing stays that the next prompts do not begin with."""
-    seen = []
-    groups = [[(7 * group + token) % 40 for token in range(SHARED)] for group in range(6)]
-    prompts = [[*group, place, 41, 42, 43] for group in groups for place in range(4)]
+@pytest.mark.parametrize("budget", [150, None])
+def test_what_a_cache_holds_after_a_call(tiny_qwen3: Callable[..., Any], budget: int | None) -> None:
+    """Each token of the tree once, in memory of its own, and no more of them than the budget has room for."""
+    model = tiny_qwen3(**CONFIG).eval()
+    cache, prompts = RadixCache(budget), prompts_of(PROMPTS)
+    found = generate(model, **batch_of(prompts), cache=cache, **OPTIONS)
+    assert cache.num_tokens == (budget or SHARED + PROMPTS * (OWN + NEW - 1))
+    layers = [node.rows.layers for _, node in nodes_below(cache.root)]
+    assert sum(storages(layers).values()) == cache.num_tokens * bytes_of_a_token(model)
+    assert torch.equal(generate(model, **batch_of(prompts), cache=cache, **OPTIONS), found)
+    assert cache.counters.num_hits > 0 and not cache.root.locks
 
-    class Watched(RadixCache):
-        def reserve(self, count: int, contiguous: bool = False) -> Any:
-            slots = super().reserve(count, contiguous)
-            seen.append(self.pool.capacity - self.pool.num_free)
-            return slots
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["radixtrain.generation.prefill"], "RadixCache", Watched)
-        generate(tiny_qwen3().eval(), prompts, max_new_tokens=NEW, batch_size=4, eos_token_id=None, do_sample=False)
-    assert max(seen) <= 2 * SHARED + 4 * LANE, seen
+def test_a_cache_of_a_call_works_only_inside_of_it(tiny_qwen3: Callable[..., Any]) -> None:
+    model = tiny_qwen3(**CONFIG).eval()
+    found = generate(model, **batch_of(prompts_of(2)), **OPTIONS, return_dict_in_generate=True)
+    name, cache = next((name, value) for name, value in found.items() if isinstance(value, PromptCache))
+    with pytest.raises(RuntimeError, match="works only inside of that call"):
+        model(torch.tensor([[1], [2]]), **{name: cache})

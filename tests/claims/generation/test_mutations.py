@@ -1,30 +1,28 @@
 """The tests are tested: each mistake below makes generation differ from the ordinary model, and is seen.
 
-One scenario, in float64: nested prompts on one cache, more of them than lanes, ends at different times, a second call
-that splits nodes of the first, a third that continues answers, and free slots poisoned with NaN in between. Without a
-mistake every logit is within 1e-12 of an ordinary forward pass over the finished text.
+One scenario, in float64: nested prompts on one cache with several samples each, a second call that splits nodes of the
+first, a third that continues answers. Without a mistake every logit is that of `model.generate` within 1e-12.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from answers import answered, texts_of, with_pieces_of, worst_errors
+from answers import answers_of, by_generate, generated, with_pieces_of, worst_logit
 from families import CORE
 from tiers import cases
 from torch import Tensor
 
-import radixtrain.generation.scheduler
 from radixtrain import RadixCache
-from radixtrain.attention import cached_attention
+from radixtrain.attention import continued_attention, decoding_attention
 from radixtrain.generation.cache import Node
-from radixtrain.generation.passes import Pass, PromptPlan, SharedRows, decoding_pass
-from radixtrain.generation.scheduler import RunningBatch
-from radixtrain.generation.store import KeyValueStore
-from radixtrain.tree.cached_layout import Continuations, Paths, shared_runs
+from radixtrain.generation.key_values import KeyValues
+from radixtrain.generation.prefill import Continuation, PromptCall
+from radixtrain.generation.prompt_cache import PromptCache, Sharing, Tails
+from radixtrain.kernels.stored import Readers
 from radixtrain.verification.oracle import float64_throughout
 
 BAR = 1e-12
@@ -37,37 +35,29 @@ FIRST = [
     [5],
 ]
 SECOND = [[7, 8, 9, 10, 11, 3], [7, 8, 2], [30, 31, 33, 34], [7, 8, 9, 6, 6, 6, 1, 1], [7, 8, 9, 10, 11, 12, 1, 2, 9]]
-UNLIKE = [[1, 2], [1, 3, 3, 3, 3], [2, 7, 8], [2, 7, 8, 9]]
-ENDS = list(range(16, 40, 3))
 Patch = pytest.MonkeyPatch
-Runs = list[tuple[list[int], np.ndarray]]
 
 
 def worst(name: str) -> float:
     """The largest error of a logit in the scenario, or in its beginning, if that is wrong."""
     model = next(family for family in CORE if family.name == name).build().eval()
-    cache, errors = RadixCache(), list[float]()
-    with float64_throughout(model), with_pieces_of(2):
-        prompts, batch_size = FIRST, 4
-        for _ in range(3):
-            options = {"cache": cache, "batch_size": batch_size, "max_new_tokens": 6, "eos_token_id": ENDS}
-            found = answered(model, prompts, do_sample=False, **options)
-            errors += worst_errors(model, found)
-            if not max(errors) <= BAR:
+    cache, error, prompts = RadixCache(), 0.0, FIRST
+    options = {"max_new_tokens": 6, "eos_token_id": None}
+    with float64_throughout(model):
+        for turn, cells in enumerate((2, 6, 6)):  # all is shared, then less
+            with with_pieces_of(cells, max_rows=30):
+                found = generated(model, prompts, cache=cache, **options)
+            error = float(np.max([error, worst_logit(found, by_generate(model, prompts, **options))]))
+            if not error <= BAR:
                 break
-            poison(cache)
-            continued = [[*prompt, *answer, 3] for prompt, answer in texts_of(found.generated)]
-            prompts, batch_size = (SECOND, 4) if prompts is FIRST else ([*continued, *FIRST, *SECOND, *UNLIKE], 6)
-    return float(np.max(errors))  # nan if one is
-
-
-def poison(cache: RadixCache) -> None:
-    """NaN in every slot that is free."""
-    free = cache.pool.allocate(cache.pool.num_free)
-    for stored in cache.store.calls:
-        for rows in stored:
-            rows[torch.from_numpy(free[free < len(rows)])] = torch.nan
-    cache.pool.release(free)
+            answers = zip(prompts, answers_of(found.sequences, prompts), strict=True)
+            prompts = [*SECOND, *([*prompt, *answer, 3] for prompt, answer in answers if turn)]
+        beams = {**options, "num_beams": 3, "output_logits": False}
+        with with_pieces_of(6):
+            found = generated(model, FIRST[:3], **beams)
+        expected = by_generate(model, FIRST[:3], **beams)
+        beams_agree = answers_of(found.sequences, FIRST[:3]) == [each.sequences[0, -6:].tolist() for each in expected]
+    return error if beams_agree else np.inf
 
 
 def is_faithful(name: str) -> bool:
@@ -83,185 +73,189 @@ def test_without_a_mutation(name: str) -> None:
     assert worst(name) <= BAR
 
 
-def change_runs(patch: Patch, owner: Any, name: str, change: Callable[[Runs], Runs]) -> None:
-    """Only in calls of one method."""
-    method = getattr(owner, name)
+def change_attention(patch: Patch, change: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    """change: of arguments and options of every call; returns other arguments, or None."""
+    places = {
+        "radixtrain.generation.prompt_cache.decoding_attention": decoding_attention,
+        "radixtrain.generation.prefill.continued_attention": continued_attention,
+    }
+    for place, function in places.items():
 
-    def wrong(*arguments: Any) -> Any:
-        with pytest.MonkeyPatch.context() as inside:
-            inside.setattr("radixtrain.tree.cached_layout.shared_runs", lambda nodes: change(shared_runs(nodes)))
-            return method(*arguments)
+        def wrong(*arguments: Any, function: Any = function, **options: Any) -> Tensor:
+            changed = change(arguments, options)
+            return function(*(arguments if changed is None else changed), **options)  # type: ignore[no-any-return]
 
-    patch.setattr(owner, name, staticmethod(wrong) if owner is SharedRows else wrong)
-
-
-def mix_up_two_readers(patch: Patch) -> None:
-    """The runs of two sequences are read by each other."""
-    of = SharedRows.of
-    patch.setattr(SharedRows, "of", staticmethod(lambda requests, device: of([*requests[1:], requests[0]], device)))
+        patch.setattr(place, wrong)
 
 
-def change_decoding(patch: Patch, change: Callable[[Pass], Pass]) -> None:
-    scheduler = radixtrain.generation.scheduler
-    patch.setattr(scheduler, "decoding_pass", lambda *arguments: change(decoding_pass(*arguments)))
+def change_shared(change: Callable[[Sequence[Any]], Sequence[Any]], of_prompts: bool) -> Callable[[Patch], None]:
+    """change: of what is shared, in calls of prompts or of decoding."""
+
+    def changed(arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if ("depths" in options) is not of_prompts:
+            return None
+        place = 4 if of_prompts else 3
+        return (*arguments[:place], change(arguments[place]), *arguments[place + 1 :])
+
+    return lambda patch: change_attention(patch, changed)
 
 
-def change_masks(patch: Patch, change: Callable[[Tensor, Tensor], None]) -> None:
-    """change: of the mask of all lanes, (n, longest), and how many slots of each are filled, (n,)."""
-
-    def changed(step: Pass) -> Pass:
-        lanes = step.layout.lanes
-        assert lanes is not None
-        mask = lanes.mask.clone()
-        change(mask, (mask == 0).sum(1))
-        step.layout.lanes = replace(lanes, mask=mask)
-        return step
-
-    change_decoding(patch, changed)
+def mix_up_two_readers(shared: Sequence[Any]) -> Sequence[Any]:
+    """What the first is for, the second gets."""
+    if len(shared) < 2:
+        return shared
+    first, second, *others = shared
+    return [replace(first, readers=second.readers), replace(second, readers=first.readers), *others]
 
 
-def show_a_slot_too_many(patch: Patch) -> None:
-    """The mask of every lane is one slot longer."""
+def change_masks(patch: Patch, change: Callable[[Tensor], None]) -> None:
+    mask_of = PromptCache._mask
 
-    def change(mask: Tensor, filled: Tensor) -> None:
-        for row, length in enumerate(filled.tolist()):
-            mask[row, length : length + 1] = 0
+    def wrong(self: PromptCache, window: int | None, num_new: int) -> Tensor:
+        mask = mask_of(self, window, num_new).clone()
+        change(mask)
+        return mask
 
-    change_masks(patch, change)
-
-
-def hide_the_first_slot(patch: Patch) -> None:
-    def change(mask: Tensor, filled: Tensor) -> None:
-        mask[filled > 1, 0] = -torch.inf
-
-    change_masks(patch, change)
+    patch.setattr(PromptCache, "_mask", wrong)
 
 
-def count_prompts_from_the_cached_end(patch: Patch) -> None:
-    """Positions of a prompt begin at 0 after what is cached."""
-    pass_of = PromptPlan.pass_of
-
-    def wrong(self: PromptPlan, *arguments: Any) -> Pass:
-        step, start = pass_of(self, *arguments), int(self.ends.num_stored.max())
-        return replace(step, position_ids=(step.position_ids - start).clamp(min=0))
-
-    patch.setattr(PromptPlan, "pass_of", wrong)
+def show_a_hidden_key(mask: Tensor) -> None:
+    hidden = (mask == -torch.inf).nonzero()
+    if len(hidden):
+        mask[tuple(hidden[-1])] = 0
 
 
-def swap_lanes_that_move(patch: Patch) -> None:
-    """Of two lanes that move at once each goes into the gap of the other."""
-    move = RunningBatch._move
-
-    def swapped(self: RunningBatch, movers: Any, gaps: Any, ends: Any) -> None:
-        move(self, movers[::-1], gaps, np.full_like(ends, ends.max(initial=0)))
-
-    patch.setattr(RunningBatch, "_move", swapped)
-
-
-def keep_stale_runs(patch: Patch) -> None:
-    """What was shared is not found anew after a sequence has left: the lanes read what those before them read."""
-    leave, of = RunningBatch._leave, SharedRows.of
-
-    def stale(self: RunningBatch, first: int) -> None:
-        before = [replace(request) for request in self.requests]
-        leave(self, first)
-        if 0 < len(self) < len(before):
-            self.shared = of(before[: len(self)], self.newest.device)
-
-    patch.setattr(RunningBatch, "_leave", stale)
+def hide_a_key(mask: Tensor) -> None:
+    mask[..., -2:-1] = -torch.inf
 
 
 def split_at_the_wrong_end(patch: Patch) -> None:
-    """The upper node gets the last slots instead of the first ones."""
+    """The upper node gets the last rows instead of the first ones."""
     split = Node.split
 
     def wrong(self: Node, length: int) -> Node:
-        self.slots = np.roll(self.slots, length)
+        self.rows = KeyValues(self.rows.layers, np.roll(self.rows.rows, length))
         return split(self, length)
 
     patch.setattr(Node, "split", wrong)
 
 
-def keep_the_last_token(patch: Patch) -> None:
-    """A finished sequence goes into the cache with its last token, which was never computed."""
-    keep = RunningBatch._keep
+def count_prompts_from_the_stored_end(patch: Patch) -> None:
+    """Positions of a prompt begin at 0 after what is stored."""
+    begin = PromptCall.__init__
 
-    def wrong(self: RunningBatch, request: Any, lane: int) -> None:
-        self.used[lane] += 1
-        request.token_ids.append(0)
-        keep(self, request, lane)
-        request.token_ids.pop()
-        self.used[lane] -= 1
+    def wrong(self: PromptCall, parts: Any, continuation: Continuation) -> None:
+        begin(self, parts, continuation)
+        self.depths = (self.depths - max(continuation.num_stored)).clamp(min=0)
 
-    patch.setattr(RunningBatch, "_keep", wrong)
+    patch.setattr(PromptCall, "__init__", wrong)
 
 
-OF_QWEN3: dict[str, Callable[[Patch], None]] = {
-    "a shared run is left out": lambda patch: change_runs(patch, SharedRows, "of", lambda runs: runs[1:]),
-    "a shared run is counted twice": lambda patch: change_runs(
-        patch, SharedRows, "of", lambda runs: [*runs, *runs[:1]]
-    ),
-    "a shared run of prompts is left out": lambda patch: change_runs(
-        patch, Continuations, "_shared", lambda runs: runs[1:]
-    ),
-    "a shared run of prompts is counted twice": lambda patch: change_runs(
-        patch, Continuations, "_shared", lambda runs: [*runs, *runs[:1]]
-    ),
-    "two readers are mixed up": mix_up_two_readers,
-    "a mask shows a slot too many": show_a_slot_too_many,
-    "a mask hides the first slot": hide_the_first_slot,
-    "a new token gets the position after its own": lambda patch: change_decoding(
-        patch, lambda step: replace(step, position_ids=step.position_ids + 1)
-    ),
-    "positions of a prompt begin after what is cached": count_prompts_from_the_cached_end,
-    "lanes do not move": lambda patch: patch.setattr(RunningBatch, "_move", lambda self, *arguments: None),
-    "lanes that move are swapped": swap_lanes_that_move,
-    "runs are stale": keep_stale_runs,
-    "lanes are not made zero": lambda patch: patch.setattr(KeyValueStore, "zero", lambda self, slots: None),
-    "a split is at the wrong end": split_at_the_wrong_end,
-    "the last token is kept": keep_the_last_token,
-}
+def move_new_tokens(patch: Patch) -> None:
+    begin = PromptCache.begin
+
+    def wrong(self: PromptCache, *arguments: Any) -> Any:
+        call = begin(self, *arguments)
+        call.depths = call.depths + 1
+        return call
+
+    patch.setattr(PromptCache, "begin", wrong)
 
 
-@pytest.mark.parametrize("mutation", OF_QWEN3)
-def test_a_mutation(mutation: str, monkeypatch: Patch) -> None:
-    OF_QWEN3[mutation](monkeypatch)
-    assert not is_faithful("Qwen3")
+def store_answers_one_late(patch: Patch) -> None:
+    answers = PromptCache.answers
+
+    def wrong(self: PromptCache, *arguments: Any) -> Any:
+        for tokens, rows in answers(self, *arguments):
+            yield tokens, KeyValues(rows.layers, np.roll(rows.rows, 1))
+
+    patch.setattr(PromptCache, "answers", wrong)
 
 
-def change_attention(patch: Patch, change: Callable[[dict[str, Any]], None]) -> None:
-    """change: of the options of every call."""
+def forget_to_reorder(patch: Patch) -> None:
+    patch.setattr(PromptCache, "reorder_cache", lambda self, indices: None)
 
-    def wrong(*arguments: Any, **options: Any) -> Tensor:
-        change(options)
-        return cached_attention(*arguments, **options)
 
-    patch.setattr("radixtrain.hf.attention_interface.cached_attention", wrong)
+def mix_owners(patch: Patch) -> None:
+    """Rows that continue one node are told to continue another."""
+    of = Continuation.of
+
+    def wrong(*arguments: Any) -> Continuation:
+        found = of(*arguments)
+        return replace(found, owners=(found.owners + 1) % len(found.nodes))
+
+    patch.setattr(Continuation, "of", wrong)
 
 
 def window_off_by(by: int) -> Callable[[Patch], None]:
-    def change(options: dict[str, Any]) -> None:
+    opened = PromptCache._mask
+
+    def wrong(self: PromptCache, window: int | None, num_new: int) -> Tensor:
+        return opened(self, window, num_new) if window is None else _of_window(self, window, window + by, num_new)
+
+    def _of_window(self: PromptCache, window: int, other: int, num_new: int) -> Tensor:
+        self._tails[other] = self._tails[window]
+        return opened(self, other, num_new)
+
+    return lambda patch: patch.setattr(PromptCache, "_mask", wrong)
+
+
+def copy_too_short_windows(patch: Patch) -> None:
+    of = Tails.of
+
+    def wrong(tails: Any, device: Any, longest: int | None = None) -> Tails:
+        return of(tails, device, None if longest is None else longest - 1)
+
+    patch.setattr(Tails, "of", wrong)
+
+
+def window_of_prompts_off_by(by: int) -> Callable[[Patch], None]:
+    def change(arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         if options.get("window") is not None:
             options["window"] += by
 
     return lambda patch: change_attention(patch, change)
 
 
-def copy_too_short_windows(patch: Patch) -> None:
-    within = Paths.within
-    patch.setattr(Paths, "within", lambda self, window: within(self, window - 1))
+def forget_sinks(arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    options["sinks"] = None
 
 
-ATTENTION: dict[str, tuple[str, Callable[[Patch], None]]] = {
+MUTATIONS: dict[str, tuple[str, Callable[[Patch], None]]] = {
+    "a shared run is left out": ("Qwen3", change_shared(lambda shared: shared[1:], False)),
+    "a shared run is counted twice": ("Qwen3", change_shared(lambda shared: [*shared, *shared[:1]], False)),
+    "a shared run of prompts is left out": ("Qwen3", change_shared(lambda shared: shared[1:], True)),
+    "a shared run of prompts is counted twice": ("Qwen3", change_shared(lambda shared: [*shared, *shared[:1]], True)),
+    "two readers are mixed up": ("Qwen3", change_shared(mix_up_two_readers, False)),
+    "owners of rows are mixed up": ("Qwen3", mix_owners),
+    "a mask shows a hidden key": ("Qwen3", lambda patch: change_masks(patch, show_a_hidden_key)),
+    "a mask hides a key": ("Qwen3", lambda patch: change_masks(patch, hide_a_key)),
+    "a new token gets the position after its own": ("Qwen3", move_new_tokens),
+    "positions of a prompt begin after what is stored": ("Qwen3", count_prompts_from_the_stored_end),
+    "a split is at the wrong end": ("Qwen3", split_at_the_wrong_end),
+    "answers are stored one token late": ("Qwen3", store_answers_one_late),
+    "beams are not reordered": ("Qwen3", forget_to_reorder),
+    "readers see another row": (
+        "Qwen3",
+        lambda patch: patch.setattr(Sharing, "readers", lambda self, num_new, device: shifted(self, num_new, device)),
+    ),
     "a window is one shorter": ("Mistral", window_off_by(-1)),
     "a window is one longer": ("Mistral", window_off_by(1)),
+    "a window of prompts is one shorter": ("Mistral", window_of_prompts_off_by(-1)),
     "copied windows are too short": ("Mistral", copy_too_short_windows),
-    "sinks are forgotten": ("gpt-oss", lambda patch: change_attention(patch, lambda options: options.pop("sinks"))),
+    "sinks are forgotten": ("gpt-oss", lambda patch: change_attention(patch, forget_sinks)),
 }
+READERS = Sharing.readers
 
 
-@pytest.mark.parametrize("mutation", ATTENTION)
-def test_a_mutation_of_attention(mutation: str, monkeypatch: Patch) -> None:
-    name, mutate = ATTENTION[mutation]
+def shifted(sharing: Sharing, num_new: int, device: torch.device) -> dict[Node, Readers]:
+    """Each row reads what the one before it reads."""
+    paths = [*sharing.paths[-1:], *sharing.paths[:-1]]
+    return READERS(replace(sharing, paths=paths), num_new, device)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_mutation(mutation: str, monkeypatch: Patch) -> None:
+    name, mutate = MUTATIONS[mutation]
     mutate(monkeypatch)
     assert not is_faithful(name)

@@ -3,8 +3,7 @@
 That the gradient is the ordinary one is in tests/claims/equivalence/test_image_rows.py.
 """
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,15 +23,10 @@ from transformers.models.llava import modeling_llava
 
 from radixtrain import share_prefixes, sharing_report
 from radixtrain.errors import UserError
-from radixtrain.hf import image_models
 from radixtrain.hf.names import IMAGES
-from radixtrain.images.tokens import ImageTokens
-from radixtrain.images.tower import FEATURES, distinct_images
+from radixtrain.hf.padded.causes import OTHER_MASK, _of_pairs
+from radixtrain.hf.pictures import _distinct
 
-pytestmark = pytest.mark.skipif(
-    FEATURES not in inspect.signature(modeling_llava.LlavaModel.forward).parameters,
-    reason="this transformers does not take the features of images ready made, so such calls run untouched",
-)
 BAR = 1e-12
 BOTH_WAYS = ["Gemma 3", "Gemma 4, in both directions"]
 
@@ -56,8 +50,8 @@ def test_text_with_types_as_processors_return_them(name: str) -> None:
     kind, ids = KINDS[name], torch.tensor([[7, 8, 9], [7, 8, 10]])
     inputs = {"input_ids": ids, kind.types: torch.zeros(2, 3).int()}
     assert same_call(kind.build(), inputs, ids != 0).num_unique_tokens == 4
-    inputs[kind.types][0, :2] = 1
-    assert reason_of(kind.build().train(), inputs) == f"{kind.types} is given"
+    inputs[kind.types][0, :2] = 1  # two tokens that see each other
+    assert same_call(kind.build(), inputs, ids != 0).num_unique_tokens == 6
 
 
 @pytest.mark.parametrize("name", [*BOTH_WAYS, "Qwen3-VL"])
@@ -133,15 +127,6 @@ def test_an_output_that_a_later_transformers_renames(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("name", BOTH_WAYS)
-def test_images_that_attend_in_both_directions_before_transformers_says_which(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kind = KINDS[name]
-    monkeypatch.setattr(image_models, "block_function_of", lambda backbone: None)
-    assert reason_of(kind.build(), call_of(kind)) == f"{kind.types} is given"
-
-
-@pytest.mark.parametrize("name", BOTH_WAYS)
 def test_packed_images_that_attend_in_both_directions(name: str) -> None:
     """transformers lets images see each other across sequences, and reads their blocks at positions."""
     inputs = call_of(KINDS[name], [[7, "A", "A", 9]])
@@ -149,6 +134,14 @@ def test_packed_images_that_attend_in_both_directions(name: str) -> None:
     del inputs["attention_mask"]
     reason = reason_of(KINDS[name].build().train(), inputs)
     assert reason == "a row has several sequences, and its images attend in both directions"
+
+
+@pytest.mark.parametrize("name", ["Gemma 3", "Gemma 4"])
+def test_packed_text_whose_masks_the_backbone_makes(name: str) -> None:
+    """Of two sequences that are longer than the window of some layers."""
+    ids = torch.tensor([[7, 8, 9, 10, 11, 12, 13, 14, 15, 7, 8, 9, 10, 11, 12, 13, 14, 16, 17]])
+    inputs = {"input_ids": ids, "position_ids": torch.tensor([[*range(9), *range(10)]])}
+    assert same_call(KINDS[name].build(), inputs, ids != 0).num_unique_tokens == 8 + 1 + 2
 
 
 @pytest.mark.parametrize(("window", "is_shared"), [(15, False), (16, True)])
@@ -162,11 +155,11 @@ def test_images_that_see_each_other_beyond_a_window(window: int, is_shared: bool
         check_padded(kind, rows)
         return
     reason = reason_of(kind.build().train(), call_of(kind, rows))
-    assert reason == "an image is longer than a window, beyond which its tokens see each other"
+    assert reason == OTHER_MASK
 
 
 def test_sounds() -> None:
-    """The backbone takes no features of sounds ready made."""
+    """Which sound stands at a placeholder is not known."""
     model = tiny_model("VoxtralForConditionalGeneration", audio_token_id=IMAGE)
     width = 2 * model.config.audio_config.max_source_positions
     bands = model.config.audio_config.num_mel_bins
@@ -175,9 +168,11 @@ def test_sounds() -> None:
     assert reason_of(model, {"input_ids": ids, "input_features": sounds}) == "input_features is given"
 
 
-def test_images_of_several_tensors_for_a_placeholder() -> None:
+def test_a_tower_that_returns_more_than_features_computes_every_image() -> None:
+    """Ovis 2 puts other rows of it at further tokens."""
     kind = of_family("Ovis 2", squares(28, 4))
-    assert "reads more than one row for each placeholder" in reason_of(kind.build(), call_of(kind))
+    report = same_call(kind.build(), *batch_of(kind, ROWS))
+    assert report.num_images == report.num_distinct_images
 
 
 @pytest.mark.parametrize("name", ["GOT-OCR 2", "LLaVA", "Qwen3-VL"])
@@ -187,68 +182,36 @@ def test_pixels_of_another_dtype(name: str) -> None:
     same_call(KINDS[name].build(), {**inputs, "pixel_values": inputs["pixel_values"].float()}, kept)
 
 
-def with_batch_norm(model: Any) -> None:
-    model.model.vision_tower.norm = torch.nn.BatchNorm1d(3)
-
-
-def with_dropout(model: Any) -> None:
-    model.model.vision_tower.dropout = torch.nn.Dropout(0.1)
-
-
-def with_a_setting(model: Any) -> None:
-    model.model.config.vision_config.attention_dropout = 0.1
-
-
-def with_an_attribute(model: Any) -> None:
-    model.model.vision_tower.drop_path_rate = 0.1
-
-
-DRAWS = "draws at random"
-TOWERS = [(with_batch_norm, "batch norms"), (with_dropout, DRAWS), (with_a_setting, DRAWS), (with_an_attribute, DRAWS)]
-
-
-@pytest.mark.parametrize(("change", "reason"), TOWERS)
-def test_a_tower_that_draws_or_whose_features_depend_on_the_batch(change: Callable[[Any], None], reason: str) -> None:
-    """Of the tower only: the rest of the model is in evaluation mode."""
-    model = KINDS["LLaVA"].build().eval()
-    change(model)
-    model.model.vision_tower.train()
-    assert reason in reason_of(model, call_of(KINDS["LLaVA"]))
-
-
-def test_pixels_that_are_learned_and_features_that_are_given() -> None:
-    """Each copy of an image has a gradient of its own."""
-    inputs = call_of(KINDS["LLaVA"], [[7, 8, "A", 9], [7, 8, "B", 9]])
-    model = KINDS["LLaVA"].build()
-    given = {"image": model.model.get_image_features(inputs["pixel_values"], return_dict=True)}
-    inputs["pixel_values"].requires_grad_()
-    assert "images that require a gradient" in reason_of(KINDS["LLaVA"].build(), inputs)
-    del inputs["pixel_values"]
+def test_features_that_are_given() -> None:
+    inputs, model = call_of(KINDS["LLaVA"], [[7, 8, "A", 9], [7, 8, "B", 9]]), KINDS["LLaVA"].build()
+    given = {"image": model.model.get_image_features(inputs.pop("pixel_values"), return_dict=True)}
     assert reason_of(model, {**inputs, "mm_encoder_outputs": given}) == "mm_encoder_outputs is given"
 
 
 @pytest.mark.parametrize("letters", ["AA", "AB"])
 def test_placeholders_that_were_cut_off(letters: str) -> None:
-    """The model itself raises the error that it raises without us."""
+    """The model itself raises the error that it raises without us, and goes on with the next call."""
     inputs = call_of(KINDS["LLaVA"], [[7, 8, 9, letters[0]], [7, 8, 9, letters[1]]])
     cut = {name: value[:, :-1] if value.ndim == 2 else value for name, value in inputs.items()}
     model = share_prefixes(KINDS["LLaVA"].build(), min_ratio=0.0)
     with pytest.raises(ValueError, match="do not match"):
         model(**cut, use_cache=False)
-    assert list(sharing_report(model).not_shared) == ["6 placeholders of images for 8 features"]
+    model(**inputs, use_cache=False)
+    assert sharing_report(model).num_shared == 1
 
 
 def test_placeholders_that_are_hidden() -> None:
-    inputs = call_of(KINDS["LLaVA"], [[7, "A", 8], [7, "A", 8]])
-    inputs["attention_mask"][0, :2] = 0
-    assert reason_of(KINDS["LLaVA"].build(), inputs) == "attention_mask hides placeholders of images"
+    inputs, kept = batch_of(KINDS["LLaVA"], [[7, "A", 8], [7, "A", 8]])
+    kept[0, :2] = False
+    report = same_call(KINDS["LLaVA"].build(), {**inputs, "attention_mask": kept.long()}, kept)
+    assert report.num_unique_tokens == 4 + 6
 
 
 def test_positions_below_zero_and_images_that_are_nan() -> None:
-    tokens = ImageTokens(np.array([7, 7, 8]), np.zeros(3, bool), np.zeros(0, int), np.array([5, -1, -1]), None)
-    assert len(set(tokens.codes.tolist())) == 3, "7 at 5 is another token than 8 at -1"
+    codes = _of_pairs(np.array([7, 7, 8]), np.array([5, -1, -1]))
+    assert len(set(codes.tolist())) == 3, "7 at 5 is another token than 8 at -1"
     parts = [{"pixel_values": torch.tensor(row)} for row in ([1.0, float("nan")], [float("nan"), 1.0], [0.0], [-0.0])]
-    assert distinct_images([*parts, *parts])[0].tolist() == [0, 1, 2, 3] * 2, "by their bits"
+    assert _distinct([*parts, *parts])[0].tolist() == [0, 1, 2, 3] * 2, "by their bits"
 
 
 def test_embeddings_without_ids() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rollouts import (
     ENDS,
     GENERATIONS,
@@ -24,7 +25,7 @@ from trainer_harness import Counts, Run, differences_of, run
 
 import radixtrain
 from radixtrain import share_prefixes, sharing_report
-from radixtrain.generation.generate import Generated
+from radixtrain.generation.cache import RadixCache
 
 pytestmark = FULL
 
@@ -57,14 +58,15 @@ def arms() -> dict[str, tuple[Any, Any, Any]]:
 
 
 @pytest.fixture
-def answers(monkeypatch) -> list[Generated]:
-    """What `radixtrain.generate` returned."""
-    found: list[Generated] = []
+def caches(monkeypatch) -> list[tuple[list[list[int]], RadixCache]]:
+    """The prompts of each call of `radixtrain.generate`, and a cache that it was given."""
+    found: list[tuple[list[list[int]], RadixCache]] = []
     generate = radixtrain.generate
 
-    def keep(*arguments: Any, **options: Any) -> Generated:
-        found.append(generate(*arguments, **options))
-        return found[-1]
+    def keep(model: Any, input_ids: Any, attention_mask: Any, **options: Any) -> Any:
+        prompts = [row[kept.bool()].tolist() for row, kept in zip(input_ids, attention_mask, strict=True)]
+        found.append((prompts, RadixCache()))
+        return generate(model, input_ids, attention_mask=attention_mask, cache=found[-1][1], **options)
 
     monkeypatch.setattr(radixtrain, "generate", keep, raising=False)
     return found
@@ -97,7 +99,7 @@ def trained(
     ],
 )
 def test_greedy_completions_and_every_logged_number_are_the_same(
-    name, settings, lora, arms, reference, tmp_path, answers
+    name, settings, lora, arms, reference, tmp_path, caches
 ):
     from peft import LoraConfig
 
@@ -107,7 +109,7 @@ def test_greedy_completions_and_every_logged_number_are_the_same(
     (plain, drawn, _), (found, drawn_again, model) = (
         trained(each, args, reference, greedy_ends(reference), **others) for each in (stock, radix)
     )
-    assert answers and drawn.completions == drawn_again.completions
+    assert caches and drawn.completions == drawn_again.completions
     assert len(set(map(len, drawn.completions))) > 1, "completions of one length need no padding"
     worst = differences_of(plain, found, zero_gradient=name == "RLOO")
     assert {"reward", "kl", "completions/mean_length", "eval_reward"} <= worst.keys()
@@ -118,22 +120,22 @@ def greedy_ends(reference: Path) -> list[int]:
     """Tokens that end some of the policy's greedy completions: each at the third token of another prompt."""
     model = policy_of(reference).double().eval()
     asked = [tokenizer()(row["prompt"])["input_ids"] for row in prompts()]
-    answers = radixtrain.generate(model, asked, max_new_tokens=3, do_sample=False, eos_token_id=None).token_ids
-    return sorted({answer[2] for answer in answers[::3]})
+    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    return sorted({int(model.generate(torch.tensor([ids]), **options)[0, -1]) for ids in asked[::3]})
 
 
 @pytest.mark.parametrize("name", ["GRPO", "RLOO"])
-def test_sampled_groups_fork_from_one_prefill(name, arms, reference, tmp_path, answers):
+def test_sampled_groups_fork_from_one_prefill(name, arms, reference, tmp_path, caches):
     stock, radix, configuration = arms[name]
     args = arguments(configuration, tmp_path, temperature=0.9, top_p=0.95)
     (found, drawn, _), (plain, _, _) = (trained(each, args, reference, ENDS) for each in (radix, stock))
     assert [entry.keys() for entry in found.entries] == [entry.keys() for entry in plain.entries]
-    for each in answers:
+    for asked, cache in caches:
         expected = Counts()
-        expected.add(each.prompt_ids)
-        assert each.stats.num_computed_tokens == expected.num_unique <= each.stats.num_prompt_tokens / GENERATIONS
-    completions = [ids for each in answers for ids in each.token_ids]
-    assert completions == drawn.completions
+        expected.add([ids[:-1] for ids in asked])  # the last token of each is computed with its completion
+        counters = cache.counters
+        assert counters.num_computed == expected.num_unique <= counters.num_tokens / GENERATIONS
+    completions = drawn.completions
     groups = [completions[start : start + GENERATIONS] for start in range(0, len(completions), GENERATIONS)]
     assert sum(len(set(map(tuple, group))) > 1 for group in groups) > len(groups) / 2, "samples of a group differ"
     assert all(len(ids) == MAX_COMPLETION or ids[-1] in ENDS for ids in completions)

@@ -3,7 +3,6 @@
 Models and processors are made here. The picture of a row is in its column `image`; several rows have the same one.
 """
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,14 +15,7 @@ from image_rows import count_images
 from tiers import cases
 from trainer_harness import Comparison, Share, compare, settings
 from trainer_loop import Loop, own_loss
-from transformers.models.llava.modeling_llava import LlavaModel
 
-from radixtrain.images.tower import FEATURES
-
-pytestmark = pytest.mark.skipif(
-    FEATURES not in inspect.signature(LlavaModel.forward).parameters,
-    reason="this transformers does not take the features of images ready made, so such calls run untouched",
-)
 GENERATIONS, MAX_COMPLETION = 8, 6
 ENDS = [1, 15, 25, 35, 45]  # tokens that end a completion: many, so that completions differ in length
 ADAPTERS = {
@@ -139,7 +131,7 @@ def rollouts(
         args = config(**settings(folder, **{**sizes, "max_completion_length": MAX_COMPLETION, **others}))
         policy = model_of(name)
         policy.config._name_or_path = str(folder / "reference")
-        model = passes.watch(share(with_adapters(policy, adapters)))
+        model = share(passes.watch(with_adapters(policy, adapters)))
         rows = rows_of(name, counts=counts).remove_columns(["chosen", "rejected"])
         trainer = trainer_class(model, small_tokens, args, rows, processing_class=PROCESSORS[name]())
         if trainer.ref_model is not None:
@@ -191,7 +183,7 @@ def test_dpo(
     from trl import DPOConfig, DPOTrainer
 
     def build(share: Share, passes: Passes) -> Any:
-        model = passes.watch(share(with_adapters(model_of(name), adapters)))
+        model = share(passes.watch(with_adapters(model_of(name), adapters)))
         reference = share(model_of(name, seed=1)) if adapters is None else None
         args, rows = DPOConfig(**settings(tmp_path, max_length=None)), rows_of(name, counts=counts)
         return DPOTrainer(model, reference, args, train_dataset=rows, processing_class=PROCESSORS[name]())
@@ -206,7 +198,7 @@ def test_sft(name: str, adapters: str | None, tmp_path: Any, table: Callable[...
     from trl import SFTConfig, SFTTrainer
 
     def build(share: Share, passes: Passes) -> Any:
-        model = passes.watch(share(with_adapters(model_of(name), adapters)))
+        model = share(passes.watch(with_adapters(model_of(name), adapters)))
         rows = rows_of(name).remove_columns("rejected").rename_column("chosen", "completion")
         args = SFTConfig(**settings(tmp_path, max_length=None, per_device_train_batch_size=6))
         return SFTTrainer(model, args, train_dataset=rows, processing_class=PROCESSORS[name]())
@@ -246,7 +238,7 @@ def test_trainer_of_hugging_face(name: str, adapters: str | None, tmp_path: Any)
 
     def build(share: Share, passes: Passes) -> Any:
         args = TrainingArguments(**settings(tmp_path, remove_unused_columns=False, per_device_train_batch_size=6))
-        model = passes.watch(share(with_adapters(model_of(name), adapters)))
+        model = share(passes.watch(with_adapters(model_of(name), adapters)))
         return Trainer(model, args, train_dataset=processed(name), data_collator=padded)
 
     checked(build)
@@ -260,5 +252,5 @@ def test_plain_loop(table: Callable[..., None]) -> None:
 
     table(
         "plain loop with images",
-        checked(lambda share, passes: Loop(passes.watch(share(kind.build())), batches, own_loss)),
+        checked(lambda share, passes: Loop(share(passes.watch(kind.build())), batches, own_loss)),
     )

@@ -137,7 +137,7 @@ class TestAttentionThatIsNotTransformersOwn:
         with pytest.raises(UserError, match=why):
             share_prefixes(model)(**RadixCollator()(FEATURES))
         with pytest.raises(UserError, match=f"{why}.*; use model.generate"):
-            generate(other, [[1, 2, 3]], max_new_tokens=2, eos_token_id=0)
+            generate(other, torch.tensor([[1, 2, 3]]), max_new_tokens=2)
 
     @pytest.mark.parametrize("is_later", [False, True])
     def test_is_left_as_it_was(self, brought, is_later):

@@ -126,7 +126,7 @@ def test_generation_is_not_counted_as_an_ordinary_batch(tiny_qwen3):
     """Neither with `share_prefixes`, whose report is about training."""
     model = share_prefixes(tiny_qwen3())
     before = str(sharing_report(model))
-    generate(model, [[7, 8, 9, 1, 2], [7, 8, 9, 3]], max_new_tokens=4, do_sample=False, eos_token_id=None)
+    generate(model, torch.tensor([[7, 8, 9, 1], [7, 8, 9, 3]]), max_new_tokens=4, do_sample=False, eos_token_id=None)
     assert str(sharing_report(model)) == before
 
 

@@ -79,8 +79,8 @@ def test_radix_collator(model: Any, expected: tuple[Tensor, float]) -> None:
 def test_generation(model: Any) -> None:
     model.eval()
     answers = [model.generate(row[None], max_new_tokens=4, do_sample=False, eos_token_id=None) for row in IDS]
-    found = generate(model, ROWS, max_new_tokens=4, eos_token_id=None).token_ids
-    assert found == [answer[0, 12:].tolist() for answer in answers]
+    found = generate(model, IDS, max_new_tokens=4, do_sample=False, eos_token_id=None)
+    assert torch.equal(found, torch.cat(answers))
     with torch.no_grad():
         logs = model(IDS).logits.log_softmax(-1)[:, 7:-1].gather(2, IDS[:, 8:, None])[..., 0].sum(1)
     (scores,) = score_completions(model, [ROWS[0][:8]], [row[8:] for row in ROWS])

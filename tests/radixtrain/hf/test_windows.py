@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from answers import answers_of, batch_of
 from same_step import same_step
 from tiny_models import tiny_model
 from transformers.masking_utils import (
@@ -111,7 +112,7 @@ def test_layers_that_take_the_keys_of_earlier_ones(window):
     model = tiny_model("Gemma4ForCausalLM", num_hidden_layers=4, sliding_window=window, **settings)
     same_step(model, FEATURES, lambda model: [model(**RadixCollator()(FEATURES)).loss])
     prompts = [feature["input_ids"] for feature in FEATURES]
-    answers = generate(model.eval(), prompts, max_new_tokens=4, temperature=0.0)
-    for prompt, answer in zip(prompts, answers.token_ids, strict=True):
-        whole = model.generate(torch.tensor([prompt]), max_new_tokens=4, do_sample=False)[0, len(prompt) :].tolist()
-        assert answer == whole[: len(answer)]
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    found = generate(model.eval(), **batch_of(prompts), **options)
+    for prompt, answer in zip(prompts, answers_of(found, prompts), strict=True):
+        assert answer == model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()

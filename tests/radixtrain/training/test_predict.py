@@ -149,13 +149,12 @@ def test_in_16_bits_the_last_steps_are_float32(predict: Predict, precision: dict
 
 
 @float64_arithmetic()
-@pytest.mark.parametrize("dedup", [True, pytest.param(False, marks=FULL)])
-def test_answers_to_questions(predict: Predict, shop: Path, dedup: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_answers_to_questions(predict: Predict, shop: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With and without an answer in the file; token for token those of `model.generate`, a prompt at a time."""
     loop = Loop(shop / "model")
     rows = [chat(question, "Shelf one.") if place % 2 else chat(question) for place, question in enumerate(QUESTIONS)]
     flags = {"model__generate": True, "evaluate_generation__max_new_tokens": 5, "data__batch_size": 4}
-    found = predict(rows, **flags, **FLOAT64, dedup=dedup, data__chat_template_kwargs='{"enable_thinking": false}')
+    found = predict(rows, **flags, **FLOAT64, data__chat_template_kwargs='{"enable_thinking": false}')
     for row, record in zip(rows, found, strict=True):
         prompt = loop.prompt_of(row["messages"][:1])
         if len(row["messages"]) == 2:  # the answer of a training row begins before the thinking block

@@ -108,7 +108,7 @@ CALLS: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
     ),
     "segments": ("token_type_ids is given", gpt2, {**BATCH, "token_type_ids": IDS * 0}),
     "images without a tower": (
-        "images, and Qwen3Model does not take their features ready made (mm_encoder_outputs)",
+        "pixel_values is given",
         qwen3,
         {**BATCH, "pixel_values": torch.ones(1, 3, 4, 4)},
     ),

@@ -1,4 +1,6 @@
-"""Answers of both arms, in float64: the same, and nothing of the process is changed."""
+"""Answers, in float64: those of prompts computed one by one, and nothing of the process is changed."""
+
+import re
 
 import numpy as np
 import pytest
@@ -6,10 +8,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from radixtrain import share_prefixes
 from radixtrain.data.prompts import Prompt
 from radixtrain.errors import UserError
-from radixtrain.hf.share import share_prefixes
-from radixtrain.training.answers import predictions
+from radixtrain.training.answers import answering
 from radixtrain.training.answers.answering import AnswerOptions, answer_prompts, check_answering
 from radixtrain.training.answers.predictions import PredictedAnswers
 from radixtrain.verification.oracle import float64_arithmetic
@@ -45,8 +47,8 @@ def prompts(tokenizer):
     return [Prompt(each, each[:0], f"a:{number}") for number, each in enumerate(ids, start=1)]
 
 
-def answers(model, prompts, tokenizer, dedup, **options):
-    found = answer_prompts(model, prompts, tokenizer, AnswerOptions(**options), dedup, logprobs=True)
+def answers(model, prompts, tokenizer, **options):
+    found = answer_prompts(model, prompts, tokenizer, AnswerOptions(**options), logprobs=True)
     assert found.num_prompt_tokens == sum(len(prompt.token_ids) for prompt in prompts) and found.seconds > 0
     return found
 
@@ -60,53 +62,73 @@ def answers(model, prompts, tokenizer, dedup, **options):
         {"max_new_tokens": 4, "generation_kwargs": {"min_new_tokens": 4}},
     ],
 )
-def test_both_arms_agree(model, tokenizer, prompts, options):
-    ordinary = answers(model, prompts, tokenizer, dedup=False, **options)
-    shared = answers(share_prefixes(model), prompts, tokenizer, dedup=True, **options)
+def test_shared_prompts_change_nothing(model, tokenizer, prompts, options):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(answering, "_why_ordinary", lambda *_: "for comparison")
+        ordinary = answers(model, prompts, tokenizer, **options)
+    shared = answers(share_prefixes(model), prompts, tokenizer, **options)
     for one, other in zip(shared.answers, ordinary.answers, strict=True):
         assert (one.token_ids, one.text, one.finish_reason) == (other.token_ids, other.text, other.finish_reason)
         assert one.logprob == pytest.approx(other.logprob, abs=1e-11)
     assert shared.num_computed_tokens < ordinary.num_computed_tokens >= ordinary.num_prompt_tokens
 
 
-def test_both_arms_end_where_they_should(model, tokenizer, prompts):
+def test_answers_end_where_they_should(model, tokenizer, prompts):
     """An end token of the config or of the call, none, and a stop string: those that the free answer holds."""
-    free = answers(model, prompts, tokenizer, dedup=False, max_new_tokens=8).answers[0]
+    free = answers(model, prompts, tokenizer, max_new_tokens=8).answers[0]
     assert len(free.token_ids) == 8 and free.finish_reason == "length"
     end = next(token for token in free.token_ids[2:] if token not in free.token_ids[:2])
     words = [tokenizer.decode(token) for token in free.token_ids]
     place = next(n for n in range(2, 8) if words[n].isascii() and words[n] not in "".join(words[:n]))
-    for arm, prepare in ((False, lambda it: it), (True, share_prefixes)):
-        model.generation_config.eos_token_id = end
-        [found] = answers(prepare(model), prompts[:1], tokenizer, dedup=arm, max_new_tokens=8).answers
-        assert found.token_ids == free.token_ids[: free.token_ids.index(end) + 1] and found.finish_reason == "stop"
-        model.generation_config.eos_token_id = None
-        for given, reason in ((end, "stop"), ([end], "stop"), (None, "length")):
-            kwargs = {"max_new_tokens": 8, "generation_kwargs": {"eos_token_id": given}}
-            [same] = answers(model, prompts[:1], tokenizer, dedup=arm, **kwargs).answers
-            assert same.token_ids == (free.token_ids if given is None else found.token_ids)
-            assert same.finish_reason == reason
-        kwargs = {"max_new_tokens": 8, "generation_kwargs": {"stop_strings": [words[place]]}}
-        stopped = answers(model, prompts, tokenizer, dedup=arm, **kwargs).answers[0]
-        assert stopped.finish_reason == "stop" and stopped.token_ids == free.token_ids[: place + 1]
+    model.generation_config.eos_token_id = end
+    [found] = answers(share_prefixes(model), prompts[:1], tokenizer, max_new_tokens=8).answers
+    assert found.token_ids == free.token_ids[: free.token_ids.index(end) + 1] and found.finish_reason == "stop"
+    model.generation_config.eos_token_id = None
+    for given, reason in ((end, "stop"), ([end], "stop"), (None, "length")):
+        kwargs = {"max_new_tokens": 8, "generation_kwargs": {"eos_token_id": given}}
+        [same] = answers(model, prompts[:1], tokenizer, **kwargs).answers
+        assert same.token_ids == (free.token_ids if given is None else found.token_ids)
+        assert same.finish_reason == reason
+    kwargs = {"max_new_tokens": 8, "generation_kwargs": {"stop_strings": [words[place]]}}
+    stopped = answers(model, prompts, tokenizer, **kwargs).answers[0]
+    assert stopped.finish_reason == "stop" and stopped.token_ids == free.token_ids[: place + 1]
 
 
-@pytest.mark.parametrize("dedup", [True, False])
-def test_draws_depend_on_the_seed_only(model, tokenizer, prompts, dedup):
+def test_draws_depend_on_the_seed(model, tokenizer, prompts):
     def drawn(seed):
         options = {"max_new_tokens": 6, "do_sample": True, "temperature": 1.5, "seed": seed}
-        return [each.token_ids for each in answers(model, prompts, tokenizer, dedup, **options).answers]
+        return [each.token_ids for each in answers(model, prompts, tokenizer, **options).answers]
 
     first = drawn(1)
+    state = torch.get_rng_state()
     torch.rand(1)
     assert drawn(1) == first != drawn(2)
+    torch.set_rng_state(state)
 
 
-def test_a_model_with_a_recurrent_state_is_refused_before_it_runs(tiny_hybrid, tokenizer):
-    prompts = [Prompt(np.arange(1, 9), np.arange(0), "a:1")]
-    model = tiny_hybrid("Qwen3.5")
-    with pytest.raises(UserError, match=r"Qwen3_5ForCausalLM"):
-        check_answering(model, tokenizer, prompts, AnswerOptions(max_new_tokens=2), dedup=True)
+def test_a_model_with_a_recurrent_state_answers_by_transformers_own_way(tiny_hybrid, tokenizer, caplog):
+    model = tiny_hybrid("Qwen3.5").eval()
+    prompts = [Prompt(np.arange(start, 9), np.arange(0), f"a:{start}") for start in (1, 3)]
+    check_answering(model, tokenizer, prompts, AnswerOptions(max_new_tokens=3))
+    assert re.search(r"each prompt is computed by itself, .* Qwen3_5ForCausalLM has recurrent layers", caplog.text)
+    found = answers(model, prompts, tokenizer, max_new_tokens=3, generation_kwargs={"eos_token_id": None})
+    for prompt, answer in zip(prompts, found.answers, strict=True):
+        ids = torch.tensor(prompt.token_ids)[None]
+        expected = model.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None)
+        assert answer.token_ids == expected[0, len(prompt.token_ids) :].tolist()
+        with torch.no_grad():
+            logits = model(expected).logits[0, len(prompt.token_ids) - 1 : -1].log_softmax(-1)
+        truth = logits.gather(1, torch.tensor(answer.token_ids)[:, None]).sum().item()
+        assert answer.logprob == pytest.approx(truth, abs=1e-6)
+
+
+def test_what_only_generate_knows_is_an_error_of_the_user(model, tokenizer, prompts):
+    with pytest.raises(UserError, match=r"^evaluate_generation: .*top_k"):
+        answers(model, prompts, tokenizer, max_new_tokens=2, do_sample=True, generation_kwargs={"top_k": -1})
+    for name, message in (("temprature", "did you mean temperature"), ("output_attentions", "is not supported")):
+        options = AnswerOptions(max_new_tokens=2, generation_kwargs={name: True})
+        with pytest.raises(UserError, match=f"^evaluate_generation: .*{name}.*{message}"):
+            check_answering(model, tokenizer, prompts, options)
 
 
 # What `predict` writes, batch by batch.
@@ -125,18 +147,12 @@ def test_records_are_those_of_a_single_batch_and_the_shared_beginning_is_compute
     prompts = prompts[:3]  # no two are equal
     whole = PredictedAnswers()
     whole.options = predicted.options
-    expected = whole.records(model, prompts, tokenizer, dedup=True)
-    found = [record for each in prompts for record in predicted.records(model, [each], tokenizer, dedup=True)]
+    expected = whole.records(model, prompts, tokenizer)
+    found = [record for each in prompts for record in predicted.records(model, [each], tokenizer)]
     assert [each["row"] for each in found] == [each.where for each in prompts]
     for one, other in zip(found, expected, strict=True):
         assert one == {**other, "logprob": pytest.approx(other["logprob"], rel=1e-11)}
     assert predicted.num_computed_tokens == whole.num_computed_tokens
-
-
-def test_prompts_that_do_not_fit_twice_leave_the_cache_alone(predicted, model, tokenizer, prompts, monkeypatch):
-    monkeypatch.setattr(predictions, "MAX_TOKENS", 2 * max(len(each.token_ids) for each in prompts) - 1)
-    assert len(predicted.records(model, prompts, tokenizer, dedup=True)) == len(prompts)
-    assert predicted.cache.num_tokens == 0
 
 
 @pytest.mark.parametrize(

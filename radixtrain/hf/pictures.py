@@ -1,0 +1,252 @@
+"""The pictures of a call: which of them are one, by their bytes, and a tower that computes each distinct one once.
+
+    pixel_values  A  B  A    owners  0 1 0    features of the tower  A0 A1 B0 B1    row of each placeholder  0 1 2 3 0 1
+
+Whatever the backbone does to pictures before its tower, and to features after it, is upstream and stays as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from radixtrain.hf import upstream
+from radixtrain.hf.dropout import generator_states, has_drawn, set_generator_states
+from radixtrain.hf.names import IMAGE_TOKEN, found
+from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative
+
+# Arguments of a tower with one entry on the first axis for each picture. The patches of all grids are in one list.
+OF_PICTURES = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", "image_position_ids")
+# Entries of a tower's output that no backbone reads. Any other has a row for each placeholder or each picture.
+UNREAD = {"last_hidden_state", "hidden_states", "attentions"}
+BESIDES = {"mm_token_type_ids", "token_type_ids", "labels", "num_items_in_batch"}  # which no tower reads
+TOWER = "get_image_features"
+REPLACED = "_radix_replaced_tower"  # what an instance had there; None if that was its class's
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Picture = dict[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Pictures:
+    """The pictures of a call.
+
+    rows: (P,), int64. the distinct feature that replaces each placeholder, in the order of the batch; None if unknown.
+    num_pictures, num_distinct: of the call, and how many the tower computed.
+    """
+
+    rows: IntArray | None
+    num_pictures: int = 0
+    num_distinct: int = 0
+
+
+def bits_of(x: Tensor) -> Tensor:
+    """View a tensor as whole numbers: NaN is equal to itself, and 0 is not -0."""
+    return x.detach().contiguous().view(BITS[x.dtype.itemsize])
+
+
+def image_token_of(backbone: PreTrainedModel) -> int | None:
+    """Return the id of placeholders; None for a backbone whose tower is not known."""
+    token: int | None = found(backbone.config, IMAGE_TOKEN) if hasattr(backbone, TOWER) else None
+    return token
+
+
+def compute_pictures_once(backbone: PreTrainedModel) -> None:
+    """Put a method in place of `get_image_features` that computes equal pictures of a shared call once."""
+    if hasattr(backbone, TOWER):
+        own = inspect.signature(getattr(backbone, TOWER))
+
+        def compute(backbone: Any, *args: Any, **kwargs: Any) -> Any:
+            return _distinct_once(backbone, *args, **kwargs)
+
+        first = inspect.Parameter("backbone", inspect.Parameter.POSITIONAL_ONLY)
+        compute.__signature__ = own.replace(parameters=[first, *own.parameters.values()])  # type: ignore[attr-defined]
+        compute.__name__ = TOWER  # by which a pickle finds it; and `generate` reads its arguments
+        setattr(backbone, REPLACED, vars(backbone).get(TOWER))
+        setattr(backbone, TOWER, MethodType(compute, backbone))
+
+
+def compute_every_picture(backbone: nn.Module) -> None:
+    """Undo `compute_pictures_once`."""
+    if REPLACED in vars(backbone):
+        delattr(backbone, TOWER)
+        if (replaced := vars(backbone).pop(REPLACED)) is not None:
+            setattr(backbone, TOWER, replaced)
+
+
+def _distinct_once(backbone: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return what the tower returns for all pictures of a call, computed of the distinct ones."""
+    compute = getattr(backbone, REPLACED) or MethodType(getattr(type(backbone), TOWER), backbone)
+    call = upstream.running()
+    if call is None or call.backbone is not backbone:
+        return compute(*args, **kwargs)
+    given = {**inspect.signature(compute).bind(*args, **kwargs).arguments}
+    given |= given.pop("kwargs", {})
+    output, call.pictures = _computed(compute, backbone, given)
+    return output
+
+
+def _computed(compute: Callable[..., Any], backbone: Any, given: Mapping[str, Any]) -> tuple[Any, Pictures]:
+    """Return the output for all pictures, and what they are. given: the arguments of the tower by name."""
+    split = _split(given)
+    if split is None:
+        return compute(**given), Pictures(None)
+    pictures, counts = split
+    owners, first = _distinct(pictures)
+    if _each_has_its_gradient(pictures):
+        owners, first = np.arange(len(pictures)), list(range(len(pictures)))
+    is_nested = counts is not None
+    states = generator_states(device := pictures[0]["pixel_values"].device)
+    if len(first) < len(pictures) and not _has_batch_norms(backbone):
+        chosen = [pictures[index] for index in first]
+        output = compute(**{**given, **_joined(chosen, is_nested)})
+        lengths = None if has_drawn(device, states) else _lengths(_features(output), chosen, is_nested)
+        every = None if lengths is None else _of_every(output, chosen, owners, counts)
+        if every is not None and lengths is not None:
+            return every, Pictures(_rows_of(lengths, owners), len(pictures), len(first))
+        set_generator_states(device, states)
+    output = compute(**given)
+    features = _features(output)
+    rows, lengths = None, _lengths(features, pictures, is_nested)
+    if lengths is not None:
+        rows = _rows_of(lengths, np.array(first)[owners])
+    elif features is not None and len(first) == len(pictures):
+        rows = np.arange(len(_flat(features)))
+    return output, Pictures(rows, len(pictures), len(pictures))
+
+
+def _features(output: Any) -> Any:
+    """Return the features among what a tower returned; None if there are none."""
+    return output.get("pooler_output") if isinstance(output, Mapping) else None
+
+
+def _each_has_its_gradient(pictures: Sequence[Picture]) -> bool:
+    """Return whether pixels are learned, of which each copy has a gradient of its own."""
+    return torch.is_grad_enabled() and any(each.requires_grad for each in pictures[0].values())
+
+
+def _has_batch_norms(backbone: nn.Module) -> bool:
+    """Return whether a picture changes statistics of a batch, once for each copy."""
+    return any(module.training and isinstance(module, BATCH_NORMS) for module in backbone.modules())
+
+
+def _split(given: Mapping[str, Any]) -> tuple[list[Picture], IntArray | None] | None:
+    """Return the pictures of a call in order, and how many each row has if they are nested in rows; None if unknown."""
+    rest = {name: given[name] for name in OF_PICTURES if given.get(name) is not None}
+    others = (value for name, value in given.items() if name not in (*OF_PICTURES, *BESIDES))
+    if "pixel_values" not in rest or any(isinstance(each, Tensor) for each in others):
+        return None
+    if not all(isinstance(each, Tensor) for each in rest.values()):
+        return None
+    parts: dict[str, Sequence[Tensor]] = {}
+    counts: IntArray | None = None
+    if "image_grid_thw" in rest:
+        lengths = rest["image_grid_thw"].prod(-1).tolist()
+        if sum(lengths) != len(rest["pixel_values"]):
+            return None
+        parts["pixel_values"] = rest.pop("pixel_values").split(lengths)
+    elif rest["pixel_values"].ndim == 5 and "image_sizes" not in rest:  # rows filled up with pictures of zeros
+        is_real = rest["pixel_values"].flatten(2).any(2)
+        counts = is_real.sum(1).cpu().numpy()
+        rest = {name: each[is_real] for name, each in rest.items()}
+    parts |= {name: each.split(1) for name, each in rest.items()}
+    if len({len(each) for each in parts.values()}) != 1 or not len(parts["pixel_values"]):
+        return None
+    return [dict(zip(parts, each, strict=True)) for each in zip(*parts.values(), strict=True)], counts
+
+
+def _joined(pictures: Sequence[Picture], is_nested: bool) -> dict[str, Tensor]:
+    """Return the arguments of a tower for these pictures."""
+    inputs = {name: torch.cat([picture[name] for picture in pictures]) for name in pictures[0]}
+    return {name: each[None] for name, each in inputs.items()} if is_nested else inputs
+
+
+def _distinct(pictures: Sequence[Picture]) -> tuple[IntArray, list[int]]:
+    """Return the distinct picture of each, and the first copy of each. Compares in full only those of equal sums."""
+    bits = [[bits_of(part) for part in picture.values()] for picture in pictures]
+    sums = torch.stack([torch.stack([part.sum(dtype=torch.int64) for part in each]) for each in bits]).tolist()
+    kinds = [[(name, part.dtype, part.shape) for name, part in picture.items()] for picture in pictures]
+    first: list[int] = []
+    owners: list[int] = []
+    for index in range(len(pictures)):
+        alike = (n for n, other in enumerate(first) if sums[other] == sums[index] and kinds[other] == kinds[index])
+        owner = next((n for n in alike if all(map(torch.equal, bits[first[n]], bits[index]))), len(first))
+        if owner == len(first):
+            first.append(index)
+        owners.append(owner)
+    return np.array(owners), first
+
+
+def _lengths(features: Any, pictures: Sequence[Picture], is_nested: bool) -> IntArray | None:
+    """Count the features of each picture; None if they are in one piece, and pictures may have different numbers."""
+    if features is None:
+        return None
+    if not is_nested and len(features) == len(pictures) and all(each.ndim > 1 for each in features):
+        return np.array([each.flatten(0, -2).shape[0] for each in features])
+    total, sizes = len(_flat(features)), [[part.shape for part in picture.values()] for picture in pictures]
+    alike = all(
+        torch.equal(picture[name], pictures[0][name]) for picture in pictures for name in picture if "pixel" not in name
+    )
+    if total % len(pictures) or not alike or any(each != sizes[0] for each in sizes):
+        return None
+    return np.full(len(pictures), total // len(pictures))
+
+
+def _rows_of(lengths: IntArray, owners: IntArray) -> IntArray:
+    """Return the feature rows of these pictures, back to back. lengths: of all that were computed."""
+    return concatenate_ranges(cumulative(lengths)[owners], lengths[owners])
+
+
+def _flat(features: Any) -> Tensor:
+    """Flatten features, of one tensor or one for each picture, to (rows, D)."""
+    parts = [features] if isinstance(features, Tensor) else list(features)
+    return torch.cat([part.flatten(0, -2) for part in parts])
+
+
+def _of_every(output: Any, chosen: Sequence[Picture], owners: IntArray, counts: IntArray | None) -> Any:
+    """Return the output for all pictures; None if it is not known how it has to look.
+
+    output: for the chosen. counts: how many of all pictures each row has, if they are nested.
+    """
+    entries: dict[str, Any] = {}
+    for name, value in output.items():
+        if name == "deepstack_features":
+            entries[name] = [_every(level, chosen, owners, counts) for level in value]
+        else:
+            entries[name] = _every(value, chosen, owners, counts)
+        if entries[name] is None and name not in UNREAD:
+            return None
+    return type(output)(**entries)
+
+
+def _every(features: Any, chosen: Sequence[Picture], owners: IntArray, counts: IntArray | None) -> Any:
+    """Return an entry of the output for all pictures; None if it has none for each."""
+    is_tensor = isinstance(features, Tensor)
+    if not is_tensor and not (isinstance(features, list | tuple) and all(isinstance(x, Tensor) for x in features)):
+        return None
+    if is_tensor and features.ndim > 2 and len(features) == len(chosen):
+        return features[torch.from_numpy(owners).to(features.device)]
+    if counts is None and not is_tensor and len(features) == len(chosen):
+        return type(features)(features[owner] for owner in owners)
+    lengths = _lengths(features, chosen, counts is not None) if is_tensor or counts is not None else None
+    if lengths is None or (is_tensor and set(features.shape[:-2]) - {1}):
+        return None
+    flat = _flat(features)
+    pieces = flat.split(lengths.tolist())
+    if is_tensor:
+        every = torch.cat([pieces[owner] for owner in owners])
+        return every.view(*features.shape[:-2], *every.shape)
+    assert counts is not None
+    bounds = cumulative(counts).tolist()
+    rows = (owners[start:end] for start, end in pairwise(bounds))
+    return type(features)(torch.cat([flat[:0], *(pieces[owner] for owner in each)]) for each in rows)

@@ -1,0 +1,221 @@
+"""What `model.generate` does with a batch, `radixtrain.generate` does: its options, its result, its draws, in float64.
+
+What needs another cache or other inputs is refused by name.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import pytest
+import torch
+from answers import batch_of, with_pieces_of
+from tiny_models import tiny_model
+from transformers import Cache, DynamicCache, GenerationConfig, MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from radixtrain import RadixCache, generate
+from radixtrain.errors import UserError
+from radixtrain.generation import prompt_cache
+from radixtrain.verification.oracle import float64_throughout
+
+PROMPTS = [[7, 8, 9, 10, 11, 12, 1, 2], [7, 8, 9, 10, 11, 12, 3], [30, 31, 32, 33]]
+REPEATING = [[7, 8, 9, 7, 8, 9, 7, 8]]
+LENGTH = {"max_new_tokens": 10, "pad_token_id": 0, "eos_token_id": None}
+GREEDY = {"do_sample": False}
+ENDS = list(range(16, 60, 4))
+
+
+def raised(scores: torch.Tensor) -> torch.Tensor:
+    scores[:, 5] += 0.5
+    return scores
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy, with end tokens": {**GREEDY, "eos_token_id": ENDS, "use_cache": False},
+    "a generation_config": {"generation_config": GenerationConfig(max_new_tokens=7, do_sample=False, pad_token_id=0)},
+    "several samples": {"do_sample": True, "num_return_sequences": 3, "top_k": 20, "temperature": 1.3},
+    "beams": {"num_beams": 3, "do_sample": False},
+    "several beams": {"num_beams": 4, "num_return_sequences": 2, "eos_token_id": ENDS, "do_sample": False},
+    "beams that are drawn": {"num_beams": 3, "do_sample": True},
+    "processors": {**GREEDY, "repetition_penalty": 1.3, "logits_processor": [lambda ids, scores: raised(scores)]},
+    "a criterion": {**GREEDY, "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(max_length=11)])},
+    "guidance": {**GREEDY, "guidance_scale": 1.5},
+    "a prompt in chunks": {**GREEDY, "prefill_chunk_size": 2},
+    "a dictionary with scores": {**GREEDY, "return_dict_in_generate": True, "output_scores": True},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_qwen3: Callable[..., Any]) -> Any:
+    return tiny_qwen3().eval()
+
+
+def both(model: Any, cache: RadixCache | None, prompts: list[list[int]] = PROMPTS, **options: Any) -> tuple[Any, Any]:
+    """What `model.generate` returns, and `radixtrain.generate`, from one state of the generators."""
+    torch.manual_seed(0)
+    expected = model.generate(**batch_of(prompts), **options)
+    torch.manual_seed(0)
+    return expected, generate(model, **batch_of(prompts), cache=cache, **options)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "MistralForCausalLM"])
+def test_as_model_generate(architecture: str, name: str) -> None:
+    """With a cache too, which then holds prompts and, unless beams mixed them, answers. Mistral's window binds."""
+    model, options = tiny_model(architecture).eval(), {**LENGTH, **OPTIONS[name]}
+    if "generation_config" in options:
+        options = OPTIONS[name]
+    for cells in (1, 512):
+        with float64_throughout(model), with_pieces_of(cells):
+            for cache in (None, RadixCache()):
+                expected, found = both(model, cache, **options)
+                if isinstance(expected, dict):
+                    assert all(map(torch.allclose, found.scores, expected.scores))
+                    expected, found = expected["sequences"], found["sequences"]
+                assert torch.equal(found, expected)
+        assert cache is not None
+        num_prompts = 7 + 3  # without the last tokens, of which the second shares all
+        assert cache.num_tokens == num_prompts if "num_beams" in options else cache.num_tokens > num_prompts
+
+
+ASSISTED: dict[str, Callable[[], dict[str, Any]]] = {
+    "prompt lookup": lambda: {"prompt_lookup_num_tokens": 3},
+    "an assistant": lambda: {"assistant_model": tiny_model("Qwen3ForCausalLM", num_hidden_layers=1).double().eval()},
+}
+
+
+@pytest.mark.parametrize("name", ASSISTED)
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "MistralForCausalLM"])
+def test_proposed_tokens_are_checked_and_cropped(architecture: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, cache, removed = tiny_model(architecture).eval(), RadixCache(), []
+    crop = prompt_cache.PromptCache.crop
+    monkeypatch.setattr(prompt_cache.PromptCache, "crop", lambda own, n: (removed.append(n), crop(own, n)))
+    with float64_throughout(model):
+        for prompts in (REPEATING, PROMPTS[2:]):
+            expected, found = both(
+                model, cache, prompts, **{**LENGTH, **GREEDY, "max_new_tokens": 20}, **ASSISTED[name]()
+            )
+            assert torch.equal(found, expected)
+            assert cache.match_prefix(found[0].tolist()).length == found.shape[1] - 1
+    assert any(removed)
+
+
+def test_a_streamer_gets_every_token(model: Any) -> None:
+    got: list[int] = []
+
+    class Streamer(BaseStreamer):
+        def put(self, value: torch.Tensor) -> None:
+            got.extend(value.flatten().tolist())
+
+        def end(self) -> None:
+            pass
+
+    found = generate(model, **batch_of(PROMPTS[:1]), streamer=Streamer(), **GREEDY, **LENGTH)
+    assert got == found[0].tolist()
+
+
+def test_padding_is_inferred_as_by_model_generate(model: Any) -> None:
+    ids = batch_of(PROMPTS)["input_ids"]
+    assert torch.equal(generate(model, ids, **GREEDY, **LENGTH), model.generate(ids, **GREEDY, **LENGTH))
+
+
+def repeated(cache: prompt_cache.PromptCache) -> None:
+    cache.batch_repeat_interleave(2)
+
+
+def selected(cache: prompt_cache.PromptCache) -> None:
+    cache.batch_select_indices(torch.tensor([2, 0]))
+
+
+@pytest.mark.parametrize(
+    ("change", "rows"), [(repeated, [0, 0, 1, 1, 2, 2]), (selected, [2, 0])], ids=["repeated", "selected"]
+)
+def test_rows_of_the_cache_change(
+    model: Any, change: Callable[[prompt_cache.PromptCache], None], rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two steps, as loops of others do: the logits are those of the rows that are left."""
+    seen: list[torch.Tensor] = []
+
+    def generates(input_ids: torch.Tensor, attention_mask: torch.Tensor, **given: Any) -> torch.Tensor:
+        (cache,) = (value for value in given.values() if isinstance(value, Cache))
+        name = next(name for name, value in given.items() if value is cache)
+        model(input_ids[:, -1:], attention_mask=attention_mask, **{name: cache})
+        change(cache)
+        seen.append(model(torch.full((len(rows), 1), 5), **{name: cache}).logits[:, 0])
+        return input_ids
+
+    monkeypatch.setattr(model, "generate", generates)
+    with float64_throughout(model), with_pieces_of(1):
+        generate(model, **batch_of(PROMPTS))
+        for logits, row in zip(seen[0], rows, strict=True):
+            with torch.no_grad():
+                truth = model(torch.tensor([[*PROMPTS[row], 5]])).logits[0, -1]
+            assert torch.allclose(logits, truth, atol=1e-12)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "images": ({"pixel_values": torch.zeros(1, 3, 4, 4)}, "pixel_values: prompts are token ids of text"),
+    "embeddings": ({"inputs_embeds": torch.zeros(1, 3, 4)}, "inputs_embeds: prompts are token ids of text"),
+    "positions": ({"position_ids": torch.zeros(1, 3)}, "position_ids: prompts are token ids of text"),
+    "a cache of transformers": ({"past_key_values": DynamicCache()}, "past_key_values: prompts are computed into"),
+    "another cache": ({"cache_implementation": "static"}, "cache_implementation='static' is not supported"),
+    "attentions": ({"output_attentions": True}, "output_attentions=True is not supported"),
+    "hidden states": (
+        {"generation_config": GenerationConfig(output_hidden_states=True)},
+        "output_hidden_states=True is not supported",
+    ),
+    "another loop": ({"custom_generate": "transformers-community/dola"}, "custom_generate='.*' is not supported"),
+    "no RadixCache": ({"cache": DynamicCache()}, "cache: expected a RadixCache, or None .*, got DynamicCache"),
+    "padding on the right": (
+        {"attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])},
+        r"padding on the left only.*: set tokenizer.padding_side = 'left'",
+    ),
+    "lists": ({"input_ids": [[1, 2]]}, r"input_ids: expected a tensor \(B, L\) of token ids.*, got list"),
+    "one prompt": ({"input_ids": torch.tensor([1, 2])}, r"got torch.int64 \(2,\)"),
+    "another tokenizer's ids": ({"input_ids": torch.tensor([[1, 99]])}, "the token 99, .* ids from 0 to 49"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(tiny_qwen3: Callable[..., Any], name: str) -> None:
+    given, message = REFUSED[name]
+    with pytest.raises(UserError, match=message):
+        generate(tiny_qwen3(vocab_size=50), **{"input_ids": torch.tensor([[1, 2, 3], [4, 5, 6]]), **given})
+
+
+MODELS: dict[str, tuple[Callable[[], Any], str]] = {
+    "a recurrent one": (lambda: tiny_model("MambaForCausalLM"), "recurrent layers"),
+    "another head": (lambda: tiny_model("Qwen3ForSequenceClassification"), "is not a causal language model"),
+    "both ways": (lambda: tiny_model("BertLMHeadModel"), r"attends in both directions \(is_decoder=False\)"),
+    "chunks": (lambda: tiny_model("Llama4ForCausalLM", attention_chunk_size=8), "within chunks of 8 tokens"),
+    "dynamic rotary embeddings": (
+        lambda: tiny_model(
+            "Qwen3ForCausalLM",
+            rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+            max_position_embeddings=8,
+        ),
+        "Qwen3Model has dynamic rotary embeddings",
+    ),
+    "a table of positions": (lambda: tiny_model("GPT2LMHeadModel", n_positions=8), "has a table of 8 positions"),
+}
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["at the start", "when it gets there"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_that_cannot_be_exact_is_refused_by_name(name: str, known: bool) -> None:
+    """Also if only the model's own max_length says how long answers are: then at the token that is too far."""
+    build, message = MODELS[name]
+    length = {"max_new_tokens": 8} if known else {"max_length": 12}
+    with pytest.raises(UserError, match=message) as raised_error:
+        generate(build(), torch.tensor([[7, 8, 9, 1]]), do_sample=False, eos_token_id=None, **length)
+    assert "dedup: false" not in str(raised_error.value), "that is for training"
+
+
+@pytest.mark.usefixtures("hooks_that_may_stay")
+def test_a_layer_that_does_not_attend_is_missed(tiny_qwen3: Callable[..., Any]) -> None:
+    model = tiny_qwen3()
+    module = model.model.layers[1].self_attn
+    module.forward = wraps(module.forward)(lambda hidden_states, **rest: (hidden_states, None))
+    with pytest.raises(RuntimeError, match=r"attention ran in 1 of 2 layers of Qwen3Model.*; use model\.generate"):
+        generate(model, torch.tensor([[7, 8, 9]]), max_new_tokens=2)

@@ -1,0 +1,70 @@
+"""Attention onto stored keys against one softmax over all keys that a query sees."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from radixtrain.attention import decoding_attention
+from radixtrain.kernels.cpu_loops import EagerKernel, TorchCPUKernel
+from radixtrain.kernels.stored import Readers, Shared, attention_to_own, merged_with_shared
+from radixtrain.kernels.varlen_args import Scoring
+
+CPU = torch.device("cpu")
+ROWS, NEW, HEADS, GROUPS, DIM, COLUMNS = 3, 2, 2, 2, 4, 5
+READS = {"a slice": [0, 1, 2, 3], "indices": [0, 1, 4, 5], "one row": [2, 3]}
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def expected(
+    query: Tensor,
+    own: tuple[Tensor, Tensor],
+    mask: Tensor,
+    shared: list[Shared],
+    scoring: Scoring,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Query by query and head by head."""
+    out = torch.empty_like(query)
+    for place in range(len(query)):
+        row, step = divmod(place, NEW)
+        for head in range(query.shape[1]):
+            of_head = head // GROUPS
+            keys, values = [own[0][row, :, of_head]], [own[1][row, :, of_head]]
+            hidden = [mask[row, 0, min(step, mask.shape[2] - 1)]]
+            for each in shared:
+                readers = torch.arange(len(query))[each.readers.rows].tolist()
+                if place in readers:
+                    keys.append(each.keys[:, of_head])
+                    values.append(each.values[:, of_head])
+                    hidden.append(torch.zeros(len(each.keys), dtype=mask.dtype))
+            scores = scoring.of(torch.cat(keys) @ query[place, head]) + torch.cat(hidden)
+            sink = scores.new_tensor([]) if sinks is None else sinks[head : head + 1]
+            weights = torch.cat([scores, sink]).softmax(0)[: len(scores)]
+            out[place, head] = weights @ torch.cat(values)
+    return out
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("kernel", [EagerKernel(), TorchCPUKernel()], ids=["eager", "torch"])
+def test_one_softmax(kernel: EagerKernel | TorchCPUKernel, has_sinks: bool, softcap: float | None) -> None:
+    if softcap is not None and isinstance(kernel, TorchCPUKernel):
+        pytest.skip("torch's kernel computes no soft-cap")
+    query, scoring = drawn(ROWS * NEW, HEADS * GROUPS, DIM), Scoring(0.6, softcap)
+    own = drawn(ROWS, COLUMNS, HEADS, DIM), drawn(ROWS, COLUMNS, HEADS, DIM) + 1
+    mask = torch.zeros(ROWS, 1, NEW, COLUMNS)
+    mask[0, ..., :2], mask[:, :, 0, -1] = -torch.inf, -torch.inf
+    shared = [
+        Shared(Readers.of(np.array(rows), CPU), drawn(length, HEADS, DIM), drawn(length, HEADS, DIM) - 1)
+        for length, rows in enumerate(READS.values(), 2)
+    ]
+    sinks = drawn(HEADS * GROUPS) if has_sinks else None
+    truth = expected(query, own, mask, shared, scoring, sinks)
+    first = attention_to_own(query, *own, mask, kernel, scoring)
+    assert torch.allclose(merged_with_shared(query, first, shared, kernel, scoring, sinks), truth, atol=1e-13)
+    chosen = decoding_attention(query, own, mask, shared, scale=0.6, softcap=softcap, sinks=sinks)
+    assert torch.allclose(chosen, truth, atol=1e-13)
