@@ -68,7 +68,7 @@ def test_every_sequence_is_a_path_of_runs(texts: list[list[int]]) -> None:
         for end in range(1, len(text) + 1):
             rows.setdefault(tuple(text[:end]), len(rows))
     paths = [np.array([rows[tuple(text[:end])] for end in range(1, len(text) + 1)]) for text in texts]
-    runs, roots = run_tree(paths)
+    runs, roots, _ = run_tree(paths)
     for number, path in enumerate(paths):
         own = [run for run in runs if number in run.sequences]
         assert [row for run in own for row in range(*run.rows)] == path.tolist()
