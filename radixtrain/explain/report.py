@@ -165,7 +165,7 @@ def _speed(own: Setting, prediction: StepPrediction | None) -> str:
         f"an epoch in about {duration(own.seconds_per_epoch or 0)} with {bytes_text(own.memory_bytes or 0)} of memory."
     )
     if prediction.cpu_share < ALONE:
-        text += f" Other programs took {1 - prediction.cpu_share:.0%} of the time: not counted, but less certain."
+        text += f" Other programs took {1 - prediction.cpu_share:.0%} of the time, so this is less certain."
     return text
 
 
