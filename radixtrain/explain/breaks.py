@@ -89,13 +89,10 @@ def find_breaks(
     causes = {place.cause.name: place.cause for places in versions for place in places if place.cause}
     ids_of: dict[str, IntArray] = {}
 
-    def tokens(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-
     @cache
     def computed(names: frozenset[str]) -> int:
         fixed = _fixed_prompts(texts, versions, names)
-        ids_of.update({text: np.array(tokens(text), dtype=np.int64) for text in {*fixed} - {*ids_of}})
+        ids_of.update({text: _ids(text, tokenizer) for text in {*fixed} - {*ids_of}})
         steps = ([ids_of[text] for text in fixed[at : at + batch_size]] for at in range(0, len(fixed), batch_size))
         return round(scale * sum(sort_sequences(*back_to_back(step)).num_unique_tokens for step in steps))
 
@@ -149,6 +146,11 @@ def _drawn(
             drawn.append(samples)
             num_tokens += len(prompts[-1])
     return drawn, tokenizer.batch_decode(prompts, clean_up_tokenization_spaces=False) if prompts else []
+
+
+def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> IntArray:
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # or it warns of long prompts
+    return np.array(ids, dtype=np.int64)
 
 
 def _fixed_prompts(texts: list[str], versions: list[list[Place]], names: frozenset[str]) -> list[str]:

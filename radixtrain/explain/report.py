@@ -162,10 +162,10 @@ def _speed(own: Setting, prediction: StepPrediction | None) -> str:
     baseline = "an ordinary padded one" if own.rows_r is None else "an ordinary padded one on whole chats"
     text = (
         f"A training step is predicted to run at {ratio(own.speedup)}x the speed of {baseline} on this machine, "
-        f"an epoch in about {duration(own.seconds_per_epoch or 0)} with {bytes_text(own.memory_bytes or 0)} of memory."
+        f"an epoch in {duration(own.seconds_per_epoch or 0)} with {bytes_text(own.memory_bytes or 0)} of memory."
     )
     if prediction.cpu_share < ALONE:
-        text += f" Other programs took {1 - prediction.cpu_share:.0%} of the time: not counted, but less certain."
+        text += f" Other programs took {1 - prediction.cpu_share:.0%} of the time, so this is less certain."
     return text
 
 

@@ -179,7 +179,17 @@ def _places(trunks: list[Trunk], is_mixed: bool) -> list[Place]:
         }
         place = Place({trunk: "".join(own[head : len(own) - tail]) for trunk, own in words.items()})
         if len(values := place.trunks_of.values()) > 1:
-            place.cause = cause = cause_of([_value(same, place, ends, before, after) for same in values])
+            found = [
+                Value(
+                    text=place.texts[first].strip(),
+                    before=before[first][-CONTEXT:],
+                    after=f" {after[first][:CONTEXT]}",
+                    num_rows=num_rows([first, *same]),
+                    repeated=_repeated(first, ends[first][0] + 1, ends[first][1]),
+                )
+                for first, *same in values
+            ]
+            place.cause = cause = cause_of(found)
             if number == last and (cause.moves or (cause == DRAWN and not is_mixed)):
                 break
             places += [Place(before), place]
@@ -215,23 +225,10 @@ def _common_units(trunks: list[Trunk]) -> dict[Trunk, list[int]]:
     return {trunk: [own[key] for key in kept] for trunk, own in ranked.items() if own.keys() >= {*kept}}
 
 
-def _value(
-    trunks: list[Trunk],
-    place: Place,
-    ends: dict[Trunk, list[int]],
-    before: dict[Trunk, str],
-    after: dict[Trunk, str],
-) -> Value:
-    """Return what these trunks have at the place, by the first of them."""
-    first = trunks[0]
-    names = first.names[ends[first][0] + 1 : ends[first][1]]
-    return Value(
-        text=place.texts[first].strip(),
-        before=before[first][-CONTEXT:],
-        after=f" {after[first][:CONTEXT]}",
-        num_rows=num_rows(trunks),
-        repeated=sum(name in first.repeated for name in names) / max(1, len(names)),
-    )
+def _repeated(trunk: Trunk, start: int, end: int) -> float:
+    """Return the share of these units that other prompts compute too."""
+    names = trunk.names[start:end]
+    return sum(name in trunk.repeated for name in names) / max(1, len(names))
 
 
 def _one_entry(places: list[Place]) -> list[Place]:
