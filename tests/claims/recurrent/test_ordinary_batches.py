@@ -1,4 +1,4 @@
-"""A prepared model gives ordinary batches the bits of the stock model: it runs the same operations on them."""
+"""A call that is not shared has the bits of the stock model: it runs the same operations."""
 
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from tiers import cases
 
 from radixtrain import share_prefixes
 
+UNSHARED: dict[str, Any] = {"min_ratio": 100.0}
 HOOKS_INSIDE = "checkpointing runs the hooks of a layer too, and they end only with an Exception"
 
 
@@ -19,7 +20,7 @@ HOOKS_INSIDE = "checkpointing runs the hooks of a layer too, and they end only w
 def test_padded(tiny_hybrid: Build, kind: str, side: str) -> None:
     batch = padded(ROWS, side)
     results = []
-    for model in (tiny_hybrid(kind), share_prefixes(tiny_hybrid(kind))):
+    for model in (tiny_hybrid(kind), share_prefixes(tiny_hybrid(kind), **UNSHARED)):
         logits = model(**batch).logits
         (logits.log_softmax(-1) * batch["attention_mask"][..., None]).sum().backward()
         results.append([logits.detach(), *(parameter.grad for parameter in model.parameters())])
@@ -68,7 +69,7 @@ def test_after_an_exception(tiny_hybrid: Build, kind: str, error: type[BaseExcep
     model = tiny_hybrid(kind)
     batch = padded(ROWS, "right")
     stock = model(**batch).logits
-    share_prefixes(model).gradient_checkpointing_enable()
+    share_prefixes(model, **UNSHARED).gradient_checkpointing_enable()
 
     def stop(*args: Any) -> None:
         raise error

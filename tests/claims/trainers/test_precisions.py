@@ -241,7 +241,7 @@ def accelerate(run: Run) -> None:
     AcceleratorState._reset_state(True)  # it remembers the precision of a process
     names = {None: "no", BF16: "bf16", FP16: "fp16"}
     accelerator = Accelerator(mixed_precision=names[run.precision.autocast], cpu=True)
-    own_loop(run, as_on_a_gpu(accelerator, run.precision).share_prefixes, nullcontext)
+    own_loop(run, as_on_a_gpu(accelerator, run.precision).prepare_model, nullcontext)
 
 
 def as_on_a_gpu(accelerator: Any, precision: Precision) -> Any:

@@ -301,7 +301,7 @@ def test_fsdp2(model, min_ratio, casts):
     precision FSDP casts the arguments of every layer, and copies every dataclass among them.
     """
     from accelerate import FullyShardedDataParallelPlugin
-    from accelerate.utils.fsdp_utils import fsdp2_share_prefixes
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
     plugin = FullyShardedDataParallelPlugin(
@@ -319,7 +319,7 @@ def test_fsdp2(model, min_ratio, casts):
     def gradient(share: Share, batch: dict[str, Tensor]) -> tuple[Tensor, Any]:
         policy = share(model(tie_word_embeddings=False))
         with float64_throughout(policy):
-            sharded = fsdp2_share_prefixes(accelerator, policy.train())
+            sharded = fsdp2_prepare_model(accelerator, policy.train())
             sharded(**batch).loss.backward()
             whole = [parameter.grad.full_tensor().flatten() for parameter in sharded.parameters()]
         return torch.cat(whole), policy

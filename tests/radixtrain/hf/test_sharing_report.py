@@ -82,7 +82,7 @@ class TestCounts:
             "4 calls of generation",
         ]
 
-    def test_both_doors_are_one_report(self, tiny_qwen3: Callable[..., Any]) -> None:
+    def test_both_kinds_are_one_report(self, tiny_qwen3: Callable[..., Any]) -> None:
         model = share_prefixes(tiny_qwen3()).train()
         run(model, ordinary(), 1)  # 10 tokens, 7 unique
         run(model, RadixCollator()(SHARED), 1)
