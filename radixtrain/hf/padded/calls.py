@@ -213,7 +213,6 @@ def separates_packed_sequences(backbone: PreTrainedModel) -> bool:
     return _are_equal(one, other)
 
 
-@torch.no_grad()
 def _device_of_ids(backbone: Any) -> torch.device:
     """Return the device of the embeddings. The first parameter may be a vision tower's, elsewhere by a device_map."""
     device: torch.device = backbone.get_input_embeddings().weight.device

@@ -44,20 +44,11 @@ class PaddedRows(NamedTuple):
     is_packed: bool
 
     @classmethod
-    def read(cls, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> PaddedRows:
-        """Copy the tensors to the host, in one copy if they are on a device.
-
-        input_ids: (B, L). attention_mask: (B, L), or None if nothing is hidden. position_ids: (B, L) or (1, L) or None.
-        """
-        given = [input_ids, None if attention_mask is None else attention_mask != 0, position_ids]
-        device = input_ids.device  # transformers moves a mask of the host itself
-        tensors = [each.to(device, torch.int64).expand_as(input_ids) for each in given if each is not None]
-        arrays = iter(torch.stack(tensors).cpu().numpy())
-        ids = next(arrays)
-        kept = np.ones(ids.shape, dtype=bool) if attention_mask is None else next(arrays).astype(bool)
-        positions = None if position_ids is None else next(arrays)
-        is_packed = attention_mask is None and positions is not None and bool((np.diff(positions) != 1).any())
-        return cls(ids, kept, positions, is_packed)
+    def of(cls, input_ids: IntArray, attention_mask: IntArray | None, position_ids: IntArray | None) -> PaddedRows:
+        """Return the rows of a batch. All (B, L). attention_mask: None if nothing is hidden."""
+        kept = np.ones(input_ids.shape, dtype=bool) if attention_mask is None else attention_mask.astype(bool)
+        jumps = position_ids is not None and bool((np.diff(position_ids) != 1).any())
+        return cls(input_ids, kept, position_ids, is_packed=attention_mask is None and jumps)
 
     @property
     def has_holes(self) -> bool:
