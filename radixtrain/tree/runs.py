@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from radixtrain.tree.arrays import IntArray
 
@@ -102,7 +103,11 @@ class RunLayout:
 
     def to(self, device: torch.device) -> RunLayout:
         """Move from the CPU, without waiting for the copies."""
-        tensors = {name: getattr(self, name).to(device, non_blocking=True) for name in ("rows", "places", "parents")}
+        with _disable_current_modes():
+            arrays = {name: getattr(self, name).numpy() for name in ("rows", "places", "parents")}
+        # Made anew for a mode that fakes tensors, which takes no others.
+        copies = {name: torch.tensor(array, device="cpu") for name, array in arrays.items()}
+        tensors = {name: copy.to(device, non_blocking=True) for name, copy in copies.items()}
         return replace(self, **tensors)
 
     @property
