@@ -74,6 +74,13 @@ def hooks_that_may_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(third_party, "KNOWN", third_party.KNOWN | {"tests", "answers", "hybrids"})
 
 
+@pytest.fixture
+def without_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model is not tried before it is shared, so that the comparison itself has to see a mistake."""
+    for module in ("hooks", "cached_pass"):
+        monkeypatch.setattr(f"radixtrain.hf.{module}.why_inexact", lambda *_, **__: None)
+
+
 @pytest.fixture(scope="session")
 def tiny_qwen3() -> "Callable[..., Qwen3ForCausalLM]":
     """`tiny_qwen3(seed=0, **changes)`: two layers, grouped heads, random weights of order one."""

@@ -26,11 +26,12 @@ from transformers import AutoModel, PreTrainedConfig
 
 from radixtrain.errors import UserError, first_line
 from radixtrain.hf.backbone import parts_of
-from radixtrain.hf.conditions import EXACT_LAYERS
 from radixtrain.hf.dimensions import ALIKE, LayerKinds, ModelDimensions, kinds_of_mixers
 from radixtrain.hf.recurrent.running import ForkedStates, cache_argument
 from radixtrain.tree.plan import PrefixPlan
 
+# Kinds of layers without a recurrent state.
+ATTENTION = ("full_attention", "attention", "sliding_attention", "chunked_attention")
 USES_OF_STATE = 3  # multiply-adds per number of a state
 _mixers: dict[str, tuple[LayerKinds, int]] = {}  # by configuration, which each micro-batch looks up
 
@@ -89,7 +90,7 @@ def _flops(config: PreTrainedConfig, num_tokens: int, num_pairs: int, num_predic
 def _kinds_and_mixing(config: PreTrainedConfig) -> tuple[LayerKinds, int]:
     """Return what the average layer has, and a token's multiply-adds in all recurrent mixers. UserError if unknown."""
     config = config.get_text_config()
-    if all(kind in EXACT_LAYERS for kind in getattr(config, "layer_types", None) or ()):
+    if all(kind in ATTENTION for kind in getattr(config, "layer_types", None) or ()):
         return ALIKE, 0
     key = config.to_json_string(use_diff=False)
     if key not in _mixers:

@@ -23,11 +23,11 @@ from transformers import PreTrainedModel
 
 from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
-from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.backbone import Parts, arguments_of, in_one_row, text_decoder_of, with_rows
-from radixtrain.hf.conditions import traits_of, why_unsupported
 from radixtrain.hf.dropout import generator_states, has_drawn, number_that_draws, set_generator_states
+from radixtrain.hf.guards.model import forget_verdicts, why_inexact
+from radixtrain.hf.guards.rules import traits_of, why_unsupported
 from radixtrain.hf.image_models import types_for, with_features
 from radixtrain.hf.modules import mixers_of, num_attention_layers, text_layers
 from radixtrain.hf.padded.calls import is_compiled, is_generating
@@ -36,7 +36,6 @@ from radixtrain.hf.padded.row_functions import MIN_SAVING
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.padded.spread import NO_ROW
 from radixtrain.hf.padded.spread_rows import SpreadRows
-from radixtrain.hf.probe import why_inexact
 from radixtrain.hf.progress import Progress
 from radixtrain.hf.recurrent.layers import LayerHooks
 from radixtrain.hf.refusals import (
@@ -166,6 +165,7 @@ class BackboneHooks:
         decoder, traits = parts.decoder, traits_of(parts.decoder)
         if traits == self.traits:
             return
+        forget_verdicts(decoder)
         self.changed = why_unsupported(parts, "share_prefixes")
         mixers = list(mixers_of(decoder).values())
         if not set(mixers) <= set(self.mixers):
@@ -236,12 +236,11 @@ class BackboneHooks:
     def _allowed(
         self, backbone: PreTrainedModel, padded: PaddedSharing, given: dict[str, Any]
     ) -> dict[str, Any] | None:
-        """Refuse adapters and dropouts that compute something else on unique tokens, or return None to leave the call.
+        """Refuse what draws at random, or return None to leave the call.
 
         given: the arguments of the call.
         """
         try:
-            check_adapters((self.model, backbone), self.allow_dropout)
             check_draws(text_decoder_of(backbone), self.model.get_output_embeddings(), self.allow_dropout)
         except UserError as error:
             if not padded.leaves_refused:
@@ -257,7 +256,6 @@ class BackboneHooks:
         """Refuse what would change the gradient of this batch."""
         check_one_device(backbone)
         check_evaluation()
-        check_adapters((self.model, backbone), self.allow_dropout)
         decoder, head = text_decoder_of(backbone), self.model.get_output_embeddings()
         check_own_attention(type(decoder).__name__, decoder)
         if self.split is None:
@@ -269,13 +267,14 @@ class BackboneHooks:
                 "a radix batch came to a model of prepare_model(model, sp_group=...) without having been split over "
                 "its ranks: call what prepare_model got, not a part of it; let PEFT wrap the model before that"
             )
+        check_pass(decoder, head, layout, radix.is_left_padded, self.allow_dropout)
         hooks = hooks_of(backbone) if self.model is backbone else None
         reason = why_third_party(self.model, self.model, hooks)
         shape, allowed = (layout.num_sequences, layout.max_seqlen), self.allow_dropout
-        reason = reason or why_inexact(decoder, head, progress=self.progress, allowed=allowed, shape=shape)
+        reason = reason or why_inexact(backbone, head, progress=self.progress, allowed=allowed, shape=shape)
         if reason:
-            raise UserError(f"a batch of a RadixCollator: {reason}; leave it out, or {TRAIN_WITHOUT_SHARING}")
-        check_pass(decoder, head, layout, radix.is_left_padded, self.allow_dropout)
+            fix = "" if TRAIN_WITHOUT_SHARING in reason else f"; leave out what differs, or {TRAIN_WITHOUT_SHARING}"
+            raise UserError(f"a batch of a RadixCollator: {reason}{fix}")
 
     @torch.compiler.disable
     def after(self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -310,10 +309,11 @@ class BackboneHooks:
         if self.allow_dropout or not has_drawn(call.layout.device, call.generators):
             return None
         decoder = text_decoder_of(backbone)
-        reason = why_inexact(decoder, progress=self.progress, drew=True)
+        reason = why_inexact(backbone, progress=self.progress, drew=True)
         return reason and (
             f"{reason} ({number_that_draws(decoder) or 'in a layer'}), once for a shared token, but an ordinary batch "
-            f"draws once per copy; set it to 0 in the modules, which read the configuration only when they are made"
+            f"draws once per copy; set it to 0 in the modules, which read the configuration only when they are made, "
+            f"or allow it by name: allow_dropout"
         )
 
     def _without_sharing(self, backbone: PreTrainedModel, call: RadixCall, reason: str) -> Any:

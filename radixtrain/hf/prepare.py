@@ -17,10 +17,9 @@ from torch import nn
 
 from radixtrain.collators.misuse_guard import PREPARED
 from radixtrain.errors import UserError
-from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.backbone import Parts, backbone_of, model_inside, parts_of, pretrained_model_of
-from radixtrain.hf.conditions import check_supported, traits_of, why_unsupported
 from radixtrain.hf.dropout import check_dropout
+from radixtrain.hf.guards.rules import check_supported, traits_of, why_unsupported
 from radixtrain.hf.hooks import BackboneHooks, remove_hooks
 from radixtrain.hf.modules import mixers_of, num_attention_layers
 from radixtrain.hf.padded.sharing import PaddedSharing
@@ -202,7 +201,6 @@ def restore_model(model: ModelT) -> ModelT:
 
 def _check(model: nn.Module, parts: Parts, options: dict[str, Any], any_head: bool) -> None:
     """Refuse a model that cannot compute unique tokens exactly, and a choice that cannot run."""
-    check_adapters(model.modules(), options["allow_dropout"])
     check_supported(parts, "share_prefixes" if any_head else "prepare_model")
     check_dropout(parts, options["allow_dropout"])
     check_choice(parts.decoder, options["attention"], options["kernel"])

@@ -81,15 +81,14 @@ class PaddedSharing:
     ) -> dict[str, Any] | None:
         """Return the arguments of the call that computes unique tokens; None for a call that is not shared.
 
-        model: around the backbone, which is called with args and kwargs. why_inexact: tries the decoder.
+        model: around the backbone, which is called with args and kwargs. why_inexact: tries the backbone.
         """
         given = without_empty_types(backbone, arguments_of(backbone, args, kwargs))
         reason = why_unshared(model, backbone, given, self.generates)
-        reason = reason or why_inexact(text_decoder_of(backbone), shape=given["input_ids"].shape)
         if reason is None:
             began = time.perf_counter()
             try:
-                planned = self._planned(backbone, given)
+                planned = self._planned(backbone, given, why_inexact)
             except NotShared as error:
                 planned = str(error)
             self.report.plan_seconds += time.perf_counter() - began
@@ -99,7 +98,9 @@ class PaddedSharing:
         self.report.count_unshared(reason)
         return None
 
-    def _planned(self, backbone: PreTrainedModel, given: Mapping[str, Any]) -> dict[str, Any] | str:
+    def _planned(
+        self, backbone: PreTrainedModel, given: Mapping[str, Any], why_inexact: Callable[..., str | None]
+    ) -> dict[str, Any] | str:
         """Return the arguments of the shared call, or why there is none."""
         decoder = text_decoder_of(backbone)
         of_images = given_of_images(backbone, given)
@@ -124,6 +125,8 @@ class PaddedSharing:
         )
         if rows.kept.size < self.min_ratio * plan.num_rows and not (images and images.tower.has_copies):
             return f"less than min_ratio = {self.min_ratio} to save"
+        if reason := why_inexact(backbone, shape=given["input_ids"].shape):
+            return reason
         blocks = None if images is None else images.tokens.blocks_of(plan)
         layout = TreeLayout.from_plan(plan, self.run_cost, blocks).to(given["input_ids"].device, non_blocking=True)
         may_bind = layout.blocks is not None or window_may_bind(decoder.config, layout.max_seqlen)

@@ -27,6 +27,8 @@ from radixtrain.generation.store import KeyValueStore
 from radixtrain.tree.cached_layout import Continuations, Paths, shared_runs
 from radixtrain.verification.oracle import float64_throughout
 
+pytestmark = pytest.mark.usefixtures("without_the_probe")
+
 BAR = 1e-12
 FIRST = [
     [7, 8, 9, 10, 11, 12, 1, 2],

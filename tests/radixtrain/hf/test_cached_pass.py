@@ -38,7 +38,7 @@ def test_only_the_rows_that_are_wanted_reach_the_head(tiny_qwen3: Callable[..., 
     model, seen = tiny_qwen3(), []
     model.lm_head.register_forward_pre_hook(lambda head, args: seen.append(args[0].shape))
     answer(model)
-    assert seen == [(1, 1, 32)] * 2
+    assert seen[-2:] == [(1, 1, 32)] * 2 and len(seen) == 5, "after three passes of the probe"
 
 
 def test_under_autocast_rows_are_stored_in_its_dtype(tiny_qwen3: Callable[..., Any]) -> None:
@@ -52,7 +52,8 @@ class TestMissedLayers:
     MESSAGE = "attention ran in 1 of 2 layers of Qwen3Model: the others did not see the stored rows; use model.generate"
 
     @pytest.mark.usefixtures("hooks_that_may_stay")
-    def test_a_layer_that_does_not_run(self, tiny_qwen3: Callable[..., Any]) -> None:
+    def test_a_layer_that_does_not_run(self, tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("radixtrain.hf.cached_pass.why_inexact", lambda *_, **__: None)
         model = tiny_qwen3()
         module = model.model.layers[1].self_attn
         module.forward = wraps(module.forward)(lambda hidden_states, **rest: (hidden_states, None))
@@ -91,4 +92,4 @@ class TestRefused:
         assert "would leave it out; use model.generate" in self.refusal(model)
 
     def test_a_layer_that_is_not_causal(self) -> None:
-        assert "attends in both directions (is_decoder=False)" in self.refusal(tiny_model("BertLMHeadModel"))
+        assert "BertSelfAttention of layer 0 is not causal" in self.refusal(tiny_model("BertLMHeadModel"))
