@@ -121,6 +121,7 @@ TABLE: dict[str, dict[str, str]] = {
         "torch.utils._python_dispatch._disable_current_modes": "no mode counts or fakes how generators are compared",
     },
     "radixtrain/hf/guards/model.py": {
+        "torch.utils._python_dispatch._disable_current_modes": "no mode counts the operations of a trial",
         "torch.Tensor._backward_hooks": "tells parameters with a user's hook, which may see no gradient of a trial",
     },
     "radixtrain/hf/guards/rules.py": {

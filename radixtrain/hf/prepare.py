@@ -76,11 +76,11 @@ def prepare_model(
     Soft-capping, sinks, sliding windows, latent attention and router losses (`output_router_logits`) are computed
     exactly.
 
-    Raises UserError, naming the layer and the reason, for a class whose head or loss does not predict next tokens, for
-    attention that is not exact (sparse attention, attention dropout), for recurrent layers whose state does not go
-    through Hugging Face's cache, for positions that are not counted from 0, for adapters that do not compute each token
-    by itself, for a dropout > 0 that draws and is not allowed, and for an attention or kernel that cannot run. What
-    depends on the batch, or is added later, is refused at the first batch that it would change.
+    Raises UserError, with the reason, for a class whose head or loss does not predict next tokens, for sparse
+    attention, for attention dropout, for positions that are not counted from 0, for a dropout > 0 that draws and is not
+    allowed, and for an attention or kernel that cannot run. Whether the model and its adapters compute each token the
+    same when it is shared is tried in the first radix batch, which is refused if they do not. So is what depends on the
+    batch.
     """
     parts = parts_of(model)
     options = _options(attention, kernel, allow_dropout)
@@ -118,8 +118,9 @@ def share_prefixes(
 
     A call that cannot be shared exactly runs as if nothing had been installed, and `sharing_report(model)` counts it
     with the reason: a cache, `inputs_embeds`, `output_attentions`, video, a mask with holes, left padding without
-    `position_ids` in a model with learned positions, third-party code in a layer. Hidden states of padding are those
-    of another token. If a loss reads them, the backward pass raises a UserError; without gradients nothing warns.
+    `position_ids` in a model with learned positions, third-party code in a layer, a model or an adapter that computes
+    something else on unique tokens. Hidden states of padding are those of another token. If a loss reads them, the
+    backward pass raises a UserError; without gradients nothing warns.
 
     Raises UserError as `prepare_model`, except that any head is allowed; TypeError for a module without exactly one
     Hugging Face model.

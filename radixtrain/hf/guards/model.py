@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
 
 from radixtrain.collators.misuse_guard import is_instance_by_name
 from radixtrain.errors import UserError, first_line
@@ -48,7 +49,7 @@ DRAWS = "draws at random"
 ROUNDING = 2  # times the distance of two ordinary passes, one of them from embeddings that are rounded otherwise
 LARGE = 2**22  # numbers: larger buffers are weights of a quantized layer, larger parameters not those of an adapter
 _trying = RLock()  # a trial changes modules for a while
-DTENSOR = "torch.distributed.tensor", "DTensor"
+NO_VALUES = (("torch.distributed.tensor", "DTensor"), ("torch._subclasses.fake_tensor", "FakeTensor"))
 FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"
 # Of a decoder, by its state and the shape of the rows that were tried.
 _verdicts: WeakKeyDictionary[nn.Module, dict[Hashable, dict[Sequence[int], str | None]]] = WeakKeyDictionary()
@@ -78,15 +79,15 @@ def why_inexact(
     decoder = text_decoder_of(backbone)
     code, state = code_to_try(decoder, head)
     who = f"code that is not the model's own ({code})" if code else type(decoder).__name__
-    if not _is_whole(decoder):
-        if code:
-            return f"{who} cannot be tried, because the weights are not whole in this process"
-        return f"{who} {DRAWS}" if drew and number_that_draws(decoder) else None
     numbers = [value for each in decoder.modules() for value in values_of(each)] if drew else ()
     key = state, _arithmetic(decoder), *allowed, *numbers
     with _trying:
         tried = _verdicts.setdefault(decoder, {}).setdefault(key, {})
         if ROWS.shape not in tried:
+            if not _is_whole(decoder):
+                if code:
+                    return f"{who} cannot be tried, because the weights are not whole in this process"
+                return f"{who} {DRAWS}" if drew and number_that_draws(decoder) else None
             tried[ROWS.shape] = _tried(backbone, head, progress, allowed, ROWS, drew)
             if tried[ROWS.shape] == DRAWS and not (code or drew):
                 tried[ROWS.shape] = None  # the call itself will show it, and is refused with the number by which
@@ -337,15 +338,21 @@ def _bar(decoder: nn.Module, states: Tensor) -> float:
 
 
 def _is_whole(decoder: nn.Module) -> bool:
-    """Return whether a pass needs nothing from other processes; their calls may not be tried at the same time."""
+    """Return whether a pass needs nothing from other processes; their calls may not be tried at the same time.
+
+    Weights on `meta` and fake ones have no values.
+    """
     weights = [*decoder.parameters()]
-    is_split = any(each.is_meta or not each.numel() or is_instance_by_name(each, *DTENSOR) for each in weights)
+    is_split = any(
+        each.is_meta or not each.numel() or any(is_instance_by_name(each, *kind) for kind in NO_VALUES)
+        for each in weights
+    )
     return not is_split and not any(is_instance_by_name(each, *FSDP) for each in decoder.modules())
 
 
 @contextmanager
 def _without_trace(backbone: Any, allowed: Collection[str]) -> Iterator[None]:
-    """Give back generators and flags; compile nothing; save tensors unnoticed by activation checkpointing around."""
+    """Give back generators and flags; compile nothing, and show nothing to checkpointing and counts of operations."""
     device = next(backbone.get_input_embeddings().parameters()).device
     checkpointing = [each for each in backbone.modules() if vars(each).get("gradient_checkpointing")]
     generators = [
@@ -356,7 +363,8 @@ def _without_trace(backbone: Any, allowed: Collection[str]) -> Iterator[None]:
     for module in checkpointing:  # a reentrant one allows no gradient of a single tensor
         module.gradient_checkpointing = False
     unnoticed = saved_tensors_hooks(_same, _same)
-    with without_dropout(backbone, allowed), torch.compiler.set_stance("force_eager"), unnoticed:
+    no_modes = _disable_current_modes()
+    with without_dropout(backbone, allowed), torch.compiler.set_stance("force_eager"), unnoticed, no_modes:
         states = generator_states(device)
         try:
             yield
