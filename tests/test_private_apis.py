@@ -102,6 +102,7 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "radixtrain/hf/guards/model.py": {
         "torch.utils._python_dispatch._disable_current_modes": "no mode counts the operations of a trial",
+        "torch._subclasses.fake_tensor.FakeTensor": "has no values, so a model of such tensors is not tried",
         "torch.Tensor._backward_hooks": "tells parameters with a user's hook, which may see no gradient of a trial",
     },
     "radixtrain/hf/guards/rules.py": {

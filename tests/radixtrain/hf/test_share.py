@@ -73,7 +73,7 @@ def test_a_lost_modifier_is_caught(family, lost, monkeypatch):
     )
     with pytest.raises(UserError, match="computes a token from others"):
         error_of(windowed(family))
-    monkeypatch.setattr(radixtrain.hf.hooks, "why_inexact", lambda *_, **__: None)
+    monkeypatch.setattr(radixtrain.hf.collated, "why_inexact", lambda *_, **__: None)
     assert error_of(windowed(family)) > 1e-3
 
 
