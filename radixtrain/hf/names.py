@@ -1,7 +1,7 @@
 """Names of transformers that a release has changed, the newest spelling first. Others have one spelling from 5.2 on.
 
-What an object shows comes before its name: a cache is a `Cache`, an argument has an annotation, what a model returns
-for its images is what its tower returned. So the next renaming mostly changes nothing.
+What an object shows comes before its name: a cache is a `Cache`, an argument has an annotation. So the next renaming
+mostly changes nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 CACHE = ("cache", "past_key_values", "cache_params")  # an argument of models and layers, an output; since 5.24
-IMAGES = ("image_outputs", "image_hidden_states", "image_pooler_output")  # outputs; since 5.24, earlier features only
 IMAGE_TOKEN = ("image_token_id", "image_token_index")  # a setting; some configurations have both
 START_CHECKPOINTING = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # methods; since 5.23
 STOP_CHECKPOINTING = ("activation_checkpointing_disable", "gradient_checkpointing_disable")

@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from radixtrain.tree.arrays import IntArray
 
@@ -102,8 +103,11 @@ class RunLayout:
 
     def to(self, device: torch.device) -> RunLayout:
         """Move from the CPU, without waiting for the copies."""
-        tensors = {name: getattr(self, name).to(device, non_blocking=True) for name in ("rows", "places", "parents")}
-        return replace(self, **tensors)
+        with _disable_current_modes():
+            arrays = [x.numpy() for x in (self.rows, self.places, self.parents)]
+        # Made anew for a mode that fakes tensors, which takes no others.
+        rows, places, parents = (torch.tensor(array, device="cpu").to(device, non_blocking=True) for array in arrays)
+        return replace(self, rows=rows, places=places, parents=parents)
 
     @property
     def num_forks(self) -> int:

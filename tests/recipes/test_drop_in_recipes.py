@@ -22,7 +22,6 @@ RECIPES = {
     "peft_lora": ("--max_steps=20", "adapter_model.safetensors"),
     "accelerate_loop": ("--epochs=2", "model.safetensors"),
     "lightning_module": ("--max_steps=11", "model.safetensors"),
-    "lightning_trainer": ("--max_steps=11", "model.safetensors"),
     "plain_loop": ("--max_steps=11", None),
 }
 
@@ -85,3 +84,13 @@ def test_teaches_by_difference(recipe):
     assert '"--learning_rate"' in text
     for command in re.findall(r"^python recipes/.*--model .*$", text, re.MULTILINE):
         assert float(command.split("--learning_rate ")[1]) <= 2e-4
+
+
+@FULL
+def test_the_module_of_fit_in_lightnings_trainer(demo, tmp_path, monkeypatch, capsys):
+    files = [f"--model={demo / 'model'}", f"--train_file={demo / 'train.jsonl'}", f"--output_dir={tmp_path / 'out'}"]
+    monkeypatch.setattr(sys, "argv", ["lightning_trainer", *files, "--max_steps=11"])
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(ROOT / "recipes" / "lightning_trainer.py"), run_name="__main__")
+    assert float(LOSS.findall(capsys.readouterr().out)[-1]) < 5
+    assert (tmp_path / "out" / "model.safetensors").is_file()

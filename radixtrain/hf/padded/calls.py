@@ -213,20 +213,6 @@ def separates_packed_sequences(backbone: PreTrainedModel) -> bool:
     return _are_equal(one, other)
 
 
-@torch.no_grad()
-def reads_zeros(backbone: PreTrainedModel, name: str) -> bool:
-    """Return whether an argument of zeros, one for each token, changes what the untouched model computes."""
-    if name not in inspect.signature(backbone.forward).parameters:
-        return False
-    ids = torch.tensor([SECOND], device=_device_of_ids(backbone))
-    with evaluating(backbone):
-        one, other = (
-            backbone.forward(input_ids=ids, use_cache=False, **given)[0]
-            for given in ({}, {name: torch.zeros_like(ids)})
-        )
-    return not _are_equal(one, other)
-
-
 def _device_of_ids(backbone: Any) -> torch.device:
     """Return the device of the embeddings. The first parameter may be a vision tower's, elsewhere by a device_map."""
     device: torch.device = backbone.get_input_embeddings().weight.device

@@ -91,16 +91,20 @@ class Causes:
         for layers, request in requests.items():
             planes[f"next {layers}"] = _sees_next(request, ids)
         arrays = _on_host(planes)
-        kept = arrays["mask"].astype(bool) if "mask" in arrays else np.ones(ids.shape, dtype=bool)
         axes = [arrays[name] for name in arrays if name.startswith("axis")]
         positions = arrays.get("positions")
         if positions is not None and "position_ids" not in call.given and (positions == np.arange(ids.shape[1])).all():
             positions = None  # of the columns, by the backbone: as the decoder counts them without any
-        is_packed = mask is None and positions is not None and bool((np.diff(positions) != 1).any())
         if mask is None and len(axes) == 4 and (np.diff(axes[0]) != 1).any():
             raise NotShared("position_ids jump within a row")
-        rows = PaddedRows(arrays["ids"], kept, positions, is_packed)
-        return cls(call, given, per_token, requests, arrays, rows, np.stack(axes)[:, kept] if axes else None)
+        rows = PaddedRows.of(arrays["ids"], arrays.get("mask"), positions)
+        return cls(call, given, per_token, requests, arrays, rows, np.stack(axes)[:, rows.kept] if axes else None)
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device on which the decoder computes."""
+        of_decoder: Tensor = self.per_token.get("inputs_embeds", self.call.given["input_ids"])
+        return of_decoder.device
 
     @property
     def is_looked_up(self) -> bool:
@@ -217,9 +221,7 @@ class Causes:
             for x, some, others in pairs
         ]
         if not torch.stack([each.to(are_equal[0].device) for each in are_equal]).all():
-            raise NotShared(
-                "what stands before the decoder, such as noise, a hook or an adapter, tells equal tokens apart"
-            )
+            raise NotShared(TOLD_APART)
 
     @cached_property
     def row_at_placeholder(self) -> IntArray:
@@ -229,11 +231,10 @@ class Causes:
 
     def of_unique_tokens(self, plan: PrefixPlan) -> dict[str, Any]:
         """Return the arguments of the decoder for the unique tokens, without a mask."""
-        device = self.call.given["input_ids"].device
-        flat = np.flatnonzero(self.rows.kept)[plan.gather_indices]
+        device, flat = self.device, np.flatnonzero(self.rows.kept)[plan.gather_indices]
         index = on_device(flat, device)
         found: dict[str, Any] = {
-            name: x.flatten(0, 1).index_select(0, index)[None] for name, x in self.per_token.items()
+            name: x.flatten(0, 1).index_select(0, index.to(x.device))[None] for name, x in self.per_token.items()
         }
         if "inputs_embeds" in found:
             embedded = [*self.call.embedded, self.per_token["inputs_embeds"]]
@@ -242,7 +243,7 @@ class Causes:
         if levels := self.given.get(AT_PLACEHOLDERS):
             at = self.row_at_placeholder[flat]
             places = on_device(at[at >= 0], device)
-            found[AT_PLACEHOLDERS] = [level.index_select(0, places) for level in levels]
+            found[AT_PLACEHOLDERS] = [level.index_select(0, places.to(level.device)) for level in levels]
         if "input_ids" in self.given:
             found["input_ids"] = on_device(self.rows.input_ids[self.rows.kept][plan.gather_indices], device)[None]
         positions = plan.position_ids if self.axes is None else self.axes[:, None, plan.gather_indices]
@@ -251,8 +252,7 @@ class Causes:
 
     def masks_for(self, call: Any) -> Any:
         """Return the masks for which layers waited, in the form in which the backbone asked for them."""
-        device = self.call.given["input_ids"].device
-        made = {layers: answered(call, *self.windows[layers], device) for layers in self.requests}
+        made = {layers: answered(call, *self.windows[layers], self.device) for layers in self.requests}
         return made if isinstance(self.given["attention_mask"], dict) else next(iter(made.values()))
 
 

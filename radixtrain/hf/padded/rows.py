@@ -5,8 +5,8 @@
 
 A place is one entry of the `[B, L]` batch. The row of a place that the mask hides is U, one past the last.
 
-In an ordinary batch the hidden states of padding are numbers that no one should read. Here they are those of a token of
-the batch, in reverse. A loss may still read them, for instance if labels of padding are not -100. Its gradient would
+In an ordinary batch hidden states at padding are arbitrary. Here they are those of a token of the batch, with their
+columns reversed. A loss may still read them, for instance if labels of padding are not -100. Its gradient would
 not be the ordinary one, so the backward pass raises an error. For that a gradient must arrive there: the hidden states
 of padding are finite, not zero, and not a token's own, because the gradient of a square is zero at zero, and so is that
 of a distance between equal rows.
@@ -44,20 +44,11 @@ class PaddedRows(NamedTuple):
     is_packed: bool
 
     @classmethod
-    def read(cls, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> PaddedRows:
-        """Copy the tensors to the host, in one copy if they are on a device.
-
-        input_ids: (B, L). attention_mask: (B, L), or None if nothing is hidden. position_ids: (B, L) or (1, L) or None.
-        """
-        given = [input_ids, None if attention_mask is None else attention_mask != 0, position_ids]
-        device = input_ids.device  # transformers moves a mask of the host itself
-        tensors = [each.to(device, torch.int64).expand_as(input_ids) for each in given if each is not None]
-        arrays = iter(torch.stack(tensors).cpu().numpy())
-        ids = next(arrays)
-        kept = np.ones(ids.shape, dtype=bool) if attention_mask is None else next(arrays).astype(bool)
-        positions = None if position_ids is None else next(arrays)
-        is_packed = attention_mask is None and positions is not None and bool((np.diff(positions) != 1).any())
-        return cls(ids, kept, positions, is_packed)
+    def of(cls, input_ids: IntArray, attention_mask: IntArray | None, position_ids: IntArray | None) -> PaddedRows:
+        """Return the rows of a batch. All (B, L). attention_mask: None if nothing is hidden."""
+        kept = np.ones(input_ids.shape, dtype=bool) if attention_mask is None else attention_mask.astype(bool)
+        jumps = position_ids is not None and bool((np.diff(position_ids) != 1).any())
+        return cls(input_ids, kept, position_ids, is_packed=attention_mask is None and jumps)
 
     @property
     def has_holes(self) -> bool:

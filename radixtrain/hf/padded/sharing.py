@@ -124,9 +124,9 @@ class PaddedSharing:
 
     def _planned(self, upstream: Upstream, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of the shared call. Raises NotShared if there is none. given: of the decoder."""
-        decoder, device, options = upstream.decoder, upstream.given["input_ids"].device, self.options
+        decoder, options = upstream.decoder, self.options
         causes = Causes.read(upstream, given)
-        rows = causes.rows
+        rows, device = causes.rows, causes.device
         _refuse(why_rows_are_not_shared(upstream.backbone, upstream.given, rows))
         if rows.is_left_padded:
             _refuse(self._why_left_padding_matters(decoder, rows))

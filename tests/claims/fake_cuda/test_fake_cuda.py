@@ -71,7 +71,7 @@ def ran(library: Path, group: str) -> dict[str, dict[str, Any]]:
     return {line["name"]: line for line in lines}
 
 
-@pytest.mark.parametrize(("group", "number"), [("strategies", 18), ("commands", 10), ("compiled", 9)])
+@pytest.mark.parametrize(("group", "number"), [("strategies", 18), ("commands", 8), ("compiled", 9)])
 def test_steps_run_on_cuda_and_wait_where_it_is_known(library: Path, group: str, number: int) -> None:
     found = ran(library, group)
     assert len(found) == number

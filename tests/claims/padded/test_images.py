@@ -23,11 +23,11 @@ from transformers.models.llava import modeling_llava
 
 from radixtrain import share_prefixes, sharing_report
 from radixtrain.errors import UserError
-from radixtrain.hf.names import IMAGES
 from radixtrain.hf.padded.causes import OTHER_MASK, _of_pairs
 from radixtrain.hf.pictures import _distinct
 
 BAR = 1e-12
+IMAGES = {"image_outputs", "image_hidden_states", "image_pooler_output"}  # outputs; since 5.24, before that features
 BOTH_WAYS = ["Gemma 3", "Gemma 4, in both directions"]
 
 

@@ -1,11 +1,8 @@
 """What tests of generation share."""
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from radixtrain.verification.oracle import float64_arithmetic
 
@@ -15,8 +12,3 @@ def in_float64() -> Iterator[None]:
     """Two ways to compute a number agree to 1e-12 then, on every processor; so sampled and greedy tokens are equal."""
     with float64_arithmetic():
         yield
-
-
-@pytest.fixture(scope="module")
-def tokenizer(shop: Path) -> Any:
-    return AutoTokenizer.from_pretrained(shop / "model")

@@ -60,12 +60,17 @@ class Watched(RadixModule):
 
 
 def one_step(module: Watched, step: Step, strategy: str = "ddp") -> dict[str, Any]:
+    """What a rank finds in its part of a step, in float64."""
+    with float64_arithmetic():
+        return found_in(module, step, strategy)
+
+
+def found_in(module: Watched, step: Step, strategy: str = "ddp") -> dict[str, Any]:
     """What a rank finds in its part of a step."""
     if strategy == "fsdp2":
         shard(module, module.model, torch.device("cpu"), ranks().size, METHODS)
     optimizer = torch.optim.SGD(module.parameters())
-    with float64_arithmetic():
-        module.take_step(step, optimizer, None, partial(add_gradient, module, strategy == "fsdp2"))
+    module.take_step(step, optimizer, None, partial(add_gradient, module, strategy == "fsdp2"))
     return module.found
 
 
@@ -208,7 +213,7 @@ def test_each_step_adds_in_the_same_order() -> None:
         found: list[dict[str, Tensor]] = []
         step = replace(cut, rank=rank)(features(13))
         for _ in range(3):
-            found.append(one_step(module, step)["gradients"])
+            found.append(found_in(module, step)["gradients"])
         return found
 
     first, *others = on_ranks(4, gradients)[0]

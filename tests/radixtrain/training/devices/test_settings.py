@@ -1,11 +1,15 @@
 """Which devices and strategies a command takes, in the words of a user."""
 
+from datetime import timedelta
+
 import pytest
 import torch
+from lightning.fabric.accelerators import CPUAccelerator
 
 from radixtrain.__main__ import main
 from radixtrain.errors import UserError
 from radixtrain.settings.read import read
+from radixtrain.training.devices import fabric
 from radixtrain.training.devices.fabric import fabric_of
 from radixtrain.training.devices.launcher_env import LauncherEnv, default_devices
 from radixtrain.training.devices.settings import SlurmTasks, device_settings
@@ -116,6 +120,14 @@ def test_srun_is_told_to_lightning(environment):
     assert isinstance(tasks, SlurmTasks)
     strategy = fabric_of(settings(**TWO, trainer__num_nodes=2), "fit").strategy
     assert (strategy.global_rank, strategy.num_processes * strategy.num_nodes) == (1, 4)
+
+
+@pytest.mark.parametrize("is_cuda", [False, True])
+def test_nccl_waits_longer_than_what_reports_a_hanging_rank(is_cuda, monkeypatch):
+    if is_cuda:
+        monkeypatch.setattr(fabric, "CUDAAccelerator", CPUAccelerator)  # the accelerator of these ranks stands for it
+    strategy = fabric_of(settings(**TWO, ddp_timeout=7), "fit").strategy
+    assert vars(strategy)["_timeout"] == timedelta(seconds=67 if is_cuda else 7)
 
 
 @pytest.mark.parametrize(("devices", "count"), [(1, "1 rank"), (3, "3 ranks")])
