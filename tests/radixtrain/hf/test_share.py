@@ -9,7 +9,7 @@ from tiny_models import tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-import radixtrain.hf.hooks
+import radixtrain.hf.collated
 from radixtrain import RadixCollator, restore_model, share_prefixes, verify_equivalence
 from radixtrain.attention import tree_attention
 from radixtrain.collators.misuse_guard import end_watch
