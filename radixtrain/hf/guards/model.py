@@ -49,6 +49,7 @@ ROUNDING = 2  # times the distance of two ordinary passes, one of them from embe
 LARGE = 2**22  # numbers: larger buffers are weights of a quantized layer, larger parameters not those of an adapter
 _trying = RLock()  # a trial changes modules for a while
 NO_VALUES = (("torch.distributed.tensor", "DTensor"), ("torch._subclasses.fake_tensor", "FakeTensor"))
+WRAPPER = "checkpoint_fn"  # of torch's CheckpointWrapper
 FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"
 # Of a decoder, by its state and the shape of the rows that were tried.
 _verdicts: WeakKeyDictionary[nn.Module, dict[Hashable, dict[Sequence[int], str | None]]] = WeakKeyDictionary()
@@ -354,6 +355,7 @@ def _without_trace(backbone: Any, allowed: Collection[str]) -> Iterator[None]:
     """Give back generators and flags; compile nothing, and show nothing to checkpointing and counts of operations."""
     device = next(backbone.get_input_embeddings().parameters()).device
     checkpointing = [each for each in backbone.modules() if vars(each).get("gradient_checkpointing")]
+    wrappers = {each: each.checkpoint_fn for each in backbone.modules() if WRAPPER in vars(each)}
     generators = [
         value for each in backbone.modules() for value in vars(each).values() if isinstance(value, torch.Generator)
     ]
@@ -361,6 +363,8 @@ def _without_trace(backbone: Any, allowed: Collection[str]) -> Iterator[None]:
     of_numpy, of_python = np.random.get_state(), random.getstate()  # noqa: NPY002
     for module in checkpointing:  # a reentrant one allows no gradient of a single tensor
         module.gradient_checkpointing = False
+    for module in wrappers:
+        module.checkpoint_fn = _called
     unnoticed = saved_tensors_hooks(_same, _same)
     no_modes = _disable_current_modes()
     with without_dropout(backbone, allowed), torch.compiler.set_stance("force_eager"), unnoticed, no_modes:
@@ -376,6 +380,12 @@ def _without_trace(backbone: Any, allowed: Collection[str]) -> Iterator[None]:
             torch.clear_autocast_cache()
             for module in checkpointing:
                 module.gradient_checkpointing = True
+            for module, function in wrappers.items():
+                module.checkpoint_fn = function
+
+
+def _called(function: Any, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
 
 
 def _same(tensor: Tensor) -> Tensor:
