@@ -75,6 +75,11 @@ def position_wise(code: Code) -> Code:
     code: a function (a hook, a method, what replaces a `forward`), or a class of modules, hooks or torch modes; a
         subclass that defines a `forward` needs its own. Works as a decorator.
     Returns it. Raises TypeError for anything else.
+
+    >>> @position_wise
+    ... def steer(module, args, output):
+    ...     return output + 0.1
+    >>> handle = model.get_decoder().layers[0].mlp.register_forward_hook(steer)
     """
     if not isinstance(code, type | FunctionType):
         raise TypeError(
