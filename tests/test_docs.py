@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -21,6 +22,8 @@ from byte_tokenizer import byte_tokenizer
 from tiers import FULL
 from transformers import PreTrainedTokenizerFast
 
+from radixtrain import PrefixGroupedSampler
+from radixtrain.collators.prefix_sampler import ratio_of_batches
 from radixtrain.collators.token_row import TokenRow
 from radixtrain.commands.help import all_keys
 from radixtrain.data.chat import ChatEncoder
@@ -48,9 +51,9 @@ def read(page: str) -> str:
 
 # docs/data-formats.md: every row is encoded, and every error is raised
 
-FORMATS = "docs/data-formats.md"
+FORMATS, RUNS = "docs/data-formats.md", "docs/agents-runs.md"
 EXAMPLE = re.compile(r"^```json([^\n]*)\n(.*?)^```\n\n```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
-EXAMPLES = [pytest.param(*found, id=found[1][:50]) for found in EXAMPLE.findall(read(FORMATS))]
+EXAMPLES = [pytest.param(*found, id=found[1][:50]) for page in (FORMATS, RUNS) for found in EXAMPLE.findall(read(page))]
 
 
 @cache
@@ -117,7 +120,7 @@ def test_a_row_is_what_the_page_says(
 
 
 def test_every_row_of_the_page_is_tried() -> None:
-    assert len(EXAMPLES) == len(re.findall("^```json", read(FORMATS), re.MULTILINE)) > 15
+    assert len(EXAMPLES) == len(re.findall("^```json", read(FORMATS) + read(RUNS), re.MULTILINE)) > 15
     outcomes = "".join(example.values[2] for example in EXAMPLES)
     formats = "".join(example.values[1] for example in EXAMPLES)
     assert outcomes.count("error: ") > 3 and outcomes.count("learns ") > 10 and outcomes.count("labels [") > 2
@@ -270,6 +273,34 @@ def test_a_program_prints_what_the_page_says(capsys: pytest.CaptureFixture[str])
     [[code, printed]] = re.findall(r"^```python\n((?:(?!```).)*)```\n\n```text\n(.*?)^```", read(FORMATS), re.M | re.S)
     exec(compile(code, FORMATS, "exec"), {})
     assert capsys.readouterr().out == printed
+
+
+# docs/agents-runs.md: its program trains each turn, and its r is that of the generated runs
+
+
+@FULL
+def test_the_program_trains_every_turn(shop: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="the program is for TRL's trainer: pip install trl")
+    [code] = re.findall(r"^```python\n(.*?)^```", read(RUNS), re.M | re.S)
+    monkeypatch.chdir(tmp_path)
+    run = [{"role": role, "content": f"Shelf {number}."} for number in range(3) for role in ("user", "assistant")]
+    Path("runs.jsonl").write_text(f"{json.dumps({'messages': run})}\n" * 4, encoding="utf-8")
+    short = 'max_steps=1, logging_steps=1, use_cpu=True, report_to="none", save_strategy="no", output_dir='
+    names: dict[str, Any] = {}
+    exec(code.replace("output_dir=", short).replace("Qwen/Qwen3-0.6B", str(shop / "model")), names)
+    assert [len(row["prompt"]) for row in names["rows"]] == [1, 3, 5] * 4
+    assert names["trainer"].state.log_history[0]["r"] > 3
+
+
+@FULL
+def test_r_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "recipes" / "benchmarks")
+    rows = import_module("uneven_ranks").agents(150)
+    for size, *said in re.findall(r"^\| (\d+) \| ([\d.]+) \| ([\d.]+) \|$", read(RUNS), re.M):
+        for together, r in zip((1, None), said, strict=True):
+            order = list(PrefixGroupedSampler(rows, int(size), together))
+            batches = [order[start : start + int(size)] for start in range(0, len(order), int(size))]
+            assert f"{ratio_of_batches(lambda index: [rows[index]], batches, None):.2f}" == r
 
 
 # docs/configuration.md: its tables are the code's
