@@ -194,6 +194,9 @@ TABLE: dict[str, dict[str, str]] = {
             "ends the workers with their run; Python may collect the circle that holds their loader much later"
         ),
     },
+    "radixtrain/tree/runs.py": {
+        "torch.utils._python_dispatch._disable_current_modes": "reads numbers on the host under a mode that fakes them",
+    },
     "radixtrain/hf/windows.py": {
         "torch.utils._python_dispatch._disable_current_modes": "no mode counts or fakes what is asked of a mask",
     },

@@ -105,7 +105,7 @@ def remove(target: Path) -> None:
     delete(_beside(target, REPLACED))
 
 
-def standing(target: Path) -> Path:
+def current_path(target: Path) -> Path:
     """Return where the folder is: under another name if a process was killed while it replaced it."""
     if not target.name:  # `.` and `/` cannot be replaced
         return target
@@ -115,13 +115,13 @@ def standing(target: Path) -> Path:
 
 def set_aside(path: Path) -> bool:
     """Return whether it is the `.X.replaced` of an `X` that is absent."""
-    return path.suffix == f".{REPLACED}" and standing(_shown(path)) == path
+    return path.suffix == f".{REPLACED}" and current_path(_shown(path)) == path
 
 
 def recover(target: Path) -> None:
     """Put the folder back that a killed process was replacing. Only one process may do so at a time."""
-    if standing(target) != target:
-        standing(target).rename(target)
+    if current_path(target) != target:
+        current_path(target).rename(target)
 
 
 def tidy_leftovers(folder: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from radixtrain.checkpoints.atomic import standing, writing
+from radixtrain.checkpoints.atomic import current_path, writing
 from radixtrain.checkpoints.manifest import MANIFEST, SKELETON, DamagedCheckpoint, Manifest, committed
 from radixtrain.checkpoints.packing import MODEL, OPTIMIZER, STATE, MalformedState, Packed, file_of, pack, unpack
 from radixtrain.checkpoints.sharded import Gathering
@@ -76,7 +76,7 @@ def read_checkpoint(path: Path, leave_out: Collection[str] = (), in_memory: bool
 
     No code in it is run. Raises DamagedCheckpoint, which names the file, unless every byte is the one that was written.
     """
-    path = standing(Path(path))
+    path = current_path(Path(path))
     verify_checkpoint(path)
     skeleton = _skeleton(path)
     wanted = {key: value for key, value in skeleton.items() if key not in leave_out}
@@ -98,7 +98,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 def verify_checkpoint(path: Path) -> None:
     """Check every byte of a checkpoint without loading its tensors. Raises DamagedCheckpoint if one differs."""
-    path = standing(Path(path))
+    path = current_path(Path(path))
     if not path.is_dir():
         raise UserError(f"no such checkpoint: {path}")
     for name, expected in Manifest.read(path).files.items():

@@ -29,7 +29,7 @@ MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.s
 RESERVED = "__metadata__"  # no name of a tensor, in the format of safetensors
 NUMBERS = "biufc"  # kinds of NumPy dtypes that are kept
 CONTAINERS = {"$tuple": tuple, "$set": set, "$dict": dict}
-Path = tuple[Any, ...]  # keys and positions, from the state down to an entry
+Keys = tuple[Any, ...]  # keys and positions, from the state down to an entry
 Tensors = Mapping[str, Mapping[str, Tensor]]  # by file and name
 
 
@@ -80,7 +80,7 @@ class _Packer:
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=lambda: {MODEL: {}, OPTIMIZER: {}, STATE: {}})
     references: dict[Any, list[str]] = field(default_factory=dict)  # of tensors, by their place in memory
 
-    def skeleton_of(self, value: object, path: Path) -> Any:
+    def skeleton_of(self, value: object, path: Keys) -> Any:
         if isinstance(value, Tensor):
             return {"$tensor": self._reference(_dense(value, path), path)}
         if isinstance(value, dict):
@@ -107,16 +107,16 @@ class _Packer:
             f"dictionaries, lists, tuples, sets, numbers, text, bytes, tensors and arrays of numbers"
         )
 
-    def _list(self, values: Any, path: Path) -> list[Any]:
+    def _list(self, values: Any, path: Keys) -> list[Any]:
         return [self.skeleton_of(value, (*path, index)) for index, value in enumerate(values)]
 
-    def _dict(self, values: dict[Any, Any], path: Path) -> dict[str, Any]:
+    def _dict(self, values: dict[Any, Any], path: Keys) -> dict[str, Any]:
         if all(type(key) is str and not key.startswith("$") for key in values):
             return {key: self.skeleton_of(value, (*path, key)) for key, value in values.items()}
         pairs = [[self.skeleton_of(key, (*path, key)), self.skeleton_of(values[key], (*path, key))] for key in values]
         return {"$dict": pairs}
 
-    def _reference(self, tensor: Tensor, path: Path) -> list[str]:
+    def _reference(self, tensor: Tensor, path: Keys) -> list[str]:
         """Return the file and the name under which a tensor is stored, once per file for all that share memory.
 
         So an entry of a state needs no file but the one of its key.
@@ -136,7 +136,7 @@ def file_of(key: Any) -> str:
     return {"state_dict": MODEL, "optimizer_states": OPTIMIZER}.get(key, STATE)
 
 
-def _dense(tensor: Tensor, path: Path) -> Tensor:
+def _dense(tensor: Tensor, path: Keys) -> Tensor:
     """Raise UserError for a tensor that is neither plain nor sharded, or whose dtype the files do not have."""
     is_known = type(tensor) in (Tensor, nn.Parameter) or is_sharded(tensor)
     is_plain = is_known and tensor.layout == torch.strided and not tensor.is_meta
@@ -146,7 +146,7 @@ def _dense(tensor: Tensor, path: Path) -> Tensor:
     return tensor
 
 
-def _name(path: Path) -> str:
+def _name(path: Keys) -> str:
     return ".".join(str(key) for key in path).encode("utf-8", "backslashreplace").decode()
 
 

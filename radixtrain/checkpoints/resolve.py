@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from radixtrain.checkpoints.atomic import new_file, remove, standing, sync_folder
+from radixtrain.checkpoints.atomic import current_path, new_file, remove, sync_folder
 from radixtrain.checkpoints.folder import verify_checkpoint
 from radixtrain.checkpoints.manifest import DamagedCheckpoint, Manifest, checkpoints_in, committed, is_checkpoint
 from radixtrain.errors import UserError, only_warns
@@ -53,7 +53,7 @@ def resolve(text: str, folder: Path) -> Path:
     path = Path(folder) / text if text in LINKS else Path(text)
     if path.name == "last" and (path.is_symlink() or not path.is_dir()):
         return _newest(path.parent, text)
-    path = standing(target_of(path) if path.name == "best" else path)
+    path = current_path(target_of(path) if path.name == "best" else path)
     if (path / "config.json").is_file():
         raise UserError(f"ckpt_path {text}: a model, not a checkpoint; give it as model.model_name_or_path")
     if path.is_file():

@@ -49,7 +49,7 @@ def parts_like(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dic
 
 
 def place_in_memory(tensor: Tensor) -> tuple[Any, ...] | None:
-    """Return what two tensors that start at the same memory have in common, on every rank or none; None without memory.
+    """Return a key that is equal for tensors that share memory, alike on all ranks; None for a tensor without memory.
 
     A rank that holds no rows of a weight still has its padding in memory, but nothing of a moment of the optimizer.
     """

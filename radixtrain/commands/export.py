@@ -19,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError, first_line
-from radixtrain.settings.commands import Export, Run
+from radixtrain.settings.commands import Export, RunSettings
 from radixtrain.training.fault_tolerance.failures import restoring
 from radixtrain.training.fault_tolerance.run_folder import locked_model
 from radixtrain.training.fault_tolerance.run_state import load_weights, read_checkpoint
@@ -95,7 +95,7 @@ def export_run(
     data: Any,
     summary: RunSummary,
     output_dir: Path,
-    settings: Run,
+    settings: RunSettings,
     config: dict[str, Any],
 ) -> None:
     """Write `model/` and the end of the summary, print that, and upload the model. With several ranks, each calls this.

@@ -29,7 +29,7 @@ from radixtrain.data.datamodule import SFTData
 from radixtrain.distributed import form_groups, ranks
 from radixtrain.errors import UserError
 from radixtrain.hf.scores import named_scores, needs_labels
-from radixtrain.settings.commands import Run
+from radixtrain.settings.commands import RunSettings
 from radixtrain.settings.fields import value_of
 from radixtrain.settings.read import PRINT, as_tree, print_settings, read
 from radixtrain.training.answers.evaluate_generation import EvaluateGeneration
@@ -64,14 +64,14 @@ class Command:
     the folder, and `_run_prepared` runs the command, on every rank.
     """
 
-    def __init__(self, settings: Run, words: Sequence[str]):
+    def __init__(self, settings: RunSettings, words: Sequence[str]):
         """Take the settings, and the command line that they were read from."""
         self.words = tuple(words)
         self.name = self.words[0]
         self.settings = self._with_settings_of_model(settings)
         self.settings.data.predict_unlabelled = not needs_labels(named_scores(self.settings.model.scores))
 
-    def _with_settings_of_model(self, before: Run) -> Run:
+    def _with_settings_of_model(self, before: RunSettings) -> RunSettings:
         """Return the settings over those of the training run, if a model that radixtrain trained is evaluated."""
         name = before.model.model_name_or_path
         found = defaults_of_model(name, before.data.system_prompt) if self.name in EVALUATING else {}
@@ -130,7 +130,7 @@ class Command:
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of the runner's method: the keys of the command. A checkpoint is never read as code."""
-        of_run = {field.name for field in fields(Run)}
+        of_run = {field.name for field in fields(RunSettings)}
         own = {name: value for name, value in vars(self.settings).items() if name not in of_run}
         fixed = {"ckpt_path": self.ckpt_path, "weights_only": True, "return_predictions": False}
         return {**own, **{name: value for name, value in fixed.items() if name in own}}
@@ -232,7 +232,7 @@ class Command:
             export_run(*owners, self.parts.summary, self.output_dir, self.settings, config)
 
 
-def run(settings: Run, words: Sequence[str]) -> None:
+def run(settings: RunSettings, words: Sequence[str]) -> None:
     """Run a command, or print its settings."""
     name = words[0]
     with screens() if name in ("fit", "predict") else nullcontext():

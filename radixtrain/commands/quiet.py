@@ -44,14 +44,7 @@ def quiet(speaks: bool) -> None:
         warnings.simplefilter("ignore")
         return
     for noise in (
-        "number of training batches",
-        "LeafSpec",
-        "Total length of",
-        "infer the batch indices",
-        "pre-optimization",
-        "callbacks used to create the checkpoint",
-        "you requested to overfit",
-        "It is recommended to use .self.log.*sync_dist",  # what several ranks log is summed already
+        "Experiment logs directory",  # the record of a command is there before its metrics
         "is_gradient_checkpointing",  # PEFT asks by transformers' former name
     ):
         warnings.filterwarnings("ignore", f".*{noise}")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from radixtrain.errors import UserError, did_you_mean
-from radixtrain.settings.commands import Run
+from radixtrain.settings.commands import RunSettings
 from radixtrain.training.answers.metrics import OWN_METRICS
 from radixtrain.training.answers.predictions import PredictionWriter
 from radixtrain.training.fault_tolerance.saving import SaveCheckpoints
@@ -28,7 +28,7 @@ class RunParts:
     Raises UserError if `save_best` or `early_stopping` cannot work here.
     """
 
-    def __init__(self, settings: Run, evaluation: Any, output_dir: Path, has_validation: bool):
+    def __init__(self, settings: RunSettings, evaluation: Any, output_dir: Path, has_validation: bool):
         check_judges(settings, has_validation, evaluation.logged)
         self.requests = Requests(output_dir)
         self.evaluation = evaluation
@@ -55,7 +55,7 @@ class RunParts:
         return (saver.total_limit + 1) * saver.is_enabled + (self.best is not None)
 
 
-def _saver(settings: Run, output_dir: Path, requests: Requests) -> SaveCheckpoints:
+def _saver(settings: RunSettings, output_dir: Path, requests: Requests) -> SaveCheckpoints:
     return SaveCheckpoints(
         output_dir / "checkpoints",
         requests,
@@ -66,7 +66,7 @@ def _saver(settings: Run, output_dir: Path, requests: Requests) -> SaveCheckpoin
     )
 
 
-def check_judges(settings: Run, has_validation: bool, of_answers: str | None) -> None:
+def check_judges(settings: RunSettings, has_validation: bool, of_answers: str | None) -> None:
     """Raise UserError if `save_best` or `early_stopping` lacks validations, checkpoints, or the metric that it watches.
 
     of_answers: the metric of `evaluate_generation`, such as `eval_exact_match`; None if it is off.

@@ -9,7 +9,7 @@ from typing import Any
 from radixtrain.commands import WITHOUT_TRAINING
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError, first_line
-from radixtrain.settings.commands import Run
+from radixtrain.settings.commands import RunSettings
 from radixtrain.training.optimizer import check_package
 
 logger = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ FOR_ALL_WEIGHTS = 2e-5  # the default learning rate, and that of configs/sft.yam
 MOST_DEVICES = 1_000
 
 
-def check_settings(settings: Run, command: str) -> None:
+def check_settings(settings: RunSettings, command: str) -> None:
     """Raise UserError for a value that no run can use."""
     _check_devices(settings.trainer.devices)
     if command in WITHOUT_TRAINING:

@@ -23,7 +23,7 @@ from radixtrain.data.step_data import StepData
 from radixtrain.data.steps import features_of, text_of_copies, whole_chats
 from radixtrain.errors import UserError
 from radixtrain.explain.tokens import LOSS, Token, marked, number, token_texts, visible
-from radixtrain.explain.tree import Run, run_tree
+from radixtrain.explain.tree import Segment, run_tree
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.plan import levels_of
 from radixtrain.tree.radix_inputs import layout_of, radix_of
@@ -242,7 +242,7 @@ class _Drawing:
         if more := len(children[most:]):
             node.add(Text(f"⋯ {more:,} more branches ⋯", style="dim"))
 
-    def _add(self, node: Tree, run: Run, level: int, before: Run | None = None) -> None:
+    def _add(self, node: Tree, run: Segment, level: int, before: Segment | None = None) -> None:
         """Add a run and all that follows it. before: the run that it continues on the same level."""
         waiting = [(run, before)]
         for run, before in waiting:
@@ -253,7 +253,7 @@ class _Drawing:
             waiting += [(self.tree.runs[child], run) for child in children[:num_continuing]]
             self.add_all(branch, children[num_continuing:], level + 1)
 
-    def _lines(self, run: Run, before: Run | None) -> Iterator[Text]:
+    def _lines(self, run: Segment, before: Segment | None) -> Iterator[Text]:
         (start, end), most = run.rows, None if self.full else MOST_BRANCHES
         tokens, last = self.tree.tokens[start:end], end - 1
         after = f" after token {before.rows[1] - 1}" if before is not None else ""

@@ -21,7 +21,7 @@ MAX_CHARACTERS = 600  # of the text of a line
 
 
 @dataclass(frozen=True)
-class Run:
+class Segment:
     """Rows that the same sequences pass through, up to where one ends or they diverge.
 
     rows: first and one past the last. depth: tokens before it.
@@ -46,7 +46,7 @@ class RunTree(NamedTuple):
     roots: indices of those that nothing precedes. parents: (rows,), int64. the row before each, -1 at a root.
     """
 
-    runs: list[Run]
+    runs: list[Segment]
     roots: list[int]
     parents: IntArray
 
@@ -72,7 +72,7 @@ def run_tree(paths: Sequence[IntArray]) -> RunTree:
     for run, start in enumerate(starts.tolist()):
         children[int(run_of[parents[start]]) if parents[start] >= 0 else -1].append(run)
     bounds = enumerate(pairwise([*starts.tolist(), num_rows]))
-    runs = [Run(rows, int(depths[rows[0]]), sequences[run], ends[run], children[run]) for run, rows in bounds]
+    runs = [Segment(rows, int(depths[rows[0]]), sequences[run], ends[run], children[run]) for run, rows in bounds]
     return RunTree(runs, children[-1], parents)
 
 
@@ -125,6 +125,6 @@ class TextTree:
             yield TreeLine(depth, len(run.sequences), run.num_tokens, self._text(run), num_hidden)
             waiting += following
 
-    def _text(self, run: Run) -> str:
+    def _text(self, run: Segment) -> str:
         ids = self.sequences[run.sequences[0]]
         return shortened(text_of_run(self.tokenizer, ids, run.depth, run.depth + run.num_tokens), MAX_CHARACTERS)

@@ -101,8 +101,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     def check(*_: object) -> None:
         if get_ident() != thread:
             raise UserError(
-                f"another thread has {type(model).__name__} in evaluation mode for a while (generate does so), in "
-                f"which dropout would not draw: call model.eval() before, or this model after that"
+                f"another thread has temporarily put {type(model).__name__} into evaluation mode (generate does so), "
+                f"in which dropout would not draw: wait for it to finish, or call model.eval() first"
             )
 
     if not training:

@@ -122,7 +122,7 @@ def only_rows(backbone: PreTrainedModel, indices: Tensor) -> Iterator[None]:
 
 @contextmanager
 def on_output(backbone: PreTrainedModel, change: Callable[[Any], Any]) -> Iterator[None]:
-    """Pass what the backbone returns to this thread through a function; None from it changes nothing.
+    """Apply a function to the output of the backbone in this thread. If it returns None, the output is unchanged.
 
     Calls inside such a call, by a hook, are not changed.
     """

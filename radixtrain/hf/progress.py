@@ -19,7 +19,7 @@ import torch
 class Progress(threading.local):
     """The calls of one model that run in this thread, the innermost last; an ordinary one is None.
 
-    A call lives in the frames that run it. What an interrupt (Ctrl-C) leaves here is None when these are gone.
+    Calls are held weakly, so one that Ctrl-C interrupted reads as None once the frames that ran it are gone.
     """
 
     def __init__(self) -> None:

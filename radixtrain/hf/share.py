@@ -66,7 +66,7 @@ def share_prefixes(
         In a multimodal model the text decoder is shared. Calling it again replaces the options.
     attention: `auto`, `cascade`, `path`, `expand`, `reference` or `tree`; see `radixtrain.attention`.
     kernel: `auto`, `torch`, `flash_attn`, `flash_attn_3`, `flash_attn_4`, `cudnn`, `efficient` or `eager`.
-    min_shared_tokens: a branch point that saves fewer tokens gets no branch; a `RadixCollator` has its own.
+    min_shared_tokens: merge branches that would save fewer tokens; a `RadixCollator` has its own.
     min_ratio: an ordinary batch with a smaller B x L / U runs as it is.
     allow_dropout: names of what may draw at random: a dropout module or a module around it, by one part of its path
         without dots (such as `lora_dropout`), or a setting of the model or of an adapter. A shared token then draws

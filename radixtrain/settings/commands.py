@@ -45,7 +45,7 @@ class AnswerSettings(Section):
 
 
 @dataclass(kw_only=True)
-class Run(Section):
+class RunSettings(Section):
     """A command that reads a model and rows.
 
     output_dir: where checkpoints, logs and the model go.
@@ -85,7 +85,7 @@ class Run(Section):
 
 
 @dataclass(kw_only=True)
-class FromCheckpoint(Run):
+class FromCheckpoint(RunSettings):
     """A command that may take its weights from a checkpoint.
 
     ckpt_path: a checkpoint to resume (fit) or take weights from: `last`, `best`, `auto` (or start anew), or a path.
@@ -110,7 +110,7 @@ class Predict(FromCheckpoint):
 
 
 @dataclass(kw_only=True)
-class Verify(Run):
+class Verify(RunSettings):
     """`verify`.
 
     num_steps: optimizer steps to compare, each from its own rows; the weights do not change.
@@ -125,7 +125,7 @@ class Verify(Run):
 
 
 @dataclass(kw_only=True)
-class Inspect(Run):
+class Inspect(RunSettings):
     """`inspect`.
 
     step: optimizer step, from 0.
@@ -142,7 +142,7 @@ class Inspect(Run):
 
 
 @dataclass(kw_only=True)
-class Report(Run):
+class Report(RunSettings):
     """`report`.
 
     max_seconds: for timing micro-batches of the data on a few layers with random weights, by which speed and memory are

@@ -50,7 +50,7 @@ class DataSettings(Section):
         together; true takes the smallest that reaches 80 % of the largest r, at most half of a step.
     seed: for the order of the steps and `val_size`; on the command line it is `seed_everything`, and 42 if that is
         true or false and not a number.
-    min_shared_tokens: a branch point that saves fewer tokens gets no branch.
+    min_shared_tokens: merge branches that would save fewer tokens than this.
     shared_targets: weight of a label that several sequences of a step share: every, once for each, as in an ordinary
         trainer; once, once with the mean of their loss weights.
     pad_to_multiple_of: pad the unique tokens of a micro-batch to a multiple of it.

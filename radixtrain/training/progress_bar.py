@@ -32,7 +32,7 @@ def progress_bar() -> ProgressLines:
     return ProgressLines(is_bar=sys.stderr.isatty())
 
 
-class Screen:
+class PipeTolerantStream:
     """A stream that may fail without ending the run: the rest is dropped, and `failure` says why."""
 
     def __init__(self, stream: Any):
@@ -66,7 +66,7 @@ class Screen:
 def screens() -> Iterator[None]:
     """Let a run continue after an error of stdout or stderr, since only files count."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = Screen(sys.stdout), Screen(sys.stderr)
+    sys.stdout, sys.stderr = PipeTolerantStream(sys.stdout), PipeTolerantStream(sys.stderr)
     try:
         yield
     finally:
@@ -77,7 +77,7 @@ def screens() -> Iterator[None]:
 def screen_failure() -> str | None:
     """Say why the output of a run is lost: `stdout: Broken pipe`. None if it is not, or outside of `screens`."""
     for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
-        if isinstance(stream, Screen):
+        if isinstance(stream, PipeTolerantStream):
             stream.flush()
             if stream.failure:
                 return f"{name}: {stream.failure}"

@@ -104,11 +104,10 @@ class RunLayout:
     def to(self, device: torch.device) -> RunLayout:
         """Move from the CPU, without waiting for the copies."""
         with _disable_current_modes():
-            arrays = {name: getattr(self, name).numpy() for name in ("rows", "places", "parents")}
+            arrays = [x.numpy() for x in (self.rows, self.places, self.parents)]
         # Made anew for a mode that fakes tensors, which takes no others.
-        copies = {name: torch.tensor(array, device="cpu") for name, array in arrays.items()}
-        tensors = {name: copy.to(device, non_blocking=True) for name, copy in copies.items()}
-        return replace(self, **tensors)
+        rows, places, parents = (torch.tensor(array, device="cpu").to(device, non_blocking=True) for array in arrays)
+        return replace(self, rows=rows, places=places, parents=parents)
 
     @property
     def num_forks(self) -> int:

@@ -9,7 +9,6 @@ make fit && python recipes/any_trainer/grpo_generate.py
 
 from typing import Any
 
-import torch
 from grpo import train
 from trl import GRPOTrainer
 
@@ -23,17 +22,10 @@ class RadixGeneration:
         if images is not None:
             raise NotImplementedError("RadixGeneration is for text, and these prompts have images: leave it out")
         model, ends = self.accelerator.unwrap_model(self.model), self.generation_config.eos_token_id
-        batch = left_padded(prompt_ids, self.accelerator.device)
+        batch = self.processing_class.pad({"input_ids": prompt_ids}, padding_side="left", return_tensors="pt")
         with self.accelerator.autocast():
-            found = radixtrain.generate(model, **batch, generation_config=self.generation_config)
+            found = radixtrain.generate(model, **batch.to(model.device), generation_config=self.generation_config)
         return [until_end(ids, ends) for ids in found[:, batch["input_ids"].shape[1] :].tolist()]
-
-
-def left_padded(prompts: list[list[int]], device: torch.device) -> dict[str, torch.Tensor]:
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 def until_end(ids: list[int], ends: int | list[int]) -> list[int]:

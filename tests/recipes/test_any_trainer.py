@@ -104,5 +104,5 @@ def test_teaches_by_one_line():
     assert {"dpo", "kto", "reward", "sft"} <= {recipe.stem for recipe in RECIPES}
     for recipe in RECIPES:
         text = recipe.read_text(encoding="utf-8")
-        assert text.count("# <-") == 1 and len(text.splitlines()) <= 41, recipe.name
+        assert text.count("# <-") == 1 and len(text.splitlines()) <= 45, recipe.name
         assert f"python recipes/any_trainer/{recipe.name}" in text

@@ -15,7 +15,7 @@ from radixtrain.data.rows.verdicts import is_message, tells
 from radixtrain.errors import DataError
 
 Fields = dict[str, Any]
-Read = tuple[Fields, set[str]]  # the standard columns, and the columns of the row that they were read from
+StandardFields = tuple[Fields, set[str]]  # the standard columns, and the columns of the row that they were read from
 
 ROW_KINDS = "messages, prompt + completion, instruction + output, question + answer, conversations, text or input_ids"
 CHATS = ("messages", "conversations", "conversation", "dialog", "dialogue")
@@ -83,7 +83,7 @@ def turns_of(fields: Fields) -> list[Fields]:
     return [message for part in parts if isinstance(part, list) for message in part]
 
 
-def _read(fields: Fields, answered: bool, where: str) -> Read | None:
+def _read(fields: Fields, answered: bool, where: str) -> StandardFields | None:
     if "input_ids" in fields:
         read = ("input_ids", *OF_TOKENS)
         return {name: fields[name] for name in fields if name in read}, {*read, *OF_TOKENIZERS}
@@ -113,7 +113,7 @@ def _is_chat(name: str, value: object) -> bool:
     return isinstance(value, list) and all(isinstance(turn, dict) for turn in value)
 
 
-def _chat(fields: Fields, name: str, where: str) -> Read:
+def _chat(fields: Fields, name: str, where: str) -> StandardFields:
     messages = check_messages(fields[name], where, name)
     for beside in ("prompt", "completion"):
         if beside in fields and not _is_part(fields[beside], messages):
@@ -135,7 +135,7 @@ def _check_answer(standard: Fields, unused: list[str], where: str) -> None:
         )
 
 
-def _pair(fields: Fields, pair: Pair, where: str) -> Read:
+def _pair(fields: Fields, pair: Pair, where: str) -> StandardFields:
     text = fields.get("text")  # Alpaca's file has the whole row as text, too
     if text and not (isinstance(text, str) and str(fields[pair.answer or pair.question]) in text):
         columns = f"{{user: {pair.question}, assistant: {pair.answer}}} or {{text: text}}"
@@ -144,7 +144,7 @@ def _pair(fields: Fields, pair: Pair, where: str) -> Read:
     return _with_columns(messages, pair.columns | {"history"}, fields, where)
 
 
-def _with_columns(messages: list[Fields], used: set[str], fields: Fields, where: str) -> Read:
+def _with_columns(messages: list[Fields], used: set[str], fields: Fields, where: str) -> StandardFields:
     """Return the conversation with the columns that chats may carry."""
     standard: Fields = {name: fields[name] for name in OF_CHATS if name in fields}
     of_system = [message.pop("tools") for message in messages[:1] if isinstance(message.get("tools"), list)]
@@ -175,7 +175,7 @@ def _system(fields: Fields, where: str) -> str:
     return texts[0] if texts else ""
 
 
-def _prompt_and_completion(fields: Fields, where: str) -> Read:
+def _prompt_and_completion(fields: Fields, where: str) -> StandardFields:
     names = ("prompt", "completion")
     kinds = {type(fields[name]) for name in names}
     if kinds == {str}:
@@ -191,14 +191,14 @@ def _prompt_and_completion(fields: Fields, where: str) -> Read:
     return {"prompt": standard.pop("messages"), "completion": completion, **standard}, used
 
 
-def _prompt(fields: Fields, where: str) -> Read:
+def _prompt(fields: Fields, where: str) -> StandardFields:
     if not isinstance(fields["prompt"], list):
         _refuse_system(fields, where)
         return {"prompt": fields["prompt"]}, {"prompt"}
     return _with_columns(check_messages(fields["prompt"], where, "prompt"), {"prompt"}, fields, where)
 
 
-def _text(fields: Fields, where: str) -> Read:
+def _text(fields: Fields, where: str) -> StandardFields:
     for name in BESIDE_TEXT:
         if name in fields:
             answer = f"to answer with it, write data.columns: {{user: text, assistant: {name}}}; "

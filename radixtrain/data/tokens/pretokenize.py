@@ -33,7 +33,7 @@ TEXTS_PER_CALL = 64  # the tokenizer holds about 100 bytes per token until the c
 SAMPLED_TEXTS, SAMPLED_CHARACTERS = 16, 4096  # compared with whole texts; these characters on each side of a border
 MOST_NESTED = 16  # groups of a pattern
 MAX_KEPT_CHARACTERS = 16 << 20  # of pieces whose ids are remembered; those that were used last stay
-# What treats a piece by its own characters only. Metaspace is not among them: it may look for the start of the text.
+# Pre-tokenizers whose output for a piece does not depend on its neighbours, as Metaspace's does on the text's start.
 PIECEWISE = {
     *("BertPreTokenizer", "ByteLevel", "Digits", "FixedLength", "Punctuation", "Sequence", "Split", "UnicodeScripts"),
     *("Whitespace", "WhitespaceSplit", "CharDelimiterSplit"),

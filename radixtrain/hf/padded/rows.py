@@ -5,8 +5,8 @@
 
 A place is one entry of the `[B, L]` batch. The row of a place that the mask hides is U, one past the last.
 
-In an ordinary batch the hidden states of padding are numbers that no one should read. Here they are those of a token of
-the batch, in reverse. A loss may still read them, for instance if labels of padding are not -100. Its gradient would
+In an ordinary batch hidden states at padding are arbitrary. Here they are those of a token of the batch, with their
+columns reversed. A loss may still read them, for instance if labels of padding are not -100. Its gradient would
 not be the ordinary one, so the backward pass raises an error. For that a gradient must arrive there: the hidden states
 of padding are finite, not zero, and not a token's own, because the gradient of a square is zero at zero, and so is that
 of a distance between equal rows.

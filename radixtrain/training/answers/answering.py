@@ -97,7 +97,7 @@ def _end_tokens(tokenizer: PreTrainedTokenizerBase, model: object, prompts: Sequ
     return sorted(ends)
 
 
-Row = tuple[list[int], float, str]
+RawAnswer = tuple[list[int], float, str]
 """Fields of an `Answer` without its text."""
 
 
@@ -207,7 +207,7 @@ def _rows(
     fields: Mapping[str, Any],
     options: AnswerOptions,
     cache: RadixCache | None,
-) -> tuple[list[Row], int]:
+) -> tuple[list[RawAnswer], int]:
     """Generate an answer to each prompt, and count the rows that were computed for the prompts.
 
     model: in evaluation mode. fields: of `GenerationConfig`, with `eos_token_id` as a list. Draws come from torch's
@@ -217,7 +217,7 @@ def _rows(
     shares = not ids or _why_ordinary(model, prompts, options) is None
     stored = RadixCache(STORED_TOKENS) if cache is None else cache
     call = partial(generate, model, cache=stored) if shares else model.generate
-    answers: dict[int, Row] = {}
+    answers: dict[int, RawAnswer] = {}
     num_computed, before = 0, stored.counters.num_computed
     for members in _batches(ids, options) if shares else _batches_by_length(ids, options):
         batch = _left_padded([ids[member] for member in members], model.device)
@@ -243,7 +243,7 @@ def _answered(
     batch: Mapping[str, Tensor],
     tokenizer: PreTrainedTokenizerBase,
     fields: Mapping[str, Any],
-) -> Iterator[Row]:
+) -> Iterator[RawAnswer]:
     """Yield the answer to each prompt of a batch, without log-probability. call: takes what `model.generate` takes."""
     pad = next(iter(fields["eos_token_id"] or ()), 0)  # what follows an end token is cut off
     try:
@@ -255,7 +255,9 @@ def _answered(
         yield tokens, 0.0, reason
 
 
-def _with_logprobs(model: Any, prompts: Sequence[Prompt], rows: Sequence[Row], options: AnswerOptions) -> list[Row]:
+def _with_logprobs(
+    model: Any, prompts: Sequence[Prompt], rows: Sequence[RawAnswer], options: AnswerOptions
+) -> list[RawAnswer]:
     """Add the log-probability of each answer, under the model itself."""
     pairs = [(prompt.token_ids, tokens) for prompt, (tokens, *_) in zip(prompts, rows, strict=True)]
     if pairs and _why_ordinary(model, prompts, options) is None:

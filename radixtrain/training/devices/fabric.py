@@ -12,7 +12,7 @@ from torch import nn
 
 from radixtrain.distributed import NCCL_LATER, check_sp_size
 from radixtrain.errors import UserError, first_line
-from radixtrain.settings.commands import Run
+from radixtrain.settings.commands import RunSettings
 from radixtrain.training.devices.fsdp2 import METHODS, shard
 from radixtrain.training.devices.launcher_env import is_launched, launcher_env
 from radixtrain.training.devices.settings import device_settings, sp_size_of
@@ -34,7 +34,7 @@ class Sharded(DDPStrategy):
         return module
 
 
-def fabric_of(settings: Run, command: str) -> Fabric:
+def fabric_of(settings: RunSettings, command: str) -> Fabric:
     """Make Fabric for a command. Raises UserError if the devices, the strategy or the precision cannot be had here."""
     changed = device_settings(settings, command)
     given = {name: changed.get(name, getattr(settings.trainer, name)) for name in KEYS}

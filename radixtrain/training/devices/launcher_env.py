@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 PARENT = "RADIXTRAIN_PARENT"  # variable of a process that `fit` has started itself: the id of the parent
 ON_SEVERAL = ("fit", "validate", "test", "predict")  # commands that run on several devices
-# Variables that count copies of a process without a launcher, and the program that starts the copies.
+# Environment variables that reveal several unconnected copies of a process, by the program that sets them.
 COPIES = {"mpirun": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"), "a launcher": ("WORLD_SIZE",)}
 INTERACTIVE = ("bash", "interactive")  # job names that `srun --pty` and `salloc` give: their tasks are not ranks
 

@@ -25,7 +25,8 @@ from radixtrain.data.workers import OUT_OF_FILES, OUT_OF_SHARED_MEMORY
 from radixtrain.errors import EndedElsewhere, UserError, bytes_text, first_line
 
 MOST_FILES = 65_536
-FILES, FILES_OF_WORKER = 64, 64  # least for any run: 50 without a worker; two batches of one micro-batch are 60 tensors
+# Fewest open files: about 50 for the run, 64 more for each worker, two of whose batches wait.
+FILES, FILES_OF_WORKER = 64, 64
 
 NO_ROOM = {
     errno.ENOSPC: "is full",

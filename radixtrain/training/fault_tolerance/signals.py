@@ -179,7 +179,7 @@ class Requests:
         return Stopped(f"stopped by {stop.name}; nothing was saved", stop.code)
 
     def _agreed(self) -> tuple[Stop | None, bool]:
-        """Return what any rank was requested to do before this call. Signals during it wait for the next one."""
+        """Combine the requests of all ranks. A signal that arrives during this call is handled by the next one."""
         place, save = ranks().largest(STOPS.index(self.stop), int(self.save))
         self.stop, self.save = STOPS[place] or self.stop, bool(save) or self.save
         return STOPS[place], bool(save)

@@ -89,7 +89,10 @@ class Best:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best so far. path: None in the best checkpoint itself, a name if it is in the same folder."""
+        """Return the best so far.
+
+        path is None when this checkpoint is itself the best; otherwise its name, or its full path in another folder.
+        """
         best, path = self.validation, self.path and str(self.path.absolute())
         if self.path and self.path.parent.absolute() == self.saver.folder.absolute():
             path = self.path.name

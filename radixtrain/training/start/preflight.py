@@ -21,7 +21,7 @@ from radixtrain.text_files import check_file, read_text
 from radixtrain.versions import versions
 
 if TYPE_CHECKING:
-    from radixtrain.settings.commands import Run
+    from radixtrain.settings.commands import RunSettings
     from radixtrain.settings.model import ModelSettings
 
 
@@ -64,7 +64,7 @@ def check_room(output_dir: Path, num_parameters: int | None, settings: ModelSett
     return needed
 
 
-def described_start(settings: Run) -> dict[str, str]:
+def described_start(settings: RunSettings) -> dict[str, str]:
     """Describe what must be the same on all ranks: settings, versions of packages, the files of the model.
 
     settings: of the command, as parsed.

@@ -32,9 +32,8 @@ def finished(launch: Callable[..., Launched], tmp_path: Path) -> Callable[..., s
 
 
 def figures(printed: str) -> dict[str, float]:
-    """The metrics of Lightning's table."""
-    cells = [line.replace("┃", "│").split("│") for line in printed.splitlines()]
-    rows = [[cell.strip() for cell in row if cell.strip()] for row in cells]
+    """The metrics, a line each."""
+    rows = [line.split() for line in printed.splitlines()]
     return {row[0]: float(row[1]) for row in rows if len(row) == 2 and row[0].endswith("_loss")}
 
 

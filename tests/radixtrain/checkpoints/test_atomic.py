@@ -9,7 +9,7 @@ from outcomes import names
 from tiers import FULL
 
 from radixtrain.checkpoints import atomic
-from radixtrain.checkpoints.atomic import recover, remove, standing, tidy_leftovers, writing
+from radixtrain.checkpoints.atomic import current_path, recover, remove, tidy_leftovers, writing
 
 
 @pytest.fixture(params=["exchanged", pytest.param("renamed twice", marks=FULL)])
@@ -80,7 +80,7 @@ def test_removed(tmp_path):
 def test_killed_while_it_replaces(tmp_path, how):
     replace(tmp_path / "x", "old")
     for _ in kills_at_file_operations(lambda: replace(tmp_path / "x", "new")):
-        now = content(standing(tmp_path / "x"))
+        now = content(current_path(tmp_path / "x"))
         assert now in ("old", "new")
         tidy_leftovers(tmp_path)
         assert names(tmp_path) == ["x"] and content(tmp_path / "x") == now
@@ -122,9 +122,9 @@ def test_killed_while_it_is_tidied(tmp_path):
 
 def test_the_previous_one_counts_while_the_target_is_absent(tmp_path):
     replace(tmp_path / ".x.replaced", "old")
-    assert content(standing(tmp_path / "x")) == "old"
+    assert content(current_path(tmp_path / "x")) == "old"
     recover(tmp_path / "x")
     assert content(tmp_path / "x") == "old" and names(tmp_path) == ["x"]
     replace(tmp_path / ".x.replaced", "older")
     recover(tmp_path / "x")
-    assert content(standing(tmp_path / "x")) == "old"
+    assert content(current_path(tmp_path / "x")) == "old"

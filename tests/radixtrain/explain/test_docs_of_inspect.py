@@ -15,7 +15,7 @@ from rich.console import Console
 from radixtrain.commands.explain import inspect
 from radixtrain.commands.help import all_keys
 from radixtrain.data.datamodule import SFTData
-from radixtrain.settings.commands import Inspect, Run
+from radixtrain.settings.commands import Inspect, RunSettings
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "inspect.md"
 WRITING = bool(os.environ.get("RADIXTRAIN_WRITE_TABLE"))
@@ -41,7 +41,7 @@ def test_an_output(block: str, row: str | None, shop: Path, tmp_path: Path, monk
 
 
 def test_the_keys() -> None:
-    own = {field.name for field in fields(Inspect)} - {field.name for field in fields(Run)}
+    own = {field.name for field in fields(Inspect)} - {field.name for field in fields(RunSettings)}
     keys = [key for key in all_keys("inspect") if key.name in own]
     lines = [f"| `{key.name}` | `{key.default}` | {key.help} |" for key in keys]
     table = "\n".join(["| key | default | meaning |", "| --- | --- | --- |", *lines])

@@ -8,7 +8,7 @@ from typing import Any
 
 from radixtrain.commands.help import keys_of
 from radixtrain.errors import UserError
-from radixtrain.settings.commands import AnswerSettings, Run
+from radixtrain.settings.commands import AnswerSettings, RunSettings
 from radixtrain.settings.data import DataSettings
 from radixtrain.settings.model import ModelSettings
 
@@ -53,7 +53,7 @@ SECTIONS: dict[str, Callable[..., Any]] = {
     "model": lambda **given: ModelSettings("unread", **given),
     "data": DataSettings,
     "evaluate_generation": AnswerSettings,
-    "": lambda **given: Run(model=ModelSettings("unread"), **given),
+    "": lambda **given: RunSettings(model=ModelSettings("unread"), **given),
 }
 
 

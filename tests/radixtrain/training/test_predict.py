@@ -230,12 +230,16 @@ def test_what_ends_the_run_before_it_writes(arguments: Any, tmp_path: Path, caps
         (
             {"model__scores": "[next_token_logits]", "model__next_tokens": "[yes, no]"},
             2,
-            "error: model.next_tokens: YAML reads yes, no, on and off without quotes as true and false",
+            "error: model.next_tokens must be list of text or null; got [yes, no]; YAML reads a bare yes or no as true",
         ),
         ({"model__scores": "[next_token_logits]"}, 1, "error: model.next_tokens is missing"),
         ({"model__generate": True, "model__scores": "[embedding]"}, 1, "error: model.generate: true writes answers"),
         ({"model__generate": True, "evaluate_generation__max_new_tokens": 0}, 1, "max_new_tokens must be at least 1"),
-        ({"model__generate": True, "evaluate_generation__generation_kwargs": "{num_beams: 2}"}, 1, "num_beams"),
+        (
+            {"model__generate": True, "evaluate_generation__generation_kwargs": "{output_attentions: true}"},
+            1,
+            "no weights for",
+        ),
         ({"model__scores": "[]"}, 1, "error: model.scores: expected one or more of logprobs"),
         ({"model__scores": "[embeding]"}, 1, "probs, embedding; found embeding"),
         ({"model__scores": "[perplexity, embedding]"}, 1, "rows.jsonl:1: expected at least one assistant turn"),
