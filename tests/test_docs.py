@@ -23,6 +23,7 @@ from tiers import FULL
 from transformers import PreTrainedTokenizerFast
 
 from radixtrain import PrefixGroupedSampler
+from radixtrain.__main__ import main
 from radixtrain.collators.prefix_sampler import ratio_of_batches
 from radixtrain.collators.token_row import TokenRow
 from radixtrain.commands.help import all_keys
@@ -38,7 +39,6 @@ from radixtrain.errors import UserError
 from radixtrain.hf.scores import SCORES
 from radixtrain.settings.commands import Doctor, Export, RunSettings, Verify
 from radixtrain.settings.fields import Key, parts_of
-from radixtrain.settings.synonyms import NO_KEYS, SYNONYMS
 from radixtrain.training.answers.metrics import load_metric
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -306,7 +306,7 @@ def test_r_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
 # docs/configuration.md: its tables are the code's
 
 CONFIGURATION = "docs/configuration.md"
-TABLES = ["cli", "model", "data", "evaluate_generation", "verify", "export", "doctor", "elsewhere"]
+TABLES = ["cli", "model", "data", "evaluate_generation", "verify", "export", "doctor"]
 SECTIONS = ("model", "data", "evaluate_generation")
 OWNERS: dict[str, type] = {"cli": RunSettings, "verify": Verify, "export": Export, "doctor": Doctor}
 
@@ -353,18 +353,19 @@ def test_a_table_of_keys_is_the_codes(table: str) -> None:
     begin, end = f"<!-- {table}: begin -->\n", f"<!-- {table}: end -->"
     before, rest = read(CONFIGURATION).split(begin)
     said, after = rest.split(end)
-    found = names_elsewhere() if table == "elsewhere" else markdown(rows_of(table))
+    found = markdown(rows_of(table))
     if WRITING:
         (ROOT / CONFIGURATION).write_text(f"{before}{begin}{found}{end}{after}", encoding="utf-8")
         return
     assert said == found, f"RADIXTRAIN_WRITE_TABLE=1 writes the tables of {CONFIGURATION}"
 
 
-def names_elsewhere() -> str:
-    """Keys of other tools, and the key that does it here."""
-    here = {key: re.sub(r"^[\w.]+", r"`\g<0>`", key) for key in SYNONYMS} | {reason: reason for reason in NO_KEYS}
-    rows = [f"| `{'`, `'.join(names.split())}` | {here[key]} |\n" for key, names in (SYNONYMS | NO_KEYS).items()]
-    return "".join(["| there | here |\n| --- | --- |\n", *rows])
+def test_keys_of_other_tools_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    part = read(CONFIGURATION).partition("## Coming from")[2]
+    [keys, said] = re.findall(r"^```(?:yaml|text)\n(.*?)^```", part, re.M | re.S)[:2]
+    (tmp_path / "theirs.yaml").write_text(keys, encoding="utf-8")
+    assert main(["fit", f"--config={tmp_path}/theirs.yaml"]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_the_tables_hold_every_key_and_what_runs(printed_by: Callable[..., str]) -> None:
