@@ -47,18 +47,24 @@ class PrefixGroupedSampler(Sampler[int]):
     together: most rows of a prompt that a batch gets on purpose. 1 is a plain shuffle; `batch_size` shares the most,
         and most batches then have one prompt. None for the smallest of 1, ..., `batch_size` / 4, `batch_size` / 2 with
         which r is at least 80 % of the largest r.
-    seed: of the order; give every process the same.
+    seed: of the order. Every process needs the same.
     num_batches: batches of an optimizer step, ranks times accumulated batches: those that come one after the other, as
         Accelerate hands them out. `together` is then of a step, up to `num_batches` times `batch_size`, and the rows of
         a step are the same as with batches that are `num_batches` times as large, in sorted order.
-    column: that holds the tokens. Another than `input_ids` is taken for a part of the row, such as `prompt_ids` of a
-        preference pair; what else a row has is not seen, so r is overestimated when `together` is chosen.
+    column: the column that holds the tokens, `input_ids` by default. Any other is taken for a part of the row, such as
+        `prompt_ids` of a preference pair; what else a row has is not seen, so r is overestimated when `together` is
+        chosen.
 
     Every epoch is another permutation of all rows. The order depends only on the data, the arguments and the epoch,
     which goes up with every pass. `set_epoch` sets it; Accelerate, and so Hugging Face's Trainer, call it.
 
     Reads all rows once, when it is made. Raises ValueError if the data have no length or no tokens in `column`, if
     `batch_size` or `num_batches` is below 1, and if `together` is not between 1 and the rows of a step.
+
+    >>> sampler = PrefixGroupedSampler(rows, batch_size=2, seed=0)
+    >>> loader = DataLoader(rows, batch_size=2, sampler=sampler, collate_fn=RadixCollator())
+    >>> sorted(sampler)
+    [0, 1]
     """
 
     def __init__(

@@ -38,10 +38,10 @@ class RadixCollator:
     min_shared_tokens: a branch point that saves fewer tokens than this gets no branch; see `build_prefix_plan`.
     pad_to_multiple_of: pad the unique tokens to a multiple of this many.
     merge_labels: False for a model that computes its own loss: one prediction per original labelled token, in a row of
-        logits for each sequence. True for
-        radixtrain's own loss: identical predictions merged and weighted, one hidden row per distinct predictor.
+        logits for each sequence. True for radixtrain's own loss: identical predictions merged and weighted, one hidden
+        row per distinct predictor.
     shared_targets: what a label counts that several sequences of the batch share: `"every"`, once for each of them, as
-        an ordinary trainer sums; `"once"`, once, with the mean of their loss weights; see `keep_once`.
+        an ordinary trainer sums; `"once"`, once, with the mean of their loss weights.
     token_loss: True vouches that a loss of your own reads only labelled tokens: a sum, or a mean for each sequence. By
         default the backward pass refuses any loss that the model did not compute itself, because all other tokens, and
         the length of a padded row, are not in the batch.

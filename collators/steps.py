@@ -82,13 +82,18 @@ class StepCollator:
     shared_targets: what a label counts that several sequences of the step share, see `RadixCollator`. Decided before
         the step is cut, so that it does not depend on the cut.
     min_shared_tokens, pad_to_multiple_of: see `RadixCollator`.
-    pad_token_id: see `PaddedCollator`.
+    pad_token_id: what fills padded batches, without `dedup`.
     rank, num_ranks: which share of the step is collated, of how many. All ranks collate the same features.
     sp_size: consecutive ranks that have the same micro-batches, of as many times `max_tokens`. The collator keeps the
         rows of its own (`row_split.py`); it has to merge labels.
 
-    Called with features as `RadixCollator`, returns a `Step`. Raises as `RadixCollator`, naming the feature by its
-    index in the step.
+    Called with features as `RadixCollator`.
+    Returns a `Step`.
+    Raises ValueError as `RadixCollator`, naming the feature by its index in the step, and for ranks that do not fit.
+
+    >>> step = StepCollator(max_tokens=4096)(rows)
+    >>> len(step.micro_batches), step.num_labels, step.num_tokens, step.num_computed_tokens
+    (1, 2, 6, 4)
     """
 
     dedup: bool = True

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from reference import with_reference
+
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"""(\]\(|src(?:set)?=")([^)\s#:"]+)(?=[)#"])""")
 FENCE = re.compile(r"^(```\w+) [^\n]*$", re.MULTILINE)  # words after the language are for the tests of the page
@@ -45,7 +47,8 @@ def lay_out(file: Path, target: Path) -> list[Path]:
 
 
 def page_of_markdown(file: Path) -> str:
-    return FENCE.sub(r"\1", file.read_text(encoding="utf-8"))
+    page = FENCE.sub(r"\1", file.read_text(encoding="utf-8"))
+    return with_reference(page, file.parent) if file.name == "reference.md" else page
 
 
 def page_of_notebook(file: Path) -> str:

@@ -93,8 +93,9 @@ def tree_attention(
     query: (U, N, H), float64, float32, bfloat16 or float16.
     key, value: (U, K, H), same dtype and device; N is a multiple of K (grouped-query attention).
     plan: the prefix plan of these U rows. A `TreeLayout` on the device of the tensors saves the copy.
-    attention: `auto`, `cascade`, `path`, `expand`, `reference` or `tree`. `auto` is `cascade`, or `path` if a window
-        binds.
+    attention: `cascade` computes shared and own keys by separate calls without copies and merges them; `path` gathers
+        the root path of every row; `expand` computes all T tokens; `tree` is FlexAttention, on CUDA; `reference` is
+        eager, with an explicit mask. `auto` is `cascade`, or `path` if a window binds.
     kernel: `auto`, `torch`, `flash_attn`, `flash_attn_3`, `flash_attn_4`, `cudnn`, `efficient` or `eager`. `reference`
         does not read it; `tree` has its own kernel and takes only `auto`.
     scale: factor on the scores; default `H ** -0.5`.
@@ -105,6 +106,11 @@ def tree_attention(
 
     Returns (U, N, H), the dtype of query; differentiable once in query, key, value and sinks.
     Raises ValueError if shapes, dtypes or devices do not fit, UserError for a name that is unknown or cannot run here.
+
+    >>> plan = build_prefix_plan([1, 2, 3, 1, 2, 4], [0, 3, 6])
+    >>> query, key, value = torch.randn(4, 2, 16), torch.randn(4, 1, 16), torch.randn(4, 1, 16)
+    >>> tree_attention(query, key, value, plan).shape
+    torch.Size([4, 2, 16])
     """
     layout = plan if isinstance(plan, TreeLayout) else TreeLayout.from_plan(plan).to(query.device)
     factor = query.shape[-1] ** -0.5 if scale is None else scale

@@ -83,6 +83,13 @@ def free_forks() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def without_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model is not tried before it is shared, so that the comparison itself has to see a mistake."""
+    for module in ("collated", "generating", "hooks", "padded.sharing"):
+        monkeypatch.setattr(f"radixtrain.hf.{module}.why_inexact", lambda *_, **__: None)
+
+
 @pytest.fixture(scope="session")
 def tiny_qwen3() -> "Callable[..., Qwen3ForCausalLM]":
     """`tiny_qwen3(seed=0, **changes)`: two layers, grouped heads, random weights of order one."""

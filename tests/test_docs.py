@@ -1,6 +1,8 @@
 """The pages under docs/ and CONTRIBUTING.md say what the code does: their examples run, their tables are the code's."""
 
 import ast
+import doctest
+import inspect
 import io
 import json
 import os
@@ -20,8 +22,9 @@ import pytest
 import yaml
 from byte_tokenizer import byte_tokenizer
 from tiers import FULL
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+import radixtrain
 from radixtrain import PrefixGroupedSampler
 from radixtrain.__main__ import main
 from radixtrain.collators.prefix_sampler import ratio_of_batches
@@ -448,19 +451,84 @@ def test_the_map_has_the_floors_of_the_imports() -> None:
 # The site: `make docs`
 
 
-def test_the_site_has_every_page_and_every_link_leads_to_one(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, ROOT / "docs" / "site.py", tmp_path], check=True)
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pages from which the site is built."""
+    folder = tmp_path_factory.mktemp("pages")
+    subprocess.run([sys.executable, ROOT / "docs" / "site.py", folder], check=True)
+    return folder
+
+
+def test_the_site_has_every_page_and_every_link_leads_to_one(site: Path) -> None:
     navigation = re.findall(r": (\S+\.md)$", read("mkdocs.yml"), re.MULTILINE)
     pages = {"README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))}
     assert not pages - set(navigation), "add the page to the nav of mkdocs.yml"
-    assert all((tmp_path / page).is_file() for page in navigation)
+    assert all((site / page).is_file() for page in navigation)
     linked = [
         page.parent / link
-        for page in tmp_path.rglob("*.md")
+        for page in site.rglob("*.md")
         for link in re.findall(r"\]\(([^)\s#:]+)[)#]", page.read_text(encoding="utf-8"))
     ]
     assert len(linked) > 50 and not [path for path in linked if not path.is_file()]
-    assert "share_prefixes" in (tmp_path / "recipes" / "any_trainer" / "dpo.py.md").read_text(encoding="utf-8")
+    assert "share_prefixes" in (site / "recipes" / "any_trainer" / "dpo.py.md").read_text(encoding="utf-8")
+
+
+def test_every_link_within_the_pages_leads_to_a_heading(site: Path) -> None:
+    pages = {page: page.read_text(encoding="utf-8") for page in site.rglob("*.md")}
+    anchors = {page: {slug_of(title) for title in re.findall("^#+ (.+)", text, re.M)} for page, text in pages.items()}
+    links = [
+        (page, (page.parent / link).resolve() if link else page, anchor)
+        for page, text in pages.items()
+        for link, anchor in re.findall(r"\]\(([^)\s#:]*)#([^)\s]+)\)", text)
+    ]
+    assert len(links) > 50
+    assert not [f"{page}: #{anchor}" for page, target, anchor in links if anchor not in anchors[target]]
+
+
+def slug_of(title: str) -> str:
+    return re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower())
+
+
+# docs/reference.md: every public name with its arguments, its errors, and an example that runs
+
+WITHOUT_ERRORS = {"PrefixPlan", "restore_model"}
+
+
+def sections_of(site: Path) -> dict[str, str]:
+    page = (site / "docs" / "reference.md").read_text(encoding="utf-8")
+    _, *parts = re.split(r"^### (\w+)$", page, flags=re.MULTILINE)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def test_the_reference_has_every_public_name(site: Path) -> None:
+    assert not set(radixtrain.__all__) - set(sections_of(site)), "add the name to docs/reference.md"
+
+
+@pytest.mark.parametrize("name", radixtrain.__all__)
+def test_a_public_name_says_its_arguments_errors_and_an_example(name: str, site: Path) -> None:
+    section, public = sections_of(site)[name], getattr(radixtrain, name)
+    arguments = set(inspect.signature(public.__init__ if isinstance(public, type) else public).parameters) - {"self"}
+    described = {
+        argument for entry in re.findall("^- (.*?): ", section, re.M) for argument in re.findall(r"\w+", entry)
+    }
+    assert arguments and not arguments - described
+    assert ("Raises " in section) == (name not in WITHOUT_ERRORS)
+    first, *examples = re.findall(r"^```python\n(.*?)^```", section, re.M | re.S)
+    assert name in first and any(name in example for example in examples)
+
+
+@pytest.mark.parametrize("name", radixtrain.__all__)
+def test_the_example_of_a_public_name_runs(
+    name: str, tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: tiny_qwen3())
+    names = {public: getattr(radixtrain, public) for public in radixtrain.__all__}
+    [before] = re.findall(r"^```python\n(.*?)^```", read("docs/reference.md"), re.M | re.S)
+    exec(before, names)
+    [example] = doctest.DocTestFinder(recurse=False).find(names[name], name, globs=names)
+    result = doctest.DocTestRunner().run(example)
+    assert result.attempted and not result.failed
 
 
 # Numbers that several pages repeat

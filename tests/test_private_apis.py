@@ -96,13 +96,18 @@ TABLE: dict[str, dict[str, str]] = {
         "torch._dynamo.config": "has the compiler look at the hooks of a model, so that two of one class are not one",
         "transformers.PretrainedConfig._attn_implementation": "names the attention of a model",
     },
-    "radixtrain/hf/conditions.py": {
-        "torch.nn.Module._modules": "lists the modules of a model in every call",
-        "transformers.PretrainedConfig._attn_implementation": "names the attention of a model",
-    },
     "radixtrain/hf/dropout.py": {
         "torch.nn.Module._modules": "finds dropout modules in 0.3 ms",
         "torch.utils._python_dispatch._disable_current_modes": "no mode counts or fakes how generators are compared",
+    },
+    "radixtrain/hf/guards/model.py": {
+        "torch.utils._python_dispatch._disable_current_modes": "no mode counts the operations of a trial",
+        "torch._subclasses.fake_tensor.FakeTensor": "has no values, so a model of such tensors is not tried",
+        "torch.Tensor._backward_hooks": "tells parameters with a user's hook, which may see no gradient of a trial",
+    },
+    "radixtrain/hf/guards/rules.py": {
+        "torch.nn.Module._modules": "lists the modules of a model in every call",
+        "transformers.PretrainedConfig._attn_implementation": "names the attention of a model",
     },
     "radixtrain/hf/hooks.py": {
         "torch._dynamo.maybe_mark_dynamic": "keeps the second batch from compiling layers again",
@@ -153,9 +158,6 @@ TABLE: dict[str, dict[str, str]] = {
         "torch._C._are_functorch_transforms_active": "says whether torch.func transforms what reads the tensor",
         "torch._C._current_graph_task_id": "says whether a backward pass runs, as torch's error of changes needs",
         "torch._C.DisableTorchFunctionSubclass": "asks such a tensor for its shape and dtype",
-    },
-    "radixtrain/hf/probes.py": {
-        "transformers.PretrainedConfig._attn_implementation": "is set to flash attention, which need not be installed",
     },
     "radixtrain/hf/progress.py": {
         "torch._C._current_graph_task_id": "tells layers that a backward pass recomputes from others",

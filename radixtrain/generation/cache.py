@@ -108,7 +108,11 @@ class LeafQueue:
 
 
 class Match(NamedTuple):
-    """The longest stored prefix. node: where it ends, the root if it is empty. length: its tokens."""
+    """The longest stored prefix.
+
+    node: the node in which it ends; the root if nothing was found.
+    length: its tokens.
+    """
 
     node: Node
     length: int
@@ -142,8 +146,16 @@ class RadixCache:
     max_tokens: tokens that stay after `evict_to_budget`; None: no limit. Locked ones stay in any case.
     counters: lookups, hits and evictions so far.
 
-    Several threads may call it; `exclusive()` keeps the others out for longer than a call. Raises UserError unless
-    max_tokens is None or a whole number >= 1.
+    Several threads may call it; `exclusive()` keeps the others out for longer than a call. Pass it to `generate`, or
+    store anything that has an entry for each token.
+    Raises UserError unless max_tokens is None or a whole number >= 1.
+
+    >>> cache, tokens = RadixCache(max_tokens=1000), [7, 8, 9]
+    >>> node = cache.insert(tokens, rows_from=lambda start: tokens[start:])
+    >>> cache.match_prefix([7, 8, 5]).length
+    2
+    >>> cache.evict(1), cache.num_tokens
+    (1, 2)
     """
 
     def __init__(self, max_tokens: int | None = None):

@@ -24,19 +24,23 @@ MAX_LOGITS = 2**27  # of a pass, in numbers: 512 MiB in float32
 
 @dataclass(frozen=True)
 class CompletionScore:
-    """The score of a completion. token_ids: its own. logprobs: of each token given those before, in nats."""
+    """The score of a completion.
+
+    token_ids: its tokens.
+    logprobs: the log-probability of each token given those before it, in nats.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
 
     @property
     def logprob(self) -> float:
-        """Sum the log-probabilities of the whole completion."""
+        """Return the log-probability of the whole completion: the sum of `logprobs`."""
         return float(np.sum(self.logprobs))
 
     @property
     def mean_logprob(self) -> float:
-        """Average over tokens, which compares completions of different lengths."""
+        """Return the mean of `logprobs`, which compares completions of different lengths."""
         return self.logprob / len(self.logprobs)
 
 
@@ -46,11 +50,16 @@ def score_completions(
     """Score completions by their log-probabilities, for multiple choice and reranking. Each prompt is computed once.
 
     model: as in `generate`.
-    prompts: lists of token ids. completions: lists of token ids; the same for every prompt, or a list of them for each
-        prompt.
+    prompts: lists of token ids.
+    completions: lists of token ids; the same for every prompt, or a list of them for each prompt.
 
-    Returns, for each prompt, the scores of its completions in their order.
+    Returns, for each prompt, a `CompletionScore` for each of its completions, in their order.
     Raises UserError for a model that `generate` refuses, and for anything but at least one token id.
+
+    >>> [scores] = score_completions(model, [[7, 8]], [[9], [5, 6]])
+    >>> best = max(scores, key=lambda score: score.mean_logprob)
+    >>> [score.token_ids for score in scores]
+    [[9], [5, 6]]
     """
     parts = parts_of(model_inside(model))
     of_prompts = list(zip(prompts, _of_each_prompt(completions, len(prompts)), strict=True))

@@ -14,16 +14,15 @@ from transformers import PreTrainedModel
 
 from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
-from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.backbone import arguments_of, in_one_row, text_decoder_of, with_rows
+from radixtrain.hf.guards.model import why_inexact
 from radixtrain.hf.options import Options
 from radixtrain.hf.padded.calls import is_compiled
 from radixtrain.hf.padded.fused_heads import share_fused_heads
 from radixtrain.hf.padded.row_functions import MIN_SAVING
 from radixtrain.hf.padded.spread import NO_ROW
 from radixtrain.hf.padded.spread_rows import SpreadRows
-from radixtrain.hf.probe import why_inexact
 from radixtrain.hf.progress import Progress
 from radixtrain.hf.refusals import (
     check_evaluation,
@@ -91,8 +90,6 @@ class CollatedBatches:
         """Refuse what would change the gradient of this batch."""
         check_one_device(backbone)
         check_evaluation()
-        allowed = self.options.allow_dropout
-        check_adapters((model, backbone), allowed)
         decoder, head = text_decoder_of(backbone), model.get_output_embeddings()
         check_own_attention(type(decoder).__name__, decoder)
         if self.split is None:
@@ -104,13 +101,13 @@ class CollatedBatches:
                 "a radix batch came to a model of share_prefixes(model, sp_group=...) without having been split over "
                 "its ranks: call what share_prefixes got, not a part of it; let PEFT wrap the model before that"
             )
-        hooks = hooks_of(backbone) if model is backbone else None
-        shape = layout.num_sequences, layout.max_seqlen
-        reason = why_third_party(model, model, hooks)
-        reason = reason or why_inexact(decoder, head, progress=self.progress, allowed=allowed, shape=shape)
-        if reason:
-            raise UserError(f"a batch of a RadixCollator: {reason}; leave it out, or {TRAIN_WITHOUT_SHARING}")
+        allowed, shape = self.options.allow_dropout, (layout.num_sequences, layout.max_seqlen)
         check_pass(decoder, head, layout, radix.is_left_padded, allowed)
+        reason = why_third_party(model, model, hooks_of(backbone) if model is backbone else None)
+        reason = reason or why_inexact(backbone, head, progress=self.progress, allowed=allowed, shape=shape)
+        if reason:
+            fix = "" if TRAIN_WITHOUT_SHARING in reason else f"; leave out what differs, or {TRAIN_WITHOUT_SHARING}"
+            raise UserError(f"a batch of a RadixCollator: {reason}{fix}")
 
     def _count(self, radix: RadixInputs, layout: TreeLayout, num_head_rows: int) -> None:
         """Count a batch. num_head_rows: 0 for a bare backbone."""

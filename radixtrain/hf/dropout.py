@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 
 from radixtrain.errors import UserError
-from radixtrain.hf.adapters import draws_in_adapters
 from radixtrain.hf.backbone import Parts, pretrained_model_of
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -84,10 +83,16 @@ def set_generator_states(device: torch.device, states: Sequence[Tensor]) -> None
 
 
 def number_that_draws(decoder: nn.Module) -> str:
-    """Name a number by which a module may draw, such as `layers.0.dropout=0.1`; empty without any."""
-    held = ((path, name, value) for path, each in decoder.named_modules() for name, value in vars(each).items())
-    found = (f"{path}.{name}={value}" for path, name, value in held if DRAWS.search(name) and isinstance(value, float))
-    return next((each for each in found if not each.endswith("=0.0")), "")
+    """Name a number by which a module may draw, such as `layers.0.dropout=0.1`; empty without any.
+
+    PEFT's layers hold one for each adapter, by its name.
+    """
+    for path, module in decoder.named_modules():
+        for name, value in vars(module).items():
+            numbers = value.values() if isinstance(value, dict) else [value]
+            if DRAWS.search(name) and (number := next((n for n in numbers if isinstance(n, float) and n), None)):
+                return f"{path}.{name}={number}"
+    return ""
 
 
 @contextmanager
@@ -142,7 +147,14 @@ def without_dropout(model: nn.Module, allowed: Collection[str]) -> Iterator[None
 def _draws_beyond_modules(model: nn.Module, allowed: Collection[str]) -> bool:
     """Return whether an allowed name is NEFTune or a setting, of the model or an adapter, without a dropout module."""
     drawing = {name.rpartition(".")[2] for name, value in _settings(pretrained_model_of(model)) if value}
-    return any(name == "neftune" or name in drawing or draws_in_adapters(model, name) for name in allowed)
+    return any(name == "neftune" or name in drawing or _draws_in_adapters(model, name) for name in allowed)
+
+
+def _draws_in_adapters(model: nn.Module, setting: str) -> bool:
+    """Return whether an adapter draws at random by this setting, and not in a dropout module of this name."""
+    adapters = (getattr(model, "peft_config", None) or {}).values()
+    paths = (path.split(".") for path, module in model.named_modules() if isinstance(module, DROPOUTS))
+    return any(getattr(each, setting, None) for each in adapters) and not any(setting in path for path in paths)
 
 
 def _settings(base: PreTrainedModel) -> Iterator[tuple[str, Any]]:

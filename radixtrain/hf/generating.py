@@ -17,14 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
-from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.attention_interface import Call, Extent
 from radixtrain.hf.backbone import Parts
-from radixtrain.hf.conditions import WITHOUT
 from radixtrain.hf.dropout import evaluating
+from radixtrain.hf.guards.model import why_inexact
+from radixtrain.hf.guards.rules import WITHOUT
 from radixtrain.hf.head import only_rows
 from radixtrain.hf.modules import num_attention_layers
-from radixtrain.hf.probe import why_inexact
 from radixtrain.hf.progress import Progress
 from radixtrain.hf.refusals import check_generation
 from radixtrain.hf.third_party import hooks_of, why_third_party
@@ -46,9 +45,8 @@ def generating(model: nn.Module, parts: Parts, longest: int) -> Iterator[None]:
     check_generation(parts, longest)
     lock = _LOCKS.setdefault(parts.base, RLock())
     with _in_words_of_generation(), lock, evaluating(model), torch.no_grad():
-        check_adapters(model.modules(), ())
         reason = why_third_party(parts.base, parts.base, hooks_of(parts.base))
-        if reason := reason or why_inexact(parts.decoder, parts.head, progress=Progress(), shape=(3, longest)):
+        if reason := reason or why_inexact(parts.backbone, parts.head, progress=Progress(), shape=(3, longest)):
             raise UserError(f"{parts.name}: {reason}; leave it out, or {WITHOUT['generate']}")
         yield
 

@@ -26,13 +26,13 @@ from radixtrain.hf import upstream
 from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.backbone import Parts, arguments_of, text_decoder_of
 from radixtrain.hf.collated import CollatedBatches
-from radixtrain.hf.conditions import traits_of, why_unsupported
 from radixtrain.hf.dropout import generator_states, has_drawn, number_that_draws, set_generator_states
+from radixtrain.hf.guards.model import forget_verdicts, why_inexact
+from radixtrain.hf.guards.rules import traits_of, why_unsupported
 from radixtrain.hf.modules import mixers_of, num_attention_layers, text_layers
 from radixtrain.hf.padded.causes import with_made_masks
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.pictures import compute_every_picture, compute_pictures_once
-from radixtrain.hf.probe import why_inexact
 from radixtrain.hf.progress import Progress
 from radixtrain.hf.recurrent.layers import LayerHooks
 from radixtrain.hf.sharing_report import HELP_NOT_ALIKE, SharingReport, SharingWatch
@@ -178,6 +178,7 @@ class BackboneHooks:
         decoder, traits = parts.decoder, traits_of(parts.decoder)
         if traits == self.traits:
             return
+        forget_verdicts(decoder)
         self.changed = why_unsupported(parts, "share_prefixes")
         mixers = list(mixers_of(decoder).values())
         if not set(mixers) <= set(self.mixers):
@@ -229,10 +230,11 @@ class BackboneHooks:
         if self.collated.options.allow_dropout or not has_drawn(call.layout.device, call.generators):
             return None
         decoder = text_decoder_of(backbone)
-        reason = why_inexact(decoder, progress=self.progress, drew=True)
+        reason = why_inexact(backbone, progress=self.progress, drew=True)
         return reason and (
             f"{reason} ({number_that_draws(decoder) or 'in a layer'}), once for a shared token, but an ordinary batch "
-            f"draws once per copy; set it to 0 in the modules, which read the configuration only when they are made"
+            f"draws once per copy; set it to 0 in the modules, which read the configuration only when they are made, "
+            f"or allow it by name: allow_dropout"
         )
 
     def _without_sharing(self, backbone: PreTrainedModel, call: RadixCall, reason: str) -> Any:

@@ -11,7 +11,6 @@ token to token. None is known by name. A *layer* is a decoder layer, the element
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterator
 from functools import cache, partial
 from types import CodeType, FunctionType
@@ -31,15 +30,6 @@ EAGER = "eager_attention_forward"  # ends the name of the eager attention of a m
 def names_in(module_class: object) -> frozenset[str]:
     """Return the attributes and globals that its methods name, inherited ones too, but not those of torch."""
     return frozenset(name for _, name in _globals(module_class))
-
-
-def _takes(module_class: Any) -> frozenset[str]:
-    """Return the arguments that its `forward` takes; none for a compiled script, whose class has no such method."""
-    forward = getattr(module_class, "forward", None)
-    return frozenset(inspect.signature(forward).parameters if forward else ())
-
-
-takes: Any = cache(_takes)
 
 
 def names_in_method(method: Any) -> tuple[str, ...]:
@@ -134,8 +124,6 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 PROTOCOL = {f"{verb}_{kind}_state" for verb in ("get", "update") for kind in ("conv", "recurrent")}  # of a cache
-CACHE = re.compile("cache|past|^state$")  # in the name of an argument of forward
-MIXES_TOKENS = (nn.Conv1d, nn.RNNBase, nn.MultiheadAttention)
 
 
 def mixers_of(decoder: nn.Module) -> dict[str, nn.Module]:
@@ -193,17 +181,6 @@ def num_attention_layers(decoder: PreTrainedModel) -> int:
         return layers
     attending = {id(module) for layer in text_layers(decoder) for module in layer.modules() if attends(type(module))}
     return len(attending)
-
-
-def forks_or_keeps_apart(layer: nn.Module) -> bool:
-    """Return whether the tokens of a layer meet in a mixer, or not at all: no module in it mixes tokens otherwise."""
-    inside = [module for module in layer.modules() if module is not layer]
-    return any(_is_mixer(type(module)) for module in inside) or not any(map(_mixes_tokens, inside))
-
-
-def _mixes_tokens(module: nn.Module) -> bool:
-    """Return whether tokens may meet in a module: it convolves or attends, or its `forward` takes a cache."""
-    return isinstance(module, MIXES_TOKENS) or any(map(CACHE.search, takes(type(module))))
 
 
 def _is_mixer(module_class: object) -> bool:

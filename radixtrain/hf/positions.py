@@ -12,32 +12,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from radixtrain.errors import UserError
-from radixtrain.hf.backbone import Parts, is_text
-from radixtrain.hf.modules import is_attention, mixers_of, names_in_method, num_attention_layers
+from radixtrain.hf.backbone import is_text
+from radixtrain.hf.modules import is_attention, names_in_method
 
 POSITION = re.compile(r"(^|_)(wpe|pos|position|positions)(_|$)")
-
-
-def why_no_positions(parts: Parts) -> str | None:
-    """Say why a model takes no positions; None if it takes some."""
-    if "position_ids" in inspect.signature(parts.backbone.forward).parameters:
-        return None
-    if mixers_of(parts.decoder) and not num_attention_layers(parts.decoder):
-        return (
-            "has state-space layers only, and its class does not pass the entries of a radix batch on to them (it "
-            "takes no positions either)"
-        )
-    return "does not take position_ids, so a token after a shared prefix would get the position of its row"
-
-
-def why_counted_from_padding(parts: Parts) -> str | None:
-    """Say where else the positions of a model begin; None if it counts from 0."""
-    if (padding_idx := padding_idx_of_positions(parts.decoder)) is None:
-        return None
-    return (
-        f"counts positions from padding_idx + 1 = {padding_idx + 1} (its table of positions has a padding_idx), and a "
-        f"radix batch counts from 0"
-    )
 
 
 def padding_idx_of_positions(decoder: nn.Module) -> int | None:

@@ -1,8 +1,8 @@
 """Refuses what would change the gradient of this batch. Errors name the model or the layer, the reason and the fix.
 
-The model itself is judged in `conditions.py`; this file checks what depends on the batch or was added since: a
+The model itself is judged in `guards`; this file checks what depends on the batch or was added since: a
 trainer may add adapters with dropout, or noise on the embeddings, after `share_prefixes`. What a layer requests of its
-attention function is checked in `attention_interface.py`, random draws in `dropout.py`, adapters in `adapters.py`.
+attention function is checked in `attention_interface.py`, random draws in `dropout.py`.
 
 Every tensor of an ordinary batch has one row per example, so trainers cut and join batches along the first axis: with
 `dispatch_batches=True` every tensor comes cut to its first element, with `nn.DataParallel` each GPU gets a share. The
@@ -26,8 +26,8 @@ from radixtrain.collators.misuse_guard import callers, is_instance_by_name
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.attention_interface import OPTIONS, take_over
 from radixtrain.hf.backbone import Parts, pretrained_model_of
-from radixtrain.hf.conditions import check_supported, why_no_soft_cap
 from radixtrain.hf.dropout import check_drawing_modules, check_noise
+from radixtrain.hf.guards.rules import check_supported, why_no_soft_cap
 from radixtrain.hf.names import CACHE
 from radixtrain.hf.positions import check_position, positions_in_table, why_padding_matters
 from radixtrain.hf.windows import chunk_of

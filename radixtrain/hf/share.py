@@ -17,11 +17,10 @@ from torch import nn
 
 from radixtrain.collators.misuse_guard import SHARED
 from radixtrain.errors import UserError
-from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.backbone import Parts, backbone_of, model_inside, parts_of, pretrained_model_of
 from radixtrain.hf.collated import CollatedBatches
-from radixtrain.hf.conditions import check_supported, traits_of, why_unsupported
 from radixtrain.hf.dropout import check_dropout
+from radixtrain.hf.guards.rules import check_supported, traits_of, why_unsupported
 from radixtrain.hf.hooks import BackboneHooks, remove_hooks
 from radixtrain.hf.modules import num_attention_layers
 from radixtrain.hf.options import Options
@@ -64,7 +63,7 @@ def share_prefixes(
 
     model: a `PreTrainedModel` with any head, one wrapped by PEFT, or a module that has one Hugging Face model inside.
         In a multimodal model the text decoder is shared. Calling it again replaces the options.
-    attention: `auto`, `cascade`, `path`, `expand`, `reference` or `tree`; see `radixtrain.attention`.
+    attention: `auto`, `cascade`, `path`, `expand`, `reference` or `tree`; see `tree_attention`.
     kernel: `auto`, `torch`, `flash_attn`, `flash_attn_3`, `flash_attn_4`, `cudnn`, `efficient` or `eager`.
     min_shared_tokens: merge branches that would save fewer tokens; a `RadixCollator` has its own.
     min_ratio: an ordinary batch with a smaller B x L / U runs as it is.
@@ -80,18 +79,26 @@ def share_prefixes(
 
     An ordinary batch that cannot be shared exactly runs as if nothing had been installed, and `sharing_report(model)`
     counts it with the reason: a cache, `inputs_embeds`, `output_attentions`, video, a mask with holes, left padding
-    without `position_ids` in a model with learned positions, third-party code in a layer. A batch of a `RadixCollator`
-    is refused. Hidden states of padding are those of another token. If a loss reads them, the backward pass raises a
-    UserError; without gradients nothing warns.
+    without `position_ids` in a model with learned positions, third-party code in a layer, a model or an adapter that
+    computes something else on unique tokens. A batch of a `RadixCollator` is refused. Hidden states of padding are
+    those of another token. If a loss reads them, the backward pass raises a UserError; without gradients nothing warns.
 
     Soft-capping, sinks, sliding windows, latent attention and router losses (`output_router_logits`) are computed
     exactly.
 
-    Raises UserError, naming the layer and the reason, for attention that is not exact (sparse attention, attention
-    dropout), for recurrent layers whose state does not go through Hugging Face's cache, for positions that are not
-    counted from 0, for adapters that do not compute each token by itself, for a dropout > 0 that draws and is not
-    allowed, and for an attention or kernel that cannot run. What depends on the batch, or is added later, is refused at
-    the first batch that it would change. Raises TypeError for a module without exactly one Hugging Face model.
+    Whether the model and its adapters compute each token the same when it is shared is tried in the first call that
+    shares. If they do not, the call is one that cannot be shared exactly.
+
+    Raises UserError, with the reason, for sparse attention, for attention dropout, for positions that are not counted
+    from 0, for a dropout > 0 that draws and is not allowed, and for an attention or kernel that cannot run. What
+    depends on the batch, or is added later, is refused at the first batch that it would change. Raises TypeError for a
+    module without exactly one Hugging Face model.
+
+    >>> model = share_prefixes(model)  # or share_prefixes(trainer.model), before trainer.train()
+    >>> input_ids = torch.tensor([[7, 8, 9], [7, 8, 5]])
+    >>> model(input_ids=input_ids, labels=input_ids).loss.backward()
+    >>> sharing_report(model).num_tokens, sharing_report(model).num_unique_tokens
+    (6, 4)
     """
     parts = parts_of(model_inside(model) if sp_group is None else model)
     options = Options.checked(
@@ -101,7 +108,6 @@ def share_prefixes(
         min_ratio=min_ratio,
         allow_dropout=allow_dropout,
     )
-    check_adapters(model.modules(), options.allow_dropout)
     check_supported(parts, "share_prefixes" if sp_group is None else "RadixCollator")
     check_dropout(parts, options.allow_dropout)
     check_choice(parts.decoder, attention, kernel)
@@ -119,7 +125,13 @@ def sharing_report(model: Any) -> SharingReport:
 
     model: a shared one; or a trainer: its reference or teacher is named if it shares nothing.
 
-    Raises UserError for any other model.
+    Returns a `SharingReport`, which prints as a summary. Raises UserError for any other model.
+
+    >>> model = share_prefixes(model)
+    >>> model(**RadixCollator()(rows)).loss.backward()
+    >>> report = sharing_report(model)
+    >>> report.num_shared, report.compression_ratio
+    (1, 1.5)
     """
     trainer, shared = (None, model) if isinstance(model, nn.Module) else (model, getattr(model, "model", model))
     state = _state_of(shared)
@@ -160,8 +172,13 @@ def options_of(model: nn.Module) -> dict[str, Any] | None:
 def restore_model(model: ModelT) -> ModelT:
     """Undo `share_prefixes`: remove its hooks. Returns the same model.
 
+    model: a shared one; any other is returned unchanged.
+
     Do not call it between the forward and the backward pass of a model with activation checkpointing, which runs its
-    layers again. Any other model is not changed.
+    layers again.
+
+    >>> restore_model(share_prefixes(model)) is model
+    True
     """
     base = model_inside(model)
     state = getattr(base, STATE, None)

@@ -24,13 +24,12 @@ def step_losses(model: nn.Module, step: Step) -> Iterator[Tensor]:
     The loss is the cross-entropy. It is averaged over no ranks: with several, give this the model inside the wrapper of
     DDP, and average each `.grad` after the last `backward`.
 
-    Call `backward` on each term before the next one is drawn, which frees its activations. Raises UserError for a model
-    that adds to the cross-entropy or replaces it, as `output_router_logits` does, and for hooks on a wrapper of the
-    model, which is not called.
+    Call `backward` on each term before the next one is drawn, which frees its activations.
+    Raises UserError for a model that adds to the cross-entropy or replaces it, as `output_router_logits` does, and for
+    hooks on a wrapper of the model, which is not called.
 
-    >>> for loss in step_losses(model, step):  # doctest: +SKIP
+    >>> for loss in step_losses(share_prefixes(model), StepCollator(max_tokens=4096)(rows)):
     ...     loss.backward()
-    >>> optimizer.step()  # doctest: +SKIP
     """
     _check_model(model)
     plain_head = has_plain_head(model)

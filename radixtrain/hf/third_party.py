@@ -53,6 +53,7 @@ BESIDE_MODELS = (
     "transformers.pytorch",
 )
 TRIED = {"fla", "timm", "torch", "transformers"}
+ADAPTERS = "active_adapter"  # a property of PEFT's layers
 CALLED = {"forward", "_call_impl", "_compiled_call_impl"}  # by torch, if an instance has one
 BY_COUNT = "scale_grad_by_freq"  # a setting of embeddings: a gradient depends on the number of copies
 FUNCTIONS = FunctionType, MethodType, partial
@@ -74,6 +75,11 @@ def position_wise(code: Code) -> Code:
     code: a function (a hook, a method, what replaces a `forward`), or a class of modules, hooks or torch modes; a
         subclass that defines a `forward` needs its own. Works as a decorator.
     Returns it. Raises TypeError for anything else.
+
+    >>> @position_wise
+    ... def steer(module, args, output):
+    ...     return output + 0.1
+    >>> handle = model.get_decoder().layers[0].mlp.register_forward_hook(steer)
     """
     if not isinstance(code, type | FunctionType):
         raise TypeError(
@@ -192,7 +198,23 @@ def code_to_try(decoder: nn.Module, head: nn.Module | None = None) -> tuple[str,
     roots = (root for root in (decoder, head) if root is not None and found and found[0] in {*root.modules()})
     code = next((f"{_path(root, found[0])}, a {type(found[0]).__qualname__}" for root in roots), function or "")
     settings = [(id(each), type(each), each.extra_repr(), *values_of(each)) for each in found]
-    return code, (*map(id, functions), decoder.training, *settings)
+    hooked = [
+        each
+        for each in modules
+        if each._forward_hooks or each._forward_pre_hooks or each._backward_hooks or each._backward_pre_hooks
+    ]
+    hooks = [*map(id, {_code_of(hook) for each in hooked for hook in hooks_of(each)})]
+    adapters = [
+        f"{getattr(each, ADAPTERS)} {each.disable_adapters}" for each in modules if hasattr(type(each), ADAPTERS)
+    ]
+    state = *map(id, functions), *map(id, modules), *sorted(hooks), *adapters, decoder.training, *settings
+    return code, state
+
+
+def _code_of(hook: Any) -> object:
+    """Return what all hooks of the same code have in common: a program may register one anew for every call."""
+    function = getattr(hook, "__func__", hook)
+    return getattr(function, "__code__", type(function))
 
 
 def values_of(module: nn.Module) -> Iterator[object]:

@@ -25,6 +25,10 @@ def log_sharing(trainer: Any) -> None:
     evaluations; each of several processes has its own. The last line covers all calls, as `sharing_report` does.
 
     Raises UserError for any other model.
+
+    >>> trainer = Trainer(model, train_dataset=rows, data_collator=RadixCollator())
+    >>> trainer.model = share_prefixes(trainer.model)
+    >>> log_sharing(trainer)  # before trainer.train()
     """
     unshared = sharing_report(trainer).unshared_models
     callbacks = trainer.callback_handler.callbacks

@@ -104,6 +104,7 @@ class Loop(Runner):
 
     def _train(self) -> None:
         self._started = self._validated = time.monotonic()
+        self._look_at_the_clock()
         if self._is_over():
             return
         loader = self.datamodule.train_dataloader()

@@ -56,6 +56,12 @@ class PrefixPlan:
     segment_starts: (S+1,). first unique row of each segment, and U.
     segment_parents: (S,). the segment that this one continues, -1 at a root.
     subtree_ends: (S,). one past the last unique row of the segment's descendants.
+
+    >>> plan = build_prefix_plan([1, 2, 3, 1, 2, 4], [0, 3, 6])
+    >>> plan
+    PrefixPlan(B=2, T=6, U=4, r=1.50, depth=2, segments=3)
+    >>> plan.segment_starts.tolist(), plan.segment_parents.tolist()
+    ([0, 2, 3, 4], [-1, 0, 0])
     """
 
     gather_indices: IntArray

@@ -237,7 +237,10 @@ class Rung:
 
 @dataclass(frozen=True)
 class EquivalenceReport:
-    """What `verify_equivalence` measured, one rung for each precision. `str()` is a table to read."""
+    """What `verify_equivalence` measured. `str()` is a table to read.
+
+    rungs: one for each precision: the losses, the errors of every gradient in both arms, and the verdict.
+    """
 
     rungs: tuple[Rung, ...]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -181,8 +182,8 @@ def weight_read_unsharded() -> None:
 
 
 def hook_lost_by_wrapping() -> None:
-    """The hooks are on a module around the backbone, and the model calls the backbone."""
-    _change_install(lambda hooks, backbone: nn.Sequential(backbone))
+    """The hooks are on a backbone that the model does not call."""
+    _change_install(lambda hooks, backbone: deepcopy(backbone))
 
 
 def gradient_reduced_twice() -> None:

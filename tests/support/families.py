@@ -299,6 +299,7 @@ def mrope(*sections: int, **more: Any) -> dict[str, Any]:
 
 LLAMA_4_VISION = {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
 SMALL_VQ = {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "embed_dim": 8}
+VISION_START = {"vision_start_token_id": 47}  # which the default configuration does not have, and a mask needs
 THREE_AXES = {"text_config": mrope(2, 1, 1)}
 # What only images or sounds reach gets no gradient from rows of text. `idle` names such parts inside the text model.
 CORE_MULTIMODAL = [
@@ -412,9 +413,9 @@ MULTIMODAL = [
     Family("Ovis 2", "Ovis2ForConditionalGeneration"),
     Family("PaddleOCR-VL", "PaddleOCRVLForConditionalGeneration", settings=THREE_AXES),
     Family("Qianfan-OCR", "QianfanOCRForConditionalGeneration"),
-    Family("Qwen2.5-Omni", "Qwen2_5OmniThinkerForConditionalGeneration", settings=THREE_AXES),
+    Family("Qwen2.5-Omni", "Qwen2_5OmniThinkerForConditionalGeneration", settings={**THREE_AXES, **VISION_START}),
     Family("Qwen3-Omni-MoE", "Qwen3OmniMoeThinkerForConditionalGeneration", MIXTURE,
-           {"audio_config": {"downsample_hidden_size": 8}}),
+           {"audio_config": {"downsample_hidden_size": 8}, **VISION_START}),
     Family("Qwen3.5-MoE", "Qwen3_5MoeForConditionalGeneration", f"{LINEAR}, {MIXTURE}"),
     Family("Qwen4-Exp", "Qwen4ExpForConditionalGeneration", f"{LINEAR}, sparse attention, {MIXTURE}",
            {"text_config": QWEN_4_EXP}),

@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from radixtrain.errors import UserError
-from radixtrain.hf.adapters import check_adapters
 from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.backbone import arguments_of, text_decoder_of, with_rows
 from radixtrain.hf.dropout import check_drawing_modules, check_noise
+from radixtrain.hf.guards.model import why_inexact
 from radixtrain.hf.modules import why_padding_leaks
 from radixtrain.hf.names import is_cache
 from radixtrain.hf.options import Options
@@ -32,7 +32,6 @@ from radixtrain.hf.padded.rows import PaddedRows, Places
 from radixtrain.hf.padded.spread import NO_ROW
 from radixtrain.hf.padded.spread_rows import SpreadRows
 from radixtrain.hf.positions import why_padding_matters
-from radixtrain.hf.probe import why_inexact
 from radixtrain.hf.progress import Progress
 from radixtrain.hf.sharing_report import SharingReport
 from radixtrain.hf.upstream import Upstream
@@ -82,8 +81,6 @@ class PaddedSharing:
         try:
             _refuse(why_not)
             _refuse(why_unshared(model, backbone, given, self.generates))
-            allowed, shape = self.options.allow_dropout, given["input_ids"].shape
-            _refuse(why_inexact(decoder, progress=self.progress, allowed=allowed, shape=shape))
         except NotShared as reason:
             self.report.count_unshared(str(reason))
             return None
@@ -96,7 +93,7 @@ class PaddedSharing:
 
         model: around the backbone. args, kwargs: of the decoder.
 
-        Raises UserError for adapters and dropouts that would compute something else, unless such calls are left.
+        Raises UserError for what draws at random, unless such calls are left.
         """
         call.is_over = True
         began = time.perf_counter()
@@ -112,10 +109,9 @@ class PaddedSharing:
         return given
 
     def _check_draws(self, model: PreTrainedModel, call: Upstream) -> None:
-        """Refuse what draws, or else computes something else on unique tokens, unless such calls are left."""
+        """Refuse what draws at random, unless such calls are left."""
         allowed = self.options.allow_dropout
         try:
-            check_adapters((model, call.backbone), allowed)
             if call.backbone is call.decoder:  # else the bits of the embeddings show noise
                 check_noise(call.decoder, allowed)
             for part in (call.decoder, model.get_output_embeddings()):
@@ -145,6 +141,8 @@ class PaddedSharing:
         if rows.kept.size < options.min_ratio * plan.num_rows:
             raise NotShared(f"less than min_ratio = {options.min_ratio} to save")
         causes.check_bits(plan)
+        shape, allowed = upstream.given["input_ids"].shape, options.allow_dropout
+        _refuse(why_inexact(decoder, progress=self.progress, allowed=allowed, shape=shape))
         layout = TreeLayout.from_plan(plan, causes.layout_of_blocks(plan)).to(device, non_blocking=True)
         may_bind = bool(causes.requests) or window_may_bind(decoder.config, layout.max_seqlen)
         places = rows.places(plan.inverse_indices, plan.num_rows)

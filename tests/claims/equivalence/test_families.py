@@ -55,15 +55,12 @@ MODELS = 9  # with other weights: the rounding of one has luck
 STATEFUL = re.compile("linear attention|state-space layers|convolutions")  # layers with a recurrent state
 # What the table says of an error: a pattern of its message, and few words, in which ... is the group of the pattern.
 REASONS = {
-    r"layer \d+ is '(\w+)', whose state": "... layers with a state outside Hugging Face's cache",
-    r"layer \d+ is '(\w+)'": "... layers",
-    r"(has|is) a \w+( \(\S+\))?, whose state": "a state outside Hugging Face's cache",
-    r"state cannot fork": "a state outside Hugging Face's cache",
+    r"computes a token from others.*first in layer \d+ \((\w+)\)": "tokens meet in its ...",
     r"does not pass the entries of a radix batch on to its": "its backbone gets nothing of a radix batch",
-    r"state-space layers only": "passes nothing on to its layers",
     r"a whole language model with a head of its own \((\w+)": "share its ... instead",
     r"adds a (position_bias) to its scores": "a ... in its scores",
-    r"does not take its attention from AttentionInterface": "attention code of its own",
+    r"cannot be tried on a few tokens|gets a mask .* that its model made|has not made": "attention code of its own",
+    r"does not say that its attention is causal": "does not say that its attention is causal",
     r"does not take position_ids": "takes no position_ids",
     r"counts positions from padding_idx": "positions start at padding_idx + 1",
     r"which is not a PreTrainedModel": "layers in a class that is no PreTrainedModel",
@@ -72,7 +69,8 @@ REASONS = {
     r"does not predict next tokens: (.*?);": "...",
     r"has (sparse attention)": "...",
     r"is not a causal language model": "not among the causal language models of transformers",
-    r"attends in both directions": "attends in both directions",
+    r"is not causal": "attends in both directions",
+    r"adds a mask of its own": "a mask of its own",
     r"attends within chunks": "rows longer than a chunk",
     r"has a dynamic mask": "a dynamic mask",
 }

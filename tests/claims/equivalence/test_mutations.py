@@ -32,6 +32,8 @@ FEATURES = [
 ]
 Collate = Callable[[Any], dict[str, Any]]
 
+pytestmark = pytest.mark.usefixtures("without_the_probe")
+
 
 def verdict(model: Any, collate: Collate | None = None, **options: Any) -> EquivalenceReport:
     return verify_equivalence(model, FEATURES, collator=collate, **options)

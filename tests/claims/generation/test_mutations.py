@@ -25,6 +25,8 @@ from radixtrain.generation.prompt_cache import PromptCache, Sharing, Tails
 from radixtrain.kernels.stored import Readers
 from radixtrain.verification.oracle import float64_throughout
 
+pytestmark = pytest.mark.usefixtures("without_the_probe")
+
 BAR = 1e-12
 FIRST = [
     [7, 8, 9, 10, 11, 12, 1, 2],

@@ -31,6 +31,9 @@ from radixtrain.tree.layout import TreeLayout
 ROWS = [[1, 2, 3, 1, 1, 2, 2, 1], [1, 2, 3, 1, 4], [1, 2, 3, 1, 4], [1, 2, 3, 1], [1], [2, 2, 3, 1]]
 
 
+pytestmark = pytest.mark.usefixtures("without_the_probe")
+
+
 def batches(positions: str | None = None) -> Iterator[PaddedBatch]:
     """ROWS with padding on the left, on the right and on both sides; the last ones packed."""
     rng = np.random.default_rng(0)

@@ -18,6 +18,8 @@ from radixtrain.hf.padded.row_functions import RULES
 from radixtrain.hf.padded.spread import Modes, Spread
 from radixtrain.hf.padded.spread_rows import READ, SpreadRows
 
+pytestmark = pytest.mark.usefixtures("without_the_probe")
+
 MOST = 3000
 
 

@@ -39,7 +39,7 @@ def test_pairs(tiny_hybrid: Build, monkeypatch: pytest.MonkeyPatch, kind: str, s
     assert_exact(model, truth, loss)
     model.gradient_checkpointing_enable()
     assert_exact(model, truth, loss)
-    assert sharing_report(model).num_shared == 2 and kept == [3, 3]
+    assert sharing_report(model).num_shared == 2 and kept.count(3) == 2  # beside those of the trial
 
 
 @pytest.mark.parametrize(("kind", "bias"), [("LFM2", "conv_bias"), ("Bamba", "mamba_proj_bias")])

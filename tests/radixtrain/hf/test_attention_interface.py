@@ -259,18 +259,15 @@ def test_a_subclass_of_any_name(tiny_qwen3):
 @pytest.mark.usefixtures("hooks_that_may_stay")
 @pytest.mark.parametrize("weights", [torch.float64, torch.float32])
 def test_under_autocast_in_the_dtype_of_the_ordinary_call(tiny_qwen3, weights):
-    """Autocast leaves float64 as it is."""
+    """Autocast leaves float64 as it is. The probe asks as well."""
     model, asked = tiny_qwen3().to(weights), []
     for share in (nn.Module.train, share_prefixes):
-        handle = (
-            share(model)
-            .model.layers[0]
-            .self_attn.o_proj.register_forward_pre_hook(lambda module, args: asked.append(args[0].dtype))
-        )
+        layer = share(model).model.layers[0].self_attn.o_proj
+        handle = layer.register_forward_pre_hook(lambda module, args: asked.append(args[0].dtype))
         with torch.autocast("cpu", torch.bfloat16):
             model(input_ids=IDS, use_cache=False).logits.sum().backward()
         handle.remove()
-    assert asked == [torch.float64 if weights == torch.float64 else torch.bfloat16] * 2
+    assert len(asked) == 5 and {*asked} == {torch.float64 if weights == torch.float64 else torch.bfloat16}
 
 
 class TestTransformersOwn:
@@ -280,7 +277,9 @@ class TestTransformersOwn:
 
         def flash(query, key, value, mask, attn_implementation, **_):
             names.append(attn_implementation)
-            return query
+            heads = (x.transpose(1, 2) for x in (query, key, value))
+            attended = nn.functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+            return attended.transpose(1, 2)
 
         monkeypatch.setattr("transformers.integrations.flash_attention._flash_attention_forward", flash)
         expected = tiny_qwen3()(input_ids=IDS, use_cache=False).logits
@@ -288,7 +287,8 @@ class TestTransformersOwn:
         model.config._attn_implementation_internal = "flash_attention_2"
         logits = share_prefixes(model)(input_ids=IDS, use_cache=False).logits
         torch.testing.assert_close(logits, expected)
-        assert sharing_report(model).num_shared == 1 and not names
+        assert sharing_report(model).num_shared == 1 and len(names) == 4, "the probe ran it twice in two layers"
+        names.clear()
         model(input_ids=IDS, use_cache=True)
         assert names == ["flash_attention_2"] * 2
 

@@ -1,7 +1,8 @@
-"""What is refused, when a model is prepared and with a batch: each with the layer, the reason and the fix."""
+"""What is refused, when a model is shared and with a batch: each with the layer, the reason and the fix."""
 
 from collections.abc import Callable
 from itertools import islice, product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,19 +16,21 @@ from torch import nn
 from radixtrain import RadixCollator, share_prefixes, verify_equivalence
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of
-from radixtrain.hf.conditions import CONDITIONS, WITHOUT
+from radixtrain.hf.guards import rules
+from radixtrain.hf.guards.rules import RULES, WITHOUT
 from radixtrain.hf.refusals import widest_head_dim
 from radixtrain.hf.share import check_takes_collated
 
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [7, 8, 9, 3])]
-OWN_STATE = "whose state from token to token does not go through Hugging Face's cache .* cannot fork"
+MIXES = "computes a token from others, or from its place among them"
+NO_POSITIONS = "does not take position_ids, so a token after a shared prefix would get the position of its row"
 NO_NEXT_TOKENS = r"is not a causal language model, .* or share_prefixes\(model\)"
 FROM_PADDING = r"counts positions from padding_idx \+ 1 = 1 .* a radix batch counts from 0"
 EXPERTS = {"ffn_hidden_size": 16, "moe_num_experts": 2, "moe_top_k": 1, "moe_jitter_eps": 0.1}
 DBRX = {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4}, "ffn_config": EXPERTS}
 DECODER = {"is_decoder": True}
 
-# Class, settings, message.
+# Class, settings, message: of a rule when the model is shared, or of the probe in its first call.
 MODELS: list[tuple[str, dict[str, Any], str]] = [
     ("Qwen3ForCausalLM", {"attention_dropout": 0.1}, r"attention_dropout=0\.1"),
     (
@@ -37,30 +40,29 @@ MODELS: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("DbrxForCausalLM", DBRX, r"has ffn_config\.moe_jitter_eps=0\.1: .*allow_dropout=\['moe_jitter_eps'\]"),
     # A state that only the layer knows, or that gets nothing of the batch.
-    ("MiniMaxForCausalLM", {}, f"layer [01] is 'linear_attention', {OWN_STATE}"),
-    ("RecurrentGemmaForCausalLM", {}, f"layer 0 is 'linear_attention', {OWN_STATE}"),
-    ("RwkvForCausalLM", {}, rf"has a RwkvBlock \(blocks\.0\), {OWN_STATE}"),
-    (
-        "Mamba2ForCausalLM",
-        {"head_dim": 16},
-        r"Mamba2ForCausalLM has state-space layers only, .* radix batch on to them",
-    ),
+    ("MiniMaxForCausalLM", {}, rf"MiniMaxModel {MIXES}, first in layer [01] \(MiniMaxDecoderLayer\)"),
+    ("RecurrentGemmaForCausalLM", {}, rf"{MIXES}, first in layer 0 \(RecurrentGemmaDecoderLayer\)"),
+    ("RwkvForCausalLM", {}, NO_POSITIONS),
+    ("Mamba2ForCausalLM", {"head_dim": 16}, "does not pass the entries of a radix batch on to its Mamba2Model"),
     # Attention that the tree does not compute.
     ("DogeForCausalLM", {}, r"DogeForCausalLM has a dynamic mask \(keep_window_size=2048\)"),
-    ("DeepseekV32ForCausalLM", {}, "DeepseekV32ForCausalLM layer 0 is 'indexed_attention'"),
     (
         "DeepseekV32ForCausalLM",
-        {"layer_types": ["full_attention"] * 2},
+        {},
         r"DeepseekV32ForCausalLM has sparse attention \(an indexer picks keys\) \(index_topk=4\)",
     ),
-    ("BloomForCausalLM", {}, "does not take its attention from AttentionInterface"),
-    ("GitForCausalLM", {}, "GitForCausalLM does not take its attention from AttentionInterface"),
+    ("BloomForCausalLM", {}, NO_POSITIONS),
+    (
+        "BigBirdForCausalLM",
+        {**DECODER, "attention_type": "original_full"},
+        "BigBirdModel cannot be tried on a few tokens",
+    ),
     (
         "Gemma3ForCausalLM",
         {"use_bidirectional_attention": True},
-        "Gemma3ForCausalLM attends in both directions",
+        "Gemma3TextModel is refused: the model of Gemma3TextConfig adds a mask of its own to a sliding window",
     ),
-    ("BertLMHeadModel", {"is_decoder": False}, r"BertLMHeadModel attends in both directions \(is_decoder=False\)"),
+    ("BertLMHeadModel", {"is_decoder": False}, "BertModel is refused: BertSelfAttention of layer 0 is not causal"),
     ("BertLMHeadModel", {**DECODER, "chunk_size_feed_forward": 4}, "has layers with chunk_size_feed_forward=4"),
     ("T5ForConditionalGeneration", {}, "T5ForConditionalGeneration is not a plain decoder"),
     # Positions that a model counts itself.
@@ -82,7 +84,7 @@ MODELS: list[tuple[str, dict[str, Any], str]] = [
 def test_a_model(model_class: str, settings: dict[str, Any], message: str) -> None:
     """By `share_prefixes`, or before the batch of a `RadixCollator`. An older transformers may give another reason."""
     with pytest.raises(UserError, match=None if IS_OLDER else message):
-        check_takes_collated(share_prefixes(tiny_model(model_class, **settings)))
+        share_prefixes(tiny_model(model_class, **settings))(**RadixCollator()(FEATURES))
 
 
 class KeepsToItself(transformers.Qwen3ForCausalLM):
@@ -92,22 +94,29 @@ class KeepsToItself(transformers.Qwen3ForCausalLM):
         return super().forward(input_ids, labels=labels)
 
 
-@pytest.mark.skipif(IS_OLDER, reason="an older transformers meets other conditions")
-def test_every_condition_is_met(tiny_qwen3: Callable[..., Any]) -> None:
+@pytest.mark.skipif(IS_OLDER, reason="an older transformers meets other rules")
+def test_every_rule_is_met(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is the first to be met by some model here, at each of its entry points: none is there for nothing."""
-    names = ("Qwen3Model", "BertModel", "Qwen3ForQuestionAnswering", "BlipForConditionalGeneration")
-    soft_cap, other = tiny_model("Gemma2ForCausalLM"), tiny_qwen3()
+    names = (
+        "Qwen3Model",
+        "LayoutLMModel",
+        "Qwen3ForQuestionAnswering",
+        "BltForCausalLM",
+        "BlipForConditionalGeneration",
+    )
+    soft_cap, other, flash, adapted = tiny_model("Gemma2ForCausalLM"), tiny_qwen3(), tiny_qwen3(), tiny_qwen3()
     soft_cap.config._attn_implementation, other.config._attn_implementation = "sdpa", "half"
-    not_causal = tiny_qwen3()
-    for layer in not_causal.model.layers:
-        layer.self_attn.is_causal = False
+    flash.config._attn_implementation = "flash_attention_2"
+    adapted.peft_config = {"default": SimpleNamespace(alora_invocation_tokens=[8])}
+    monkeypatch.setattr(rules, "flash_attention_forward", lambda window: None)
     models = [
         *(tiny_model(model_class, **settings) for model_class, settings, _ in MODELS),
         *(
             *map(tiny_model, names),
             soft_cap,
             other,
-            not_causal,
+            flash,
+            adapted,
             KeepsToItself(tiny_qwen3().config),
             tiny_qwen3().to("meta"),
         ),
@@ -115,9 +124,9 @@ def test_every_condition_is_met(tiny_qwen3: Callable[..., Any]) -> None:
     seen = [*map(parts_of, models), parts_of(tiny_qwen3())._replace(decoder=nn.Linear(1, 1))]
     found = set()
     for parts, entry_point in product(seen, WITHOUT):
-        met = (each for each in CONDITIONS if entry_point in each.entry_points and each.why(parts))
-        found |= {(condition.why, entry_point) for condition in islice(met, 1)}
-    assert {(each.why, entry_point) for each in CONDITIONS for entry_point in each.entry_points} - found == set()
+        met = (each for each in RULES if entry_point in each.entry_points and each.why(parts))
+        found |= {(rule.why, entry_point) for rule in islice(met, 1)}
+    assert {(each.why, entry_point) for each in RULES for entry_point in each.entry_points} - found == set()
 
 
 @pytest.mark.parametrize(
@@ -143,20 +152,15 @@ class Cumulative(nn.Module):
         return hidden_states.cumsum(1), None
 
 
-@pytest.mark.parametrize(
-    ("layer", "name", "message"),
-    [
-        (1, "linear_attn", "layer 1 is 'linear_attention', whose state from token to token"),
-        (2, "self_attn", "layer 2 is 'full_attention' and does not take its attention from"),
-    ],
-)
-def test_a_layer_of_ones_own_in_a_hybrid(tiny_hybrid, layer, name, message):
+@pytest.mark.parametrize(("layer", "name"), [(1, "linear_attn"), (2, "self_attn")])
+@pytest.mark.usefixtures("hooks_that_may_stay")
+def test_a_layer_of_ones_own_in_a_hybrid(tiny_hybrid, layer, name):
     """Nobody counted it: it read all unique rows as one sequence."""
     kinds = ["linear_attention", "linear_attention", "full_attention"]
     model = tiny_hybrid("Qwen3.5", num_hidden_layers=3, layer_types=kinds)
     setattr(model.model.layers[layer], name, Cumulative())
-    with pytest.raises(UserError, match=message):
-        share_prefixes(model)
+    with pytest.raises(UserError, match=rf"{MIXES}, first in layer {layer} |cannot be tried on a few tokens"):
+        share_prefixes(model)(**RadixCollator()(FEATURES))
 
 
 class TestNotRefused:

@@ -9,7 +9,7 @@ from tiny_models import tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-import radixtrain.hf.hooks
+import radixtrain.hf.collated
 from radixtrain import RadixCollator, restore_model, share_prefixes, verify_equivalence
 from radixtrain.attention import tree_attention
 from radixtrain.collators.misuse_guard import end_watch
@@ -65,12 +65,15 @@ def test_a_window_as_long_as_the_longest_sequence(family):
     ("family", "lost"), [("Gemma2", "softcap"), ("Gemma2", "window"), ("GptOss", "sinks"), ("Mistral", "window")]
 )
 def test_a_lost_modifier_is_caught(family, lost, monkeypatch):
-    """The comparison can fail."""
+    """By the probe, and by the comparison without it."""
     monkeypatch.setattr(
         radixtrain.hf.attention_interface,
         "tree_attention",
         lambda *args, **options: tree_attention(*args, **{**options, lost: None}),
     )
+    with pytest.raises(UserError, match="computes a token from others"):
+        error_of(windowed(family))
+    monkeypatch.setattr(radixtrain.hf.collated, "why_inexact", lambda *_, **__: None)
     assert error_of(windowed(family)) > 1e-3
 
 
@@ -129,14 +132,15 @@ class TestNeverOnAnotherAttention:
                 return attention.o_proj(attention.q_proj(hidden_states)), None
 
         model.model.layers[1].self_attn = Other()
-        with pytest.raises(UserError, match="layer 1 is 'full_attention' and does not take its attention from"):
+        with pytest.raises(UserError, match="attention ran in 1 of 2 layers of Qwen3Model"):
             model(**RadixCollator()(FEATURES))
 
     def test_a_layer_that_takes_no_part(self, tiny_qwen3, monkeypatch):
         """Found after the pass, whatever the code of its class says."""
         model = share_prefixes(tiny_qwen3())
         monkeypatch.setattr(model.model.layers[1], "forward", lambda hidden_states, **_: hidden_states)
-        monkeypatch.setattr("radixtrain.hf.collated.why_third_party", lambda *_: None)
+        for guard in ("why_third_party", "why_inexact"):
+            monkeypatch.setattr(f"radixtrain.hf.collated.{guard}", lambda *_, **__: None)
         with pytest.raises(RuntimeError, match="ran in 1 of 2 layers of Qwen3Model"):
             model(**RadixCollator()(FEATURES))
 

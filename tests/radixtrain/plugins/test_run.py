@@ -264,7 +264,7 @@ class Broken(torch.nn.Module):
     ("model", "reason"),
     [
         (lambda: FSMTModel(FSMTConfig(**FSMT)), "FSMTModel is not a plain decoder, but an encoder and a decoder"),
-        (lambda: LlamaForCausalLM(LlamaConfig(**SIZES, is_causal=False)), "in both directions (is_causal=False)"),
+        (lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_dropout=0.1)), "has attention_dropout=0.1"),
         (Broken, "ZeroDivisionError('division by zero')"),
     ],
 )

@@ -1,7 +1,6 @@
 """The plan against a dictionary of histories: a row for every history of (token, position)."""
 
 import dataclasses
-import doctest
 import pickle
 import sys
 import tracemalloc
@@ -13,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import radixtrain.tree.plan
 from radixtrain.testing import ragged_batches
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 
@@ -141,12 +139,6 @@ def test_large_ids_and_positions(largest):
     plan = plan_of([[1, largest, 3], [1, largest, 4], [1, low, 5]])
     assert plan.num_unique_tokens == (5 if low == largest else 6), "the low 32 bits are not the id"
     assert plan_of([[1, 2], [1, 2]], [[0, largest], [0, low]]).num_unique_tokens == (2 if low == largest else 3)
-
-
-def test_docstrings():
-    failed, attempted = doctest.testmod(radixtrain.tree.plan)
-    assert attempted > 0
-    assert failed == 0
 
 
 @pytest.mark.parametrize(

@@ -57,8 +57,8 @@ def assert_untouched(
 
 
 BOTH_WAYS = (
-    "Qwen3ForCausalLM attends in both directions ({}), and a shared prefix has the same states only under causal "
-    "attention; change it, or train it without sharing (fit: dedup: false)"
+    "Qwen3Model is refused: Qwen3Attention of layer 0 is not causal; a shared prefix has the same states only under "
+    "causal attention"
 )
 FROM_CONFIGURATION = (
     "a cache is wanted; call model.train(), pass use_cache=False, or set model.config.use_cache = False"
@@ -247,7 +247,7 @@ class TestState:
     @pytest.mark.parametrize(
         ("change", "reason"),
         [
-            (lambda model: setattr(model.config, "is_causal", False), BOTH_WAYS.format("is_causal=False")),
+            (lambda model: setattr(model.config, "is_causal", False), BOTH_WAYS),
             (lambda model: setattr(model.model, "_is_replica", True), "torch.nn.DataParallel runs copies of the model"),
         ],
         ids=["not causal", "a replica"],

@@ -6,6 +6,7 @@ import signal
 import time
 from pathlib import Path
 
+import counting_trainer
 import pytest
 import torch
 from counting_trainer import CountingTrainer, written
@@ -65,11 +66,12 @@ def test_an_error_of_a_rank_that_saves_ends_all(tmp_path: Path, monkeypatch: pyt
     def work(rank: int) -> str:
         trainer = CountingTrainer(tmp_path, every_steps=2)
 
-        def full(path: Path) -> None:
+        def full(*_: object) -> None:
             raise UserError("the disk is full")
 
-        if rank == failing:
-            monkeypatch.setattr(trainer, "save_checkpoint", full)
+        if rank == failing:  # rank 0 writes; another one gathers its part
+            owner, name = (trainer, "save_checkpoint") if rank else (counting_trainer, "write_checkpoint")
+            monkeypatch.setattr(owner, name, full)
         try:
             trainer.run(lambda: None)
         except (UserError, EndedElsewhere, DistError, RuntimeError) as error:

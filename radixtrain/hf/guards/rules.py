@@ -1,38 +1,32 @@
-"""Which models can be shared: a table of what would change the gradient, the reason, the fix and the entry points.
+"""Rules for what no probe of a model sees: a table of reasons, fixes and entry points.
+
+`guards/model.py` tries whether a model computes the same on unique tokens. It cannot see what a loss expects as labels,
+what is drawn at random only in training, a limit that a few short rows do not reach, or a soft-cap that small scores do
+not reach. And it cannot run while the weights are spread over processes. `RULES` holds the rest.
 
 The entry points are `share_prefixes`, the batches of a `RadixCollator`, which a shared model takes too, and `generate`.
-`CONDITIONS` is checked when a model is given to one of them, by its class, its configuration and its modules, and again
-at the next call after these have changed: Hugging Face reads most settings in every call. What depends on a batch is
-checked in `refusals.py`.
+The rules are applied when a model is given to one of them, and again at the next call after the model has changed:
+Hugging Face reads most settings in every call. What depends on a batch is checked in `refusals.py`.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.models.auto import modeling_auto
 
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
-from radixtrain.hf.attention_interface import forget_attention, take_over
-from radixtrain.hf.backbone import Parts, is_text
-from radixtrain.hf.modules import (
-    attends,
-    forks_or_keeps_apart,
-    is_attention,
-    mixers_of,
-    names_in,
-    takes,
-    text_attention,
-    text_layers,
-)
-from radixtrain.hf.positions import why_counted_from_padding, why_no_positions
-from radixtrain.hf.probes import check_transformers
+from radixtrain.hf.attention_interface import FLASH, forget_attention, take_over
+from radixtrain.hf.backbone import Parts
+from radixtrain.hf.modules import mixers_of, names_in, num_attention_layers, text_attention
+from radixtrain.hf.positions import padding_idx_of_positions
 from radixtrain.tree.radix_inputs import RADIX
 from radixtrain.versions import before, untested
 
@@ -61,18 +55,11 @@ NOT_NEXT_TOKENS = {  # classes that are called causal nevertheless
     "MusicgenForCausalLM": "its rows are several codebooks",
     "MusicgenMelodyForCausalLM": "its rows are several codebooks",
 }
-EXACT_LAYERS = ("full_attention", "attention", "sliding_attention", "chunked_attention")  # chunks: `refusals.py`
-STATEFUL = re.compile("linear|recurrent|mamba|conv|hybrid")  # in the name of a layer's kind
-NO_PROTOCOL = (
-    "whose state from token to token does not go through Hugging Face's cache (get_recurrent_state, "
-    f"update_recurrent_state), so it cannot fork where rows branch{before('recurrent states that fork')}"
-)
 NOT_COMPUTED = {"index_topk": "sparse attention (an indexer picks keys)", "keep_window_size": "a dynamic mask"}
-BOTH_WAYS = {"use_bidirectional_attention": (True, "all"), "is_causal": (False,), "is_decoder": (False,)}  # by value
 CHUNKS = "chunk_size_feed_forward"  # of a layer of the BERT kind
 
 
-class Condition(NamedTuple):
+class Rule(NamedTuple):
     """Something that a model must not be or have.
 
     why: returns what is in the way, to follow the name of the model; None if nothing is.
@@ -86,17 +73,16 @@ class Condition(NamedTuple):
 
 def check_supported(parts: Parts, entry_point: EntryPoint) -> None:
     """Raise UserError for a model that cannot be exact at this entry point: its name, the reason, the fix."""
-    check_transformers(WITHOUT[entry_point])
     if reason := why_unsupported(parts, entry_point):
         raise UserError(reason)
 
 
 def why_unsupported(parts: Parts, entry_point: EntryPoint) -> str | None:
-    """Say why a model cannot be exact at this entry point, and the fix; None if it can."""
+    """Say why no call of a model can be exact at this entry point, and the fix; None if the probe decides."""
     forget_attention(parts.decoder)
-    for condition in CONDITIONS:
-        if entry_point in condition.entry_points and (reason := condition.why(parts)):
-            return f"{parts.name} {reason}; {condition.fix.format(without=WITHOUT[entry_point])}{untested()}"
+    for rule in RULES:
+        if entry_point in rule.entry_points and (reason := rule.why(parts)):
+            return f"{parts.name} {reason}; {rule.fix.format(without=WITHOUT[entry_point])}{untested()}"
     return None
 
 
@@ -159,47 +145,6 @@ def _has_no_head(parts: Parts) -> str | None:
     return "has no head that predicts next tokens" if parts.head is None else None
 
 
-def _takes_its_state(parts: Parts) -> str | None:
-    """Find models that take their state as an argument, as RWKV and xLSTM do."""
-    for path, module in parts.decoder.named_modules():
-        if path and is_text(path) and "state" in takes(type(module)):
-            return f"has a {type(module).__name__} ({path}), {NO_PROTOCOL}"
-    return None
-
-
-def _has_other_layers(parts: Parts) -> str | None:
-    """Find layers whose tokens meet elsewhere than in attention or a mixer of Hugging Face's cache protocol."""
-    if not hasattr(parts.decoder.config, "num_hidden_layers"):
-        return "is not a plain decoder (one stack of num_hidden_layers)"
-    layers, kinds = text_layers(parts.decoder), getattr(parts.decoder.config, "layer_types", None) or ()
-    mixers = set(mixers_of(parts.decoder).values())
-    for index, kind in enumerate(kinds):
-        is_exact = kind in EXACT_LAYERS or (index < len(layers) and forks_or_keeps_apart(layers[index]))
-        is_stateful = index < len(layers) and STATEFUL.search(kind)
-        if not is_exact or (is_stateful and mixers.isdisjoint(layers[index].modules())):  # a mixer in name only
-            why = NO_PROTOCOL if STATEFUL.search(kind) else "which tree attention does not compute"
-            return f"layer {index} is {kind!r}, {why}"
-    attention = (module for layer in layers for module in layer.modules() if is_attention(module))
-    if mixers or all(attends(type(module)) for module in attention):
-        return _has_a_layer_out_of_reach(layers, kinds)
-    return None
-
-
-def _has_a_layer_out_of_reach(layers: list[nn.Module], kinds: Sequence[str]) -> str | None:
-    """Judge by the modules of the layers, since a model may name no kinds of layers, or the wrong ones."""
-    for index, layer in enumerate(layers):
-        if any(attends(type(module)) for module in layer.modules()):
-            continue
-        if index < len(kinds) and kinds[index] in EXACT_LAYERS:
-            return (
-                f"layer {index} is {kinds[index]!r} and does not take its attention from AttentionInterface, so it "
-                f"cannot be reached"
-            )
-        if not forks_or_keeps_apart(layer):
-            return f"layer {index} is a {type(layer).__name__}, {NO_PROTOCOL}"
-    return None
-
-
 def _has_recurrent_layers(parts: Parts) -> str | None:
     return (
         "has recurrent layers, whose state is not kept by a cache of keys and values"
@@ -217,6 +162,12 @@ def _is_on_several_devices(parts: Parts) -> str | None:
     )
 
 
+def _has_no_stack_of_layers(parts: Parts) -> str | None:
+    if hasattr(parts.decoder.config, "num_hidden_layers"):
+        return None
+    return "is not a plain decoder (one stack of num_hidden_layers)"
+
+
 def _loses_its_soft_cap(parts: Parts) -> str | None:
     reason = why_no_soft_cap(parts.decoder.config)
     return reason and f"has {reason}"
@@ -229,17 +180,12 @@ def _picks_keys(parts: Parts) -> str | None:
     return None
 
 
-def _attends_both_ways(parts: Parts) -> str | None:
-    decoder_class: Any = type(parts.decoder)
-    for key, values in BOTH_WAYS.items():
-        if key == "is_decoder" and key not in names_in(decoder_class):  # GPT-NeoX has it, and does not read it
-            continue
-        if (value := getattr(parts.decoder.config, key, None)) in values:
-            return (
-                f"attends in both directions ({key}={value}), and a shared prefix has the same states only under "
-                f"causal attention"
-            )
-    return None
+def _loses_its_windows(parts: Parts) -> str | None:
+    """Find a flash attention that receives its window by another name: rows shorter than the window do not show it."""
+    name = parts.decoder.config._attn_implementation
+    if name not in FLASH or "sliding_window" in inspect.signature(flash_attention_forward).parameters:
+        return None
+    return f"has {name}, which no longer takes its window as `sliding_window`{untested()}"
 
 
 def _drops_attention(parts: Parts) -> str | None:
@@ -255,21 +201,6 @@ def _computes_in_chunks(parts: Parts) -> str | None:
     return size and f"has layers with {CHUNKS}={size}, into which unique tokens do not fit"
 
 
-def _is_an_encoder(parts: Parts) -> str | None:
-    """Judge by its attention modules, and by the masks that its code names."""
-    layers = list(text_attention(parts.decoder))
-    if not layers and mixers_of(parts.decoder):  # a recurrent state is causal
-        return None
-    flags = [layer.is_causal for layer in layers if hasattr(layer, "is_causal")]
-    decoder_class: Any = type(parts.decoder)
-    names_causal = any("causal" in name for name in names_in(decoder_class))
-    if layers and (any(flags) or not flags) and names_causal:
-        return None
-    return (
-        "attends in both directions, or not at all, and a shared prefix has the same states only under causal attention"
-    )
-
-
 def _chooses_a_span(parts: Parts) -> str | None:
     """Find a loss that is a softmax over whole rows."""
     if not parts.name.endswith("ForQuestionAnswering"):
@@ -277,16 +208,46 @@ def _chooses_a_span(parts: Parts) -> str | None:
     return "chooses a span among all places of a row, those of padding included, which share_prefixes does not compute"
 
 
-def _cannot_be_reached(parts: Parts) -> str | None:
-    classes = {type(module) for module in text_attention(parts.decoder)}
-    if not classes or any(map(attends, classes)):
-        return None
-    return "does not take its attention from AttentionInterface, so its layers cannot be reached"
-
-
 def _has_other_attention(parts: Parts) -> str | None:
     reason = take_over(parts.decoder)
     return reason and f"has attention that tree attention does not compute: {reason}"
+
+
+def _takes_no_positions(parts: Parts) -> str | None:
+    """Judge by the arguments of the backbone. A model that has only recurrent layers needs no positions."""
+    takes = inspect.signature(parts.backbone.forward).parameters
+    if "position_ids" in takes or not num_attention_layers(parts.decoder):
+        return None
+    return "does not take position_ids, so a token after a shared prefix would get the position of its row"
+
+
+def _may_be_an_encoder(parts: Parts) -> str | None:
+    """Find attention of which neither a flag nor the masks of the model say that it is causal, as LayoutLM's."""
+    decoder_class: Any = type(parts.decoder)
+    names = names_in(decoder_class)
+    layers = [*text_attention(parts.decoder)]
+    if not layers or any(hasattr(each, "is_causal") for each in layers) or any("causal" in name for name in names):
+        return None
+    return "does not say that its attention is causal, and only then a shared prefix has the same states"
+
+
+def _counts_from_padding(parts: Parts) -> str | None:
+    if (padding_idx := padding_idx_of_positions(parts.decoder)) is None:
+        return None
+    return (
+        f"counts positions from padding_idx + 1 = {padding_idx + 1} (its table of positions has a padding_idx), and a "
+        f"radix batch counts from 0"
+    )
+
+
+def _looks_through_the_batch(parts: Parts) -> str | None:
+    """Find adapters that begin at some tokens, for which PEFT searches the whole batch: they may be in none."""
+    for name, adapter in (getattr(parts.base, "peft_config", None) or {}).items():
+        if tokens := getattr(adapter, "alora_invocation_tokens", None):
+            return (
+                f"has an adapter {name!r} with alora_invocation_tokens={tokens}, which begins at one place of a batch"
+            )
+    return None
 
 
 def _keeps_a_batch_to_itself(parts: Parts) -> str | None:
@@ -310,32 +271,35 @@ def _keeps_a_batch_to_itself(parts: Parts) -> str | None:
     )
 
 
-CONDITIONS = (
-    Condition(_encodes),
-    Condition(_has_no_model_inside, fix="if that wraps one, share the model before it is wrapped; otherwise {without}"),
-    Condition(_contains_a_head, fix="or {without}"),
-    Condition(
+RULES = (
+    # What the parts of the model are.
+    Rule(_encodes),
+    Rule(_has_no_model_inside, fix="if that wraps one, share the model before it is wrapped; otherwise {without}"),
+    Rule(_has_no_stack_of_layers),
+    Rule(_contains_a_head, fix="or {without}"),
+    # What its loss expects.
+    Rule(
         _predicts_no_next_tokens,
         ("RadixCollator",),
         "use a ...ForCausalLM class, or share_prefixes(model) with ordinary batches",
     ),
-    Condition(_predicts_no_next_tokens, ("generate",), "load it with AutoModelForCausalLM"),
-    Condition(_has_no_head, ("generate",), "load it with AutoModelForCausalLM"),
-    Condition(_takes_its_state),
-    Condition(_has_other_layers),
-    Condition(_has_recurrent_layers, STORED),
-    Condition(_is_on_several_devices, STORED, "load it without a device_map, or {without}"),
-    Condition(_loses_its_soft_cap, fix="load it with 'eager' (fit: model.attn_implementation: eager)"),
-    Condition(_picks_keys),
-    Condition(_attends_both_ways, fix="change it, or {without}"),
-    Condition(_drops_attention, TRAINING, "set attention_dropout to 0"),
-    Condition(_computes_in_chunks, fix="set it to 0, which changes no result, or {without}"),
-    Condition(_is_an_encoder, ("share_prefixes",), "use a decoder, or {without}"),
-    Condition(_chooses_a_span, ("share_prefixes",)),
-    Condition(_cannot_be_reached),
-    Condition(_has_other_attention, ("RadixCollator", "generate")),
-    Condition(why_no_positions),
-    Condition(why_counted_from_padding),
-    Condition(_keeps_a_batch_to_itself, ("RadixCollator",), "use share_prefixes(model) with ordinary batches"),
-    Condition(_is_an_encoder, ("RadixCollator", "generate"), "use a decoder, or {without}"),
+    Rule(_predicts_no_next_tokens, ("generate",), "load it with AutoModelForCausalLM"),
+    Rule(_has_no_head, ("generate",), "load it with AutoModelForCausalLM"),
+    Rule(_chooses_a_span, ("share_prefixes",)),
+    # What a cache of keys and values cannot hold.
+    Rule(_has_recurrent_layers, STORED),
+    Rule(_is_on_several_devices, STORED, "load it without a device_map, or {without}"),
+    # What short rows do not reach, or what draws.
+    Rule(_loses_its_soft_cap, fix="load it with 'eager' (fit: model.attn_implementation: eager)"),
+    Rule(_picks_keys),
+    Rule(_loses_its_windows),
+    Rule(_drops_attention, TRAINING, "set attention_dropout to 0"),
+    Rule(_computes_in_chunks, fix="set it to 0, which changes no result, or {without}"),
+    Rule(_looks_through_the_batch, fix="leave them out, or {without}"),
+    # What the probe would find too, where it can run, without the reason.
+    Rule(_has_other_attention, ("RadixCollator", "generate")),
+    Rule(_takes_no_positions),
+    Rule(_counts_from_padding),
+    Rule(_may_be_an_encoder, TRAINING, "use a decoder, or {without}"),
+    Rule(_keeps_a_batch_to_itself, ("RadixCollator",), "use share_prefixes(model) with ordinary batches"),
 )

@@ -1,4 +1,4 @@
-"""Code that is not a model's own, judged by what it does with a few tokens."""
+"""What a model does with a few tokens: whether code in it, its adapters and its own layers may be shared."""
 
 import random
 from collections.abc import Callable
@@ -19,6 +19,8 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from radixtrain import RadixCollator, generate, score_completions, share_prefixes, sharing_report
 from radixtrain.errors import UserError
+from radixtrain.hf.attention_interface import RadixCall
+from radixtrain.hf.guards import model as probe
 from radixtrain.hf.share import leave_refused_calls
 from radixtrain.testing import relative_error
 
@@ -408,3 +410,83 @@ def test_numbers_that_are_drawn_for_nothing(model_class: str) -> None:
     next(each for each in model.modules() if hasattr(each, "fc1")).dropout = 0.5
     with pytest.raises(UserError, match=DRAWS):
         of_calls(model)
+
+
+def test_a_trajectory_with_and_without_the_probe(
+    tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal to the bit: weights, moments, buffers and generators."""
+    left = []
+    for is_tried in (True, False):
+        if not is_tried:
+            monkeypatch.setattr("radixtrain.hf.padded.sharing.why_inexact", lambda *_, **__: None)
+        torch.manual_seed(0)
+        model = share_prefixes(tiny_qwen3(tie_word_embeddings=False))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(3):
+            model(input_ids=IDS, labels=LABELS, use_cache=False).loss.backward()
+            optimizer.step(), optimizer.zero_grad()
+        assert sharing_report(model).num_shared == 3
+        moments = [value for state in optimizer.state.values() for value in state.values()]
+        left.append([*model.parameters(), *model.buffers(), *moments, torch.get_rng_state()])
+    assert all(torch.equal(*pair) for pair in zip(*left, strict=True))
+
+
+def test_it_is_tried_once_in_each_mode(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first call that would be shared, not when the model is given, and again when a module has changed."""
+    tries: list[int] = []
+    tried = probe._tried
+    monkeypatch.setattr(probe, "_tried", lambda *given: tries.append(1) or tried(*given))
+    model = share_prefixes(tiny_qwen3())
+    model(input_ids=IDS[:1], use_cache=False)
+    assert not tries, "there was nothing to share"
+    for _ in range(2):
+        of_calls(model)
+    of_calls_without_gradients(model)
+    assert len(tries) == 2
+    model.model.layers[0] = deepcopy(model.model.layers[0])
+    of_calls(model)
+    assert len(tries) == 3 and sharing_report(model).num_shared == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_it_names_the_first_layer_that_differs(tiny_qwen3: Callable[..., Any], dtype: torch.dtype) -> None:
+    """The model's own code, by a wrong scale in each layer but the first."""
+    model = share_prefixes(tiny_qwen3(num_hidden_layers=3, layer_types=["full_attention"] * 3).to(dtype))
+    with pytest.MonkeyPatch.context() as patch:
+        attend = RadixCall.attend
+
+        def without_scale(call: RadixCall, heads: Any, window: Any, **scoring: Any) -> Tensor:
+            scale = scoring["scale"] / (1 if len(call.calls) == 0 else 4)
+            return attend(call, heads, window, **{**scoring, "scale": scale})
+
+        patch.setattr(RadixCall, "attend", without_scale)
+        of_calls(model)
+    (reason,) = sharing_report(model).not_shared
+    assert reason == (
+        "Qwen3Model computes a token from others, or from its place among them, first in layer 1 (Qwen3DecoderLayer)"
+    )
+
+
+def test_weights_that_are_not_here(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with ZeRO-3 or FSDP: the rules and the count of layers decide, and foreign code is refused."""
+    monkeypatch.setattr(probe, "_is_whole", lambda decoder: False)
+    model = share_prefixes(tiny_qwen3())
+    of_calls(model)
+    assert sharing_report(model).num_shared == 1
+    after_mlp(nn.Softplus)(model)
+    of_calls(model)
+    (reason,) = sharing_report(model).not_shared
+    assert "the weights are not whole in this process" in reason
+
+
+def test_an_adapter_that_adds_nothing_yet(tiny_qwen3: Callable[..., Any]) -> None:
+    """Its gradient shows what it computes, in a call without gradients too: its weights may train later."""
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    if "LILY" not in peft.PeftType.__members__:
+        pytest.skip("PEFT has no LILY")
+    model = peft.get_peft_model(tiny_qwen3(), peft.LilyConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    share_prefixes(model)
+    of_calls_without_gradients(model)
+    (reason,) = sharing_report(model).not_shared
+    assert "has another gradient of layers.0.self_attn.q_proj.lily" in reason

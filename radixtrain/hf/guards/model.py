@@ -1,0 +1,392 @@
+"""Tries whether a model computes the same on unique tokens: a batch of three short rows that share, both ways.
+
+A model is judged by what it does, not by its code or its name. It may mix tokens or rows, draw at random, or depend on
+how many tokens there are and on their order; its gradient may depend on the number of copies. It may leave a state that
+depends on them. All of that shows here: in the first call that would be shared, and again after the model has changed.
+What short rows do not show is in `rules.py`. Code that is not the model's own may have limits that nobody has read,
+such as a capacity, so it is tried on rows as long as those of the call too, of which only the values are compared.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from functools import partial
+from threading import RLock, get_ident
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
+
+from radixtrain.collators.misuse_guard import is_instance_by_name
+from radixtrain.errors import UserError, first_line
+from radixtrain.hf.attention_interface import RadixCall
+from radixtrain.hf.backbone import text_decoder_of
+from radixtrain.hf.dropout import (
+    generator_states,
+    has_drawn,
+    number_that_draws,
+    set_generator_states,
+    without_dropout,
+)
+from radixtrain.hf.modules import num_attention_layers, text_layers
+from radixtrain.hf.progress import Progress
+from radixtrain.hf.third_party import ADAPTERS, code_to_try, values_of
+from radixtrain.hf.windows import chunk_of, no_mask, window_may_bind
+from radixtrain.tree.layout import TreeLayout
+from radixtrain.tree.plan import build_prefix_plan
+
+# Rows that share five tokens, two of them six; of ids that every vocabulary has.
+ROWS = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 1, 2], [1, 2, 3, 4, 5, 3, 2, 7, 1], [1, 2, 3, 4, 5, 3, 6, 1, 7]])
+DRAWS = "draws at random"
+ROUNDING = 2  # times the distance of two ordinary passes, one of them from embeddings that are rounded otherwise
+LARGE = 2**22  # numbers: larger buffers are weights of a quantized layer, larger parameters not those of an adapter
+_trying = RLock()  # a trial changes modules for a while
+NO_VALUES = (("torch.distributed.tensor", "DTensor"), ("torch._subclasses.fake_tensor", "FakeTensor"))
+WRAPPER = "checkpoint_fn"  # of torch's CheckpointWrapper
+FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"
+# Of a decoder, by its state and the shape of the rows that were tried.
+_verdicts: WeakKeyDictionary[nn.Module, dict[Hashable, dict[Sequence[int], str | None]]] = WeakKeyDictionary()
+
+
+def why_inexact(
+    backbone: Any,
+    head: Any = None,
+    *,
+    progress: Progress,
+    allowed: Collection[str] = (),
+    drew: bool = False,
+    shape: Sequence[int] = ROWS.shape,
+) -> str | None:
+    """Say what a model computes differently on unique tokens; None if nothing.
+
+    head: computes logits from hidden states of unique tokens; None if it gets every token at its place.
+    progress: of the calls of the model. allowed: as `allow_dropout` of `share_prefixes`.
+    drew: whether a pass moved a generator. OPT draws numbers that change nothing while its layerdrop is 0.
+    shape: rows and tokens in each, of the padded batch.
+
+    A model is tried once in each mode and dtype, with and without gradients, and again when its modules, hooks or
+    functions have changed. One with code that is not its own is tried again when more or longer rows come. Every other
+    call costs one look at its modules: 1.1 ms of one core for 28 layers with LoRA. If the weights are spread over
+    processes, nothing is tried: then the rules decide, and code that is not the model's own is refused.
+    """
+    decoder = text_decoder_of(backbone)
+    code, state = code_to_try(decoder, head)
+    who = f"code that is not the model's own ({code})" if code else type(decoder).__name__
+    numbers = [value for each in decoder.modules() for value in values_of(each)] if drew else ()
+    key = state, backbone is decoder, _arithmetic(decoder), *allowed, *numbers
+    with _trying:
+        tried = _verdicts.setdefault(decoder, {}).setdefault(key, {})
+        if ROWS.shape not in tried:
+            if not _is_whole(decoder):
+                if code:
+                    return f"{who} cannot be tried, because the weights are not whole in this process"
+                return f"{who} {DRAWS}" if drew and number_that_draws(decoder) else None
+            tried[ROWS.shape] = _tried(backbone, head, progress, allowed, ROWS, drew)
+            if tried[ROWS.shape] == DRAWS and not (code or drew):
+                tried[ROWS.shape] = None  # the call itself will show it, and is refused with the number by which
+        is_known = any(reason or (shape[0] <= rows and shape[1] <= each) for (rows, each), reason in tried.items())
+        if code and not is_known:
+            places = torch.arange(shape[1])
+            own = torch.arange(shape[0])[:, None] * (places >= shape[1] // 2)
+            with torch.no_grad():  # and without a head, whose logits would take much memory
+                tried[shape] = _tried(backbone, None, progress, allowed, (places + own) % 7 + 1)
+        reason = next(filter(None, tried.values()), None)
+    return reason and f"{who} {reason}"
+
+
+def _arithmetic(decoder: Any) -> Hashable:
+    """Return what a pass computes with: the dtype and device of the embeddings, autocast, gradients."""
+    weight = next(decoder.get_input_embeddings().parameters())
+    return weight.dtype, weight.device, torch.is_autocast_enabled(weight.device.type), torch.is_grad_enabled()
+
+
+def forget_verdicts(decoder: Any) -> None:
+    """Try a decoder again at its next call: it has changed."""
+    with _trying:
+        _verdicts.pop(decoder, None)
+
+
+class _Pass(NamedTuple):
+    """What a pass has computed for each token.
+
+    states: hidden states, or logits. gradient: of the embeddings, of every place of the batch; zeros without any.
+    left: what modules have got. layers: the hidden states that each decoder layer returned. weights: the gradient of
+    small trained parameters by name, times a vector. Adapters are mostly made with zeros, by which they change no
+    states yet: only their own gradient shows what they compute.
+    """
+
+    states: Tensor
+    gradient: Tensor
+    left: list[Tensor]
+    layers: list[Tensor]
+    weights: dict[str, Tensor]
+
+    def suspects(self, other: _Pass, bar: float) -> Iterator[str]:
+        """Yield the parameters whose gradients differ, by more than the rounding of the largest."""
+        largest = max((float(each.norm()) for each in self.weights.values()), default=0.0)
+        for name, of_weight in self.weights.items():
+            if not (of_weight - other.weights[name]).norm() <= bar * max(float(of_weight.norm()), largest / 10):
+                yield name
+
+
+def _tried(
+    backbone: Any, head: Any, progress: Progress, allowed: Collection[str], rows: Tensor, drew: bool = False
+) -> str | None:
+    """Run the backbone on rows as it is now: mode, gradients, autocast. Leaves no trace.
+
+    Takes three forward passes, and as many backward passes if gradients are on.
+    """
+    decoder = text_decoder_of(backbone)
+    if torch.is_grad_enabled() and any(vars(each).get("scale_grad_by_freq") for each in decoder.modules()):
+        return "divides a gradient by how often its token occurs (scale_grad_by_freq)"
+    device = next(decoder.get_input_embeddings().parameters()).device
+    rows = rows[:, : chunk_of(decoder.config)].to(device)
+    attended = torch.ones_like(rows)
+    attended[0, -1:] = rows.shape[1] < 2  # as in a batch of rows of different lengths: one has padding
+    tokens, lengths = attended.flatten().nonzero()[:, 0], attended.sum(dim=1)
+    depths = torch.arange(rows.shape[1], device=device).expand_as(rows).flatten()[tokens]
+    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    plan = build_prefix_plan(rows.flatten()[tokens].cpu(), starts.cpu())
+    layout = TreeLayout.from_plan(plan).to(device)
+    call = RadixCall(layout, None, "auto", "auto", window_may_bind(decoder.config, layout.max_seqlen))
+    copies = layout.inverse_indices
+    ordinary = {"input_ids": rows, "attention_mask": attended}
+    once = {
+        "input_ids": rows.flatten()[tokens][layout.gather_indices][None],
+        "position_ids": torch.tensor(plan.position_ids, device=device)[None],
+        "attention_mask": no_mask(call.window_may_bind, device, call),
+        "radix_call": call,
+    }
+    has_adapters = any(hasattr(type(each), ADAPTERS) and getattr(each, ADAPTERS) for each in backbone.modules())
+    with _without_trace(backbone, allowed), torch.set_grad_enabled(torch.is_grad_enabled() or has_adapters):
+        before = generator_states(device)
+        try:
+            with progress.during(None):
+                expected, again = (_passed(backbone, head, ordinary, tokens, depths) for _ in range(2))
+            draws = has_drawn(device, before)
+            with progress.during(call):
+                found = _passed(backbone, head, once, copies, depths)
+            bar = _bar(decoder, expected.states)
+            are_alike = partial(_are_alike, bar)
+            is_same = are_alike(expected.states, again.states) and not any(expected.suspects(again, bar))
+            if not is_same or drew > draws:  # only in longer rows
+                return DRAWS
+            summed = torch.zeros_like(found.gradient).index_add_(0, copies, expected.gradient[tokens])
+            suspects = [*expected.suspects(found, bar)]
+            pairs = (expected.states, found.states), (summed, found.gradient)
+            if suspects or not all(are_alike(*pair) for pair in pairs):
+                with progress.during(None):
+                    moved = _passed(backbone, head, ordinary, tokens, depths, moved=True)
+                if _distance(*pairs[0]) > ROUNDING * _distance(expected.states, moved.states):
+                    first = _first_layer(decoder, expected, found, moved)
+                    return f"computes a token from others, or from its place among them{first}"
+                if _distance(*pairs[1]) > ROUNDING * _distance(expected.gradient, moved.gradient):
+                    return "has a gradient that is not the sum over the copies of a token"
+                for name in suspects:
+                    of_weight, others, rounded = (each.weights[name] for each in (expected, found, moved))
+                    if (of_weight - others).norm() > ROUNDING * (of_weight - rounded).norm():
+                        return f"has another gradient of {name}, such as by an average over the tokens of a batch"
+            num_layers = num_attention_layers(decoder) if text_layers(decoder) else None
+            call.check_layers(backbone, num_layers, "attended without the tree")
+        except UserError as error:
+            return f"is refused: {error}"
+        except Exception as error:  # by code of any kind
+            return f"cannot be tried on a few tokens ({type(error).__name__}: {first_line(error)})"
+    if len(expected.left) != len(found.left) or not all(map(are_alike, expected.left, found.left)):
+        return "leaves another state in a module"
+    return None
+
+
+def _first_layer(decoder: Any, expected: _Pass, found: _Pass, moved: _Pass) -> str:
+    """Name the first layer whose hidden states differ, if one does."""
+    passes = zip(text_layers(decoder), expected.layers, found.layers, moved.layers, strict=False)
+    for index, (layer, states, others, rounded) in enumerate(passes):
+        is_rounding = _distance(states, others) <= ROUNDING * _distance(states, rounded)
+        if not is_rounding and not _are_alike(_bar(decoder, states), states, others):
+            return f", first in layer {index} ({type(layer).__name__})"
+    return ""
+
+
+def _passed(
+    backbone: Any,
+    head: Any,
+    given: dict[str, Any],
+    tokens: Tensor,
+    depths: Tensor,
+    moved: bool = False,
+) -> _Pass:
+    """Run the backbone and the head.
+
+    tokens: where each is in the batch. depths: in its sequence. moved: whether each number of the embeddings is moved
+    by the smallest step of its dtype, which shows how far rounding gets.
+    """
+    decoder = text_decoder_of(backbone)
+    embedded: list[Tensor] = []
+    layers: list[Tensor] = []
+    thread = get_ident()
+    # Not those with a hook, which would see a gradient of no step.
+    small = ((name, each) for name, each in backbone.named_parameters() if each.numel() <= LARGE)
+    trained = {name: each for name, each in small if each.requires_grad and not each._backward_hooks}
+
+    def make_leaf(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        if get_ident() != thread:
+            return output
+        steps = torch.arange(output.numel(), device=output.device).sin().sign().view_as(output) if moved else 0
+        rows = output.detach() * (1 + steps * torch.finfo(output.dtype).eps)
+        embedded.append(rows.to(output.dtype).requires_grad_(torch.is_grad_enabled()))
+        return embedded[-1].clone()  # which a model may change in place
+
+    def note(layer: nn.Module, args: Any, output: Any) -> None:
+        states = output if isinstance(output, Tensor) else output[0]
+        if get_ident() == thread and states.shape[:2] == embedded[0].shape[:2]:
+            layers.append(states.detach().flatten(0, 1)[tokens])
+
+    with _as_it_was(backbone) as changed:  # which removes the hooks too
+        decoder.get_input_embeddings().register_forward_hook(make_leaf)
+        for layer in text_layers(decoder):
+            layer.register_forward_hook(note)
+        states = backbone.forward(**given, use_cache=False)[0]
+        states, leaf = (states if head is None else head(states)).flatten(0, 1)[tokens], embedded[0]
+        gradient, gradients = torch.zeros_like(leaf), dict[str, Tensor]()
+        if states.requires_grad:
+            size = (int(depths.max()) + 1) * states.shape[-1]
+            weights = torch.arange(size, device=states.device).sin().to(states.dtype).view(-1, states.shape[-1])[depths]
+            gradient, *of_weights = torch.autograd.grad(
+                (states * weights).sum(), [leaf, *trained.values()], allow_unused=True
+            )
+            gradients = dict(zip(trained, map(_times_a_vector, of_weights), strict=True))
+    left = [torch.as_tensor(value).detach() for value in changed if isinstance(value, Tensor | float | int)]
+    return _Pass(states.detach(), gradient.flatten(0, 1), left, layers, gradients)
+
+
+def _times_a_vector(gradient: Tensor | None) -> Tensor:
+    """Return the product with a vector, which takes less memory than a matrix. None is zeros."""
+    if gradient is None:
+        return torch.zeros(())
+    matrix = gradient.reshape(len(gradient), -1) if gradient.ndim else gradient.reshape(1, 1)
+    vector = torch.arange(1, matrix.shape[1] + 1, device=matrix.device).sin()
+    return matrix.to(vector.dtype) @ vector if matrix.dtype != torch.float64 else matrix @ vector.double()
+
+
+@contextmanager
+def _as_it_was(backbone: Any) -> Iterator[list[Any]]:
+    """Give back what modules hold, buffers, and rows of embeddings with a `max_norm`.
+
+    Yields what has been changed in the decoder. Around it a backbone notes what `generate` needs, such as rope_deltas.
+    """
+    changed: list[Any] = []
+    decoder = set(text_decoder_of(backbone).modules())
+    embeddings = [each.detach()[: int(ROWS.max()) + 1] for each in backbone.get_input_embeddings().parameters()]
+    buffers = [each for each in backbone.buffers() if each.numel() <= LARGE]
+    tensors = [(each, each.clone()) for each in (*buffers, *embeddings)]
+    held = [(each, m) for m in backbone.modules() for each in (vars(m), *vars(m).values())]
+    copies: list[Any] = [
+        (each, copy(each), changed if module in decoder else [])
+        for each, module in held
+        if isinstance(each, dict | list)
+    ]
+    try:
+        yield changed
+    finally:
+        for now, before, noted in copies:
+            if isinstance(now, list):
+                noted += now[len(before) :]
+                now[:] = before
+            else:
+                noted += [value for name, value in now.items() if value is not before.get(name)]
+                for name in now.keys() - before.keys():
+                    del now[name]
+                now.update(before)
+        with torch.no_grad():
+            for tensor, values in tensors:
+                if not torch.equal(tensor, values):
+                    changed.append(tensor.clone())
+                    tensor.copy_(values)
+
+
+def _are_alike(bar: float, expected: Tensor, other: Tensor) -> bool:
+    if expected.shape != other.shape or torch.equal(expected, other):
+        return expected.shape == other.shape
+    return _distance(expected, other) <= bar
+
+
+def _distance(expected: Tensor, other: Tensor) -> float:
+    """Return the relative L2 distance; infinite if anything is NaN, or for any number in place of zeros."""
+    expected, other = expected.double(), other.double()
+    distance = float((expected - other).norm() / expected.norm())
+    return distance if distance == distance else float("inf")
+
+
+def _bar(decoder: nn.Module, states: Tensor) -> float:
+    """Return the relative error up to which two passes are alike: 6e-6 in float32, 9 % in bfloat16.
+
+    Measured on exact models of up to 64 layers: 1.2e-6 in float32, 0.5 % in float16, 2.6 % in bfloat16. Layers of
+    float64 have norms and rotary embeddings in float32.
+    """
+    units = [torch.finfo(each.dtype).eps for each in (states, *decoder.parameters()) if each.is_floating_point()]
+    if torch.is_autocast_enabled(states.device.type) or torch.get_float32_matmul_precision() != "highest":
+        units.append(torch.finfo(torch.bfloat16).eps)
+    unit = max(torch.finfo(torch.float32).eps, *units)
+    return float(min(50 * unit, unit**0.5))
+
+
+def _is_whole(decoder: nn.Module) -> bool:
+    """Return whether a pass needs nothing from other processes; their calls may not be tried at the same time.
+
+    Weights on `meta` and fake ones have no values.
+    """
+    weights = [*decoder.parameters()]
+    is_split = any(
+        each.is_meta or not each.numel() or any(is_instance_by_name(each, *kind) for kind in NO_VALUES)
+        for each in weights
+    )
+    return not is_split and not any(is_instance_by_name(each, *FSDP) for each in decoder.modules())
+
+
+@contextmanager
+def _without_trace(backbone: Any, allowed: Collection[str]) -> Iterator[None]:
+    """Give back generators and flags; compile nothing, and show nothing to checkpointing and counts of operations."""
+    device = next(backbone.get_input_embeddings().parameters()).device
+    checkpointing = [each for each in backbone.modules() if vars(each).get("gradient_checkpointing")]
+    wrappers = {each: each.checkpoint_fn for each in backbone.modules() if WRAPPER in vars(each)}
+    generators = [
+        value for each in backbone.modules() for value in vars(each).values() if isinstance(value, torch.Generator)
+    ]
+    of_modules = [each.get_state() for each in generators]
+    of_numpy, of_python = np.random.get_state(), random.getstate()  # noqa: NPY002
+    for module in checkpointing:  # a reentrant one allows no gradient of a single tensor
+        module.gradient_checkpointing = False
+    for module in wrappers:
+        module.checkpoint_fn = _called
+    unnoticed = saved_tensors_hooks(_same, _same)
+    no_modes = _disable_current_modes()
+    with without_dropout(backbone, allowed), torch.compiler.set_stance("force_eager"), unnoticed, no_modes:
+        states = generator_states(device)
+        try:
+            yield
+        finally:
+            set_generator_states(device, states)
+            for generator, state in zip(generators, of_modules, strict=True):
+                generator.set_state(state)
+            np.random.set_state(of_numpy)  # noqa: NPY002
+            random.setstate(of_python)
+            torch.clear_autocast_cache()
+            for module in checkpointing:
+                module.gradient_checkpointing = True
+            for module, function in wrappers.items():
+                module.checkpoint_fn = function
+
+
+def _called(function: Any, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
