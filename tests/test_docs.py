@@ -14,6 +14,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -24,6 +25,9 @@ from tiers import FULL
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import radixtrain
+from radixtrain import PrefixGroupedSampler
+from radixtrain.__main__ import main
+from radixtrain.collators.prefix_sampler import ratio_of_batches
 from radixtrain.collators.token_row import TokenRow
 from radixtrain.commands.help import all_keys
 from radixtrain.data.chat import ChatEncoder
@@ -38,7 +42,6 @@ from radixtrain.errors import UserError
 from radixtrain.hf.scores import SCORES
 from radixtrain.settings.commands import Doctor, Export, RunSettings, Verify
 from radixtrain.settings.fields import Key, parts_of
-from radixtrain.settings.synonyms import NO_KEYS, SYNONYMS
 from radixtrain.training.answers.metrics import load_metric
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,9 +54,9 @@ def read(page: str) -> str:
 
 # docs/data-formats.md: every row is encoded, and every error is raised
 
-FORMATS = "docs/data-formats.md"
+FORMATS, RUNS = "docs/data-formats.md", "docs/agents-runs.md"
 EXAMPLE = re.compile(r"^```json([^\n]*)\n(.*?)^```\n\n```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
-EXAMPLES = [pytest.param(*found, id=found[1][:50]) for found in EXAMPLE.findall(read(FORMATS))]
+EXAMPLES = [pytest.param(*found, id=found[1][:50]) for page in (FORMATS, RUNS) for found in EXAMPLE.findall(read(page))]
 
 
 @cache
@@ -120,7 +123,7 @@ def test_a_row_is_what_the_page_says(
 
 
 def test_every_row_of_the_page_is_tried() -> None:
-    assert len(EXAMPLES) == len(re.findall("^```json", read(FORMATS), re.MULTILINE)) > 15
+    assert len(EXAMPLES) == len(re.findall("^```json", read(FORMATS) + read(RUNS), re.MULTILINE)) > 15
     outcomes = "".join(example.values[2] for example in EXAMPLES)
     formats = "".join(example.values[1] for example in EXAMPLES)
     assert outcomes.count("error: ") > 3 and outcomes.count("learns ") > 10 and outcomes.count("labels [") > 2
@@ -275,10 +278,38 @@ def test_a_program_prints_what_the_page_says(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out == printed
 
 
+# docs/agents-runs.md: its program trains each turn, and its r is that of the generated runs
+
+
+@FULL
+def test_the_program_trains_every_turn(shop: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="the program is for TRL's trainer: pip install trl")
+    [code] = re.findall(r"^```python\n(.*?)^```", read(RUNS), re.M | re.S)
+    monkeypatch.chdir(tmp_path)
+    run = [{"role": role, "content": f"Shelf {number}."} for number in range(3) for role in ("user", "assistant")]
+    Path("runs.jsonl").write_text(f"{json.dumps({'messages': run})}\n" * 4, encoding="utf-8")
+    short = 'max_steps=1, logging_steps=1, use_cpu=True, report_to="none", save_strategy="no", output_dir='
+    names: dict[str, Any] = {}
+    exec(code.replace("output_dir=", short).replace("Qwen/Qwen3-0.6B", str(shop / "model")), names)
+    assert [len(row["prompt"]) for row in names["rows"]] == [1, 3, 5] * 4
+    assert names["trainer"].state.log_history[0]["r"] > 3
+
+
+@FULL
+def test_r_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "recipes" / "benchmarks")
+    rows = import_module("uneven_ranks").agents(150)
+    for size, *said in re.findall(r"^\| (\d+) \| ([\d.]+) \| ([\d.]+) \|$", read(RUNS), re.M):
+        for together, r in zip((1, None), said, strict=True):
+            order = list(PrefixGroupedSampler(rows, int(size), together))
+            batches = [order[start : start + int(size)] for start in range(0, len(order), int(size))]
+            assert f"{ratio_of_batches(lambda index: [rows[index]], batches, None):.2f}" == r
+
+
 # docs/configuration.md: its tables are the code's
 
 CONFIGURATION = "docs/configuration.md"
-TABLES = ["cli", "model", "data", "evaluate_generation", "verify", "export", "doctor", "elsewhere"]
+TABLES = ["cli", "model", "data", "evaluate_generation", "verify", "export", "doctor"]
 SECTIONS = ("model", "data", "evaluate_generation")
 OWNERS: dict[str, type] = {"cli": RunSettings, "verify": Verify, "export": Export, "doctor": Doctor}
 
@@ -325,18 +356,19 @@ def test_a_table_of_keys_is_the_codes(table: str) -> None:
     begin, end = f"<!-- {table}: begin -->\n", f"<!-- {table}: end -->"
     before, rest = read(CONFIGURATION).split(begin)
     said, after = rest.split(end)
-    found = names_elsewhere() if table == "elsewhere" else markdown(rows_of(table))
+    found = markdown(rows_of(table))
     if WRITING:
         (ROOT / CONFIGURATION).write_text(f"{before}{begin}{found}{end}{after}", encoding="utf-8")
         return
     assert said == found, f"RADIXTRAIN_WRITE_TABLE=1 writes the tables of {CONFIGURATION}"
 
 
-def names_elsewhere() -> str:
-    """Keys of other tools, and the key that does it here."""
-    here = {key: re.sub(r"^[\w.]+", r"`\g<0>`", key) for key in SYNONYMS} | {reason: reason for reason in NO_KEYS}
-    rows = [f"| `{'`, `'.join(names.split())}` | {here[key]} |\n" for key, names in (SYNONYMS | NO_KEYS).items()]
-    return "".join(["| there | here |\n| --- | --- |\n", *rows])
+def test_keys_of_other_tools_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    part = read(CONFIGURATION).partition("## Coming from")[2]
+    [keys, said] = re.findall(r"^```(?:yaml|text)\n(.*?)^```", part, re.M | re.S)[:2]
+    (tmp_path / "theirs.yaml").write_text(keys, encoding="utf-8")
+    assert main(["fit", f"--config={tmp_path}/theirs.yaml"]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_the_tables_hold_every_key_and_what_runs(printed_by: Callable[..., str]) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 
 # Key here, with what differs -> its names in Transformers and TRL, Axolotl, LLaMA-Factory, ms-swift.
-# docs/configuration.md has the table.
 SYNONYMS = {
     "model.model_name_or_path": "base_model model_name model_id model_path",
     "model.dtype": "torch_dtype",
