@@ -183,7 +183,7 @@ def test_a_call_beside_generate_in_training_mode() -> None:
     """Generation evaluates, and a module has one mode for all threads."""
     model = tiny_qwen3().train()
     answers = partial(generate, model, **padded(ROWS[:4], "left"), max_new_tokens=3, do_sample=False, eos_token_id=None)
-    with pytest.raises(UserError, match="another thread has Qwen3ForCausalLM in evaluation mode"):
+    with pytest.raises(UserError, match="another thread has temporarily put Qwen3ForCausalLM into evaluation mode"):
         in_a_thread(model.model.layers[1], answers, partial(CALLS["ordinary"], model))
     assert all(module.training for module in model.modules())
 
