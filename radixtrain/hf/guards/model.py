@@ -103,7 +103,7 @@ def why_inexact(
 
 def _arithmetic(decoder: Any) -> Hashable:
     """Return what a pass computes with: the dtype and device of the embeddings, autocast, gradients."""
-    weight = next(decoder.get_input_embeddings().parameters())
+    weight = decoder.get_input_embeddings().weight  # which FSDP1 keeps, and no parameter
     return weight.dtype, weight.device, torch.is_autocast_enabled(weight.device.type), torch.is_grad_enabled()
 
 
@@ -340,14 +340,15 @@ def _bar(decoder: nn.Module, states: Tensor) -> float:
 def _is_whole(decoder: nn.Module) -> bool:
     """Return whether a pass needs nothing from other processes; their calls may not be tried at the same time.
 
-    Weights on `meta` and fake ones have no values.
+    Weights on `meta` and fake ones have no values. FSDP1 around a model leaves its modules without parameters.
     """
     weights = [*decoder.parameters()]
     is_split = any(
         each.is_meta or not each.numel() or any(is_instance_by_name(each, *kind) for kind in NO_VALUES)
         for each in weights
     )
-    return not is_split and not any(is_instance_by_name(each, *FSDP) for each in decoder.modules())
+    is_flat = not any(True for _ in decoder.get_input_embeddings().parameters())
+    return not is_flat and not is_split and not any(is_instance_by_name(each, *FSDP) for each in decoder.modules())
 
 
 @contextmanager
