@@ -142,7 +142,7 @@ def share_in_trainers() -> None:
     """Share the model that a trainer gets also if it was not loaded but made from a configuration."""
     from transformers import PreTrainedModel, Trainer
 
-    from radixtrain.hf.share import prepared_options
+    from radixtrain.hf.share import options_of
     from radixtrain.plugins.from_pretrained import _share, read_options
 
     ordinary, options = Trainer.__init__, read_options()
@@ -150,7 +150,7 @@ def share_in_trainers() -> None:
     @functools.wraps(ordinary)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         ordinary(self, *args, **kwargs)
-        if isinstance(self.model, PreTrainedModel) and prepared_options(self.model) is None:
+        if isinstance(self.model, PreTrainedModel) and options_of(self.model) is None:
             _share(self.model, type(self.model).__name__, options)
 
     Trainer.__init__ = init

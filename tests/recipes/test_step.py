@@ -153,7 +153,13 @@ def test_what_is_measured(mode: Any, dtype: torch.dtype) -> None:
     ("by", "forward", "mode"), cases([(1e-3, False, "step"), (1e-2, True, "forward")], [(1e-3, False, "step")])
 )
 def test_a_wrong_gradient_is_not_timed(
-    by: float, forward: bool, mode: Any, monkeypatch: pytest.MonkeyPatch, model: Any, ragged: Any
+    by: float,
+    forward: bool,
+    mode: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    model: Any,
+    ragged: Any,
+    without_the_probe: None,
 ) -> None:
     with_wrong_keys(monkeypatch, by, forward)
     with pytest.raises(UserError, match=r"rows, cascade: float32: NOT EQUAL: model\.layers\."):

@@ -9,6 +9,8 @@ from tiers import FULL
 from trainer_harness import Run, Share, compare, differences_of, run, settings
 
 from radixtrain import RadixCollator, share_prefixes
+from radixtrain.hf.recurrent.running import TreeRuns
+from radixtrain.tree.runs import RunLayout
 
 pytestmark = [FULL, pytest.mark.usefixtures("free_forks")]
 
@@ -45,15 +47,15 @@ def _rows_of(pair: dict[str, str], tokenizer: Any) -> Iterator[Row]:
         yield {"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer}
 
 
-def num_forks(batch: dict[str, Any]) -> int:
-    return batch["radix"].layout.runs.num_forks
+def runs_of(batch: dict[str, Any]) -> RunLayout:
+    return TreeRuns(batch["radix"].layout).forked
 
 
 def test_every_batch_has_nested_forks(rows):
     for start in range(0, len(rows), 4):
         batch = COLLATOR(rows[start : start + 4])
-        assert num_forks(batch) == 3, "the system prompt, and each of two prompts"
-        assert any(sources for *_, sources in batch["radix"].layout.runs.calls)
+        assert runs_of(batch).num_forks == 3, "the system prompt, and each of two prompts"
+        assert any(sources for *_, sources in runs_of(batch).calls)
 
 
 class TestTrainers:
