@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,6 +29,18 @@ def without_passwords(text: str) -> str:
 def printable(text: object) -> str:
     r"""Return the text with `\x1b` for an escape, and likewise for every control character a terminal would obey."""
     return OBEYED.sub(lambda found: ascii(found[0])[1:-1], str(text))
+
+
+@contextmanager
+def logged_from(level: int, name: str) -> Iterator[None]:
+    """Show log lines of a library only from a level on. name: of its logger."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def screen(**options: Any) -> Console:

@@ -35,6 +35,16 @@ def test_a_folder_is_linked_and_no_package(name: str) -> None:
     assert origin is None or Path(origin).parent.resolve() != ROOT / name
 
 
+def test_tables_of_packages_name_files_that_exist() -> None:
+    """The map of a room is its docstring."""
+    named = {
+        (package.parent.name, name): package.parent / name
+        for package in (ROOT / "radixtrain").rglob("__init__.py")
+        for name in re.findall(r"`([a-z_]+\.py)`", package.read_text(encoding="utf-8"))
+    }
+    assert len(named) >= 20 and not [key for key, path in named.items() if not path.is_file()]
+
+
 def test_version_is_written_once() -> None:
     declared = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert declared and declared[1] == radixtrain.__version__

@@ -20,8 +20,8 @@ import gc
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from radixtrain.explain.sharing import Features, SampledSteps
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.hf.share import restore_model, share_prefixes
+from radixtrain.screen import logged_from
 from radixtrain.timing import held_bytes, peak_bytes, seconds_of
 
 ArmName = Literal["radix", "ordinary"]
@@ -253,16 +254,9 @@ def time_cases(
             torch.cuda.empty_cache()
 
 
-@contextmanager
-def without_messages() -> Iterator[None]:
+def without_messages() -> AbstractContextManager[None]:
     """Silence the log lines of a model about its layers and, once it is shared, its first batches."""
-    logger = logging.getLogger("radixtrain.hf")
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+    return logged_from(logging.WARNING, "radixtrain.hf")
 
 
 def _first_of_each_arm(cases: Sequence[Case]) -> list[Case]:

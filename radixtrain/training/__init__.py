@@ -1,9 +1,9 @@
-"""Training under Lightning.
+"""Training, on Lightning Fabric.
 
 | file | does |
 |---|---|
 | `module.py` | a step: loss, gradient, optimizer; `optimizer.py` makes the optimizer and its schedule |
-| `trainer.py` | Lightning's trainer with `verify` |
+| `loop.py` | the loop of `fit`; `runner.py` is what it shares with `evaluate.py`, the other commands |
 | `start/` | loads the model and refuses what cannot work |
 | `devices/` | several processes: which are accepted, how they start, exchange gradients and end |
 | `answers/` | generates answers to rows and scores them; what `predict` writes of a row |

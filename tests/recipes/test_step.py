@@ -159,7 +159,7 @@ def test_a_wrong_gradient_is_not_timed(
     monkeypatch: pytest.MonkeyPatch,
     model: Any,
     ragged: Any,
-    without_the_probe: None,
+    without_the_trial: None,
 ) -> None:
     with_wrong_keys(monkeypatch, by, forward)
     with pytest.raises(UserError, match=r"rows, cascade: float32: NOT EQUAL: model\.layers\."):

@@ -1,1 +1,1 @@
-"""What decides whether a model is shared: a probe of the model itself, and rules for what no probe sees."""
+"""What decides whether a model is shared: a trial of the model itself, and rules for what no trial shows."""

@@ -337,7 +337,7 @@ def _bar(decoder: nn.Module, states: Tensor) -> float:
     return float(min(50 * unit, unit**0.5))
 
 
-def _is_whole(decoder: nn.Module) -> bool:
+def _is_whole(decoder: Any) -> bool:
     """Return whether a pass needs nothing from other processes; their calls may not be tried at the same time.
 
     Weights on `meta` and fake ones have no values. FSDP1 around a model leaves its modules without parameters.

@@ -1,4 +1,4 @@
-"""Rules for what no probe of a model sees: a table of reasons, fixes and entry points.
+"""Rules for what no trial of a model shows: a table of reasons, fixes and entry points.
 
 `guards/model.py` tries whether a model computes the same on unique tokens. It cannot see what a loss expects as labels,
 what is drawn at random only in training, a limit that a few short rows do not reach, or a soft-cap that small scores do
@@ -78,7 +78,7 @@ def check_supported(parts: Parts, entry_point: EntryPoint) -> None:
 
 
 def why_unsupported(parts: Parts, entry_point: EntryPoint) -> str | None:
-    """Say why no call of a model can be exact at this entry point, and the fix; None if the probe decides."""
+    """Say why no call of a model can be exact at this entry point, and the fix; None if the trial decides."""
     forget_attention(parts.decoder)
     for rule in RULES:
         if entry_point in rule.entry_points and (reason := rule.why(parts)):
@@ -296,7 +296,7 @@ RULES = (
     Rule(_drops_attention, TRAINING, "set attention_dropout to 0"),
     Rule(_computes_in_chunks, fix="set it to 0, which changes no result, or {without}"),
     Rule(_looks_through_the_batch, fix="leave them out, or {without}"),
-    # What the probe would find too, where it can run, without the reason.
+    # What the trial would find too, where it can run, without the reason.
     Rule(_has_other_attention, ("RadixCollator", "generate")),
     Rule(_takes_no_positions),
     Rule(_counts_from_padding),

@@ -32,7 +32,7 @@ SECONDS_TO_END = 10.0  # for a process to end once its work is done
 class Processes:
     """A context around a run, which starts the other processes, as Lightning would, if no launcher has.
 
-    strategy: Lightning's, of a trainer.
+    strategy: of Lightning Fabric.
     arguments: the command line, from the command on, with which the other processes are started.
     timeout: how long a rank waits for the others in a step.
     start: what must be the same on all ranks, by name; see `described_start`.

@@ -2,8 +2,8 @@
 
 | file | what |
 |---|---|
-| `position.py` | three numbers that say where a run is, and Lightning's loops made from them |
-| `saving.py` | when a checkpoint is written, and Lightning's `CheckpointIO` for our folders |
+| `position.py` | three numbers that say where a run is |
+| `saving.py` | when a checkpoint is written |
 | `run_state.py` | what else it keeps, random generators included; its weights into a module; the check of the model |
 | `resume.py` | how a run continues from it, and which settings may differ |
 | `signals.py`, `slurm.py` | requests to save and to stop: signals, files, and a scheduler |

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +33,7 @@ from radixtrain.hf.config import (
 from radixtrain.hf.quantized import four_bit_layers, keep_trainable
 from radixtrain.hf.refusals import check_only_cross_entropy, check_soft_cap
 from radixtrain.hf.share import check_takes_collated, share_prefixes
+from radixtrain.screen import logged_from
 from radixtrain.training.fault_tolerance.failures import explain
 from radixtrain.training.fault_tolerance.nonfinite_guard import check_weights_finite
 from radixtrain.training.start.adapters import check_quantized, quantization, with_adapters
@@ -89,7 +89,8 @@ def load_model(
     check_attention_name(attn_implementation)
     check_names(model_name_or_path, MODEL_NAMES)
     try:
-        with _without_table():
+        # No table of missing and unread weights: `_check_loaded` says it in a line.
+        with logged_from(logging.ERROR, "transformers.modeling_utils"):
             config = AutoConfig.from_pretrained(model_name_or_path, trust_remote_code=False)
             model, loaded = auto_class(model_name_or_path).from_pretrained(
                 model_name_or_path,
@@ -117,18 +118,6 @@ def load_model(
         )
     keep_trainable(model)
     return model
-
-
-@contextmanager
-def _without_table() -> Iterator[None]:
-    """Keep transformers from printing a table of missing and unread weights; `_check_loaded` says it in a line."""
-    library = logging.getLogger("transformers.modeling_utils")
-    level = library.level
-    library.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        library.setLevel(level)
 
 
 def _check_loaded(model: object, loaded: Mapping[str, Any], model_name_or_path: str) -> None:

@@ -32,7 +32,7 @@ FEATURES = [
 ]
 Collate = Callable[[Any], dict[str, Any]]
 
-pytestmark = pytest.mark.usefixtures("without_the_probe")
+pytestmark = pytest.mark.usefixtures("without_the_trial")
 
 
 def verdict(model: Any, collate: Collate | None = None, **options: Any) -> EquivalenceReport:

@@ -23,7 +23,7 @@ from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.tree.runs import RunCall, RunCost, RunLayout, runs_of_segments
 from radixtrain.verification.report import EquivalenceReport
 
-pytestmark = [NEEDS_FORKS, pytest.mark.usefixtures("without_the_probe")]
+pytestmark = [NEEDS_FORKS, pytest.mark.usefixtures("without_the_trial")]
 
 # Two prompts of four and two tokens; two branches of three below the first, with two leaves each.
 SEQUENCES = [

@@ -25,7 +25,7 @@ from radixtrain.generation.prompt_cache import PromptCache, Sharing, Tails
 from radixtrain.kernels.stored import Readers
 from radixtrain.verification.oracle import float64_throughout
 
-pytestmark = pytest.mark.usefixtures("without_the_probe")
+pytestmark = pytest.mark.usefixtures("without_the_trial")
 
 BAR = 1e-12
 FIRST = [

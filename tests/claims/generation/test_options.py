@@ -212,7 +212,7 @@ def test_a_model_that_cannot_be_exact_is_refused_by_name(name: str, known: bool)
     assert "dedup: false" not in str(raised_error.value), "that is for training"
 
 
-@pytest.mark.usefixtures("hooks_that_may_stay", "without_the_probe")
+@pytest.mark.usefixtures("hooks_that_may_stay", "without_the_trial")
 def test_a_layer_that_does_not_attend_is_missed(tiny_qwen3: Callable[..., Any]) -> None:
     model = tiny_qwen3()
     module = model.model.layers[1].self_attn

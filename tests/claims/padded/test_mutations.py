@@ -31,7 +31,7 @@ from radixtrain.tree.layout import TreeLayout
 ROWS = [[1, 2, 3, 1, 1, 2, 2, 1], [1, 2, 3, 1, 4], [1, 2, 3, 1, 4], [1, 2, 3, 1], [1], [2, 2, 3, 1]]
 
 
-pytestmark = pytest.mark.usefixtures("without_the_probe")
+pytestmark = pytest.mark.usefixtures("without_the_trial")
 
 
 def batches(positions: str | None = None) -> Iterator[PaddedBatch]:

@@ -18,7 +18,7 @@ from radixtrain.hf.padded.row_functions import RULES
 from radixtrain.hf.padded.spread import Modes, Spread
 from radixtrain.hf.padded.spread_rows import READ, SpreadRows
 
-pytestmark = pytest.mark.usefixtures("without_the_probe")
+pytestmark = pytest.mark.usefixtures("without_the_trial")
 
 MOST = 3000
 

@@ -113,7 +113,7 @@ def test_hooks_of_accelerate(tiny_hybrid: Build, kind: str, when: str) -> None:
 
 
 @ONE_KIND
-@pytest.mark.usefixtures("without_the_probe")
+@pytest.mark.usefixtures("without_the_trial")
 def test_a_forward_that_replaces_ours_is_refused(tiny_hybrid: Build, kind: str) -> None:
     """As `kernelize` does, at every change between training and evaluation if `use_kernels` is set."""
     model = share_prefixes(tiny_hybrid(kind))
@@ -125,7 +125,7 @@ def test_a_forward_that_replaces_ours_is_refused(tiny_hybrid: Build, kind: str) 
     assert_exact(share_prefixes(model), truth)
 
 
-@pytest.mark.usefixtures("hooks_that_may_stay", "without_the_probe")
+@pytest.mark.usefixtures("hooks_that_may_stay", "without_the_trial")
 def test_a_hook_of_the_user_on_a_mixer(tiny_hybrid: Build) -> None:
     """It runs once, on all unique rows."""
     model = share_prefixes(tiny_hybrid("Qwen3.5"))

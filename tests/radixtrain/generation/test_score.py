@@ -69,7 +69,7 @@ def test_shared_and_adapted(tiny_qwen3: Callable[..., Any]) -> None:
     assert_right(model.eval(), found, PROMPTS, [COMPLETIONS] * 4)
 
 
-@pytest.mark.usefixtures("hooks_that_may_stay", "without_the_probe")
+@pytest.mark.usefixtures("hooks_that_may_stay", "without_the_trial")
 @pytest.mark.parametrize("limit", ["rows", "logits"])
 def test_several_passes(model: Any, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     monkeypatch.setattr(score, *{"rows": ("MAX_ROWS", 10), "logits": ("MAX_LOGITS", 4 * 400)}[limit])
@@ -82,7 +82,7 @@ def test_several_passes(model: Any, monkeypatch: pytest.MonkeyPatch, limit: str)
     assert_right(model, found, PROMPTS, [COMPLETIONS] * 4)
 
 
-@pytest.mark.usefixtures("hooks_that_may_stay", "without_the_probe")
+@pytest.mark.usefixtures("hooks_that_may_stay", "without_the_trial")
 def test_a_prompt_is_computed_once(model: Any) -> None:
     prompts, completions = [list(range(60)), [*range(60), 99]], [[n, n] for n in range(10)]
     rows: Ids = []

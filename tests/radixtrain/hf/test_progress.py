@@ -28,7 +28,7 @@ from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_throughout
 
 # Without the probe: its trial would meet the hooks here, which wait for another call, before the call itself does.
-pytestmark = pytest.mark.usefixtures("hooks_that_may_stay", "free_forks", "without_the_probe")
+pytestmark = pytest.mark.usefixtures("hooks_that_may_stay", "free_forks", "without_the_trial")
 
 BAR = 1e-12
 GROUP = padded(ROWS[:4], "right")

@@ -133,7 +133,7 @@ def test_float32_numbers_keep_every_bit_in_a_file(tiny_qwen3: Any) -> None:
         (("perplexity", "embedding"), 7),  # three last rows predict
     ],
 )
-@pytest.mark.usefixtures("without_the_probe")
+@pytest.mark.usefixtures("without_the_trial")
 def test_only_rows_that_are_read_come_back(
     tiny_qwen3: Any, monkeypatch: pytest.MonkeyPatch, scores: tuple[str, ...], num_rows: int
 ) -> None:

@@ -31,7 +31,7 @@ FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2, 3, 4, 
     ],
 )
 @pytest.mark.parametrize("name", ["sdpa", "flash_attention_2"])
-@pytest.mark.usefixtures("without_the_probe")  # which would run flash attention
+@pytest.mark.usefixtures("without_the_trial")  # which would run flash attention
 def test_a_layer_obeys_what_its_own_attention_obeys(family, settings, name, monkeypatch):
     """OLMoE hands a window to its attention function and masks none; Qwen2-MoE does the reverse."""
     asked = []
@@ -47,7 +47,7 @@ def test_a_layer_obeys_what_its_own_attention_obeys(family, settings, name, monk
     assert asked == [4 if (family == "Olmoe") == (name == "flash_attention_2") else None] * 2
 
 
-@pytest.mark.usefixtures("hooks_that_may_stay", "without_the_probe")
+@pytest.mark.usefixtures("hooks_that_may_stay", "without_the_trial")
 def test_a_mask_that_a_model_made(tiny_qwen3):
     model = share_prefixes(tiny_qwen3())
     attention = model.model.layers[1].self_attn

@@ -133,7 +133,7 @@ def test_an_adapter_on_a_tied_head_is_refused(tmp_path: Path) -> None:
         loaded(tmp_path, **LORA)
 
 
-def test_a_plain_head_stays_fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_the_probe: None) -> None:
+def test_a_plain_head_stays_fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_the_trial: None) -> None:
     """Neither arm of a Qwen3 calls its head, in training, validation and `predict`."""
     for dedup in (True, False):
         module = loaded(saved("Qwen3ForCausalLM", tmp_path), dedup=dedup)

@@ -14,7 +14,7 @@ Arguments = Callable[..., list[str]]
 
 
 @pytest.fixture
-def broken_attention(monkeypatch: pytest.MonkeyPatch, without_the_probe: None) -> None:
+def broken_attention(monkeypatch: pytest.MonkeyPatch, without_the_trial: None) -> None:
     with_wrong_keys(monkeypatch)
 
 

@@ -412,7 +412,7 @@ def test_numbers_that_are_drawn_for_nothing(model_class: str) -> None:
         of_calls(model)
 
 
-def test_a_trajectory_with_and_without_the_probe(
+def test_a_trajectory_with_and_without_the_trial(
     tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Equal to the bit: weights, moments, buffers and generators."""

@@ -58,7 +58,7 @@ class TestOptions:
         assert sharing_report(model).num_unique_tokens == unique
 
     @pytest.mark.parametrize("attention", ["cascade", "path", "expand"])
-    @pytest.mark.usefixtures("without_the_probe")
+    @pytest.mark.usefixtures("without_the_trial")
     def test_a_named_attention_is_kept(self, tiny_qwen3, asked, attention):
         share_prefixes(tiny_qwen3(), attention=attention)(**BATCH)
         assert {each["attention"] for each in asked} == {attention}

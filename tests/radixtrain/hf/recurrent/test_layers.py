@@ -34,7 +34,7 @@ def ours(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     return [record for record in caplog.records if record.name.startswith("radixtrain")]
 
 
-@pytest.mark.usefixtures("without_the_probe")
+@pytest.mark.usefixtures("without_the_trial")
 class TestTheTrial:
     """`why_it_cannot_fork` is asked once for a device and dtype, and only if a batch forks."""
 
