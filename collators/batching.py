@@ -15,6 +15,7 @@ Pure NumPy, because the collator carries it into DataLoader workers.
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Sequence, Sized
 from itertools import pairwise
@@ -84,7 +85,7 @@ def share_by_unique_tokens(
     groups, paid = [], []
     for start, end in pairwise(bounds):
         mine = by_order.some(np.arange(start, end))
-        groups.append(_cut(mine, max_tokens))
+        groups.append(cut(mine, max_tokens))
         firsts = cumulative(np.array([len(group) for group in groups[-1]], dtype=np.int64))[:-1]
         paid.append(int((mine.lengths - mine.lcp).sum() + mine.lcp[firsts].sum()))
     return Shares(groups, paid, by_order.num_unique_tokens)
@@ -164,16 +165,20 @@ def _even_runs(end_of: Callable[[int, int], int], num_ranks: int, costs: list[in
     return best
 
 
-def _cut(by_order: SortedSequences, max_tokens: int | None) -> list[list[int]]:
-    """Cut into full micro-batches. A sequence costs the tokens that it does not share with the one before it."""
+def cut(by_order: SortedSequences, max_tokens: int | None, more: int = 0, most: int = sys.maxsize) -> list[list[int]]:
+    """Cut into full micro-batches. A sequence costs the tokens that it does not share with the one before it.
+
+    more: tokens that each sequence costs beside its own. most: sequences of a micro-batch.
+    """
     batches: list[list[int]] = []
     total = 0
     added = by_order.lengths - by_order.lcp
     for index, extra, length in zip(by_order.order.tolist(), added.tolist(), by_order.lengths.tolist(), strict=True):
-        if batches and (max_tokens is None or total + extra <= max_tokens):
+        fits = max_tokens is None or total + extra + more <= max_tokens
+        if batches and fits and len(batches[-1]) < most:
             batches[-1].append(index)
-            total += extra
+            total += extra + more
         else:
             batches.append([index])
-            total = length
+            total = length + more
     return batches

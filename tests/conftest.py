@@ -86,8 +86,8 @@ def free_forks() -> Iterator[None]:
 @pytest.fixture
 def without_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model is not tried before it is shared, so that the comparison itself has to see a mistake."""
-    for module in ("collated", "generating", "hooks", "padded.sharing"):
-        monkeypatch.setattr(f"radixtrain.hf.{module}.why_inexact", lambda *_, **__: None)
+    for module in ("hf.collated", "generation.prefill", "hf.hooks", "hf.padded.sharing"):
+        monkeypatch.setattr(f"radixtrain.{module}.why_inexact", lambda *_, **__: None)
 
 
 @pytest.fixture(scope="session")

@@ -185,7 +185,7 @@ def _logits_of_random_rows(parts: Parts) -> tuple[Tensor, Tensor]:
     for width in dict.fromkeys(filter(None, widths)):
         rows = _random_rows(width, like)
         try:
-            logits = _logits_of(parts, rows)
+            logits = logits_of(parts, rows)
         except Exception as error:  # a model that expects other inputs may raise anything
             errors.append(f"{type(error).__name__}: {first_line(error)}")
             continue
@@ -204,7 +204,7 @@ def _random_rows(width: int, like: Tensor) -> Tensor:
     return torch.stack([small, LARGE * large, small]).to(like.dtype)
 
 
-def _logits_of(parts: Parts, rows: Tensor) -> Tensor:
+def logits_of(parts: Parts, rows: Tensor) -> Tensor:
     """Return the logits, (1, R, V), of the model if its backbone returned these rows, (R, D)."""
     ids = torch.arange(1, NUM_TOKENS + 1, device=rows.device)[None]
     base: Any = parts.base

@@ -21,18 +21,17 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from transformers import GenerationConfig
 
+from radixtrain.collators.batching import cut
 from radixtrain.data.prompts import Prompt, end_tokens
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError, did_you_mean, first_line
 from radixtrain.generation.cache import RadixCache
 from radixtrain.generation.generate import check_arguments, generate
-from radixtrain.generation.prefill import passes_of
-from radixtrain.generation.score import score_completions
+from radixtrain.generation.prefill import generating, score_completions
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.dropout import evaluating
-from radixtrain.hf.generating import generating
 from radixtrain.hf.refusals import check_table
-from radixtrain.tree.arrays import cumulative
+from radixtrain.tree.arrays import back_to_back
 from radixtrain.tree.sorting import sort_sequences
 
 if TYPE_CHECKING:
@@ -195,8 +194,7 @@ def _shares(prompts: Sequence[Prompt], num_ranks: int) -> list[list[int]]:
     """Divide the prompts among the ranks, by index: equally many or one more, neighbours in sorted order."""
     if num_ranks == 1:
         return [list(range(len(prompts)))]
-    ids = [prompt.token_ids for prompt in prompts]
-    order = sort_sequences(np.concatenate(ids), cumulative(np.array([len(each) for each in ids]))).order
+    order = sort_sequences(*back_to_back([prompt.token_ids for prompt in prompts])).order
     return [part.tolist() for part in np.array_split(order, num_ranks)]
 
 
@@ -226,10 +224,10 @@ def _rows(
     return [answers[member] for member in range(len(ids))], num_computed + stored.counters.num_computed - before
 
 
-def _batches(ids: Sequence[np.ndarray], options: AnswerOptions) -> Iterator[list[int]]:
-    """Yield the prompts of each batch: neighbours in sorted order, of a bounded number of tokens with their answers."""
+def _batches(ids: Sequence[np.ndarray], options: AnswerOptions) -> list[list[int]]:
+    """Return the prompts of each batch: neighbours in sorted order, of so many tokens with their answers."""
     expected = min(options.max_new_tokens, EXPECTED_ANSWER)
-    return passes_of(ids, STORED_TOKENS, expected, options.batch_size or MAX_BATCH)
+    return cut(sort_sequences(*back_to_back(ids)), STORED_TOKENS, expected, options.batch_size or MAX_BATCH)
 
 
 def _batches_by_length(ids: Sequence[np.ndarray], options: AnswerOptions) -> Iterator[list[int]]:

@@ -8,8 +8,7 @@ import torch
 from answers import batch_of
 
 from radixtrain import RadixCache, generate
-from radixtrain.generation.cache import nodes_below
-from radixtrain.generation.prompt_cache import FIRST_NEW, PromptCache
+from radixtrain.generation.prompt_cache import PromptCache
 
 SHARED, OWN, NEW, PROMPTS = 300, 4, 8, 16
 CONFIG = {"vocab_size": 64, "max_position_embeddings": 800}
@@ -39,7 +38,7 @@ def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
 def held_by(cache: PromptCache) -> dict[int, int]:
     """What a call holds: each row's own keys, shared ones, and what is left of the prompts where they were computed."""
     prompts = [node.rows.layers for path in cache._paths for node in path]
-    return storages([[layer.keys, layer.values] for layer in cache.layers], cache._shared, prompts)
+    return storages([[layer.keys, layer.values] for layer in cache.layers], *cache._shared, prompts)
 
 
 def held(model: Any, monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]], **options: Any) -> dict[int, int]:
@@ -73,7 +72,7 @@ def test_a_shared_prompt_is_stored_once(
     a_token = bytes_of_a_token(model)
     assert theirs == PROMPTS * (SHARED + OWN + NEW - 1) * a_token
     ours = sum(held(model, monkeypatch, prompts_of(PROMPTS)).values())
-    assert ours == (SHARED + PROMPTS * (OWN + FIRST_NEW)) * a_token, "columns of tails, and for answers"
+    assert ours == (SHARED + PROMPTS * (OWN + NEW - 1)) * a_token, "columns of tails, and of answers"
     print_after(
         "generation: bytes of keys and values",
         f"{PROMPTS} prompts that share {SHARED} of {SHARED + OWN} tokens: {ours:,} in use, DynamicCache {theirs:,}",
@@ -85,7 +84,7 @@ def test_samples_of_one_prompt(tiny_qwen3: Callable[..., Any], monkeypatch: pyte
     model = tiny_qwen3(**CONFIG).eval()
     options = {"do_sample": True, "num_return_sequences": 32}
     ours = sum(held(model, monkeypatch, prompts_of(1), **options).values())
-    assert ours <= (SHARED + OWN + 32 * (NEW + FIRST_NEW)) * bytes_of_a_token(model)
+    assert ours <= (SHARED + OWN + 32 * NEW) * bytes_of_a_token(model)
 
 
 @pytest.mark.parametrize("budget", [150, None])
@@ -94,11 +93,11 @@ def test_what_a_cache_holds_after_a_call(tiny_qwen3: Callable[..., Any], budget:
     model = tiny_qwen3(**CONFIG).eval()
     cache, prompts = RadixCache(budget), prompts_of(PROMPTS)
     found = generate(model, **batch_of(prompts), cache=cache, **OPTIONS)
-    assert cache.num_tokens == (budget or SHARED + PROMPTS * (OWN + NEW - 1))
-    layers = [node.rows.layers for _, node in nodes_below(cache.root)]
+    assert cache.num_tokens == (budget or SHARED + PROMPTS * (OWN - 1))
+    layers = [node.rows.layers for node in cache.nodes]
     assert sum(storages(layers).values()) == cache.num_tokens * bytes_of_a_token(model)
     assert torch.equal(generate(model, **batch_of(prompts), cache=cache, **OPTIONS), found)
-    assert cache.counters.num_hits > 0 and not cache.root.locks
+    assert cache.counters.num_hits > 0
 
 
 def test_a_cache_of_a_call_works_only_inside_of_it(tiny_qwen3: Callable[..., Any]) -> None:

@@ -1,7 +1,7 @@
 """The tests are tested: each mistake below makes generation differ from the ordinary model, and is seen.
 
-One scenario, in float64: nested prompts on one cache with several samples each, a second call that splits nodes of the
-first, a third that continues answers. Without a mistake every logit is that of `model.generate` within 1e-12.
+One scenario, in float64: nested prompts on one cache, a second call that splits nodes of the first, a third whose
+prompts are answers, continued. Without a mistake every logit is that of `model.generate` within 1e-12.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,9 +19,8 @@ from torch import Tensor
 from radixtrain import RadixCache
 from radixtrain.attention import continued_attention, decoding_attention
 from radixtrain.generation.cache import Node
-from radixtrain.generation.key_values import KeyValues
-from radixtrain.generation.prefill import Continuation, PromptCall
-from radixtrain.generation.prompt_cache import PromptCache, Sharing, Tails
+from radixtrain.generation.prefill import Continuation, KeyValues, LayerRows, PromptCall
+from radixtrain.generation.prompt_cache import PromptCache, Tails
 from radixtrain.kernels.stored import Readers
 from radixtrain.verification.oracle import float64_throughout
 
@@ -136,7 +135,7 @@ def split_at_the_wrong_end(patch: Patch) -> None:
     split = Node.split
 
     def wrong(self: Node, length: int) -> Node:
-        self.rows = KeyValues(self.rows.layers, np.roll(self.rows.rows, length))
+        self.rows = KeyValues([LayerRows(*(x.roll(length, 0) for x in layer)) for layer in self.rows.layers])
         return split(self, length)
 
     patch.setattr(Node, "split", wrong)
@@ -162,16 +161,6 @@ def move_new_tokens(patch: Patch) -> None:
         return call
 
     patch.setattr(PromptCache, "begin", wrong)
-
-
-def store_answers_one_late(patch: Patch) -> None:
-    answers = PromptCache.answers
-
-    def wrong(self: PromptCache, *arguments: Any) -> Any:
-        for tokens, rows in answers(self, *arguments):
-            yield tokens, KeyValues(rows.layers, np.roll(rows.rows, 1))
-
-    patch.setattr(PromptCache, "answers", wrong)
 
 
 def forget_to_reorder(patch: Patch) -> None:
@@ -205,7 +194,7 @@ def window_off_by(by: int) -> Callable[[Patch], None]:
 def copy_too_short_windows(patch: Patch) -> None:
     of = Tails.of
 
-    def wrong(tails: Any, device: Any, longest: int | None = None) -> Tails:
+    def wrong(tails: Any, device: Any, longest: int | None) -> Tails:
         return of(tails, device, None if longest is None else longest - 1)
 
     patch.setattr(Tails, "of", wrong)
@@ -223,6 +212,19 @@ def forget_sinks(arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
     options["sinks"] = None
 
 
+def shift_readers(patch: Patch) -> None:
+    """Each row reads what the one before it reads."""
+    readers_of = PromptCache._readers_of
+
+    def wrong(self: PromptCache, num_new: int) -> dict[Node, Readers]:
+        own, self._paths = self._paths, [*self._paths[-1:], *self._paths[:-1]]
+        found = readers_of(self, num_new)
+        self._paths = own
+        return found
+
+    patch.setattr(PromptCache, "_readers_of", wrong)
+
+
 MUTATIONS: dict[str, tuple[str, Callable[[Patch], None]]] = {
     "a shared run is left out": ("Qwen3", change_shared(lambda shared: shared[1:], False)),
     "a shared run is counted twice": ("Qwen3", change_shared(lambda shared: [*shared, *shared[:1]], False)),
@@ -235,25 +237,14 @@ MUTATIONS: dict[str, tuple[str, Callable[[Patch], None]]] = {
     "a new token gets the position after its own": ("Qwen3", move_new_tokens),
     "positions of a prompt begin after what is stored": ("Qwen3", count_prompts_from_the_stored_end),
     "a split is at the wrong end": ("Qwen3", split_at_the_wrong_end),
-    "answers are stored one token late": ("Qwen3", store_answers_one_late),
     "beams are not reordered": ("Qwen3", forget_to_reorder),
-    "readers see another row": (
-        "Qwen3",
-        lambda patch: patch.setattr(Sharing, "readers", lambda self, num_new, device: shifted(self, num_new, device)),
-    ),
+    "readers see another row": ("Qwen3", shift_readers),
     "a window is one shorter": ("Mistral", window_off_by(-1)),
     "a window is one longer": ("Mistral", window_off_by(1)),
     "a window of prompts is one shorter": ("Mistral", window_of_prompts_off_by(-1)),
     "copied windows are too short": ("Mistral", copy_too_short_windows),
     "sinks are forgotten": ("gpt-oss", lambda patch: change_attention(patch, forget_sinks)),
 }
-READERS = Sharing.readers
-
-
-def shifted(sharing: Sharing, num_new: int, device: torch.device) -> dict[Node, Readers]:
-    """Each row reads what the one before it reads."""
-    paths = [*sharing.paths[-1:], *sharing.paths[:-1]]
-    return READERS(replace(sharing, paths=paths), num_new, device)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)

@@ -1,0 +1,144 @@
+"""The fingerprint that `generate` gives a radix cache: every change on which keys and values depend is seen."""
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import peft
+import pytest
+import torch
+from tiers import cases
+from torch import nn
+
+from radixtrain import restore_model, share_prefixes
+from radixtrain.generation.generate import fingerprint, word_sums
+
+Change = Callable[[Any], object]
+
+
+def swap_rows(model: Any) -> None:
+    """Through `.data`, which no version counter sees."""
+    weight = k_proj(model).weight.data
+    weight[[0, 3]] = weight[[3, 0]]
+
+
+def k_proj(model: Any) -> nn.Linear:
+    linear: nn.Linear = model.model.layers[1].self_attn.k_proj
+    return linear
+
+
+def load(model: Any) -> None:
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state["model.norm.weight"][3] += 1e-6
+    model.load_state_dict(state)
+
+
+def one_bit(model: Any) -> None:
+    k_proj(model).weight.data.view(torch.int32)[3, 5] ^= 1
+
+
+def with_adapters(model: Any) -> Any:
+    """Two LoRA adapters, the first of them active."""
+    config = peft.LoraConfig(target_modules=["k_proj", "v_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config)
+    adapted.add_adapter("second", config)
+    return adapted
+
+
+def scaled(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "set_scale"):
+            module.set_scale("default", 0.5)
+
+
+def one_lora_matrix(model: Any) -> None:
+    next(p for name, p in model.named_parameters() if "lora_B.default" in name).data.mul_(1.01)
+
+
+CHANGES: dict[str, Change] = {
+    "a hook": lambda model: k_proj(model).register_forward_hook(lambda *_: None),
+    "one bit of one weight": one_bit,
+    "two rows swapped": swap_rows,
+    "all signs": lambda model: k_proj(model).weight.data.neg_(),
+    "load_state_dict": load,
+    "tied weights, by the other name": lambda model: model.lm_head.weight.data.mul_(1.001),
+    "a buffer": lambda model: model.model.rotary_emb.inv_freq.mul_(0.5),
+    "a setting of a module": lambda model: setattr(model.model.norm, "variance_epsilon", 1e-3),
+    "a setting of the configuration": lambda model: setattr(model.config, "sliding_window", 4),
+    "one layer fewer": lambda model: setattr(model.model, "layers", model.model.layers[:1]),
+    "bfloat16": lambda model: model.to(torch.bfloat16),
+}
+OF_ADAPTERS: dict[str, Change] = {
+    "set_adapter": lambda model: model.set_adapter("second"),
+    "scaling": scaled,
+    "merge": lambda model: model.merge_adapter(),
+    "a LoRA matrix": one_lora_matrix,
+    "disabled": lambda model: model.base_model.disable_adapter_layers(),
+    "deleted": lambda model: model.delete_adapter("second"),
+}
+
+
+@pytest.mark.parametrize("change", cases(CHANGES | OF_ADAPTERS, [*CHANGES][:5] + [*OF_ADAPTERS][:2]))
+def test_a_change_is_seen(change: str, tiny_qwen3: Callable[..., Any]) -> None:
+    model = with_adapters(tiny_qwen3()) if change in OF_ADAPTERS else tiny_qwen3()
+    before = fingerprint(model)
+    (CHANGES | OF_ADAPTERS)[change](model)
+    after = fingerprint(model)
+    assert after != before
+    assert after == fingerprint(model) and hash(after) == hash(fingerprint(model))
+
+
+NO_CHANGES: dict[str, Change] = {
+    "the mode": lambda model: model.train(not model.training),
+    "generate": lambda model: model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2, do_sample=False),
+    "weights that are loaded again": lambda model: model.load_state_dict(copy.deepcopy(model.state_dict())),
+    "shared": share_prefixes,
+    "shared and restored": lambda model: restore_model(share_prefixes(model)),
+}
+
+
+@pytest.mark.parametrize("change", NO_CHANGES)
+def test_what_leaves_the_weights_alone(change: str, tiny_qwen3: Callable[..., Any]) -> None:
+    model = tiny_qwen3()
+    before = fingerprint(model)
+    NO_CHANGES[change](model)
+    assert fingerprint(model) == before
+
+
+def test_autocast_computes_other_rows(tiny_qwen3: Callable[..., Any]) -> None:
+    model = tiny_qwen3()
+    found = {fingerprint(model)}
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            found.add(fingerprint(model))
+    assert len(found) == 3
+
+
+def test_another_model_with_the_same_weights(tiny_qwen3: Callable[..., Any]) -> None:
+    """Also when the first one is gone, so that the second may have its address."""
+    model = tiny_qwen3()
+    before = fingerprint(model)
+    assert fingerprint(copy.deepcopy(model)) != before
+    del model
+    gc.collect()
+    assert fingerprint(tiny_qwen3()) != before
+
+
+storage = torch.arange(40, dtype=torch.bfloat16)
+KINDS = {
+    "no dimension": torch.tensor(3.0),
+    "an odd number of bytes": torch.tensor([True, False, True]),
+    "off its storage's beginning": storage[1:9],
+    "strided": storage[::3],
+    "complex": torch.ones(3, dtype=torch.complex64),
+    "float8": torch.ones(5).to(torch.float8_e4m3fn),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_of_every_kind(kind: str) -> None:
+    tensor = KINDS[kind].clone() if kind in ("no dimension", "complex") else KINDS[kind]
+    before = torch.stack([*word_sums(tensor)])
+    tensor.view(-1)[-1:] = torch.zeros(1).to(tensor.dtype) if kind != "an odd number of bytes" else False
+    assert not torch.equal(torch.stack([*word_sums(tensor)]), before)
