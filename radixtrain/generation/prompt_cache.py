@@ -90,7 +90,7 @@ class PromptCache(Cache):
         ends: where each prompt ends in its `RadixCache`. width: of the padded prompts, in tokens.
         longest: sequence that there may be, in tokens; what is proposed beyond is cut off. frees: whether what is copied is freed where it was stored.
         """
-        super().__init__(layers=[DynamicLayer()])  # one without any passes for a recurrent model's
+        super().__init__(layers=[DynamicLayer()])  # without any it passes for a recurrent model's
         self.width, self.longest, self.device, self.frees = width, longest, device, frees
         self.num_new = 0
         self._paths = [end.path for end in ends]  # of each row, from the first call on
