@@ -88,7 +88,8 @@ class PromptCache(Cache):
         """Make the cache of some prompts.
 
         ends: where each prompt ends in its `RadixCache`. width: of the padded prompts, in tokens.
-        longest: sequence that there may be, in tokens; what is proposed beyond is cut off. frees: whether what is copied is freed where it was stored.
+        longest: sequence that there may be, in tokens; what is proposed beyond is cut off.
+        frees: whether what is copied is freed where it was stored.
         """
         super().__init__(layers=[DynamicLayer()])  # without any it passes for a recurrent model's
         self.width, self.longest, self.device, self.frees = width, longest, device, frees

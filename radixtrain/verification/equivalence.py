@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -229,14 +229,11 @@ def _restored_afterwards(model: nn.Module, before: Mapping[str, Any] | None) -> 
 @contextmanager
 def _without_added_losses(model: nn.Module) -> Iterator[None]:
     """Leave out a router loss and AdaLoRA's regularizer: they are not sums over tokens, so the truth has neither."""
-    changed = [(config, key, getattr(config, key)) for config, key, _ in added_losses(model)]
-    for config, key, value in changed:
-        setattr(config, key, type(value)())
-    try:
+    with ExitStack() as stack:
+        for config, key, _ in added_losses(model):
+            stack.callback(setattr, config, key, getattr(config, key))
+            setattr(config, key, type(getattr(config, key))())
         yield
-    finally:
-        for config, key, value in changed:
-            setattr(config, key, value)
 
 
 def _tensor_error(name: str, truth: Tensor, ordinary: Tensor, radix: Tensor) -> TensorError:

@@ -14,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
+from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
@@ -70,38 +72,41 @@ def ordinary_one_by_one(model: nn.Module, features: Features) -> Iterator[Tensor
 
     Written from the definition of the loss. The only code of radixtrain that it uses reads the features.
     """
-    device = next(model.parameters()).device
-    sequences = _arrays_of(features)
-    count = sum(int((feature.labels[1:] != IGNORE_INDEX).sum()) for feature in sequences)
-    if not count:
-        raise ValueError("no token of these features bears loss, so there is no gradient to compare")
-    for ids, labels, positions, weights in _columns(sequences):
-        if (labels[1:] != IGNORE_INDEX).any():
-            inputs = {"input_ids": ids}
-            if positions is not None:  # with a mask, or Hugging Face reads a jump as the start of another document
-                inputs |= {"position_ids": positions, "attention_mask": np.ones_like(ids)}
-            tensors = {name: torch.tensor(array, device=device)[None] for name, array in inputs.items()}
-            logits = model(**tensors, use_cache=False).logits
-            targets = (torch.tensor(column, device=device)[None] for column in (labels, weights))
-            yield _cross_entropy(logits, *targets) / count
+    return _ordinary(model, features, alone=True)
 
 
 def ordinary_padded(model: nn.Module, features: Features) -> Iterator[Tensor]:
     """Yield the loss of one call on the right-padded batch of an ordinary collator."""
+    return _ordinary(model, features, alone=False)
+
+
+def _ordinary(model: nn.Module, features: Features, alone: bool) -> Iterator[Tensor]:
+    """Yield the terms of the loss, one for each call. alone: whether each sequence has a call of its own."""
     device = next(model.parameters()).device
-    sequences = _arrays_of(features)
-    longest = max(len(feature.input_ids) for feature in sequences)
-    names = ("input_ids", "attention_mask", "position_ids", "labels", "weights")
-    arrays: dict[str, list[np.ndarray]] = {name: [] for name in names}
-    for ids, labels, positions, weights in _columns(sequences):
-        positions = np.arange(len(ids)) if positions is None else positions
-        inputs = {"input_ids": (ids, 0), "attention_mask": (np.ones_like(ids), 0), "position_ids": (positions, 0)}
-        for name, (values, fill) in {**inputs, "labels": (labels, IGNORE_INDEX), "weights": (weights, 0)}.items():
-            arrays[name].append(np.pad(values, (0, longest - len(ids)), constant_values=fill))
-    batch = {name: torch.tensor(np.stack(padded), device=device) for name, padded in arrays.items()}
-    labels_BL, weights_BL = batch.pop("labels"), batch.pop("weights")
-    count = (labels_BL[:, 1:] != IGNORE_INDEX).sum()
-    yield _cross_entropy(model(**batch, use_cache=False).logits, labels_BL, weights_BL) / count
+    sequences = token_rows(features, loss_on_all=True)  # the tested collator checks for unlabelled ones
+    count = sum(each.num_labels for each in sequences)
+    if not count:
+        raise ValueError("no token of these features bears loss, so there is no gradient to compare")
+    for batch in [[each] for each in sequences if each.num_labels] if alone else [sequences]:
+        padded = partial(_padded, batch, device)
+        inputs = {"input_ids": padded(lambda row: row.input_ids)}
+        if not alone or batch[0].position_ids is not None:  # or Hugging Face reads a jump as another document
+            inputs["attention_mask"] = padded(lambda row: np.ones_like(row.input_ids))
+            inputs["position_ids"] = padded(lambda row: _given(row.position_ids, np.arange(len(row.input_ids))))
+        labels = padded(lambda row: row.labels, IGNORE_INDEX)
+        weights = padded(lambda row: _given(row.loss_weights, np.ones(len(row.labels))))
+        yield _cross_entropy(model(**inputs, use_cache=False).logits, labels, weights) / count
+
+
+def _padded(
+    batch: Sequence[TokenRow], device: torch.device, column: Callable[[TokenRow], np.ndarray], fill: int = 0
+) -> Tensor:
+    """Return a column of some sequences, (B, L), filled up on the right."""
+    return pad_sequence([torch.from_numpy(column(row)) for row in batch], True, fill).to(device)
+
+
+def _given(column: np.ndarray | None, default: np.ndarray) -> np.ndarray:
+    return default if column is None else column
 
 
 def radix_batch(model: nn.Module, batch: Mapping[str, Any]) -> Iterator[Tensor]:
@@ -128,31 +133,22 @@ def weights_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     A wider dtype loses nothing. The `nn.Parameter` objects stay the same, so an optimizer that holds them does not
     notice. Flash attention, which takes only 16 bits, is `sdpa` meanwhile, and 4-bit weights are dequantized.
     """
-    with plain_weights(model), _floating_tensors_in(model, dtype):
-        yield
-
-
-@contextmanager
-def _floating_tensors_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     base = model_inside(model)
     attention = base.config._attn_implementation or ""
-    flash = "flash" in attention
-    if flash:
-        base.set_attn_implementation("sdpa")
-    tensors = [x for x in (*model.parameters(), *model.buffers()) if x.is_floating_point()]
-    originals = [tensor.data for tensor in tensors]
-    try:
-        for tensor in tensors:
-            tensor.grad = None
-            tensor.data = tensor.data.to(dtype)
-        with same_buffers(model):
-            yield
-    finally:
-        for tensor, original in zip(tensors, originals, strict=True):
-            tensor.grad = None
-            tensor.data = original
-        if flash:
-            base.set_attn_implementation(attention)
+    with plain_weights(model):
+        if "flash" in attention:
+            base.set_attn_implementation("sdpa")
+        originals = [(x, x.data) for x in (*model.parameters(), *model.buffers()) if x.is_floating_point()]
+        try:
+            for tensor, data in originals:
+                tensor.grad, tensor.data = None, data.to(dtype)
+            with same_buffers(model):
+                yield
+        finally:
+            for tensor, data in originals:
+                tensor.grad, tensor.data = None, data
+            if "flash" in attention:
+                base.set_attn_implementation(attention)
 
 
 @contextmanager
@@ -231,20 +227,6 @@ class _LiftCasts(TorchFunctionMode):
                 allow_unreachable=True,
                 accumulate_grad=True,
             )
-
-
-def _arrays_of(features: Features) -> list[TokenRow]:
-    """Read the features. Unlabelled ones are allowed, since the tested collator checks for them."""
-    return token_rows(features, loss_on_all=True)
-
-
-def _columns(
-    sequences: Iterable[TokenRow],
-) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]]:
-    """Yield input_ids, labels, position_ids and loss weights of each sequence; weights are 1 by default."""
-    for each in sequences:
-        weights = np.ones(len(each.labels)) if each.loss_weights is None else each.loss_weights
-        yield each.input_ids, each.labels, each.position_ids, weights
 
 
 def _cross_entropy(logits_BLV: Tensor, labels_BL: Tensor, weights_BL: Tensor) -> Tensor:
