@@ -1,7 +1,7 @@
-"""What a collator reads of a feature, what it refuses by name, and what it ignores; also in the loaders of trainers."""
+"""What a collator reads of a feature, what it refuses by name, and what it ignores."""
 
 import re
-from collections import Counter, UserDict
+from collections import UserDict
 from datetime import date, datetime
 from functools import partial
 from pathlib import Path
@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from batch_contents import as_python, predictions_of
+from batch_contents import as_python
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import cases
-from transformers import PreTrainedTokenizerFast, Trainer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from radixtrain import RadixCollator, share_prefixes
+from radixtrain import RadixCollator
 from radixtrain.collators.features import HARMLESS, token_rows
 from radixtrain.collators.steps import PaddedCollator, StepCollator
 from radixtrain.testing import ragged_batches
@@ -61,26 +61,17 @@ PACKED = (
 FIVE = {"input_ids": [3, 4, 5, 6, 7], "labels": [N] * 5}
 REFUSED: list[tuple[Any, str]] = [
     ([1, 2], "feature 1 must be a mapping such as a dict, got list"),
-    ("text", "feature 1 must be a mapping such as a dict, got str"),
-    (None, "feature 1 must be a mapping such as a dict, got NoneType"),
     # where the loss is
     (IDS, NO_LOSS),
     ({**ROW, "labels": None, "completion_mask": None, "assistant_masks": None}, NO_LOSS),
     ({**IDS, "completion_mask": [1, 2, 1]}, "feature 1: completion_mask must be 0 or 1: completion_mask[1] = 2"),
-    ({**IDS, "mask": [1, 1, -1]}, "feature 1: mask must be 0 or 1: mask[2] = -1"),
-    ({**IDS, "assistant_masks": [2, 1, 1]}, "feature 1: assistant_masks must be 0 or 1: assistant_masks[0] = 2"),
     # lengths and shapes
     ({"input_ids": []}, "feature 1: input_ids is empty"),
     ({"labels": [1], "text": "a"}, "feature 1 has no input_ids, only ['labels', 'text']"),
     ({**ROW, "labels": [1]}, "feature 1: labels has 1 entries, input_ids has 3"),
-    ({**ROW, "labels": []}, "feature 1: labels has 0 entries, input_ids has 3"),
     ({**IDS, "completion_mask": [1, 0]}, "feature 1: completion_mask has 2 entries, input_ids has 3"),
-    ({**IDS, "assistant_masks": [1, 0]}, "feature 1: assistant_masks has 2 entries, input_ids has 3"),
     ({**ROW, "position_ids": [1, 2]}, "feature 1: position_ids has 2 entries, input_ids has 3"),
     ({**ROW, "attention_mask": [1, 1]}, "feature 1: attention_mask has 2 entries, input_ids has 3"),
-    ({**ROW, "labels": [0.5] * 3}, "feature 1: labels must be a flat list of integers, got float64 (3,)"),
-    ({**ROW, "input_ids": 5}, "feature 1: input_ids must be a flat list of integers, got int64 ()"),
-    ({**ROW, "input_ids": "abc"}, "feature 1: input_ids must be a flat list of integers, got <U3 ()"),
     *(
         ({**ROW, name: [True, False, True]}, f"feature 1: {name} must be a flat list of integers, got bool (3,)")
         for name in ("input_ids", "labels", "position_ids")
@@ -136,23 +127,15 @@ TEXT_AND_IMAGES = "it trains on text and images only"
 ANOTHER = "a model or loss that reads it would train differently"
 UNREAD = [
     ("token_type_ids", [0, 0, 0], "list of 3", "return_token_type_ids=False"),
-    ("token_type_ids", torch.zeros(3), "Tensor of shape (3,)", "return_token_type_ids=False"),
     ("pixel_values", np.zeros((3, 2, 2)), "ndarray of shape (3, 2, 2)", PROCESSED),
     ("image", object(), "object", PROCESSED),
-    ("images", [object()], "list of 1", PROCESSED),
     ("images", ["shelf.png"], "list of 1", PROCESSED),
-    ("image", {"bytes": b"", "path": "shelf.png"}, "dict", PROCESSED),
-    ("image_grid_thw", [[1, 2, 2]], "list of 1", PROCESSED),
     ("input_features", np.zeros((3, 2)), "ndarray of shape (3, 2)", TEXT_AND_IMAGES),
     ("audio", ["a.wav"], "list of 1", TEXT_AND_IMAGES),
     ("mm_token_type_ids", [0, 0, 1], "list of 3", PROCESSED),
     ("inputs_embeds", np.zeros((3, 8)), "ndarray of shape (3, 8)", "by their ids"),
-    ("lengths", 3, "int", ANOTHER),
     ("weight", 0.5, "float", ANOTHER),
-    ("label", 1, "int", ANOTHER),
-    ("score", np.float32(0.5), "float32", ANOTHER),
     ("is_valid", True, "bool", ANOTHER),
-    ("rewards", [1.0, 0.5, 1.0], "list of 3", ANOTHER),
     ("scores", [None, 0.5], "list of 2", ANOTHER),
     ("nested", [[], [[1]]], "list of 2", ANOTHER),
     ("objects", np.array([1, "a"], dtype=object), "ndarray of shape (2,)", ANOTHER),
@@ -289,92 +272,27 @@ def _arguments_of_causal_models(source: str) -> set[str]:
     return {name for signature in signatures for name in re.findall(r"^ {8}(\w+)", signature, re.MULTILINE)}
 
 
-# What tokenizers and trainers leave of a data set.
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{% if message.role == 'assistant' %}4 {% generation %}{{ message.content }} "
-    "<eos>{% endgeneration %} {% else %}3 {{ message.content }} <eos> {% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}4 {% endif %}"
-)
+# What tokenizers leave of a data set.
 
 
-def chat_tokenizer() -> PreTrainedTokenizerFast:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {str(n): n for n in range(3, 50)}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    words = Tokenizer(models.WordLevel({"<unk>": 0} | {str(n): n for n in range(1, 50)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokens = {"pad_token": "<pad>", "eos_token": "<eos>"}
-    return PreTrainedTokenizerFast(tokenizer_object=words, chat_template=CHAT_TEMPLATE, **tokens)
+    return PreTrainedTokenizerFast(tokenizer_object=words)
 
 
 def test_all_that_a_tokenizer_returns_but_token_types() -> None:
     """And the index column of a pandas table."""
     asked = ("attention_mask", "length", "offsets_mapping", "overflowing_tokens", "special_tokens_mask")
     options = {f"return_{name}": True for name in asked}
-    encoded = chat_tokenizer()(["20 21 22 23", "20 21"], truncation=True, max_length=3, **options)
+    encoded = word_tokenizer()(["20 21 22 23", "20 21"], truncation=True, max_length=3, **options)
     assert {"length", "offset_mapping", "overflow_to_sample_mapping", "special_tokens_mask"} <= set(encoded)
     table = Dataset.from_dict(dict(encoded)).to_pandas().iloc[[2, 0, 1]]
     features = [{**row, "labels": row["input_ids"]} for row in Dataset.from_pandas(table)]
     assert "__index_level_0__" in features[0]
     assert RadixCollator()(features)["input_ids"].flatten()[:4].tolist() == [20, 21, 22, 23]
-    encoded = chat_tokenizer()(["20 21 22"], return_token_type_ids=True)
+    encoded = word_tokenizer()(["20 21 22"], return_token_type_ids=True)
     assert "return_token_type_ids=False" in refusal({name: values[0] for name, values in encoded.items()})
-
-
-def arguments(folder: Path, **others: Any) -> dict[str, Any]:
-    given = {"output_dir": str(folder), "per_device_train_batch_size": 4, "report_to": "none", "use_cpu": True}
-    return {**given, "bf16": False, "train_sampling_strategy": "sequential", **others}
-
-
-def first_batch(trainer: Trainer) -> dict[str, Any]:
-    return next(iter(trainer.get_train_dataloader()))
-
-
-ASKED = [("20 21 22", "30"), ("20 21 23", "30 31"), ("20 21 22", "33 34"), ("24", "35")]
-CHATS = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in ASKED]
-PAIRS = [{"prompt": chat[:1], "completion": chat[1:]} for chat in CHATS]
-ASSISTANT = {"assistant_only_loss": True}
-TRL_ROWS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
-    "text": ([{"text": f"{question} {answer}"} for question, answer in ASKED], {}),
-    "messages": ([{"messages": chat} for chat in CHATS], {}),
-    "prompt, completion": ([{"prompt": q, "completion": f" {a}"} for q, a in ASKED], {}),
-    "prompt, completion of messages": (PAIRS, {}),
-    "loss on the prompt too": (PAIRS, {"completion_only_loss": False}),
-    "assistant_only_loss": ([{"messages": chat} for chat in CHATS], ASSISTANT),
-    "columns kept": (
-        [{"messages": chat, "source": "shop", "tools": None} for chat in CHATS],
-        {**ASSISTANT, "remove_unused_columns": False},
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", cases(TRL_ROWS, ["prompt, completion of messages"]))
-def test_trl_makes_labels_for_every_kind_of_row(kind: str, tiny_qwen3: Any, tmp_path: Path) -> None:
-    """So the drop-in needs no flag there: it predicts what TRL's own collator labels, each after the same history.
-
-    `tests/claims/trainers/test_sft.py` compares what is trained.
-    """
-    from trl import SFTConfig, SFTTrainer
-
-    rows, options = TRL_ROWS[kind]
-
-    def batch_of(collator: Any) -> tuple[dict[str, Any], Any]:
-        trainer = SFTTrainer(
-            model=share_prefixes(tiny_qwen3()),
-            args=SFTConfig(**arguments(tmp_path, max_length=None, **options)),
-            data_collator=collator,
-            train_dataset=Dataset.from_list(rows),
-            processing_class=chat_tokenizer(),
-        )
-        return first_batch(trainer), list(trainer.train_dataset["input_ids"])
-
-    (ordinary, sequences), (radix, _) = batch_of(None), batch_of(RadixCollator())
-    expected: Counter[Any] = Counter()
-    for ids, labels in zip(ordinary["input_ids"].tolist(), ordinary["labels"].tolist(), strict=True):
-        expected.update((tuple(ids[:n]), label) for n, label in enumerate(labels) if n and label != N)
-    assert predictions_of(radix, sequences) == expected
-    assert (ordinary["labels"][0, 0] == N) == (kind not in ("text", "messages", "loss on the prompt too"))
 
 
 FEATURES = [

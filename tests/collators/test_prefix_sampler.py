@@ -1,7 +1,6 @@
-"""The sampler with a plain DataLoader, Hugging Face's Trainer and TRL's, and what it refuses."""
+"""The order of the sampler, by itself and in Hugging Face's Trainer, and what it refuses."""
 
 import re
-from collections import Counter
 from itertools import groupby
 from pathlib import Path
 
@@ -11,11 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from radixtrain import PrefixGroupedSampler, RadixCollator, share_prefixes
-from radixtrain.collators.prefix_sampler import ENOUGH, GroupedOrder, batches_of, ratio_of_batches
+from radixtrain.collators.prefix_sampler import GroupedOrder, ratio_of_batches
 from radixtrain.tree.groups import find_prefix_groups
 
 SMALL = 8
@@ -111,21 +109,6 @@ def test_batches_of_a_step(rows, together, part):
             assert len(list(groupby(first_tokens))) == len(set(first_tokens))
 
 
-def test_plain_loaders_of_one_process_and_of_two(rows):
-    """Accelerate gives each of two every other batch, whole."""
-    from accelerate.data_loader import BatchSamplerShard
-    from torch.utils.data import BatchSampler
-
-    batches = in_batches(list(PrefixGroupedSampler(rows, SMALL)), SMALL)
-    loader = DataLoader(rows, SMALL, sampler=PrefixGroupedSampler(rows, SMALL), collate_fn=list)
-    assert list(loader) == [[rows[index] for index in batch] for batch in batches]
-    first, second = (
-        list(BatchSamplerShard(BatchSampler(PrefixGroupedSampler(rows, SMALL), SMALL, drop_last=False), 2, process))
-        for process in range(2)
-    )
-    assert (first, second[:-1]) == (batches[::2], batches[1::2])
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -200,34 +183,9 @@ def chats(prompts, per_prompt, seed=0):
     return [np.concatenate([starts[prompt], tail]) for prompt, tail in zip(which, own, strict=True)], which
 
 
-def ratio(sequences, order, batch_size=BATCH, max_tokens=None):
-    return ratio_of_batches(lambda index: [sequences[index]], batches_of(order, batch_size, 10_000), max_tokens)
-
-
 def drawn(sequences, together, batch_size=BATCH, seed=1):
     groups = find_prefix_groups(sequences)
     return GroupedOrder(groups, batch_size, together).draw(np.arange(len(sequences)), rng(seed))
-
-
-def assert_mean(found, expected):
-    error = np.std(found, ddof=1) / len(found) ** 0.5
-    assert abs(np.mean(found) - expected) <= 5 * error + 1e-12, f"{np.mean(found)} +- {error}, expected {expected}"
-
-
-@pytest.fixture(scope="module")
-def twenty():
-    return chats(20, 160)
-
-
-def test_the_choice_mixes_prompts_and_reaches_most(twenty):
-    sequences, which = twenty
-    order = GroupedOrder.choose(find_prefix_groups(sequences), BATCH, 0)
-    assert order.together == 16
-    drawn_order = order.draw(np.arange(len(sequences)), rng())
-    prompts = [Counter(which[batch].tolist()) for batch in in_batches(drawn_order, BATCH)]
-    assert all(max(batch.values()) in (16, 32) for batch in prompts)
-    assert_mean([len(batch) == 1 for batch in prompts], 9 / 199)  # the second of 200 runs is one of 9
-    assert ratio(sequences, drawn_order) > ENOUGH * 8.0
 
 
 @pytest.mark.parametrize("batch_size", [5, 8, 30, 31, 32, 100])

@@ -79,14 +79,6 @@ def test_a_shared_prompt_is_stored_once(
     )
 
 
-def test_samples_of_one_prompt(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thirty-two samples take one prompt and what they generate."""
-    model = tiny_qwen3(**CONFIG).eval()
-    options = {"do_sample": True, "num_return_sequences": 32}
-    ours = sum(held(model, monkeypatch, prompts_of(1), **options).values())
-    assert ours <= (SHARED + OWN + 32 * NEW) * bytes_of_a_token(model)
-
-
 @pytest.mark.parametrize("budget", [150, None])
 def test_what_a_cache_holds_after_a_call(tiny_qwen3: Callable[..., Any], budget: int | None) -> None:
     """Each token of the tree once, in memory of its own, and no more of them than the budget has room for."""

@@ -120,8 +120,6 @@ def test_padding_is_inferred_as_by_model_generate(model: Any) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "images": ({"pixel_values": torch.zeros(1, 3, 4, 4)}, "pixel_values: prompts are token ids of text"),
-    "embeddings": ({"inputs_embeds": torch.zeros(1, 3, 4)}, "inputs_embeds: prompts are token ids of text"),
-    "positions": ({"position_ids": torch.zeros(1, 3)}, "position_ids: prompts are token ids of text"),
     "a cache of transformers": ({"past_key_values": DynamicCache()}, "past_key_values: prompts are computed into"),
     "another cache": ({"cache_implementation": "static"}, "cache_implementation='static' is not supported"),
     "attentions": ({"output_attentions": True}, "output_attentions=True is not supported"),
