@@ -92,27 +92,14 @@ def share_by_unique_tokens(
 
 
 def share_by_padded_tokens(sequences: Sequence[IntArray], num_ranks: int, max_tokens: int | None) -> Shares:
-    """Share as the ordinary baseline does: runs of the sequences, longest first, each cut by `cut_by_padded_tokens`."""
+    """Share as the ordinary baseline does: each rank cuts every n-th of the sequences, longest first."""
     order = sorted(range(len(sequences)), key=lambda index: -len(sequences[index]))
-    lengths = [len(sequences[index]) for index in order]
-
-    def end_of(start: int, limit: int) -> int:
-        """Fill micro-batches as long as the limit allows; a sequence costs as much as the longest beside it."""
-        while start < len(order):
-            full = len(order) if max_tokens is None else start + max(max_tokens // lengths[start], 1)
-            end = min(full, start + limit // lengths[start], len(order))
-            limit -= (end - start) * lengths[start]
-            start = end
-            if end < full:
-                break
-        return start
-
-    bounds = _even_runs(end_of, num_ranks, lengths)
     groups, paid = [], []
-    for start, end in pairwise(bounds):
-        cut = cut_by_padded_tokens([sequences[index] for index in order[start:end]], max_tokens)
-        groups.append([[order[start + place] for place in group] for group in cut])
-        paid.append(sum(len(group) * lengths[start + group[0]] for group in cut))
+    for rank in range(num_ranks):
+        own = order[rank::num_ranks]
+        places = cut_by_padded_tokens([sequences[index] for index in own], max_tokens)
+        groups.append([[own[place] for place in group] for group in places])
+        paid.append(sum(len(group) * len(sequences[group[0]]) for group in groups[-1]))
     return Shares(groups, paid)
 
 

@@ -59,7 +59,7 @@ def generate(model: nn.Module, inputs: Tensor | None = None, *, cache: RadixCach
     >>> prompts = torch.tensor([[7, 8, 9], [7, 8, 5]])
     >>> answers = generate(model, prompts, cache=cache, max_new_tokens=4)
     >>> cache.match_prefix([7, 8, 5, 4]).length  # a later prompt that begins like the second one
-    3
+    2
     """
     parts = parts_of(model_inside(model))
     check_arguments(model, cache, kwargs)

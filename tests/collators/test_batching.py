@@ -108,8 +108,8 @@ def test_share_by_unique_tokens(sequences, num_ranks, max_tokens, groups, costs)
 @pytest.mark.parametrize(
     ("lengths", "num_ranks", "max_tokens", "groups", "costs"),
     [
-        pytest.param([2, 5, 3, 5], 2, None, [[[1, 3]], [[2, 0]]], [10, 6], id="the longest together"),
-        pytest.param([2, 5, 3, 5], 2, 5, [[[1], [3]], [[2], [0]]], [10, 5], id="and a budget"),
+        pytest.param([2, 5, 3, 5], 2, None, [[[1, 2]], [[3, 0]]], [10, 10], id="every other one"),
+        pytest.param([2, 5, 3, 5], 2, 5, [[[1], [2]], [[3], [0]]], [8, 7], id="and a budget"),
         pytest.param([2, 5, 3, 5], 4, None, [[[1]], [[3]], [[2]], [[0]]], [5, 5, 3, 2], id="one for each rank"),
         pytest.param([9, 1], 3, 4, [[[0]], [[1]], []], [9, 1, 0], id="nothing for a rank"),
         pytest.param([], 2, None, [[], []], [0, 0], id="empty"),
