@@ -7,7 +7,6 @@ generation, which reads them once for every token.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Hashable, Iterator, Mapping
 from functools import cache as cached
@@ -35,6 +34,7 @@ REFUSED = {
     "use_mtp": ((False, None), "it has a cache of its own"),
 }
 OF_TEXT = ("input_ids", "attention_mask", "negative_prompt_ids", "negative_prompt_attention_mask")
+MOST_TOKENS = 2**20  # of an answer whose length nothing limits but its end tokens and criteria
 ARGUMENT = next(name for name in CACHE if hasattr(GenerateDecoderOnlyOutput, name))  # and of what it returns
 
 
@@ -74,7 +74,7 @@ def generate(model: nn.Module, inputs: Tensor | None = None, *, cache: RadixCach
         ids, mask = (x.to(device_of(parts)) for x in (ids, mask))
         try:
             ends = prefill(parts, stored, beginnings)
-            longest = ids.shape[1] + num_new if num_new else _setting(model, kwargs, "max_length") or sys.maxsize
+            longest = ids.shape[1] + (num_new or _setting(model, kwargs, "max_length") or MOST_TOKENS)
             past = PromptCache(ends, ids.shape[1] - 1, longest, ids.device, frees=cache is None)
             with serving(parts, past):
                 own = {ARGUMENT: past, "attention_mask": mask.to(ids.dtype), "use_cache": True}

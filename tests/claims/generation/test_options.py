@@ -34,6 +34,8 @@ def raised(scores: torch.Tensor) -> torch.Tensor:
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy, with end tokens": {**GREEDY, "eos_token_id": ENDS, "use_cache": False},
     "a generation_config": {"generation_config": GenerationConfig(max_new_tokens=7, do_sample=False, pad_token_id=0)},
+    "the length of a row": {**GREEDY, "max_new_tokens": None, "max_length": 16},
+    "no length but the model's": {**GREEDY, "max_new_tokens": None},
     "several samples": {"do_sample": True, "num_return_sequences": 3, "top_k": 20, "temperature": 1.3},
     "beams": {"num_beams": 3, "do_sample": False},
     "several beams": {"num_beams": 4, "num_return_sequences": 2, "eos_token_id": ENDS, "do_sample": False},
