@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from threading import RLock
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ from radixtrain.loss import logits_logprobs
 from radixtrain.tree.arrays import IntArray, back_to_back, concatenate_ranges, lengths_of
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.movable import on_device
-from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
+from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.tree.sorting import sort_sequences
 
 MAX_ROWS = 16_384  # new rows of a pass, as long as it is more than one prompt
@@ -116,69 +116,37 @@ class StoredCall(Call):
         self.check_layers(self.parts.backbone, number, "did not see the stored rows; use model.generate")
 
 
-@dataclass(frozen=True, eq=False)
-class Continuation:
-    """What some sequences add to what is stored of them. Host only.
+class PromptCall(StoredCall):
+    """A pass of what sequences add to what is stored of them.
 
     Two of them share a row only if they continue the same node, so each token is marked with the node that its
     sequence continues.
 
-    plan: of their ends. ids: (U,), int64. the token of each of its rows.
-    nodes: that they continue, without repeats. owners: (U,), int64. which of these nodes each row continues.
-    num_stored: tokens of each sequence that are stored. longest: sequence, in tokens, with these.
+    plan: of their ends. ids: (U,), int64. the token of each of its rows. num_stored: tokens of each sequence.
+    readers: the rows that see each stored node. stored: keys and values of the new rows, by attention call.
     """
 
-    plan: PrefixPlan
-    ids: IntArray
-    nodes: Sequence[Node]
-    owners: IntArray
-    num_stored: Sequence[int]
-    longest: int
-
-    @classmethod
-    def of(cls, sequences: Sequence[IntArray], matches: Sequence[Match]) -> Continuation:
-        """Plan what sequences, (n,), int64 each, add. matches: what is stored of them."""
-        nodes = list(dict.fromkeys(match.node for match in matches))
-        places = {node: place for place, node in enumerate(nodes)}
-        num_stored = [match.length for match in matches]
-        tokens, bounds = back_to_back([ids[length:] for ids, length in zip(sequences, num_stored, strict=True)])
+    def __init__(self, parts: Parts, sequences: Sequence[IntArray], matches: Sequence[Match]) -> None:
+        """Take sequences, (n,), int64 each, and what is stored of them, of none the whole."""
+        self.num_stored = [match.length for match in matches]
+        tokens, bounds = back_to_back([ids[length:] for ids, length in zip(sequences, self.num_stored, strict=True)])
         lengths = lengths_of(bounds)
-        owners = np.array([places[match.node] for match in matches]).repeat(lengths)
+        nodes = {match.node: None for match in matches}
+        numbers = {node: number for number, node in enumerate(nodes)}
+        owners = np.array([numbers[match.node] for match in matches]).repeat(lengths)
         marked = tokens + owners * (1 + int(tokens.max()))
-        plan = build_prefix_plan(marked, bounds, concatenate_ranges(np.array(num_stored), lengths))
-        first = plan.gather_indices
-        return cls(plan, tokens[first], nodes, owners[first], num_stored, max(map(len, sequences)))
-
-    def rows_of(self, sequence: int) -> IntArray:
-        """Return the rows of what a sequence adds."""
-        start, end = self.plan.cu_seqlens[sequence : sequence + 2]
-        return self.plan.inverse_indices[start:end]
-
-    @cached_property
-    def readers(self) -> dict[Node, IntArray]:
-        """Return which rows see each stored node."""
-        owners: dict[Node, list[int]] = {}
-        for place, node in enumerate(self.nodes):
-            for above in node.path:
-                owners.setdefault(above, []).append(place)
-        return {node: np.flatnonzero(np.isin(self.owners, places)) for node, places in owners.items()}
-
-
-class PromptCall(StoredCall):
-    """A pass of what sequences add. stored: its keys and values, by attention call."""
-
-    def __init__(self, parts: Parts, added: Continuation) -> None:
-        device = device_of(parts)
-        super().__init__(parts, on_device(added.plan.position_ids, device), added.longest)
-        self.added = added
-        self.tree = TreeLayout.from_plan(added.plan).to(device, non_blocking=True)
-        self.stored: list[LayerRows] = []
-        self.readers = {node: Readers.of(rows, device) for node, rows in added.readers.items()}
+        self.plan = build_prefix_plan(marked, bounds, concatenate_ranges(np.array(self.num_stored), lengths))
+        first, device = self.plan.gather_indices, device_of(parts)
+        super().__init__(parts, on_device(self.plan.position_ids, device), max(map(len, sequences)))
+        self.ids = on_device(tokens[first], device)
+        self.tree = TreeLayout.from_plan(self.plan).to(device, non_blocking=True)
+        self.readers = {node: Readers.of(rows, device) for node, rows in readers_of(list(nodes), owners[first])}
         self.places = {node: sum(len(above.tokens) for above in node.path[:-1]) for node in self.readers}
+        self.stored: list[LayerRows] = []
 
     def run(self) -> Tensor:
         """Run the model without its head; returns its hidden rows, (U, D)."""
-        hidden = self.parts.backbone(**self.arguments(on_device(self.added.ids, self.depths.device)))[0][0]
+        hidden: Tensor = self.parts.backbone(**self.arguments(self.ids))[0][0]
         self.check()
         return hidden
 
@@ -186,19 +154,32 @@ class PromptCall(StoredCall):
         """Store the keys and values of the new rows, and attend to them and to what they continue."""
         query, key, value = heads
         self.stored.append(LayerRows(key, value))
-        shared = [
-            Shared(readers, *node.rows.layers[len(self.calls)], self.places[node])
-            for node, readers in self.readers.items()
-        ]
+        shared = []
+        for node, readers in self.readers.items():
+            keys, values = node.rows.layers[len(self.calls)]
+            shared.append(Shared(readers, keys, values, self.places[node]))
         del scoring["both_ways"]  # only images attend so
         how = {"depths": self.depths, "window": window, **scoring}
         return continued_attention(query, key, value, self.tree, shared, **how)
 
+    def rows_of(self, sequence: int) -> IntArray:
+        """Return the rows of what a sequence adds."""
+        start, end = self.plan.cu_seqlens[sequence : sequence + 2]
+        return self.plan.inverse_indices[start:end]
+
     def key_values(self, sequence: int, start: int) -> KeyValues:
         """Return the keys and values of a sequence from a place in it on."""
-        rows = self.added.rows_of(sequence)[start - self.added.num_stored[sequence] :]
-        at = on_device(rows, self.depths.device)
-        return KeyValues([LayerRows(*(x.index_select(0, at) for x in layer)) for layer in self.stored])
+        rows = on_device(self.rows_of(sequence)[start - self.num_stored[sequence] :], self.depths.device)
+        return KeyValues([LayerRows(*(x.index_select(0, rows) for x in layer)) for layer in self.stored])
+
+
+def readers_of(nodes: Sequence[Node], owners: IntArray) -> Iterator[tuple[Node, IntArray]]:
+    """Yield each stored node with the rows that see it. owners: (U,). which of the nodes each row continues."""
+    below: dict[Node, list[int]] = {}
+    for number, node in enumerate(nodes):
+        for above in node.path:
+            below.setdefault(above, []).append(number)
+    return ((node, np.flatnonzero(np.isin(owners, numbers))) for node, numbers in below.items())
 
 
 def prefill(parts: Parts, cache: RadixCache, prompts: Sequence[IntArray]) -> list[Node]:
@@ -213,9 +194,9 @@ def prefill(parts: Parts, cache: RadixCache, prompts: Sequence[IntArray]) -> lis
         for member, match in matches.items():
             ends[member] = match.node
         if new:
-            call = PromptCall(parts, Continuation.of([prompts[each] for each in new], [matches[each] for each in new]))
+            call = PromptCall(parts, [prompts[each] for each in new], [matches[each] for each in new])
             call.run()
-            cache.counters.num_computed += call.added.plan.num_rows
+            cache.counters.num_computed += call.plan.num_rows
             for place, member in enumerate(new):
                 ends[member] = cache.insert(prompts[member], partial(call.key_values, place))
     return ends
@@ -283,12 +264,12 @@ def score_completions(
 
 def _logprobs(parts: Parts, sequences: Sequence[IntArray], labels: Sequence[IntArray]) -> Iterator[float]:
     """Yield the log-probabilities of tokens that the ends of sequences predict, in one pass."""
-    added = Continuation.of(sequences, [Match(RadixCache().root, 0)] * len(sequences))
-    rows = [added.rows_of(place)[-len(ids) :] for place, ids in enumerate(labels)]
-    hidden = PromptCall(parts, added).run()
+    call = PromptCall(parts, sequences, [Match(RadixCache().root, 0)] * len(sequences))
+    rows = [call.rows_of(place)[-len(ids) :] for place, ids in enumerate(labels)]
+    hidden = call.run()
     size = max(1, MAX_LOGITS // parts.decoder.config.vocab_size)
-    rows, ids = (on_device(np.concatenate(each), hidden.device).split(size) for each in (rows, labels))
-    for some, tokens in zip(rows, ids, strict=True):
+    pieces = (on_device(np.concatenate(each), hidden.device).split(size) for each in (rows, labels))
+    for some, tokens in zip(*pieces, strict=True):
         logits = logits_of(parts, hidden[some])[0]
         yield from logits_logprobs(logits, tokens, torch.arange(len(tokens), device=logits.device)).tolist()
 

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from radixtrain import RadixCache
 from radixtrain.attention import continued_attention, decoding_attention
+from radixtrain.generation import prefill
 from radixtrain.generation.cache import Node
-from radixtrain.generation.prefill import Continuation, KeyValues, LayerRows, PromptCall
+from radixtrain.generation.prefill import KeyValues, LayerRows, PromptCall, readers_of
 from radixtrain.generation.prompt_cache import PromptCache, Tails
 from radixtrain.kernels.stored import Readers
 from radixtrain.verification.oracle import float64_throughout
@@ -145,9 +146,9 @@ def count_prompts_from_the_stored_end(patch: Patch) -> None:
     """Positions of a prompt begin at 0 after what is stored."""
     begin = PromptCall.__init__
 
-    def wrong(self: PromptCall, parts: Any, continuation: Continuation) -> None:
-        begin(self, parts, continuation)
-        self.depths = (self.depths - max(continuation.num_stored)).clamp(min=0)
+    def wrong(self: PromptCall, *arguments: Any) -> None:
+        begin(self, *arguments)
+        self.depths = (self.depths - max(self.num_stored)).clamp(min=0)
 
     patch.setattr(PromptCall, "__init__", wrong)
 
@@ -169,13 +170,7 @@ def forget_to_reorder(patch: Patch) -> None:
 
 def mix_owners(patch: Patch) -> None:
     """Rows that continue one node are told to continue another."""
-    of = Continuation.of
-
-    def wrong(*arguments: Any) -> Continuation:
-        found = of(*arguments)
-        return replace(found, owners=(found.owners + 1) % len(found.nodes))
-
-    patch.setattr(Continuation, "of", wrong)
+    patch.setattr(prefill, "readers_of", lambda nodes, owners: readers_of(nodes, (owners + 1) % len(nodes)))
 
 
 def window_off_by(by: int) -> Callable[[Patch], None]:
