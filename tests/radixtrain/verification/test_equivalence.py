@@ -13,7 +13,7 @@ from radixtrain import RadixCollator, share_prefixes, verify_equivalence
 from radixtrain.errors import UserError
 from radixtrain.hf.share import options_of
 from radixtrain.verification.equivalence import verify_arms
-from radixtrain.verification.oracle import gradients_of, ordinary_one_by_one
+from radixtrain.verification.oracle import ordinary_one_by_one
 
 
 class TestTheRungs:
@@ -47,17 +47,6 @@ class TestTheModel:
         assert options_of(model)["attention"] == "path"
         assert torch.isfinite(model(**RadixCollator()(FEATURES)).loss)
 
-    def test_has_no_gradients_if_an_arm_raises(self, tiny_qwen3: Callable[..., Any]) -> None:
-        model = tiny_qwen3()
-
-        def two_terms() -> Any:
-            yield from ordinary_one_by_one(model, FEATURES[:1])
-            raise RuntimeError("between terms")
-
-        with pytest.raises(RuntimeError, match="between terms"):
-            gradients_of(model, two_terms)
-        assert all(parameter.grad is None for parameter in model.parameters())
-
     @pytest.mark.usefixtures("hooks_that_may_stay")
     def test_buffers_that_a_forward_pass_replaces_come_back(self, tiny_qwen3: Callable[..., Any]) -> None:
         model = tiny_qwen3()
@@ -71,17 +60,6 @@ class TestTheModel:
         rotary.forward = replacing
         verify_equivalence(model, FEATURES)
         assert rotary.inv_freq is before and before.dtype == torch.float32
-
-    def test_comes_back_if_something_raises(self, tiny_qwen3: Callable[..., Any]) -> None:
-        def broken(*args: Any) -> None:
-            raise RuntimeError("a hook that fails")
-
-        model = tiny_qwen3().bfloat16()
-        model.model.layers[1].register_forward_hook(broken)
-        with pytest.raises(RuntimeError, match="a hook that fails"):
-            verify_equivalence(model, FEATURES)
-        assert model.dtype == torch.bfloat16
-        assert model.config._attn_implementation == "sdpa"
 
     @pytest.mark.usefixtures("hooks_that_may_stay")
     def test_dropout_that_was_allowed_is_off_meanwhile(self, tiny_qwen3: Callable[..., Any]) -> None:

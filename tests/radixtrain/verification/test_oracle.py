@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -40,12 +39,9 @@ def test_the_loss_is_the_mean_over_labelled_tokens(tiny_qwen3: Callable[..., Any
             assert loss == pytest.approx(-sum(picked) / 5, rel=1e-12)
 
 
-@pytest.mark.parametrize("offset", [None, 3])
-def test_two_ordinary_ways_agree_in_float64(tiny_qwen3: Callable[..., Any], offset: int | None) -> None:
-    """One sequence a call and the padded batch differ only by the rounding of float64."""
-    features = FEATURES
-    if offset is not None:  # a jump in the positions: without a mask it starts another document
-        features = [{**f, "position_ids": [2 * p + offset for p in range(len(f["input_ids"]))]} for f in FEATURES]
+def test_two_ordinary_ways_agree_in_float64(tiny_qwen3: Callable[..., Any]) -> None:
+    """Also if positions jump: without a mask that starts another document."""
+    features = [{**f, "position_ids": [2 * p + 3 for p in range(len(f["input_ids"]))]} for f in FEATURES]
     model = tiny_qwen3()
     truth = float64_truth(model, features)
     with float64_throughout(model):
@@ -78,15 +74,6 @@ def test_nothing_is_cast_to_float32(tiny_qwen3: Callable[..., Any]) -> None:
     with weights_in(model, torch.float64), _SeesDtypes() as seen:
         gradients_of(model, lambda: ordinary_one_by_one(model, FEATURES))
     assert torch.float32 in seen.dtypes, "Hugging Face casts nothing, so nothing was tested"
-
-
-def test_router_weights_are_lifted_too() -> None:
-    model = tiny_model("Qwen3MoeForCausalLM")
-    truth = float64_truth(model, FEATURES)
-    with float64_throughout(model):
-        padded = gradients_of(model, lambda: ordinary_padded(model, FEATURES))
-    for name, tensor in truth.tensors.items():
-        assert (padded.tensors[name] - tensor).norm() <= 1e-12 * max(1e-3, tensor.norm()), name
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
