@@ -33,21 +33,6 @@ def num_padded(sequences):
     return len(sequences) * max(map(len, sequences))
 
 
-@pytest.mark.parametrize(
-    ("lengths", "max_tokens", "expected"),
-    [
-        pytest.param([2, 5, 3, 5], None, [[1, 3, 2, 0]], id="no budget: one batch, longest first"),
-        pytest.param([2, 5, 3, 5], 20, [[1, 3, 2, 0]], id="exactly full"),
-        pytest.param([2, 5, 3, 5], 19, [[1, 3, 2], [0]], id="one too many"),
-        pytest.param([2, 5, 3, 5], 10, [[1, 3], [2, 0]], id="a row costs the longest row"),
-        pytest.param([2, 5, 3, 5], 4, [[1], [3], [2], [0]], id="a longer one has a batch of its own"),
-        pytest.param([2, 2, 2], 4, [[0, 1], [2]], id="equal lengths keep their order"),
-    ],
-)
-def test_cut_by_padded_tokens(lengths, max_tokens, expected):
-    assert cut_by_padded_tokens(arrays([[1] * length for length in lengths]), max_tokens) == expected
-
-
 def test_an_empty_sequence_is_not_lost():
     with pytest.raises(ValueError, match="sequence 1 is empty"):
         cut_by_unique_tokens(arrays([[1, 2], [], [3]]), None)
@@ -132,19 +117,6 @@ def test_no_runs_of_the_sorted_order_are_better(sequences, num_ranks):
     runs = ([ordered[start:end] for start, end in pairwise([0, *cuts, len(ordered)])] for cuts in ways)
     best = min(max(len(prefixes(run)) for run in way) for way in runs)
     assert max(shares.costs) <= best * 1.001 + 1
-
-
-def test_the_most_expensive_rank_has_little_more_than_the_mean():
-    """256 sequences of 8 prompts, on 8 ranks: a rank computes a prompt or two."""
-    generator = np.random.default_rng(0)
-    prompts = generator.integers(1000, size=(8, 300))
-    tails = [generator.integers(1000, size=length) for length in generator.integers(20, 200, size=256)]
-    sequences = [np.concatenate([prompts[generator.integers(8)], tail]) for tail in tails]
-    shares = share_by_unique_tokens(sequences, 8, 4096)
-    assert max(shares.costs) * 8 < 1.02 * sum(shares.costs)
-    assert sum(shares.costs) < 1.1 * shares.num_unique_tokens
-    single = share_by_unique_tokens([sequence[300:] for sequence in sequences], 8, 4096)
-    assert max(single.costs) * 8 < 1.03 * sum(single.costs)
 
 
 def test_positions_count():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-__all__ = ["answers_of", "batch_of", "by_generate", "generated", "greedy_by_the_model", "worst_logit"]
+__all__ = ["answers_of", "batch_of", "by_generate", "generated", "worst_logit"]
 __all__ += ["logits_by_the_model", "with_pieces_of"]
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
@@ -53,15 +53,6 @@ def logits_by_the_model(model: Any, ids: Sequence[int]) -> Tensor:
     """(length, V), by an ordinary forward pass."""
     with torch.no_grad():
         return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]  # type: ignore[no-any-return]
-
-
-def greedy_by_the_model(model: Any, prompts: Sequence[Sequence[int]], num_new: int) -> list[list[int]]:
-    """The answer to each prompt by itself, by an ordinary forward pass for every token."""
-    texts = [list(prompt) for prompt in prompts]
-    for ids in texts:
-        for _ in range(num_new):
-            ids.append(int(logits_by_the_model(model, ids)[-1].argmax()))
-    return [ids[len(prompt) :] for ids, prompt in zip(texts, prompts, strict=True)]
 
 
 @contextmanager

@@ -95,16 +95,6 @@ def error_of(model: Any, prompts: list[list[int]], found: Any, number: int) -> f
     return max(errors)
 
 
-def test_a_window_that_begins_to_bind(tiny_qwen3: Callable[..., Any]) -> None:
-    """While tokens are generated, in the layers that have one."""
-    settings = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}
-    model = tiny_qwen3(layer_types=["full_attention", "sliding_attention"], **settings).eval()
-    prompts = [[7, 8, 9, 10, 1, 2], [7, 8, 9, 10, 3], [5]]
-    with float64_throughout(model), with_pieces_of(1):
-        found = generated(model, prompts, max_new_tokens=20, eos_token_id=None)
-        assert error_of(model, prompts, found, 1) <= BAR
-
-
 def test_nan_stays_in_its_sequence(tiny_qwen3: Callable[..., Any]) -> None:
     """A token without finite keys reaches those who read it, and nobody beside it."""
     model = tiny_qwen3(tie_word_embeddings=False).eval()
