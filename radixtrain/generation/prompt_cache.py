@@ -40,6 +40,7 @@ from radixtrain.tree.movable import on_device
 # (query, key) pairs that a call of its own has to save at every step to be worth it. On one CPU thread, with 2 layers
 # of 128 and of 512, both ways were equally fast somewhere between 200 and 1,800 pairs.
 PIECE_CELLS = 512
+SPARE = 64  # columns for generated tokens: to append each one would copy a row's own keys at every step
 
 
 @dataclass(eq=False)
@@ -78,7 +79,7 @@ class PromptCache(Cache):
 
     It works inside `serving`, which hides it from the layers: the attention function receives it.
 
-    layers: each row's own keys and values, (B, K, columns, H).
+    layers: each row's own keys and values, (B, K, columns, H), with columns to spare.
     num_new: columns that hold tokens after the prompts.
     """
 
@@ -116,8 +117,6 @@ class PromptCache(Cache):
         """Remove the last tokens: so many if the number is negative, else all beyond this length."""
         removed = -tokens_to_remove if tokens_to_remove <= 0 else self.get_seq_length() - tokens_to_remove
         assert removed <= self.num_new, "only what follows the prompts can be removed"
-        if removed:
-            super().crop(-removed)
         self.num_new -= removed
 
     def begin(self, parts: Parts, num_rows: int, num_new: int) -> RowsCall:
@@ -153,7 +152,9 @@ class PromptCache(Cache):
         num_new = query.shape[2]
         if number == len(self._shared):
             self._open(number, window, new_keys)
-        keys, values = (x.transpose(1, 2) for x in self.layers[number].update(new_keys, new_values))
+        layer, first = self.layers[number], self._tails[window].tokens.shape[1] + self.num_new
+        layer.keys, layer.values = _with(layer.keys, new_keys, first), _with(layer.values, new_values, first)
+        keys, values = (x[:, :, : first + num_new].transpose(1, 2) for x in (layer.keys, layer.values))
         readers = self._readers[num_new]
         shared = [Shared(readers[node], *stored) for node, stored in self._shared[number].items()]
         return decoding_attention(heads[0], (keys, values), self._mask(window, num_new), shared, **scoring)
@@ -184,6 +185,17 @@ class PromptCache(Cache):
                     hidden = hidden | (distance >= window)
             self._masks[window] = torch.zeros(hidden.shape, device=self.device).masked_fill_(hidden, float("-inf"))
         return self._masks[window]
+
+
+def _with(x: Tensor, new: Tensor, first: int) -> Tensor:
+    """Write new columns, (B, K, n, H), from `first` on. Returns x itself, or a wider copy."""
+    end = first + new.shape[2]
+    if end > x.shape[2]:
+        wider = x.new_empty(*x.shape[:2], end + SPARE, x.shape[3])
+        wider[:, :, :first] = x[:, :, :first]
+        x = wider
+    x[:, :, first:end] = new
+    return x
 
 
 class RowsCall(StoredCall):

@@ -8,7 +8,7 @@ import torch
 from answers import batch_of
 
 from radixtrain import RadixCache, generate
-from radixtrain.generation.prompt_cache import PromptCache
+from radixtrain.generation.prompt_cache import SPARE, PromptCache
 
 SHARED, OWN, NEW, PROMPTS = 300, 4, 8, 16
 CONFIG = {"vocab_size": 64, "max_position_embeddings": 800}
@@ -72,7 +72,7 @@ def test_a_shared_prompt_is_stored_once(
     a_token = bytes_of_a_token(model)
     assert theirs == PROMPTS * (SHARED + OWN + NEW - 1) * a_token
     ours = sum(held(model, monkeypatch, prompts_of(PROMPTS)).values())
-    assert ours == (SHARED + PROMPTS * (OWN + NEW - 1)) * a_token, "columns of tails, and of answers"
+    assert ours == (SHARED + PROMPTS * (OWN + SPARE)) * a_token, "columns of tails, and of answers"
     print_after(
         "generation: bytes of keys and values",
         f"{PROMPTS} prompts that share {SHARED} of {SHARED + OWN} tokens: {ours:,} in use, DynamicCache {theirs:,}",
