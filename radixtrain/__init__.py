@@ -17,8 +17,8 @@ if TYPE_CHECKING:  # `_HOMES`, as type checkers and editors read it
     from radixtrain.generation.cache import RadixCache
     from radixtrain.generation.generate import generate
     from radixtrain.generation.prefill import score_completions
+    from radixtrain.hf.predicting_rows import step_losses
     from radixtrain.hf.share import restore_model, share_prefixes, sharing_report
-    from radixtrain.hf.step_losses import step_losses
     from radixtrain.hf.third_party import position_wise
     from radixtrain.plugins.trainer_callback import log_sharing
     from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
@@ -58,7 +58,7 @@ _HOMES = {
     "score_completions": "radixtrain.generation.prefill",
     "share_prefixes": "radixtrain.hf.share",
     "sharing_report": "radixtrain.hf.share",
-    "step_losses": "radixtrain.hf.step_losses",
+    "step_losses": "radixtrain.hf.predicting_rows",
     "tree_attention": "radixtrain.attention",
     "verify_equivalence": "radixtrain.verification.equivalence",
 }

@@ -41,8 +41,8 @@ from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.backbone import is_text
 from radixtrain.hf.modules import attends, eager_places, interfaces_of, name_of, why_replaced
 from radixtrain.hf.padded.rows import Places
+from radixtrain.hf.positions import at_own_places, scales
 from radixtrain.hf.recurrent.running import TreeRuns
-from radixtrain.hf.scaled_by_place import at_own_places, scales
 from radixtrain.hf.windows import is_empty, mask_function, on_mask, window_of
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.blocks import BlockLayout

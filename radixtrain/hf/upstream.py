@@ -8,14 +8,14 @@ computed. A mask that the backbone requests for the decoder waits until the uniq
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import ref
 
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from radixtrain.hf.progress import Progress
 
 HELD = "_radix_upstream"  # by the ids of a call, so that it lives as long as the frames of the call
 
@@ -45,38 +45,27 @@ class Upstream:
         return ids
 
 
-class _Calls(threading.local):
-    """The calls of backbones that run in this thread, the innermost last; None for one that is not shared."""
-
-    def __init__(self) -> None:
-        self.running: list[Any] = []
-
-
-_calls = _Calls()
+_calls = Progress()  # those of backbones, of any model; None for one that is not shared
 
 
 def begin(upstream: Upstream | None) -> None:
     """Make this the innermost call. Something else has to hold it: an interrupt (Ctrl-C) leaves nothing behind."""
-    _calls.running.append(_no_call if upstream is None else ref(upstream))
+    _calls.begin(upstream)
 
 
 def become(upstream: Upstream) -> None:
     """Set the innermost call, once it is known."""
-    _calls.running[-1] = ref(upstream)
+    _calls.become(upstream)
 
 
 def end() -> None:
     """End the innermost call."""
-    call = _calls.running.pop()() if _calls.running else None  # none if an error came before the call began
+    call = _calls.end()
     if call is not None:
         call.given = {}  # autograd keeps the ids until the backward pass
 
 
 def running() -> Upstream | None:
     """Return the innermost call, if its decoder has not begun."""
-    upstream: Upstream | None = _calls.running[-1]() if _calls.running else None
+    upstream: Upstream | None = _calls.call
     return None if upstream is None or upstream.is_over else upstream
-
-
-def _no_call() -> None:
-    """Return None, as the reference to a call that is not shared."""

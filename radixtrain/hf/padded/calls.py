@@ -26,8 +26,7 @@ from radixtrain.hf.dropout import evaluating
 from radixtrain.hf.names import CACHE
 from radixtrain.hf.padded.rows import PaddedRows
 from radixtrain.hf.pictures import OF_PICTURES, image_token_of
-from radixtrain.hf.positions import frequencies_change_at, has_grown
-from radixtrain.hf.scaled_by_place import scaled_from
+from radixtrain.hf.positions import frequencies_change_at, has_grown, scaled_from
 from radixtrain.hf.sharing_report import GENERATION, is_frozen
 from radixtrain.hf.third_party import hooks_between_ours, why_third_party
 from radixtrain.hf.windows import chunk_of
