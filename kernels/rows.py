@@ -51,18 +51,4 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (indices,) = ctx.saved_tensors
-        return _SumRows.apply(grad, indices, ctx.num_rows), None
-
-
-class _SumRows(torch.autograd.Function):
-    """The sum of rows as an autograd function, so that `gather_rows` can be differentiated twice."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, indices: Tensor, num_rows: int) -> Tensor:
-        ctx.save_for_backward(indices)
-        return sum_rows(x, indices, num_rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (indices,) = ctx.saved_tensors
-        return _GatherRows.apply(grad, indices), None, None
+        return sum_rows(grad, indices, ctx.num_rows), None  # of torch's own operators, so it has a gradient too
