@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from radixtrain.collators.steps import StepCollator
 from radixtrain.data.chat import ChatEncoder, load_tokenizer
-from radixtrain.data.formats import read_rows
+from radixtrain.data.files.sources import read_rows
 from radixtrain.hf.backbone import backbone_of
 from radixtrain.hf.predicting_rows import inputs_of
 from radixtrain.hf.share import share_prefixes

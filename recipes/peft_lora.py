@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from radixtrain import RadixCollator, share_prefixes
 from radixtrain.data.chat import ChatEncoder, load_tokenizer
-from radixtrain.data.formats import read_rows
+from radixtrain.data.files.sources import read_rows
 
 
 def main() -> None:

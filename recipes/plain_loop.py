@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from radixtrain import StepCollator, share_prefixes, step_losses
 from radixtrain.data.chat import ChatEncoder, load_tokenizer
-from radixtrain.data.formats import read_rows
+from radixtrain.data.files.sources import read_rows
 
 
 def main() -> None:

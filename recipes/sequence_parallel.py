@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from radixtrain import RadixCollator, share_prefixes
 from radixtrain.data.chat import ChatEncoder, load_tokenizer
-from radixtrain.data.formats import read_rows
+from radixtrain.data.files.sources import read_rows
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default="runs/demo/model")

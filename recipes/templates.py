@@ -26,7 +26,7 @@ import trl
 from transformers import AutoTokenizer
 
 from radixtrain.data.chat import ChatEncoder
-from radixtrain.data.formats import Row
+from radixtrain.data.files.sources import Row
 from radixtrain.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -10,7 +10,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
-from radixtrain.data.rendering.conversation import Conversation
+from radixtrain.data.conversation import Conversation
 from radixtrain.data.tokens.tokenization import DraftTokenizer
 from radixtrain.errors import UserError
 

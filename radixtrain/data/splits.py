@@ -13,21 +13,19 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from radixtrain.data.chat import ChatEncoder
-from radixtrain.data.files.sources import KEY, Source, as_sources
-from radixtrain.data.formats import open_rows
-from radixtrain.data.rendering.template import (
+from radixtrain.data.chat import ChatEncoder, UnlabelledEncoder
+from radixtrain.data.files.sources import KEY, Source, as_sources, open_rows
+from radixtrain.data.sample import EncodeReport
+from radixtrain.data.steps import epoch_size
+from radixtrain.data.template import (
     warn_of_endless_turns,
     warn_of_likely_mistakes,
     warn_of_rewritten_history,
     writes_date,
 )
-from radixtrain.data.sample import EncodeReport
-from radixtrain.data.steps import epoch_size
-from radixtrain.data.tokenized.cache import TokenizingOptions, tokenized
-from radixtrain.data.tokenized.corpus import Corpus, Part, distinct_turns, last_turns
+from radixtrain.data.tokens.cache import TokenizingOptions, tokenized
+from radixtrain.data.tokens.corpus import Corpus, Part, distinct_turns, last_turns
 from radixtrain.data.tokens.tokenization import load_tokenizer, read_text
-from radixtrain.data.unlabelled import UnlabelledEncoder
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.hf.config import end_tokens, read_config

@@ -12,7 +12,7 @@ from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.sample import EncodeReport
 from radixtrain.data.splits import encoder_of, load_split, read_together, take_validation
 from radixtrain.data.steps import StepSampler, features_of, grouped_order
-from radixtrain.data.tokenized.corpus import Corpus
+from radixtrain.data.tokens.corpus import Corpus
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.errors import UserError
 from radixtrain.settings.data import DataSettings, Files

@@ -14,8 +14,7 @@ from rich.text import Text
 
 from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.chat import ChatEncoder
-from radixtrain.data.files.sources import Source, as_sources
-from radixtrain.data.formats import Row, UnreadRow, open_rows
+from radixtrain.data.files.sources import Row, Source, UnreadRow, as_sources, open_rows
 from radixtrain.data.sample import EncodeReport
 from radixtrain.data.splits import encoder_for
 from radixtrain.data.step_data import StepData

@@ -42,7 +42,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from radixtrain.data.chat import load_tokenizer
-from radixtrain.data.formats import read_rows
+from radixtrain.data.files.sources import read_rows
 from radixtrain.errors import UserError
 from radixtrain.timing import environment, header
 

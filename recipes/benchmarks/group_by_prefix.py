@@ -33,7 +33,7 @@ from radixtrain.collators.prefix_sampler import GroupedOrder
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.chat import ChatEncoder, load_tokenizer
-from radixtrain.data.formats import read_rows
+from radixtrain.data.files.sources import read_rows
 from radixtrain.data.steps import StepDataset, StepSampler, conversation_groups
 from radixtrain.hf.predicting_rows import forward_rows
 

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from radixtrain.collators.batching import Shares, share_by_unique_tokens
 from radixtrain.data.chat import ChatEncoder
-from radixtrain.data.formats import read_rows
+from radixtrain.data.files.sources import read_rows
 from radixtrain.data.steps import StepSampler
 from radixtrain.tree.arrays import IntArray
 

@@ -38,7 +38,7 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from radixtrain.data.chat import ChatEncoder, load_tokenizer
-from radixtrain.data.formats import Row, read_rows
+from radixtrain.data.files.sources import Row, read_rows
 from radixtrain.errors import UserError
 from radixtrain.hf.head import has_plain_head
 from radixtrain.timing import header

@@ -37,7 +37,7 @@ from radixtrain import RadixCollator, share_prefixes
 from radixtrain.collators.steps import StepCollator
 from radixtrain.collators.token_row import IGNORE_INDEX
 from radixtrain.data.chat import ChatEncoder
-from radixtrain.data.formats import read_rows
+from radixtrain.data.files.sources import read_rows
 from radixtrain.testing import relative_error
 from radixtrain.timing import header, peak_bytes
 

@@ -11,7 +11,7 @@ import pytest
 from byte_tokenizer import byte_tokenizer
 
 from radixtrain.data.chat import ChatEncoder
-from radixtrain.data.formats import Row, read_rows
+from radixtrain.data.files.sources import Row, read_rows
 from radixtrain.errors import DataError
 
 NODES = [

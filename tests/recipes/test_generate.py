@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tiers import FULL
 
-from radixtrain.data.formats import read_rows
+from radixtrain.data.files.sources import read_rows
 from radixtrain.verification.oracle import float64_arithmetic
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "generate.py"

@@ -6,18 +6,19 @@ import glob
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from radixtrain.data.files.rows import UnreadRow, check_columns
+from radixtrain.data.files.rows import Row, UnreadRow, check_columns
 from radixtrain.data.files.tables import hub_dataset, read_dataset, read_table, saved_dataset
 from radixtrain.data.files.texts import COMPRESSIONS, MAX_ROW_BYTES, read_csv, read_json, read_jsonl
-from radixtrain.errors import UserError, did_you_mean
+from radixtrain.errors import DataError, UserError, did_you_mean
 from radixtrain.screen import without_passwords
 
+AnyRow = Row | UnreadRow
 KEY = "data.train_file"
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # owner/name
 
@@ -294,3 +295,50 @@ def _first_of(kind: str, files: list[str]) -> str:
 
 def _choose(folder: str, files: list[str]) -> str:
     return f"choose by a glob such as {os.path.join(folder, '*' + kind_of_file(files[0]))}"
+
+
+def read_rows(
+    path: str | os.PathLike[str] | Source, on_error: Callable[[DataError], None] | None = None
+) -> Iterator[Row]:
+    """Yield the rows of a source in their order, one at a time.
+
+    path: a file, a folder, a glob or a hub name, as in `Source`; or a `Source`.
+    on_error: receives the error of a bad row, and reading continues with the next one. Without it the first bad row
+        raises.
+
+    Raises UserError at the call if there is no such file or its kind is unknown, and while reading if the source holds
+    no rows or a file is not of the kind that its name says. Raises DataError if a row is not a JSON object, holds a key
+    twice, is not UTF-8, holds half of a surrogate pair, or has another number of fields than the header of its table.
+    If a `.json` document stops being JSON it raises DataError even with `on_error`, since no row can follow.
+    """
+    return _parsed(open_rows(path), on_error)
+
+
+def open_rows(source: str | os.PathLike[str] | Source) -> Iterator[UnreadRow]:
+    """Read rows as `read_rows` does, but parse no lines of JSON yet: a bad row raises when it is read.
+
+    Other processes can then parse: an `UnreadRow` can be pickled, and its `read()` returns the row or raises DataError.
+    """
+    [opened] = as_sources(source)
+    return _checked(opened, found_in(opened))
+
+
+def _checked(source: Source, found: Iterable[UnreadRow]) -> Iterator[UnreadRow]:
+    is_empty = True
+    for row in found:
+        is_empty = False
+        yield row._replace(columns=source.columns)
+    if is_empty:
+        raise UserError(f"no rows in {source.path}; expected at least one")
+
+
+def _parsed(rows: Iterable[UnreadRow], on_error: Callable[[DataError], None] | None) -> Iterator[Row]:
+    for unread in rows:
+        try:
+            row = unread.read()
+        except DataError as error:
+            if on_error is None:
+                raise
+            on_error(error)
+        else:
+            yield row

@@ -304,7 +304,7 @@ def find_pair(fields: Fields, answered: bool, where: str) -> Pair | None:
     if not pairs:
         return None
     if len(pairs) > 1:
-        found = " and ".join(" + ".join(pair.columns) for pair in pairs)
+        found = " and ".join(" + ".join(filter(None, pair)) for pair in pairs)
         raise DataError(where, f"the columns can be read as {found}; {_choice(pairs[0])}")
     [pair] = pairs
     if pair.question == "instruction" and "input" in fields:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
-from collections.abc import Iterator
-from itertools import takewhile
-from typing import TYPE_CHECKING, Literal, NamedTuple
+import re
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice, takewhile
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from radixtrain import text_files
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
-from radixtrain.data.tokens.pretokenize import PieceTokenizer, TokenizerFailed, failures_of
-from radixtrain.errors import DataError, UserError
+from radixtrain.errors import DataError, UserError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -152,3 +156,169 @@ def read_text(path: str | os.PathLike[str], key: str, kind: str) -> str:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         path = os.fspath(path)
         raise UserError(f"{key}: cannot read {path}: {reason}; expected {kind}") from error
+
+
+logger = logging.getLogger(__name__)
+
+TEXTS_PER_CALL = 64  # the tokenizer holds about 100 bytes per token until the call returns
+SAMPLED_TEXTS, SAMPLED_CHARACTERS = 16, 4096  # compared with whole texts; these characters on each side of a border
+MOST_NESTED = 16  # groups of a pattern
+MAX_KEPT_CHARACTERS = 16 << 20  # of pieces whose ids are remembered; those that were used last stay
+# Pre-tokenizers whose output for a piece does not depend on its neighbours, as Metaspace's does on the text's start.
+PIECEWISE = {
+    *("BertPreTokenizer", "ByteLevel", "Digits", "FixedLength", "Punctuation", "Sequence", "Split", "UnicodeScripts"),
+    *("Whitespace", "WhitespaceSplit", "CharDelimiterSplit"),
+}
+
+
+class PieceTokenizer:
+    """Turns texts into token ids, without the tokenizer's own BOS and EOS.
+
+    Called with texts, returns an int64 array (L,) for each: what `tokenizer(text, add_special_tokens=False)` gives.
+    The first call with an added token in a text compares a bounded sample; if they differ, a line in the log says so
+    and whole texts are tokenised from then on. Raises TokenizerFailed if the tokenizer breaks off.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self.tokenizer = tokenizer
+        self.borders = _borders(tokenizer)
+        self.is_checked = False
+        self.kept: OrderedDict[str, np.ndarray] = OrderedDict()
+        self.num_kept_characters = 0
+
+    def __call__(self, texts: list[str]) -> list[np.ndarray]:
+        if self.borders is None or not texts:
+            return list(self._whole(texts))
+        if not self.is_checked and (sample := _sample(texts, self.borders)):
+            self.is_checked = True
+            if not all(map(np.array_equal, self._joined(sample, self.borders), self._whole(sample))):
+                logger.warning(
+                    "this tokenizer does not tokenise the text between special tokens separately: rows are slow"
+                )
+                self.borders = None
+                return list(self._whole(texts))
+        return self._joined(texts, self.borders)
+
+    def _joined(self, texts: list[str], borders: re.Pattern[str]) -> list[np.ndarray]:
+        """Tokenise texts in parts: every odd part of a split is an added token, every even one a piece or empty."""
+        parts = [[part for part in borders.split(text) if part] for text in texts]
+        known = self._ids_of(part for text_parts in parts for part in text_parts)
+        nothing = np.zeros(0, dtype=np.int64)
+        return [np.concatenate([nothing, *(known[part] for part in text_parts)]) for text_parts in parts]
+
+    def _ids_of(self, pieces: Iterable[str]) -> dict[str, np.ndarray]:
+        """Return the ids of each distinct piece. Those that are not remembered are tokenised together."""
+        known: dict[str, np.ndarray] = {}
+        new: dict[str, None] = {}
+        for piece in pieces:
+            if piece in self.kept:
+                self.kept.move_to_end(piece)
+                known[piece] = self.kept[piece]
+            else:
+                new[piece] = None
+        for piece, ids in zip(new, self._whole(list(new)), strict=True):
+            known[piece] = self.kept[piece] = ids
+            self.num_kept_characters += len(piece)
+        while self.num_kept_characters > MAX_KEPT_CHARACTERS:
+            self.num_kept_characters -= len(self.kept.popitem(last=False)[0])
+        return known
+
+    def _whole(self, texts: list[str]) -> Iterator[np.ndarray]:
+        options: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+        for start in range(0, len(texts), TEXTS_PER_CALL):
+            with failures_of(self.tokenizer.name_or_path):
+                encoded = self.tokenizer(texts[start : start + TEXTS_PER_CALL], **options)["input_ids"]
+            yield from (np.array(ids, dtype=np.int64) for ids in encoded)
+
+
+def _sample(texts: list[str], borders: re.Pattern[str]) -> list[str]:
+    """Return the surroundings of the first added token of a few texts; none if no text has one."""
+    firsts = islice(((text, found.start()) for text in texts if (found := borders.search(text))), SAMPLED_TEXTS)
+    return [text[max(0, at - SAMPLED_CHARACTERS) : at + SAMPLED_CHARACTERS] for text, at in firsts]
+
+
+def _borders(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
+    """Return the pattern at which texts are split: added tokens, found first. None if splitting is not safe."""
+    if not tokenizer.is_fast or getattr(tokenizer, "split_special_tokens", False):
+        return None
+    backend = tokenizer.backend_tokenizer
+    if getattr(backend.model, "dropout", None) or not _kinds(_pre_tokenizer(backend)) <= PIECEWISE:
+        return None
+    tokens = [*backend.get_added_tokens_decoder().values()]
+    if any(token.single_word for token in tokens):  # it looks at its neighbours
+        return None
+    is_border = [not (token.normalized or token.lstrip or token.rstrip) for token in tokens]
+    borders = [token.content for token, is_one in zip(tokens, is_border, strict=True) if is_one]
+    others = [token.content for token, is_one in zip(tokens, is_border, strict=True) if not is_one]
+    if not borders or any(_may_overlap(border, other) for border in borders for other in others):
+        return None
+    return re.compile(f"({_longest_of(borders)})")
+
+
+def _longest_of(words: Iterable[str], depth: int = 0) -> str:
+    """Return a pattern that matches the longest of these words, as the library does; common beginnings are tried once.
+
+    Gemma 3 has 6,415 added tokens; trying each took as long as the tokenizer. depth: of groups, which `re` limits.
+    """
+    longest_first = sorted(set(words), key=lambda word: (-len(word), word))
+    if depth == MOST_NESTED:
+        return "|".join(map(re.escape, longest_first))
+    alike: dict[str, list[str]] = {}
+    for word in longest_first:
+        alike.setdefault(word[:1], []).append(word)
+    patterns = []
+    for group in alike.values():
+        begin = os.path.commonprefix(group)  # noqa: RUF071  # of characters
+        rest = [word[len(begin) :] for word in group if word != begin]
+        inner = f"(?:{_longest_of(rest, depth + 1)}){'?' if begin in group else ''}" if rest else ""
+        patterns.append(re.escape(begin) + inner)
+    return "|".join(patterns)
+
+
+def _pre_tokenizer(backend: Any) -> dict[str, Any] | None:
+    """Return the pre-tokenizer of `tokenizer.json`, without the words: Gemma 3's 262,144 take over a second."""
+    from tokenizers import Tokenizer, models
+
+    small = Tokenizer(models.BPE())
+    small.pre_tokenizer = backend.pre_tokenizer
+    found: dict[str, Any] | None = json.loads(small.to_str())["pre_tokenizer"]
+    return found
+
+
+def _kinds(pre_tokenizer: dict[str, Any] | None) -> set[str]:
+    """Return the kinds of a pre-tokenizer and of those inside it."""
+    if pre_tokenizer is None:
+        return set()
+    return {pre_tokenizer["type"]}.union(*map(_kinds, pre_tokenizer.get("pretokenizers", ())))
+
+
+def _may_overlap(border: str, other: str) -> bool:
+    """Return whether two tokens can cover the same characters, or white space could be taken at a border."""
+    if border in other or other in border or border != border.strip():
+        return True
+    lengths = range(1, min(len(border), len(other)))
+    return any(border[:n] == other[-n:] or other[:n] == border[-n:] for n in lengths)
+
+
+class TokenizerFailed(UserError):
+    """A tokenizer cannot tokenise a text, or cannot be made. The message does not name a place in the data."""
+
+
+@contextmanager
+def failures_of(name_or_path: str) -> Iterator[None]:
+    """Raise an error or a panic of the library `tokenizers` as TokenizerFailed.
+
+    A panic is not an Exception: it would pass every `except` and end a run with a traceback. It occurs, for instance,
+    when a regular expression of `tokenizer.json` backtracks for too long.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not _is_of_library(error):
+            raise
+        raise TokenizerFailed(f"the tokenizer of {name_or_path} (tokenizer.json) failed: {first_line(error)}") from None
+
+
+def _is_of_library(error: BaseException) -> bool:
+    """Return whether an error is the library's: they have no class of their own, and a panic's cannot be imported."""
+    return type(error) is Exception or type(error).__name__ == "PanicException"

@@ -10,8 +10,7 @@ import numpy as np
 from rich.text import Text
 
 from radixtrain.collators.prefix_sampler import batches_of
-from radixtrain.data.files.sources import as_sources
-from radixtrain.data.formats import open_rows
+from radixtrain.data.files.sources import as_sources, open_rows
 from radixtrain.data.rows.columns import standard_row
 from radixtrain.data.rows.logs import choices_of
 from radixtrain.data.sample import EncodeReport
@@ -23,7 +22,7 @@ from radixtrain.data.steps import (
     grouped_order,
     text_of_copies,
 )
-from radixtrain.data.tokenized.corpus import Corpus
+from radixtrain.data.tokens.corpus import Corpus
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.distributed import ranks
 from radixtrain.errors import DataError, bytes_text

@@ -23,7 +23,7 @@ from transformers.data.data_collator import DataCollatorForSeq2Seq
 from radixtrain import RadixCollator, share_prefixes
 from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.chat import ChatEncoder
-from radixtrain.data.formats import read_rows
+from radixtrain.data.files.sources import read_rows
 from radixtrain.timing import seconds_of
 
 __all__ = ["real"]

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 from tiers import cases
 
-from radixtrain.data.formats import read_rows
+from radixtrain.data.files.sources import read_rows
 from radixtrain.errors import DataError
 
 datasets = pytest.importorskip("datasets", reason="features of images: pip install datasets")

@@ -13,7 +13,7 @@ from tiers import cases
 from radixtrain.__main__ import main
 from radixtrain.checkpoints.folder import read_checkpoint as read_folder
 from radixtrain.checkpoints.folder import write_checkpoint
-from radixtrain.data.formats import read_rows
+from radixtrain.data.files.sources import read_rows
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.errors import UserError
 from radixtrain.training.fault_tolerance.run_state import read_checkpoint

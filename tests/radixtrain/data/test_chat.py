@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from radixtrain.data.chat import ChatEncoder, load_tokenizer
-from radixtrain.data.formats import Row
+from radixtrain.data.files.sources import Row
 from radixtrain.data.sample import EncodeReport
 from radixtrain.errors import DataError, UserError
 

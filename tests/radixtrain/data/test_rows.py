@@ -13,8 +13,7 @@ from tiers import FULL
 
 from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.chat import ChatEncoder
-from radixtrain.data.files.sources import Source
-from radixtrain.data.formats import Row, read_rows
+from radixtrain.data.files.sources import Row, Source, read_rows
 from radixtrain.data.rows.columns import ROW_KINDS, standard_row
 from radixtrain.data.sample import EncodeReport
 from radixtrain.errors import DataError

@@ -17,7 +17,7 @@ from radixtrain.data import splits
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.sample import EncodeReport
 from radixtrain.data.splits import read_together
-from radixtrain.data.tokenized.corpus import Corpus, Part
+from radixtrain.data.tokens.corpus import Corpus, Part
 from radixtrain.errors import EndedElsewhere, UserError
 
 

@@ -9,9 +9,9 @@ import pytest
 from tokenizers import processors
 from transformers import AutoTokenizer
 
-from radixtrain.data.formats import Row
+from radixtrain.data.chat import UnlabelledEncoder
+from radixtrain.data.files.sources import Row
 from radixtrain.data.sample import EncodeReport
-from radixtrain.data.unlabelled import UnlabelledEncoder
 from radixtrain.errors import DataError
 
 SYSTEM = {"role": "system", "content": "Saw?"}

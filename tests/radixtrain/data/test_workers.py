@@ -16,9 +16,9 @@ from torch.utils.data._utils import signal_handling
 
 from radixtrain.data import workers
 from radixtrain.data.chat import ChatEncoder
-from radixtrain.data.formats import UnreadRow
+from radixtrain.data.files.sources import UnreadRow
 from radixtrain.data.steps import StepLoader, StepSampler
-from radixtrain.data.tokenized.encode import encode_blocks
+from radixtrain.data.tokens.cache import encode_blocks
 from radixtrain.data.workers import BLOCKED, _kill_daemons, blocked_signals, end_with_parent
 from radixtrain.training.fault_tolerance.failures import explain
 from radixtrain.training.fault_tolerance.signals import HANDLED

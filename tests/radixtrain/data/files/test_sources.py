@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from radixtrain.data.files.sources import Source, as_sources, files_of
-from radixtrain.data.formats import read_rows
+from radixtrain.data.files.sources import Source, as_sources, files_of, read_rows
 from radixtrain.errors import UserError
 
 datasets = pytest.importorskip("datasets", reason="saved data sets: pip install datasets")

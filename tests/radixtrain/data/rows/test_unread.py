@@ -11,11 +11,9 @@ import pytest
 import yaml
 from byte_tokenizer import byte_tokenizer
 
-from radixtrain.data.chat import ChatEncoder
-from radixtrain.data.files.sources import as_sources
-from radixtrain.data.formats import Row, read_rows
+from radixtrain.data.chat import ChatEncoder, UnlabelledEncoder
+from radixtrain.data.files.sources import Row, as_sources, read_rows
 from radixtrain.data.sample import EncodeReport
-from radixtrain.data.unlabelled import UnlabelledEncoder
 from radixtrain.errors import DataError
 
 TEMPLATE = """\

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from radixtrain.collators.token_row import TokenRow
-from radixtrain.data.tokenized.store import TokenStore, TokenWriter, packed
+from radixtrain.data.tokens.store import TokenStore, TokenWriter, packed
 
 
 def write(folder: Path, blocks: list[list[list[TokenRow]]]) -> str:

@@ -10,9 +10,9 @@ import trl
 from byte_tokenizer import byte_tokenizer
 
 from radixtrain.data.chat import ChatEncoder
-from radixtrain.data.formats import Row
-from radixtrain.data.rendering.parts import lost_part
-from radixtrain.data.rendering.template import warn_of_endless_turns, warn_of_likely_mistakes, with_date
+from radixtrain.data.conversation import lost_part
+from radixtrain.data.files.sources import Row
+from radixtrain.data.template import warn_of_endless_turns, warn_of_likely_mistakes, with_date
 from radixtrain.errors import DataError
 
 FOLDER = Path(trl.__file__).parent / "chat_templates"

@@ -10,9 +10,9 @@ import pytest
 from ended import wait_for_end
 
 from radixtrain.data.chat import ChatEncoder
-from radixtrain.data.formats import UnreadRow
-from radixtrain.data.tokenized import encode
-from radixtrain.data.tokenized.encode import encode_blocks, num_processes
+from radixtrain.data.files.sources import UnreadRow
+from radixtrain.data.tokens import cache
+from radixtrain.data.tokens.cache import encode_blocks, num_processes
 from radixtrain.errors import UserError
 
 LINE = b'{"prompt": "one", "completion": "two"}'
@@ -22,11 +22,9 @@ def lines(count: int, line: bytes = LINE) -> list[UnreadRow]:
     return [UnreadRow(line, f"a.jsonl:{number}") for number in range(1, count + 1)]
 
 
-@pytest.mark.parametrize(
-    ("asked", "num_bytes", "expected"), [(3, 1, 3), (None, 1000, 1), (None, encode.LARGE, "cores")]
-)
+@pytest.mark.parametrize(("asked", "num_bytes", "expected"), [(3, 1, 3), (None, 1000, 1), (None, cache.LARGE, "cores")])
 def test_how_many(asked: int | None, num_bytes: int, expected: Any) -> None:
-    cores = min(len(os.sched_getaffinity(0)), encode.MAX_PROCESSES) if hasattr(os, "sched_getaffinity") else None
+    cores = min(len(os.sched_getaffinity(0)), cache.MAX_PROCESSES) if hasattr(os, "sched_getaffinity") else None
     if expected == "cores" and cores is None:
         pytest.skip("this platform does not say which cores a process has")
     assert num_processes(asked, num_bytes) == (cores if expected == "cores" else expected)
@@ -46,18 +44,18 @@ def test_few_blocks_wait_in_memory(encoder: Callable[..., ChatEncoder]) -> None:
 
     def counted() -> Any:
         nonlocal taken
-        for row in lines(encode.ROWS_PER_BLOCK * 40):
+        for row in lines(cache.ROWS_PER_BLOCK * 40):
             taken += 1
             yield row
 
     blocks = encode_blocks(encoder(), counted(), 2, skip_bad_rows=False)
     next(blocks)
-    assert taken <= encode.ROWS_PER_BLOCK * (2 * encode.BLOCKS_AHEAD + 2)
+    assert taken <= cache.ROWS_PER_BLOCK * (2 * cache.BLOCKS_AHEAD + 2)
     blocks.close()
 
 
 def test_a_killed_process_is_named(encoder: Callable[..., ChatEncoder], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encode, "_encode", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(cache, "_encode", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(UserError, match=r"one of 2 tokenising processes was killed.*data\.dataset_num_proc"):
         list(encode_blocks(encoder(), lines(10), 2, skip_bad_rows=False))
 

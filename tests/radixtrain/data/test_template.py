@@ -12,12 +12,12 @@ import pytest
 from byte_tokenizer import byte_tokenizer
 from tiers import FULL
 
+from radixtrain.data import conversation
 from radixtrain.data.chat import ChatEncoder
+from radixtrain.data.conversation import Conversation
 from radixtrain.data.datamodule import SFTData
-from radixtrain.data.formats import Row
-from radixtrain.data.rendering import conversation
-from radixtrain.data.rendering.conversation import Conversation
-from radixtrain.data.rendering.template import (
+from radixtrain.data.files.sources import Row
+from radixtrain.data.template import (
     WARNING,
     renders_developer,
     rewrites_history,

@@ -16,9 +16,9 @@ from tiers import cases
 
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import Source
-from radixtrain.data.tokenized import cache, fingerprint
-from radixtrain.data.tokenized.cache import Tokenized, TokenizingOptions, tokenized
-from radixtrain.data.tokenized.store import ABOUT, SAMPLES
+from radixtrain.data.tokens import cache
+from radixtrain.data.tokens.cache import Tokenized, TokenizingOptions, tokenized
+from radixtrain.data.tokens.store import ABOUT, SAMPLES
 from radixtrain.errors import DataError, UserError
 
 Tokenize = Callable[..., Tokenized]
@@ -51,8 +51,8 @@ def ids_of(found: Tokenized) -> list[list[list[int]]]:
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A name for each time that rows are encoded."""
     calls: list[str] = []
-    encode = cache._encode
-    monkeypatch.setattr(cache, "_encode", lambda source, *rest: calls.append(source.path) or encode(source, *rest))
+    encode = cache._write_entry
+    monkeypatch.setattr(cache, "_write_entry", lambda source, *rest: calls.append(source.path) or encode(source, *rest))
     return calls
 
 
@@ -79,7 +79,7 @@ def tomorrow(path: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
         def today(cls) -> date:
             return date(2099, 1, 2)
 
-    patch.setattr(fingerprint, "date", Tomorrow)
+    patch.setattr(cache, "date", Tomorrow)
     return DATED
 
 
@@ -120,11 +120,11 @@ def test_what_tokenises_again(
     tokenize(chats, **first)
     assert len(encoded) == 1
     changed = second(chats, monkeypatch) if callable(second) else second
-    fingerprint._versions.cache_clear()
+    cache._versions.cache_clear()
     try:
         tokenize(chats, **changed)
     finally:
-        fingerprint._versions.cache_clear()
+        cache._versions.cache_clear()
     assert len(encoded) == 2
 
 

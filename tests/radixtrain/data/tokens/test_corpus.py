@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from radixtrain.collators.token_row import TokenRow
-from radixtrain.data.tokenized.corpus import Corpus, Part
-from radixtrain.data.tokenized.store import TokenStore, TokenWriter, packed
+from radixtrain.data.tokens.corpus import Corpus, Part
+from radixtrain.data.tokens.store import TokenStore, TokenWriter, packed
 
 
 def part(folder: Path, first: int, sizes: list[int], weight: float = 1.0) -> Part:

@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 from tiers import TRIES
 
 from radixtrain.data.chat import ChatEncoder
-from radixtrain.data.files.sources import Source
-from radixtrain.data.formats import Row, UnreadRow, open_rows, read_rows
+from radixtrain.data.files.sources import Row, Source, UnreadRow, open_rows, read_rows
 from radixtrain.errors import DataError, UserError
 
 

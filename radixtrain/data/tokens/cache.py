@@ -1,4 +1,4 @@
-"""A source of rows -> its token store: found in the cache, or encoded into it.
+"""A source of rows -> its token store: found in the cache, or encoded into it, in several processes.
 
 An entry is a folder of `<cache>/tokens`, named after everything that its samples depend on. It is written under
 another name and renamed, so an entry is whole or absent. Entries can be deleted at any time.
@@ -6,29 +6,48 @@ another name and renamed, so an entry is whole or absent. Entries can be deleted
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from datetime import date
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import pyarrow as pa
+import xxhash
 from tqdm import tqdm
 
 from radixtrain.checkpoints.tensors import FileDigest, digest_of_file
+from radixtrain.cores import num_cores
 from radixtrain.data.chat import ChatEncoder
-from radixtrain.data.files.sources import Source, files_of
-from radixtrain.data.formats import open_rows
+from radixtrain.data.files.sources import AnyRow, Source, UnreadRow, files_of, open_rows
 from radixtrain.data.sample import EncodeReport, TooLongError
-from radixtrain.data.tokenized.encode import encode_blocks, num_processes
-from radixtrain.data.tokenized.fingerprint import fingerprint
-from radixtrain.data.tokenized.store import ABOUT, SAMPLES, TokenStore, TokenWriter, write_about
+from radixtrain.data.template import writes_date
+from radixtrain.data.tokens.store import ABOUT, SAMPLES, TokenStore, TokenWriter, packed, write_about
+from radixtrain.data.workers import end_with_parent, worker_context
 from radixtrain.errors import DataError, UserError, first_line
 from radixtrain.text_files import check_file
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 logger = logging.getLogger(__name__)
+
+HERE = Path(__file__).resolve().parents[1]
+ROWS_PER_BLOCK = 256
+BYTES_PER_BLOCK = 1 << 20
+BLOCKS_AHEAD = 3  # for each process: what waits in memory
+LARGE = 8 << 20  # bytes of a file from which on starting processes pays
+MAX_PROCESSES = 16
 
 
 def cache_folder() -> Path:
@@ -88,7 +107,7 @@ def tokenized(source: Source, encoder: ChatEncoder, options: TokenizingOptions) 
         made = Path(staging.name) / entry.name
         made.mkdir()  # with the permissions that the umask gives, while the temporary folder is for its owner only
     try:
-        _encode(source, encoder, options, made, files)
+        _write_entry(source, encoder, options, made, files)
         _check_unchanged(files)
     except BaseException:
         staging.cleanup()
@@ -113,11 +132,11 @@ def _check_unchanged(files: Mapping[str, FileDigest]) -> None:
 def _without_cache(source: Source, encoder: ChatEncoder, options: TokenizingOptions) -> Tokenized:
     """Encode without the cache, for this process only."""
     folder = tempfile.TemporaryDirectory(prefix="radixtrain-tokens-")
-    _encode(source, encoder, options, Path(folder.name), {})
+    _write_entry(source, encoder, options, Path(folder.name), {})
     return _opened(source, Path(folder.name), "", folder)
 
 
-def _encode(
+def _write_entry(
     source: Source, encoder: ChatEncoder, options: TokenizingOptions, folder: Path, files: Mapping[str, FileDigest]
 ) -> None:
     """Write an entry into a folder."""
@@ -176,3 +195,148 @@ def _written_to(folder: Path) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or error
         raise UserError(f"data.cache_dir {folder}: cannot be written: {reason}; name a writable folder") from None
+
+
+# In several processes
+
+
+class Block(NamedTuple):
+    """Some encoded rows of a file. first_long: the error of the first row that is too long, if that is an error."""
+
+    batch: pa.RecordBatch
+    report: EncodeReport
+    first_long: TooLongError | None = None
+
+
+def num_processes(asked: int | None, num_bytes: int) -> int:
+    """Choose how many processes tokenise. asked: `dataset_num_proc`; None is one per core if the file is large."""
+    if asked is not None:
+        return asked
+    return min(num_cores(), MAX_PROCESSES) if num_bytes >= LARGE else 1
+
+
+def encode_blocks(encoder: ChatEncoder, rows: Iterable[AnyRow], num_proc: int, skip_bad_rows: bool) -> Iterator[Block]:
+    """Yield the blocks of a file, in order.
+
+    rows: from `open_rows`.
+    num_proc: processes; 1 works in this one.
+    skip_bad_rows: True counts rows that cannot be used; otherwise the first one raises its DataError. Rows that are too
+        long do not raise here, so that the error can count them.
+
+    Raises UserError if a process is killed, as happens when memory runs out.
+    """
+    if num_proc == 1:
+        yield from (_encode(encoder, block, skip_bad_rows) for block in _blocks(rows))
+        return
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
+    pool = ProcessPoolExecutor(num_proc, worker_context(), initializer=_start, initargs=(encoder, skip_bad_rows))
+    try:
+        waiting: deque[Future[Block]] = deque()
+        for block in _blocks(rows):
+            waiting.append(pool.submit(_encode_here, block))
+            if len(waiting) > BLOCKS_AHEAD * num_proc:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool:
+        raise UserError(
+            f"one of {num_proc} tokenising processes was killed, probably because the machine ran out of memory; set "
+            f"data.dataset_num_proc to fewer"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _blocks(rows: Iterable[AnyRow]) -> Iterator[list[AnyRow]]:
+    block: list[AnyRow] = []
+    num_bytes = 0
+    for row in rows:
+        block.append(row)
+        num_bytes += len(row.content) if isinstance(row, UnreadRow) and isinstance(row.content, bytes) else 0
+        if len(block) == ROWS_PER_BLOCK or num_bytes >= BYTES_PER_BLOCK:
+            yield block
+            block, num_bytes = [], 0
+    if block:
+        yield block
+
+
+def _encode(encoder: ChatEncoder, rows: list[AnyRow], skip_bad_rows: bool) -> Block:
+    report = EncodeReport()
+    long: list[TooLongError] = []
+
+    def on_error(error: DataError) -> None:
+        if not skip_bad_rows and not isinstance(error, TooLongError):
+            raise error
+        if isinstance(error, TooLongError):
+            long.append(error)
+
+    batch = packed(encoder.encode_all(rows, on_error, report))
+    return Block(batch, report, long[0] if long and not skip_bad_rows else None)
+
+
+_worker: tuple[ChatEncoder, bool] | None = None
+
+
+def _start(encoder: ChatEncoder, skip_bad_rows: bool) -> None:
+    global _worker
+    _worker = encoder, skip_bad_rows
+    end_with_parent()  # if the parent was killed, nothing would send rows or say that there are no more
+
+
+def _encode_here(rows: list[AnyRow]) -> Block:
+    """Encode rows in a worker process."""
+    assert _worker is not None
+    encoder, skip_bad_rows = _worker
+    return _encode(encoder, rows, skip_bad_rows)
+
+
+# The name of an entry
+
+
+def fingerprint(encoder: ChatEncoder, source: dict[str, Any], files: Mapping[str, FileDigest]) -> str:
+    """Name the samples that `encoder` makes of these files.
+
+    source: what else they depend on: its path, columns, split, policies.
+    files: by their paths, which are part of `where`.
+
+    The order of keys counts: templates print the values of `chat_template_kwargs` in theirs.
+    """
+    options = {field.name: getattr(encoder, field.name) for field in fields(encoder) if field.name != "tokenizer"}
+    key = {
+        "encoder": type(encoder).__name__,
+        "options": options,
+        "tokenizer": _digest_of_tokenizer(encoder.tokenizer),
+        "versions": _versions(),
+        "source": source,
+        "files": {path: file.xxh3_128 for path, file in files.items()},
+    }
+    if encoder.template_date is None and writes_date(encoder.tokenizer):
+        key["date"] = date.today().isoformat()
+    return xxhash.xxh3_128_hexdigest(json.dumps(key, default=repr).encode())
+
+
+def _digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Digest all files that the tokenizer saves, including its chat template."""
+    digest = xxhash.xxh3_128(type(tokenizer).__name__.encode())
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        for path in sorted(Path(folder).rglob("*")):
+            if path.is_file():
+                digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def _versions() -> dict[str, str]:
+    """Name the versions of the libraries that render and tokenise, and of this folder's own sources."""
+    import tokenizers
+    import transformers
+
+    digest = xxhash.xxh3_128()
+    for path in sorted(HERE.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return {
+        "transformers": transformers.__version__,
+        "tokenizers": tokenizers.__version__,
+        "sources": digest.hexdigest(),
+    }

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
-from radixtrain.data.tokenized.store import TokenStore
+from radixtrain.data.tokens.store import TokenStore
 from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative
 
 

@@ -16,14 +16,14 @@ from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from radixtrain.data.rendering.conversation import Conversation
+from radixtrain.data.conversation import Conversation
 from radixtrain.data.tokens.tokenization import Draft
 from radixtrain.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from radixtrain.data.formats import Row, UnreadRow
+    from radixtrain.data.files.sources import Row, UnreadRow
 
 logger = logging.getLogger(__name__)
 

@@ -25,9 +25,15 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from radixtrain.data.datamodule import SFTData
-from radixtrain.data.tokens import pretokenize
-from radixtrain.data.tokens.pretokenize import PieceTokenizer, TokenizerFailed, _borders, _longest_of, failures_of
-from radixtrain.data.tokens.tokenization import load_tokenizer
+from radixtrain.data.tokens import tokenization
+from radixtrain.data.tokens.tokenization import (
+    PieceTokenizer,
+    TokenizerFailed,
+    _borders,
+    _longest_of,
+    failures_of,
+    load_tokenizer,
+)
 from radixtrain.errors import DataError, UserError
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -145,7 +151,7 @@ def test_a_repeated_piece_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pretokenize, "MAX_KEPT_CHARACTERS", 60)
+    monkeypatch.setattr(tokenization, "MAX_KEPT_CHARACTERS", 60)
     tokenize = PieceTokenizer(tokenizer_of("like Qwen"))
     for number in range(50):
         tokenize([f"{START}the prompt{END}number {number}"])
@@ -158,7 +164,7 @@ def test_a_tokenizer_that_sees_over_its_borders_is_found(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As if a pre-tokenizer looked at the start of the text, but was not known to."""
-    monkeypatch.setattr(pretokenize, "PIECEWISE", {*pretokenize.PIECEWISE, "Metaspace"})
+    monkeypatch.setattr(tokenization, "PIECEWISE", {*tokenization.PIECEWISE, "Metaspace"})
     tokenizer = tokenizer_of("blanks as marks, at the start of the text")
     tokenize = PieceTokenizer(tokenizer)
     assert tokenize.borders is not None

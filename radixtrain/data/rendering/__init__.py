@@ -1,1 +1,0 @@
-"""Chats as the tokenizer's template writes them."""

@@ -1,1 +1,0 @@
-"""Tokenised rows on disk: encoded once, in parallel, then memory-mapped."""
