@@ -3,13 +3,15 @@
 Beside the folder `X` there may be, for as long as a process is at work, or after it was killed:
 
     .X.partial     being written, or about to be deleted: never looked at
-    .X.replaced    the previous `X`; while `X` is absent it counts as `X`
+    .X.replaced    the previous `X`, on disks where two folders cannot be exchanged in one step; while `X` is absent it
+                   counts as `X`
 
 A file is replaced only if radixtrain has written it: `.radixtrain_files` lists those of its folder.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import shutil
@@ -22,6 +24,8 @@ from radixtrain.text_files import read_text
 
 WRITTEN = ".radixtrain_files"
 PARTIAL, REPLACED = "partial", "replaced"
+AT_FDCWD, EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
+NOT_EXCHANGED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM}  # the system or disk cannot exchange
 
 
 @contextmanager
@@ -42,6 +46,7 @@ def writing(target: Path) -> Iterator[Path]:
         delete(staging)
         raise
     with only_warns(f"the previous {target} cannot be deleted"):
+        delete(staging)  # the previous target, if they were exchanged
         delete(_beside(target, REPLACED))
 
 
@@ -156,12 +161,27 @@ def _sync(path: Path) -> None:
 
 
 def _publish(staging: Path, target: Path) -> None:
-    if os.path.lexists(target):
+    if not os.path.lexists(target):
+        staging.rename(target)
+    elif not _exchange(staging, target):
         replaced = _beside(target, REPLACED)
         delete(replaced)
         target.rename(replaced)
-    staging.rename(target)
+        staging.rename(target)
     sync_folder(target.parent)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two names in one step if Linux and the disk can; return whether they could."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in NOT_EXCHANGED:
+        return False
+    raise OSError(number, os.strerror(number), str(other))
 
 
 def _beside(target: Path, what: str) -> Path:

@@ -1,13 +1,23 @@
 """A folder is replaced so that a kill at any moment leaves the old one or the new one."""
 
 import os
+import sys
 
 import pytest
 from killed_in_a_fork import kills_at_file_operations
 from outcomes import names
 from tiers import FULL
 
+from radixtrain.checkpoints import atomic
 from radixtrain.checkpoints.atomic import current_path, recover, remove, tidy_leftovers, writing
+
+
+@pytest.fixture(params=["exchanged", pytest.param("renamed twice", marks=FULL)])
+def how(request, monkeypatch):
+    """As on Linux, and as on disks that cannot exchange two names."""
+    if request.param == "renamed twice":
+        monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
+    return request.param
 
 
 def replace(target, text):
@@ -20,15 +30,26 @@ def content(target):
     return (target / "deep" / "file").read_text()
 
 
-def test_new_and_replaced(tmp_path):
+def test_new_and_replaced(tmp_path, how):
     for text in ("old", "new"):
         replace(tmp_path / "new folder" / "x", text)
         assert content(tmp_path / "new folder" / "x") == text
     assert names(tmp_path / "new folder") == ["x"]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has renameat2")
+def test_this_system_exchanges_two_names(tmp_path):
+    """So that nothing is absent for a moment. It is what Linux and its usual disks can."""
+    for name in ("a", "b"):
+        replace(tmp_path / name, name)
+    assert atomic._exchange(tmp_path / "a", tmp_path / "b")
+    assert content(tmp_path / "a") == "b" and content(tmp_path / "b") == "a"
+    with pytest.raises(FileNotFoundError):
+        atomic._exchange(tmp_path / "a", tmp_path / "none")
+
+
 @pytest.mark.parametrize("there", ["a file", "a link", "a link to nothing"])
-def test_whatever_has_the_name_is_replaced(tmp_path, there):
+def test_whatever_has_the_name_is_replaced(tmp_path, how, there):
     target = tmp_path / "x"
     replace(tmp_path / "other", "other")
     target.write_text("a file") if there == "a file" else target.symlink_to("other" if there == "a link" else "nothing")
@@ -37,7 +58,7 @@ def test_whatever_has_the_name_is_replaced(tmp_path, there):
     assert names(tmp_path) == ["other", "x"]
 
 
-def test_a_failure_leaves_the_old_one_and_nothing_else(tmp_path):
+def test_a_failure_leaves_the_old_one_and_nothing_else(tmp_path, how):
     """Also if a write that was killed had left something."""
     replace(tmp_path / ".x.replaced", "old")
     replace(tmp_path / ".x.partial", "half")
@@ -56,7 +77,7 @@ def test_removed(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_killed_while_it_replaces(tmp_path):
+def test_killed_while_it_replaces(tmp_path, how):
     replace(tmp_path / "x", "old")
     for _ in kills_at_file_operations(lambda: replace(tmp_path / "x", "new")):
         now = content(current_path(tmp_path / "x"))
