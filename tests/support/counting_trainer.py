@@ -12,7 +12,7 @@ import torch
 from radixtrain.checkpoints.folder import write_checkpoint
 from radixtrain.distributed import ranks
 from radixtrain.errors import Stopped
-from radixtrain.training.fault_tolerance.position import Position
+from radixtrain.training.fault_tolerance.resume import Position
 from radixtrain.training.fault_tolerance.saving import SaveCheckpoints
 from radixtrain.training.fault_tolerance.signals import Requests
 

@@ -2,10 +2,9 @@
 
 | file | what |
 |---|---|
-| `position.py` | three numbers that say where a run is |
 | `saving.py` | when a checkpoint is written |
 | `run_state.py` | what else it keeps, random generators included; its weights into a module; the check of the model |
-| `resume.py` | how a run continues from it, and which settings may differ |
+| `resume.py` | where a run is; how it continues from there, and which settings may differ |
 | `signals.py`, `slurm.py` | requests to save and to stop: signals, files, and a scheduler |
 | `nonfinite_guard.py` | NaN and Inf in losses, gradients and weights, before they do harm |
 | `failures.py` | errors of the machine and of lost ranks in one line, with a remedy |

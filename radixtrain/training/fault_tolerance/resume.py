@@ -1,17 +1,17 @@
-"""Resumes a run from a checkpoint with the current settings: each that changed is applied, or refused by name."""
+"""Resumes a run at its position with the current settings: each that changed is applied, or refused by name."""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from radixtrain.checkpoints.folder import read_settings
 from radixtrain.errors import UserError
-from radixtrain.training.fault_tolerance.position import Position, check_not_beyond
 from radixtrain.training.optimizer import epoch_length, set_hyperparameters
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,24 @@ OF_ROWS = (
     *("completion_only_loss", "split_turns", "train_on", "chat_template_path", "chat_template_kwargs", "system_prompt"),
     *("on_unrendered", "template_date"),
 )
+
+
+@dataclass(frozen=True)
+class Position:
+    """A position between two optimizer steps.
+
+    num_batches: DataLoader items that were trained on, over all epochs.
+    num_steps: optimizer steps among them; a step that was skipped is an item without one.
+    validation_pending: whether a validation was due here and has not been finished.
+    """
+
+    num_batches: int
+    num_steps: int
+    validation_pending: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.num_steps, self.num_batches) < 0:
+            raise UserError(f"ckpt_path: {self.num_steps} steps after {self.num_batches} batches, as no run has taken")
 
 
 def template_date(checkpoint: str | None) -> str:
@@ -82,6 +100,20 @@ def restore_position(checkpoint: dict[str, Any], module: Any) -> None:
             f"trainer.limit_train_batches and trainer.overfit_batches as they were"
         )
     check_not_beyond(module.trainer, module.position, length)
+
+
+def check_not_beyond(trainer: Any, position: Position, epoch_length: int) -> None:
+    """Raise UserError if more steps or epochs were taken than this run has."""
+    epochs = -(-position.num_batches // epoch_length)
+    for name, taken, limit in (
+        ("max_steps", position.num_steps, trainer.max_steps),
+        ("max_epochs", epochs, trainer.max_epochs),
+    ):
+        if limit not in (None, -1) and taken > limit:
+            what = name.removeprefix("max_")
+            raise UserError(
+                f"ckpt_path: {taken:,} {what} were begun, and trainer.{name} is {limit:,}; raise it to continue"
+            )
 
 
 def apply_settings(module: Any, optimizer: Any, scheduler: Any) -> None:
