@@ -14,10 +14,10 @@ import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+import numpy as np
 import pytest
 import yaml
 from byte_tokenizer import byte_tokenizer
@@ -294,9 +294,14 @@ def test_the_program_trains_every_turn(shop: Path, monkeypatch: pytest.MonkeyPat
 
 
 @FULL
-def test_r_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "recipes" / "benchmarks")
-    rows = import_module("uneven_ranks").agents(150)
+def test_r_of_the_page() -> None:
+    """150 agents, a row for each turn: the prompt, the turns before it, and an answer of 100 tokens."""
+    draw = np.random.default_rng(0)
+    system, rows = draw.integers(0, 30_000, 400), []
+    for _ in range(150):
+        turns = int(draw.integers(3, 21))
+        history = np.concatenate([system, draw.integers(0, 30_000, turns * 400)])
+        rows += [np.concatenate([history[: 400 * turn], draw.integers(0, 30_000, 100)]) for turn in range(2, turns + 2)]
     for size, *said in re.findall(r"^\| (\d+) \| ([\d.]+) \| ([\d.]+) \|$", read(RUNS), re.M):
         for together, r in zip((1, None), said, strict=True):
             order = list(PrefixGroupedSampler(rows, int(size), together))

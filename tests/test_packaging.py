@@ -42,7 +42,7 @@ def test_tables_of_packages_name_files_that_exist() -> None:
         for package in (ROOT / "radixtrain").rglob("__init__.py")
         for name in re.findall(r"`([a-z_]+\.py)`", package.read_text(encoding="utf-8"))
     }
-    assert len(named) >= 20 and not [key for key, path in named.items() if not path.is_file()]
+    assert len(named) >= 10 and not [key for key, path in named.items() if not path.is_file()]
 
 
 def test_version_is_written_once() -> None:

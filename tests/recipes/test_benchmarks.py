@@ -1,4 +1,4 @@
-"""The benchmarks on generated numbers: of head and loss, of whole groups. A time is printed only if both
+"""The benchmarks on generated numbers: of head and loss, of trainers. A time is printed only if both
 arms agree.
 """
 
@@ -6,10 +6,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import head_and_loss
-import numpy as np
 import pytest
 import torch
 from tiers import FULL
@@ -55,24 +53,6 @@ class TestHeadAndLoss:
 
 
 @FULL
-class TestWholeGroups:
-    """grpo_groups.py: what it measures is what its formula says."""
-
-    @pytest.fixture(scope="class")
-    def benchmark(self) -> Any:
-        import grpo_groups
-
-        return grpo_groups
-
-    def test_measured_is_expected(self, benchmark):
-        """Over 100 generation batches, the mean of m is off by less than 0.1, and so r by less than 3 percent."""
-        for setting in benchmark.SETTINGS[:4] + benchmark.SETTINGS[5:]:
-            scattered, whole, together = benchmark.of_the_plans(np.random.default_rng(0), setting, draws=100)
-            assert scattered == pytest.approx(benchmark.formula(setting), rel=0.03)
-            assert scattered < whole <= together
-
-
-@FULL
 @pytest.mark.parametrize("way", ["`RadixCollator`", "`share_prefixes`, GRPO with generation"])
 def test_a_part_of_r(tmp_path: Path, way: str) -> None:
     """any_trainer.py --ranges: both arms run, and r is that of the rows."""
@@ -90,16 +70,3 @@ def test_loss_on_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(any_trainer, "LARGE_VOCABULARY", 64)
     assert all(min(any_trainer.one_of_every_token(name)) > 0 for name in any_trainer.EVERY_TOKEN)
-
-
-@FULL
-def test_steps_behind_an_image() -> None:
-    """images.py: the gradients agree, and the tower has the image of a group once."""
-    import images  # imports TRL
-
-    line, nothing = images.measure(size=56, layers=1, hidden=128, repeats=1)[2:]
-    tokens, unique, num_images, distinct, *_, off = (float(each.replace(",", "")) for each in line.split("|")[1:-1])
-    assert (num_images, distinct) == (8, 1)
-    assert tokens == 8 * (4 * 4 + 16 + 64)
-    assert unique < 4 * 4 + 16 + 8 * 64 + 1, "the image and the question once"
-    assert off < 1e-5 and nothing.startswith("nothing shared")
