@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from radixtrain.kernels.flash import TorchCUDAKernel
-from radixtrain.kernels.packages import unfit_device
 from radixtrain.kernels.varlen_args import Ragged, Scoring
 
 aten = torch.ops.aten
@@ -91,6 +90,15 @@ def cudnn_missing(device: torch.device) -> str | None:
     if os.getenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE"):
         return "lays out the log-sum-exp differently under TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
     return None
+
+
+def unfit_device(majors: tuple[int, ...], device: torch.device) -> str | None:
+    """Say why a CUDA device has none of these compute capabilities, in the words of an error; None if it has one."""
+    fit = f"needs a GPU of compute capability {' or '.join(f'{major}.x' for major in majors)}"
+    if not torch.cuda.is_available():
+        return f"{fit}, and torch sees no CUDA device"
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major in majors else f"{fit}, this one has {major}.{minor}"
 
 
 def _batched(x: Tensor, number: int, extra: int) -> Tensor:

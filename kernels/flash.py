@@ -4,7 +4,7 @@ Legend in `varlen_args.py`. All are bottom-right causal, take grouped heads, and
 query without a key all but version 4 return a log-sum-exp of +inf, not -inf; our pieces have no such query or entry.
 
 The packages are asked to add in a fixed order in the backward pass. The kernel inside torch adds dq with atomics.
-`packages.py` says what a machine needs for each.
+`varlen.py` says what a machine needs for each.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from radixtrain.kernels.packages import PACKAGES
 from radixtrain.kernels.varlen_args import Ragged, Scoring
 
 aten = torch.ops.aten
@@ -110,7 +109,7 @@ class FlashAttnKernel(_Packaged):
     in_backward: ClassVar = {"dropout_p": 0.0, "alibi_slopes": None}
 
     def __init__(self) -> None:
-        interface = importlib.import_module(PACKAGES["flash_attn"].module)
+        interface = importlib.import_module("flash_attn.flash_attn_interface")
         self.attend = interface._flash_attn_varlen_forward
         self.differentiate = interface._flash_attn_varlen_backward
 
@@ -130,7 +129,7 @@ class FlashAttn3Kernel(_Packaged):
     in_backward: ClassVar = {"seqused_q": None, "seqused_k": None}
 
     def __init__(self) -> None:
-        importlib.import_module(PACKAGES["flash_attn_3"].module)
+        importlib.import_module("flash_attn_3._C")
         self.attend, self.differentiate = torch.ops.flash_attn_3.fwd, torch.ops.flash_attn_3.bwd
 
 
@@ -146,7 +145,7 @@ class FlashAttn4Kernel(_Packaged):
     in_forward: ClassVar = {"num_splits": 1, "return_lse": True}
 
     def __init__(self) -> None:
-        interface = importlib.import_module(PACKAGES["flash_attn_4"].module)
+        interface = importlib.import_module("flash_attn.cute.interface")
         self.attend, self.differentiate = interface._flash_attn_fwd, interface._flash_attn_bwd
 
     def backward(

@@ -473,10 +473,13 @@ def _choose_kernel(kernel: str, call: KernelCall) -> tuple[str, str]:
             raise UserError(f"kernel={kernel!r} cannot be used: {refusal}; kernel='auto' takes one that can")
         return kernel, "as chosen"
     preferred = PREFERRED_ON_CUDA if call.device.type == "cuda" else ("torch", "eager")
-    refusals = {name: varlen_refusal(name, call) for name in preferred}
-    name = next(name for name in preferred if refusals[name] is None)
-    passed_over = [f"{other} {refusal}" for other, refusal in refusals.items() if refusal]
-    return name, f"on {call.device.type}" + "".join(f", {text}" for text in passed_over)
+    passed_over = ""
+    for name in preferred:
+        refusal = varlen_refusal(name, call)
+        if refusal is None:
+            break
+        passed_over += f", {name} {refusal}"
+    return name, f"on {call.device.type}{passed_over}"
 
 
 @lru_cache(maxsize=16)

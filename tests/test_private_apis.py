@@ -67,11 +67,9 @@ TABLE: dict[str, dict[str, str]] = {
         "flash_attn.flash_attn_interface._flash_attn_varlen_backward": (
             "is its backward pass, with a merged log-sum-exp"
         ),
+        "flash_attn_3._C": "registers the operators of flash-attention 3 with torch",
         "flash_attn.cute.interface._flash_attn_fwd": "is flash attention in CuTe, and returns the log-sum-exp",
         "flash_attn.cute.interface._flash_attn_bwd": "is its backward pass, with a merged log-sum-exp",
-    },
-    "kernels/packages.py": {
-        "flash_attn_3._C": "registers the operators of flash-attention 3 with torch",
     },
     "radixtrain/__main__.py": {
         "triton._C.libtriton": (
