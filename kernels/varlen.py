@@ -20,14 +20,16 @@ from typing import NamedTuple
 import torch
 
 from radixtrain.kernels.cpu_loops import EagerKernel, TorchCPUKernel
-from radixtrain.kernels.cudnn import CudnnKernel, cudnn_missing, unfit_device
 from radixtrain.kernels.efficient import EFFICIENT_DTYPES, EfficientKernel
 from radixtrain.kernels.flash import (
+    CudnnKernel,
     FlashAttn3Kernel,
     FlashAttn4Kernel,
     FlashAttnKernel,
     TorchCUDAKernel,
+    cudnn_missing,
     takes_window,
+    unfit_device,
     widest_head_dim,
 )
 from radixtrain.kernels.varlen_args import VarlenKernel

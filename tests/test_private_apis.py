@@ -44,10 +44,6 @@ TABLE: dict[str, dict[str, str]] = {
             "is its backward pass, with a merged log-sum-exp"
         ),
     },
-    "kernels/cudnn.py": {
-        "torch.ops.aten._scaled_dot_product_cudnn_attention": "is cuDNN's, and returns the log-sum-exp",
-        "torch.ops.aten._scaled_dot_product_cudnn_attention_backward": "is its backward pass, with a merged one",
-    },
     "kernels/efficient.py": {
         "torch.ops.aten._efficient_attention_forward": "takes float32 and any head dim, and returns the log-sum-exp",
         "torch.ops.aten._efficient_attention_backward": "is its backward pass, with a merged log-sum-exp",
@@ -56,6 +52,8 @@ TABLE: dict[str, dict[str, str]] = {
         "torch._C._functorch.is_legacy_batchedtensor": "says whether a gradient is several, of is_grads_batched=True",
     },
     "kernels/flash.py": {
+        "torch.ops.aten._scaled_dot_product_cudnn_attention": "is cuDNN's, and returns the log-sum-exp",
+        "torch.ops.aten._scaled_dot_product_cudnn_attention_backward": "is its backward pass, with a merged one",
         "torch.ops.aten._flash_attention_forward.default._schema": (
             "says whether torch's flash attention takes a window"
         ),
