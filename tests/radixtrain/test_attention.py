@@ -19,7 +19,7 @@ from tiers import FULL, cases, tries
 from torch import Tensor
 
 from radixtrain import attention as attention_module
-from radixtrain.attention import EVERYWHERE, PREFERRED_ON_CUDA, choose_attention, tree_attention, unlogged
+from radixtrain.attention import EVERYWHERE, PREFERRED_ON_CUDA, choose_attention, tree_attention
 from radixtrain.errors import UserError
 from radixtrain.kernels.cpu_loops import EagerKernel
 from radixtrain.kernels.varlen import ON_CUDA, PACKAGES
@@ -314,9 +314,9 @@ class TestChoice:
         ],
     )  # fmt: skip
     def test_kernel_of_a_machine(
-        self, monkeypatch, tmp_path, caplog, packages, capability, dtype, head_dim, modifiers, kernel, why
+        self, monkeypatch, tmp_path, packages, capability, dtype, head_dim, modifiers, kernel, why
     ) -> None:
-        """What `auto` takes on CUDA, with a warning if that is a loop. What it passes over is refused by name too."""
+        """What `auto` takes on CUDA, and whether that is a loop. What it passes over is refused by name too."""
         for package in packages:
             install(monkeypatch, tmp_path, package)
         monkeypatch.setattr("sys.path", [str(tmp_path)])
@@ -325,8 +325,7 @@ class TestChoice:
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (major, minor))
         choice = choose_attention("auto", "auto", CUDA, dtype, head_dim, **modifiers)
         assert choice.kernel == kernel and why in choice.reason, choice
-        warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-        assert [message.partition("; eager is a loop")[0] for message in warned] == [str(choice)] * (kernel == "eager")
+        assert choice.is_slow == ("eager is a loop of matrix products" in choice.reason) == (kernel == "eager")
         for name in PREFERRED_ON_CUDA[: PREFERRED_ON_CUDA.index(kernel)]:
             with pytest.raises(UserError, match=f"kernel='{name}' cannot be used: .*; kernel='auto' takes") as error:
                 choose_attention("auto", name, CUDA, dtype, head_dim, **modifiers)
@@ -400,25 +399,21 @@ class TestChoice:
             choose_attention("auto", "triton", CPU, torch.float32, 64)
 
     def test_logged_once_in_one_line(self, caplog: pytest.LogCaptureFixture) -> None:
-        """Also after more calls of different head dims than are remembered; a refusal is not logged."""
+        """Also after more head dims than are remembered; a choice that nothing runs is not logged."""
         plan = plan_of(NESTED)
         with caplog.at_level(logging.INFO, logger="radixtrain.attention"):
+            choose_attention("path", "auto", CPU, torch.float32, 64)
             q, k, v, _ = attention_inputs(plan, torch.float32)
-            tree_attention(q, k, v, plan)
-            with pytest.raises(UserError):
-                choose_attention("auto", "flash_attn", CPU, torch.float32, 64)
             for head_dim in [*range(1, 100), *range(1, 100)]:
-                choose_attention("auto", "auto", CPU, torch.float32, head_dim)
+                tree_attention(*(x[..., :1].expand(-1, -1, head_dim) for x in (q, k, v)), plan)
         assert caplog.messages == ["attention=cascade, kernel=torch (cascade: no row is copied; torch: on cpu)"]
 
-    def test_a_measurement_is_not_logged_and_counts_as_new(self, caplog: pytest.LogCaptureFixture) -> None:
-        with caplog.at_level(logging.INFO, logger="radixtrain.attention"):
-            with unlogged():
-                choose_attention("path", "auto", CPU, torch.float32, 8)
-            assert not caplog.messages
-            for _ in range(2):
-                choose_attention("path", "auto", CPU, torch.float32, 8)
-        assert caplog.messages == ["attention=path, kernel=torch (path: as chosen; torch: on cpu)"]
+    def test_a_loop_on_a_gpu_is_a_warning(self, monkeypatch, caplog: pytest.LogCaptureFixture) -> None:
+        slow = attention_module.AttentionChoice("cascade", "eager", "why", is_slow=True)
+        monkeypatch.setattr(attention_module, "_choice", Mock(return_value=slow))
+        plan = plan_of(NESTED)
+        tree_attention(*attention_inputs(plan, torch.float32)[:3], plan)
+        assert [(record.levelno, record.message) for record in caplog.records] == [(logging.WARNING, str(slow))]
 
 
 @pytest.mark.parametrize(("kernel", "batches"), [("auto", 1), ("flash_attn_3", 0)])
