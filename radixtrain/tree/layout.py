@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,20 +38,24 @@ SECTIONS = (*OF_PLAN, *OF_PATHS, "own", "calls", "block_of_row", "block_queries"
 WIDTH = 7  # numbers of a call
 
 
-class _Numbers(NamedTuple):
-    """Numbers in `host`, after the lengths of the sections; then come calls, blocks and parents of segments.
+BOUNDS = ("cu_seqlens", "own", *OF_PATHS[1:])  # sections whose longest entry is known on the host
 
-    max_seqlen, max_own, max_new, max_path: longest sequence, chain, run of new rows, path; in tokens.
-    max_position: largest position id, without padding rows; 0 if there is no row.
+
+class _Host(NamedTuple):
+    """The lists in `host`, each after its length.
+
+    lengths: of the sections. longest: entry of each of `BOUNDS`. max_position: the largest position id, without padding
+    rows; 0 if there is no row. calls: `WIDTH` numbers each. blocks: the lengths of a `BlockLayout`. parents, starts: of
+    the segments.
     """
 
-    max_seqlen: int
-    max_own: int
-    max_new: int
-    max_path: int
-    max_position: int
-    num_calls: int
-    num_blocks: int
+    lengths: list[int]
+    longest: list[int]
+    max_position: list[int]
+    calls: list[int]
+    blocks: list[int]
+    parents: list[int]
+    starts: list[int]
 
 
 def _section(name: str, dtype: torch.dtype = torch.int64) -> Any:
@@ -91,21 +95,20 @@ class TreeLayout(Movable):
         """
         calls = cascade(*(x.tolist() for x in (plan.segment_starts, plan.segment_parents, plan.subtree_ends)))
         numbers, call_rows = _encoded_calls(calls)
-        sections = [getattr(plan, name) for name in (*OF_PLAN, *OF_PATHS)]
-        sections += [np.array(calls.bounds), call_rows]
-        sections += [blocks.block_of_row.numpy(), blocks.queries.numpy()] if blocks else [NO_ROWS] * 2
-        header = _Numbers(
-            max_seqlen=_longest(plan.cu_seqlens),
-            max_own=_longest(np.array(calls.bounds)),
-            max_new=_longest(plan.path_cu_seqlens_q),
-            max_path=_longest(plan.path_cu_seqlens_k),
-            max_position=int(plan.position_ids[: plan.num_unique_tokens].max(initial=0)),
-            num_calls=len(calls.calls),
-            num_blocks=len(blocks.lengths) if blocks else 0,
+        of_blocks = (blocks.block_of_row.numpy(), blocks.queries.numpy()) if blocks else (NO_ROWS, NO_ROWS)
+        of_plan = [getattr(plan, name) for name in (*OF_PLAN, *OF_PATHS)]
+        sections = dict(zip(SECTIONS, (*of_plan, np.array(calls.bounds), call_rows, *of_blocks), strict=True))
+        lists = _Host(
+            lengths=[len(section) for section in sections.values()],
+            longest=[_longest(sections[name]) for name in BOUNDS],
+            max_position=[int(plan.position_ids[: plan.num_unique_tokens].max(initial=0))],
+            calls=numbers,
+            blocks=list(blocks.lengths) if blocks else [],
+            parents=plan.segment_parents.tolist(),
+            starts=plan.segment_starts.tolist(),
         )
-        of_blocks, parents = blocks.lengths if blocks else (), plan.segment_parents.tolist()
-        host = [*map(len, sections), *header, *numbers, *of_blocks, *parents, *plan.segment_starts.tolist()]
-        rows = np.concatenate(sections).astype(np.int32)
+        host = [number for each in lists for number in (len(each), *each)]
+        rows = np.concatenate([*sections.values()]).astype(np.int32)
         with _disable_current_modes():  # a mode that fakes tensors would lose what they hold
             host_tensor = torch.tensor(host, dtype=torch.int64, device="cpu")
         return cls(host_tensor, torch.from_numpy(rows))
@@ -116,24 +119,14 @@ class TreeLayout(Movable):
         return self if rows is self.rows else TreeLayout(self.host, rows)
 
     @cached_property
-    def _host(self) -> list[int]:
+    def _host(self) -> _Host:
         with _disable_current_modes():
-            return self.host.tolist()
-
-    @cached_property
-    def _numbers(self) -> _Numbers:
-        return _Numbers(*self._host[len(SECTIONS) :][: len(_Numbers._fields)])
-
-    @cached_property
-    def _further(self) -> tuple[list[int], list[int], list[int]]:
-        """Return the numbers of calls, of blocks and of segments."""
-        rest = self._host[len(SECTIONS) + len(_Numbers._fields) :]
-        calls, blocks = self._numbers.num_calls * WIDTH, self._numbers.num_blocks
-        return rest[:calls], rest[calls : calls + blocks], rest[calls + blocks :]
+            numbers = iter(self.host.tolist())
+        return _Host(*(list(islice(numbers, length)) for length in numbers))
 
     @cached_property
     def _bounds(self) -> list[int]:
-        return [0, *accumulate(self._host[: len(SECTIONS)])]
+        return [0, *accumulate(self._host.lengths)]
 
     @cached_property
     def _wide(self) -> Tensor:
@@ -147,30 +140,30 @@ class TreeLayout(Movable):
 
     @property
     def num_rows(self) -> int:
-        return self._host[0]
+        return self._host.lengths[0]
 
     @property
     def max_seqlen(self) -> int:
         """Return the tokens of the longest sequence."""
-        return self._numbers.max_seqlen
+        return self._host.longest[BOUNDS.index("cu_seqlens")]
 
     @property
     def max_position(self) -> int:
         """Return the largest position id, without padding rows; 0 if there is no row."""
-        return self._numbers.max_position
+        return self._host.max_position[0]
 
     @property
     def num_sequences(self) -> int:
-        return self._host[SECTIONS.index("cu_seqlens")] - 1
+        return self._host.lengths[SECTIONS.index("cu_seqlens")] - 1
 
     @property
     def num_tokens(self) -> int:
-        return self._host[SECTIONS.index("inverse_indices")]
+        return self._host.lengths[SECTIONS.index("inverse_indices")]
 
     @property
     def shares(self) -> bool:
         """Return whether some row stands for several tokens. Padding adds rows."""
-        return self._numbers.num_calls > 0 or self.num_rows < self.num_tokens
+        return bool(self._host.calls) or self.num_rows < self.num_tokens
 
     @property
     def batch_shape(self) -> tuple[int, int]:
@@ -221,13 +214,12 @@ class TreeLayout(Movable):
     @cached_property
     def sequences(self) -> Piece:
         """Return the call of `expand`: the packed sequences onto themselves, causal."""
-        return self._causal(self.cu_seqlens, self.cu_seqlens, self.max_seqlen, self.max_seqlen)
+        return self._causal_sections("cu_seqlens", "cu_seqlens")
 
     @cached_property
     def paths(self) -> Piece:
         """Return the call of `path`: new rows of each sequence onto its root path, causal."""
-        q, k = (self.section(name, torch.int32) for name in OF_PATHS[1:])
-        return self._causal(q, k, self._numbers.max_new, self._numbers.max_path)
+        return self._causal_sections(*OF_PATHS[1:])
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
@@ -236,8 +228,7 @@ class TreeLayout(Movable):
 
     def packed_pieces(self) -> tuple[Piece, ...]:
         """Return calls for kernels that take all entries at once."""
-        own, longest = self.section("own", torch.int32), self._numbers.max_own
-        return self._causal(own, own, longest, longest), *self._packed_calls()
+        return self._causal_sections("own", "own"), *self._packed_calls()
 
     @cached_property
     def separate_pieces(self) -> tuple[Piece, ...]:
@@ -270,6 +261,10 @@ class TreeLayout(Movable):
         hidden = (rows[:, None] < rows) | (rows[:, None] >= self.row_subtree_ends[start:end])
         return torch.zeros(hidden.shape, device="cpu").masked_fill_(hidden, float("-inf"))
 
+    def _causal_sections(self, q: str, k: str) -> Piece:
+        bounds = [self.section(name, torch.int32) for name in (q, k)]
+        return self._causal(*bounds, *(self._host.longest[BOUNDS.index(name)] for name in (q, k)))
+
     def _causal(self, q: Tensor, k: Tensor, longest_q: int, longest_k: int, masks: Any = None) -> Piece:
         """Make a causal call on all rows. q, k: its bounds, (E+1,), int32."""
         on_host = None
@@ -287,7 +282,7 @@ class TreeLayout(Movable):
             at += number
             return self.section("calls", dtype)[at - number : at]
 
-        numbers = iter(self._further[0])
+        numbers = iter(self._host.calls)
         for entries, num_q, num_k, max_q, max_k, first_q, first_k in zip(*[numbers] * WIDTH, strict=True):
             cu_q, cu_k = (taken(entries + 1, torch.int32) for _ in range(2))
             q_rows, k_rows = (
@@ -299,7 +294,7 @@ class TreeLayout(Movable):
     @cached_property
     def blocks(self) -> BlockLayout | None:
         """Return the blocks of rows that attend in both directions; None without any."""
-        lengths = self._further[1]
+        lengths = self._host.blocks
         if not lengths:
             return None
         queries = self.section("block_queries")
@@ -310,8 +305,7 @@ class TreeLayout(Movable):
     @property
     def segments(self) -> tuple[IntArray, IntArray]:
         """Return `segment_starts` (S+1,) and `segment_parents` (S,) of the plan, int64, on the host."""
-        numbers = np.array(self._further[2])
-        return numbers[len(numbers) // 2 :], numbers[: len(numbers) // 2]
+        return np.array(self._host.starts), np.array(self._host.parents, dtype=np.int64)
 
 
 NO_ROWS = np.zeros(0, dtype=np.int64)
