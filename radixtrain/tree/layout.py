@@ -262,8 +262,9 @@ class TreeLayout(Movable):
         return torch.zeros(hidden.shape, device="cpu").masked_fill_(hidden, float("-inf"))
 
     def _causal_sections(self, q: str, k: str) -> Piece:
-        bounds = [self.section(name, torch.int32) for name in (q, k)]
-        return self._causal(*bounds, *(self._host.longest[BOUNDS.index(name)] for name in (q, k)))
+        of_q, of_k = (self.section(name, torch.int32) for name in (q, k))
+        longest_q, longest_k = (self._host.longest[BOUNDS.index(name)] for name in (q, k))
+        return self._causal(of_q, of_k, longest_q, longest_k)
 
     def _causal(self, q: Tensor, k: Tensor, longest_q: int, longest_k: int, masks: Any = None) -> Piece:
         """Make a causal call on all rows. q, k: its bounds, (E+1,), int32."""
