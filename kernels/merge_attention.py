@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from radixtrain.kernels.first_order import first_order, refuse_batched
-from radixtrain.kernels.fusion import fused
+from radixtrain.kernels.functions import first_order, fused, refuse_batched
 from radixtrain.kernels.rows import sum_rows
 from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
 

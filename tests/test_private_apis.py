@@ -48,7 +48,8 @@ TABLE: dict[str, dict[str, str]] = {
         "torch.ops.aten._efficient_attention_forward": "takes float32 and any head dim, and returns the log-sum-exp",
         "torch.ops.aten._efficient_attention_backward": "is its backward pass, with a merged log-sum-exp",
     },
-    "kernels/first_order.py": {
+    "kernels/functions.py": {
+        "torch._dynamo.mark_static": "makes the length of a row a constant of what is compiled for any number of rows",
         "torch._C._functorch.is_legacy_batchedtensor": "says whether a gradient is several, of is_grads_batched=True",
     },
     "kernels/flash.py": {
@@ -197,9 +198,6 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "radixtrain/hf/windows.py": {
         "torch.utils._python_dispatch._disable_current_modes": "no mode counts or fakes what is asked of a mask",
-    },
-    "kernels/fusion.py": {
-        "torch._dynamo.mark_static": "makes the length of a row a constant of what is compiled for any number of rows",
     },
     "radixtrain/tree/layout.py": {
         "torch.utils._python_dispatch._disable_current_modes": "no mode fakes the numbers of a plan",

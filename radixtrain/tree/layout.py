@@ -9,10 +9,10 @@ T packed tokens, U unique rows, B sequences, S segments.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from itertools import accumulate, islice, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from radixtrain.kernels.varlen_args import Ragged
 from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative
 from radixtrain.tree.blocks import BlockLayout
 from radixtrain.tree.chains import Cascade, Entry, cascade
-from radixtrain.tree.movable import Function, Movable
 from radixtrain.tree.plan import PrefixPlan
 
 # Most rows of a group of chains on the host, whose kernels loop: 84 segments of 64 banking77 rows, most of them a few
@@ -36,6 +35,7 @@ OF_PLAN = ("gather_indices", "inverse_indices", "cu_seqlens", "segment_starts", 
 OF_PATHS = ("path_keys", "path_cu_seqlens_q", "path_cu_seqlens_k")
 SECTIONS = (*OF_PLAN, *OF_PATHS, "own", "calls", "block_of_row", "block_queries")
 WIDTH = 7  # numbers of a call
+Function = Callable[[Tensor], Tensor]
 
 
 BOUNDS = ("cu_seqlens", "own", *OF_PATHS[1:])  # sections whose longest entry is known on the host
@@ -61,6 +61,31 @@ class _Host(NamedTuple):
 def _section(name: str, dtype: torch.dtype = torch.int64) -> Any:
     """Make a property: a section of `rows`. int32 is free; int64, for indices, is one copy of all sections."""
     return cached_property(lambda layout: layout.section(name, dtype))
+
+
+class Movable:
+    """What moves as a tensor does: loaders, Accelerate, Lightning and `x.to(device)` find the methods.
+
+    `map` replaces the tensors that move. Whatever else the object holds stays where it is.
+    """
+
+    def map(self, function: Function) -> Self:
+        """Replace what moves; return the object itself if nothing changes."""
+        raise NotImplementedError
+
+    def to(self, device: torch.device | str, non_blocking: bool | None = None) -> Self:
+        """Move to a device.
+
+        non_blocking: as of `Tensor.to`. By default no copy is waited for, except to where the host could read before
+            the copy has arrived; Lightning relies on that.
+        """
+        if non_blocking is None:
+            non_blocking = torch.device(device).type not in ("cpu", "mps")
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        """Copy into page-locked memory of the host, from which copies to a GPU are asynchronous."""
+        return self.map(Tensor.pin_memory)
 
 
 class TreeLayout(Movable):
@@ -310,6 +335,11 @@ class TreeLayout(Movable):
 
 
 NO_ROWS = np.zeros(0, dtype=np.int64)
+
+
+def on_device(values: IntArray, device: torch.device) -> Tensor:
+    """Copy to a device without waiting: CUDA has copied pageable memory aside when `to` returns."""
+    return torch.tensor(values, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
 
 
 def sequences_of(token_indices: Tensor, cu_seqlens: Tensor) -> Tensor:
