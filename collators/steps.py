@@ -23,7 +23,7 @@ from radixtrain.collators.row_split import split_batch
 from radixtrain.collators.targets import check_shared_targets, keep_once
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.tree.arrays import lengths_of
-from radixtrain.tree.movable import Function, Movable
+from radixtrain.tree.layout import Function, Movable
 from radixtrain.tree.radix_inputs import RADIX, RadixInputs, with_radix
 
 DUMMY_TOKENS = 2  # one that predicts and one that is predicted

@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from radixtrain.kernels.first_order import first_order, refuse_batched
-from radixtrain.kernels.fusion import fused
+from radixtrain.kernels.functions import first_order, fused, refuse_batched
 from radixtrain.kernels.rows import sum_rows
 from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
 
@@ -46,6 +45,9 @@ class Piece:
     ragged: Ragged
     in_window: bool = False
     of_further: bool = False
+
+
+Call = tuple[Piece, Sequence[Tensor]]  # with the keys and values, (J, K, H) each, of which it reads rows
 
 
 class Route(NamedTuple):
@@ -163,7 +165,7 @@ def attention_in_pieces(
     )
     first, *rest = pieces
     own = kernel.forward(q_UNH, keys[0], keys[1], first.ragged, scoring)
-    return merged_pieces(q_UNH, own, rest, keys, kernel, scoring, sinks_N)
+    return merged_pieces(q_UNH, own, [(piece, _keys_of(piece, keys)) for piece in rest], kernel, scoring, sinks_N)
 
 
 def _backward_in_pieces(
@@ -203,8 +205,7 @@ def _keys_of(piece: Piece, keys: Sequence[Tensor]) -> Sequence[Tensor]:
 def merged_pieces(
     q_UNH: Tensor,
     first: tuple[Tensor, Tensor],
-    rest: Sequence[Piece],
-    keys: Sequence[Tensor],
+    rest: Sequence[Call],
     kernel: VarlenKernel,
     scoring: Scoring,
     sinks_N: Tensor | None,
@@ -212,15 +213,15 @@ def merged_pieces(
     """Compute the other pieces, and merge them with the first, which covers every query.
 
     first: its output (U, N, H) and log-sum-exp (N, U); they may be overwritten.
-    rest: the others. keys: and values, (J, K, H) each; perhaps further ones after them.
+    rest: the others.
     Returns (U, N, H), the dtype of q, and (N, U).
     """
     out, lse = first
     # One merge computes in float32 and rounds once, whatever `out` is. Between several, nothing is rounded.
     merged = out.to(lse.dtype) if len(rest) + (sinks_N is not None) > 1 else out
     unlimited = replace(scoring, window=None)
-    for piece in rest:
-        q, (k, v) = rows_of(q_UNH, piece.q_rows), (rows_of(x, piece.k_rows) for x in _keys_of(piece, keys))
+    for piece, keys in rest:
+        q, (k, v) = rows_of(q_UNH, piece.q_rows), (rows_of(x, piece.k_rows) for x in keys)
         merge_piece(merged, lse, piece.q_rows, *kernel.forward(q, k, v, piece.ragged, unlimited))
     if sinks_N is not None:
         merge_sinks(merged, lse, sinks_N)

@@ -7,7 +7,6 @@ pieces whole, in one call for all the queries that see them: they are stored and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from radixtrain.kernels.cpu_loops import EagerKernel, LoopingKernel, Rectangles
-from radixtrain.kernels.merge_attention import Rows, merge_piece, merge_sinks, rows_of
+from radixtrain.kernels.merge_attention import Call, Piece, Rows
 from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
 
 
@@ -58,27 +57,11 @@ class Shared:
     values: Tensor
     first: int = 0
 
-
-def merged_with_shared(
-    q_UNH: Tensor,
-    first: tuple[Tensor, Tensor],
-    shared: Sequence[Shared],
-    kernel: VarlenKernel,
-    scoring: Scoring,
-    sinks_N: Tensor | None,
-) -> Tensor:
-    """Attend to shared keys, and merge it with the attention to other keys; returns (U, N, H), the dtype of q.
-
-    first: output (U, N, H) and log-sum-exp (N, U) of the other keys, of which every query sees one.
-    """
-    out, lse = first
-    merged = out.to(lse.dtype)  # rounded once, at the end
-    for each in shared:
-        queries, call = rows_of(q_UNH, each.readers.rows), each.readers.onto(len(each.keys))
-        merge_piece(merged, lse, each.readers.rows, *kernel.forward(queries, each.keys, each.values, call, scoring))
-    if sinks_N is not None:
-        merge_sinks(merged, lse, sinks_N)
-    return merged.to(q_UNH.dtype)
+    @property
+    def call(self) -> Call:
+        """Return the call of the readers onto these keys."""
+        onto = self.readers.onto(len(self.keys))
+        return Piece(self.readers.rows, slice(None), onto), (self.keys, self.values)
 
 
 def attention_to_own(

@@ -15,22 +15,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from radixtrain.kernels.cpu_loops import EagerKernel, TorchCPUKernel
-from radixtrain.kernels.cudnn import CudnnKernel, cudnn_missing
 from radixtrain.kernels.efficient import EFFICIENT_DTYPES, EfficientKernel
 from radixtrain.kernels.flash import (
+    CudnnKernel,
     FlashAttn3Kernel,
     FlashAttn4Kernel,
     FlashAttnKernel,
     TorchCUDAKernel,
+    cudnn_missing,
     takes_window,
+    unfit_device,
     widest_head_dim,
 )
-from radixtrain.kernels.packages import package_missing
 from radixtrain.kernels.varlen_args import VarlenKernel
+from radixtrain.versions import installed, is_older, to_install
 
 ON_CUDA: dict[str, Callable[[], VarlenKernel]] = {
     "torch": TorchCUDAKernel,
@@ -41,6 +44,26 @@ ON_CUDA: dict[str, Callable[[], VarlenKernel]] = {
     "efficient": EfficientKernel,
 }
 KERNELS = (*ON_CUDA, "eager")
+
+
+class Package(NamedTuple):
+    """The distribution that a kernel comes from.
+
+    name: of the distribution. how: to get it. majors: of the compute capabilities that it runs on, forward and
+    backward; empty if it is not asked.
+    """
+
+    name: str
+    how: str
+    majors: tuple[int, ...] = ()
+
+
+PACKAGES = {
+    "flash_attn": Package("flash-attn", f"{to_install('flash-attn')}, needs a CUDA toolchain"),
+    "flash_attn_3": Package("flash-attn-3", "built from hopper/ of Dao-AILab/flash-attention", majors=(9,)),
+    # On 8.x it has no backward, on 12.x none in a fixed order.
+    "flash_attn_4": Package("flash-attn-4", to_install("flash-attn-4"), majors=(9, 10, 11)),
+}
 
 
 @dataclass(frozen=True)
@@ -92,4 +115,28 @@ def varlen_refusal(kernel: str, call: KernelCall) -> str | None:
         return f"takes head dims that are multiples of 8 up to {widest}, got {call.head_dim}"
     if kernel in ("torch", "cudnn") and call.window and not takes_window():
         return f"takes no sliding window in torch {torch.__version__}"
+    return None
+
+
+def package_missing(kernel: str, device: torch.device) -> str | None:
+    """Say what a kernel lacks on a CUDA device, in the words of an error; None if nothing or if it has no package.
+
+    A package that is there and fits is imported: version 2 and version 4 both write to `flash_attn/`, and a build for
+    another torch or CUDA is found as well as a fitting one.
+    """
+    package = PACKAGES.get(kernel)
+    if package is None:
+        return None
+    version = installed(package.name)
+    if version is None:
+        return f"the package {package.name} is not installed ({package.how})"
+    if is_older(package.name, version):
+        return f"the package {package.name} {version} is too old ({to_install(package.name)})"
+    if package.majors and (unfit := unfit_device(package.majors, device)):
+        return unfit
+    try:
+        ON_CUDA[kernel]()
+    except (ImportError, AttributeError, OSError) as error:
+        again = f"pip install --force-reinstall --no-deps {package.name}=={version}"
+        return f"the package {package.name} {version} cannot be imported: {error} ({again})"
     return None

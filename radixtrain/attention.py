@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -32,13 +31,14 @@ from radixtrain.errors import UserError
 from radixtrain.kernels.merge_attention import (
     Piece,
     Route,
+    merged_pieces,
     onto_copies,
     route_backward,
     route_forward,
     routed_attention,
 )
 from radixtrain.kernels.reference import reference_attention, tree_mask
-from radixtrain.kernels.stored import Shared, attention_to_own, merged_with_shared
+from radixtrain.kernels.stored import Shared, attention_to_own
 from radixtrain.kernels.tree_flex import flex_refusal, flex_tree_attention
 from radixtrain.kernels.varlen import KERNELS, KernelCall, varlen_kernel, varlen_refusal
 from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
@@ -60,11 +60,12 @@ logger = logging.getLogger(__name__)
 
 
 class AttentionChoice(NamedTuple):
-    """What runs, and why: `str()` is the line for the log."""
+    """What runs, and why: `str()` is the line for the log. is_slow: a loop on CUDA, for want of a kernel."""
 
     strategy: str
     kernel: str
     reason: str
+    is_slow: bool = False
 
     def __str__(self) -> str:
         return f"attention={self.strategy}, kernel={self.kernel} ({self.reason})"
@@ -322,7 +323,7 @@ def continued_attention(
     request = _requested(query, key, value, None, layout, options)
     route, kernel, scoring = _routed(key, value, layout, request)
     first = route_forward(query, key, value, None, route, kernel, scoring)
-    return merged_with_shared(query, first, shared, kernel, scoring, sinks)
+    return merged_pieces(query, first, [each.call for each in shared], kernel, scoring, sinks)[0]
 
 
 def _continued_in_window(
@@ -349,7 +350,8 @@ def _continued_in_window(
     keys = torch.cat([key, *(each.keys for each in shared)])
     values = torch.cat([value, *(each.values for each in shared)])
     kernel, scoring = _kernel("eager", query.device), replace(scoring, window=None)
-    return merged_with_shared(query, kernel.forward(query, keys, values, whole, scoring), (), kernel, scoring, sinks)
+    first = kernel.forward(query, keys, values, whole, scoring)
+    return merged_pieces(query, first, (), kernel, scoring, sinks)[0]
 
 
 @torch.no_grad()
@@ -374,7 +376,7 @@ def decoding_attention(
     scoring = Scoring(scale, softcap)
     kernel = _kernel(_chosen("auto", "auto", query, scoring, sinks).kernel, query.device)
     first = attention_to_own(query, *own, mask, kernel, scoring)
-    return merged_with_shared(query, first, shared, kernel, scoring, sinks)
+    return merged_pieces(query, first, [each.call for each in shared], kernel, scoring, sinks)[0]
 
 
 def _batched_attention(query: Tensor, key: Tensor, value: Tensor, shape: tuple[int, int], scale: float) -> Tensor:
@@ -390,45 +392,30 @@ def _scoring(scale: float, softcap: float | None, window: int | None, max_seqlen
 
 
 def _chosen(attention: str, kernel: str, query: Tensor, scoring: Scoring, sinks: Tensor | None) -> AttentionChoice:
-    """Choose the strategy and kernel for these scores."""
+    """Choose the strategy and kernel for these scores, which are logged once, in one line; as a warning if slow."""
     modifiers = {
         "softcap": scoring.softcap is not None,
         "window": scoring.window is not None,
         "sinks": sinks is not None,
     }
-    return choose_attention(attention, kernel, query.device, query.dtype, query.shape[-1], **modifiers)
+    choice = choose_attention(attention, kernel, query.device, query.dtype, query.shape[-1], **modifiers)
+    if choice[:2] not in _LOGGED:
+        _LOGGED.add(choice[:2])
+        logger.log(logging.WARNING if choice.is_slow else logging.INFO, "%s", choice)
+    return choice
 
 
 def choose_attention(
     attention: str, kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int, **modifiers: bool
 ) -> AttentionChoice:
-    """Resolve `auto`, or check what was requested by name. A strategy and kernel are logged once, in one line.
-
-    That line is a warning if `auto` finds nothing but `eager` on CUDA.
+    """Resolve `auto`, or check what was requested by name.
 
     modifiers: as in `KernelCall`; False if left out.
 
     Raises UserError for an unknown name, for a named kernel that is not installed or does not take this device, dtype,
     head dim or modifier, for `cascade` if a window binds, and for what `tree` does not take.
     """
-    choice = _choice(attention, kernel, KernelCall(device, dtype, head_dim, **modifiers))
-    if choice[:2] not in _LOGGED:
-        _LOGGED.add(choice[:2])
-        fell = device.type == "cuda" and kernel == "auto" and choice.kernel == "eager"
-        logger.log(logging.WARNING if fell else logging.INFO, "%s%s", choice, _EAGER_ON_CUDA if fell else "")
-    return choice
-
-
-@contextmanager
-def unlogged() -> Iterator[None]:
-    """Do not log choices made inside, and forget them afterwards: a measurement tries what no model runs with."""
-    logged, disabled = set(_LOGGED), logger.disabled
-    logger.disabled = True
-    try:
-        yield
-    finally:
-        logger.disabled = disabled
-        _LOGGED.intersection_update(logged)
+    return _choice(attention, kernel, KernelCall(device, dtype, head_dim, **modifiers))
 
 
 @lru_cache(maxsize=64)  # every layer requests the same
@@ -452,7 +439,9 @@ def _choice(attention: str, kernel: str, call: KernelCall) -> AttentionChoice:
         strategy = "path" if call.window else "cascade"
         why = "a sliding window binds, which cascade cannot keep" if call.window else "no row is copied"
     name, why_kernel = _choose_kernel(kernel, call)
-    return AttentionChoice(strategy, name, f"{strategy}: {why}; {name}: {why_kernel}")
+    is_slow = call.device.type == "cuda" and kernel == "auto" and name == "eager"
+    reason = f"{strategy}: {why}; {name}: {why_kernel}{_EAGER_ON_CUDA if is_slow else ''}"
+    return AttentionChoice(strategy, name, reason, is_slow)
 
 
 def _check_tree(kernel: str, call: KernelCall) -> None:
@@ -473,10 +462,13 @@ def _choose_kernel(kernel: str, call: KernelCall) -> tuple[str, str]:
             raise UserError(f"kernel={kernel!r} cannot be used: {refusal}; kernel='auto' takes one that can")
         return kernel, "as chosen"
     preferred = PREFERRED_ON_CUDA if call.device.type == "cuda" else ("torch", "eager")
-    refusals = {name: varlen_refusal(name, call) for name in preferred}
-    name = next(name for name in preferred if refusals[name] is None)
-    passed_over = [f"{other} {refusal}" for other, refusal in refusals.items() if refusal]
-    return name, f"on {call.device.type}" + "".join(f", {text}" for text in passed_over)
+    passed_over = ""
+    for name in preferred:
+        refusal = varlen_refusal(name, call)
+        if refusal is None:
+            break
+        passed_over += f", {name} {refusal}"
+    return name, f"on {call.device.type}{passed_over}"
 
 
 @lru_cache(maxsize=16)

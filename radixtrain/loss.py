@@ -33,8 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from radixtrain.kernels.first_order import first_order
-from radixtrain.kernels.fusion import fused
+from radixtrain.kernels.functions import first_order, fused
 
 # Rows of a chunk: a quarter of D within these bounds, so that its logits are about a quarter of the head. Each chunk
 # reads the head twice and its gradient once. With few rows the three products wait for memory, even more if the head is

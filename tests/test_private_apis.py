@@ -44,18 +44,17 @@ TABLE: dict[str, dict[str, str]] = {
             "is its backward pass, with a merged log-sum-exp"
         ),
     },
-    "kernels/cudnn.py": {
-        "torch.ops.aten._scaled_dot_product_cudnn_attention": "is cuDNN's, and returns the log-sum-exp",
-        "torch.ops.aten._scaled_dot_product_cudnn_attention_backward": "is its backward pass, with a merged one",
-    },
     "kernels/efficient.py": {
         "torch.ops.aten._efficient_attention_forward": "takes float32 and any head dim, and returns the log-sum-exp",
         "torch.ops.aten._efficient_attention_backward": "is its backward pass, with a merged log-sum-exp",
     },
-    "kernels/first_order.py": {
+    "kernels/functions.py": {
+        "torch._dynamo.mark_static": "makes the length of a row a constant of what is compiled for any number of rows",
         "torch._C._functorch.is_legacy_batchedtensor": "says whether a gradient is several, of is_grads_batched=True",
     },
     "kernels/flash.py": {
+        "torch.ops.aten._scaled_dot_product_cudnn_attention": "is cuDNN's, and returns the log-sum-exp",
+        "torch.ops.aten._scaled_dot_product_cudnn_attention_backward": "is its backward pass, with a merged one",
         "torch.ops.aten._flash_attention_forward.default._schema": (
             "says whether torch's flash attention takes a window"
         ),
@@ -67,11 +66,9 @@ TABLE: dict[str, dict[str, str]] = {
         "flash_attn.flash_attn_interface._flash_attn_varlen_backward": (
             "is its backward pass, with a merged log-sum-exp"
         ),
+        "flash_attn_3._C": "registers the operators of flash-attention 3 with torch",
         "flash_attn.cute.interface._flash_attn_fwd": "is flash attention in CuTe, and returns the log-sum-exp",
         "flash_attn.cute.interface._flash_attn_bwd": "is its backward pass, with a merged log-sum-exp",
-    },
-    "kernels/packages.py": {
-        "flash_attn_3._C": "registers the operators of flash-attention 3 with torch",
     },
     "radixtrain/__main__.py": {
         "triton._C.libtriton": (
@@ -201,9 +198,6 @@ TABLE: dict[str, dict[str, str]] = {
     },
     "radixtrain/hf/windows.py": {
         "torch.utils._python_dispatch._disable_current_modes": "no mode counts or fakes what is asked of a mask",
-    },
-    "kernels/fusion.py": {
-        "torch._dynamo.mark_static": "makes the length of a row a constant of what is compiled for any number of rows",
     },
     "radixtrain/tree/layout.py": {
         "torch.utils._python_dispatch._disable_current_modes": "no mode fakes the numbers of a plan",

@@ -154,13 +154,12 @@ def _attention() -> Iterator[Finding]:
     """Yield what `auto` would run, and why each other kernel cannot, found by the functions that choose."""
     import torch
 
-    from radixtrain.attention import choose_attention, unlogged
+    from radixtrain.attention import choose_attention
     from radixtrain.kernels.varlen import KERNELS, KernelCall, varlen_refusal
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for dtype in (torch.float32, torch.bfloat16):
-        with unlogged():
-            choice = choose_attention("auto", "auto", device, dtype, HEAD_DIM)
+        choice = choose_attention("auto", "auto", device, dtype, HEAD_DIM)
         name = str(dtype).removeprefix("torch.")
         yield Finding("attention", f"auto, {name}", f"{choice.strategy} on {device.type}, kernel {choice.kernel}")
     call = KernelCall(device, torch.bfloat16, HEAD_DIM)

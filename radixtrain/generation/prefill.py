@@ -36,8 +36,7 @@ from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.kernels.stored import Readers, Shared
 from radixtrain.loss import logits_logprobs
 from radixtrain.tree.arrays import IntArray, back_to_back, concatenate_ranges, lengths_of
-from radixtrain.tree.layout import TreeLayout
-from radixtrain.tree.movable import on_device
+from radixtrain.tree.layout import TreeLayout, on_device
 from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.tree.sorting import sort_sequences
 

@@ -35,7 +35,7 @@ from radixtrain.hf.names import CACHE
 from radixtrain.hf.refusals import check_length
 from radixtrain.kernels.stored import Readers, Shared
 from radixtrain.tree.arrays import IntArray, cumulative
-from radixtrain.tree.movable import on_device
+from radixtrain.tree.layout import on_device
 
 # (query, key) pairs that a call of its own has to save at every step to be worth it. On one CPU thread, with 2 layers
 # of 128 and of 512, both ways were equally fast somewhere between 200 and 1,800 pairs.

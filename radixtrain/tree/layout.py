@@ -9,10 +9,10 @@ T packed tokens, U unique rows, B sequences, S segments.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from itertools import accumulate, islice, pairwise
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from radixtrain.kernels.varlen_args import Ragged
 from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative
 from radixtrain.tree.blocks import BlockLayout
 from radixtrain.tree.chains import Cascade, Entry, cascade
-from radixtrain.tree.movable import Function, Movable
 from radixtrain.tree.plan import PrefixPlan
 
 # Most rows of a group of chains on the host, whose kernels loop: 84 segments of 64 banking77 rows, most of them a few
@@ -36,27 +35,57 @@ OF_PLAN = ("gather_indices", "inverse_indices", "cu_seqlens", "segment_starts", 
 OF_PATHS = ("path_keys", "path_cu_seqlens_q", "path_cu_seqlens_k")
 SECTIONS = (*OF_PLAN, *OF_PATHS, "own", "calls", "block_of_row", "block_queries")
 WIDTH = 7  # numbers of a call
+Function = Callable[[Tensor], Tensor]
 
 
-class _Numbers(NamedTuple):
-    """Numbers in `host`, after the lengths of the sections; then come calls, blocks and parents of segments.
+BOUNDS = ("cu_seqlens", "own", *OF_PATHS[1:])  # sections whose longest entry is known on the host
 
-    max_seqlen, max_own, max_new, max_path: longest sequence, chain, run of new rows, path; in tokens.
-    max_position: largest position id, without padding rows; 0 if there is no row.
+
+class _Host(NamedTuple):
+    """The lists in `host`, each after its length.
+
+    lengths: of the sections. longest: entry of each of `BOUNDS`. max_position: the largest position id, without padding
+    rows; 0 if there is no row. calls: `WIDTH` numbers each. blocks: the lengths of a `BlockLayout`. parents, starts: of
+    the segments.
     """
 
-    max_seqlen: int
-    max_own: int
-    max_new: int
-    max_path: int
-    max_position: int
-    num_calls: int
-    num_blocks: int
+    lengths: list[int]
+    longest: list[int]
+    max_position: list[int]
+    calls: list[int]
+    blocks: list[int]
+    parents: list[int]
+    starts: list[int]
 
 
 def _section(name: str, dtype: torch.dtype = torch.int64) -> Any:
     """Make a property: a section of `rows`. int32 is free; int64, for indices, is one copy of all sections."""
     return cached_property(lambda layout: layout.section(name, dtype))
+
+
+class Movable:
+    """What moves as a tensor does: loaders, Accelerate, Lightning and `x.to(device)` find the methods.
+
+    `map` replaces the tensors that move. Whatever else the object holds stays where it is.
+    """
+
+    def map(self, function: Function) -> Self:
+        """Replace what moves; return the object itself if nothing changes."""
+        raise NotImplementedError
+
+    def to(self, device: torch.device | str, non_blocking: bool | None = None) -> Self:
+        """Move to a device.
+
+        non_blocking: as of `Tensor.to`. By default no copy is waited for, except to where the host could read before
+            the copy has arrived; Lightning relies on that.
+        """
+        if non_blocking is None:
+            non_blocking = torch.device(device).type not in ("cpu", "mps")
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        """Copy into page-locked memory of the host, from which copies to a GPU are asynchronous."""
+        return self.map(Tensor.pin_memory)
 
 
 class TreeLayout(Movable):
@@ -91,21 +120,20 @@ class TreeLayout(Movable):
         """
         calls = cascade(*(x.tolist() for x in (plan.segment_starts, plan.segment_parents, plan.subtree_ends)))
         numbers, call_rows = _encoded_calls(calls)
-        sections = [getattr(plan, name) for name in (*OF_PLAN, *OF_PATHS)]
-        sections += [np.array(calls.bounds), call_rows]
-        sections += [blocks.block_of_row.numpy(), blocks.queries.numpy()] if blocks else [NO_ROWS] * 2
-        header = _Numbers(
-            max_seqlen=_longest(plan.cu_seqlens),
-            max_own=_longest(np.array(calls.bounds)),
-            max_new=_longest(plan.path_cu_seqlens_q),
-            max_path=_longest(plan.path_cu_seqlens_k),
-            max_position=int(plan.position_ids[: plan.num_unique_tokens].max(initial=0)),
-            num_calls=len(calls.calls),
-            num_blocks=len(blocks.lengths) if blocks else 0,
+        of_blocks = (blocks.block_of_row.numpy(), blocks.queries.numpy()) if blocks else (NO_ROWS, NO_ROWS)
+        of_plan = [getattr(plan, name) for name in (*OF_PLAN, *OF_PATHS)]
+        sections = dict(zip(SECTIONS, (*of_plan, np.array(calls.bounds), call_rows, *of_blocks), strict=True))
+        lists = _Host(
+            lengths=[len(section) for section in sections.values()],
+            longest=[_longest(sections[name]) for name in BOUNDS],
+            max_position=[int(plan.position_ids[: plan.num_unique_tokens].max(initial=0))],
+            calls=numbers,
+            blocks=list(blocks.lengths) if blocks else [],
+            parents=plan.segment_parents.tolist(),
+            starts=plan.segment_starts.tolist(),
         )
-        of_blocks, parents = blocks.lengths if blocks else (), plan.segment_parents.tolist()
-        host = [*map(len, sections), *header, *numbers, *of_blocks, *parents, *plan.segment_starts.tolist()]
-        rows = np.concatenate(sections).astype(np.int32)
+        host = [number for each in lists for number in (len(each), *each)]
+        rows = np.concatenate([*sections.values()]).astype(np.int32)
         with _disable_current_modes():  # a mode that fakes tensors would lose what they hold
             host_tensor = torch.tensor(host, dtype=torch.int64, device="cpu")
         return cls(host_tensor, torch.from_numpy(rows))
@@ -116,24 +144,14 @@ class TreeLayout(Movable):
         return self if rows is self.rows else TreeLayout(self.host, rows)
 
     @cached_property
-    def _host(self) -> list[int]:
+    def _host(self) -> _Host:
         with _disable_current_modes():
-            return self.host.tolist()
-
-    @cached_property
-    def _numbers(self) -> _Numbers:
-        return _Numbers(*self._host[len(SECTIONS) :][: len(_Numbers._fields)])
-
-    @cached_property
-    def _further(self) -> tuple[list[int], list[int], list[int]]:
-        """Return the numbers of calls, of blocks and of segments."""
-        rest = self._host[len(SECTIONS) + len(_Numbers._fields) :]
-        calls, blocks = self._numbers.num_calls * WIDTH, self._numbers.num_blocks
-        return rest[:calls], rest[calls : calls + blocks], rest[calls + blocks :]
+            numbers = iter(self.host.tolist())
+        return _Host(*(list(islice(numbers, length)) for length in numbers))
 
     @cached_property
     def _bounds(self) -> list[int]:
-        return [0, *accumulate(self._host[: len(SECTIONS)])]
+        return [0, *accumulate(self._host.lengths)]
 
     @cached_property
     def _wide(self) -> Tensor:
@@ -147,30 +165,30 @@ class TreeLayout(Movable):
 
     @property
     def num_rows(self) -> int:
-        return self._host[0]
+        return self._host.lengths[0]
 
     @property
     def max_seqlen(self) -> int:
         """Return the tokens of the longest sequence."""
-        return self._numbers.max_seqlen
+        return self._host.longest[BOUNDS.index("cu_seqlens")]
 
     @property
     def max_position(self) -> int:
         """Return the largest position id, without padding rows; 0 if there is no row."""
-        return self._numbers.max_position
+        return self._host.max_position[0]
 
     @property
     def num_sequences(self) -> int:
-        return self._host[SECTIONS.index("cu_seqlens")] - 1
+        return self._host.lengths[SECTIONS.index("cu_seqlens")] - 1
 
     @property
     def num_tokens(self) -> int:
-        return self._host[SECTIONS.index("inverse_indices")]
+        return self._host.lengths[SECTIONS.index("inverse_indices")]
 
     @property
     def shares(self) -> bool:
         """Return whether some row stands for several tokens. Padding adds rows."""
-        return self._numbers.num_calls > 0 or self.num_rows < self.num_tokens
+        return bool(self._host.calls) or self.num_rows < self.num_tokens
 
     @property
     def batch_shape(self) -> tuple[int, int]:
@@ -221,13 +239,12 @@ class TreeLayout(Movable):
     @cached_property
     def sequences(self) -> Piece:
         """Return the call of `expand`: the packed sequences onto themselves, causal."""
-        return self._causal(self.cu_seqlens, self.cu_seqlens, self.max_seqlen, self.max_seqlen)
+        return self._causal_sections("cu_seqlens", "cu_seqlens")
 
     @cached_property
     def paths(self) -> Piece:
         """Return the call of `path`: new rows of each sequence onto its root path, causal."""
-        q, k = (self.section(name, torch.int32) for name in OF_PATHS[1:])
-        return self._causal(q, k, self._numbers.max_new, self._numbers.max_path)
+        return self._causal_sections(*OF_PATHS[1:])
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
@@ -236,8 +253,7 @@ class TreeLayout(Movable):
 
     def packed_pieces(self) -> tuple[Piece, ...]:
         """Return calls for kernels that take all entries at once."""
-        own, longest = self.section("own", torch.int32), self._numbers.max_own
-        return self._causal(own, own, longest, longest), *self._packed_calls()
+        return self._causal_sections("own", "own"), *self._packed_calls()
 
     @cached_property
     def separate_pieces(self) -> tuple[Piece, ...]:
@@ -270,6 +286,11 @@ class TreeLayout(Movable):
         hidden = (rows[:, None] < rows) | (rows[:, None] >= self.row_subtree_ends[start:end])
         return torch.zeros(hidden.shape, device="cpu").masked_fill_(hidden, float("-inf"))
 
+    def _causal_sections(self, q: str, k: str) -> Piece:
+        of_q, of_k = (self.section(name, torch.int32) for name in (q, k))
+        longest_q, longest_k = (self._host.longest[BOUNDS.index(name)] for name in (q, k))
+        return self._causal(of_q, of_k, longest_q, longest_k)
+
     def _causal(self, q: Tensor, k: Tensor, longest_q: int, longest_k: int, masks: Any = None) -> Piece:
         """Make a causal call on all rows. q, k: its bounds, (E+1,), int32."""
         on_host = None
@@ -287,7 +308,7 @@ class TreeLayout(Movable):
             at += number
             return self.section("calls", dtype)[at - number : at]
 
-        numbers = iter(self._further[0])
+        numbers = iter(self._host.calls)
         for entries, num_q, num_k, max_q, max_k, first_q, first_k in zip(*[numbers] * WIDTH, strict=True):
             cu_q, cu_k = (taken(entries + 1, torch.int32) for _ in range(2))
             q_rows, k_rows = (
@@ -299,7 +320,7 @@ class TreeLayout(Movable):
     @cached_property
     def blocks(self) -> BlockLayout | None:
         """Return the blocks of rows that attend in both directions; None without any."""
-        lengths = self._further[1]
+        lengths = self._host.blocks
         if not lengths:
             return None
         queries = self.section("block_queries")
@@ -310,11 +331,15 @@ class TreeLayout(Movable):
     @property
     def segments(self) -> tuple[IntArray, IntArray]:
         """Return `segment_starts` (S+1,) and `segment_parents` (S,) of the plan, int64, on the host."""
-        numbers = np.array(self._further[2])
-        return numbers[len(numbers) // 2 :], numbers[: len(numbers) // 2]
+        return np.array(self._host.starts), np.array(self._host.parents, dtype=np.int64)
 
 
 NO_ROWS = np.zeros(0, dtype=np.int64)
+
+
+def on_device(values: IntArray, device: torch.device) -> Tensor:
+    """Copy to a device without waiting: CUDA has copied pageable memory aside when `to` returns."""
+    return torch.tensor(values, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
 
 
 def sequences_of(token_indices: Tensor, cu_seqlens: Tensor) -> Tensor:

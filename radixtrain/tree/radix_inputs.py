@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from radixtrain.tree.arrays import IntArray
-from radixtrain.tree.layout import TreeLayout
-from radixtrain.tree.movable import Function, Movable
+from radixtrain.tree.layout import Function, Movable, TreeLayout
 
 RADIX = "radix"  # its key in a batch
 

@@ -15,9 +15,8 @@ from radixtrain.attention import PREFERRED_ON_CUDA, choose_attention
 from radixtrain.errors import UserError
 from radixtrain.kernels import efficient
 from radixtrain.kernels.cpu_loops import EagerKernel
-from radixtrain.kernels.cudnn import cudnn_missing
-from radixtrain.kernels.packages import PACKAGES, package_missing
-from radixtrain.kernels.varlen import varlen_kernel
+from radixtrain.kernels.flash import cudnn_missing
+from radixtrain.kernels.varlen import PACKAGES, package_missing, varlen_kernel
 from radixtrain.kernels.varlen_args import Ragged, Scoring
 from radixtrain.testing import assert_within_reference_error
 from radixtrain.tree.layout import TreeLayout

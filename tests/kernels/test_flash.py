@@ -19,9 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from radixtrain.kernels import efficient, flash
 from radixtrain.kernels.cpu_loops import EagerKernel
-from radixtrain.kernels.cudnn import CudnnKernel, cudnn_missing
 from radixtrain.kernels.efficient import EfficientKernel
-from radixtrain.kernels.flash import FlashAttn3Kernel, FlashAttn4Kernel, FlashAttnKernel, TorchCUDAKernel
+from radixtrain.kernels.flash import (
+    CudnnKernel,
+    FlashAttn3Kernel,
+    FlashAttn4Kernel,
+    FlashAttnKernel,
+    TorchCUDAKernel,
+    cudnn_missing,
+)
 from radixtrain.kernels.merge_attention import Route, routed_attention
 from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
 from radixtrain.testing import assert_within_reference_error

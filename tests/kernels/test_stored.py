@@ -7,7 +7,8 @@ from torch import Tensor
 
 from radixtrain.attention import decoding_attention
 from radixtrain.kernels.cpu_loops import EagerKernel, TorchCPUKernel
-from radixtrain.kernels.stored import Readers, Shared, attention_to_own, merged_with_shared
+from radixtrain.kernels.merge_attention import merged_pieces
+from radixtrain.kernels.stored import Readers, Shared, attention_to_own
 from radixtrain.kernels.varlen_args import Scoring
 
 CPU = torch.device("cpu")
@@ -65,6 +66,7 @@ def test_one_softmax(kernel: EagerKernel | TorchCPUKernel, has_sinks: bool, soft
     sinks = drawn(HEADS * GROUPS) if has_sinks else None
     truth = expected(query, own, mask, shared, scoring, sinks)
     first = attention_to_own(query, *own, mask, kernel, scoring)
-    assert torch.allclose(merged_with_shared(query, first, shared, kernel, scoring, sinks), truth, atol=1e-13)
+    merged, _ = merged_pieces(query, first, [each.call for each in shared], kernel, scoring, sinks)
+    assert torch.allclose(merged, truth, atol=1e-13)
     chosen = decoding_attention(query, own, mask, shared, scale=0.6, softcap=softcap, sinks=sinks)
     assert torch.allclose(chosen, truth, atol=1e-13)

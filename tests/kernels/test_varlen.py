@@ -13,9 +13,8 @@ from torch import Tensor
 
 from radixtrain.kernels import cpu_loops
 from radixtrain.kernels.cpu_loops import EagerKernel, TorchCPUKernel, schedule_of
-from radixtrain.kernels.cudnn import CudnnKernel
 from radixtrain.kernels.efficient import EfficientKernel
-from radixtrain.kernels.flash import TorchCUDAKernel
+from radixtrain.kernels.flash import CudnnKernel, TorchCUDAKernel
 from radixtrain.kernels.varlen import KERNELS, varlen_kernel
 from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
 

@@ -1,6 +1,7 @@
 """U unique rows, N query heads, K key/value heads, H head dim."""
 
 import logging
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -18,9 +19,10 @@ from tiers import FULL, cases, tries
 from torch import Tensor
 
 from radixtrain import attention as attention_module
-from radixtrain.attention import EVERYWHERE, PREFERRED_ON_CUDA, choose_attention, tree_attention, unlogged
+from radixtrain.attention import EVERYWHERE, PREFERRED_ON_CUDA, choose_attention, tree_attention
 from radixtrain.errors import UserError
 from radixtrain.kernels.cpu_loops import EagerKernel
+from radixtrain.kernels.varlen import ON_CUDA, PACKAGES
 from radixtrain.testing import assert_within_reference_error, ragged_batches, relative_error
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
@@ -237,25 +239,16 @@ def test_dtypes_and_devices_that_do_not_fit() -> None:
 BF16, F16, F32, SOFTCAP, WINDOW = torch.bfloat16, torch.float16, torch.float32, {"softcap": True}, {"window": True}
 NARROW_HEADS = "takes head dims that are multiples of 8 up to"
 TWO, THREE, FOUR = "flash-attn 2.8.3", "flash-attn-3 3.0.0", "flash-attn-4 4.0.0b36"
-# What each package writes. Version 4 has no flash_attn/__init__.py, and version 2 brings an older flash_attn/cute.
-FILES = {
-    "flash-attn": ["flash_attn/__init__.py", "flash_attn/flash_attn_interface.py", "flash_attn/cute/interface.py"],
-    "flash-attn-3": ["flash_attn_3/_C.py"],
-    "flash-attn-4": ["flash_attn/cute/__init__.py", "flash_attn/cute/interface.py"],
-}
 
 
-def install(site: Path, package: str) -> None:
-    """As pip does: over what is there, with a list of the files and their sizes. None can be imported."""
+def install(monkeypatch: pytest.MonkeyPatch, site: Path, package: str) -> None:
+    """As pip does, for what looks for versions; its kernel can be made."""
     name, version = package.split()
     about = site / f"{name.replace('-', '_')}-{version}.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
-    code = f"raise ImportError('no CUDA here, says {package}')"
-    for file in FILES[name]:
-        (site / file).parent.mkdir(parents=True, exist_ok=True)
-        (site / file).write_text(code)
-    (about / "RECORD").write_text("".join(f"{file},,{len(code)}\n" for file in FILES[name]))
+    kernel = next(kernel for kernel, package in PACKAGES.items() if package.name == name)
+    monkeypatch.setitem(ON_CUDA, kernel, EagerKernel)
 
 
 class TestChoice:
@@ -286,7 +279,7 @@ class TestChoice:
 
     @pytest.mark.parametrize(
         ("packages", "capability", "dtype", "head_dim", "modifiers", "kernel", "why"),
-        [  # packages in the order in which they were installed. why: something that the reason says
+        [  # why: something that the reason says
             ([], 9.0, BF16, 128, {}, "torch", "flash-attn-4 is not installed (pip install -U 'flash-attn-4>="),
             ([], 8.0, F16, 256, {}, "torch", "flash-attn is not installed (pip install -U 'flash-attn>=2.7', needs"),
             ([], 9.0, BF16, 64, SOFTCAP, "eager", "efficient computes no soft-cap"),
@@ -303,7 +296,6 @@ class TestChoice:
             ([THREE], 9.0, BF16, 256, {}, "torch", f"flash_attn_3 {NARROW_HEADS} 192"),
             ([THREE], 10.0, BF16, 128, {}, "torch", "needs a GPU of compute capability 9.x, this one has 10.0"),
             ([THREE], None, BF16, 128, {}, "torch", "compute capability 9.x, and torch sees no CUDA device"),
-            # `flash_attn` can be found then, and is not version 2.
             ([FOUR], 9.0, BF16, 128, {}, "flash_attn_4", "on cuda"),
             ([FOUR], 8.0, BF16, 128, {}, "torch", "flash-attn is not installed"),
             ([FOUR], 8.6, F16, 64, {}, "torch", "capability 9.x or 10.x or 11.x, this one has 8.6"),
@@ -317,30 +309,47 @@ class TestChoice:
             (["flash-attn-4 4.0.0"], 9.0, BF16, 64, {}, "flash_attn_4", "on cuda"),
             ([TWO, FOUR], 9.0, BF16, 128, {}, "flash_attn_4", "on cuda"),
             ([TWO, FOUR], 8.0, BF16, 128, {}, "flash_attn", "flash_attn_4 needs a GPU of"),
-            ([FOUR, TWO], 9.0, BF16, 128, {}, "flash_attn", "cute.interface is not that of flash-attn-4 4.0.0b36"),
             ([TWO, THREE, FOUR], 9.0, BF16, 128, {}, "flash_attn_3", "on cuda"),
             ([TWO, THREE, FOUR], 9.0, BF16, 256, {}, "flash_attn_4", f"flash_attn_3 {NARROW_HEADS} 192"),
         ],
     )  # fmt: skip
     def test_kernel_of_a_machine(
-        self, monkeypatch, tmp_path, caplog, packages, capability, dtype, head_dim, modifiers, kernel, why
+        self, monkeypatch, tmp_path, packages, capability, dtype, head_dim, modifiers, kernel, why
     ) -> None:
-        """What `auto` takes on CUDA, with a warning if that is a loop. What it passes over is refused by name too."""
+        """What `auto` takes on CUDA, and whether that is a loop. What it passes over is refused by name too."""
         for package in packages:
-            install(tmp_path, package)
+            install(monkeypatch, tmp_path, package)
         monkeypatch.setattr("sys.path", [str(tmp_path)])
         monkeypatch.setattr("torch.cuda.is_available", lambda: capability is not None)
         major, minor = divmod(round(10 * (capability or 0)), 10)
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (major, minor))
         choice = choose_attention("auto", "auto", CUDA, dtype, head_dim, **modifiers)
         assert choice.kernel == kernel and why in choice.reason, choice
-        warned = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-        assert [message.partition("; eager is a loop")[0] for message in warned] == [str(choice)] * (kernel == "eager")
+        assert choice.is_slow == ("eager is a loop of matrix products" in choice.reason) == (kernel == "eager")
         for name in PREFERRED_ON_CUDA[: PREFERRED_ON_CUDA.index(kernel)]:
             with pytest.raises(UserError, match=f"kernel='{name}' cannot be used: .*; kernel='auto' takes") as error:
                 choose_attention("auto", name, CUDA, dtype, head_dim, **modifiers)
             refusal = str(error.value).partition(": ")[2].rpartition("; ")[0]
             assert f"{name} {refusal}" in choice.reason
+
+    @pytest.mark.parametrize("error", [ImportError, OSError, AttributeError])
+    def test_a_package_that_cannot_be_imported(self, monkeypatch, tmp_path, error: type[Exception]) -> None:
+        """Such as one built for another torch, or half overwritten."""
+
+        def broken() -> None:
+            raise error("undefined symbol: _ZN3c10")
+
+        install(monkeypatch, tmp_path, TWO)
+        monkeypatch.setitem(ON_CUDA, "flash_attn", broken)
+        monkeypatch.setattr("sys.path", [str(tmp_path)])
+        refusal = (
+            "the package flash-attn 2.8.3 cannot be imported: undefined symbol: _ZN3c10 "
+            "(pip install --force-reinstall --no-deps flash-attn==2.8.3)"
+        )
+        choice = choose_attention("auto", "auto", CUDA, BF16, 64)
+        assert choice.kernel == "torch" and f"flash_attn {refusal}" in choice.reason
+        with pytest.raises(UserError, match=re.escape(f"kernel='flash_attn' cannot be used: {refusal}; ")):
+            choose_attention("auto", "flash_attn", CUDA, BF16, 64)
 
     @pytest.mark.parametrize(
         ("kernels", "call", "modifiers", "reason"),
@@ -390,25 +399,21 @@ class TestChoice:
             choose_attention("auto", "triton", CPU, torch.float32, 64)
 
     def test_logged_once_in_one_line(self, caplog: pytest.LogCaptureFixture) -> None:
-        """Also after more calls of different head dims than are remembered; a refusal is not logged."""
+        """Also after more head dims than are remembered; a choice that nothing runs is not logged."""
         plan = plan_of(NESTED)
         with caplog.at_level(logging.INFO, logger="radixtrain.attention"):
+            choose_attention("path", "auto", CPU, torch.float32, 64)
             q, k, v, _ = attention_inputs(plan, torch.float32)
-            tree_attention(q, k, v, plan)
-            with pytest.raises(UserError):
-                choose_attention("auto", "flash_attn", CPU, torch.float32, 64)
             for head_dim in [*range(1, 100), *range(1, 100)]:
-                choose_attention("auto", "auto", CPU, torch.float32, head_dim)
+                tree_attention(*(x[..., :1].expand(-1, -1, head_dim) for x in (q, k, v)), plan)
         assert caplog.messages == ["attention=cascade, kernel=torch (cascade: no row is copied; torch: on cpu)"]
 
-    def test_a_measurement_is_not_logged_and_counts_as_new(self, caplog: pytest.LogCaptureFixture) -> None:
-        with caplog.at_level(logging.INFO, logger="radixtrain.attention"):
-            with unlogged():
-                choose_attention("path", "auto", CPU, torch.float32, 8)
-            assert not caplog.messages
-            for _ in range(2):
-                choose_attention("path", "auto", CPU, torch.float32, 8)
-        assert caplog.messages == ["attention=path, kernel=torch (path: as chosen; torch: on cpu)"]
+    def test_a_loop_on_a_gpu_is_a_warning(self, monkeypatch, caplog: pytest.LogCaptureFixture) -> None:
+        slow = attention_module.AttentionChoice("cascade", "eager", "why", is_slow=True)
+        monkeypatch.setattr(attention_module, "_choice", Mock(return_value=slow))
+        plan = plan_of(NESTED)
+        tree_attention(*attention_inputs(plan, torch.float32)[:3], plan)
+        assert [(record.levelno, record.message) for record in caplog.records] == [(logging.WARNING, str(slow))]
 
 
 @pytest.mark.parametrize(("kernel", "batches"), [("auto", 1), ("flash_attn_3", 0)])

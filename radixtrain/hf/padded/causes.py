@@ -35,7 +35,7 @@ from radixtrain.hf.upstream import Upstream
 from radixtrain.hf.windows import MaskRequest, answered, request_of
 from radixtrain.tree.arrays import IntArray, lengths_of
 from radixtrain.tree.blocks import BlockLayout
-from radixtrain.tree.movable import on_device
+from radixtrain.tree.layout import on_device
 from radixtrain.tree.plan import PrefixPlan
 
 AT_PLACEHOLDERS, PLACEHOLDERS = "deepstack_visual_embeds", "visual_pos_masks"  # tensors (P, D), and where they stand

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from radixtrain.errors import UserError
-from radixtrain.kernels.first_order import refuse_batched
+from radixtrain.kernels.functions import refuse_batched
 from radixtrain.tree.arrays import IntArray
 
 BoolArray = npt.NDArray[np.bool_]

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _pop_mode_temporarily
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from radixtrain.kernels import fusion, tree_flex
+from radixtrain.kernels import functions, tree_flex
 
 __all__ = ["SHARED", "compile_without_running"]
 
@@ -37,7 +37,7 @@ class Chip:
 def compile_without_running() -> None:
     """From here on. Called after `device.answer`."""
     _answer_as_an_h100()
-    precompile, compile_function = CachingAutotuner._precompile_config, fusion._compiled
+    precompile, compile_function = CachingAutotuner._precompile_config, functions._compiled
 
     def compiled(kernel: CachingAutotuner, config: Any) -> Any:
         result = precompile(kernel, config)
@@ -59,7 +59,7 @@ def compile_without_running() -> None:
         setattr(CachingAutotuner, name, change)
     whole = partial(unwatched, tree_flex._compiled())
     tree_flex._compiled = lambda: whole
-    fusion._compiled = lambda function: partial(unwatched, compile_function(function))
+    functions._compiled = lambda function: partial(unwatched, compile_function(function))
 
 
 def _answer_as_an_h100() -> None:

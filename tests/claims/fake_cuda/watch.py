@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from radixtrain.tree.movable import Movable
+from radixtrain.tree.layout import Movable
 
 __all__ = ["DEVICE", "FakeCUDA", "Waits", "move_module", "moved"]
 
