@@ -14,9 +14,8 @@ from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.data.conversation import FIX_MARKERS, Conversation, text_of
 from radixtrain.data.files.sources import Row, UnreadRow
 from radixtrain.data.rows.columns import standard_row, turns_of
-from radixtrain.data.rows.logs import choices_of
-from radixtrain.data.rows.messages import SYSTEM_ROLES, read_tools
-from radixtrain.data.rows.unread import check_turns
+from radixtrain.data.rows.messages import SYSTEM_ROLES, check_turns, read_tools
+from radixtrain.data.rows.unread import choices_of
 from radixtrain.data.sample import EncodeReport, TooLongError, check_vocabulary, sample_from_tokens
 from radixtrain.data.template import (
     renders_developer,
@@ -79,13 +78,6 @@ class ChatEncoder:
     system_prompt: str = ""
     answered: ClassVar[bool] = True
     """Whether a row needs an answer to learn from."""
-
-    def __post_init__(self) -> None:
-        if self.excess_length_strategy not in ("raise", "drop", "truncate"):
-            expected = "expected raise, drop or truncate"
-            raise UserError(f"excess_length_strategy: {expected}, found {self.excess_length_strategy!r}")
-        if self.max_length is not None and self.max_length < 2:
-            raise UserError(f"max_length: expected at least 2 tokens, found {self.max_length}")
 
     def encode(self, row: Row) -> list[TokenRow]:
         """Return the samples of one row; none if all are dropped for their length. Raises as `encode_all`."""

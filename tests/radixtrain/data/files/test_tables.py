@@ -11,8 +11,8 @@ import trl
 from byte_tokenizer import byte_tokenizer
 
 from radixtrain.data.chat import ChatEncoder
+from radixtrain.data.files.readers import read_dataset, read_table
 from radixtrain.data.files.sources import open_rows
-from radixtrain.data.files.tables import read_dataset, read_table
 from radixtrain.data.sample import EncodeReport
 from radixtrain.errors import UserError
 
