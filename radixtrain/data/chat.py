@@ -129,8 +129,8 @@ class ChatEncoder:
     def drafts(self, row: Row | UnreadRow, report: EncodeReport | None = None) -> list[Draft | TokenRow | DataError]:
         """Return the drafts of a row, before tokenisation, or its samples if it has tokens, or its error.
 
-        report: counts the columns, keys of messages and turns that nothing reads, chats with no system turn or with
-            another one than `system_prompt`, and rows that a table had filled with nulls.
+        report: counts the columns, keys of messages and turns that nothing reads, and chats with no system
+            turn or with another one than `system_prompt`.
         """
         try:
             standard = self.standard(row)
@@ -146,7 +146,6 @@ class ChatEncoder:
             if is_cut and any(turns[-1]["role"] != "assistant" for turns in chats):
                 report.unused_columns[LAST_TURNS] += 1
             report.num_own_system += any(self._has_own_system(each) for each in standard)
-            report.num_filled += isinstance(row, UnreadRow) and row.filled
         return items
 
     def chats(self, row: Row | UnreadRow, completions: bool = True) -> list[Conversation]:

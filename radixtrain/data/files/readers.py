@@ -182,7 +182,6 @@ def _rows_of(document: object, path: str) -> list[Any]:
 
 
 ROWS_PER_BATCH = 128  # a row of an agent may hold 100,000 tokens
-OF_TOOLS = ("tools", "functions", "function", "arguments", "parameters")  # what is in these is rendered as it stands
 Fields = dict[str, Any]
 
 
@@ -205,8 +204,8 @@ def read_dataset(name: str, dataset: Any) -> Iterator[UnreadRow]:
     name: for errors, which call a row `name:row 17`.
     """
     try:
-        for number, (fields, filled) in enumerate(_rows(dataset), start=1):
-            yield UnreadRow(fields, f"{name}:row {number}", filled=filled)
+        for number, fields in enumerate(_rows(dataset), start=1):
+            yield UnreadRow(fields, f"{name}:row {number}")
     except Exception as error:
         raise _unreadable(name, error) from error
 
@@ -215,8 +214,8 @@ def _unreadable(name: str, error: Exception) -> UserError:
     return UserError(f"{name}: cannot be read: {first_line(error)}")
 
 
-def _rows(dataset: Any) -> Iterator[tuple[Fields, bool]]:
-    """Yield each row, and whether nulls were left out of its tools or arguments.
+def _rows(dataset: Any) -> Iterator[Fields]:
+    """Yield each row, without the nulls that a table adds.
 
     In a table every object of a column has the keys of all objects, with null for those it lacks; so these nulls are
     left out, as by TRL's `remove_none_values`. What `datasets` keeps as JSON stays as it was written. The value of a
@@ -232,29 +231,19 @@ def _rows(dataset: Any) -> Iterator[tuple[Fields, bool]]:
     for table in dataset.select_columns(names).with_format("arrow").iter(ROWS_PER_BATCH):
         columns = features.decode_batch(table.to_pydict())
         for number in range(len(table)):
-            left_out: set[str] = set()
-            fields = {name: _given(columns[name][number], types[name], (name,), left_out) for name in names}
-            yield fields | not_read, bool(left_out)
+            fields = {name: _given(columns[name][number], types[name]) for name in names}
+            yield fields | not_read
 
 
-def _given(value: Any, kind: Any, path: tuple[str, ...], left_out: set[str]) -> Any:
-    """Drop the keys of a value's objects that are null.
-
-    kind: its Arrow type. path: the keys above it. left_out: receives the keys of tools and arguments.
-    """
+def _given(value: Any, kind: Any) -> Any:
+    """Drop the keys of a value's objects that are null. kind: its Arrow type."""
     import pyarrow
 
     if isinstance(value, list) and (of_items := getattr(kind, "value_type", None)) and of_items.num_fields:
-        return [_given(item, of_items, path, left_out) for item in value]
+        return [_given(item, of_items) for item in value]
     if not isinstance(value, dict) or not pyarrow.types.is_struct(kind):
         return value
-    absent = {name for name, inner in value.items() if inner is None}
-    left_out.update(absent if not {*path}.isdisjoint(OF_TOOLS) else ())
-    return {
-        name: _given(inner, kind.field(name).type, (*path, name), left_out)
-        for name, inner in value.items()
-        if name not in absent
-    }
+    return {name: _given(inner, kind.field(name).type) for name, inner in value.items() if inner is not None}
 
 
 def _undecoded(feature: Any) -> Any:
