@@ -14,9 +14,8 @@ from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.data.conversation import FIX_MARKERS, Conversation, text_of
 from radixtrain.data.files.sources import Row, UnreadRow
 from radixtrain.data.rows.columns import standard_row, turns_of
-from radixtrain.data.rows.logs import choices_of
-from radixtrain.data.rows.messages import SYSTEM_ROLES, read_tools
-from radixtrain.data.rows.unread import check_turns
+from radixtrain.data.rows.messages import SYSTEM_ROLES, check_turns, read_tools
+from radixtrain.data.rows.unread import choices_of
 from radixtrain.data.sample import EncodeReport, TooLongError, check_vocabulary, sample_from_tokens
 from radixtrain.data.template import (
     renders_developer,
@@ -80,13 +79,6 @@ class ChatEncoder:
     answered: ClassVar[bool] = True
     """Whether a row needs an answer to learn from."""
 
-    def __post_init__(self) -> None:
-        if self.excess_length_strategy not in ("raise", "drop", "truncate"):
-            expected = "expected raise, drop or truncate"
-            raise UserError(f"excess_length_strategy: {expected}, found {self.excess_length_strategy!r}")
-        if self.max_length is not None and self.max_length < 2:
-            raise UserError(f"max_length: expected at least 2 tokens, found {self.max_length}")
-
     def encode(self, row: Row) -> list[TokenRow]:
         """Return the samples of one row; none if all are dropped for their length. Raises as `encode_all`."""
         return self.encode_all([row])[0]
@@ -137,8 +129,8 @@ class ChatEncoder:
     def drafts(self, row: Row | UnreadRow, report: EncodeReport | None = None) -> list[Draft | TokenRow | DataError]:
         """Return the drafts of a row, before tokenisation, or its samples if it has tokens, or its error.
 
-        report: counts the columns, keys of messages and turns that nothing reads, chats with no system turn or with
-            another one than `system_prompt`, and rows that a table had filled with nulls.
+        report: counts the columns, keys of messages and turns that nothing reads, and chats with no system
+            turn or with another one than `system_prompt`.
         """
         try:
             standard = self.standard(row)
@@ -154,7 +146,6 @@ class ChatEncoder:
             if is_cut and any(turns[-1]["role"] != "assistant" for turns in chats):
                 report.unused_columns[LAST_TURNS] += 1
             report.num_own_system += any(self._has_own_system(each) for each in standard)
-            report.num_filled += isinstance(row, UnreadRow) and row.filled
         return items
 
     def chats(self, row: Row | UnreadRow, completions: bool = True) -> list[Conversation]:

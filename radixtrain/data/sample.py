@@ -92,7 +92,6 @@ class EncodeReport:
     num_long_samples, longest, longest_where: longer than `max_length`, whatever was done with them.
     num_tokens, num_labels: of the samples that were kept.
     num_own_system: with another system turn than the `system_prompt` of the configuration.
-    num_filled: from a table that had put nulls into their tools or arguments, which are left out.
     num_with_system, num_without_system: chats that begin with a system turn, and the other chats.
     unused_columns: how many rows had each column, key of messages or last turns that nothing reads.
     """
@@ -110,7 +109,6 @@ class EncodeReport:
     num_tokens: int = 0
     num_labels: int = 0
     num_own_system: int = 0
-    num_filled: int = 0
     num_with_system: int = 0
     num_without_system: int = 0
     bad_rows: list[str] = field(default_factory=list)
@@ -156,7 +154,6 @@ class EncodeReport:
         counts = {
             "bad rows skipped": self.num_bad_rows,
             "rows have their own system turn": self.num_own_system,
-            "rows without the nulls that their table had put into tools or arguments": self.num_filled,
             "samples dropped for their length": self.num_dropped_samples,
             "samples truncated": self.num_truncated_samples,
             "samples dropped because truncation left them no loss": self.num_without_loss,

@@ -38,13 +38,11 @@ class UnreadRow(NamedTuple):
 
     content: the JSON; or the columns; or what is wrong with the row.
     where: as in `Row`. columns: of the source, see `map_columns`.
-    filled: whether a table had put nulls into its tools or arguments, which are left out.
     """
 
     content: bytes | dict[str, Any] | DataError
     where: str
     columns: Mapping[str, str | None] | None = None
-    filled: bool = False
 
     def read(self) -> Row:
         """Parse the row and rename its columns by the mapping. Raises DataError if it is bad or a column is missing."""

@@ -12,9 +12,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from radixtrain.data.files.readers import (
+    COMPRESSIONS,
+    MAX_ROW_BYTES,
+    hub_dataset,
+    read_csv,
+    read_dataset,
+    read_json,
+    read_jsonl,
+    read_table,
+    saved_dataset,
+)
 from radixtrain.data.files.rows import Row, UnreadRow, check_columns
-from radixtrain.data.files.tables import hub_dataset, read_dataset, read_table, saved_dataset
-from radixtrain.data.files.texts import COMPRESSIONS, MAX_ROW_BYTES, read_csv, read_json, read_jsonl
 from radixtrain.errors import DataError, UserError, did_you_mean
 from radixtrain.screen import without_passwords
 

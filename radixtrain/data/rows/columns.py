@@ -8,10 +8,16 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from radixtrain.data.files.rows import OF_TOKENS, Row, explain, parse
-from radixtrain.data.rows.logs import OF_CHATS, log_hint
 from radixtrain.data.rows.messages import EMPTY, PAIRS, check_messages, with_system
-from radixtrain.data.rows.unread import check_unread, in_yaml, preference_data
-from radixtrain.data.rows.verdicts import is_message, tells
+from radixtrain.data.rows.unread import (
+    OF_CHATS,
+    check_unread,
+    in_yaml,
+    is_message,
+    log_hint,
+    preference_data,
+    tells,
+)
 from radixtrain.errors import DataError
 
 Fields = dict[str, Any]

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from radixtrain.data.files.rows import explain, parse
-from radixtrain.data.rows.logs import converter_of
-from radixtrain.data.rows.verdicts import tells
+from radixtrain.data.rows.unread import COUNTS, THINKING, converter_of, in_yaml, tells, words_of
 from radixtrain.errors import DataError
 
 Message = dict[str, Any]
@@ -44,6 +43,8 @@ PAIRS = (
 )
 EMPTY = "is empty: nothing is learned from it but to stop; leave the row out (data.on_bad_row: skip)"
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+PROSE = 4  # words of a text that somebody has written for a reader
+OF_TURN = {"role", "content", "tool_calls", "weight", *THOUGHTS}
 
 
 def check_messages(messages: object, where: str, field: str = "messages") -> list[Message]:
@@ -274,3 +275,39 @@ def _arguments(arguments: object, name: str, where: str) -> Message:
         twice = ", which is JSON that was encoded twice" if str(arguments).startswith("{") else ""
         raise DataError(where, f"{name}: arguments: expected an object, found {repr(arguments)[:60]}{twice}")
     return arguments
+
+
+def check_turns(messages: list[Message], words: frozenset[str], where: str, answered: bool = True) -> set[str]:
+    """Return the keys of messages that hold something and that neither we nor the template read, as `messages.KEY`.
+
+    messages: as `check_messages` returns them. words: of the template, which reads no other keys.
+    answered: False if nothing is learned.
+
+    Raises DataError for a key that holds a part of a turn or may tell whether it is learned.
+    """
+    found, told = set[str](), dict[str, str]()
+    for number, message in enumerate(messages, start=1):
+        bears_loss = message["role"] == "assistant" and message.get("weight") != 0
+        for key, value in message.items():
+            if key in OF_TURN or key in words or value in ("", [], {}):
+                continue
+            found.add(f"messages.{key}")
+            if answered and (reason := _unread_reason(key, value, bears_loss)):
+                what = f"turn {number} (role {message['role']!r}): {key}: {repr(value)[:40]} {reason}"
+                told.setdefault(key, f"{what}data.columns: {{{in_yaml(f'messages.{key}')}: null}} leaves it out")
+    if told:
+        raise DataError(where, "; ".join(told.values()))
+    return found
+
+
+def _unread_reason(key: str, value: object, bears_loss: bool) -> str:
+    """Say what is wrong with an unread key of a message, and how to read it; empty if it tells nothing."""
+    words = words_of(key)
+    is_prose = isinstance(value, str) and len(value.split()) >= PROSE and not words & COUNTS
+    if not isinstance(value, list) and not (bears_loss and (is_prose or tells(key, value, of_turn=True))):
+        return ""
+    if isinstance(value, int | float):
+        return f"is not read; data.columns: {{messages.weight: messages.{key}}} reads it (0: no loss on the turn), "
+    if words & THINKING and isinstance(thought(value), str):
+        return f"is not learned; data.columns: {{messages.reasoning_content: messages.{key}}} reads it as thinking, "
+    return "is not read, so it would be lost; "

@@ -12,7 +12,7 @@ from rich.text import Text
 from radixtrain.collators.prefix_sampler import batches_of
 from radixtrain.data.files.sources import as_sources, open_rows
 from radixtrain.data.rows.columns import standard_row
-from radixtrain.data.rows.logs import choices_of
+from radixtrain.data.rows.unread import choices_of
 from radixtrain.data.sample import EncodeReport
 from radixtrain.data.steps import (
     Arrangement,

@@ -174,14 +174,6 @@ def test_a_batch_is_the_rows_one_by_one() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("options", "why"), [({"excess_length_strategy": "cut"}, "found 'cut'"), ({"max_length": 1}, "at least 2")]
-)
-def test_a_wrong_setting_is_refused(options: dict[str, Any], why: str) -> None:
-    with pytest.raises(UserError, match=why):
-        encoder(**options)
-
-
 def test_a_target_gets_no_space_where_a_text_begins() -> None:
     """SentencePiece tokenizers (Llama 2, Mistral) put a space before a text's first word, which a target is not."""
     vocab = {piece: i for i, piece in enumerate(["<unk>", "</s>", "▁", "a", "b", ":", "(", ")"])}
