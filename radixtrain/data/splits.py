@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from radixtrain.data.cache import TokenizingOptions, tokenized
 from radixtrain.data.chat import ChatEncoder, UnlabelledEncoder
 from radixtrain.data.files.sources import KEY, Source, as_sources, open_rows
 from radixtrain.data.sample import EncodeReport
@@ -23,7 +24,6 @@ from radixtrain.data.template import (
     warn_of_rewritten_history,
     writes_date,
 )
-from radixtrain.data.tokens.cache import TokenizingOptions, tokenized
 from radixtrain.data.tokens.corpus import Corpus, Part, distinct_turns, last_turns
 from radixtrain.data.tokens.tokenization import load_tokenizer, read_text
 from radixtrain.distributed import ranks

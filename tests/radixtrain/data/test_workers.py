@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
 from radixtrain.data import workers
+from radixtrain.data.cache import encode_blocks
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import UnreadRow
 from radixtrain.data.steps import StepLoader, StepSampler
-from radixtrain.data.tokens.cache import encode_blocks
 from radixtrain.data.workers import BLOCKED, _kill_daemons, blocked_signals, end_with_parent
 from radixtrain.training.fault_tolerance.failures import explain
 from radixtrain.training.fault_tolerance.signals import HANDLED

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from byte_tokenizer import CHATML, byte_tokenizer
 
+from radixtrain.data.cache import Tokenized, TokenizingOptions, tokenized
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import Source
-from radixtrain.data.tokens.cache import Tokenized, TokenizingOptions, tokenized
 
 
 @pytest.fixture

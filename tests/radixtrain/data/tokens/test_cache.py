@@ -14,10 +14,10 @@ import pytest
 from byte_tokenizer import CHATML, MARKED
 from tiers import cases
 
+from radixtrain.data import cache
+from radixtrain.data.cache import Tokenized, TokenizingOptions, tokenized
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import Source
-from radixtrain.data.tokens import cache
-from radixtrain.data.tokens.cache import Tokenized, TokenizingOptions, tokenized
 from radixtrain.data.tokens.store import ABOUT, SAMPLES
 from radixtrain.errors import DataError, UserError
 

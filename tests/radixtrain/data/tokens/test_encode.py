@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from ended import wait_for_end
 
+from radixtrain.data import cache
+from radixtrain.data.cache import encode_blocks, num_processes
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import UnreadRow
-from radixtrain.data.tokens import cache
-from radixtrain.data.tokens.cache import encode_blocks, num_processes
 from radixtrain.errors import UserError
 
 LINE = b'{"prompt": "one", "completion": "two"}'
