@@ -14,7 +14,7 @@ import pytest
 from tiers import FULL
 
 from radixtrain.__main__ import main
-from radixtrain.commands.lightning import Command
+from radixtrain.commands.fit import Command
 from radixtrain.errors import UserError
 
 GOOD = {"messages": [{"role": "user", "content": "Where is the pear?"}, {"role": "assistant", "content": "Shelf one."}]}
