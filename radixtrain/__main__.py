@@ -125,7 +125,7 @@ def _run(words: list[str]) -> int:
             check_versions(OLDEST | {name: FIT[name] for name in command.needs})
         from radixtrain.settings.read import PRINT, print_settings, read  # here, since --help needs no yaml
 
-        settings = read(words[0], words[1:], default_devices() if command.module == "lightning" else None)
+        settings = read(words[0], words[1:], default_devices() if command.module == "fit" else None)
     except UserError as error:
         return 1 if launcher_env().is_silent else _fail(error)
     if f"--{PRINT}" in words and command.name not in EVALUATING:

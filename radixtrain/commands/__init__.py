@@ -26,16 +26,16 @@ class Command(NamedTuple):
 
 FOR_ROWS = ("datasets", "pydantic", "rich")
 TABLE = (
-    Command("fit", "lightning", "fine-tune", example="fit --config configs/sft.yaml"),
-    Command("validate", "lightning", "loss on data.validation_file, and a metric of the answers to it"),
-    Command("test", "lightning", "loss on data.test_file"),
+    Command("fit", "fit", "fine-tune", example="fit --config configs/sft.yaml"),
+    Command("validate", "fit", "loss on data.validation_file, and a metric of the answers to it"),
+    Command("test", "fit", "loss on data.test_file"),
     Command(
         "predict",
-        "lightning",
+        "fit",
         "scores of the rows of data.predict_file (log-probabilities, yes or no, embeddings), or answers to them",
     ),
     Command("report", "explain", "what the data share, and the gain predicted for this machine", "", FOR_ROWS),
-    Command("verify", "lightning", "is the gradient that of ordinary Hugging Face, on this model and data?"),
+    Command("verify", "fit", "is the gradient that of ordinary Hugging Face, on this model and data?"),
     Command("inspect", "explain", "a micro-batch, or one row of a file, as text with its loss marked", "", FOR_ROWS),
     Command("export", "export", "a checkpoint as a Hugging Face folder"),
     Command(

@@ -61,7 +61,7 @@ def help_text(command: str, topic: str = "") -> str:
 
 def _page(command: str, width: int) -> str:
     row = COMMANDS[command]
-    keys, has_trainer = keys_of(command), row.module == "lightning"
+    keys, has_trainer = keys_of(command), row.module == "fit"
     lines = [f"usage: radixtrain {command} [--config FILE] [--key value ...]", row.help]
     sections = [("", [key for key in keys if "." not in key.name])]
     if has_trainer:

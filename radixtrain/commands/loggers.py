@@ -89,8 +89,6 @@ def make_loggers(settings: TrainerSettings, output_dir: Path) -> list[Logger]:
 
 def check_loggers(settings: TrainerSettings) -> None:
     """Raise UserError in one line if a logger cannot work: it is not installed, has no login, or no network."""
-    if settings.fast_dev_run:  # which replaces them
-        return
     for name in _names(settings):
         if name in PACKAGES and not any(map(find_spec, PACKAGES[name])):
             raise UserError(f"trainer.logger: {name} is not installed: {to_install(name)}")

@@ -62,7 +62,7 @@ def _saver(settings: RunSettings, output_dir: Path, requests: Requests) -> SaveC
         every_steps=settings.save_every_steps,
         every_minutes=settings.save_every_minutes,
         total_limit=settings.save_total_limit,
-        is_enabled=settings.trainer.enable_checkpointing is not False and not settings.trainer.fast_dev_run,
+        is_enabled=settings.trainer.enable_checkpointing is not False,
     )
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 from radixtrain.commands import WITHOUT_TRAINING
-from radixtrain.distributed import ranks
 from radixtrain.errors import UserError, first_line
 from radixtrain.settings.commands import RunSettings
 from radixtrain.training.optimizer import check_package
@@ -60,19 +58,10 @@ def _check_max_time(max_time: Any) -> None:
 
 
 def check_interval(trainer: Any, steps_per_epoch: int) -> None:
-    """Raise UserError if `trainer.val_check_interval` is longer than an epoch, or a time with several ranks."""
-    interval = trainer.settings.val_check_interval
-    if isinstance(interval, str | Mapping) and ranks().size > 1:
+    """Raise UserError if `trainer.val_check_interval` is longer than an epoch."""
+    interval = trainer.val_check_interval
+    if trainer.check_val_every_n_epoch is not None and isinstance(interval, int) and interval > steps_per_epoch > 0:
         raise UserError(
-            "trainer.val_check_interval: a time works on one device only, since the clocks of several differ; set a "
-            "number of steps"
-        )
-    if trainer.check_val_every_n_epoch is None or isinstance(interval, float) or not isinstance(interval, int):
-        return
-    limit = trainer.limit_train_batches
-    length = min(steps_per_epoch, limit) if isinstance(limit, int) else int(steps_per_epoch * limit)
-    if interval > length > 0:
-        raise UserError(
-            f"trainer.val_check_interval {interval}: an epoch has {length} steps; set a smaller one, or "
+            f"trainer.val_check_interval {interval}: an epoch has {steps_per_epoch} steps; set a smaller one, or "
             f"trainer.check_val_every_n_epoch: null to count on over the epochs"
         )

@@ -29,12 +29,6 @@ class SFTData(StepData, L.LightningDataModule):
         self.save_hyperparameters(vars(DataSettings(train_file, **settings)))
         StepData.__init__(self, self.hparams)
 
-    @property
-    def is_fixed(self) -> bool:
-        """Return whether steps are always the same, by `trainer.overfit_batches`."""
-        trainer: Any = self.trainer
-        return bool(trainer and trainer.overfit_batches)
-
     def train_dataloader(self) -> StepLoader:
         return self._loader("train")
 

@@ -38,11 +38,6 @@ class StepData:
         self.reports: dict[str, EncodeReport] = {}
         """What happened to the rows of each split; with `val_size`, before the validation rows were taken out."""
 
-    @property
-    def is_fixed(self) -> bool:
-        """Return whether every epoch has the order of the first one."""
-        return False
-
     def setup(self, stage: str) -> None:
         """Read, render and tokenise what this stage needs, unless that has been done."""
         needed = {"validate": "validation", "test": "test", "predict": "predict"}.get(stage)
@@ -128,7 +123,6 @@ class StepData:
             settings.seed,
             self._grouping,
             corpus.weights,
-            self.is_fixed,
         )
 
     def _file(self, split: str) -> Files:

@@ -180,7 +180,6 @@ class StepSampler(Sampler[list[int]]):
     shuffle: a new permutation each epoch; otherwise the order of the file.
     grouping: draws the permutation so that conversations with a common prompt meet; None for a plain one.
     weights: (num_conversations,), float64. how often each comes in an epoch; None if each comes once.
-    is_fixed: every epoch has the order of the first one.
     """
 
     num_conversations: int
@@ -189,7 +188,6 @@ class StepSampler(Sampler[list[int]]):
     seed: int
     grouping: GroupedOrder | None = None
     weights: np.ndarray | None = None
-    is_fixed: bool = False
     epoch: int = field(default=0, init=False)
     start: int = field(default=0, init=False)
 
@@ -213,7 +211,7 @@ class StepSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch; Lightning calls this at the start of every epoch."""
-        self.epoch = 0 if self.is_fixed else epoch
+        self.epoch = epoch
 
 
 class StepLoader:

@@ -35,6 +35,7 @@ SYNONYMS = {
     "data.group_by_prefix: rows of one prompt meet, not rows of one length": "group_by_length",
     "data.dataset_num_proc": "preprocessing_num_workers dataset_processes",
     "data.shuffle_dataset: negated, since true there is false here": "disable_shuffling",
+    "trainer.max_steps: a few, in an output_dir of their own": "fast_dev_run",
     "trainer.max_epochs": "num_train_epochs num_epochs epochs",
     "trainer.precision: bf16-mixed": "bf16 fp16 mixed_precision",
     "trainer.log_every_n_steps": "logging_steps",
@@ -58,6 +59,10 @@ NO_KEYS = {
     "fit imitates answers; for preferences use share_prefixes in a trainer (docs/any-trainer.md)": "rl stage rlhf_type",
     "weights have 4 bits with model.load_in_4bit, or else those of model.dtype": "load_in_8bit load_in_16bit",
     "callbacks and plugins of Lightning are for a script with RadixModule (docs/configuration.md)": "callbacks plugins",
+    "for a part of the rows give a file of them; trainer.max_steps ends a run": "limit_train_batches "
+    "limit_test_batches limit_predict_batches overfit_batches",
+    "2 steps of the validation are tried before training; trainer.limit_val_batches: 0 skips "
+    "validations": "num_sanity_val_steps",
     "a settings file names no other one; give --config twice": "config",
     "the tokens of the model's own tokenizer are used": "eos_token pad_token bos_token special_tokens add_tokens "
     "new_special_tokens additional_special_tokens",

@@ -7,7 +7,6 @@ from radixtrain.errors import UserError
 from radixtrain.settings.fields import FINITE, TINY, Limits, Section
 
 LoggerName = Literal["csv", "wandb", "tensorboard", "mlflow", "trackio"]
-Batches = int | float | None
 
 
 @dataclass
@@ -23,19 +22,12 @@ class TrainerSettings(Section):
     num_nodes: machines; torchrun and srun set it.
     precision: or bf16-mixed, bf16-true, 64-true. The first word is the dtype of products, and of the weights if true
         follows; mixed keeps the weights in 32 bits.
-    fast_dev_run: a single step, or this many, to try a configuration.
     max_epochs: passes over the data, if max_steps is not set either. -1 has no end.
     max_steps: optimizer steps of the run. -1 leaves the end to max_epochs.
     max_time: DD:HH:MM:SS, or a mapping such as {hours: 2}: how long each start of the run trains before it is saved.
-    limit_train_batches: steps of an epoch to take on each device: a number, or a share if written with a point.
-    limit_val_batches: likewise for a validation; 0 skips validations.
-    limit_test_batches: likewise for `test`.
-    limit_predict_batches: likewise for `predict`.
-    overfit_batches: train and validate on the same first steps: a number or a share.
-    val_check_interval: validate after this many steps, or a share of the epoch. On one device also a time, as
-        max_time has it.
+    limit_val_batches: steps of a validation: a number, or a share if written with a point; 0 skips validations.
+    val_check_interval: validate after this many steps, or a share of the epoch.
     check_val_every_n_epoch: validate after this many epochs; null counts val_check_interval across epochs.
-    num_sanity_val_steps: steps of the validation to try before training: 2 by default; -1 for all.
     log_every_n_steps: optimizer steps between two lines of the log; a shorter run logs each step.
     enable_checkpointing: false writes no checkpoint.
     enable_progress_bar: a bar on a terminal, single lines in a file.
@@ -58,18 +50,12 @@ class TrainerSettings(Section):
         | Literal["32-true", "64-true", 64, 32, 16, "64", "32", "16", "bf16"]
         | None
     ) = None
-    fast_dev_run: int | bool = False
     max_epochs: Annotated[int | None, Limits(-1)] = None
     max_steps: Annotated[int, Limits(-1)] = -1
     max_time: str | dict[str, int] | None = None
-    limit_train_batches: Batches = None
-    limit_val_batches: Batches = None
-    limit_test_batches: Batches = None
-    limit_predict_batches: Batches = None
-    overfit_batches: int | float = 0.0
-    val_check_interval: Annotated[int | float | str | dict[str, int] | None, Limits(TINY, FINITE, "above 0")] = None
+    limit_val_batches: int | float | None = None
+    val_check_interval: Annotated[int | float | None, Limits(TINY, FINITE, "above 0")] = None
     check_val_every_n_epoch: Annotated[int | None, Limits(1)] = 1
-    num_sanity_val_steps: Annotated[int | None, Limits(-1)] = None
     log_every_n_steps: Annotated[int | None, Limits(0)] = 10
     enable_checkpointing: bool | None = None
     enable_progress_bar: bool | None = None
@@ -83,11 +69,9 @@ class TrainerSettings(Section):
             raise UserError(
                 f"trainer.precision {self.precision}: float16 needs a loss scale; use bf16-mixed or 32-true"
             )
-        shares = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
-        for name in (*shares, "overfit_batches"):
-            value = getattr(self, name) or 0
-            if value < 0 or (isinstance(value, float) and value > 1):
-                raise UserError(f"trainer.{name} {value}: a number of steps, or a share from 0.0 to 1.0")
+        limit = self.limit_val_batches or 0
+        if limit < 0 or (isinstance(limit, float) and limit > 1):
+            raise UserError(f"trainer.limit_val_batches {limit}: a number of steps, or a share from 0.0 to 1.0")
         if isinstance(self.val_check_interval, float) and self.val_check_interval > 1:
             raise UserError(
                 f"trainer.val_check_interval {self.val_check_interval}: a number of steps, or a share of an epoch"

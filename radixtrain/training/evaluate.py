@@ -12,7 +12,7 @@ from radixtrain.errors import UserError
 from radixtrain.screen import printable
 from radixtrain.training.module import RadixModule
 from radixtrain.training.results.run_progress import print_lines
-from radixtrain.training.runner import Runner, Stage, closed, evaluating, limited
+from radixtrain.training.runner import Runner, Stage, closed, evaluating
 from radixtrain.verification.report import EquivalenceReport
 
 
@@ -41,11 +41,10 @@ class Evaluation(Runner):
         with self.ending():
             self._begin_placed(Stage.PREDICT, module, datamodule, ckpt_path)
             loader = datamodule.predict_dataloader()
-            count = limited(len(loader), self.fast_dev_run or self.settings.limit_predict_batches)
-            self.num_predict_batches = [count]
+            self.num_predict_batches = [len(loader)]
             with evaluating(module), closed(loader):
                 self.tell("on_predict_start")
-                for index, step in zip(range(count), loader, strict=False):
+                for index, step in enumerate(loader):
                     with self.precision_plugin.forward_context():
                         records = module.predict_step(self.moved(step), index)
                     self.tell("on_predict_batch_end", records, step, index, 0)
@@ -102,7 +101,7 @@ class Evaluation(Runner):
         with self.ending():
             self._begin_placed(stage, module, data, ckpt_path)
             self.log_hyperparameters()
-            limit = self.settings.limit_val_batches if stage == Stage.VALIDATE else self.settings.limit_test_batches
-            metrics = self.evaluate(split, name, self.fast_dev_run or self.settings.overfit_batches or limit)
+            limit = self.settings.limit_val_batches if stage == Stage.VALIDATE else None
+            metrics = self.evaluate(split, name, limit)
         if verbose and ranks().is_first:
             print_lines({key: repr(value) for key, value in metrics.items()})

@@ -54,23 +54,10 @@ class Loop(Runner):
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
-        settings, tried = self.settings, self.fast_dev_run
+        settings = self.settings
         self.max_steps, self.max_epochs = settings.max_steps, settings.max_epochs
-        self.limit_train_batches, self.limit_val_batches = (
-            1.0 if limit is None else limit for limit in (settings.limit_train_batches, settings.limit_val_batches)
-        )
-        self.check_val_every_n_epoch, self.val_check_interval = settings.check_val_every_n_epoch, 1.0
-        if settings.overfit_batches:
-            self.limit_train_batches = self.limit_val_batches = settings.overfit_batches
-        if tried:
-            self.max_steps, self.max_epochs = tried, 1
-            self.limit_train_batches = self.limit_val_batches = tried
-            self.check_val_every_n_epoch = 1
-        self._validates_every: float | None = None
-        if isinstance(settings.val_check_interval, str | Mapping):
-            self._validates_every = seconds_of(settings.val_check_interval)
-        elif settings.val_check_interval is not None and not tried:
-            self.val_check_interval = settings.val_check_interval
+        self.check_val_every_n_epoch = settings.check_val_every_n_epoch
+        self.val_check_interval = 1.0 if settings.val_check_interval is None else settings.val_check_interval
         if self.check_val_every_n_epoch is None and isinstance(self.val_check_interval, float):
             raise UserError(
                 f"trainer.check_val_every_n_epoch: null counts steps over the epochs: set trainer.val_check_interval "
@@ -87,7 +74,7 @@ class Loop(Runner):
         self.module, self.datamodule = module, datamodule
         with self.ending():
             self.begin(Stage.FIT, module, datamodule, ckpt_path)
-            self.length = limited(module.steps_per_epoch or 0, self.limit_train_batches)
+            self.length = module.steps_per_epoch or 0
             checkpoint = self._restored_parts() if ckpt_path else None
             self.place()
             self.tell_parts("on_fit_start")
@@ -103,7 +90,7 @@ class Loop(Runner):
             self.tell_parts("on_fit_end")
 
     def _train(self) -> None:
-        self._started = self._validated = time.monotonic()
+        self._started = time.monotonic()
         self._look_at_the_clock()
         if self._is_over():
             return
@@ -165,9 +152,8 @@ class Loop(Runner):
         """Compute the loss on the validation rows, and what parts of the run measure."""
         self.optimizer.zero_grad()  # their memory is free for a validation
         self.validating = True
-        self.evaluate("validation", "eval_loss", self.limit_val_batches)
+        self.evaluate("validation", "eval_loss", self.settings.limit_val_batches)
         self.validating = False
-        self._validated = time.monotonic()
 
     def validate_pending(self) -> None:
         """Run the validation in which the run was stopped."""
@@ -178,8 +164,6 @@ class Loop(Runner):
         """Return whether a validation follows the step of this index in its epoch."""
         if not self._has_validation:
             return False
-        if self._validates_every is not None:
-            return time.monotonic() - self._validated >= self._validates_every
         num_batches, every, interval = (
             self.module.position.num_batches,
             self.check_val_every_n_epoch,
@@ -194,18 +178,16 @@ class Loop(Runner):
 
     @property
     def _has_validation(self) -> bool:
-        return "validation" in self.datamodule.conversations and self.limit_val_batches != 0
+        return "validation" in self.datamodule.conversations and self.settings.limit_val_batches != 0
 
     def _try_validation(self) -> None:
         """Validate on a few steps before a new run, so that what fails there fails at once."""
-        asked = self.settings.num_sanity_val_steps
-        count = SANITY_STEPS if asked is None else asked
-        if not self._has_validation or not count or self.ckpt_path or self.fast_dev_run or self._is_over():
+        if not self._has_validation or self.ckpt_path or self._is_over():
             return
         before = generator_states()
         self.sanity_checking = True
-        whole = limited(len(self.datamodule.sampler_of("validation")), self.limit_val_batches)
-        self.evaluate("validation", "eval_loss", whole if count == -1 else min(count, whole))
+        whole = limited(len(self.datamodule.sampler_of("validation")), self.settings.limit_val_batches)
+        self.evaluate("validation", "eval_loss", min(SANITY_STEPS, whole))
         self.sanity_checking, self.callback_metrics = False, {}
         set_generator_states(before)
 
@@ -216,7 +198,7 @@ class Loop(Runner):
         self.callback_metrics |= metrics
         self._unlogged = metrics
         number = self.module.position.num_batches
-        if number == 1 or (self.log_every_n_steps and number % self.log_every_n_steps == 0) or self.fast_dev_run:
+        if number == 1 or (self.log_every_n_steps and number % self.log_every_n_steps == 0):
             self.log_last_step()
 
     def log_last_step(self) -> None:

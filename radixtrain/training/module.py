@@ -100,7 +100,10 @@ class RadixModule(L.LightningModule):
         data = trainer.datamodule
         self.steps_per_epoch = None
         if isinstance(data, SFTData) and stage == "fit":
-            self.steps_per_epoch = data.steps_per_epoch
+            if getattr(trainer, "overfit_batches", 0):
+                raise UserError("overfit_batches: SFTData draws other rows in each epoch; give it a file of a few rows")
+            steps, limit = data.steps_per_epoch, getattr(trainer, "limit_train_batches", 1.0)  # of Lightning's trainer
+            self.steps_per_epoch = min(steps, limit) if isinstance(limit, int) else int(steps * limit)
         if stage == "predict" and self.hparams.generate:
             check_answering(self.model, data.tokenizer(), data.first_prompt(), self.answers.options)
         elif stage == "predict":

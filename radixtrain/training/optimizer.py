@@ -138,14 +138,6 @@ def set_hyperparameters(
         group["lr"] = base * factor(scheduler.last_epoch)
 
 
-def epoch_length(trainer: Any, steps_per_epoch: int | None) -> int | None:
-    """Count the steps of an epoch, with `trainer.limit_train_batches` and `overfit_batches`. None if unknown."""
-    if steps_per_epoch is None:
-        return None
-    limit = trainer.limit_train_batches
-    return min(steps_per_epoch, limit) if isinstance(limit, int) else int(steps_per_epoch * limit)
-
-
 def num_steps_of_run(trainer: Any, steps_per_epoch: int | None) -> int:
     """Count the optimizer steps of the whole run; -1 if it has no end.
 
@@ -153,12 +145,11 @@ def num_steps_of_run(trainer: Any, steps_per_epoch: int | None) -> int:
         before a checkpoint is restored, after which Lightning (2.6.6) does not give the loader its state back, and a
         resumed run repeats data.
     """
-    per_epoch = epoch_length(trainer, steps_per_epoch)
-    if per_epoch is None:
+    if steps_per_epoch is None:
         return int(trainer.estimated_stepping_batches)
     if trainer.max_epochs in (None, -1):
         return trainer.max_steps
-    num_steps = per_epoch * int(trainer.max_epochs or 0)
+    num_steps = steps_per_epoch * int(trainer.max_epochs or 0)
     return num_steps if trainer.max_steps == -1 else min(num_steps, trainer.max_steps)
 
 

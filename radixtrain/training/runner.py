@@ -59,14 +59,13 @@ class Runner:
         parts: Sequence[Any],
     ):
         self.fabric, self.settings, self.output_dir = fabric, settings, output_dir
-        self.loggers: list[Any] = [] if settings.fast_dev_run else list(loggers)
+        self.loggers: list[Any] = list(loggers)
         self.callbacks = list(parts)
         self.callback_metrics: dict[str, Any] = {}
         self.state = SimpleNamespace(fn=Stage.FIT)
         self.strategy, self.precision_plugin = fabric.strategy, fabric.strategy.precision
         self.default_root_dir = str(output_dir)
         self.ckpt_path: str | None = None
-        self.fast_dev_run, self.overfit_batches = int(settings.fast_dev_run), settings.overfit_batches
         self.sanity_checking = self.validating = False
         self.num_val_batches: list[int] = []
         self.log_every_n_steps = 10 if settings.log_every_n_steps is None else settings.log_every_n_steps

@@ -33,7 +33,7 @@ from typing import Any
 __all__ = ["NOT_OURS", "ONE_THREAD", "Run", "Server"]
 
 IMPORTED = (
-    *("radixtrain.commands.lightning", "radixtrain.commands.export"),
+    *("radixtrain.commands.fit", "radixtrain.commands.export"),
     *("peft", "safetensors.torch", "matplotlib.backends.backend_agg"),
 )
 NOT_OURS = ("numpy", "torch", "transformers.modeling_utils", "transformers.models.qwen3.modeling_qwen3")

@@ -104,13 +104,9 @@ class EvaluateGeneration:
         """Answer, write, and return the metric by its name in the log; nothing if no answers are judged."""
         if self.prompts is None or self.logged is None:
             return {}
-        is_try = bool(getattr(trainer, "fast_dev_run", False))
-        prompts = self.prompts.prompts
-        judged = self._judged(trainer, module, prompts[:NUM_TRIED] if is_try else prompts, self.options)
-        mean = sum(row.score for row in judged) / len(judged)
-        if not is_try:
-            ranks().broadcast_from_rank0(lambda: self._write(trainer, judged))
-        return {self.logged: mean}
+        judged = self._judged(trainer, module, self.prompts.prompts, self.options)
+        ranks().broadcast_from_rank0(lambda: self._write(trainer, judged))
+        return {self.logged: sum(row.score for row in judged) / len(judged)}
 
     def _write(self, trainer: Any, judged: Sequence[Judged]) -> None:
         """Write the answers to a file, replacing an earlier one, and the first rows to every `WandbLogger`."""

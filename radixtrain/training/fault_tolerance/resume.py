@@ -12,7 +12,7 @@ from typing import Any
 
 from radixtrain.checkpoints.folder import read_settings
 from radixtrain.errors import UserError
-from radixtrain.training.optimizer import epoch_length, set_hyperparameters
+from radixtrain.training.optimizer import set_hyperparameters
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +76,7 @@ def check_settings_of_run(checkpoint: Path, module: Any, data: Any) -> None:
 def restore_position(checkpoint: dict[str, Any], module: Any) -> None:
     """Give the module its position and the count of skipped steps.
 
-    Raises UserError if the optimizer or the data differ, an epoch has another number of steps than before, or more
-    steps or epochs were taken than this run has.
+    Raises UserError if the optimizer or the data differ, or more steps or epochs were taken than this run has.
     """
     _check_optimizer(checkpoint["hyper_parameters"], module.hparams)
     state = checkpoint["radixtrain"]
@@ -85,7 +84,7 @@ def restore_position(checkpoint: dict[str, Any], module: Any) -> None:
         raise UserError("ckpt_path: the checkpoint has no state of the optimizer or of random generators; name another")
     module.position = Position(**state["position"])
     module.guard.num_skipped = state["skipped"]["num_skipped"]
-    length, was = epoch_length(module.trainer, module.steps_per_epoch), state["epoch_length"]
+    length = module.steps_per_epoch
     if not length:
         return
     data = module.trainer.datamodule
@@ -94,11 +93,6 @@ def restore_position(checkpoint: dict[str, Any], module: Any) -> None:
             data.load_state_dict(data_state)
         except UserError as error:
             raise _other_rows(error, checkpoint["datamodule_hyper_parameters"], data) from None
-    if was not in (None, length):
-        raise UserError(
-            f"ckpt_path: an epoch of the run had {was:,} steps and has {length:,} here; set "
-            f"trainer.limit_train_batches and trainer.overfit_batches as they were"
-        )
     check_not_beyond(module.trainer, module.position, length)
 
 

@@ -22,7 +22,6 @@ from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import pretrained_model_of
 from radixtrain.training.fault_tolerance.resume import parts_of_the_model
-from radixtrain.training.optimizer import epoch_length
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +49,6 @@ def add_run_state(checkpoint: dict[str, Any], module: Any, in_step: Mapping[str,
         "partial": has_base,
         "base": module.base_digest,
         "config": _config_of(module.model),
-        "epoch_length": epoch_length(module.trainer, module.steps_per_epoch),
         "wandb_run": module.wandb_run,
         "version": __version__,
     }

@@ -186,5 +186,5 @@ def is_lower_better(metric: str) -> bool:
 
 
 def is_validation(trainer: Any) -> bool:
-    """Return whether a validation of `fit` counts: not Lightning's sanity check, nor that of a `fast_dev_run`."""
-    return trainer.state.fn == "fit" and not trainer.sanity_checking and not trainer.fast_dev_run
+    """Return whether a validation of `fit` counts: not the steps tried before training."""
+    return trainer.state.fn == "fit" and not trainer.sanity_checking

@@ -15,7 +15,7 @@ from radixtrain.distributed import ranks
 from radixtrain.errors import first_line
 from radixtrain.screen import screen
 from radixtrain.text_files import read_text
-from radixtrain.training.optimizer import epoch_length, num_steps_of_run
+from radixtrain.training.optimizer import num_steps_of_run
 from radixtrain.training.results.best import StopEarly, Validation
 from radixtrain.training.results.curves import LogPart
 from radixtrain.training.speed import Speed
@@ -177,8 +177,7 @@ def status_of_run(trainer: Any, module: Any, first_step: int, has_checkpoint: bo
         if is_new:
             text = f"{at}: trainer.{limit} {getattr(trainer, limit)} reached"
         elif not total:
-            name = limit if getattr(trainer, limit) == 0 else "limit_train_batches"
-            text = f"no step to take: trainer.{name} is {getattr(trainer, name)}"
+            text = f"no step to take: trainer.{limit} is {getattr(trainer, limit)}"
         else:
             text = f"nothing left to do: {at} was reached before; raise trainer.{limit} to continue"
         return ExitStatus(limit, text, is_complete=True)
@@ -202,6 +201,6 @@ def _limit_reached(trainer: Any, module: Any) -> str:
     """Return `max_steps` or `max_epochs`; empty if the run ended before either."""
     if 0 <= trainer.max_steps <= trainer.global_step:
         return "max_steps"
-    length = epoch_length(trainer, module.steps_per_epoch)
+    length = module.steps_per_epoch
     is_endless = length is None or trainer.max_epochs in (None, -1)
     return "" if is_endless or module.position.num_batches < length * trainer.max_epochs else "max_epochs"

@@ -89,7 +89,7 @@ class RunSummary:
         self._log_step(trainer)
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        if self.first_step is None or trainer.fast_dev_run:
+        if self.first_step is None:
             return
         self.status = status_of_error(exception)
         try:

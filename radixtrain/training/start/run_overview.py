@@ -53,7 +53,7 @@ SHARING = ("attention", "kernel", "allow_dropout")
 STOCK = ("attn_implementation",)
 COLLATING = ("min_shared_tokens", "pad_to_multiple_of")
 CHATS = ("split_turns", "assistant_only_loss", "chat_template_path", "chat_template_kwargs")
-VALIDATING = ("val_check_interval", "check_val_every_n_epoch", "limit_val_batches", "num_sanity_val_steps")
+VALIDATING = ("val_check_interval", "check_val_every_n_epoch", "limit_val_batches")
 
 Entry = tuple[str, str]
 """Name and text of a line."""

@@ -98,7 +98,6 @@ def test_a_server_that_answers_and_no_network(says, nobody, monkeypatch):
 
 def test_what_needs_no_login(arguments, shop, says, nobody, capsys):
     for flags in (
-        {"trainer__logger": "wandb", "trainer__fast_dev_run": "true"},
         {"trainer__logger": "csv"},
         {"trainer__logger": "none"},
     ):

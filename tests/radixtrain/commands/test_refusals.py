@@ -14,7 +14,7 @@ import pytest
 from tiers import FULL
 
 from radixtrain.__main__ import main
-from radixtrain.commands.lightning import Command
+from radixtrain.commands.fit import Command
 from radixtrain.errors import UserError
 
 GOOD = {"messages": [{"role": "user", "content": "Where is the pear?"}, {"role": "assistant", "content": "Shelf one."}]}
@@ -54,7 +54,7 @@ TRAINER = {
     "--trainer.accelerator=cpu --trainer.devices=0": "trainer: `Fabric(devices=0)` value is not a valid input",
     "--trainer.precision=transformer-engine": "trainer: Requirement 'transformer_engine",
     "--trainer.strategy=nonsense": "trainer.strategy nonsense: no such strategy; there are auto, ddp, ",
-    "--trainer.limit_train_batches=1.5": "trainer.limit_train_batches 1.5: a number of steps, or a share",
+    "--trainer.limit_val_batches=1.5": "trainer.limit_val_batches 1.5: a number of steps, or a share",
 }
 
 

@@ -9,9 +9,7 @@ import pytest
 from loops import loop_on
 
 from radixtrain.__main__ import main
-from radixtrain.commands import trainer_settings
 from radixtrain.commands.trainer_settings import check_interval
-from radixtrain.distributed import Ranks
 from radixtrain.errors import UserError
 
 
@@ -30,8 +28,6 @@ def test_adapters_with_the_learning_rate_of_all_weights(
     [
         ({"val_check_interval": 5}, True),
         ({"val_check_interval": 6}, False),
-        ({"val_check_interval": 5, "limit_train_batches": 4}, False),
-        ({"val_check_interval": 3, "limit_train_batches": 0.5}, False),
         ({"val_check_interval": 1.0}, True),
         ({"val_check_interval": 60, "check_val_every_n_epoch": None}, True),
     ],
@@ -42,13 +38,3 @@ def test_an_interval_longer_than_an_epoch(settings: dict[str, Any], is_taken: bo
         return check_interval(trainer, steps_per_epoch=5)
     with pytest.raises(UserError, match=r"trainer\.val_check_interval \d: an epoch has \d steps; set a smaller one"):
         check_interval(trainer, steps_per_epoch=5)
-
-
-def test_an_interval_of_time_is_for_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank would ask its own clock."""
-    by_time, by_steps = (loop_on(val_check_interval=each) for each in ("00:00:10:00", 4))
-    check_interval(by_time, steps_per_epoch=5)
-    monkeypatch.setattr(trainer_settings, "ranks", lambda: Ranks(rank=0, size=2))
-    check_interval(by_steps, steps_per_epoch=5)
-    with pytest.raises(UserError, match=r"trainer\.val_check_interval: a time works on one device only"):
-        check_interval(by_time, steps_per_epoch=5)

@@ -127,7 +127,6 @@ UNUSABLE = {  # values of the right type
 }
 TAKEN: list[tuple[str, str, Any]] = [
     ("trainer.check_val_every_n_epoch", "null", None),
-    ("trainer.val_check_interval", "00:00:30:00", "00:00:30:00"),
     ("trainer.val_check_interval", "0.5", 0.5),
     ("trainer.devices", "0,1", "0,1"),
     ("trainer.devices", "[0, 1]", [0, 1]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -223,6 +224,20 @@ class TestUnderTheTrainerOfAUser:
         trainer.fit(module, datamodule=data, ckpt_path=tmp_path / "whole" / "step=7.ckpt")
         whole, resumed = logged(tmp_path / "whole"), logged(tmp_path / "resumed")
         assert resumed == {step: whole[step] for step in (7, 8, 9)}
+
+    def test_epochs_that_the_trainer_limits(self, shop: Path, tmp_path: Path) -> None:
+        """The schedule is that of the steps that are taken."""
+        for limit in (3, 0.6):
+            trainer, module, data = self.parts(shop, tmp_path / str(limit))
+            trainer.limit_train_batches = limit
+            trainer.fit(module, datamodule=data)
+            rates = logged(tmp_path / str(limit), "learning_rate")
+            cosine = [1e-2 * (1 + math.cos(math.pi * step / 6)) / 2 for step in range(6)]
+            assert module.steps_per_epoch == 3 and list(rates.values()) == pytest.approx(cosine)
+        trainer, module, data = self.parts(shop, tmp_path / "same rows")
+        trainer.overfit_batches = 2
+        with pytest.raises(UserError, match="overfit_batches: SFTData draws other rows in each epoch"):
+            trainer.fit(module, datamodule=data)
 
     @FULL
     def test_loaders_without_a_data_module(self, shop: Path, tmp_path: Path) -> None:

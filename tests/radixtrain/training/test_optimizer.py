@@ -33,12 +33,10 @@ def settings(**changes: Any) -> SimpleNamespace:
         pytest.param({"max_epochs": 3, "max_steps": 7}, 7, id="steps end it first"),
         pytest.param({"max_epochs": 3, "max_steps": 70}, 30, id="epochs end it first"),
         pytest.param({"max_epochs": -1, "max_steps": 70}, 70, id="steps only"),
-        pytest.param({"max_epochs": 3, "limit_train_batches": 4}, 12, id="fewer steps an epoch"),
-        pytest.param({"max_epochs": 3, "limit_train_batches": 0.55}, 15, id="a share of an epoch"),
     ],
 )
 def test_steps_of_a_run(limits: dict[str, Any], expected: int) -> None:
-    trainer = SimpleNamespace(**{"max_steps": -1, "limit_train_batches": 1.0, **limits})
+    trainer = SimpleNamespace(**{"max_steps": -1, **limits})
     assert num_steps_of_run(trainer, 10) == expected
 
 

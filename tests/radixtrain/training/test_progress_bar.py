@@ -34,7 +34,7 @@ class Terminal(io.StringIO):
 def trainer():
     metrics = {name: torch.tensor(value) for name, value in METRICS.items()}
     return SimpleNamespace(
-        **{"global_step": 0, "log_every_n_steps": 10, "max_epochs": 1, "max_steps": 1500, "limit_train_batches": 1.0},
+        **{"global_step": 0, "log_every_n_steps": 10, "max_epochs": 1, "max_steps": 1500},
         **{"callback_metrics": metrics, "progress_bar_metrics": METRICS, "sanity_checking": False},
         state=SimpleNamespace(fn="fit"),
         num_predict_batches=[25],

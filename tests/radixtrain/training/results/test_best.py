@@ -53,7 +53,7 @@ class Saver:
 
 
 def trainer_at(step: int, **metrics: float) -> Any:
-    state = {"sanity_checking": False, "fast_dev_run": 0, "state": SimpleNamespace(fn="fit")}
+    state = {"sanity_checking": False, "state": SimpleNamespace(fn="fit")}
     return SimpleNamespace(**state, global_step=step, callback_metrics={n: torch.tensor(v) for n, v in metrics.items()})
 
 

@@ -12,7 +12,7 @@ from radixtrain.training.results.run_progress import status_of_error, status_of_
 
 def run_at(step: int, **changes: Any) -> tuple[Any, Any]:
     """A trainer and a module of a run of 3 epochs of 10 steps."""
-    limits = {"max_steps": -1, "max_epochs": 3, "limit_train_batches": 1.0, "callbacks": []}
+    limits = {"max_steps": -1, "max_epochs": 3, "callbacks": []}
     skipped = changes.pop("skipped", 0)
     trainer = SimpleNamespace(**{**limits, **changes}, global_step=step - skipped)
     return trainer, SimpleNamespace(steps_per_epoch=10, position=SimpleNamespace(num_batches=step))
@@ -31,7 +31,6 @@ def ended_early() -> StopEarly:
         (30, {"skipped": 2}, "max_epochs", "step 28 of 30: trainer.max_epochs 3 reached"),
         (12, {"max_steps": 12}, "max_steps", "step 12 of 12: trainer.max_steps 12 reached"),
         (12, {"max_steps": 12, "max_epochs": -1}, "max_steps", "step 12 of 12: trainer.max_steps 12 reached"),
-        (21, {"limit_train_batches": 7}, "max_epochs", "step 21 of 21: trainer.max_epochs 3 reached"),
         (20, {"callbacks": [ended_early()]}, "early_stopping", "stopped early at step 20 of 30: eval_loss did not "),
         (18, {}, "max_time", "stopped by trainer.max_time at step 18 of 30; "),
         (18, {"max_epochs": -1}, "max_time", "stopped by trainer.max_time at"),
@@ -50,7 +49,6 @@ def test_after_steps(step: int, changes: dict[str, Any], reason: str, text: str)
         (12, {"max_steps": 12}, "nothing left to do: step 12 of 12 was reached before; raise trainer.max_steps to "),
         (0, {"max_steps": 0}, "no step to take: trainer.max_steps is 0"),
         (0, {"max_epochs": 0}, "no step to take: trainer.max_epochs is 0"),
-        (0, {"limit_train_batches": 0}, "no step to take: trainer.limit_train_batches is 0"),
         (20, {"callbacks": [ended_early()]}, "nothing left to do: stopped early at step 20 of 30: eval_loss did not"),
     ],
 )

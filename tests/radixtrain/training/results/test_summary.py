@@ -168,12 +168,6 @@ def test_a_picture_that_fails_is_no_reason_to_lose_a_run(
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
 
 
-@pytest.mark.usefixtures("draws")
-def test_a_fast_dev_run_leaves_nothing(arguments: Arguments, tmp_path: Path) -> None:
-    assert main(arguments(trainer__fast_dev_run=True)) == 0
-    assert not (tmp_path / "out").exists()
-
-
 def test_which_weights_a_command_evaluates(tmp_path: Path) -> None:
     model = tmp_path / "model"
     assert weights_text(str(model), None) == str(model)

@@ -109,7 +109,7 @@ class Command:
             raise UserError("evaluate_generation needs rows: set data.validation_file or data.val_size")
         self.parts = RunParts(settings, evaluation, self.output_dir, has_validation)
         self.saved = RunRecord(self.config)
-        parts = [*self.parts.all, *([] if self.is_try else [self.saved])]
+        parts = [*self.parts.all, self.saved]
         kind = Loop if self.name == "fit" else Evaluation
         return kind(fabric, config, self.output_dir, loggers or [], parts)
 
@@ -122,11 +122,6 @@ class Command:
     def sp_size(self) -> int:
         """Return how many ranks compute each micro-batch together, as far as known before the data are read."""
         return sp_size_of(self.settings, self.name)
-
-    @property
-    def is_try(self) -> bool:
-        """Return whether this only tries a configuration, and writes nothing."""
-        return bool(self.settings.trainer.fast_dev_run)
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of the runner's method: the keys of the command. A checkpoint is never read as code."""
@@ -155,7 +150,7 @@ class Command:
 
         stack: the lock of the folder is entered here.
         """
-        if self.name in WRITING and not self.is_try:
+        if self.name in WRITING:
             stack.enter_context(locked(self.output_dir, self.name))
         ckpt_path = self._checkpoint()
         settings, num_checkpoints = self.model.hparams, self.parts.most_checkpoints
@@ -163,7 +158,7 @@ class Command:
 
     def _wandb_run(self) -> str:
         """Say the run at Weights & Biases that `fit` continues. Only rank 0 knows whether the folder is replaced."""
-        resumed = None if self.is_try or self.replaces else self.ckpt_path
+        resumed = None if self.replaces else self.ckpt_path
         return continue_wandb_run(self.runner.loggers, resumed)
 
     def _run_prepared(self, written: int, stack: ExitStack) -> None:
@@ -197,7 +192,7 @@ class Command:
     def _checkpoint(self) -> str | None:
         """Return the checkpoint that `ckpt_path` stands for."""
         given = getattr(self.settings, "ckpt_path", None)
-        if self.name == "fit" and not self.is_try:
+        if self.name == "fit":
             owners = self.model, self.datamodule
             chosen, self.replaces = checkpoint_of_fit(self.output_dir, self.settings, *owners)
             return chosen
@@ -206,9 +201,6 @@ class Command:
     @contextmanager
     def _training(self) -> Iterator[None]:
         """Run from the first step to the model: an earlier run that this one replaces is renamed before."""
-        if self.is_try:
-            yield
-            return
         with ExitStack() as stack:
             if self.replaces and (earlier := rename_earlier_run(self.output_dir)):
                 print_line("earlier run", f"now in {earlier}")
@@ -226,10 +218,9 @@ class Command:
 
     def _export(self) -> None:
         """Write the trained model as a Hugging Face folder, and the last lines."""
-        if not self.is_try:
-            config = yaml.safe_load(self.saved.text())
-            owners = self.runner, self.model, self.datamodule
-            export_run(*owners, self.parts.summary, self.output_dir, self.settings, config)
+        config = yaml.safe_load(self.saved.text())
+        owners = self.runner, self.model, self.datamodule
+        export_run(*owners, self.parts.summary, self.output_dir, self.settings, config)
 
 
 def run(settings: RunSettings, words: Sequence[str]) -> None:
