@@ -66,7 +66,8 @@ VALUES = {
     "--model.attention=ring": "model.attention must be one of auto, cascade, path, expand, reference, tree; got ring",
     "--model.learning_rate=abc --data.batch_size=1e30": "model.learning_rate must be a number; got abc; "
     "data.batch_size must be an integer; got 1e30",
-    "--trainer.val_check_interval=00:10:00": "trainer.val_check_interval must be an integer or a number or null; got 00:10:00",
+    "--trainer.val_check_interval=00:10:00": "trainer.val_check_interval must be an integer or a number or null; "
+    "got 00:10:00",
     "--save_every_steps=0.5": "save_every_steps must be an integer or null; got 0.5",
     "--save_every_steps=": "save_every_steps must be an integer or null; got an empty text",
     "--model.max_skipped_steps=true": "model.max_skipped_steps must be an integer; got true",
