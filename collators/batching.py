@@ -85,7 +85,7 @@ def share_by_unique_tokens(
     groups, paid = [], []
     for start, end in pairwise(bounds):
         mine = by_order.some(np.arange(start, end))
-        groups.append(cut(mine, max_tokens))
+        groups.append(cut_by_unique_tokens(mine, max_tokens))
         firsts = cumulative(np.array([len(group) for group in groups[-1]], dtype=np.int64))[:-1]
         paid.append(int((mine.lengths - mine.lcp).sum() + mine.lcp[firsts].sum()))
     return Shares(groups, paid, by_order.num_unique_tokens)
@@ -152,20 +152,22 @@ def _even_runs(end_of: Callable[[int, int], int], num_ranks: int, costs: list[in
     return best
 
 
-def cut(by_order: SortedSequences, max_tokens: int | None, more: int = 0, most: int = sys.maxsize) -> list[list[int]]:
+def cut_by_unique_tokens(
+    by_order: SortedSequences, max_tokens: int | None, num_extra: int = 0, max_sequences: int = sys.maxsize
+) -> list[list[int]]:
     """Cut into full micro-batches. A sequence costs the tokens that it does not share with the one before it.
 
-    more: tokens that each sequence costs beside its own. most: sequences of a micro-batch.
+    num_extra: tokens that each sequence costs beside its own. max_sequences: of a micro-batch.
     """
     batches: list[list[int]] = []
     total = 0
     added = by_order.lengths - by_order.lcp
     for index, extra, length in zip(by_order.order.tolist(), added.tolist(), by_order.lengths.tolist(), strict=True):
-        fits = max_tokens is None or total + extra + more <= max_tokens
-        if batches and fits and len(batches[-1]) < most:
+        fits = max_tokens is None or total + extra + num_extra <= max_tokens
+        if batches and fits and len(batches[-1]) < max_sequences:
             batches[-1].append(index)
-            total += extra + more
+            total += extra + num_extra
         else:
             batches.append([index])
-            total = length + more
+            total = length + num_extra
     return batches

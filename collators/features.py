@@ -181,6 +181,9 @@ def _check_one_sequence(feature: Mapping[str, Any], row: TokenRow, index: int) -
             f"feature {index} holds several packed sequences (its position_ids restart, or it has seq_lengths); turn "
             f"packing off: the collator packs, and shares what they have in common"
         )
+    if lengths is not None and len(lengths) and lengths[0] != len(feature["input_ids"]):
+        num_tokens = len(feature["input_ids"])
+        raise DataError(row.where, f"seq_lengths is {lengths[0]}, input_ids has {num_tokens} entries")
 
 
 def _check_not_negative(name: str, rows: Sequence[TokenRow]) -> None:

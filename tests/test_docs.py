@@ -309,6 +309,21 @@ def test_r_of_the_page() -> None:
             assert f"{ratio_of_batches(lambda index: [rows[index]], batches, None):.2f}" == r
 
 
+def test_checkpoints_by_name_belong_to_families_of_the_page() -> None:
+    """A family that is renamed, or refused for another reason, is so in the list of checkpoints, too."""
+    by_name, tables = read("docs/families.md").split("## Checkpoints by name")[1].split("## Text models")
+    verdicts: dict[str, set[str]] = {}
+    for table in tables.split("\n\n"):
+        for reason, names in re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", table, re.M):
+            for name in names.split("; "):
+                verdict = f"refused: {reason}" if table.startswith("| refused") else "equal"
+                verdicts.setdefault(name, set()).add(verdict)
+    rows = re.findall(r"^\| [^|]+ \| ([^|]+) \| ((?:equal|refused)[^|]*) \|$", by_name, re.M)
+    assert len(rows) == 16
+    wrong = [(name, said) for names, said in rows for name in names.split("; ") if said not in verdicts.get(name, ())]
+    assert not wrong
+
+
 # docs/configuration.md: its tables are the code's
 
 CONFIGURATION = "docs/configuration.md"

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from radixtrain.checkpoints.atomic import current_path, remove, sync_folder
+from radixtrain.checkpoints.atomic import current_path, new_file, remove, sync_folder
 from radixtrain.checkpoints.folder import verify_checkpoint
 from radixtrain.checkpoints.manifest import DamagedCheckpoint, Manifest, checkpoints_in, committed, is_checkpoint
 from radixtrain.errors import UserError, only_warns
@@ -93,7 +93,9 @@ def _otherwise(folder: Path) -> str:
 
 
 def target_of(link: Path) -> Path:
-    """Return the target of a link made by `point`; any other path unchanged."""
+    """Return the target of a link made by `point`: a symbolic link, or a file with the name of what is beside it."""
+    if link.is_file():
+        return link.with_name(link.read_text(encoding="utf-8", errors="replace").strip()[:255] or "nothing")
     return link.parent / link.readlink() if link.is_symlink() else link
 
 
@@ -120,10 +122,24 @@ def prune(folder: Path, limit: int, keep: Path | None = None) -> None:
 
 
 def point(folder: Path, name: str, target: Path) -> None:
-    """Link `name` in the folder to a checkpoint in it, replacing the previous link in one step. Raises OSError."""
+    """Link `name` in the folder to a checkpoint in it, replacing the previous link in one step.
+
+    On disks without links it is a file with the checkpoint's name. Raises OSError if neither can be written.
+
+    Raises UserError if a folder has that name.
+    """
     folder = Path(folder).resolve()
+    if (folder / name).is_dir() and not (folder / name).is_symlink():
+        manifests = {path.name: manifest for manifest, path in committed(folder)}
+        if manifests.pop(name, None) not in manifests.values():
+            raise UserError(f"{folder / name} is a folder, and would be replaced by a link to {target}; move it away")
+        remove(folder / name)  # a copy of the folder has followed the link
     new = folder / f".{name}.partial"
     new.unlink(missing_ok=True)
-    new.symlink_to(os.path.relpath(Path(target).resolve(), folder))
+    relative = os.path.relpath(Path(target).resolve(), folder)
+    try:
+        new.symlink_to(relative)
+    except (NotImplementedError, PermissionError):
+        new_file(new).write_text(f"{relative}\n", encoding="utf-8")
     new.replace(folder / name)
     sync_folder(folder)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-HERE = Path(__file__).resolve().parents[1]
+HERE = Path(__file__).resolve().parent
 ROWS_PER_BLOCK = 256
 BYTES_PER_BLOCK = 1 << 20
 BLOCKS_AHEAD = 3  # for each process: what waits in memory

@@ -229,6 +229,8 @@ def _function_name(tool: dict[str, Any]) -> str:
     return str((function if isinstance(function, dict) else tool).get("name") or tool.get("type", ""))
 
 
+# What a template leaves out of a turn
+
 Message = dict[str, Any]
 
 THINK_TAG = re.compile("</?think>")

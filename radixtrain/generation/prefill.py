@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from radixtrain.attention import continued_attention
-from radixtrain.collators.batching import cut
+from radixtrain.collators.batching import cut_by_unique_tokens
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.generation.cache import Match, Node, RadixCache
 from radixtrain.hf.attention_interface import Call, Extent, Heads
@@ -187,7 +187,7 @@ def prefill(parts: Parts, cache: RadixCache, prompts: Sequence[IntArray]) -> lis
     Call it inside `generating`.
     """
     ends = [cache.root] * len(prompts)
-    for members in cut(sort_sequences(*back_to_back(prompts)), MAX_ROWS):
+    for members in cut_by_unique_tokens(sort_sequences(*back_to_back(prompts)), MAX_ROWS):
         matches = {member: cache.match_prefix(prompts[member]) for member in members}
         new = [member for member, match in matches.items() if match.length < len(prompts[member])]
         for member, match in matches.items():
@@ -252,7 +252,7 @@ def score_completions(
     sequences = [np.append(prompt, completion[:-1]) for prompt, completion in pairs]
     scores: dict[int, CompletionScore] = {}
     with generating(model, parts, max(map(len, sequences), default=1)):
-        for members in cut(sort_sequences(*back_to_back(sequences)), MAX_ROWS):
+        for members in cut_by_unique_tokens(sort_sequences(*back_to_back(sequences)), MAX_ROWS):
             labels = [pairs[member][1] for member in members]
             logprobs = iter(_logprobs(parts, [sequences[member] for member in members], labels))
             for member, ids in zip(members, labels, strict=True):

@@ -109,7 +109,9 @@ class PromptCache(Cache):
 
     def update(self, *_: object, **__: object) -> Any:
         """Refuse a layer that would attend to this cache by itself, and a loop that selects rows of it."""
-        raise RuntimeError("a cache of radixtrain.generate works only inside of that call")
+        raise RuntimeError(
+            "a cache of radixtrain.generate works only inside of that call, and its rows cannot be picked"
+        )
 
     batch_select_indices = batch_repeat_interleave = update
 

@@ -34,11 +34,9 @@ GROUP = 32
 OF_PLAN = ("gather_indices", "inverse_indices", "cu_seqlens", "segment_starts", "subtree_ends")
 OF_PATHS = ("path_keys", "path_cu_seqlens_q", "path_cu_seqlens_k")
 SECTIONS = (*OF_PLAN, *OF_PATHS, "own", "calls", "block_of_row", "block_queries")
+BOUNDS = ("cu_seqlens", "own", *OF_PATHS[1:])  # sections whose longest entry is known on the host
 WIDTH = 7  # numbers of a call
 Function = Callable[[Tensor], Tensor]
-
-
-BOUNDS = ("cu_seqlens", "own", *OF_PATHS[1:])  # sections whose longest entry is known on the host
 
 
 class _Host(NamedTuple):

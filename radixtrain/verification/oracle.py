@@ -72,25 +72,25 @@ def ordinary_one_by_one(model: nn.Module, features: Features) -> Iterator[Tensor
 
     Written from the definition of the loss. The only code of radixtrain that it uses reads the features.
     """
-    return _ordinary(model, features, alone=True)
+    return _ordinary(model, features, one_by_one=True)
 
 
 def ordinary_padded(model: nn.Module, features: Features) -> Iterator[Tensor]:
     """Yield the loss of one call on the right-padded batch of an ordinary collator."""
-    return _ordinary(model, features, alone=False)
+    return _ordinary(model, features, one_by_one=False)
 
 
-def _ordinary(model: nn.Module, features: Features, alone: bool) -> Iterator[Tensor]:
-    """Yield the terms of the loss, one for each call. alone: whether each sequence has a call of its own."""
+def _ordinary(model: nn.Module, features: Features, one_by_one: bool) -> Iterator[Tensor]:
+    """Yield the terms of the loss, one for each call. one_by_one: whether each sequence has a call of its own."""
     device = next(model.parameters()).device
     sequences = token_rows(features, loss_on_all=True)  # the tested collator checks for unlabelled ones
     count = sum(each.num_labels for each in sequences)
     if not count:
         raise ValueError("no token of these features bears loss, so there is no gradient to compare")
-    for batch in [[each] for each in sequences if each.num_labels] if alone else [sequences]:
+    for batch in [[each] for each in sequences if each.num_labels] if one_by_one else [sequences]:
         padded = partial(_padded, batch, device)
         inputs = {"input_ids": padded(lambda row: row.input_ids)}
-        if not alone or batch[0].position_ids is not None:  # or Hugging Face reads a jump as another document
+        if not one_by_one or batch[0].position_ids is not None:  # or Hugging Face reads a jump as another document
             inputs["attention_mask"] = padded(lambda row: np.ones_like(row.input_ids))
             inputs["position_ids"] = padded(lambda row: _given(row.position_ids, np.arange(len(row.input_ids))))
         labels = padded(lambda row: row.labels, IGNORE_INDEX)
@@ -102,7 +102,7 @@ def _padded(
     batch: Sequence[TokenRow], device: torch.device, column: Callable[[TokenRow], np.ndarray], fill: int = 0
 ) -> Tensor:
     """Return a column of some sequences, (B, L), filled up on the right."""
-    return pad_sequence([torch.from_numpy(column(row)) for row in batch], True, fill).to(device)
+    return pad_sequence([torch.tensor(column(row)) for row in batch], True, fill).to(device)
 
 
 def _given(column: np.ndarray | None, default: np.ndarray) -> np.ndarray:

@@ -107,6 +107,7 @@ REFUSED: list[tuple[Any, str]] = [
     # rows that another packer filled
     ({**ROW, "seq_lengths": [2, 1]}, PACKED),
     ({**FIVE, "position_ids": [0, 1, 2, 0, 1]}, PACKED),
+    ({**ROW, "seq_lengths": [2]}, "feature 1: seq_lengths is 2, input_ids has 3 entries"),
     ({**ROW, "seq_lengths": 3}, "feature 1: seq_lengths must be a flat list of integers, got int64 ()"),
 ]
 NO_INTEGERS = [

@@ -181,6 +181,8 @@ def _rows_of(document: object, path: str) -> list[Any]:
     return document
 
 
+# Tables
+
 ROWS_PER_BATCH = 128  # a row of an agent may hold 100,000 tokens
 Fields = dict[str, Any]
 

@@ -125,6 +125,8 @@ def in_yaml(name: str) -> str:
     return name if re.fullmatch(r"[^\W\d][\w.-]*", name) else json.dumps(name, ensure_ascii=False)
 
 
+# Logs of calls, and stores of runs
+
 OF_CHATS = ("tools", "functions", "chat_template_kwargs")
 ANTHROPIC = {"thinking", "redacted_thinking", "tool_use", "tool_result"}
 RESPONSES = {"function_call", "function_call_output"}

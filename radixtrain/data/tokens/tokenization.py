@@ -158,6 +158,8 @@ def read_text(path: str | os.PathLike[str], key: str, kind: str) -> str:
         raise UserError(f"{key}: cannot read {path}: {reason}; expected {kind}") from error
 
 
+# Texts cut where no token crosses
+
 logger = logging.getLogger(__name__)
 
 TEXTS_PER_CALL = 64  # the tokenizer holds about 100 bytes per token until the call returns

@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from transformers import GenerationConfig
 
-from radixtrain.collators.batching import cut
+from radixtrain.collators.batching import cut_by_unique_tokens
 from radixtrain.data.prompts import Prompt, end_tokens
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError, did_you_mean, first_line
@@ -227,7 +227,8 @@ def _rows(
 def _batches(ids: Sequence[np.ndarray], options: AnswerOptions) -> list[list[int]]:
     """Return the prompts of each batch: neighbours in sorted order, of so many tokens with their answers."""
     expected = min(options.max_new_tokens, EXPECTED_ANSWER)
-    return cut(sort_sequences(*back_to_back(ids)), STORED_TOKENS, expected, options.batch_size or MAX_BATCH)
+    in_order = sort_sequences(*back_to_back(ids))
+    return cut_by_unique_tokens(in_order, STORED_TOKENS, expected, options.batch_size or MAX_BATCH)
 
 
 def _batches_by_length(ids: Sequence[np.ndarray], options: AnswerOptions) -> Iterator[list[int]]:

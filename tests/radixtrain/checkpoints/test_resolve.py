@@ -98,6 +98,13 @@ class TestResolve:
         with pytest.raises(UserError, match=r"step=5: model\.safetensors is damaged.*; .*step=3 is whole"):
             resolve(text.format(folder), folder)
 
+    def test_a_link_as_a_file(self, folder):
+        for name in ("best", "last"):
+            (folder / name).unlink()
+            (folder / name).write_text("step=3\n")
+        assert resolve("best", folder) == folder / "step=3"
+        assert resolve(str(folder / "last"), folder) == folder / "step=5"
+
     def test_none_is_there(self, folder):
         (folder / "model").mkdir()
         (folder / "model" / "config.json").write_text("{}")
@@ -181,11 +188,28 @@ class TestPoint:
         folder.rename(folder.parent / "moved")
         assert (folder.parent / "moved" / "last" / MANIFEST).is_file()
 
+    def test_a_file_where_there_are_no_links(self, folder, monkeypatch):
+        def refuse(*_):
+            raise PermissionError
+
+        monkeypatch.setattr(Path, "symlink_to", refuse)
+        point(folder, "last", folder / "step=5")
+        assert (folder / "last").read_text() == "step=5\n"
+
     def test_a_folder_of_that_name_is_not_lost(self, folder):
         (folder / "last").mkdir()
-        with pytest.raises(IsADirectoryError):
+        with pytest.raises(UserError, match="is a folder, and would be replaced by a link"):
             point(folder, "last", folder / "step=5")
-        assert (folder / "last").is_dir()
+
+    def test_a_copy_of_the_folder_that_followed_the_links(self, folder, make_state):
+        """The copies are whole checkpoints, and another one stays where it is."""
+        for name, step in (("last", 5), ("best", 3)):
+            shutil.copytree(folder / f"step={step}", folder / name)
+        point(folder, "last", folder / "step=5")
+        assert os.readlink(folder / "last") == "step=5"
+        write_checkpoint(folder / "best", make_state(9))
+        with pytest.raises(UserError, match="is a folder, and would be replaced by a link"):
+            point(folder, "best", folder / "step=5")
 
 
 def test_tidy(folder, make_state):

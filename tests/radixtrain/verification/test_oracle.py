@@ -1,8 +1,10 @@
 """The rungs of the ladder: independent of each other, in the precision they name, with the model unchanged after."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -50,6 +52,19 @@ def test_two_ordinary_ways_agree_in_float64(tiny_qwen3: Callable[..., Any]) -> N
     for name, tensor in truth.tensors.items():
         assert tensor.dtype == torch.float64
         assert (padded.tensors[name] - tensor).norm() <= 1e-12 * tensor.norm(), name
+
+
+@pytest.mark.filterwarnings("error")
+def test_stored_rows_are_only_read(tiny_qwen3: Callable[..., Any], request: pytest.FixtureRequest) -> None:
+    """As those of a token store, whose arrays cannot be written to: torch warns of tensors on them, by default once."""
+    request.addfinalizer(partial(torch.set_warn_always, torch.is_warn_always_enabled()))
+    torch.set_warn_always(True)
+    stored = [{name: np.array(values) for name, values in feature.items()} for feature in FEATURES]
+    for feature in stored:
+        for values in feature.values():
+            values.flags.writeable = False
+    for ordinary in (ordinary_one_by_one, ordinary_padded):
+        assert [loss.item() for loss in ordinary(tiny_qwen3(), stored)]
 
 
 class _SeesDtypes(TorchDispatchMode):

@@ -14,6 +14,7 @@ import pytest
 from byte_tokenizer import CHATML, MARKED
 from tiers import cases
 
+from radixtrain import data
 from radixtrain.data import cache
 from radixtrain.data.cache import Tokenized, TokenizingOptions, tokenized
 from radixtrain.data.chat import ChatEncoder
@@ -109,6 +110,11 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any] | Callable[..., dict[str
     "on_bad_row": ({}, {"skip_bad_rows": True}),
     "overwrite_cache": ({}, {"overwrite_cache": True}),
 }
+
+
+def test_sources_that_make_samples_name_an_entry() -> None:
+    """Those of the room of data; a change anywhere else leaves every entry as it is."""
+    assert Path(data.__file__).parent == cache.HERE
 
 
 @pytest.mark.parametrize("change", CHANGES)

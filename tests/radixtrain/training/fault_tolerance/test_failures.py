@@ -127,10 +127,14 @@ class TestCheckpoint:
         said = explain(MemoryError(), tmp_path) or ""
         assert said.endswith(". No checkpoint was written yet; --ckpt_path auto starts again")
 
-    def test_the_last(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("as_link", [True, False])
+    def test_the_last(self, as_link: bool, tmp_path: Path) -> None:
         folder = tmp_path / "checkpoints"
         (folder / "step=7").mkdir(parents=True)
-        (folder / "last").symlink_to("step=7")
+        if as_link:
+            (folder / "last").symlink_to("step=7")
+        else:
+            (folder / "last").write_text("step=7\n")
         said = f". The last checkpoint is {folder / 'step=7'}; resume with --ckpt_path last"
         assert (explain(MemoryError(), tmp_path) or "").endswith(said)
 
