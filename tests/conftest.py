@@ -86,8 +86,10 @@ def free_forks() -> Iterator[None]:
 @pytest.fixture
 def without_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model is not tried before it is shared, so that the comparison itself has to see a mistake."""
+    from radixtrain.hf.guards.model import Verdict
+
     for module in ("hf.collated", "generation.prefill", "hf.hooks", "hf.padded.sharing"):
-        monkeypatch.setattr(f"radixtrain.{module}.why_inexact", lambda *_, **__: None)
+        monkeypatch.setattr(f"radixtrain.{module}.verdict_of", lambda *_, **__: Verdict(None, forks=True))
 
 
 @pytest.fixture(scope="session")

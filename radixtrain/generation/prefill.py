@@ -25,7 +25,7 @@ from radixtrain.generation.cache import Match, Node, RadixCache
 from radixtrain.hf.attention_interface import Call, Extent, Heads
 from radixtrain.hf.backbone import Parts, model_inside, parts_of
 from radixtrain.hf.dropout import evaluating
-from radixtrain.hf.guards.model import why_inexact
+from radixtrain.hf.guards.model import verdict_of
 from radixtrain.hf.guards.rules import WITHOUT
 from radixtrain.hf.head import logits_of
 from radixtrain.hf.modules import num_attention_layers
@@ -59,7 +59,9 @@ def generating(model: nn.Module, parts: Parts, longest: int) -> Iterator[None]:
     try:
         with _GENERATING, evaluating(model), torch.no_grad():
             reason = why_third_party(parts.base, parts.base, hooks_of(parts.base))
-            if reason := reason or why_inexact(parts.backbone, parts.head, progress=Progress(), shape=(3, longest)):
+            if reason is None:
+                reason = verdict_of(parts.backbone, parts.head, progress=Progress(), shape=(3, longest)).reason
+            if reason is not None:
                 raise UserError(f"{parts.name}: {reason}; leave it out, or {WITHOUT['generate']}")
             yield
     except UserError as error:  # of a layer

@@ -15,7 +15,7 @@ from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.backbone import arguments_of, text_decoder_of, with_rows
 from radixtrain.hf.dropout import check_drawing_modules, check_noise
-from radixtrain.hf.guards.model import why_inexact
+from radixtrain.hf.guards.model import verdict_of
 from radixtrain.hf.modules import why_padding_leaks
 from radixtrain.hf.names import is_cache
 from radixtrain.hf.options import Options
@@ -142,13 +142,14 @@ class PaddedSharing:
             raise NotShared(f"less than min_ratio = {options.min_ratio} to save")
         causes.check_bits(plan)
         shape, allowed = upstream.given["input_ids"].shape, options.allow_dropout
-        _refuse(why_inexact(decoder, progress=self.progress, allowed=allowed, shape=shape))
+        verdict = verdict_of(decoder, progress=self.progress, allowed=allowed, shape=shape)
+        _refuse(verdict.reason)
         layout = TreeLayout.from_plan(plan, causes.layout_of_blocks(plan)).to(device, non_blocking=True)
         may_bind = bool(causes.requests) or window_may_bind(decoder.config, layout.max_seqlen)
         places = rows.places(plan.inverse_indices, plan.num_rows)
         call = RadixCall(layout, None, options.attention, options.kernel, may_bind, places=places)
         call.misses_cache = option("use_cache", decoder.config, upstream.given)
-        call.pictures = upstream.pictures
+        call.pictures, call.forks = upstream.pictures, verdict.forks
         mask = causes.masks_for(call) if causes.requests else no_mask(may_bind, device, call)
         arguments = causes.of_unique_tokens(plan)
         return {**arguments, "attention_mask": mask, "use_cache": False, "radix_call": call}

@@ -28,7 +28,6 @@ from radixtrain.collators.steps import StepCollator
 from radixtrain.hf import third_party
 from radixtrain.hf.padded import causes
 from radixtrain.hf.predicting_rows import forward_rows
-from radixtrain.hf.recurrent import layers
 from radixtrain.kernels import functions
 from radixtrain.kernels.merge_attention import merge_piece, merge_sinks
 from radixtrain.loss import linear_cross_entropy
@@ -283,7 +282,6 @@ def main(group: str) -> None:
     """Print a line for each case of the group. The kernels of one that is compiled go into its line."""
     if group in ("compiled", "merges"):
         compile_without_running()
-    vars(layers)["why_it_cannot_fork"] = lambda *_: ""  # tried once for a mixer, on values
     for name, case in GROUPS[group].items():
         torch.compiler.reset()
         SHARED.clear()
