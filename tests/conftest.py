@@ -69,9 +69,9 @@ def environment_is_restored() -> Iterator[None]:
 @pytest.fixture
 def hooks_that_may_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Code of tests in a model, by which one call waits for another, fails or counts, counts as of a known package."""
-    from radixtrain.hf import third_party
+    from radixtrain.hf.guards import code
 
-    monkeypatch.setattr(third_party, "KNOWN", third_party.KNOWN | {"tests", "answers", "hybrids"})
+    monkeypatch.setattr(code, "KNOWN", code.KNOWN | {"tests", "answers", "hybrids"})
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.backbone import arguments_of, in_one_row, text_decoder_of, with_rows
+from radixtrain.hf.guards.code import code_in, why_recorded
 from radixtrain.hf.guards.model import verdict_of
 from radixtrain.hf.options import Options
 from radixtrain.hf.padded.calls import is_compiled
@@ -35,7 +36,6 @@ from radixtrain.hf.refusals import (
 )
 from radixtrain.hf.sequence_parallel import RowSplit, SplitCall
 from radixtrain.hf.sharing_report import NOT_ALIKE, SharingReport, is_frozen
-from radixtrain.hf.third_party import hooks_of, why_third_party
 from radixtrain.hf.token_losses import watched
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.kernels.rows import gather_rows
@@ -103,9 +103,10 @@ class CollatedBatches:
             )
         allowed, shape = self.options.allow_dropout, (layout.num_sequences, layout.max_seqlen)
         check_pass(decoder, head, layout, radix.is_left_padded, allowed)
-        reason = why_third_party(model, model, hooks_of(backbone) if model is backbone else None)
+        code = code_in(model, decoder, head, outer=[backbone])
+        reason = why_recorded() or code.refused
         if reason is None:
-            reason, forks = verdict_of(backbone, head, progress=self.progress, allowed=allowed, shape=shape)
+            reason, forks = verdict_of(backbone, head, code=code, progress=self.progress, allowed=allowed, shape=shape)
         if reason is not None:
             fix = "" if TRAIN_WITHOUT_SHARING in reason else f"; leave out what differs, or {TRAIN_WITHOUT_SHARING}"
             raise UserError(f"a batch of a RadixCollator: {reason}{fix}")

@@ -39,11 +39,11 @@ from radixtrain.hf.dropout import (
     set_generator_states,
     without_dropout,
 )
+from radixtrain.hf.guards.code import ADAPTERS, OtherCode, values_of
 from radixtrain.hf.guards.forks import why_no_fork
 from radixtrain.hf.modules import mixers_of, num_attention_layers, text_layers
 from radixtrain.hf.progress import Progress
 from radixtrain.hf.recurrent.running import arguments_by_name
-from radixtrain.hf.third_party import ADAPTERS, code_to_try, values_of
 from radixtrain.hf.windows import chunk_of, no_mask, window_may_bind
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import build_prefix_plan
@@ -83,6 +83,7 @@ def verdict_of(
     backbone: Any,
     head: Any = None,
     *,
+    code: OtherCode,
     progress: Progress,
     allowed: Collection[str] = (),
     drew: bool = False,
@@ -91,38 +92,38 @@ def verdict_of(
     """Return whether a model computes the same on unique tokens.
 
     head: computes logits from hidden states of unique tokens; None if it gets every token at its place.
+    code: of the decoder and the head.
     progress: of the calls of the model. allowed: as `allow_dropout` of `share_prefixes`.
     drew: whether a pass moved a generator. OPT draws numbers that change nothing while its layerdrop is 0.
     shape: rows and tokens in each, of the padded batch.
 
     A model is tried once in each mode and dtype, with and without gradients, and again when its modules, hooks or
     functions have changed. One with code that is not its own is tried again when more or longer rows come. Every other
-    call costs one look at its modules: 1.1 ms of one core for 28 layers with LoRA. If the weights are spread over
+    call costs one look at its modules (`code_in`). If the weights are spread over
     processes, nothing is tried: then the rules decide, code that is not the model's own is refused, and recurrent
     layers compute whole sequences.
     """
     decoder = text_decoder_of(backbone)
-    code, state = code_to_try(decoder, head)
-    who = f"code that is not the model's own ({code})" if code else type(decoder).__name__
+    who = f"code that is not the model's own ({code.tried})" if code.tried else type(decoder).__name__
     numbers = [value for each in decoder.modules() for value in values_of(each)] if drew else ()
-    key = state, backbone is decoder, _arithmetic(decoder), *allowed, *numbers
+    key = code.state, backbone is decoder, _arithmetic(decoder), *allowed, *numbers
     gradients = torch.is_grad_enabled()
     with _trying, torch.inference_mode(False), torch.set_grad_enabled(gradients):
         tried = _verdicts.setdefault(decoder, {}).setdefault(key, {})
         if ROWS.shape not in tried:
             if not _is_whole(decoder):
-                if code:
+                if code.tried:
                     return Verdict(f"{who} cannot be tried, because the weights are not whole in this process")
                 if decoder not in _untried and mixers_of(decoder):
                     _untried.add(decoder)
                     _say_whole(decoder, "its weights are not whole in this process, so forks cannot be tried")
                 return Verdict(f"{who} {DRAWS}" if drew and number_that_draws(decoder) else None)
             tried[ROWS.shape] = _first_verdict(backbone, head, progress, allowed, drew)
-            if tried[ROWS.shape].reason == DRAWS and not (code or drew):
+            if tried[ROWS.shape].reason == DRAWS and not (code.tried or drew):
                 tried[ROWS.shape] = Verdict(None)  # the call itself will show it, and is refused with the number
         forks = tried[ROWS.shape].forks
         is_known = any(each.reason or (shape[0] <= rows and shape[1] <= n) for (rows, n), each in tried.items())
-        if code and not is_known:
+        if code.tried and not is_known:
             places = torch.arange(shape[1])
             own = torch.arange(shape[0])[:, None] * (places >= shape[1] // 2)
             ids = (places + own) % 7 + 1
