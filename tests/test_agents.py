@@ -27,7 +27,7 @@ from transformers import (
 
 from radixtrain import RadixCollator, share_prefixes, sharing_report
 from radixtrain.collators.misuse_guard import end_watch
-from radixtrain.hf import rounded_updates
+from radixtrain.hf.sharing_report import _warn, warn_of_rounding
 
 PAGE = (Path(__file__).resolve().parents[1] / "AGENTS.md").read_text(encoding="utf-8")
 SHARE, REPORT, VERIFY = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -202,10 +202,10 @@ def test_a_report_or_a_warning_says_why_nothing_is_shared_or_learned(
     prepared = share_prefixes(tiny_qwen3())
     prepared(torch.tensor([[1, 2, 3]]))
     said += str(sharing_report(prepared))
-    rounded_updates._warn.cache_clear()
+    _warn.cache_clear()
     trained = tiny_qwen3().bfloat16()
     trained(torch.tensor([[1, 2, 3]])).logits.sum().backward()
     with caplog.at_level(logging.WARNING, logger="radixtrain"):
-        rounded_updates.warn_of_rounding(torch.optim.SGD(trained.parameters()))
+        warn_of_rounding(torch.optim.SGD(trained.parameters()))
     said += caplog.text
     assert len(REPORTED) == 5 and all(reason in said for reason in REPORTED)

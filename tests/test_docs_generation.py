@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from radixtrain.generation.generate import REFUSED
 from radixtrain.generation.prompt_cache import PIECE_CELLS
-from radixtrain.hf.names import CACHE
+from radixtrain.hf.backbone import CACHE
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "generation.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)

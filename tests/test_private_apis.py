@@ -86,14 +86,11 @@ TABLE: dict[str, dict[str, str]] = {
         "multiprocessing.queues.Queue._on_queue_feeder_error": "hears of a batch that a worker cannot hand over",
         "os._exit": "ends a worker whose run was killed",
     },
-    "radixtrain/hf/adapters.py": {
-        "torch.nn.Module._parameters": "finds the modules that hold a shared matrix",
-    },
     "radixtrain/hf/attention_interface.py": {
         "torch._dynamo.config": "has the compiler look at the hooks of a model, so that two of one class are not one",
         "transformers.PretrainedConfig._attn_implementation": "names the attention of a model",
     },
-    "radixtrain/hf/dropout.py": {
+    "radixtrain/hf/guards/draws.py": {
         "torch.nn.Module._modules": "finds dropout modules in 0.3 ms",
         "torch.utils._python_dispatch._disable_current_modes": "no mode counts or fakes how generators are compared",
     },
@@ -159,11 +156,12 @@ TABLE: dict[str, dict[str, str]] = {
     "radixtrain/hf/progress.py": {
         "torch._C._current_graph_task_id": "tells layers that a backward pass recomputes from others",
     },
-    "radixtrain/hf/recurrent/running.py": {
+    "radixtrain/hf/recurrent.py": {
         "torch.utils._python_dispatch._disable_current_modes": "no mode fakes the rows of a run",
     },
-    "radixtrain/hf/refusals.py": {
+    "radixtrain/hf/guards/batch.py": {
         "torch.nn.Module._is_replica": "tells a copy that DataParallel made",
+        "torch.nn.Module._parameters": "finds the modules that hold a shared matrix",
     },
     "radixtrain/hf/guards/code.py": {
         **dict.fromkeys(

@@ -24,14 +24,14 @@ from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.generation.cache import Match, Node, RadixCache
 from radixtrain.hf.attention_interface import Call, Extent, Heads
 from radixtrain.hf.backbone import Parts, model_inside, parts_of
-from radixtrain.hf.dropout import evaluating
+from radixtrain.hf.guards.batch import check_generation
 from radixtrain.hf.guards.code import code_in, why_recorded
+from radixtrain.hf.guards.draws import evaluating
 from radixtrain.hf.guards.model import verdict_of
 from radixtrain.hf.guards.rules import WITHOUT
 from radixtrain.hf.head import logits_of
 from radixtrain.hf.modules import num_attention_layers
 from radixtrain.hf.progress import Progress
-from radixtrain.hf.refusals import check_generation
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.kernels.stored import Readers, Shared
 from radixtrain.loss import logits_logprobs

@@ -30,9 +30,8 @@ from radixtrain.attention import decoding_attention
 from radixtrain.generation.cache import Node
 from radixtrain.generation.prefill import LayerRows, StoredCall
 from radixtrain.hf.attention_interface import Heads
-from radixtrain.hf.backbone import Parts, arguments_of
-from radixtrain.hf.names import CACHE
-from radixtrain.hf.refusals import check_length
+from radixtrain.hf.backbone import CACHE, Parts, arguments_of
+from radixtrain.hf.guards.batch import check_length
 from radixtrain.kernels.stored import Readers, Shared
 from radixtrain.tree.arrays import IntArray, cumulative
 from radixtrain.tree.layout import on_device

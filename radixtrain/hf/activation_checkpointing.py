@@ -6,9 +6,8 @@ import logging
 from typing import Any
 
 from radixtrain.errors import UserError
-from radixtrain.hf.backbone import parts_of
+from radixtrain.hf.backbone import START_CHECKPOINTING, STOP_CHECKPOINTING, found, parts_of
 from radixtrain.hf.modules import text_layers
-from radixtrain.hf.names import START_CHECKPOINTING, STOP_CHECKPOINTING, found
 
 logger = logging.getLogger(__name__)
 

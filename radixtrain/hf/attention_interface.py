@@ -42,7 +42,7 @@ from radixtrain.hf.backbone import is_text
 from radixtrain.hf.modules import attends, eager_places, interfaces_of, name_of, why_replaced
 from radixtrain.hf.padded.rows import Places
 from radixtrain.hf.positions import at_own_places, scales
-from radixtrain.hf.recurrent.running import tree_runs
+from radixtrain.hf.recurrent import tree_runs
 from radixtrain.hf.windows import is_empty, mask_function, on_mask, window_of
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.blocks import BlockLayout

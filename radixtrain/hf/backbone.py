@@ -1,4 +1,4 @@
-"""The parts of a Hugging Face model: the model inside its wrapper, its backbone, its text decoder.
+"""The parts of a Hugging Face model: the model inside its wrapper, its backbone, its text decoder; and renamed names.
 
     PeftModel, PeftMixedModel          a wrapper
       Gemma3ForConditionalGeneration   the model: backbone and head       `pretrained_model_of`
@@ -6,6 +6,9 @@
           Gemma3TextModel              the text decoder, layers are here  `text_decoder_of`
 
 In a text-only model the backbone is the text decoder. `parts_of` finds all three.
+
+What an object shows comes before its name: a cache is a `Cache`, an argument has an annotation. So the next renaming
+mostly changes nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +24,12 @@ from transformers import PreTrainedModel
 from radixtrain.tree.layout import TreeLayout
 
 NOT_TEXT = re.compile("vision|image|visual|audio")
+# Names of transformers that a release has changed, the newest spelling first. Others have one spelling from 5.2 on.
+CACHE = ("cache", "past_key_values", "cache_params")  # an argument of models and layers, an output; since 5.24
+IMAGE_TOKEN = ("image_token_id", "image_token_index")  # a setting; some configurations have both
+START_CHECKPOINTING = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # methods; since 5.23
+STOP_CHECKPOINTING = ("activation_checkpointing_disable", "gradient_checkpointing_disable")
+OF_OLDER_MASKS = ("cache_position", "allow_torch_fix")  # keywords of a mask function; gone since 5.23
 
 
 class Parts(NamedTuple):
@@ -154,3 +163,13 @@ def with_rows(output: Any, rows: Tensor) -> Any:
         return rows, *output[1:]
     output.last_hidden_state = rows
     return output
+
+
+def found(owner: object, names: tuple[str, ...]) -> Any:
+    """Return the first of these attributes that an object has; None if it has none."""
+    return next((getattr(owner, name) for name in names if hasattr(owner, name)), None)
+
+
+def is_cache(name: str, annotation: object) -> bool:
+    """Return whether an argument or an output is Hugging Face's cache, by its annotation or its name."""
+    return "Cache" in str(annotation) or name in CACHE

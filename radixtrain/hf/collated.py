@@ -16,16 +16,8 @@ from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.backbone import arguments_of, in_one_row, text_decoder_of, with_rows
-from radixtrain.hf.guards.code import code_in, why_recorded
-from radixtrain.hf.guards.model import verdict_of
-from radixtrain.hf.options import Options
-from radixtrain.hf.padded.calls import is_compiled
-from radixtrain.hf.padded.fused_heads import share_fused_heads
-from radixtrain.hf.padded.row_functions import MIN_SAVING
-from radixtrain.hf.padded.spread import NO_ROW
-from radixtrain.hf.padded.spread_rows import SpreadRows
-from radixtrain.hf.progress import Progress
-from radixtrain.hf.refusals import (
+from radixtrain.hf.guards.batch import (
+    Options,
     check_evaluation,
     check_inputs,
     check_one_device,
@@ -34,6 +26,14 @@ from radixtrain.hf.refusals import (
     on_device_of_rows,
     own_layout,
 )
+from radixtrain.hf.guards.code import code_in, why_recorded
+from radixtrain.hf.guards.model import verdict_of
+from radixtrain.hf.padded.calls import is_compiled
+from radixtrain.hf.padded.fused_heads import share_fused_heads
+from radixtrain.hf.padded.row_functions import MIN_SAVING
+from radixtrain.hf.padded.spread import NO_ROW
+from radixtrain.hf.padded.spread_rows import SpreadRows
+from radixtrain.hf.progress import Progress
 from radixtrain.hf.sequence_parallel import RowSplit, SplitCall
 from radixtrain.hf.sharing_report import NOT_ALIKE, SharingReport, is_frozen
 from radixtrain.hf.token_losses import watched

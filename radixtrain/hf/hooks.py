@@ -22,23 +22,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from radixtrain.errors import UserError
-from radixtrain.hf import upstream
 from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.backbone import Parts, arguments_of, text_decoder_of
 from radixtrain.hf.collated import CollatedBatches
-from radixtrain.hf.dropout import generator_states, has_drawn, number_that_draws, set_generator_states
 from radixtrain.hf.guards.code import code_in
+from radixtrain.hf.guards.draws import generator_states, has_drawn, number_that_draws, set_generator_states
 from radixtrain.hf.guards.model import forget_verdicts, verdict_of
 from radixtrain.hf.guards.rules import traits_of, why_unsupported
 from radixtrain.hf.modules import mixers_of, num_attention_layers, text_layers
 from radixtrain.hf.padded.causes import with_made_masks
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.pictures import compute_every_picture, compute_pictures_once
-from radixtrain.hf.progress import Progress
-from radixtrain.hf.recurrent.layers import LayerHooks
+from radixtrain.hf.progress import UPSTREAM, Progress, Upstream, end_upstream, upstream_call
+from radixtrain.hf.recurrent import LayerHooks
 from radixtrain.hf.sharing_report import HELP_NOT_ALIKE, SharingReport, SharingWatch
 from radixtrain.hf.token_losses import TokenLoss
-from radixtrain.hf.upstream import Upstream
 from radixtrain.tree.radix_inputs import RADIX
 from radixtrain.versions import saying_what_was_tested
 
@@ -116,7 +114,7 @@ class BackboneHooks:
     def before(self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give the layers the call that they take part in; None leaves a call as it is."""
         self.progress.begin(None)  # trial calls, before the kind of call is known, are ordinary
-        upstream.begin(None)
+        UPSTREAM.begin(None)
         if kwargs.get("radix_call") is not None:  # a pass of generation
             return None
         self._judge_again(Parts(self.model, backbone, text_decoder_of(backbone)))
@@ -127,14 +125,14 @@ class BackboneHooks:
             return None
         if call.decoder is backbone:
             return self._shared(call, args, kwargs)
-        upstream.become(call)
+        UPSTREAM.become(call)
         return (), {**call.given, "input_ids": call.held_by_ids()}
 
     @torch.compiler.disable
     def before_decoder(self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Share an ordinary batch at the text decoder of a backbone that is more than this."""
         self.progress.begin(self.progress.call)
-        call = upstream.running()
+        call = upstream_call()
         if call is None or call.decoder is not decoder:
             return None
         return self._shared(call, args, kwargs) or ((), with_made_masks(arguments_of(decoder, args, kwargs)))
@@ -152,7 +150,7 @@ class BackboneHooks:
     @torch.compiler.disable
     def after_embedding(self, embedding: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         """Keep what the embedding returned, where a gradient might be read."""
-        call = upstream.running()
+        call = upstream_call()
         if call is not None and call.backbone.get_input_embeddings() is embedding:
             call.embedded.append(output)
 
@@ -210,7 +208,7 @@ class BackboneHooks:
     def after(self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Check that every layer ran tree attention, and give the head the rows of the batch."""
         self.progress.end()
-        upstream.end()
+        end_upstream()
         is_shared = output is not None and isinstance(kwargs.get("radix_call"), RadixCall)
         return self._finished(backbone, kwargs, output) if is_shared else None
 

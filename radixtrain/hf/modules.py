@@ -4,7 +4,7 @@ The code of a class is judged by the attributes and globals that it names, and b
 source text or the names of local variables, so neither a comment nor a renamed variable changes an answer, and a class
 typed into a shell has one. A method that was replaced earlier is read as it is now.
 
-A *mixer* is a module whose own code speaks the cache protocol of `recurrent/running.py`, so it carries a state from
+A *mixer* is a module whose own code speaks the cache protocol of `recurrent.py`, so it carries a state from
 token to token. None is known by name. A *layer* is a decoder layer, the element of an `nn.ModuleList`.
 """
 

@@ -3,17 +3,30 @@
 A call reaches most layers as an argument. What gets no arguments, such as a mixer or a loss function, reads `Progress`.
 Each thread has its own calls, and each call ends before the one around it: a hook that calls the model again, or a
 backward pass within a forward pass, finds its own call and leaves the outer one as it was.
+
+An `Upstream` is a call of a backbone that is more than its text decoder, before the decoder runs. What it does there
+stays its own: it embeds, runs towers, counts, makes masks.
+
+    input_ids, pixel_values -> [ backbone: tower, embeddings, positions, masks ] -> inputs_embeds -> [ text decoder ]
+
+It knows the ids, which the decoder may not get, and the pictures that the tower computed. A mask that the backbone
+requests for the decoder waits until the unique tokens are known.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+HELD = "_radix_upstream"  # by the ids of a call, so that it lives as long as the frames of the call
 
 
 class Progress(threading.local):
@@ -69,3 +82,46 @@ def _no_call() -> None:
 def _backward_pass() -> int:
     """Return the number of the backward pass that runs in this thread; -1 outside of one."""
     return torch._C._current_graph_task_id()
+
+
+@dataclass(eq=False)
+class Upstream:
+    """A call of a backbone that shares if its text decoder can.
+
+    backbone, decoder: of the call. given: the arguments of the backbone.
+    pictures: `Pictures` of the tower's call; None before it, or without one.
+    embedded: what the embedding returned for the ids, until the decoder begins.
+    is_over: whether the decoder has begun. Until then masks wait for it.
+    """
+
+    backbone: PreTrainedModel
+    decoder: PreTrainedModel
+    given: Mapping[str, Any]
+    pictures: Any = None
+    embedded: list[Tensor] = field(default_factory=list)
+    is_over: bool = False
+
+    def held_by_ids(self) -> Tensor:
+        """Return the ids of the call as another tensor that holds this object."""
+        ids: Tensor = self.given["input_ids"]
+        ids = ids.view(ids.shape)
+        setattr(ids, HELD, self)
+        return ids
+
+
+# Calls of backbones, of any model; None for one that is not shared. Something else has to hold a call: an interrupt
+# (Ctrl-C) leaves nothing behind.
+UPSTREAM = Progress()
+
+
+def end_upstream() -> None:
+    """End the innermost call of a backbone."""
+    call = UPSTREAM.end()
+    if call is not None:
+        call.given = {}  # autograd keeps the ids until the backward pass
+
+
+def upstream_call() -> Upstream | None:
+    """Return the innermost call of a backbone, if its decoder has not begun."""
+    call: Upstream | None = UPSTREAM.call
+    return None if call is None or call.is_over else call

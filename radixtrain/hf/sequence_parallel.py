@@ -34,8 +34,8 @@ from radixtrain.collators.row_split import filled, own_inputs, own_predictors, o
 from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import Heads, RadixCall
 from radixtrain.hf.backbone import Parts, in_one_row
+from radixtrain.hf.guards.batch import on_device_of_rows
 from radixtrain.hf.progress import Progress
-from radixtrain.hf.refusals import on_device_of_rows
 from radixtrain.tree.radix_inputs import RADIX, RadixInputs, layout_of, radix_of, with_radix
 
 logger = logging.getLogger(__name__)

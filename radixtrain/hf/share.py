@@ -2,9 +2,9 @@
 
 The model keeps its weights, its outputs and what it saves. Its layers call their attention by name, and find ours
 around it (`attention_interface.py`); hooks on the backbone turn a batch into what the layers need (`hooks.py`).
-Whatever would change the gradient is refused, here and at every batch (`refusals.py`), or runs unshared. Unique tokens
-on any other attention would train silently with a wrong mask: Hugging Face reads a jump in the positions as the start
-of a new packed document. So the hooks check that every layer ran ours.
+Whatever would change the gradient is refused, here and at every batch, or runs unshared (`guards`). Unique tokens on
+any other attention would train silently with a wrong mask: Hugging Face reads a jump in the positions as the start of
+a new packed document. So the hooks check that every layer ran ours.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from radixtrain.collators.misuse_guard import SHARED
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import Parts, backbone_of, model_inside, parts_of, pretrained_model_of
 from radixtrain.hf.collated import CollatedBatches
-from radixtrain.hf.dropout import check_dropout
+from radixtrain.hf.guards.batch import Options, check_choice
+from radixtrain.hf.guards.draws import check_dropout
 from radixtrain.hf.guards.rules import check_supported, traits_of, why_unsupported
 from radixtrain.hf.hooks import BackboneHooks, remove_hooks
 from radixtrain.hf.modules import num_attention_layers
-from radixtrain.hf.options import Options
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.progress import Progress
-from radixtrain.hf.recurrent.layers import install_mixers, remove_mixers
-from radixtrain.hf.refusals import check_choice
+from radixtrain.hf.recurrent import install_mixers, remove_mixers
 from radixtrain.hf.sequence_parallel import SplitModel
 from radixtrain.hf.sharing_report import SharingReport, SharingWatch
 from radixtrain.hf.token_losses import TokenLoss

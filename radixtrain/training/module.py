@@ -19,9 +19,9 @@ from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predicting_rows import forward_rows
-from radixtrain.hf.rounded_updates import warn_of_rounding
 from radixtrain.hf.scores import Scorer, check_scores, named_scores
 from radixtrain.hf.share import options_of, share_prefixes
+from radixtrain.hf.sharing_report import warn_of_rounding
 from radixtrain.settings.model import ModelSettings
 from radixtrain.training.answers.answering import check_answering
 from radixtrain.training.answers.predictions import PredictedAnswers, scored_records, scorer_of

@@ -21,8 +21,8 @@ from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.collators.targets import features_once
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import pretrained_model_of
-from radixtrain.hf.dropout import without_dropout
-from radixtrain.hf.refusals import added_losses
+from radixtrain.hf.guards.batch import added_losses
+from radixtrain.hf.guards.draws import without_dropout
 from radixtrain.hf.share import check_takes_collated, options_of, restore_model, share_prefixes
 from radixtrain.verification.oracle import (
     Arm,

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import AutoModel, PreTrainedConfig
 
 from radixtrain.hf.modules import mixers_of, text_layers
-from radixtrain.hf.recurrent.running import ForkedStates, cache_argument
+from radixtrain.hf.recurrent import ForkedStates, cache_argument
 from radixtrain.tree.plan import PrefixPlan
 
 USES_OF_STATE = 3  # multiply-adds per number of a state

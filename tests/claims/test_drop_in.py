@@ -26,7 +26,7 @@ from trainer_loop import Stream
 from radixtrain import RadixCollator, share_prefixes
 from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.errors import UserError
-from radixtrain.hf.refusals import check_one_device
+from radixtrain.hf.guards.batch import check_one_device
 from radixtrain.verification.oracle import float64_arithmetic
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of names that Transformers will drop

@@ -16,7 +16,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from radixtrain import RadixCollator
 from radixtrain.collators.steps import PaddedCollator, Step, StepCollator
-from radixtrain.hf.refusals import on_device_of_rows
+from radixtrain.hf.guards.batch import on_device_of_rows
 
 SEQUENCES = [1, 1, 2, 3], [1, 1, 2, 4, 4], [1, 1, 5], [2, 2, 1], [2, 2, 3]
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in SEQUENCES]

@@ -14,7 +14,7 @@ from tiers import cases
 from torch import Tensor, nn
 
 from radixtrain import RadixCollator
-from radixtrain.hf.recurrent.layers import Mixer
+from radixtrain.hf.recurrent import Mixer
 from radixtrain.tree.radix_inputs import layout_of
 from radixtrain.tree.runs import cheapest_runs
 from radixtrain.verification.oracle import float64_throughout, gradients_of, radix_batch

@@ -41,7 +41,7 @@ KNOWN = frozenset(
 READ_TOKENS = (
     *("peft.tuners.lora.corda", "peft.tuners.lora.eva", "torch.ao", "transformers.model_debugging_utils", "torch.jit"),
 )
-# Modules of torch that compute each token from its last axis only. Dropouts: `dropout.py` refuses those that draw.
+# Modules of torch that compute each token from its last axis only. Dropouts: `draws.py` refuses those that draw.
 PLAIN = {
     *(nn.Module, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, nn.Sequential, nn.Identity),
     *(nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Dropout),

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from radixtrain.hf.recurrent.running import each_tensor, run_on_tree
+from radixtrain.hf.recurrent import each_tensor, run_on_tree
 from radixtrain.tree.runs import RunLayout
 
 ALLOWED = 0.1  # relative error of a row: without a state or its gradient it is about 1, by rounding in bfloat16 0.01

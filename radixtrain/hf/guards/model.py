@@ -32,18 +32,18 @@ from radixtrain.collators.misuse_guard import is_instance_by_name
 from radixtrain.errors import UserError, first_line
 from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.backbone import text_decoder_of
-from radixtrain.hf.dropout import (
+from radixtrain.hf.guards.code import ADAPTERS, OtherCode, values_of
+from radixtrain.hf.guards.draws import (
     generator_states,
     has_drawn,
     number_that_draws,
     set_generator_states,
     without_dropout,
 )
-from radixtrain.hf.guards.code import ADAPTERS, OtherCode, values_of
 from radixtrain.hf.guards.forks import why_no_fork
 from radixtrain.hf.modules import mixers_of, num_attention_layers, text_layers
 from radixtrain.hf.progress import Progress
-from radixtrain.hf.recurrent.running import arguments_by_name
+from radixtrain.hf.recurrent import arguments_by_name
 from radixtrain.hf.windows import chunk_of, no_mask, window_may_bind
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import build_prefix_plan

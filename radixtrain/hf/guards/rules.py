@@ -6,7 +6,7 @@ not reach. And it cannot run while the weights are spread over processes. `RULES
 
 The entry points are `share_prefixes`, the batches of a `RadixCollator`, which a shared model takes too, and `generate`.
 The rules are applied when a model is given to one of them, and again at the next call after the model has changed:
-Hugging Face reads most settings in every call. What depends on a batch is checked in `refusals.py`.
+Hugging Face reads most settings in every call. What depends on a batch is checked in `batch.py`.
 """
 
 from __future__ import annotations

@@ -21,10 +21,9 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from radixtrain.collators.misuse_guard import is_called_by
 from radixtrain.hf.attention_interface import OPTIONS, take_over
-from radixtrain.hf.backbone import text_decoder_of
-from radixtrain.hf.dropout import evaluating
+from radixtrain.hf.backbone import CACHE, text_decoder_of
 from radixtrain.hf.guards.code import why_recorded
-from radixtrain.hf.names import CACHE
+from radixtrain.hf.guards.draws import evaluating
 from radixtrain.hf.padded.rows import PaddedRows
 from radixtrain.hf.pictures import OF_PICTURES, image_token_of
 from radixtrain.hf.positions import frequencies_change_at, has_grown, scaled_from

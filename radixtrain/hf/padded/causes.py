@@ -31,7 +31,7 @@ from radixtrain.errors import UserError
 from radixtrain.hf.padded.calls import DROPS_ROWS, FOR_THE_LOSS, READ, TYPES, UNREAD, is_option
 from radixtrain.hf.padded.rows import BoolArray, PaddedRows
 from radixtrain.hf.pictures import OF_PICTURES, bits_of, image_token_of
-from radixtrain.hf.upstream import Upstream
+from radixtrain.hf.progress import Upstream
 from radixtrain.hf.windows import MaskRequest, answered, request_of
 from radixtrain.tree.arrays import IntArray, lengths_of
 from radixtrain.tree.blocks import BlockLayout

@@ -13,13 +13,12 @@ from transformers import Cache, PreTrainedModel
 
 from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import RadixCall
-from radixtrain.hf.backbone import arguments_of, text_decoder_of, with_rows
-from radixtrain.hf.dropout import check_drawing_modules, check_noise
+from radixtrain.hf.backbone import arguments_of, is_cache, text_decoder_of, with_rows
+from radixtrain.hf.guards.batch import Options
 from radixtrain.hf.guards.code import code_in, hooks_between_ours
+from radixtrain.hf.guards.draws import check_drawing_modules, check_noise
 from radixtrain.hf.guards.model import verdict_of
 from radixtrain.hf.modules import why_padding_leaks
-from radixtrain.hf.names import is_cache
-from radixtrain.hf.options import Options
 from radixtrain.hf.padded.calls import (
     is_compiled,
     option,
@@ -33,9 +32,8 @@ from radixtrain.hf.padded.rows import PaddedRows, Places
 from radixtrain.hf.padded.spread import NO_ROW
 from radixtrain.hf.padded.spread_rows import SpreadRows
 from radixtrain.hf.positions import why_padding_matters
-from radixtrain.hf.progress import Progress
+from radixtrain.hf.progress import Progress, Upstream
 from radixtrain.hf.sharing_report import SharingReport
-from radixtrain.hf.upstream import Upstream
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import build_prefix_plan

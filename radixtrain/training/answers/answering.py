@@ -29,8 +29,8 @@ from radixtrain.generation.cache import RadixCache
 from radixtrain.generation.generate import check_arguments, generate
 from radixtrain.generation.prefill import generating, score_completions
 from radixtrain.hf.backbone import parts_of
-from radixtrain.hf.dropout import evaluating
-from radixtrain.hf.refusals import check_table
+from radixtrain.hf.guards.batch import check_table
+from radixtrain.hf.guards.draws import evaluating
 from radixtrain.tree.arrays import back_to_back
 from radixtrain.tree.sorting import sort_sequences
 

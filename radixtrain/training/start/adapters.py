@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from radixtrain.errors import UserError, did_you_mean, first_line
-from radixtrain.hf.adapters import check_not_shared
+from radixtrain.hf.guards.batch import check_not_shared
 from radixtrain.hf.quantized import four_bit_layers, with_plain_weights
 from radixtrain.versions import to_install
 

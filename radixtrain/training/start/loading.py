@@ -30,8 +30,8 @@ from radixtrain.hf.config import (
     read_config,
     reason_of,
 )
+from radixtrain.hf.guards.batch import check_only_cross_entropy, check_soft_cap
 from radixtrain.hf.quantized import four_bit_layers, keep_trainable
-from radixtrain.hf.refusals import check_only_cross_entropy, check_soft_cap
 from radixtrain.hf.share import check_takes_collated, share_prefixes
 from radixtrain.screen import logged_from
 from radixtrain.training.fault_tolerance.failures import explain

@@ -13,12 +13,12 @@ from older_transformers import NEEDS_FORKS
 from tiny_models import tiny_model
 from torch import Tensor, cat
 
-import radixtrain.hf.recurrent.running
+import radixtrain.hf.recurrent
 import radixtrain.tree.layout
 import radixtrain.tree.runs
 from radixtrain import verify_equivalence
 from radixtrain.hf.guards.model import forget_verdicts
-from radixtrain.hf.recurrent.running import ForkedStates
+from radixtrain.hf.recurrent import ForkedStates
 from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.tree.runs import RunCall, RunCost, RunLayout, runs_of_segments
 from radixtrain.verification.report import EquivalenceReport
@@ -51,7 +51,7 @@ def table(multiple: int = 1) -> RunLayout:
 
 def verdict(model: Any, table_of: Table) -> EquivalenceReport:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(radixtrain.hf.recurrent.running, "cheapest_runs", lambda *_: table_of())
+        patch.setattr(radixtrain.hf.recurrent, "cheapest_runs", lambda *_: table_of())
         return verify_equivalence(model, FEATURES)
 
 
@@ -174,13 +174,13 @@ def forget_the_left_context(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def miss_one_child(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Each state has its gradient from all of its children but the first of a call."""
-    past_of = radixtrain.hf.recurrent.running._past
+    past_of = radixtrain.hf.recurrent._past
 
     def without_the_first(*args: Any) -> Any:
         past = past_of(*args)
         return {key: cat([x[:1].detach(), x[1:]]) if key[0] == kind else x for key, x in past.items()}
 
-    monkeypatch.setattr(radixtrain.hf.recurrent.running, "_past", without_the_first)
+    monkeypatch.setattr(radixtrain.hf.recurrent, "_past", without_the_first)
 
 
 MUTATED_STATES = [

@@ -58,7 +58,7 @@ class Forks:
     def terms(self, model: Any, batch: Mapping[str, Any]) -> Iterator[Tensor]:
         """The loss of a batch whose recurrent layers have these runs."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("radixtrain.hf.recurrent.running.cheapest_runs", self.table)
+            patch.setattr("radixtrain.hf.recurrent.cheapest_runs", self.table)
             yield from radix_batch(model, batch)
 
     def table(self, starts: IntArray, parents: IntArray) -> RunLayout:

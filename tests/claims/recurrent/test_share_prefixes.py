@@ -25,7 +25,7 @@ def test_pairs(tiny_hybrid: Build, monkeypatch: pytest.MonkeyPatch, kind: str, s
         return runs
 
     made = lambda *segments: counted(cheapest_runs(*segments))  # noqa: E731
-    monkeypatch.setattr("radixtrain.hf.recurrent.running.cheapest_runs", made)
+    monkeypatch.setattr("radixtrain.hf.recurrent.cheapest_runs", made)
     batch = padded([row for rows in pairwise(ROWS[:4]) for row in rows], side)
     keep = batch["attention_mask"].bool()
 

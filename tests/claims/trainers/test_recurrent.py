@@ -9,7 +9,7 @@ from tiers import FULL
 from trainer_harness import Run, Share, compare, differences_of, run, settings
 
 from radixtrain import RadixCollator, share_prefixes
-from radixtrain.hf.recurrent.running import tree_runs
+from radixtrain.hf.recurrent import tree_runs
 from radixtrain.tree.runs import RunLayout
 
 pytestmark = [FULL, pytest.mark.usefixtures("free_forks")]

@@ -16,7 +16,7 @@ from torch import nn
 
 from radixtrain import RadixCollator, share_prefixes, sharing_report, verify_equivalence
 from radixtrain.errors import UserError
-from radixtrain.hf.adapters import check_not_shared
+from radixtrain.hf.guards.batch import check_not_shared
 from radixtrain.verification.oracle import float64_throughout
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, about layers that it does not know

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from radixtrain.hf.dropout import DROPOUTS, evaluating, without_dropout
+from radixtrain.hf.guards.draws import DROPOUTS, evaluating, without_dropout
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from radixtrain import RadixCollator, generate, share_prefixes, sharing_report
 from radixtrain.errors import UserError
-from radixtrain.hf.names import CACHE
+from radixtrain.hf.backbone import CACHE
 from radixtrain.verification.oracle import float64_throughout, float64_truth, gradients_of
 
 N = -100

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 from transformers import Cache
 
-from radixtrain.hf.names import CACHE, IMAGE_TOKEN, START_CHECKPOINTING, STOP_CHECKPOINTING, found, is_cache
+from radixtrain.hf.backbone import CACHE, IMAGE_TOKEN, START_CHECKPOINTING, STOP_CHECKPOINTING, found, is_cache
 
 SOURCE = Path(__file__).resolve().parents[3] / "radixtrain"
 OLDER = {name for names in (CACHE, IMAGE_TOKEN, START_CHECKPOINTING, STOP_CHECKPOINTING) for name in names[1:]}
-WITH_THEM = {"hf/names.py"}
+WITH_THEM = {"hf/backbone.py"}
 
 
 def test_each_stands_in_one_file() -> None:

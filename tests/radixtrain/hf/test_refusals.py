@@ -17,8 +17,8 @@ from radixtrain import RadixCollator, share_prefixes, verify_equivalence
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.guards import rules
+from radixtrain.hf.guards.batch import widest_head_dim
 from radixtrain.hf.guards.rules import RULES, WITHOUT
-from radixtrain.hf.refusals import widest_head_dim
 from radixtrain.hf.share import check_takes_collated
 
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [7, 8, 9, 3])]

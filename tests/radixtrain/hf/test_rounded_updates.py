@@ -9,7 +9,7 @@ import torch
 
 from radixtrain import RadixCollator, restore_model, share_prefixes
 from radixtrain.__main__ import main
-from radixtrain.hf import rounded_updates
+from radixtrain.hf import sharing_report
 
 ROWS = [{"input_ids": [7, 8, 9, 7, 8, 9, n], "labels": [-100] * 6 + [n]} for n in range(10, 14)]
 SAID = "the optimizer changes weights in torch.{}: unless it keeps float32 copies, an update of less than {} % of a"
@@ -19,10 +19,10 @@ BFLOAT16, FLOAT16 = SAID.format("bfloat16", "0.20"), SAID.format("float16", "0.0
 @pytest.fixture(autouse=True)
 def in_a_new_process(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """As in a new process."""
-    rounded_updates._warn.cache_clear()
+    sharing_report._warn.cache_clear()
     caplog.set_level(logging.WARNING, logger="radixtrain")
     yield
-    rounded_updates._warn.cache_clear()
+    sharing_report._warn.cache_clear()
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -21,7 +21,7 @@ from trainer_harness import settings
 
 from radixtrain import RadixCollator, share_prefixes
 from radixtrain.errors import UserError
-from radixtrain.hf.refusals import on_device_of_rows
+from radixtrain.hf.guards.batch import on_device_of_rows
 from radixtrain.tree.radix_inputs import RadixInputs
 from radixtrain.verification.oracle import float64_arithmetic
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from radixtrain import share_prefixes, sharing_report
-from radixtrain.hf.names import CACHE
+from radixtrain.hf.backbone import CACHE
 
 IDS = torch.tensor([[7, 8, 9, 1, 2], [7, 8, 9, 3, 0]])
 MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]])

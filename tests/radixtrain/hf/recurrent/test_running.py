@@ -15,8 +15,8 @@ from transformers import DynamicCache, Qwen3_5TextConfig
 from transformers.cache_utils import Cache
 
 from radixtrain.errors import UserError
-from radixtrain.hf.names import CACHE
-from radixtrain.hf.recurrent.running import (
+from radixtrain.hf.backbone import CACHE
+from radixtrain.hf.recurrent import (
     ForkedStates,
     arguments_by_name,
     cache_argument,

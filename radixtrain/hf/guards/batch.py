@@ -1,8 +1,8 @@
 """Refuses what would change the gradient of this batch. Errors name the model or the layer, the reason and the fix.
 
-The model itself is judged in `guards`; this file checks what depends on the batch or was added since: a
-trainer may add adapters with dropout, or noise on the embeddings, after `share_prefixes`. What a layer requests of its
-attention function is checked in `attention_interface.py`, random draws in `dropout.py`.
+The model itself is judged in `model.py` and `rules.py`; this file checks what depends on the batch, on the options, or
+was added since: a trainer may add adapters with dropout, or noise on the embeddings, after `share_prefixes`. What a
+layer requests of its attention function is checked in `attention_interface.py`, random draws in `draws.py`.
 
 Every tensor of an ordinary batch has one row per example, so trainers cut and join batches along the first axis: with
 `dispatch_batches=True` every tensor comes cut to its first element, with `nn.DataParallel` each GPU gets a share. The
@@ -15,8 +15,8 @@ the stack says what an evaluation is for: `Trainer` takes `labels` from the batc
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
@@ -25,10 +25,9 @@ from radixtrain.attention import STRATEGIES, choose_attention
 from radixtrain.collators.misuse_guard import callers, is_instance_by_name
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.attention_interface import OPTIONS, take_over
-from radixtrain.hf.backbone import Parts, pretrained_model_of
-from radixtrain.hf.dropout import check_drawing_modules, check_noise
+from radixtrain.hf.backbone import CACHE, Parts, pretrained_model_of
+from radixtrain.hf.guards.draws import check_drawing_modules, check_noise
 from radixtrain.hf.guards.rules import check_supported, why_no_soft_cap
-from radixtrain.hf.names import CACHE
 from radixtrain.hf.positions import check_position, positions_in_table, why_padding_matters
 from radixtrain.hf.windows import chunk_of
 from radixtrain.tree.layout import TreeLayout
@@ -288,3 +287,51 @@ def _check_chunks(decoder: PreTrainedModel, max_seqlen: int) -> None:
             f"{type(decoder).__name__} attends within chunks of {chunk} tokens (attention_chunk_size), and this "
             f"batch has a sequence of {max_seqlen}; set max_length to {chunk} or less, and the chunks change nothing"
         )
+
+
+class Options(NamedTuple):
+    """The options of `share_prefixes`, as they were given."""
+
+    attention: str
+    kernel: str
+    min_shared_tokens: int
+    min_ratio: float
+    allow_dropout: tuple[str, ...]
+
+    @classmethod
+    def checked(cls, min_shared_tokens: Any, min_ratio: Any, allow_dropout: Any, **others: str) -> Options:
+        """Raise UserError for values of another type or below the smallest."""
+        if isinstance(allow_dropout, str) or not isinstance(allow_dropout, Iterable):
+            raise UserError(f"allow_dropout must be a list of names, got {allow_dropout!r}")
+        if type(min_shared_tokens) is not int or min_shared_tokens < 1:
+            raise UserError(f"min_shared_tokens must be a whole number from 1 on, got {min_shared_tokens!r}")
+        if type(min_ratio) not in (int, float) or not min_ratio >= 0:
+            raise UserError(f"min_ratio must be a number from 0 on, got {min_ratio!r}")
+        return cls(
+            min_shared_tokens=min_shared_tokens,
+            min_ratio=min_ratio,
+            allow_dropout=tuple(allow_dropout),
+            **others,
+        )
+
+
+def check_not_shared(model: nn.Module) -> None:
+    """Refuse an adapter on a matrix that two modules share: it would be merged into both of them.
+
+    model: wrapped by PEFT.
+
+    Raises UserError that names both modules.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    modules = dict(pretrained_model_of(model).named_modules())
+    holders = [(path, p) for path, module in modules.items() for p in module._parameters.values()]
+    for path, layer in modules.items():
+        weight = getattr(layer.get_base_layer(), "weight", None) if isinstance(layer, BaseTunerLayer) else None
+        if weight is not None:
+            others = [holder for holder, p in holders if p is weight and not f"{holder}.".startswith(f"{path}.")]
+            if others:
+                raise UserError(
+                    f"model.lora_target_modules: {path} shares its weight with {others[0]} (tie_word_embeddings), so "
+                    f"merging the adapter would change both; leave it out, or train a checkpoint that does not share it"
+                )

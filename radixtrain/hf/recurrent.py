@@ -1,0 +1,350 @@
+"""The recurrent layers of a shared model: their mixers run on the tree while a radix batch passes.
+
+A mixer's own `forward` is called once for each `RunCall` of the batch. A state goes from one call to the next through
+the argument for Hugging Face's cache, so the formula is the mixer's own, and so are its kernels. transformers has one
+protocol for all layers with a state, the methods of `transformers.cache_utils.Cache`. A mixer reads its states by
+`get_conv_state` and `get_recurrent_state`, and leaves new ones by `update_conv_state`, which returns the earlier
+columns with the new ones, and by `update_recurrent_state`. `ForkedStates` speaks the protocol for one call on several
+runs: it gives each run the state that it starts from and keeps the final ones, both with their gradients. Nothing is
+written in place. The runs are made at the first mixer, from the segments that the layout has on the host.
+
+For this the `forward` of a mixer is replaced. It learns which batch passes from hooks on its decoder layer: the call is
+among the layer's keyword arguments, or on the mask, or, for models that pass nothing on, the layer's input is marked
+with it.
+
+Activation checkpointing computes a layer again in the backward pass. If it wraps the whole layer, these hooks run
+again. transformers wraps only the layer's `forward`: there a `Checkpoint` around its function keeps the call.
+
+U unique rows; R runs of length L in a call.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
+from radixtrain.hf.backbone import CACHE, is_cache
+from radixtrain.hf.modules import CHECKPOINT, layer_around, mixers_of
+from radixtrain.hf.progress import Progress
+from radixtrain.hf.windows import on_mask
+from radixtrain.kernels.rows import gather_rows
+from radixtrain.tree.layout import TreeLayout
+from radixtrain.tree.runs import RunCall, RunLayout, cheapest_runs, runs_of_segments
+from radixtrain.versions import before, saying_what_was_tested
+
+MARK = "_radixtrain_call"
+MASK = re.compile("mask")  # in the name of an argument: runs have no padding that a mask would hide from an output
+# The states of some runs, by kind (`conv` or `recurrent`) and number; the first axis counts the runs.
+States = dict[tuple[str, int], Tensor]
+
+
+class Mixer:
+    """Replaces the `forward` of a mixer.
+
+    module: the mixer. replaced: the `forward` that the module itself had, such as that of Accelerate's hooks, if any.
+    progress: of the model; its layer has begun a call there.
+    """
+
+    def __init__(self, module: nn.Module, progress: Progress) -> None:
+        self.module, self.progress = module, progress
+        self.replaced = module.__dict__.get("forward")
+
+    def forward(self, *args: object, **kwargs: object) -> Any:
+        if self.progress.call is None:
+            return self.original(*args, **kwargs)
+        return self._on_tree(args, kwargs)
+
+    def original(self, *args: object, **kwargs: object) -> Any:
+        """Run the mixer without any change."""
+        if self.replaced is not None:
+            return self.replaced(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    @torch.compiler.disable  # host integers: traced, it would be recompiled for every tree
+    def _on_tree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = self.progress.call
+        arguments = arguments_by_name(self.module, args, kwargs).items()
+        given = {name: each_tensor(call.all_rows, call.num_rows, value) for name, value in arguments}
+        call.mixed.append(id(self.module))
+        output = run_on_tree(self.module, self.original, given, call.runs)
+        return each_tensor(call.own_rows, call.layout.num_rows, output)
+
+
+class LayerHooks:
+    """Hooks by which a decoder layer begins and ends its part of a call, for the mixers in it.
+
+    around: the modules from the layer down to its mixers, each of which transformers may compute again.
+    """
+
+    def __init__(self, around: list[nn.Module], progress: Progress) -> None:
+        self.around, self.progress = around, progress
+
+    @torch.compiler.disable
+    def enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begin the call that this layer is part of; None for an ordinary one."""
+        self.progress.begin(self._call(layer, args, kwargs))
+        for module in self.around:
+            compute = module.__dict__.get(CHECKPOINT)
+            if compute is not None and not isinstance(compute, Checkpoint):
+                setattr(module, CHECKPOINT, Checkpoint(compute, self.progress))
+
+    @torch.compiler.disable
+    def leave(self, layer: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        self.progress.end()
+
+    def _call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = [*args, *kwargs.values()]
+        call = kwargs.get("radix_call") or next(filter(None, map(_marked_call, given)), None)
+        if call is None and (call := self.progress.passing) is not None:
+            hidden = next(value for value in given if isinstance(value, Tensor))
+            _check_mark_stays(layer, hidden)
+            setattr(hidden, MARK, call)
+        return call
+
+
+class Checkpoint:
+    """Replaces `original`, transformers' activation checkpointing of a module.
+
+    What it recomputes in the backward pass is part of the original call.
+    """
+
+    def __init__(self, original: Callable[..., Any], progress: Progress) -> None:
+        self.original, self.progress = original, progress
+
+    @torch.compiler.disable
+    def __call__(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+        call = self.progress.call
+
+        def with_call(*args: object, **kwargs: object) -> Any:
+            with self.progress.during(call):
+                return function(*args, **kwargs)
+
+        return self.original(with_call, *args, **kwargs)
+
+
+def _check_mark_stays(layer: nn.Module, hidden: Tensor) -> None:
+    """Refuse a layer around which torch's reentrant checkpointing runs: it would get new tensors, without the mark.
+
+    Inside of an autograd function gradients are off, and yet its inputs want one.
+    """
+    if hidden.requires_grad and not torch.is_grad_enabled():
+        raise UserError(
+            f"{type(layer).__name__} has a recurrent state and passes no arguments on, so activation checkpointing "
+            f"with use_reentrant=True would compute it again without the tree; set use_reentrant to False"
+        )
+
+
+def _marked_call(value: object) -> Any:
+    written = on_mask(value)
+    return written.call if written is not None else getattr(value, MARK, None) if isinstance(value, Tensor) else None
+
+
+@saying_what_was_tested()
+def install_mixers(decoder: nn.Module, progress: Progress) -> list[nn.Module]:
+    """Replace every mixer's `forward` by a `Mixer`. Returns the modules; none if all layers only attend.
+
+    Raises UserError for a mixer outside of the decoder layers, and for one that does not name its cache.
+    """
+    found = list(mixers_of(decoder).values())
+    stand_ins = {id(module): Mixer(module, progress) for module in found}
+    by_layer: dict[nn.Module, set[int]] = {}
+    for path, module in decoder.named_modules(remove_duplicate=False):  # layers may share a mixer
+        if id(module) in stand_ins:
+            cache_argument(module)
+            layer = layer_around(decoder, path)
+            if layer is None:
+                raise UserError(
+                    f"{type(module).__name__} ({path}) carries a state from token to token outside of the decoder "
+                    f"layers, so the tree cannot reach it; {TRAIN_WITHOUT_SHARING}"
+                )
+            by_layer.setdefault(layer, set()).add(id(module))
+    for module in found:
+        module.forward = stand_ins[id(module)].forward
+    for layer, inside in by_layer.items():
+        hooks = LayerHooks(_around(layer, inside), progress)
+        layer.register_forward_pre_hook(hooks.enter, with_kwargs=True, prepend=True)
+        layer.register_forward_hook(hooks.leave, always_call=True)
+    return found
+
+
+def _around(layer: nn.Module, inside: set[int]) -> list[nn.Module]:
+    """List the modules of a layer that have one of its mixers in them. inside: the ids of these."""
+    return [module for module in layer.modules() if inside & {id(each) for each in module.modules()}]
+
+
+def remove_mixers(model: nn.Module) -> None:
+    """Give every mixer its own `forward` back, and modules their checkpointing. Hooks are removed with all others."""
+    for module in model.modules():
+        compute = module.__dict__.get(CHECKPOINT)
+        if isinstance(compute, Checkpoint):
+            setattr(module, CHECKPOINT, compute.original)
+        mixer = getattr(module.__dict__.get("forward"), "__self__", None)
+        if isinstance(mixer, Mixer):
+            del module.forward
+            if mixer.replaced is not None:
+                module.forward = mixer.replaced
+
+
+def run_on_tree(module: nn.Module, forward: Callable[..., Any], given: Mapping[str, Any], runs: RunLayout) -> Any:
+    """Return what a mixer returns for U unique rows, each computed after the rows above it on its path.
+
+    module: the mixer. forward: its `forward`, or what stands in for that.
+    given: its arguments by name, as the layer passes them. Tensors (1, U, ...), also in tuples, are cut into runs, a
+        mask becomes None, a cache is left out, anything else is passed as it is.
+    runs: of the batch, on the device of the rows.
+
+    Returns what the mixer returns, one tensor or a tuple, each (1, U, ...) in the dtype that the mixer gives it.
+    """
+    cache = cache_argument(module)
+    given = {name: None if MASK.search(name) else value for name, value in given.items() if name not in CACHE}
+    kept: list[States] = []
+    outputs = []
+    rows, parents = _split(runs)
+    for call, rows_of_call, parents_of_call in zip(runs.calls, rows, parents, strict=True):
+        states = ForkedStates(_past(kept, call, parents_of_call)) if call.keeps or call.sources else None
+        inputs = {name: _rows_of(value, rows_of_call, call, len(runs.places)) for name, value in given.items()}
+        outputs.append(forward(**{**inputs, cache: states}))
+        kept.append(states.final if states is not None and call.keeps else {})
+    return _joined(outputs, runs)
+
+
+def _split(runs: RunLayout) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Return the rows and the parents of each call."""
+    from_states = [sum(number for _, number in call.sources) for call in runs.calls]
+    return runs.rows.split([call.num_runs * call.length for call in runs.calls]), runs.parents.split(from_states)
+
+
+def _past(kept: Sequence[States], call: RunCall, parents: Tensor) -> States:
+    """Return the states that the runs of a call start from. `gather_rows` sums the gradients of children in order."""
+    numbers = parents.split([number for _, number in call.sources])
+    past: dict[tuple[str, int], list[Tensor]] = {}
+    for (source, _), places in zip(call.sources, numbers, strict=True):
+        for kind, states in kept[source].items():
+            past.setdefault(kind, []).append(gather_rows(states, places))
+    return {kind: torch.cat(states) if len(states) > 1 else states[0] for kind, states in past.items()}
+
+
+def _rows_of(value: object, rows: Tensor, call: RunCall, num_rows: int) -> Any:
+    """Cut an argument of the mixer into the runs of a call: tensors (1, U, ...) -> (R, L, ...), others as they are."""
+    if isinstance(value, Tensor) and value.shape[:2] == (1, num_rows):
+        return gather_rows(value[0], rows).unflatten(0, (call.num_runs, call.length))
+    if isinstance(value, tuple):
+        return tuple(_rows_of(each, rows, call, num_rows) for each in value)
+    return value
+
+
+def _joined(outputs: Sequence[Any], runs: RunLayout) -> Any:
+    """Put the outputs of all calls at the places of the unique rows; a mixer may return several tensors."""
+    first = outputs[0]
+    if isinstance(first, tuple):
+        return tuple(_joined(each, runs) for each in zip(*outputs, strict=True))
+    if first is None:
+        return None
+    flat = torch.cat([output.flatten(0, 1) for output in outputs])
+    return gather_rows(flat, runs.places)[None]
+
+
+def cache_argument(module: nn.Module) -> str:
+    """Return the name of a mixer's argument for Hugging Face's cache. Raises UserError if it has none."""
+    return next(name for name, each in _arguments_of(module).items() if is_cache(name, each.annotation))
+
+
+def _arguments_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """Return the arguments of a mixer's `forward`, as the first class names them that names the cache.
+
+    A subclass may pass on what it gets by `*args` and `**kwargs`.
+    """
+    for each in type(module).__mro__:
+        own = vars(each).get("forward")
+        arguments = inspect.signature(own).parameters if own else {}
+        if any(is_cache(name, argument.annotation) for name, argument in arguments.items()):
+            return arguments
+    raise UserError(
+        f"{type(module).__name__} has a recurrent state, and its forward does not name the cache that it gets "
+        f"({' or '.join(CACHE)}), so its state cannot fork{before('recurrent states that fork')}; name it, or train "
+        f"without sharing (fit: dedup: false)"
+    )
+
+
+def arguments_by_name(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of the mixer, without the call of the batch, which its runs replace."""
+    names = list(_arguments_of(module))[1:]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given.pop("radix_call", None)
+    return given
+
+
+class ForkedStates:
+    """Replaces Hugging Face's cache.
+
+    past: the states that the runs start from; empty for runs that start from nothing.
+    final: the states after the last row, those of padding included, so only calls without padding may be read.
+    """
+
+    def __init__(self, past: Mapping[tuple[str, int], Tensor] | None = None) -> None:
+        self.past: States = dict(past or {})
+        self.final: States = {}
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return the last inputs of a convolution: (runs, channels, width). None: start from nothing."""
+        return self.past.get(("conv", state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return the recurrent state, (runs, ...), in the mixer's shape and dtype. None: start from nothing."""
+        return self.past.get(("recurrent", state_idx))
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: object,
+    ) -> Tensor:
+        """Keep the last `conv_kernel_size` columns, with zeros before a sequence that has fewer.
+
+        conv_states: (runs, channels, length). the new columns. Returns the earlier ones and these.
+        """
+        past = self.past.get(("conv", state_idx))
+        columns = conv_states if past is None else torch.cat([past, conv_states], dim=-1)
+        width = conv_kernel_size or conv_states.shape[-1]
+        missing = max(0, width - columns.shape[-1])
+        self.final["conv", state_idx] = nn.functional.pad(columns, (missing, 0))[..., -width:]
+        return columns
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object
+    ) -> Tensor:
+        """Keep a final state, (runs, ...), and return it."""
+        self.final["recurrent", state_idx] = recurrent_states
+        return recurrent_states
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Return True, which keeps a mixer from its path for one generated token, where it writes into the state."""
+        return True
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Return whether the runs start from states."""
+        return bool(self.past)
+
+
+def tree_runs(layout: TreeLayout, forks: bool) -> RunLayout:
+    """Return the runs of a batch that cost least; without forks each sequence is one, as in an ordinary batch."""
+    with _disable_current_modes():  # a mode that fakes tensors would lose what they hold
+        cheapest = cheapest_runs(*layout.segments) if forks else runs_of_segments(*layout.segments, min_saved=None)
+    return cheapest.to(layout.device)
+
+
+def each_tensor(change: Callable[[Tensor], Tensor], num_rows: int, value: Any) -> Any:
+    """Change every tensor (1, rows, ...) of a value along its rows, those of tuples too."""
+    if isinstance(value, tuple):
+        return tuple(each_tensor(change, num_rows, each) for each in value)
+    is_changed = isinstance(value, Tensor) and value.shape[:2] == (1, num_rows)
+    return change(value[0])[None] if is_changed else value

@@ -1,1 +1,0 @@
-"""Layers with a recurrent state on unique tokens: their state forks at branches of the tree."""
