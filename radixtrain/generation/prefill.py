@@ -25,7 +25,6 @@ from radixtrain.generation.cache import Match, Node, RadixCache
 from radixtrain.hf.attention_interface import Call, Extent, Heads
 from radixtrain.hf.backbone import Parts, model_inside, parts_of
 from radixtrain.hf.guards.batch import check_generation
-from radixtrain.hf.guards.code import code_in, why_recorded
 from radixtrain.hf.guards.draws import evaluating
 from radixtrain.hf.guards.model import verdict_of
 from radixtrain.hf.guards.rules import WITHOUT
@@ -58,12 +57,15 @@ def generating(model: nn.Module, parts: Parts, longest: int) -> Iterator[None]:
     check_generation(parts, longest)
     try:
         with _GENERATING, evaluating(model), torch.no_grad():
-            code = code_in(parts.base, parts.decoder, parts.head, outer=[parts.base, parts.backbone])
-            reason = why_recorded() or code.refused
-            if reason is None:
-                shape = 3, longest
-                reason = verdict_of(parts.backbone, parts.head, code=code, progress=Progress(), shape=shape).reason
-            if reason is not None:
+            verdict = verdict_of(
+                parts.base,
+                parts.backbone,
+                parts.head,
+                progress=Progress(),
+                shape=(3, longest),
+                outer=[parts.base, parts.backbone],
+            )
+            if (reason := verdict.reason) is not None:
                 raise UserError(f"{parts.name}: {reason}; leave it out, or {WITHOUT['generate']}")
             yield
     except UserError as error:  # of a layer

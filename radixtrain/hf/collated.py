@@ -16,17 +16,7 @@ from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.backbone import arguments_of, in_one_row, text_decoder_of, with_rows
-from radixtrain.hf.guards.batch import (
-    Options,
-    check_evaluation,
-    check_inputs,
-    check_one_device,
-    check_own_attention,
-    check_pass,
-    on_device_of_rows,
-    own_layout,
-)
-from radixtrain.hf.guards.code import code_in, why_recorded
+from radixtrain.hf.guards.batch import Options, check_batch, on_device_of_rows, own_layout
 from radixtrain.hf.guards.model import verdict_of
 from radixtrain.hf.padded.calls import is_compiled
 from radixtrain.hf.padded.fused_heads import share_fused_heads
@@ -69,7 +59,15 @@ class CollatedBatches:
         radix = on_device_of_rows(given.pop(RADIX), given)
         layout = own_layout(radix)
         given.update(in_one_row(given, layout))
-        forks = self._forks(model, backbone, layout, radix, given)
+        head, allowed = model.get_output_embeddings(), self.options.allow_dropout
+        check_batch(backbone, head, radix, given, self._num_rows(radix, layout), allowed)
+        shape = layout.num_sequences, layout.max_seqlen
+        reason, forks = verdict_of(
+            model, backbone, head, progress=self.progress, allowed=allowed, shape=shape, outer=[backbone]
+        )
+        if reason is not None:
+            fix = "" if TRAIN_WITHOUT_SHARING in reason else f"; leave out what differs, or {TRAIN_WITHOUT_SHARING}"
+            raise UserError(f"a batch of a RadixCollator: {reason}{fix}")
         predictors = _requested_rows(radix)
         self._count(radix, layout, 0 if model is backbone else predictors.shape[0])
         may_bind = window_may_bind(text_decoder_of(backbone).config, layout.max_seqlen)
@@ -79,38 +77,16 @@ class CollatedBatches:
         mask = no_mask(may_bind, layout.device, call)
         return {**given, "attention_mask": mask, "use_cache": False, "radix_call": call}
 
-    def _forks(
-        self,
-        model: PreTrainedModel,
-        backbone: PreTrainedModel,
-        layout: TreeLayout,
-        radix: RadixInputs,
-        given: Mapping[str, Any],
-    ) -> bool:
-        """Refuse what would change the gradient of this batch. Returns whether the states of recurrent layers fork."""
-        check_one_device(backbone)
-        check_evaluation()
-        decoder, head = text_decoder_of(backbone), model.get_output_embeddings()
-        check_own_attention(type(decoder).__name__, decoder)
+    def _num_rows(self, radix: RadixInputs, layout: TreeLayout) -> int:
+        """Return the number of unique tokens that this process has to get."""
         if self.split is None:
-            check_inputs(decoder, given, layout.num_rows)
-        elif radix.split is not None:
-            check_inputs(decoder, given, self.split.rows_per_rank(layout.num_rows))
-        else:
+            return layout.num_rows
+        if radix.split is None:
             raise UserError(
                 "a radix batch came to a model of share_prefixes(model, sp_group=...) without having been split over "
                 "its ranks: call what share_prefixes got, not a part of it; let PEFT wrap the model before that"
             )
-        allowed, shape = self.options.allow_dropout, (layout.num_sequences, layout.max_seqlen)
-        check_pass(decoder, head, layout, radix.is_left_padded, allowed)
-        code = code_in(model, decoder, head, outer=[backbone])
-        reason = why_recorded() or code.refused
-        if reason is None:
-            reason, forks = verdict_of(backbone, head, code=code, progress=self.progress, allowed=allowed, shape=shape)
-        if reason is not None:
-            fix = "" if TRAIN_WITHOUT_SHARING in reason else f"; leave out what differs, or {TRAIN_WITHOUT_SHARING}"
-            raise UserError(f"a batch of a RadixCollator: {reason}{fix}")
-        return forks
+        return self.split.rows_per_rank(layout.num_rows)
 
     def _count(self, radix: RadixInputs, layout: TreeLayout, num_head_rows: int) -> None:
         """Count a batch. num_head_rows: 0 for a bare backbone."""

@@ -25,7 +25,6 @@ from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.backbone import Parts, arguments_of, text_decoder_of
 from radixtrain.hf.collated import CollatedBatches
-from radixtrain.hf.guards.code import code_in
 from radixtrain.hf.guards.draws import generator_states, has_drawn, number_that_draws, set_generator_states
 from radixtrain.hf.guards.model import forget_verdicts, verdict_of
 from radixtrain.hf.guards.rules import traits_of, why_unsupported
@@ -229,8 +228,7 @@ class BackboneHooks:
         if self.collated.options.allow_dropout or not has_drawn(call.layout.device, call.generators):
             return None
         decoder = text_decoder_of(backbone)
-        code = code_in(self.model, decoder)
-        reason = verdict_of(backbone, code=code, progress=self.progress, drew=True).reason
+        reason = verdict_of(self.model, backbone, progress=self.progress, drew=True).reason
         return reason and (
             f"{reason} ({number_that_draws(decoder) or 'in a layer'}), once for a shared token, but an ordinary batch "
             f"draws once per copy; set it to 0 in the modules, which read the configuration only when they are made, "

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from radixtrain.errors import UserError
 from radixtrain.hf.backbone import is_text
 from radixtrain.hf.modules import is_attention, names_in_method
+from radixtrain.hf.windows import chunk_of
 
 POSITION = re.compile(r"(^|_)(wpe|pos|position|positions)(_|$)")
 
@@ -27,20 +27,6 @@ def padding_idx_of_positions(decoder: nn.Module) -> int | None:
     """Return the padding index after which a model such as RoBERTa counts positions, None if it counts from 0."""
     indices = (getattr(embedding, "padding_idx", None) for _, embedding in _position_embeddings(decoder))
     return next((index for index in indices if index is not None), None)
-
-
-def check_position(decoder: PreTrainedModel, max_position: int) -> None:
-    """Refuse the largest position of a batch if it is one at which rotary embeddings change their frequencies.
-
-    A prefix would depend on the other sequences of the batch.
-    """
-    change = frequencies_change_at(decoder)
-    if change is not None and max_position >= change.limit:
-        raise UserError(
-            f"{type(decoder).__name__} has {change.rope_type} rotary embeddings, whose frequencies change with the "
-            f"largest position of a batch once it passes {change.limit} tokens, and this batch has position "
-            f"{max_position}; set max_length to {change.limit} or less"
-        )
 
 
 def positions_in_table(decoder: nn.Module) -> int | None:
@@ -75,6 +61,28 @@ def frequencies_change_at(decoder: PreTrainedModel) -> FrequencyChange | None:
         if "dynamic" in rope.get("rope_type", "") or rope.get("rope_type") == "longrope"  # as transformers asks
     ]
     return min(changes, key=lambda change: change.limit, default=None)
+
+
+class Limit(NamedTuple):
+    """How many tokens of a sequence a model computes as in a batch of that sequence alone, and why no more."""
+
+    reason: str
+    tokens: int
+
+
+def limit_of(decoder: PreTrainedModel, longest: int, max_position: int) -> Limit | None:
+    """Return the limit that rows as long as these pass; None if they do not.
+
+    A prefix would depend on the other sequences of a batch, or tokens attend within chunks of a row. Shorter rows than
+    a chunk are as without it.
+    """
+    change, chunk = frequencies_change_at(decoder), chunk_of(decoder.config)
+    if change is not None and max_position >= change.limit - has_grown(decoder):
+        reason = f"{change.rope_type} rotary embeddings change their frequencies at {change.limit} tokens"
+        return Limit(reason, change.limit)
+    if chunk and chunk < longest:
+        return Limit(f"attention within chunks of {chunk} tokens, and longer rows", chunk)
+    return None
 
 
 def has_grown(decoder: nn.Module) -> bool:

@@ -26,7 +26,6 @@ from trainer_loop import Stream
 from radixtrain import RadixCollator, share_prefixes
 from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.errors import UserError
-from radixtrain.hf.guards.batch import check_one_device
 from radixtrain.verification.oracle import float64_arithmetic
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of names that Transformers will drop
@@ -346,7 +345,10 @@ def test_a_batch_that_accelerate_cuts_is_refused_with_the_fix(tiny_qwen3, rows, 
         accelerate(share_prefixes(tiny_qwen3()), RadixCollator(), data(rows), tmp_path, **configuration)
 
 
-def test_data_parallel_is_refused():
+def test_data_parallel_is_refused(tiny_qwen3, rows):
     """It copies the model by this method, and the copy keeps the hooks."""
+    model = share_prefixes(tiny_qwen3())
+    assert model.model._replicate_for_data_parallel()._is_replica
+    model.model._is_replica = True
     with pytest.raises(UserError, match=r"one process per GPU \(torchrun\)"):
-        check_one_device(nn.Identity()._replicate_for_data_parallel())
+        model(**RadixCollator()(rows))

@@ -25,11 +25,10 @@ from radixtrain.attention import STRATEGIES, choose_attention
 from radixtrain.collators.misuse_guard import callers, is_instance_by_name
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.attention_interface import OPTIONS, take_over
-from radixtrain.hf.backbone import CACHE, Parts, pretrained_model_of
-from radixtrain.hf.guards.draws import check_drawing_modules, check_noise
+from radixtrain.hf.backbone import CACHE, Parts, pretrained_model_of, text_decoder_of
+from radixtrain.hf.guards.draws import check_draws
 from radixtrain.hf.guards.rules import check_supported, why_no_soft_cap
-from radixtrain.hf.positions import check_position, positions_in_table, why_padding_matters
-from radixtrain.hf.windows import chunk_of
+from radixtrain.hf.positions import limit_of, positions_in_table, why_padding_matters
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.radix_inputs import RadixInputs
 
@@ -61,11 +60,45 @@ def own_layout(radix: RadixInputs) -> TreeLayout:
     return layout
 
 
-def check_inputs(decoder: PreTrainedModel, given: Mapping[str, Any], num_rows: int) -> None:
-    """Refuse a batch that lost tokens or positions, and what cannot be used with a batch of unique tokens.
+def check_batch(
+    backbone: PreTrainedModel,
+    head: Any,
+    radix: RadixInputs,
+    given: Mapping[str, Any],
+    num_rows: int,
+    allowed: tuple[str, ...],
+) -> None:
+    """Refuse a batch of which the gradient would be another one, although the model could be shared.
 
     given: the arguments of the call without `radix`. num_rows: unique tokens of this process.
     """
+    decoder, layout = text_decoder_of(backbone), own_layout(radix)
+    if getattr(backbone, "_is_replica", False):  # torch sets it on the copies of DataParallel
+        raise UserError(
+            "torch.nn.DataParallel cannot spread a radix batch over several GPUs; Trainer uses it if one process sees "
+            "several: start one process per GPU (torchrun), or show the process one: CUDA_VISIBLE_DEVICES=0"
+        )
+    check_evaluation()
+    name = type(decoder).__name__
+    if reason := take_over(decoder):
+        raise UserError(f"{name}: {reason}, and tree attention would compute something else; {TRAIN_WITHOUT_SHARING}")
+    _check_inputs(decoder, given, num_rows)
+    _check_reach(decoder, layout.max_seqlen, layout.max_position)
+    if radix.is_left_padded and (reason := why_padding_matters(decoder)):
+        raise UserError(
+            f"a feature is padded on the left, so Hugging Face counts its positions from the padding, and {name} has "
+            f"{reason}; leave the padding to the collator, or give position_ids"
+        )
+    check_draws(decoder, head, allowed)
+
+
+def _check_reach(decoder: PreTrainedModel, longest: int, max_position: int) -> None:
+    if limit := limit_of(decoder, longest, max_position):
+        raise UserError(f"{type(decoder).__name__} has {limit.reason}; set max_length to {limit.tokens} or less")
+
+
+def _check_inputs(decoder: PreTrainedModel, given: Mapping[str, Any], num_rows: int) -> None:
+    """Refuse a batch that lost tokens or positions, and what cannot be used with a batch of unique tokens."""
     _check_complete(given, num_rows)
     for name in OPTIONS & given.keys():
         raise UserError(f"a radix batch came with {name}, which layers hand on to their attention: leave it out")
@@ -104,15 +137,6 @@ def _rows_of(given: Mapping[str, Any]) -> Tensor | None:
     """Return the unique tokens, as ids or as embeddings."""
     ids = given.get("input_ids")
     return given.get("inputs_embeds") if ids is None else ids
-
-
-def check_one_device(backbone: PreTrainedModel) -> None:
-    """Refuse a radix batch that a trainer spread over devices. backbone: the module that received the batch."""
-    if getattr(backbone, "_is_replica", False):  # torch sets it on the copies of DataParallel
-        raise UserError(
-            "torch.nn.DataParallel cannot spread a radix batch over several GPUs; Trainer uses it if one process sees "
-            "several: start one process per GPU (torchrun), or show the process one: CUDA_VISIBLE_DEVICES=0"
-        )
 
 
 TRAINER = "transformers.trainer", "Trainer"  # without importing it: that needs accelerate
@@ -176,8 +200,7 @@ def check_generation(parts: Parts, longest: int) -> None:
 
 def check_length(parts: Parts, longest: int) -> None:
     """Refuse so many tokens of a sequence, if positions or chunks of the model do not reach so far."""
-    _check_chunks(parts.decoder, longest)
-    check_position(parts.decoder, longest - 1)
+    _check_reach(parts.decoder, longest, longest - 1)
     check_table(parts, longest)
 
 
@@ -215,38 +238,6 @@ def widest_head_dim(config: PreTrainedConfig) -> int:
     return max(head_dim, getattr(config, "v_head_dim", None) or 0)
 
 
-def check_pass(
-    decoder: PreTrainedModel, head: object, layout: TreeLayout, left_padded: bool, allowed: tuple[str, ...]
-) -> None:
-    """Refuse what makes this forward pass inexact, although the model could be shared.
-
-    left_padded: whether a feature of the batch was padded on the left and had no positions.
-    """
-    _check_chunks(decoder, layout.max_seqlen)
-    check_position(decoder, layout.max_position)
-    reason = why_padding_matters(decoder) if left_padded else None
-    if reason:
-        raise UserError(
-            f"a feature is padded on the left, so Hugging Face counts its positions from the padding, and "
-            f"{type(decoder).__name__} has {reason}; leave the padding to the collator, or give position_ids"
-        )
-    check_draws(decoder, head, allowed)
-
-
-def check_draws(decoder: PreTrainedModel, head: Any, allowed: tuple[str, ...]) -> None:
-    """Refuse what draws at random in this forward pass."""
-    check_noise(decoder, allowed)
-    for part in (decoder, head):
-        if part is not None:
-            check_drawing_modules(part, allowed)
-
-
-def check_own_attention(name: str, decoder: PreTrainedModel) -> None:
-    """Refuse attention that a plan does not know. name: of the model, in the error."""
-    if reason := take_over(decoder):
-        raise UserError(f"{name}: {reason}, and tree attention would compute something else; {TRAIN_WITHOUT_SHARING}")
-
-
 def check_soft_cap(name: str, config: PreTrainedConfig) -> None:
     """Refuse `sdpa` for a model with a soft-cap: transformers before 5.21 chooses it, and leaves the soft-cap out."""
     if reason := why_no_soft_cap(config):
@@ -276,16 +267,6 @@ def check_only_cross_entropy(model: nn.Module) -> None:
         raise UserError(
             f"{type(base).__name__} has its own loss_function ({origin}), and the loss here is the "
             f"cross-entropy; use the drop-in RadixCollator with the model's own loss"
-        )
-
-
-def _check_chunks(decoder: PreTrainedModel, max_seqlen: int) -> None:
-    """Refuse chunks that are shorter than a sequence; longer ones change nothing."""
-    chunk = chunk_of(decoder.config)
-    if chunk and chunk < max_seqlen:
-        raise UserError(
-            f"{type(decoder).__name__} attends within chunks of {chunk} tokens (attention_chunk_size), and this "
-            f"batch has a sequence of {max_seqlen}; set max_length to {chunk} or less, and the chunks change nothing"
         )
 
 

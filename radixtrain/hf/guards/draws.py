@@ -54,7 +54,16 @@ def check_drawing_modules(decoder: nn.Module, allowed: tuple[str, ...], root: nn
             raise _dropout_refused(root or decoder, module)
 
 
-def check_noise(decoder: PreTrainedModel, allowed: tuple[str, ...]) -> None:
+def check_draws(decoder: PreTrainedModel, head: Any, allowed: tuple[str, ...], has_noise: bool = True) -> None:
+    """Refuse what draws at random in this forward pass. has_noise: whether embeddings may have some of NEFTune's."""
+    if has_noise:
+        _check_noise(decoder, allowed)
+    for part in (decoder, head):
+        if part is not None:
+            check_drawing_modules(part, allowed)
+
+
+def _check_noise(decoder: PreTrainedModel, allowed: tuple[str, ...]) -> None:
     """Refuse NEFTune, which adds noise to the embeddings."""
     noise = getattr(decoder.get_input_embeddings(), "neftune_noise_alpha", None)
     if noise and decoder.training and "neftune" not in allowed:

@@ -32,7 +32,7 @@ from radixtrain.collators.misuse_guard import is_instance_by_name
 from radixtrain.errors import UserError, first_line
 from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.backbone import text_decoder_of
-from radixtrain.hf.guards.code import ADAPTERS, OtherCode, values_of
+from radixtrain.hf.guards.code import ADAPTERS, code_in, values_of, why_recorded
 from radixtrain.hf.guards.draws import (
     generator_states,
     has_drawn,
@@ -80,22 +80,23 @@ _untried: WeakSet[nn.Module] = WeakSet()  # those with recurrent layers of which
 
 
 def verdict_of(
+    model: nn.Module,
     backbone: Any,
     head: Any = None,
     *,
-    code: OtherCode,
     progress: Progress,
     allowed: Collection[str] = (),
     drew: bool = False,
     shape: Sequence[int] = ROWS.shape,
+    **reached: Any,
 ) -> Verdict:
     """Return whether a model computes the same on unique tokens.
 
-    head: computes logits from hidden states of unique tokens; None if it gets every token at its place.
-    code: of the decoder and the head.
+    model: around the backbone. head: computes logits from hidden states of unique tokens; None if it gets every token
+        at its place.
     progress: of the calls of the model. allowed: as `allow_dropout` of `share_prefixes`.
     drew: whether a pass moved a generator. OPT draws numbers that change nothing while its layerdrop is 0.
-    shape: rows and tokens in each, of the padded batch.
+    shape: rows and tokens in each, of the padded batch. reached: what else gets unique tokens, as `code_in` takes it.
 
     A model is tried once in each mode and dtype, with and without gradients, and again when its modules, hooks or
     functions have changed. One with code that is not its own is tried again when more or longer rows come. Every other
@@ -104,6 +105,9 @@ def verdict_of(
     layers compute whole sequences.
     """
     decoder = text_decoder_of(backbone)
+    code = code_in(model, decoder, head, **reached)
+    if (refused := why_recorded() or code.refused) is not None:
+        return Verdict(refused)
     who = f"code that is not the model's own ({code.tried})" if code.tried else type(decoder).__name__
     numbers = [value for each in decoder.modules() for value in values_of(each)] if drew else ()
     key = code.state, backbone is decoder, _arithmetic(decoder), *allowed, *numbers

@@ -26,9 +26,8 @@ from radixtrain.hf.guards.code import why_recorded
 from radixtrain.hf.guards.draws import evaluating
 from radixtrain.hf.padded.rows import PaddedRows
 from radixtrain.hf.pictures import OF_PICTURES, image_token_of
-from radixtrain.hf.positions import frequencies_change_at, has_grown, scaled_from
+from radixtrain.hf.positions import limit_of, scaled_from
 from radixtrain.hf.sharing_report import GENERATION, is_frozen
-from radixtrain.hf.windows import chunk_of
 
 READ = {"input_ids", "attention_mask", "position_ids"}
 # Other tensors that a call may have. They are for the loss: no layer reads them.
@@ -81,13 +80,8 @@ def why_rows_are_not_shared(backbone: PreTrainedModel, given: Mapping[str, Any],
     scaled = scaled_from(decoder.config)
     if scaled and scaled <= rows.kept.shape[1] and (rows.is_packed or rows.is_left_padded):
         return f"queries are scaled by their place in a row from {scaled} tokens on, padding counted"
-    change = frequencies_change_at(decoder)
-    if change is not None and rows.max_position >= change.limit - has_grown(decoder):
-        return f"{change.rope_type} rotary embeddings change their frequencies at {change.limit} tokens"
-    chunk = chunk_of(decoder.config)
-    if chunk and chunk < rows.kept.shape[1]:
-        return f"attention within chunks of {chunk} tokens, and longer rows"
-    return None
+    limit = limit_of(decoder, rows.kept.shape[1], rows.max_position)
+    return limit and limit.reason
 
 
 def _why_cache(

@@ -15,8 +15,8 @@ from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.backbone import arguments_of, is_cache, text_decoder_of, with_rows
 from radixtrain.hf.guards.batch import Options
-from radixtrain.hf.guards.code import code_in, hooks_between_ours
-from radixtrain.hf.guards.draws import check_drawing_modules, check_noise
+from radixtrain.hf.guards.code import hooks_between_ours
+from radixtrain.hf.guards.draws import check_draws
 from radixtrain.hf.guards.model import verdict_of
 from radixtrain.hf.modules import why_padding_leaks
 from radixtrain.hf.padded.calls import (
@@ -109,13 +109,12 @@ class PaddedSharing:
 
     def _check_draws(self, model: PreTrainedModel, call: Upstream) -> None:
         """Refuse what draws at random, unless such calls are left."""
-        allowed = self.options.allow_dropout
+        head, has_noise = (
+            model.get_output_embeddings(),
+            call.backbone is call.decoder,
+        )  # else bits of embeddings show it
         try:
-            if call.backbone is call.decoder:  # else the bits of the embeddings show noise
-                check_noise(call.decoder, allowed)
-            for part in (call.decoder, model.get_output_embeddings()):
-                if part is not None:
-                    check_drawing_modules(part, allowed)
+            check_draws(call.decoder, head, self.options.allow_dropout, has_noise)
         except UserError as error:
             if not self.leaves_refused:
                 raise
@@ -142,9 +141,15 @@ class PaddedSharing:
         causes.check_bits(plan)
         shape, allowed = upstream.given["input_ids"].shape, options.allow_dropout
         embedding = None if upstream.backbone is decoder else upstream.backbone.get_input_embeddings()
-        code = code_in(model, decoder, hooks=hooks_between_ours(decoder), besides=embedding)  # which the backbone calls
-        _refuse(code.refused)
-        verdict = verdict_of(decoder, code=code, progress=self.progress, allowed=allowed, shape=shape)
+        verdict = verdict_of(
+            model,
+            decoder,
+            progress=self.progress,
+            allowed=allowed,
+            shape=shape,
+            hooks=hooks_between_ours(decoder),
+            besides=embedding,  # which the backbone calls
+        )
         _refuse(verdict.reason)
         layout = TreeLayout.from_plan(plan, causes.layout_of_blocks(plan)).to(device, non_blocking=True)
         may_bind = bool(causes.requests) or window_may_bind(decoder.config, layout.max_seqlen)

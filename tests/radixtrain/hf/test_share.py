@@ -16,7 +16,6 @@ from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.collators.steps import PaddedCollator
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import backbone_of
-from radixtrain.hf.guards.code import OtherCode
 from radixtrain.hf.guards.model import Verdict
 from radixtrain.hf.share import options_of
 
@@ -141,7 +140,6 @@ class TestNeverOnAnotherAttention:
         """Found after the pass, whatever the code of its class says."""
         model = share_prefixes(tiny_qwen3())
         monkeypatch.setattr(model.model.layers[1], "forward", lambda hidden_states, **_: hidden_states)
-        monkeypatch.setattr("radixtrain.hf.collated.code_in", lambda *_, **__: OtherCode(None, "", ()))
         monkeypatch.setattr("radixtrain.hf.collated.verdict_of", lambda *_, **__: Verdict(None))
         with pytest.raises(RuntimeError, match="ran in 1 of 2 layers of Qwen3Model"):
             model(**RadixCollator()(FEATURES))
