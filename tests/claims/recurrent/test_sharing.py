@@ -69,17 +69,6 @@ def test_restore_undoes_it(tiny_hybrid: Build, kind: str) -> None:
     assert model.model.layers[0]._gradient_checkpointing_func is checkpoint
 
 
-@ONE_KIND
-def test_sharing_again(tiny_hybrid: Build, kind: str) -> None:
-    """Sharing twice is sharing once."""
-    model = tiny_hybrid(kind)
-    truth = float64_truth(model, FEATURES)
-    for _ in range(2):
-        assert_exact(share_prefixes(model), truth)
-    restore_model(model)
-    assert not mixers_in(model)
-
-
 @pytest.mark.usefixtures("hooks_that_may_stay")
 @ONE_KIND
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -123,15 +112,3 @@ def test_a_forward_that_replaces_ours_is_refused(tiny_hybrid: Build, kind: str) 
         model(**batch_of())
     truth = float64_truth(tiny_hybrid(kind), FEATURES)
     assert_exact(share_prefixes(model), truth)
-
-
-@pytest.mark.usefixtures("hooks_that_may_stay", "without_the_trial")
-def test_a_hook_of_the_user_on_a_mixer(tiny_hybrid: Build) -> None:
-    """It runs once, on all unique rows."""
-    model = share_prefixes(tiny_hybrid("Qwen3.5"))
-    seen = []
-    mixer = mixers_in(model)[0].module
-    mixer.register_forward_hook(lambda module, args, output: seen.append(output.shape))
-    batch = batch_of()
-    model(**batch)
-    assert seen == [(*batch["position_ids"].shape, 32)]

@@ -1,7 +1,6 @@
 """A share of the decoder layers recomputes: which ones, seen by their calls; and the gradient is the ordinary one."""
 
 from collections import Counter
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from tiny_models import tiny_model, tiny_qwen3
 
 from radixtrain import RadixCollator, share_prefixes
 from radixtrain.errors import UserError
-from radixtrain.hf.activation_checkpointing import num_recomputed, recompute, recomputes
+from radixtrain.hf.activation_checkpointing import recompute
 from radixtrain.verification.oracle import float64_throughout, float64_truth, gradients_of, radix_batch
 
 BAR = 1e-12
@@ -60,28 +59,6 @@ def test_layers_at_even_distances_recompute(num_layers: int, share: float, expec
     model = tiny_qwen3(num_hidden_layers=num_layers).train()
     recompute(model, share)
     assert recomputing(share_prefixes(model)) == expected
-
-
-@pytest.mark.parametrize("num_layers", [1, 2, 3, 5, 28, 36, 61])
-def test_every_count_is_spread(num_layers: int) -> None:
-    """Distances differ by one at the most, and unless all recompute the last one does not."""
-    for count in range(num_layers + 1):
-        chosen = [index for index in range(num_layers) if recomputes(index, count, num_layers)]
-        assert len(chosen) == count == num_recomputed(count / num_layers, num_layers)
-        assert count == num_layers or num_layers - 1 not in chosen
-        kept = [index - num_layers for index in range(num_layers) if index not in chosen]
-        for indices in (chosen, kept):
-            gaps = {b - a for a, b in pairwise([*indices, *(index + num_layers for index in indices[:1])])}
-            assert not gaps or max(gaps) - min(gaps) <= 1, (num_layers, count, indices)
-
-
-@pytest.mark.parametrize("share", SHARES)
-def test_a_share_can_be_set_again(share: float) -> None:
-    model = tiny_qwen3(num_hidden_layers=4).train()
-    for earlier in (1.0, 0.25):
-        recompute(model, earlier)
-    recompute(model, share)
-    assert len(recomputing(share_prefixes(model))) == 4 * share
 
 
 @pytest.mark.parametrize("model_class", cases(CLASSES, ["Gemma3nForCausalLM", "Qwen3_5ForCausalLM"]))

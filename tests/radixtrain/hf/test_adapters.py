@@ -275,22 +275,8 @@ class TestDraws:
         report = verify_equivalence(model, FEATURES, precisions=["float64"])
         assert report.passed and model.training, str(report)
 
-    def test_layers_start_in_training_mode(self, peft, tiny_qwen3):
-        """Whatever the mode of the model."""
-        model = peft.get_peft_model(
-            share_prefixes(tiny_qwen3().eval()), configuration(peft, "LOHA", r=4, rank_dropout=0.5)
-        )
-        with pytest.raises(UserError, match=r"rank_dropout=0\.5"):
-            model(**RadixCollator()(FEATURES))
-
 
 class TestAdaptersThatCameLater:
-    def test_a_batch_refuses_what_a_trainer_added(self, peft, tiny_qwen3):
-        model = prepared_first(peft, tiny_qwen3(), configuration(peft, "LILY", r=4))
-        with pytest.raises(UserError, match=MIXES):
-            model(**RadixCollator()(FEATURES))
-        assert model(input_ids=torch.tensor(ROWS[:1])).logits.isfinite().all(), "an ordinary batch is not refused"
-
     def test_a_second_adapter(self, peft, tiny_qwen3):
         model, batch = prepared_first(peft, tiny_qwen3(), configuration(peft, "LORA", r=4)), RadixCollator()(FEATURES)
         model(**batch)
@@ -336,8 +322,3 @@ class TestSharedMatrices:
         other = "lm_head" if "embed_tokens" in targets else "model.embed_tokens"
         with pytest.raises(UserError, match=rf"shares its weight with {other} \(tie_word_embeddings\)"):
             check_not_shared(model)
-
-    @pytest.mark.parametrize(("tied", "targets"), [(True, ["q_proj"]), (False, ["lm_head", "embed_tokens"])])
-    def test_an_adapter_on_a_matrix_of_its_own(self, peft, tiny_qwen3, tied, targets):
-        model = tiny_qwen3(tie_word_embeddings=tied)
-        check_not_shared(adapted(peft, model, configuration(peft, "LORA", target_modules=targets)))

@@ -158,13 +158,6 @@ class TestAttentionThatIsNotTransformersOwn:
         report = sharing_report(shared)
         assert report.num_shared == 0 and any(re.search(why, reason) for reason in report.not_shared), report
 
-    def test_that_came_after_the_model_was_prepared(self, brought):
-        _, model, bring, why = brought
-        share_prefixes(model)
-        bring(model)
-        with pytest.raises(UserError, match=why):
-            model(**RadixCollator()(FEATURES))
-
 
 def own_attention(module, hidden_states, **kwargs):
     """No function of any interface."""
@@ -173,13 +166,6 @@ def own_attention(module, hidden_states, **kwargs):
 
 class Own(modeling_qwen3.Qwen3Attention):
     forward = own_attention
-
-
-class Renamed(modeling_qwen3.Qwen3Attention):
-    """Of another name and another file than transformers' own, which it calls."""
-
-    def forward(self, *args, **kwargs):
-        return super().forward(*args, **kwargs)
 
 
 REPLACED = {
@@ -248,15 +234,6 @@ def test_a_forward_that_was_wrapped(wrap, tiny_qwen3):
 
 
 @pytest.mark.usefixtures("hooks_that_may_stay")
-def test_a_subclass_of_any_name(tiny_qwen3):
-    model = tiny_qwen3()
-    for layer in model.model.layers:
-        layer.self_attn.__class__ = Renamed
-    share_prefixes(model)(input_ids=IDS, use_cache=False)
-    assert sharing_report(model).num_shared == 1
-
-
-@pytest.mark.usefixtures("hooks_that_may_stay")
 @pytest.mark.parametrize("weights", [torch.float64, torch.float32])
 def test_under_autocast_in_the_dtype_of_the_ordinary_call(tiny_qwen3, weights):
     """Autocast leaves float64 as it is. The probe asks as well."""
@@ -298,10 +275,6 @@ class TestTransformersOwn:
         ran = radix_attention(lambda *given, **options: (given, options))
         assert ran(1, 2, 3, 4, mask, 5, scaling=6) == ((1, 2, 3, 4, mask, 5), {"scaling": 6})
         assert ran(1, 2, 3, 4, dropout=0.0) == ((1, 2, 3, 4, None), {"dropout": 0.0})
-
-    def test_that_another_has_put_back_into_its_mapping(self, tiny_qwen3, monkeypatch):
-        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", sdpa_attention_forward)
-        assert verify_equivalence(tiny_qwen3(), FEATURES, precisions=["float64"]).passed
 
 
 def test_cascade_if_a_window_binds():

@@ -144,15 +144,6 @@ class TestMutations:
         change(model)
         assert not has_plain_head(model)
 
-    @pytest.mark.parametrize("name", ["Llama", "Granite, scaled"])
-    def test_of_zeros_nothing_is_known(self, name: str, caplog: pytest.LogCaptureFixture) -> None:
-        """The log said that a plain head does more than one matrix product."""
-        model = build(name)
-        nn.init.zeros_(model.lm_head.weight)
-        with caplog.at_level(logging.INFO, logger="radixtrain"):
-            assert not has_plain_head(model)
-        assert "is all zero, so its logits do not show whether it is one matrix product: its own head" in caplog.text
-
     @pytest.mark.parametrize("option", ["target_modules", "modules_to_save"])
     def test_an_adapter_on_the_head(self, option: str) -> None:
         peft = pytest.importorskip("peft", reason="pip install peft")
@@ -209,15 +200,6 @@ class TestTheModelIsLeftAsItWas:
         assert "forward" not in vars(model.model)
         assert not ran and all(parameter.grad is None for parameter in model.parameters())
 
-    def test_refused(self) -> None:
-        model = build("Llama").train()
-        own = model.model.forward
-        model.model.forward = own  # as accelerate does
-        model.lm_head.forward = None
-        with pytest.raises(UserError):
-            has_plain_head(model)
-        assert vars(model.model)["forward"] is own and model.training
-
 
 class TestRows:
     @pytest.mark.parametrize("name", cases(list(EVERY)[:-1], quick=["Llama", "BERT", "Granite, scaled"]))
@@ -244,17 +226,3 @@ class TestRows:
         expected = alone[batch["radix"].layout.gather_indices][batch["radix"].predictor_indices]
         assert relative_error(logits, expected) <= BAR
         assert len(hidden_rows(parts_of(model), inputs_of(batch))) == len(logits) < 12
-
-    def test_positions_that_start_after_the_padding_index(self) -> None:
-        """RoBERTa counts its own from 1; positions that a feature has are used."""
-        model = build("RoBERTa")
-
-        def rows(first: int | None) -> Tensor:
-            features = FEATURES
-            if first is not None:
-                features = [{**f, "position_ids": range(first, first + len(f["input_ids"]))} for f in FEATURES]
-            with float64_throughout(model):
-                return logits_rows(parts_of(model), inputs_of(PaddedCollator()(features)))
-
-        assert relative_error(rows(1), rows(None)) <= BAR
-        assert relative_error(rows(5), rows(None)) > 1e-2

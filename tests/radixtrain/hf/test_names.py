@@ -2,12 +2,8 @@
 
 import ast
 from pathlib import Path
-from types import SimpleNamespace
 
-import pytest
-from transformers import Cache
-
-from radixtrain.hf.backbone import CACHE, IMAGE_TOKEN, START_CHECKPOINTING, STOP_CHECKPOINTING, found, is_cache
+from radixtrain.hf.backbone import CACHE, IMAGE_TOKEN, START_CHECKPOINTING, STOP_CHECKPOINTING
 
 SOURCE = Path(__file__).resolve().parents[3] / "radixtrain"
 OLDER = {name for names in (CACHE, IMAGE_TOKEN, START_CHECKPOINTING, STOP_CHECKPOINTING) for name in names[1:]}
@@ -23,20 +19,3 @@ def test_each_stands_in_one_file() -> None:
             if name in OLDER or (isinstance(node, ast.Constant) and node.value in OLDER):
                 having.add(path.relative_to(SOURCE).as_posix())
     assert having == WITH_THEM
-
-
-@pytest.mark.parametrize(
-    ("has", "value"), [({"new": 1, "old": 2}, 1), ({"old": 2}, 2), ({"new": None}, None), ({}, None)]
-)
-def test_the_newest_that_an_object_has(has: dict[str, object], value: object) -> None:
-    assert found(SimpleNamespace(**has), ("new", "old")) == value
-
-
-@pytest.mark.parametrize("name", CACHE)
-def test_a_cache_by_its_name(name: str) -> None:
-    assert is_cache(name, None) and not is_cache(f"use_{name}", bool)
-
-
-@pytest.mark.parametrize("annotation", [Cache, Cache | None, "Cache | None", "MambaCache"])
-def test_a_cache_by_its_annotation(annotation: object) -> None:
-    assert is_cache("kept_states", annotation) and not is_cache("kept_states", "torch.Tensor | None")

@@ -226,20 +226,3 @@ def test_two_models_around_one_backbone(tiny_qwen3: Callable[..., Any]) -> None:
         share_prefixes(value)
     with pytest.raises(RuntimeError, match="must match the size of tensor"):
         value(**RadixCollator()(FEATURES)).logits.square().sum().backward()
-
-
-def test_what_an_interrupt_leaves_is_gone(tiny_hybrid: Callable[..., Any]) -> None:
-    """A layer that is called by itself afterwards, outside of the model."""
-    model = share_prefixes(tiny_hybrid("Qwen3.5").double().eval())
-    layer, hidden = model.model.layers[0], torch.randn(1, GROUP["input_ids"].numel(), 32, dtype=torch.float64)
-    positions = model.model.rotary_emb(hidden, torch.arange(hidden.shape[1]).expand(3, 1, -1))
-    expected = layer(hidden, position_embeddings=positions)
-
-    def stop(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    hook = model.model.layers[1].register_forward_pre_hook(stop)
-    with torch.no_grad(), pytest.raises(KeyboardInterrupt):
-        model(**GROUP, use_cache=False)
-    hook.remove()
-    assert torch.equal(layer(hidden, position_embeddings=positions), expected)

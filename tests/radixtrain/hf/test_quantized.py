@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from radixtrain import verify_equivalence
-from radixtrain.hf.quantized import four_bit_layers, keep_trainable, plain_weights, with_plain_weights
+from radixtrain.hf.quantized import four_bit_layers, keep_trainable, with_plain_weights
 from radixtrain.testing import assert_within_reference_error
 from radixtrain.verification.oracle import float64_throughout
 from radixtrain.verification.report import TENSOR_FACTOR
@@ -88,20 +88,6 @@ def test_a_validation_does_not_change_the_gradient(load, options):
         assert model.eval()(input_ids=IDS, labels=IDS).loss.isfinite()
     after = gradients(model.train())
     assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_plain_weights_for_a_while(load):
-    model = adapted(load())
-    before, layers = gradients(model), four_bit_layers(model)
-    with plain_weights(model):
-        assert not four_bit_layers(model)
-        inside = gradients(model)
-    assert four_bit_layers(model) == layers
-    assert all(torch.equal(before[name], again) for name, again in gradients(model).items())
-    with float64_throughout(model):
-        truth = gradients(model)
-    columns = ([each[name] for name in truth] for each in (inside, before, truth))
-    assert_within_reference_error(*columns, factor=TENSOR_FACTOR, names=list(truth))
 
 
 def test_plain_weights_for_good(load, tmp_path):

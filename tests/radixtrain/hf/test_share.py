@@ -7,7 +7,6 @@ import torch
 from tiers import FULL
 from tiny_models import tiny_model
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 import radixtrain.hf.collated
 from radixtrain import RadixCollator, restore_model, share_prefixes, verify_equivalence
@@ -17,7 +16,6 @@ from radixtrain.collators.steps import PaddedCollator
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import backbone_of
 from radixtrain.hf.guards.model import Verdict
-from radixtrain.hf.share import options_of
 
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [7, 8, 9, 3])]
 PADDED = {
@@ -104,11 +102,6 @@ class TestWithoutAPlan:
         assert restore_model(model).config._attn_implementation == usual
         assert not backbone_of(model)._forward_hooks and not backbone_of(model)._forward_pre_hooks
 
-    def test_what_is_saved_is_an_ordinary_model(self, tiny_qwen3, tmp_path):
-        share_prefixes(tiny_qwen3()).save_pretrained(tmp_path)
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-        assert loaded.config._attn_implementation == "sdpa"
-
 
 class TestNeverOnAnotherAttention:
     def test_switched_after_preparing(self, tiny_qwen3):
@@ -147,18 +140,3 @@ class TestNeverOnAnotherAttention:
     def test_a_padded_batch(self, tiny_qwen3):
         with pytest.raises(UserError, match="has no plan: give an ordinary model its input_ids"):
             share_prefixes(tiny_qwen3())(**PaddedCollator()(FEATURES))
-
-
-def test_a_refused_choice_leaves_the_model_as_it_was(tiny_qwen3):
-    model = share_prefixes(tiny_qwen3(), attention="path")
-    with pytest.raises(ValueError, match="attention must be auto"):
-        share_prefixes(model, attention="ring")
-    assert options_of(model)["attention"] == "path"
-    assert model(**RadixCollator(loss_on_all=True)(FEATURES)).loss.isfinite()
-
-
-def test_something_that_is_no_model():
-    with pytest.raises(
-        TypeError, match="expected a module with one transformers PreTrainedModel inside, and Linear has 0"
-    ):
-        share_prefixes(nn.Linear(2, 2))

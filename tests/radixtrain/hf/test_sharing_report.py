@@ -1,22 +1,20 @@
-"""What was shared: the report, and the warning that nothing was."""
+"""What was shared: the report, the warning that nothing was, and that of an optimizer which rounds updates away."""
 
 import copy
 import logging
-import pickle
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from radixtrain import RadixCollator, StepCollator, share_prefixes, sharing_report, step_losses
+from radixtrain import RadixCollator, StepCollator, restore_model, share_prefixes, sharing_report, step_losses
+from radixtrain.__main__ import main
 from radixtrain.hf.sharing_report import NOT_ALIKE as NOT_ALIKE_REASON
-from radixtrain.hf.sharing_report import NUM_CALLS, SharingReport
+from radixtrain.hf.sharing_report import NUM_CALLS, _warn
 
 SHARED = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [7, 8, 9, 3])]
 UNSHARED = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [6, 8, 9, 3])]
-LONG = [{"input_ids": [*range(7, 19), n, 3], "labels": [-100] * 12 + [n, 3]} for n in range(20, 24)]
 NOTHING = "the first 10 training batches of Qwen3ForCausalLM shared nothing: "
 TOO_LITTLE = "calls not shared: less than min_ratio = 1.1 to save"
 NOT_ALIKE = NOTHING + "no two sequences of a batch began alike"
@@ -133,28 +131,81 @@ def test_a_copy_counts_by_itself(model: Any, caplog: pytest.LogCaptureFixture) -
     assert len(caplog.records) == 2
 
 
-def test_lines():
-    report = SharingReport(
-        num_shared=2,
-        not_shared=Counter({"a cache is wanted (use_cache=True)": 1, "attention_mask has a hole": 3}),
-        num_places=2400,
-        num_tokens=2000,
-        num_unique_tokens=500,
-        num_head_places=2400,
-        num_head_rows=501,
-        plan_seconds=0.125,
-    )
-    assert report.compression_ratio == 4.0
-    assert str(report).splitlines() == [
-        "2 calls shared: 2,400 places, 2,000 tokens, 500 unique, r = 4.00; plans took 0.12 s",
-        "the head computed 501 rows for 2,400 places",
-        "3 calls not shared: attention_mask has a hole",
-        "1 calls not shared: a cache is wanted (use_cache=True)",
-    ]
+ROWS = [{"input_ids": [7, 8, 9, 7, 8, 9, n], "labels": [-100] * 6 + [n]} for n in range(10, 14)]
+SAID = "the optimizer changes weights in torch.{}: unless it keeps float32 copies, an update of less than {} % of a"
+BFLOAT16, FLOAT16 = SAID.format("bfloat16", "0.20"), SAID.format("float16", "0.02")
 
 
-def test_a_copy_counts_its_own_calls():
-    report = SharingReport(num_shared=3, not_shared=Counter({"a hole": 2}))
-    for copied in (copy.deepcopy(report), pickle.loads(pickle.dumps(report))):
-        copied.not_shared["a hole"] += 1
-        assert report.not_shared["a hole"] == 2
+@pytest.fixture
+def in_a_new_process(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """As in a new process."""
+    _warn.cache_clear()
+    caplog.set_level(logging.WARNING, logger="radixtrain")
+    yield
+    _warn.cache_clear()
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    found = [record.getMessage() for record in caplog.records]
+    return [text for text in found if text.startswith("the optimizer changes weights")]
+
+
+def train(model: Any, optimizer: Any, autocast: bool) -> None:
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            model(**RadixCollator()(ROWS)).loss.backward()
+        optimizer.step()
+
+
+def with_lora(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+
+
+CASES: dict[str, tuple[torch.dtype, str, str]] = {  # of the weights, what is special, what is said
+    "bfloat16": (torch.bfloat16, "", BFLOAT16),
+    "float16": (torch.float16, "", FLOAT16),
+    "float32": (torch.float32, "", ""),
+    "float32 under autocast": (torch.float32, "autocast", ""),
+    "float32 LoRA on bfloat16": (torch.bfloat16, "lora", ""),
+    "an optimizer of float32 copies": (torch.bfloat16, "copies", ""),
+    "frozen weights in the optimizer": (torch.bfloat16, "lora, all", ""),
+}
+
+
+@pytest.mark.usefixtures("in_a_new_process")
+@pytest.mark.parametrize(("dtype", "special", "message"), CASES.values(), ids=CASES)
+def test_weights_of_16_bits_are_named_once(
+    dtype: torch.dtype,
+    special: str,
+    message: str,
+    tiny_qwen3: Callable[..., Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = tiny_qwen3().to(dtype).train()
+    model = share_prefixes(with_lora(model) if "lora" in special else model)
+    weights = [weight for weight in model.parameters() if weight.requires_grad or special == "lora, all"]
+    if special == "copies":  # DeepSpeed and FSDP step these, and write them back into the model
+        weights = [weight.detach().float().requires_grad_() for weight in weights]
+    optimizer = torch.optim.SGD(weights, lr=1e-3)
+    train(model, optimizer, special == "autocast")
+    restore_model(model)
+    assert [text.startswith(message) for text in said(caplog)] == [True] * bool(message)
+
+
+@pytest.mark.usefixtures("in_a_new_process")
+@pytest.mark.parametrize(
+    ("options", "is_named"),
+    [({"model.dtype": "bfloat16", "dedup": "off"}, True), ({"trainer.precision": "bf16-mixed"}, False)],
+    ids=str,
+)
+def test_fit_says_it_once(
+    options: dict[str, str],
+    is_named: bool,
+    arguments: Callable[..., list[str]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    chosen = {name.replace(".", "__"): value for name, value in options.items()}
+    assert main(arguments(trainer__max_steps=1, **chosen)) == 0
+    assert [text.startswith(BFLOAT16) for text in said(caplog)] == [True] * is_named

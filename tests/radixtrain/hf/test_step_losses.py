@@ -21,16 +21,6 @@ def step_of(max_tokens: int | None = 12) -> Step:
     return StepCollator(max_tokens=max_tokens)(FEATURES)
 
 
-def test_the_sum_of_the_terms_is_the_loss_of_the_step(tiny_qwen3: Callable[..., Any]) -> None:
-    """Two micro-batches of two rows."""
-    model = share_prefixes(tiny_qwen3())
-    with torch.no_grad():
-        losses = [float(loss) for loss in step_losses(model, step_of())]
-        whole = [float(loss) for loss in step_losses(model, step_of(max_tokens=None))]
-    assert len(losses) == 2 and len(whole) == 1
-    assert sum(losses) == pytest.approx(whole[0], rel=1e-5)
-
-
 def test_a_model_that_is_not_prepared_is_refused(tiny_qwen3: Callable[..., Any]) -> None:
     """Also beside one that is, after which no call is watched."""
     share_prefixes(tiny_qwen3())

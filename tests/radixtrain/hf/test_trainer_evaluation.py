@@ -5,7 +5,6 @@ Everything computes in float64.
 """
 
 from collections.abc import Iterator
-from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from trainer_harness import settings
 from radixtrain import RadixCollator, share_prefixes
 from radixtrain.errors import UserError
 from radixtrain.hf.guards.batch import on_device_of_rows
-from radixtrain.tree.radix_inputs import RadixInputs
 from radixtrain.verification.oracle import float64_arithmetic
 
 BAR = 1e-10
@@ -208,16 +206,6 @@ class TestOrdinaryEvaluation:
             np.testing.assert_array_equal(found.predictions[:, :-1][predicts], expected.predictions[:, :-1][predicts])
 
 
-def test_a_loop_of_ones_own_gets_the_logits():
-    prepared, batch = share_prefixes(model()).eval(), RadixCollator()(rows())
-
-    class Loop:
-        def prediction_step(self, prediction_loss_only: bool) -> Any:
-            return prepared(**batch).logits
-
-    assert Loop().prediction_step(False).shape == (*batch["labels"].shape, 50)
-
-
 @pytest.mark.parametrize(("asked", "refused"), [(True, False), (False, True), (None, True)])
 def test_the_innermost_prediction_step_decides(tmp_path, asked, refused):
     """An override may ask its parent class for something else than it was asked for."""
@@ -242,10 +230,3 @@ def test_what_a_wrapper_left_on_the_host_goes_where_the_rows_are():
         moved = on_device_of_rows(batch["radix"], {name: batch["input_ids"].to("meta")})
         assert {tensor.device.type for tensor in tensors_of(moved)} == {"meta"}
     assert on_device_of_rows(batch["radix"], batch) is batch["radix"]
-
-
-def test_a_call_leaves_nothing_in_its_batch():
-    """Masks of one dtype, or tensors of inference mode, would reach the next call."""
-    batch = RadixCollator()([{"input_ids": [1, 2, end], "labels": [1, 2, end]} for end in (3, 4)])
-    share_prefixes(tiny_qwen3(), attention="cascade")(**batch)
-    assert vars(batch["radix"]).keys() == {field.name for field in fields(RadixInputs)}

@@ -95,16 +95,6 @@ def test_a_mask_is_asked_for_its_window(tiny_qwen3, asked, window):
             ask()
 
 
-def test_masks_that_are_cut_to_the_last_rows():
-    """As Gemma 4 does before the layers that take the keys of earlier ones; what a model computes is its own mask."""
-    call = SimpleNamespace(layout=SimpleNamespace(max_seqlen=9, blocks=None))
-    mask = no_mask(False, torch.device("cpu"), call)
-    with torch.inference_mode():
-        for view in (mask[:, :, -1:], mask[:, :, :, :3], mask.expand(2, -1, -1, -1), mask.view(0, 1)):
-            assert on_mask(view) == (call, 0, False)
-        assert on_mask(mask.clone()) is on_mask(mask & True) is on_mask(torch.zeros(0)) is None
-
-
 @pytest.mark.parametrize("window", [3, 64])
 def test_layers_that_take_the_keys_of_earlier_ones(window):
     """In a radix batch and in generation. Their masks are cut in Gemma 4."""

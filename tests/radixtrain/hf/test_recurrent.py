@@ -1,7 +1,11 @@
-"""What a mixer gets on the runs of a tree: its arguments, the states of a fork, and the runs of a batch.
+"""What a mixer gets on the runs of a tree: its arguments, the states of a fork, its runs; and where it may stand.
 
-That values and gradients are those of each sequence: tests/claims/equivalence/test_recurrent_tries.py.
+That values and gradients are those of each sequence: tests/claims/equivalence/test_recurrent_tries.py. That a layer has
+the tree of its batch, also when activations are recomputed: tests/claims/recurrent.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +18,8 @@ from torch import nn
 from transformers import DynamicCache, Qwen3_5TextConfig
 from transformers.cache_utils import Cache
 
+from radixtrain import RadixCollator, share_prefixes, verify_equivalence
 from radixtrain.errors import UserError
-from radixtrain.hf.backbone import CACHE
 from radixtrain.hf.recurrent import (
     ForkedStates,
     arguments_by_name,
@@ -66,10 +70,6 @@ def test_literally():
 
 
 class TestArguments:
-    def test_by_name(self):
-        named = arguments_by_name(Sums(), ("rows",), {"cache_params": None, "radix_call": "a call"})
-        assert named == {"hidden_states": "rows", "cache_params": None}
-
     def test_a_subclass_that_passes_everything_on(self):
         class Twice(Sums):
             def forward(self, *args, **kwargs):
@@ -92,13 +92,6 @@ class TestArguments:
         runs = cheapest_runs(plan.segment_starts, plan.segment_parents, FREE_FORKS)
         given = {"hidden_states": torch.ones(1, 4, 1), "cache_params": None}
         assert run_on_tree(Renamed(), Renamed().forward, given, runs)[0, :, 0].tolist() == [1, 2, 3, 3]
-
-    @pytest.mark.parametrize("name", CACHE)
-    def test_the_cache_by_its_name(self, name):
-        module = type("Named", (nn.Module,), {})
-        exec(f"def forward(self, x, {name}=None): ...", space := {})
-        module.forward = space["forward"]
-        assert cache_argument(module()) == name
 
     def test_a_cache_without_a_name(self):
         class Unnamed(nn.Module):
@@ -149,45 +142,52 @@ def test_beside_the_stock_cache(lengths, width):
     assert torch.equal(past["conv", 0], stock.get_conv_state(0))
 
 
-@pytest.mark.parametrize("num_states", [0, 1, 2])
-@STOCK
-def test_several_states_of_one_layer(num_states):
-    from transformers.cache_utils import LinearAttentionLayer
-
-    stock, states = Cache(layers=[LinearAttentionLayer(number_of_states=2)]), ForkedStates()
-    for cache in (states, stock):
-        for number in range(num_states):
-            cache.update_conv_state(columns(4, start=number), 0, state_idx=number, conv_kernel_size=2 + number)
-            cache.update_recurrent_state(columns(1, start=number), 0, state_idx=number)
-    again = ForkedStates(states.final)
-    for number in range(num_states):
-        assert torch.equal(again.get_conv_state(0, number), stock.get_conv_state(0, number))
-        assert torch.equal(again.get_recurrent_state(0, number), stock.get_recurrent_state(0, number))
-
-
-@pytest.mark.parametrize("past", [{}, {("conv", 0): columns(3)}], ids=["from nothing", "from a state"])
-def test_never_a_step_of_generation(past):
-    """Which would write into the state in place."""
-    assert ForkedStates(past).is_recording_past(0)
-
-
-PROMPT = [*range(300)]
-LONG = [[*PROMPT, 1], [*PROMPT, 2, 2], [*PROMPT, 3]]  # by default it pays to fork
-
-
-def contents(runs):
-    return runs.calls, runs.rows.tolist(), runs.places.tolist(), runs.parents.tolist()
-
-
-def test_otherwise_the_cheapest_by_default():
-    plan = plan_of(LONG)
-    runs = tree_runs(TreeLayout.from_plan(plan), forks=True)
-    expected = cheapest_runs(plan.segment_starts, plan.segment_parents)
-    assert expected.num_forks == 1
-    assert contents(runs) == contents(expected)
-
-
 def test_runs_of_the_batch_are_not_read_back():
     """On meta tensors, as on a device under capture, reading a value raises."""
     layout = TreeLayout.from_plan(plan_of([[1, 2, 3], [4, 5]])).to("meta")
     assert all(tree_runs(layout, forks).rows.device == torch.device("meta") for forks in (True, False))
+
+
+FORKS = pytest.mark.usefixtures("free_forks")
+ROWS = [[7, 8, 9, 1, 2, 3, 4, 5], [7, 8, 9, 1, 2, 6], [7, 8, 9, 1, 4]]
+KINDS = ["linear_attention", "linear_attention", "full_attention"]
+
+
+def batch_of(rows: list[list[int]] = ROWS) -> dict[str, Any]:
+    return RadixCollator(loss_on_all=True)([{"input_ids": ids} for ids in rows])
+
+
+@pytest.fixture
+def model(tiny_hybrid: Callable[..., Any]) -> Any:
+    return share_prefixes(tiny_hybrid("Qwen3.5"))
+
+
+@FORKS
+class TestInstalling:
+    def test_outside_of_a_layer(self, tiny_hybrid: Callable[..., Any]) -> None:
+        """A model that is refused is as it was."""
+        model = tiny_hybrid("Qwen3.5")
+        before = model.config._attn_implementation
+        model.model.front = model.model.layers[0].linear_attn
+        with pytest.raises(UserError, match=r"GatedDeltaNet \(front\) carries .* outside of the decoder layers"):
+            share_prefixes(model)
+        assert model.config._attn_implementation == before
+        assert "forward" not in vars(model.model.front)
+
+    def test_two_layers_that_share_a_mixer(self, tiny_hybrid: Callable[..., Any]) -> None:
+        """In the second one it had no call, and read all unique rows as one sequence."""
+        model = tiny_hybrid("Qwen3.5", num_hidden_layers=3, layer_types=KINDS)
+        model.model.layers[1].linear_attn = model.model.layers[0].linear_attn
+        features = [{"input_ids": ids, "labels": ids} for ids in ROWS]
+        report = verify_equivalence(model, features, precisions=["float64"])
+        assert report.passed, str(report)
+
+
+@FORKS
+def test_the_same_bits_every_time(model: Any) -> None:
+    """Rows and states of several runs are added up in one order."""
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(model(**batch_of()).loss, list(model.parameters()))
+
+    assert all(map(torch.equal, gradients(), gradients()))
