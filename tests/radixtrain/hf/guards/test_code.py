@@ -160,12 +160,41 @@ def no_hook_on_all_modules_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.modules.module, "_global_forward_hooks", OrderedDict())
 
 
+def batch() -> dict[str, Any]:
+    return RadixCollator()([{"input_ids": ids, "labels": ids} for ids in IDS.tolist()])
+
+
+def both(
+    build: Callable[[], Any], change: Callable[[Any, list[Tensor]], object], mode: Any = nullcontext
+) -> tuple[bool, Any]:
+    """Whether a shared model has the loss and gradients of an ordinary one, in float64, and its report."""
+    found = []
+    for share in (lambda model: model, partial(share_prefixes, min_ratio=0.0)):
+        model, kept = share(build()), list[Tensor]()
+        change(model.model, kept)
+        with float64_throughout(model), mode():
+            loss = sum(kept, model(input_ids=IDS, labels=IDS, use_cache=False).loss)
+            loss.backward()
+        found.append([loss.detach(), *kept, *(p.grad for p in model.parameters() if p.grad is not None)])
+    return all(relative_error(*pair) <= 1e-12 for pair in zip(*found, strict=True)), sharing_report(model)
+
+
 @pytest.mark.parametrize("name", THIRD_PARTY)
-def test_a_batch_of_a_collator_is_refused(tiny_qwen3: Callable[..., Any], name: str) -> None:
-    model, rows = share_prefixes(tiny_qwen3()), [{"input_ids": ids, "labels": ids} for ids in IDS.tolist()]
+def test_what_is_refused_by_name(tiny_qwen3: Callable[..., Any], name: str) -> None:
+    """A batch of a collator, and generation."""
+    refused = rf"\({__name__}.* would see the unique tokens"
+    model, other = share_prefixes(tiny_qwen3()), tiny_qwen3().eval()
     THIRD_PARTY[name](model.model, [])
-    with pytest.raises(UserError, match=rf"\({__name__}.* would see the unique tokens"):
-        model(**RadixCollator()(rows))
+    with pytest.raises(UserError, match=refused):
+        model(**batch())
+    nn.modules.module._global_forward_hooks.clear()
+    THIRD_PARTY[name](other.model, [])
+    for start in (
+        partial(generate, other, IDS, max_new_tokens=2),
+        partial(score_completions, other, IDS.tolist(), [[1]]),
+    ):
+        with pytest.raises(UserError, match=f"{refused}.* use model.generate"):
+            start()
 
 
 @pytest.mark.parametrize("name", ["a forward of the backbone", "ids of the backbone", "output of the backbone"])
@@ -173,27 +202,18 @@ def test_a_batch_of_a_collator_is_refused(tiny_qwen3: Callable[..., Any], name: 
 def test_a_batch_of_a_collator_for_a_bare_backbone_is_refused(
     tiny_qwen3: Callable[..., Any], name: str, before: bool
 ) -> None:
-    backbone, rows = tiny_qwen3().model, [{"input_ids": ids, "labels": ids} for ids in IDS.tolist()]
+    backbone = tiny_qwen3().model
     for act in [lambda: THIRD_PARTY[name](backbone, []), lambda: share_prefixes(backbone)][:: 1 if before else -1]:
         act()
-    batch = {key: value for key, value in RadixCollator()(rows).items() if not key.endswith("labels")}
+    inputs = {key: value for key, value in batch().items() if not key.endswith("labels")}
     with pytest.raises(UserError, match=rf"\({__name__}.* would see the unique tokens"):
-        backbone(**batch)
+        backbone(**inputs)
 
 
 @pytest.mark.parametrize("name", [*THIRD_PARTY, *HARMLESS])
 def test_hooks(tiny_qwen3: Callable[..., Any], name: str) -> None:
-    found = []
-    for share in (lambda model: model, partial(share_prefixes, min_ratio=0.0)):
-        model, kept = share(tiny_qwen3()), list[Tensor]()
-        (THIRD_PARTY | HARMLESS)[name](model.model, kept)
-        with float64_throughout(model):
-            loss = sum(kept, model(input_ids=IDS, labels=IDS, use_cache=False).loss)
-            loss.backward()
-            found.append([loss.detach(), *kept, *(p.grad for p in model.parameters() if p.grad is not None)])
-    assert all(relative_error(*pair) <= 1e-12 for pair in zip(*found, strict=True))
-    report = sharing_report(model)
-    assert report.num_shared == (name in HARMLESS)
+    is_same, report = both(tiny_qwen3, (THIRD_PARTY | HARMLESS)[name])
+    assert is_same and report.num_shared == (name in HARMLESS)
     assert all(f"({__name__}" in reason and "would see the unique tokens" in reason for reason in report.not_shared)
 
 
@@ -218,15 +238,6 @@ def test_an_observer_of_a_quantizer_sees_every_token(tiny_qwen3: Callable[..., A
     model(input_ids=IDS, labels=IDS)
     assert layer.activation_post_process.get_tensor_value()[0].shape[:2] == IDS.shape
     assert sharing_report(model).num_shared == 0
-
-
-@pytest.mark.parametrize("name", THIRD_PARTY)
-def test_generation_is_refused(tiny_qwen3: Callable[..., Any], name: str) -> None:
-    model = tiny_qwen3().eval()
-    THIRD_PARTY[name](model.model, [])
-    for start in (generate, partial(score_completions, completions=[[1]])):
-        with pytest.raises(UserError, match=rf"\({__name__}.* would see the unique tokens.* use model.generate"):
-            start(model, IDS, max_new_tokens=2) if start is generate else start(model, IDS.tolist())
 
 
 @pytest.mark.parametrize("place", ["", "lm_head"])
@@ -260,15 +271,8 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 @pytest.mark.parametrize("name", MODES)
 def test_modes(tiny_qwen3: Callable[..., Any], name: str) -> None:
     mode, is_known = MODES[name], name.startswith("torch's")
-    found = []
-    for share in (lambda model: model, partial(share_prefixes, min_ratio=0.0)):
-        model = share(tiny_qwen3())
-        with float64_throughout(model), mode():
-            loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
-            loss.backward()
-        found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
-    assert all(relative_error(*pair) <= 1e-12 for pair in zip(*found, strict=True))
-    assert sharing_report(model).num_shared == is_known
+    is_same, report = both(tiny_qwen3, lambda *_: None, mode)
+    assert is_same and report.num_shared == is_known
     refused = pytest.raises(UserError, match=rf"a mode of torch \({__name__}.* use model\.generate")
     with mode(), nullcontext() if is_known else refused:
         generate(tiny_qwen3(), IDS, max_new_tokens=1)
@@ -308,21 +312,15 @@ POSITION_WISE: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", POSITION_WISE)
 def test_code_declared_position_wise_is_shared(tiny_qwen3: Callable[..., Any], name: str) -> None:
     """By the user, who knows; a wrapper of it is other code."""
-    found = []
-    for share in (lambda model: model, partial(share_prefixes, min_ratio=0.0)):
-        model = share(tiny_qwen3())
-        POSITION_WISE[name](model.model.layers[1].mlp)
-        with float64_throughout(model):
-            loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
-            loss.backward()
-        found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
-    assert all(relative_error(*pair) <= 1e-12 for pair in zip(*found, strict=True))
-    assert sharing_report(model).num_shared == 1
-    assert len(generate(model.eval(), IDS, max_new_tokens=1))
+    is_same, report = both(tiny_qwen3, lambda model, kept: POSITION_WISE[name](model.layers[1].mlp))
+    assert is_same and report.num_shared == 1
+    model = share_prefixes(tiny_qwen3(), min_ratio=0.0)
     mlp = model.model.layers[1].mlp
+    POSITION_WISE[name](mlp)
+    assert len(generate(model.eval(), IDS, max_new_tokens=1))
     mlp.forward = wraps(mlp.forward)(lambda x, inner=mlp.forward: inner(x))
     model(input_ids=IDS, labels=IDS, use_cache=False)
-    assert sharing_report(model).num_shared == 1
+    assert not sharing_report(model).num_shared
 
 
 def test_an_object_cannot_be_declared_position_wise() -> None:
@@ -353,7 +351,6 @@ def capped(experts: Any, states: Tensor, chosen: Tensor, weights: Tensor) -> Ten
 def test_an_experts_function(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is registered, and named by a setting that comes later."""
     monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "capped", capped)
-    batch = RadixCollator()([{"input_ids": ids, "labels": ids} for ids in IDS.tolist()])
     found = []
     for share in (lambda model: model, share_prefixes):
         model = share(tiny_model("MixtralForCausalLM"))
@@ -365,7 +362,7 @@ def test_an_experts_function(monkeypatch: pytest.MonkeyPatch) -> None:
     model = share_prefixes(tiny_model("MixtralForCausalLM"))
     model.config._experts_implementation = "capped"
     with pytest.raises(UserError, match=r"its experts_implementation .*capped"):
-        model(**batch)
+        model(**batch())
 
 
 def of_class(patch: pytest.MonkeyPatch, name: str) -> None:
