@@ -1,15 +1,7 @@
-"""Whether recurrent layers fork, in any precision: what the trial lets pass and what it catches. It leaves no trace.
+"""Whether recurrent layers fork, in any precision: what the trial lets pass and what it catches. It leaves no trace."""
 
-A kernel is a module of its package's name, with the kernel's own signature. A fresh copy of the modelling code imports
-it.
-"""
-
-import importlib.util
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from itertools import pairwise
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -129,60 +121,29 @@ BAD: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 SCALES = "writes in place", "leaves"  # a kernel whose final state is half as large is another one, not a bad one
 
 
-class StandIn:
-    """A package with one kernel. reads, leaves: what the kernel does with its first state, and with the final one."""
+class Kernel:
+    """In place of the gated delta rule's. reads, leaves: what it does with its first state, and with the final one."""
 
-    def __init__(self) -> None:
-        self.calls = 0
+    def __init__(self, kernel: Callable[..., Any]) -> None:
+        self.kernel, self.calls = kernel, 0
         self.reads: Callable[[Tensor], Tensor] = lambda state: state
         self.leaves: Callable[[Tensor], Tensor] = lambda state: state
 
-    def run(self, kernel: Callable[..., Any], name: str, state: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, initial_state: Tensor | None = None, **options: Any) -> Any:
         self.calls += 1
-        output = kernel(*args, **kwargs, **{name: None if state is None else self.reads(state)})
-        if not isinstance(output, tuple) or output[1] is None:
-            return output
-        return output[0], self.leaves(output[1])
-
-
-def delta_rule(stand_in: StandIn) -> Callable[..., Any]:
-    """With the signature of flash-linear-attention 0.6."""
-    from transformers.models.qwen3_5 import modeling_qwen3_5 as stock
-
-    def chunk_gated_delta_rule(
-        q: Any, k: Any, v: Any, g: Any, beta: Any, scale: Any = None, initial_state: Any = None,
-        output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
-        use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, state_v_first: bool = False,
-        cu_seqlens: Any = None, cu_seqlens_cpu: Any = None, chunk_indices: Any = None, cp_context: Any = None,
-        **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        assert cu_seqlens is None and scale is None
-        given = {"output_final_state": output_final_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
-        kernel = stock.torch_chunk_gated_delta_rule
-        return stand_in.run(kernel, "initial_state", initial_state, q, k, v, g=g, beta=beta, **given)
-
-    return chunk_gated_delta_rule
+        state = None if initial_state is None else self.reads(initial_state)
+        output, left = self.kernel(*args, initial_state=state, **options)
+        return output, None if left is None else self.leaves(left)
 
 
 @pytest.fixture
-def with_kernel(tiny_hybrid: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, StandIn]:
-    """The tiny Qwen3.5 on a kernel of a package that stands in for flash-linear-attention."""
-    stand_in, stock = StandIn(), tiny_hybrid("Qwen3.5")
-    kernel = delta_rule(stand_in)
-    modules = [ModuleType(name) for name in ("fla", "fla.ops", "fla.ops.gated_delta_rule")]
-    for parent, child in pairwise(modules):
-        setattr(parent, child.__name__.rpartition(".")[2], child)
-    setattr(modules[-1], kernel.__name__, kernel)
-    name = "transformers.models.qwen3_5.modeling_qwen3_5"
-    spec = importlib.util.spec_from_file_location(f"{name}_with_kernel", sys.modules[name].__file__)
-    assert spec and spec.loader
-    copied = importlib.util.module_from_spec(spec)
-    for module in (*modules, copied):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    spec.loader.exec_module(copied)
-    model = getattr(copied, type(stock).__name__)(stock.config)
-    model.load_state_dict(stock.state_dict())
-    return model, stand_in
+def with_kernel(tiny_hybrid: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Kernel]:
+    """The tiny Qwen3.5 on a kernel that the file of the model names."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as file
+
+    kernel = Kernel(file.torch_chunk_gated_delta_rule)
+    monkeypatch.setattr(file, "torch_chunk_gated_delta_rule", kernel)
+    return tiny_hybrid("Qwen3.5"), kernel
 
 
 @pytest.mark.parametrize(
@@ -191,26 +152,26 @@ def with_kernel(tiny_hybrid: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 )
 def test_kernels(with_kernel: Any, why_whole: Any, precision: str, weights: str) -> None:
     """A good one forks, and no bad one: in 16 bits with fresh weights too, where a state changes hardly anything."""
-    model, stand_in = with_kernel
+    model, kernel = with_kernel
     torch.manual_seed(0)
     model = WEIGHTS[weights](model)
-    assert why_whole(model, precision) == "" and stand_in.calls > 0
+    assert why_whole(model, precision) == "" and kernel.calls > 0
     for what, (state, reason) in BAD.items():
         for which in ("reads", "leaves"):
             if (what, which) != SCALES:
-                setattr(stand_in, which, state)
+                setattr(kernel, which, state)
                 trial.forget_verdicts(model.model)
                 assert reason in why_whole(model, precision), (what, which)
-                setattr(stand_in, which, lambda state: state)
+                setattr(kernel, which, lambda state: state)
 
 
 @pytest.mark.parametrize(("what", "is_said"), [("good", False), *((what, True) for what in BAD)])
 def test_every_kernel_is_exact(with_kernel: Any, caplog: pytest.LogCaptureFixture, what: str, is_said: bool) -> None:
     """A bad one computes whole sequences, and a warning names the reason."""
-    model, stand_in = with_kernel
+    model, kernel = with_kernel
     truth = float64_truth(model, FEATURES)
     if is_said:
-        stand_in.reads = BAD[what][0]
+        kernel.reads = BAD[what][0]
     assert_exact(share_prefixes(model), truth)
     assert ("Qwen3_5TextModel computes every sequence from its first token on" in caplog.text) == is_said
 
