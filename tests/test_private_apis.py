@@ -153,9 +153,6 @@ TABLE: dict[str, dict[str, str]] = {
         "torch._C._current_graph_task_id": "says whether a backward pass runs, as torch's error of changes needs",
         "torch._C.DisableTorchFunctionSubclass": "asks such a tensor for its shape and dtype",
     },
-    "radixtrain/hf/progress.py": {
-        "torch._C._current_graph_task_id": "tells layers that a backward pass recomputes from others",
-    },
     "radixtrain/hf/recurrent.py": {
         "torch.utils._python_dispatch._disable_current_modes": "no mode fakes the rows of a run",
     },

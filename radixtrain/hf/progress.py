@@ -36,7 +36,7 @@ class Progress(threading.local):
     """
 
     def __init__(self) -> None:
-        self.calls: list[tuple[Any, int]] = []  # each with the backward pass that it began in, -1 outside of one
+        self.calls: list[Any] = []  # weak references
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Pickle without calls: nothing runs in the copy of a model."""
@@ -45,25 +45,20 @@ class Progress(threading.local):
     @property
     def call(self) -> Any:
         """Return the innermost call; None if that is an ordinary one, or nothing runs."""
-        return self.calls[-1][0]() if self.calls else None
-
-    @property
-    def passing(self) -> Any:
-        """Return the innermost call, unless it waits for a backward pass that recomputes layers of other calls."""
-        return self.call if self.calls and self.calls[-1][1] == _backward_pass() else None
+        return self.calls[-1]() if self.calls else None
 
     def begin(self, call: object) -> None:
         """Make this the innermost call."""
-        self.calls.append((_no_call if call is None else ref(call), _backward_pass()))
+        self.calls.append(_no_call if call is None else ref(call))
 
     def become(self, call: object) -> None:
         """Set the innermost call, once it is known."""
-        self.calls[-1] = ref(call), self.calls[-1][1]
+        self.calls[-1] = ref(call)
 
     @torch.compiler.disable
     def end(self) -> Any:
         """End the innermost call and return it; None if an error came before it began."""
-        return self.calls.pop()[0]() if self.calls else None
+        return self.calls.pop()() if self.calls else None
 
     @contextmanager
     def during(self, call: object) -> Iterator[None]:
@@ -77,11 +72,6 @@ class Progress(threading.local):
 
 def _no_call() -> None:
     """Return None, as the reference to a call that is gone."""
-
-
-def _backward_pass() -> int:
-    """Return the number of the backward pass that runs in this thread; -1 outside of one."""
-    return torch._C._current_graph_task_id()
 
 
 @dataclass(eq=False)

@@ -9,8 +9,8 @@ runs: it gives each run the state that it starts from and keeps the final ones, 
 written in place. The runs are made at the first mixer, from the segments that the layout has on the host.
 
 For this the `forward` of a mixer is replaced. It learns which batch passes from hooks on its decoder layer: the call is
-among the layer's keyword arguments, or on the mask, or, for models that pass nothing on, the layer's input is marked
-with it.
+among the layer's keyword arguments, or on the mask. A layer that gets neither runs as an ordinary one, which the trial
+of the model finds.
 
 Activation checkpointing computes a layer again in the backward pass. If it wraps the whole layer, these hooks run
 again. transformers wraps only the layer's `forward`: there a `Checkpoint` around its function keeps the call.
@@ -39,7 +39,6 @@ from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.runs import RunCall, RunLayout, cheapest_runs, runs_of_segments
 from radixtrain.versions import before, saying_what_was_tested
 
-MARK = "_radixtrain_call"
 MASK = re.compile("mask")  # in the name of an argument: runs have no padding that a mask would hide from an output
 # The states of some runs, by kind (`conv` or `recurrent`) and number; the first axis counts the runs.
 States = dict[tuple[str, int], Tensor]
@@ -100,13 +99,8 @@ class LayerHooks:
         self.progress.end()
 
     def _call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = [*args, *kwargs.values()]
-        call = kwargs.get("radix_call") or next(filter(None, map(_marked_call, given)), None)
-        if call is None and (call := self.progress.passing) is not None:
-            hidden = next(value for value in given if isinstance(value, Tensor))
-            _check_mark_stays(layer, hidden)
-            setattr(hidden, MARK, call)
-        return call
+        written = filter(None, map(on_mask, [*args, *kwargs.values()]))
+        return kwargs.get("radix_call") or next((mask.call for mask in written), None)
 
 
 class Checkpoint:
@@ -127,23 +121,6 @@ class Checkpoint:
                 return function(*args, **kwargs)
 
         return self.original(with_call, *args, **kwargs)
-
-
-def _check_mark_stays(layer: nn.Module, hidden: Tensor) -> None:
-    """Refuse a layer around which torch's reentrant checkpointing runs: it would get new tensors, without the mark.
-
-    Inside of an autograd function gradients are off, and yet its inputs want one.
-    """
-    if hidden.requires_grad and not torch.is_grad_enabled():
-        raise UserError(
-            f"{type(layer).__name__} has a recurrent state and passes no arguments on, so activation checkpointing "
-            f"with use_reentrant=True would compute it again without the tree; set use_reentrant to False"
-        )
-
-
-def _marked_call(value: object) -> Any:
-    written = on_mask(value)
-    return written.call if written is not None else getattr(value, MARK, None) if isinstance(value, Tensor) else None
 
 
 @saying_what_was_tested()

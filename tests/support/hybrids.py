@@ -35,17 +35,6 @@ FEATURES = [{"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in ROWS]
 OTHERS = [{"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in ([5, 4, 3, 2, 7, 1], [5, 4, 3, 2, 7, 9, 9], [5, 6])]
 
 
-class PassesNothingOn(nn.Module):
-    """Calls a decoder layer with nothing but its rows: no mask, none of the arguments of the model's call."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, hidden: Tensor, **kwargs: Any) -> Any:
-        return self.layer(hidden, position_embeddings=kwargs["position_embeddings"])
-
-
 def batch_of(features: Any = FEATURES) -> dict[str, Any]:
     batch = RadixCollator()(features)
     assert cheapest_runs(*layout_of(batch).segments).num_forks, "these rows do not fork"

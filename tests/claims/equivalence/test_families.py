@@ -71,7 +71,7 @@ REASONS = {
     r"is not a causal language model": "not among the causal language models of transformers",
     r"is not causal": "attends in both directions",
     r"adds a mask of its own": "a mask of its own",
-    r"attends within chunks": "rows longer than a chunk",
+    r"attention within chunks": "rows longer than a chunk",
     r"has a dynamic mask": "a dynamic mask",
 }
 

@@ -13,17 +13,14 @@ from hybrids import (
     OTHERS,
     PROMPT,
     Build,
-    PassesNothingOn,
     assert_exact,
     batch_of,
 )
-from older_transformers import since
 from same_step import same
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
 from radixtrain import share_prefixes
-from radixtrain.errors import UserError
 from radixtrain.verification.oracle import (
     float64_throughout,
     float64_truth,
@@ -85,28 +82,3 @@ def test_two_batches_before_the_backward_pass(tiny_hybrid: Build, use_reentrant:
         truth = gradients_of(model, stock)
     share_prefixes(model).gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     assert_exact(model, truth, terms)
-
-
-@pytest.mark.usefixtures("hooks_that_may_stay")
-@pytest.mark.parametrize("use_reentrant", [False, pytest.param(True, marks=since("5.23", "reentrant is refused here"))])
-def test_a_layer_that_gets_nothing(tiny_hybrid: Build, use_reentrant: bool) -> None:
-    model = tiny_hybrid("Qwen3.5")
-    truth = float64_truth(model, FEATURES)
-    share_prefixes(model).gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    model.model.layers[0] = PassesNothingOn(model.model.layers[0])
-    same(truth, gradients_by_stock_names(model))
-
-
-@pytest.mark.usefixtures("hooks_that_may_stay")
-@pytest.mark.parametrize("implementation", CheckpointImpl)
-def test_around_a_layer_that_gets_nothing(tiny_hybrid: Build, implementation: CheckpointImpl) -> None:
-    """The layer's input carries the call; reentrant checkpointing makes a new tensor, and is refused."""
-    model = tiny_hybrid("Qwen3.5")
-    truth = float64_truth(model, FEATURES)
-    share_prefixes(model)
-    model.model.layers[0] = PassesNothingOn(checkpoint_wrapper(model.model.layers[0], implementation))
-    if implementation is CheckpointImpl.REENTRANT:
-        with pytest.raises(UserError, match=r"Qwen3_5DecoderLayer .* set use_reentrant to False"):
-            model(**batch_of())
-    else:
-        same(truth, gradients_by_stock_names(model))

@@ -153,36 +153,33 @@ class TestMutations:
         assert not has_plain_head(peft.get_peft_model(build("Llama"), peft.LoraConfig(**options)))
 
 
-class TestRefusals:
-    def refused(self, forward: Callable[..., Any]) -> str:
-        model = build("Llama")
-        model.__class__ = type("Odd", (type(model),), {"forward": forward})
-        with pytest.raises(UserError) as error:
-            has_plain_head(model)
-        assert "\n" not in str(error.value)
-        return str(error.value)
+def of_images(self: Any, input_ids: Tensor, images: Tensor) -> Any:
+    raise NotImplementedError
 
-    def test_logits_need_more_than_ids(self) -> None:
-        def forward(self: Any, input_ids: Tensor, images: Tensor) -> Any:
-            raise NotImplementedError
 
-        message = self.refused(forward)
-        assert message.startswith("Odd computes no logits from input_ids only (TypeError: ")
-        assert "'images'" in message
+def of_the_last_row(self: Any, input_ids: Tensor) -> Any:
+    output = super(type(self), self).forward(input_ids)
+    return type(output)(logits=output.logits[:, -1:])
 
-    def test_another_number_of_rows(self) -> None:
-        def forward(self: Any, input_ids: Tensor) -> Any:
-            output = super(type(self), self).forward(input_ids)
-            return type(output)(logits=output.logits[:, -1:])
 
-        assert "makes logits [1, 1, 64] of 3 hidden rows" in self.refused(forward)
+def summed(self: Any, input_ids: Tensor) -> Any:
+    output = super(type(self), self).forward(input_ids)
+    return type(output)(logits=output.logits.cumsum(1))
 
-    def test_rows_that_depend_on_one_another(self) -> None:
-        def forward(self: Any, input_ids: Tensor) -> Any:
-            output = super(type(self), self).forward(input_ids)
-            return type(output)(logits=output.logits.cumsum(1))
 
-        assert "gives a hidden row other logits if other rows are next to it" in self.refused(forward)
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (of_images, r"^Odd computes no logits from input_ids only \(TypeError: .*'images'"),
+        (of_the_last_row, r"makes logits \[1, 1, 64\] of 3 hidden rows"),
+        (summed, "gives a hidden row other logits if other rows are next to it"),
+    ],
+)
+def test_refused(forward: Callable[..., Any], message: str) -> None:
+    model = build("Llama")
+    model.__class__ = type("Odd", (type(model),), {"forward": forward})
+    with pytest.raises(UserError, match=message):
+        has_plain_head(model)
 
 
 class TestTheModelIsLeftAsItWas:

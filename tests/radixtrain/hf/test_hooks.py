@@ -35,65 +35,50 @@ def changed(**changes):
     return {name: value for name, value in batch.items() if value is not None}
 
 
-class TestInputs:
-    def test_a_batch_that_lost_its_positions(self, model):
-        """Then Hugging Face counts them by row: a gradient 0.87 off, and no error."""
-        with pytest.raises(UserError, match=r"needs its position_ids \[1, 6\], got None: without them a token after"):
-            model(**changed(position_ids=None))
-
-    @pytest.mark.parametrize(
-        ("changes", "message"),
-        [
-            ({"position_ids": torch.arange(4)[None]}, r"needs its position_ids \[1, 6\], got \(1, 4\)"),
-            ({"input_ids": torch.tensor([[1, 2, 3]])}, r"needs input_ids \[1, 6\], got \(1, 3\)"),
-        ],
-    )
-    def test_entries_of_another_batch(self, model, changes, message):
-        with pytest.raises(UserError, match=message):
-            model(**changed(**changes))
-
-    @pytest.mark.parametrize("name", ["attention_mask", *CACHE, "kept_states"])
-    def test_what_cannot_be_used_with_a_radix_batch(self, model, name):
-        """A cache under any name, which the model may replace by its own name."""
-        value = torch.ones(1, 6, dtype=torch.int64) if name == "attention_mask" else DynamicCache()
-        with pytest.raises(UserError, match=f"a radix batch came with ({'|'.join([name, *CACHE])}); "):
-            model(**changed(**{name: value}))
-
-    def test_inputs_by_position(self, model):
-        """A backbone that is called with ids and mask as positional arguments."""
-        batch = changed()
-        ids, positions = batch.pop("input_ids"), batch.pop("position_ids")
-        named = model.model(ids, position_ids=positions, **batch).last_hidden_state
-        assert torch.equal(model.model(ids, None, positions, **batch).last_hidden_state, named)
+# What is changed in a batch of 6 unique tokens, and what is said.
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"position_ids": None}, r"needs its position_ids \[1, 6\], got None: without them a token after"),
+    ({"position_ids": torch.arange(4)[None]}, r"needs its position_ids \[1, 6\], got \(1, 4\)"),
+    ({"input_ids": torch.tensor([[1, 2, 3]])}, r"needs input_ids \[1, 6\], got \(1, 3\)"),
+    ({"attention_mask": torch.ones(1, 6, dtype=torch.int64)}, "a radix batch came with attention_mask; "),
+    *(  # a cache under any name, which the model may replace by its own name
+        ({name: DynamicCache()}, f"a radix batch came with ({'|'.join([name, *CACHE])}); ")
+        for name in (*CACHE, "kept_states")
+    ),
+    *(
+        ({name: True}, f"{name} would hold unique tokens, not those of each sequence")
+        for name in ("output_hidden_states", "output_attentions")
+    ),
+    *(({"logits_to_keep": n}, "logits_to_keep cannot be used with a radix batch") for n in (1, torch.tensor([0, 1]))),
+]
 
 
-class TestOutputs:
-    @pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
-    def test_what_would_come_back_by_unique_token(self, model, name):
-        with pytest.raises(UserError, match=f"{name} would hold unique tokens, not those of each sequence"):
-            model(**changed(), **{name: True})
-
-    @pytest.mark.parametrize("logits_to_keep", [1, torch.tensor([0, 1])], ids=["last", "indices"])
-    def test_logits_to_keep(self, model, logits_to_keep):
-        with pytest.raises(UserError, match="logits_to_keep cannot be used with a radix batch"):
-            model(**changed(), logits_to_keep=logits_to_keep)
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_what_a_batch_may_not_have(model, changes, message):
+    """Without positions Hugging Face counts them by row: a gradient 0.87 off, and no error."""
+    with pytest.raises(UserError, match=message):
+        model(**changed(**changes))
 
 
-class TestAroundTheHooks:
-    """A radix batch that does not pass the hooked module ran on plain causal attention: gradients 1.2 to 2.1 off."""
+def test_inputs_by_position(model):
+    """A backbone that is called with ids and mask as positional arguments."""
+    batch = changed()
+    ids, positions = batch.pop("input_ids"), batch.pop("position_ids")
+    named = model.model(ids, position_ids=positions, **batch).last_hidden_state
+    assert torch.equal(model.model(ids, None, positions, **batch).last_hidden_state, named)
 
-    def test_a_backbone_that_is_prepared_twice(self, model):
-        with pytest.raises(UserError, match="Qwen3Model is shared already, alone or inside another model"):
-            share_prefixes(model.model)
+
+def test_a_backbone_that_is_prepared_twice(model):
+    with pytest.raises(UserError, match="Qwen3Model is shared already, alone or inside another model"):
+        share_prefixes(model.model)
 
 
-class TestCopies:
-    def test_a_copy_of_a_part_does_not_copy_the_model(self, model):
-        """It held a second model in memory."""
-        gc.collect()
-        before = sum(isinstance(each, type(model)) for each in gc.get_objects())
-        copied = copy.deepcopy(model.model)
-        assert copied and sum(isinstance(each, type(model)) for each in gc.get_objects()) == before
+def test_a_copy_of_a_part_does_not_copy_the_model(model):
+    """It held a second model in memory."""
+    gc.collect()
+    before = sum(isinstance(each, type(model)) for each in gc.get_objects())
+    copied = copy.deepcopy(model.model)
+    assert copied and sum(isinstance(each, type(model)) for each in gc.get_objects()) == before
 
 
 GEMMA_3: dict[str, Any] = {"layer_types": ["full_attention"] * 2}

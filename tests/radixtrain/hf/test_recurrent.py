@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from older_transformers import since
 from tiers import TRIES
-from torch import nn
+from torch import Tensor, nn
 from transformers import DynamicCache, Qwen3_5TextConfig
 from transformers.cache_utils import Cache
 
-from radixtrain import RadixCollator, share_prefixes, verify_equivalence
+from radixtrain import RadixCollator, share_prefixes, sharing_report, verify_equivalence
 from radixtrain.errors import UserError
+from radixtrain.hf.modules import mixers_of
 from radixtrain.hf.recurrent import (
     ForkedStates,
     arguments_by_name,
@@ -191,3 +192,63 @@ def test_the_same_bits_every_time(model: Any) -> None:
         return torch.autograd.grad(model(**batch_of()).loss, list(model.parameters()))
 
     assert all(map(torch.equal, gradients(), gradients()))
+
+
+class PassesNothingOn(nn.Module):
+    """Calls a decoder layer with nothing but its rows: no mask, none of the arguments of the model's call."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: Tensor, **kwargs: Any) -> Any:
+        return self.layer(hidden, position_embeddings=kwargs["position_embeddings"])
+
+
+@FORKS
+@pytest.mark.usefixtures("hooks_that_may_stay")
+def test_a_layer_that_passes_nothing_on(tiny_hybrid: Callable[..., Any]) -> None:
+    """Its mixer would read all unique rows as one sequence."""
+    model, other = tiny_hybrid("Qwen3.5"), share_prefixes(tiny_hybrid("Qwen3.5"))
+    for each in (model, other):
+        each.model.layers[0] = PassesNothingOn(each.model.layers[0])
+    with pytest.raises(UserError, match="computes a token from others"):
+        other(**batch_of())
+    ids = torch.tensor([row[:5] for row in ROWS])
+    assert torch.equal(other(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+    assert not sharing_report(other).num_shared
+
+
+class Protocol(nn.Module):
+    """Speaks the cache protocol."""
+
+    def forward(self, x, cache_params=None):
+        return x if cache_params is None else cache_params.update_conv_state(x, 0)
+
+
+class Inherits(Protocol):
+    pass
+
+
+class Mentions(nn.Module):
+    """Passes a cache on and asks its has_previous_state, which does not make it a mixer."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Protocol()
+
+    def forward(self, x, past_key_values=None):
+        assert not past_key_values.has_previous_state(0)
+        return self.inner(x, past_key_values)
+
+
+def test_by_its_source_or_that_of_what_it_inherits_from():
+    model = nn.ModuleDict({"one": Protocol(), "two": Inherits(), "three": Mentions(), "four": nn.Conv1d(2, 2, 3)})
+    assert list(mixers_of(model)) == ["one", "two", "three.inner"]
+
+
+def test_a_class_without_a_source_file():
+    """Typed at a prompt, as it were."""
+    namespace = {"nn": nn}
+    exec("class Typed(nn.Module):\n    def forward(self, x, state=None): return x.update_conv_state(x)", namespace)
+    assert list(mixers_of(nn.ModuleList([namespace["Typed"]()]))) == ["0"]

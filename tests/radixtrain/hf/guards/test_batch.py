@@ -226,14 +226,13 @@ class TestSoftCap:
 
     SDPA = r"Gemma2\w* has a soft-cap \(attn_logit_softcapping=50.0\), which attn_implementation 'sdpa' leaves out"
 
-    @pytest.mark.parametrize("prepare", [share_prefixes])
-    def test_sdpa(self, prepare):
+    def test_sdpa(self):
         model = tiny_model("Gemma2ForCausalLM", attn_implementation="eager")
         model.config._attn_implementation = "sdpa"
         with pytest.raises(UserError, match=self.SDPA):
-            prepare(model)
+            share_prefixes(model)
         model.config._attn_implementation = "eager"
-        prepare(model)
+        share_prefixes(model)
 
     def test_a_kernel_without_a_soft_cap(self):
         with pytest.raises(UserError, match="kernel='torch' cannot be used: computes no soft-cap; kernel='auto'"):
@@ -286,13 +285,12 @@ class TestDropout:
         with pytest.raises(UserError, match=r"dropout p=0\.5 at 'layers\.1\.mlp\.dropout'"):
             model(**batch)
 
-    @pytest.mark.parametrize("prepare", [share_prefixes])
-    def test_noise_on_the_embeddings(self, tiny_qwen3, prepare):
-        model = prepare(tiny_qwen3()).train()
+    def test_noise_on_the_embeddings(self, tiny_qwen3):
+        model = share_prefixes(tiny_qwen3()).train()
         model.get_input_embeddings().neftune_noise_alpha = 5
-        inputs = RadixCollator()(FEATURES) if prepare is share_prefixes else {"input_ids": torch.tensor([[7, 8]] * 2)}
-        with pytest.raises(UserError, match=r"NEFTune \(neftune_noise_alpha=5\)"):
-            model(**inputs)
+        for inputs in (RadixCollator()(FEATURES), {"input_ids": torch.tensor([[7, 8]] * 2)}):
+            with pytest.raises(UserError, match=r"NEFTune \(neftune_noise_alpha=5\)"):
+                model(**inputs)
 
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

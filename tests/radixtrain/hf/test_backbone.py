@@ -1,4 +1,4 @@
-"""Names that a release of transformers has changed: each stands in one file, and the model's own is found."""
+"""Names that a release of transformers has changed stand in one file."""
 
 import ast
 from pathlib import Path

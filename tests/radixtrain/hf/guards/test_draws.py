@@ -1,4 +1,4 @@
-"""Turning off for a while what draws at random. What is refused is in `test_refusals.py`."""
+"""Turning off for a while what draws at random. What is refused is in `test_batch.py`."""
 
 from collections.abc import Callable
 from typing import Any
