@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from radixtrain.checkpoints.atomic import tidy_leftovers
-from radixtrain.checkpoints.manifest import checkpoints_in
+from radixtrain.checkpoints.folder import checkpoints_in
 from radixtrain.checkpoints.resolve import AUTO, resolve
 from radixtrain.commands import EVALUATING
 from radixtrain.settings.fields import flat
 from radixtrain.training.fault_tolerance import slurm
-from radixtrain.training.fault_tolerance.resume import check_settings_of_run
 from radixtrain.training.fault_tolerance.run_folder import check_new_run, check_outside, is_resumed
+from radixtrain.training.fault_tolerance.run_state import check_settings_of_run
 from radixtrain.training.results.model_folder import check_model_folder
 from radixtrain.training.results.run_progress import print_line, weights_text
 from radixtrain.training.start.preflight import check_room, earlier_run, num_stored_parameters

@@ -40,8 +40,8 @@ from radixtrain.training.devices.settings import sp_size_of
 from radixtrain.training.evaluate import Evaluation
 from radixtrain.training.fault_tolerance import slurm
 from radixtrain.training.fault_tolerance.failures import explain, raise_file_limit
-from radixtrain.training.fault_tolerance.resume import template_date
 from radixtrain.training.fault_tolerance.run_folder import check_output_dir, locked, logs_of_run, rename_earlier_run
+from radixtrain.training.fault_tolerance.run_state import template_date
 from radixtrain.training.loop import Loop
 from radixtrain.training.module import RadixModule
 from radixtrain.training.progress_bar import screens
