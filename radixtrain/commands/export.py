@@ -29,7 +29,6 @@ from radixtrain.training.module import RadixModule
 from radixtrain.training.results.model_folder import card_and_settings, check_model_folder, save_hf_folder
 from radixtrain.training.results.run_progress import print_line
 from radixtrain.training.results.summary import RunSummary
-from radixtrain.training.start.run_overview import system_prompt
 
 
 def export(settings: Export) -> Path:
@@ -100,7 +99,8 @@ def export_run(
     """
     results = summary.choose_weights(trainer, module)
     tokenizer = load_tokenizer(data.hparams.model_name_or_path, data.hparams.chat_template_path)
-    if prompt := data.encoder().system_prompt:
+    prompt = data.encoder().system_prompt
+    if prompt:
         config["data"]["system_prompt"] = prompt  # the text, so that the folder names no file outside of itself
     config["data"]["template_date"] = data.encoder().template_date
     texts = card_and_settings(
@@ -108,7 +108,7 @@ def export_run(
         results,
         {"rows": str(data.reports["train"])},
         has_chat_template=tokenizer.chat_template is not None,
-        system=system_prompt(data),
+        system=prompt,
     )
     folder = save_hf_folder(module.model, tokenizer, output_dir / "model", texts)
     summary.close(trainer, module, folder)

@@ -183,8 +183,7 @@ class Command:
             runner.log_every_n_steps = steps_between_logs(runner, self.datamodule)
             self.model.wandb_run = ranks().broadcast_from_rank0(self._wandb_run)
             if ranks().is_first:
-                shown = vars(self.settings.trainer), written, evaluation.line()
-                print_overview(runner, self.model, self.datamodule, *shown)
+                print_overview(runner, self.model, self.datamodule, written, evaluation.line())
                 stack.enter_context(self._training())
         with errors_of_services():
             self._call()
