@@ -39,8 +39,8 @@ from radixtrain.training.devices.settings import sp_size_of
 from radixtrain.training.evaluate import Evaluation
 from radixtrain.training.fault_tolerance import slurm
 from radixtrain.training.fault_tolerance.failures import explain, raise_file_limit
-from radixtrain.training.fault_tolerance.resume import template_date
 from radixtrain.training.fault_tolerance.run_folder import check_output_dir, locked, logs_of_run, rename_earlier_run
+from radixtrain.training.fault_tolerance.run_state import template_date
 from radixtrain.training.loop import Loop
 from radixtrain.training.module import RadixModule
 from radixtrain.training.progress_bar import screens
@@ -181,8 +181,7 @@ class Command:
             runner.log_every_n_steps = steps_between_logs(runner, self.datamodule)
             self.model.wandb_run = ranks().broadcast_from_rank0(self._wandb_run)
             if ranks().is_first:
-                shown = vars(self.settings.trainer), written, evaluation.line()
-                print_overview(runner, self.model, self.datamodule, *shown)
+                print_overview(runner, self.model, self.datamodule, written, evaluation.line())
                 stack.enter_context(self._training())
         with errors_of_services():
             self._call()
