@@ -213,9 +213,6 @@ TABLE: dict[str, dict[str, str]] = {
     "radixtrain/training/devices/launch.py": {
         "os._exit": "ends a rank whose run has ended",
     },
-    "radixtrain/training/devices/rank_monitor.py": {
-        "os._exit": "ends a rank whose run has ended",
-    },
     "radixtrain/training/fault_tolerance/signals.py": {
         "os._exit": "ends the process at once after a second signal",
     },
