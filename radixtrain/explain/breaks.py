@@ -49,7 +49,7 @@ class Break(NamedTuple):
     """Why near-identical prompts diverge early.
 
     cause: a date, a UUID, a name, the order of tools, white space, several prompts, the order of the examples ...
-    num_sequences: sequences affected. num_values: distinct values there; no value counts as one.
+    num_sequences: sequences affected.
     tokens_saved: computed tokens of an epoch that moving it to the end of the prompt saves; for an order, white space
         or a stray version: that giving all rows the same saves. tokens_with_others: once other breaks are fixed.
     advice: a sentence on what to do about it.
@@ -57,7 +57,6 @@ class Break(NamedTuple):
 
     cause: str
     num_sequences: int
-    num_values: int
     tokens_saved: int
     tokens_with_others: int
     advice: str
@@ -81,7 +80,7 @@ def find_breaks(
     A cause for which both are below 1 % of the computed prompt tokens is not reported.
 
     `num_sequences` is scaled in the same way. It counts samples that differ from the value of more than half of them,
-    or all that have a value if none is that frequent. `num_values` counts values in the drawn conversations.
+    or all that have a value if none is that frequent.
     """
     drawn, texts = _drawn(conversations, tokenizer)
     scale = len(conversations) / max(1, len(drawn))
@@ -109,16 +108,10 @@ def find_breaks(
     for name in named:
         deviations = [*_deviations(versions, causes[name])]
         rows = {row for each in deviations for row in each.trunk.rows}
-        values = {
-            tuple(place.values[trunk] for place in places if place.cause == causes[name])
-            for places in versions
-            for trunk in places[0].texts
-        }
         breaks.append(
             Break(
                 cause=name,
                 num_sequences=round(scale * sum(len(drawn[row]) for row in rows)),
-                num_values=len(values - {()}),
                 tokens_saved=saved(name),
                 tokens_with_others=saved(name, named - {name}),
                 advice=causes[name].advice,

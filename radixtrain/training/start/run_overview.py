@@ -26,7 +26,7 @@ from radixtrain.data.tokens.corpus import Corpus
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.distributed import ranks
 from radixtrain.errors import DataError, bytes_text
-from radixtrain.explain.sharing import length_quantiles, num_shared_prompts
+from radixtrain.explain.prediction import length_quantiles, num_shared_prompts
 from radixtrain.explain.tokens import marked, sample_tokens
 from radixtrain.screen import screen
 from radixtrain.settings.data import DataSettings
