@@ -188,31 +188,18 @@ def test_a_planted_cause(planting: str, chats: Build, tokenizer: PreTrainedToken
         assert shown in texts[example.where] and ("…" in example.value or example.after in texts[example.where])
 
 
-NAMES, JOBS = ("Maria", "Ben", "Chloe"), ("a patient agent", "a strict clerk", "a cheerful ticket seller")
-PERSONAS: dict[str, Callable[[int], str]] = {
-    "a name, a job, a name": lambda who: (
-        f"You are {NAMES[who]}, {JOBS[who]}.\n{POLICY[:600]}\nSpeak as {JOBS[who]} does.\n{POLICY[600:1200]}\n"
-        f"Sign as {NAMES[who]}.\n{POLICY[1200:]}"
-    ),
-    "two alike at each place": lambda who: (
-        f"{paragraph(70 + (who > 1), 2)}\n{POLICY[:800]}\n{paragraph(80 + (who > 0), 2)}\n{POLICY[800:]}"
-    ),
-}
-
-
 @pytest.mark.parametrize("shares", [(40, 40, 40), (80, 30, 10)])
-@pytest.mark.parametrize("kind", PERSONAS)
-def test_personas_are_one_entry(
-    kind: str, shares: tuple[int, ...], chats: Build, tokenizer: PreTrainedTokenizerBase
+def test_personas_that_differ_at_several_places(
+    shares: tuple[int, ...], chats: Build, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """A stray version is none of them, if it is in the rows of each."""
+    names, jobs = ("Maria", "Ben", "Chloe"), ("a patient agent", "a strict clerk", "a cheerful ticket seller")
+    prompts = [
+        f"You are {name}, {job}.\n{POLICY[:600]}\nSpeak as {job} does.\n{POLICY[600:1200]}\nSign as {name}.\n{POLICY}"
+        for name, job in zip(names, jobs, strict=True)
+    ]
     order = random.Random(1).sample([who for who, share in enumerate(shares) for _ in range(share)], ROWS)
-    (found,) = find_breaks(chats([PERSONAS[kind](who) for who in order]), tokenizer, BATCH_SIZE)
+    (found,) = find_breaks(chats([prompts[who] for who in order]), tokenizer, BATCH_SIZE)
     assert found.cause == "several prompts" and "they may well be intended" in found.advice
-    ends = [POLICY[900:], POLICY[900:].replace("a", "a little", 1)]
-    crossed = [f"{paragraph(70 + row % 3, 2)}\n{POLICY[:900]}{ends[row // 3 % 20 == 0]}" for row in range(ROWS)]
-    causes = {each.cause for each in find_breaks(chats(crossed), tokenizer, BATCH_SIZE)}
-    assert causes == {"several prompts", "another version of the template"}
 
 
 def test_two_causes_far_apart(chats: Build, tokenizer: PreTrainedTokenizerBase) -> None:
