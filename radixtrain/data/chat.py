@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
+from radixtrain.data.columns import choices_of, standard_row, turns_of
 from radixtrain.data.conversation import FIX_MARKERS, Conversation, text_of
 from radixtrain.data.files.sources import Row, UnreadRow
-from radixtrain.data.rows.columns import standard_row, turns_of
-from radixtrain.data.rows.messages import SYSTEM_ROLES, check_turns, read_tools
-from radixtrain.data.rows.unread import choices_of
+from radixtrain.data.messages import SYSTEM_ROLES, check_turns, read_tools
 from radixtrain.data.sample import EncodeReport, TooLongError, check_vocabulary, sample_from_tokens
 from radixtrain.data.template import (
     renders_developer,
@@ -138,7 +137,7 @@ class ChatEncoder:
         except DataError as error:  # raised at its row's turn, so that errors keep the order of the file
             return [error]
         if report is not None:
-            report.unused_columns.update({name for each in standard for name in each.unused})
+            report.unused_columns.update({name for each in standard for name in each.unread})
             chats = [turns for each in standard if (turns := turns_of(each.fields))]
             report.num_with_system += any(turns[0]["role"] in SYSTEM_ROLES for turns in chats)
             report.num_without_system += any(turns[0]["role"] not in SYSTEM_ROLES for turns in chats)
@@ -168,7 +167,7 @@ class ChatEncoder:
     def _checked_turns(self, row: Row) -> Row:
         """Add to the columns that nothing reads the keys of messages that are not read."""
         keys = check_turns(turns_of(row.fields), self.template_words, row.where, self.answered)
-        return row._replace(unused=(*row.unused, *sorted(keys)))
+        return row._replace(unread={**row.unread, **keys})
 
     def _with_system_prompt(self, row: Row) -> Row:
         """Put the system prompt before a row that has no system turn."""
