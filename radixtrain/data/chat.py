@@ -128,8 +128,8 @@ class ChatEncoder:
     def drafts(self, row: Row | UnreadRow, report: EncodeReport | None = None) -> list[Draft | TokenRow | DataError]:
         """Return the drafts of a row, before tokenisation, or its samples if it has tokens, or its error.
 
-        report: counts the columns, keys of messages and turns that nothing reads, and chats with no system
-            turn or with another one than `system_prompt`.
+        report: counts the columns, keys of messages and turns that nothing reads, and chats with and
+            without a system turn.
         """
         try:
             standard = self.standard(row)
@@ -144,7 +144,6 @@ class ChatEncoder:
             is_cut = self.assistant_only_loss and self.split_turns and self.answered
             if is_cut and any(turns[-1]["role"] != "assistant" for turns in chats):
                 report.unused_columns[LAST_TURNS] += 1
-            report.num_own_system += any(self._has_own_system(each) for each in standard)
         return items
 
     def chats(self, row: Row | UnreadRow, completions: bool = True) -> list[Conversation]:
@@ -185,10 +184,6 @@ class ChatEncoder:
             return row
         system = {"role": "system", "content": self.system_prompt}
         return row._replace(fields={**row.fields, name: [system, *turns]})
-
-    def _has_own_system(self, row: Row) -> bool:
-        turns: Any = row.fields.get("messages", row.fields.get("prompt"))
-        return bool(self.system_prompt) and turns[0]["content"] != self.system_prompt
 
     def _draft(self, row: Row) -> list[Draft] | list[TokenRow]:
         """Draft the samples of a row from `standard_row`."""

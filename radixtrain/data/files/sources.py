@@ -83,9 +83,9 @@ def as_sources(value: object, columns: object = None, key: str = KEY) -> list[So
 
 
 def files_of(source: Source) -> list[str]:
-    """List the files that a source reads, sorted; of a hub name those of the local cache, none if unknown.
+    """List the files that a source reads, sorted; of a hub name those of the local cache.
 
-    Raises UserError if there is no such source.
+    Raises UserError if there is no such source, or if it has no files.
     """
     path = _place(source)
     if is_saved(path):
@@ -93,7 +93,10 @@ def files_of(source: Source) -> list[str]:
     files = _data_files(source)
     if files is not None:
         return sorted(files)
-    return sorted(file["filename"] for file in hub_dataset(source.path, source.subset, source.split).cache_files)
+    cached = hub_dataset(source.path, source.subset, source.split).cache_files
+    if not cached:
+        raise UserError(f"{source.path}: is only in memory; save it with save_to_disk, and name that folder")
+    return sorted(file["filename"] for file in cached)
 
 
 def found_in(source: Source) -> Iterable[UnreadRow]:

@@ -10,6 +10,7 @@ import numpy as np
 from rich.text import Text
 
 from radixtrain.collators.prefix_sampler import batches_of
+from radixtrain.data.columns import choices_of, standard_row
 from radixtrain.data.files.sources import as_sources, open_rows
 from radixtrain.data.sample import EncodeReport
 from radixtrain.data.steps import (
@@ -37,8 +38,7 @@ from radixtrain.training.start.loading import num_parameters
 from radixtrain.tree.groups import PrefixGroups
 
 if TYPE_CHECKING:
-    from radixtrain.data.columns import choices_of, standard_row
-from radixtrain.data.datamodule import SFTData
+    from radixtrain.data.datamodule import SFTData
 
 MOST_CONVERSATIONS = 20_000
 """Conversations to search for prompts, drawn by the seed: it takes 0.5 s, however many there are."""

@@ -175,7 +175,8 @@ def test_hub_names(monkeypatch: pytest.MonkeyPatch) -> None:
     [row] = read_rows(Source("acme/chats", subset="en", split="train"))
     assert (row.fields, row.where) == ({"text": "a"}, "acme/chats/en/train:row 1")
     assert asked == [("acme/chats", "en", "train", False)]
-    assert files_of(Source("acme/chats", split="train")) == []  # it is in memory
+    with pytest.raises(UserError, match="acme/chats: is only in memory; save it with save_to_disk"):
+        files_of(Source("acme/chats", split="train"))
     with pytest.raises(
         UserError, match=r"acme/chats: has the splits train, test; name one, as in \{path: acme/chats, "
     ):
