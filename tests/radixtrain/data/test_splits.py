@@ -158,7 +158,7 @@ def test_weights_are_of_training_only(data: Callable[..., SFTData], tmp_path: Pa
 
 def test_a_wrong_source_is_named_by_its_key(data: Callable[..., SFTData], tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", "ab")
-    with pytest.raises(UserError, match=r"data\.validation_file: a source has no key 'wieght', did you mean weight\?"):
+    with pytest.raises(UserError, match=r"data\.validation_file: wieght: Unexpected keyword argument"):
         data(path, validation_file=[{"path": path, "wieght": 2}])
 
 

@@ -173,12 +173,12 @@ def test_a_file(name: str, tmp_path: Path) -> None:
 FOLDERS: list[tuple[dict[str, bytes], str, str]] = [
     ({}, "", "@: holds no data file; expected .jsonl"),
     ({"README.md": b"x"}, "", "@: holds no data file; expected .jsonl"),
-    ({"a.jsonl": A, "b.csv": b"text\nb\n"}, "", "@: holds files of several kinds, .csv (b.csv), .jsonl (a.jsonl)"),
+    ({"a.jsonl": A, "b.csv": b"text\nb\n"}, "", "@: holds files of several kinds, .csv, .jsonl; choose by"),
     ({"a.jsonl": A, "b.xlsx": b"PK"}, "", "@: b.xlsx is not a data file that can be read; choose by a glob such as @/*.jsonl"),
     ({"train.jsonl": A, "test.jsonl": B}, "", "@: its file names show the splits test, train"),
     ({}, "/*.jsonl", "no file matches @/*.jsonl"),
     ({"a.txt": b"x"}, "/*", "@/a.txt: unknown suffix '.txt'; expected"),
-    ({"state.json": b"{}"}, "", "@: not a data set folder ("),
+    ({"state.json": b"{}"}, "", "@: not a data set folder: "),
     ({}, "/missing.jsonl", "no such file: @/missing.jsonl"),
 ]  # fmt: skip
 
