@@ -73,7 +73,7 @@ class Command:
     def _with_settings_of_model(self, before: RunSettings) -> RunSettings:
         """Return the settings over those of the training run, if a model that radixtrain trained is evaluated."""
         name = before.model.model_name_or_path
-        found = defaults_of_model(name, before.data.system_prompt) if self.name in EVALUATING else {}
+        found = defaults_of_model(name) if self.name in EVALUATING else {}
         if not found:
             return before
         after = read(self.name, self.words[1:], default_devices() | found)
