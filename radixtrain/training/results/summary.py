@@ -15,7 +15,7 @@ from radixtrain.errors import only_warns
 from radixtrain.training.fault_tolerance.saving import SaveCheckpoints
 from radixtrain.training.progress_bar import screen_failure
 from radixtrain.training.results.best import Best, Validation, is_validation
-from radixtrain.training.results.curves import BestStep, LogPart, write_curves
+from radixtrain.training.results.curves import LogPart, write_curves
 from radixtrain.training.results.run_progress import (
     SUMMARY,
     ExitStatus,
@@ -209,10 +209,9 @@ class RunSummary:
         }
 
     def _draw(self) -> None:
-        started, best = time.monotonic(), self.best
-        mark = BestStep(best.monitor, best.validation.step) if best and best.validation else None
+        started = time.monotonic()
         with only_warns(f"{self.output_dir / PICTURE} cannot be drawn", Exception):  # matplotlib may raise anything
-            if not write_curves(self.progress.parts, self.output_dir / PICTURE, mark) and self.status:
+            if not write_curves(self.progress.parts, self.output_dir / PICTURE) and self.status:
                 logger.info("%s is drawn from the metrics of the CSV logger, which this run has none of", PICTURE)
         self._drawn_at = time.monotonic()
         self._drawing_seconds = self._drawn_at - started
