@@ -20,19 +20,19 @@ from radixtrain.commands.before_reading import (
     checkpoint_of_fit,
     checkpoint_to_evaluate,
 )
-from radixtrain.commands.export import export_run
-from radixtrain.commands.loggers import continue_wandb_run, errors_of_services, make_loggers
+from radixtrain.commands.export import check_hub, export_run
+from radixtrain.commands.loggers import TRACKING, check_loggers, continue_wandb_run, errors_of_services, make_loggers
 from radixtrain.commands.quiet import quiet, warn_of_variables
-from radixtrain.commands.run_parts import RunParts
-from radixtrain.commands.trainer_settings import check_interval, check_settings
 from radixtrain.data.datamodule import SFTData
 from radixtrain.distributed import form_groups, ranks
-from radixtrain.errors import UserError
+from radixtrain.errors import UserError, did_you_mean
 from radixtrain.hf.scores import named_scores, needs_labels
 from radixtrain.settings.commands import RunSettings
 from radixtrain.settings.fields import value_of
 from radixtrain.settings.read import PRINT, as_tree, print_settings, read
 from radixtrain.training.answers.evaluate_generation import EvaluateGeneration
+from radixtrain.training.answers.metrics import OWN_METRICS
+from radixtrain.training.answers.predictions import PredictionWriter
 from radixtrain.training.devices.fabric import fabric_of
 from radixtrain.training.devices.launch import Processes, local_rank0_reports
 from radixtrain.training.devices.launcher_env import default_devices, launcher_env
@@ -42,17 +42,23 @@ from radixtrain.training.fault_tolerance import slurm
 from radixtrain.training.fault_tolerance.failures import explain, raise_file_limit
 from radixtrain.training.fault_tolerance.resume import template_date
 from radixtrain.training.fault_tolerance.run_folder import check_output_dir, locked, logs_of_run, rename_earlier_run
+from radixtrain.training.fault_tolerance.saving import SaveCheckpoints
+from radixtrain.training.fault_tolerance.signals import Requests
 from radixtrain.training.loop import Loop
 from radixtrain.training.module import RadixModule
-from radixtrain.training.progress_bar import screens
+from radixtrain.training.optimizer import check_package
+from radixtrain.training.progress_bar import progress_bar, screens
+from radixtrain.training.results.best import Best, StopEarly
 from radixtrain.training.results.run_progress import print_line
 from radixtrain.training.results.saved_config import RunRecord, defaults_of_model, own_log_folders
+from radixtrain.training.results.summary import RunSummary
 from radixtrain.training.runner import Runner
 from radixtrain.training.start.preflight import described_start
 from radixtrain.training.start.run_overview import print_overview, steps_between_logs
 
 logger = logging.getLogger(__name__)
 
+FOR_ALL_WEIGHTS = 2e-5  # the default learning rate, and that of configs/sft.yaml
 WRITING = ("fit", "validate", "test", "predict")  # into output_dir
 DEFAULT_EPOCHS = 3  # Hugging Face's num_train_epochs; if only trainer.max_steps is set, the run has that many steps
 
@@ -86,6 +92,7 @@ class Command:
 
     def make(self) -> None:
         """Make data, model and runner, with the seed of the run."""
+        check_settings(self.settings, self.name)
         self.config = as_tree(self.settings)
         seed = self.settings.seed_everything
         if seed is not False:
@@ -103,13 +110,31 @@ class Command:
             config.max_epochs = DEFAULT_EPOCHS
         with slurm.hidden():
             fabric = fabric_of(settings, self.name)
-        evaluation = EvaluateGeneration(**vars(settings.evaluate_generation))
-        has_validation = bool(settings.data.validation_file or settings.data.val_size)
-        if self.name == "fit" and evaluation.logged and not has_validation:
-            raise UserError("evaluate_generation needs rows: set data.validation_file or data.val_size")
-        self.parts = RunParts(settings, evaluation, self.output_dir, has_validation)
-        self.saved = RunRecord(self.config)
-        parts = [*self.parts.all, self.saved]
+        self.requests = Requests(self.output_dir)
+        self.evaluation = EvaluateGeneration(**vars(settings.evaluate_generation))
+        self.evaluation.interruptible = self.requests.at_once
+        check_judges(settings, self.name, self.evaluation.logged)
+        self.saver = SaveCheckpoints(
+            self.output_dir / "checkpoints",
+            self.requests,
+            every_steps=settings.save_every_steps,
+            every_minutes=settings.save_every_minutes,
+            total_limit=settings.save_total_limit,
+            is_enabled=config.enable_checkpointing is not False,
+        )
+        metric, patience = settings.save_best, settings.early_stopping
+        best = None if metric is None else Best(metric, self.saver)
+        self.summary, self.saved = RunSummary(self.output_dir, self.saver, best), RunRecord(self.config)
+        parts: list[Any] = [
+            self.summary,
+            PredictionWriter(self.output_dir),
+            *([self.evaluation] if self.evaluation.logged else []),
+            *([best] if best else []),
+            *([] if patience is None else [StopEarly(metric or "eval_loss", patience)]),
+            self.saver,  # after the parts that read a validation and request a checkpoint
+            *([] if config.enable_progress_bar is False else [progress_bar()]),
+            self.saved,
+        ]
         kind = Loop if self.name == "fit" else Evaluation
         return kind(fabric, config, self.output_dir, loggers or [], parts)
 
@@ -124,17 +149,16 @@ class Command:
         return sp_size_of(self.settings, self.name)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of the runner's method: the keys of the command. A checkpoint is never read as code."""
+        """Return the arguments of the runner's method: the keys of the command."""
         of_run = {field.name for field in fields(RunSettings)}
         own = {name: value for name, value in vars(self.settings).items() if name not in of_run}
-        fixed = {"ckpt_path": self.ckpt_path, "weights_only": True, "return_predictions": False}
-        return {**own, **{name: value for name, value in fixed.items() if name in own}}
+        return {**own, "ckpt_path": self.ckpt_path}
 
     def run(self) -> None:
         """Run the command. Only one at a time writes into a folder. Signals stop it, and make `fit` save."""
         raise_file_limit(self.settings.data.dataloader_num_workers)
         with ExitStack() as stack:
-            stack.enter_context(self.parts.requests)
+            stack.enter_context(self.requests)
             start = partial(described_start, self.settings)
             processes = stack.enter_context(Processes(self.runner.strategy, self.words, self.timeout, start))
             try:
@@ -153,8 +177,20 @@ class Command:
         if self.name in WRITING:
             stack.enter_context(locked(self.output_dir, self.name))
         ckpt_path = self._checkpoint()
-        settings, num_checkpoints = self.model.hparams, self.parts.most_checkpoints
+        one_more = (self.saver.total_limit + 1) * self.saver.is_enabled  # while it is written, all others are there
+        num_checkpoints = one_more + (self.settings.save_best is not None)
+        settings = self.model.hparams
         return ckpt_path, check_weights_and_room(self.name, settings, self.output_dir, ckpt_path, num_checkpoints)
+
+    def _check_interval(self, steps_per_epoch: int) -> None:
+        """Raise UserError if `trainer.val_check_interval` is longer than an epoch."""
+        config = self.settings.trainer
+        interval = config.val_check_interval
+        if config.check_val_every_n_epoch is not None and isinstance(interval, int) and interval > steps_per_epoch > 0:
+            raise UserError(
+                f"trainer.val_check_interval {interval}: an epoch has {steps_per_epoch} steps; set a smaller one, or "
+                f"trainer.check_val_every_n_epoch: null to count on over the epochs"
+            )
 
     def _wandb_run(self) -> str:
         """Say the run at Weights & Biases that `fit` continues. Only rank 0 knows whether the folder is replaced."""
@@ -166,7 +202,7 @@ class Command:
 
         written: see `_prepare`. stack: what `fit` enters here lasts as long as the lock.
         """
-        evaluation = self.parts.evaluation
+        evaluation = self.evaluation
         if (self.name == "fit" or self.ckpt_path) and self.datamodule.hparams.template_date is None:
             began = ranks().broadcast_from_rank0(partial(template_date, self.ckpt_path))
             self.datamodule.hparams.template_date = began
@@ -179,7 +215,7 @@ class Command:
         self.model.answers.options = replace(evaluation.options, seed=self.datamodule.hparams.seed)
         runner: Any = self.runner
         if self.name == "fit":
-            check_interval(runner, self.datamodule.steps_per_epoch)
+            self._check_interval(self.datamodule.steps_per_epoch)
             runner.log_every_n_steps = steps_between_logs(runner, self.datamodule)
             self.model.wandb_run = ranks().broadcast_from_rank0(self._wandb_run)
             if ranks().is_first:
@@ -205,13 +241,13 @@ class Command:
             if self.replaces and (earlier := rename_earlier_run(self.output_dir)):
                 print_line("earlier run", f"now in {earlier}")
             slurm.remember_job(self.output_dir)
-            summary = self.parts.summary
-            stack.enter_context(logs_of_run(own_log_folders(self.runner), lambda: summary.first_step is not None))
+            has_begun = lambda: self.summary.first_step is not None  # noqa: E731
+            stack.enter_context(logs_of_run(own_log_folders(self.runner), has_begun))
             yield
 
     def _call(self) -> None:
         """Call the method of the runner. During training a signal waits for the end of the step."""
-        with self.parts.requests.deferred() if self.name == "fit" else nullcontext():
+        with self.requests.deferred() if self.name == "fit" else nullcontext():
             getattr(self.runner, self.name)(self.model, datamodule=self.datamodule, **self.arguments())
         if self.name == "fit":
             self._export()
@@ -220,7 +256,7 @@ class Command:
         """Write the trained model as a Hugging Face folder, and the last lines."""
         config = yaml.safe_load(self.saved.text())
         owners = self.runner, self.model, self.datamodule
-        export_run(*owners, self.parts.summary, self.output_dir, self.settings, config)
+        export_run(*owners, self.summary, self.output_dir, self.settings, config)
 
 
 def run(settings: RunSettings, words: Sequence[str]) -> None:
@@ -234,6 +270,45 @@ def run(settings: RunSettings, words: Sequence[str]) -> None:
             if f"--{PRINT}" in words:
                 print_settings(command.settings)
                 return
-            check_settings(command.settings, name)
             command.make()
             command.run()
+
+
+def check_settings(settings: RunSettings, command: str) -> None:
+    """Raise UserError if a logger, the optimizer's package or the hub would fail. A rate that is low for LoRA warns."""
+    if command in TRACKING:
+        check_loggers(settings.trainer)
+    if command != "fit":
+        return
+    check_package(settings.model.optimizer)
+    check_hub(settings.push_to_hub, settings.hub_model_id)
+    if settings.model.use_peft and settings.model.learning_rate == FOR_ALL_WEIGHTS:
+        logger.warning(
+            "model.learning_rate is %g, as for training all weights; LoRA usually needs 1e-4 to 2e-4", FOR_ALL_WEIGHTS
+        )
+
+
+def check_judges(settings: RunSettings, command: str, of_answers: str | None) -> None:
+    """Raise UserError if what judges the model during a run lacks validations, checkpoints, or its metric.
+
+    of_answers: the metric of `evaluate_generation`, such as `eval_exact_match`; None if it is off.
+    """
+    has_validation = bool(settings.data.validation_file or settings.data.val_size)
+    if command == "fit" and of_answers and not has_validation:
+        raise UserError("evaluate_generation needs rows: set data.validation_file or data.val_size")
+    watched, measured = settings.save_best or "eval_loss", ["eval_loss", *([of_answers] if of_answers else [])]
+    metric = watched.removeprefix("eval_")
+    for key in ("save_best", "early_stopping"):
+        if getattr(settings, key) is None:
+            continue
+        if watched not in measured and metric in OWN_METRICS:
+            raise UserError(f"{key}: {watched} is not measured: set evaluate_generation.metric: {metric}")
+        if watched not in measured:
+            meant = did_you_mean(watched, measured, f"; a validation measures {', '.join(measured)}")
+            raise UserError(f"{key}: no metric {watched!r}{meant}")
+        if watched == "eval_loss" and not has_validation:
+            raise UserError(f"{key}: eval_loss needs rows for it: set data.validation_file or data.val_size")
+        if settings.trainer.limit_val_batches == 0:
+            raise UserError(f"{key} needs validations, and trainer.limit_val_batches is 0; leave one of them out")
+        if key == "save_best" and settings.trainer.enable_checkpointing is False:
+            raise UserError(f"{key} needs checkpoints, and trainer.enable_checkpointing is false; leave one out")

@@ -92,21 +92,6 @@ class FromCheckpoint(RunSettings):
     """
 
     ckpt_path: str | None = None
-    weights_only: bool | None = None
-
-
-@dataclass(kw_only=True)
-class Evaluate(FromCheckpoint):
-    """`validate` and `test`."""
-
-    verbose: bool = True
-
-
-@dataclass(kw_only=True)
-class Predict(FromCheckpoint):
-    """`predict`, which writes its results and returns none."""
-
-    return_predictions: bool | None = None
 
 
 @dataclass(kw_only=True)
@@ -185,9 +170,9 @@ class Doctor(Section):
 
 OF_COMMAND: dict[str, type[Section]] = {
     "fit": FromCheckpoint,
-    "validate": Evaluate,
-    "test": Evaluate,
-    "predict": Predict,
+    "validate": FromCheckpoint,
+    "test": FromCheckpoint,
+    "predict": FromCheckpoint,
     "report": Report,
     "verify": Verify,
     "inspect": Inspect,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from radixtrain.data.datamodule import SFTData
@@ -22,20 +20,16 @@ class Evaluation(Runner):
     ckpt_path of its methods: a checkpoint whose weights are used; None for those of the model.
     """
 
-    def validate(
-        self, module: RadixModule, datamodule: SFTData, ckpt_path: str | None = None, verbose: bool = True, **_: Any
-    ) -> None:
-        """Log, and print if `verbose`, the metrics of the validation rows."""
-        self._mean_loss(Stage.VALIDATE, "validation", "eval_loss", module, datamodule, ckpt_path, verbose)
+    def validate(self, module: RadixModule, datamodule: SFTData, ckpt_path: str | None = None) -> None:
+        """Log and print the metrics of the validation rows."""
+        self._mean_loss(Stage.VALIDATE, "validation", "eval_loss", module, datamodule, ckpt_path)
 
-    def test(
-        self, module: RadixModule, datamodule: SFTData, ckpt_path: str | None = None, verbose: bool = True, **_: Any
-    ) -> None:
-        """Log, and print if `verbose`, the metrics of the test rows."""
-        self._mean_loss(Stage.TEST, "test", "test_loss", module, datamodule, ckpt_path, verbose)
+    def test(self, module: RadixModule, datamodule: SFTData, ckpt_path: str | None = None) -> None:
+        """Log and print the metrics of the test rows."""
+        self._mean_loss(Stage.TEST, "test", "test_loss", module, datamodule, ckpt_path)
 
     @torch.no_grad()
-    def predict(self, module: RadixModule, datamodule: SFTData, ckpt_path: str | None = None, **_: Any) -> None:
+    def predict(self, module: RadixModule, datamodule: SFTData, ckpt_path: str | None = None) -> None:
         """Compute scores or answers of the rows to predict, which a part of the run writes."""
         self.module, self.datamodule = module, datamodule
         with self.ending():
@@ -95,7 +89,6 @@ class Evaluation(Runner):
         module: RadixModule,
         data: SFTData,
         ckpt_path: str | None,
-        verbose: bool,
     ) -> None:
         self.module, self.datamodule = module, data
         with self.ending():
@@ -103,5 +96,5 @@ class Evaluation(Runner):
             self.log_hyperparameters()
             limit = self.settings.limit_val_batches if stage == Stage.VALIDATE else None
             metrics = self.evaluate(split, name, limit)
-        if verbose and ranks().is_first:
+        if ranks().is_first:
             print_lines({key: repr(value) for key, value in metrics.items()})

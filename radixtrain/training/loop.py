@@ -13,10 +13,8 @@ function of (seed, epoch). With the generators, the weights and the moments of t
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,13 +61,13 @@ class Loop(Runner):
                 f"trainer.check_val_every_n_epoch: null counts steps over the epochs: set trainer.val_check_interval "
                 f"to a number of steps; it is {self.val_check_interval}"
             )
-        self._seconds = seconds_of(settings.max_time)
+        self._seconds = settings.max_seconds
         self.should_stop = self.is_out_of_time = False
         self._unlogged: dict[str, Any] = {}
         self._generators: list[Any] = []
         """Their states on each rank in the checkpoint that the run goes on from, until its first step."""
 
-    def fit(self, module: RadixModule, datamodule: SFTData, ckpt_path: str | None = None, **_: Any) -> None:
+    def fit(self, module: RadixModule, datamodule: SFTData, ckpt_path: str | None = None) -> None:
         """Train until the steps or epochs of the settings are taken. ckpt_path: a checkpoint to go on from."""
         self.module, self.datamodule = module, datamodule
         with self.ending():
@@ -265,10 +263,3 @@ class Loop(Runner):
             self.optimizer.load_state_dict(state)
         self.scheduler.last_epoch = self.module.position.num_steps
         apply_settings(self.module, self.optimizer, self.scheduler)
-
-
-def seconds_of(duration: str | Mapping[str, Any] | None) -> float | None:
-    """Return the seconds of DD:HH:MM:SS, or of a mapping such as {hours: 2}; None for None."""
-    if isinstance(duration, str):
-        duration = dict(zip(("days", "hours", "minutes", "seconds"), map(int, duration.split(":")), strict=True))
-    return None if duration is None else timedelta(**duration).total_seconds()

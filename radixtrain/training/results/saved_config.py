@@ -24,7 +24,7 @@ READING: dict[str, type] = {
     **{"assistant_only_loss": bool, "completion_only_loss": bool, "excess_length_strategy": str, "template_date": str},
 }
 
-OF_ONE_COMMAND = ("overwrite", "ckpt_path", "weights_only")  # else a second run would discard or resume something
+OF_ONE_COMMAND = ("overwrite", "ckpt_path")  # else a second run would discard or resume something
 
 
 class RunRecord:
