@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from radixtrain.checkpoints.atomic import tidy_leftovers
-from radixtrain.checkpoints.manifest import checkpoints_in
+from radixtrain.checkpoints.manifest import Manifest, checkpoints_in
 from radixtrain.checkpoints.resolve import AUTO, resolve
 from radixtrain.commands import EVALUATING
+from radixtrain.data.splits import is_file_of_text
+from radixtrain.errors import UserError, first_line
+from radixtrain.screen import print_line
 from radixtrain.settings.fields import flat
+from radixtrain.settings.read import read_yaml
+from radixtrain.text_files import read_text
 from radixtrain.training.fault_tolerance import slurm
 from radixtrain.training.fault_tolerance.resume import check_settings_of_run
 from radixtrain.training.fault_tolerance.run_folder import check_new_run, check_outside, is_resumed
-from radixtrain.training.results.model_folder import check_model_folder
-from radixtrain.training.results.run_progress import print_line, weights_text
+from radixtrain.training.results.model_folder import SETTINGS, check_model_folder
+from radixtrain.training.results.record import SUMMARY
 from radixtrain.training.start.preflight import check_room, earlier_run, num_stored_parameters
 
 logger = logging.getLogger(__name__)
 
+# Keys that say how rows are read, with their types: a command that evaluates a trained model reads them as its run did.
+# The chat template is in the model's folder.
+READING: dict[str, type] = {
+    **{"columns": dict, "system_prompt": str, "chat_template_kwargs": dict, "split_turns": bool, "max_length": int},
+    **{"assistant_only_loss": bool, "completion_only_loss": bool, "excess_length_strategy": str, "template_date": str},
+}
 READ = ("model.", "data.", "ckpt_path")  # settings that may name files
 
 
@@ -73,3 +87,51 @@ def check_weights_and_room(
     if notice := earlier_run(command, model_folder, name, ckpt_path):
         logger.warning("%s", notice)
     return written
+
+
+def weights_text(model_name_or_path: str, ckpt_path: str | None) -> str:
+    """Say which weights `validate`, `test` or `predict` evaluates: the path; the step, if a run here wrote them."""
+    if ckpt_path is not None:
+        path = Path(ckpt_path)
+        return f"{path} (step {Manifest.read(path).step:,})" if path.is_dir() else str(path)
+    folder = Path(model_name_or_path)
+    try:
+        exported = json.loads(read_text(folder.parent / SUMMARY))["exported"]
+        if exported["path"] == folder.name:
+            return f"{model_name_or_path} (the {exported['weights']} weights of the run, of step {exported['step']:,})"
+    except (OSError, ValueError, LookupError, TypeError):
+        pass  # no summary beside the folder, or a damaged one
+    return model_name_or_path
+
+
+def defaults_of_model(model_name_or_path: str, system_prompt: str | None = None) -> dict[str, Any]:
+    """Return keys with values for the evaluation of a model that radixtrain has trained; empty for any other model.
+
+    They say how the run read its rows, its seed, which drew `data.val_size`, and its folder if the model is still
+    there. The settings beside the model may come from anybody, so they cannot name a file. system_prompt: as typed.
+
+    Raises UserError if they cannot be read, or the system prompt is a file.
+    """
+    folder = Path(model_name_or_path)
+    path = folder / SETTINGS
+    if not path.is_file():
+        return {}
+    try:
+        settings = read_yaml(str(path))
+        found = {name: settings["data"][name] for name in READING if settings["data"].get(name) is not None}
+        seed = settings.get("seed_everything")
+    except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError) as error:
+        raise UserError(f"{path}: expected the settings of a run ({first_line(error)}); remove or restore it") from None
+    for name, value in (*found.items(), ("seed_everything", seed or 0)):
+        if not isinstance(value, READING.get(name, int)):
+            raise UserError(
+                f"{path}: {name} is {value!r}, expected {READING.get(name, int).__name__}; restore the file"
+            )
+    if system_prompt is None and is_file_of_text(found.get("system_prompt", "")):
+        raise UserError(
+            f"{path}: system_prompt names a file, which is not read from there; give it as --data.system_prompt"
+        )
+    found = {**{f"data.{name}": value for name, value in found.items()}, "seed_everything": seed}
+    home = folder.resolve().parent
+    found["output_dir"] = str(home) if (home / SUMMARY).is_file() else None
+    return {name: value for name, value in found.items() if value is not None}

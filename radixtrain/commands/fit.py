@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-import yaml
 from lightning.fabric.utilities.seed import seed_everything
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from radixtrain.commands import EVALUATING
 from radixtrain.commands.before_reading import (
     check_weights_and_room,
     checkpoint_of_fit,
     checkpoint_to_evaluate,
+    defaults_of_model,
 )
 from radixtrain.commands.export import check_hub, export_run
 from radixtrain.commands.loggers import TRACKING, check_loggers, continue_wandb_run, errors_of_services, make_loggers
@@ -27,17 +29,16 @@ from radixtrain.data.datamodule import SFTData
 from radixtrain.distributed import form_groups, ranks
 from radixtrain.errors import UserError, did_you_mean
 from radixtrain.hf.scores import named_scores, needs_labels
+from radixtrain.screen import print_line, screens
 from radixtrain.settings.commands import RunSettings
 from radixtrain.settings.fields import value_of
 from radixtrain.settings.read import PRINT, as_tree, print_settings, read
 from radixtrain.training.answers.evaluate_generation import EvaluateGeneration
 from radixtrain.training.answers.metrics import OWN_METRICS
-from radixtrain.training.answers.predictions import PredictionWriter
 from radixtrain.training.devices.fabric import fabric_of
 from radixtrain.training.devices.launch import Processes, local_rank0_reports
 from radixtrain.training.devices.launcher_env import default_devices, launcher_env
 from radixtrain.training.devices.settings import sp_size_of
-from radixtrain.training.evaluate import Evaluation
 from radixtrain.training.fault_tolerance import slurm
 from radixtrain.training.fault_tolerance.failures import explain, raise_file_limit
 from radixtrain.training.fault_tolerance.resume import template_date
@@ -47,18 +48,15 @@ from radixtrain.training.fault_tolerance.signals import Requests
 from radixtrain.training.loop import Loop
 from radixtrain.training.module import RadixModule
 from radixtrain.training.optimizer import check_package
-from radixtrain.training.progress_bar import progress_bar, screens
-from radixtrain.training.results.best import Best, StopEarly
-from radixtrain.training.results.run_progress import print_line
-from radixtrain.training.results.saved_config import RunRecord, defaults_of_model, own_log_folders
-from radixtrain.training.results.summary import RunSummary
-from radixtrain.training.runner import Runner
+from radixtrain.training.results.record import Record
+from radixtrain.training.runner import Evaluation
 from radixtrain.training.start.preflight import described_start
 from radixtrain.training.start.run_overview import print_overview, steps_between_logs
 
 logger = logging.getLogger(__name__)
 
 FOR_ALL_WEIGHTS = 2e-5  # the default learning rate, and that of configs/sft.yaml
+OF_ONE_COMMAND = ("overwrite", "ckpt_path")  # else a second run would discard or resume something
 WRITING = ("fit", "validate", "test", "predict")  # into output_dir
 DEFAULT_EPOCHS = 3  # Hugging Face's num_train_epochs; if only trainer.max_steps is set, the run has that many steps
 
@@ -93,7 +91,7 @@ class Command:
     def make(self) -> None:
         """Make data, model and runner, with the seed of the run."""
         check_settings(self.settings, self.name)
-        self.config = as_tree(self.settings)
+        self.config = {key: value for key, value in as_tree(self.settings).items() if key not in OF_ONE_COMMAND}
         seed = self.settings.seed_everything
         if seed is not False:
             self.config["seed_everything"] = seed_everything(None if seed is True else seed, workers=True)
@@ -101,8 +99,8 @@ class Command:
         self.model = RadixModule(**vars(self.settings.model))
         self.runner = self.make_runner()
 
-    def make_runner(self) -> Runner:
-        """Make the loop of `fit`, or what evaluates, on Lightning Fabric, with the parts of the run."""
+    def make_runner(self) -> Loop | Evaluation:
+        """Make the loop of `fit`, or what evaluates, on Lightning Fabric."""
         settings, config = self.settings, self.settings.trainer
         self.output_dir = check_output_dir(settings.output_dir)
         loggers = make_loggers(config, self.output_dir)
@@ -114,7 +112,10 @@ class Command:
         self.evaluation = EvaluateGeneration(**vars(settings.evaluate_generation))
         self.evaluation.interruptible = self.requests.at_once
         check_judges(settings, self.name, self.evaluation.logged)
-        self.saver = SaveCheckpoints(
+        arguments = fabric, config, self.output_dir, loggers, self.evaluation, self.config
+        if self.name != "fit":
+            return Evaluation(*arguments)
+        saver = SaveCheckpoints(
             self.output_dir / "checkpoints",
             self.requests,
             every_steps=settings.save_every_steps,
@@ -122,21 +123,8 @@ class Command:
             total_limit=settings.save_total_limit,
             is_enabled=config.enable_checkpointing is not False,
         )
-        metric, patience = settings.save_best, settings.early_stopping
-        best = None if metric is None else Best(metric, self.saver)
-        self.summary, self.saved = RunSummary(self.output_dir, self.saver, best), RunRecord(self.config)
-        parts: list[Any] = [
-            self.summary,
-            PredictionWriter(self.output_dir),
-            *([self.evaluation] if self.evaluation.logged else []),
-            *([best] if best else []),
-            *([] if patience is None else [StopEarly(metric or "eval_loss", patience)]),
-            self.saver,  # after the parts that read a validation and request a checkpoint
-            *([] if config.enable_progress_bar is False else [progress_bar()]),
-            self.saved,
-        ]
-        kind = Loop if self.name == "fit" else Evaluation
-        return kind(fabric, config, self.output_dir, loggers or [], parts)
+        record = Record(self.output_dir, saver, settings.save_best, settings.early_stopping)
+        return Loop(*arguments, record=record)
 
     @property
     def timeout(self) -> timedelta:
@@ -177,10 +165,11 @@ class Command:
         if self.name in WRITING:
             stack.enter_context(locked(self.output_dir, self.name))
         ckpt_path = self._checkpoint()
-        one_more = (self.saver.total_limit + 1) * self.saver.is_enabled  # while it is written, all others are there
-        num_checkpoints = one_more + (self.settings.save_best is not None)
-        settings = self.model.hparams
-        return ckpt_path, check_weights_and_room(self.name, settings, self.output_dir, ckpt_path, num_checkpoints)
+        settings = self.settings
+        is_saving = settings.trainer.enable_checkpointing is not False
+        num_checkpoints = (settings.save_total_limit + 1) * is_saving + (settings.save_best is not None)
+        model = self.model.hparams
+        return ckpt_path, check_weights_and_room(self.name, model, self.output_dir, ckpt_path, num_checkpoints)
 
     def _check_interval(self, steps_per_epoch: int) -> None:
         """Raise UserError if `trainer.val_check_interval` is longer than an epoch."""
@@ -221,7 +210,7 @@ class Command:
             if ranks().is_first:
                 shown = vars(self.settings.trainer), written, evaluation.line()
                 print_overview(runner, self.model, self.datamodule, *shown)
-                stack.enter_context(self._training())
+                self._open_folder(runner, stack)
         with errors_of_services():
             self._call()
 
@@ -234,29 +223,20 @@ class Command:
             return chosen
         return checkpoint_to_evaluate(self.output_dir, given)
 
-    @contextmanager
-    def _training(self) -> Iterator[None]:
-        """Run from the first step to the model: an earlier run that this one replaces is renamed before."""
-        with ExitStack() as stack:
-            if self.replaces and (earlier := rename_earlier_run(self.output_dir)):
-                print_line("earlier run", f"now in {earlier}")
-            slurm.remember_job(self.output_dir)
-            has_begun = lambda: self.summary.first_step is not None  # noqa: E731
-            stack.enter_context(logs_of_run(own_log_folders(self.runner), has_begun))
-            yield
+    def _open_folder(self, loop: Loop, stack: ExitStack) -> None:
+        """Rename an earlier run that this one replaces, just before the first step. stack: see `_run_prepared`."""
+        if self.replaces and (earlier := rename_earlier_run(self.output_dir)):
+            print_line("earlier run", f"now in {earlier}")
+        slurm.remember_job(self.output_dir)
+        folders = [Path(log.log_dir) for log in loop.loggers if isinstance(log, CSVLogger | TensorBoardLogger)]
+        stack.enter_context(logs_of_run(folders, lambda: loop.record.first_step is not None))
 
     def _call(self) -> None:
         """Call the method of the runner. During training a signal waits for the end of the step."""
         with self.requests.deferred() if self.name == "fit" else nullcontext():
-            getattr(self.runner, self.name)(self.model, datamodule=self.datamodule, **self.arguments())
-        if self.name == "fit":
-            self._export()
-
-    def _export(self) -> None:
-        """Write the trained model as a Hugging Face folder, and the last lines."""
-        config = yaml.safe_load(self.saved.text())
-        owners = self.runner, self.model, self.datamodule
-        export_run(*owners, self.summary, self.output_dir, self.settings, config)
+            getattr(self.runner, self.name)(self.model, self.datamodule, **self.arguments())
+        if isinstance(self.runner, Loop):
+            export_run(self.runner, self.settings, self.config)
 
 
 def run(settings: RunSettings, words: Sequence[str]) -> None:

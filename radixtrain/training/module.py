@@ -29,7 +29,7 @@ from radixtrain.training.fault_tolerance.nonfinite_guard import NonFiniteGuard, 
 from radixtrain.training.fault_tolerance.resume import Position
 from radixtrain.training.fault_tolerance.run_state import seed_per_rank
 from radixtrain.training.optimizer import num_steps_of_run, optimizer_of, schedule
-from radixtrain.training.speed import Speed
+from radixtrain.training.progress import Speed
 from radixtrain.training.start.loading import load_trainable
 from radixtrain.verification.equivalence import verify_step
 from radixtrain.verification.oracle import Features

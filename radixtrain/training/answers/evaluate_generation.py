@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning.pytorch.loggers import WandbLogger
@@ -93,41 +92,41 @@ class EvaluateGeneration:
             targets = _targets(prompts, tokenizer)
             self.metric(targets, targets, _rows(prompts, tokenizer))
 
-    def on_train_start(self, trainer: Any, module: Any) -> None:
+    def try_answers(self, runner: Any) -> None:
         """Answer two rows, in one token, and judge them: what fails in this model or metric fails before a step."""
         if self.metric is not None:
             options = replace(self.options, max_new_tokens=1)
             assert self.prompts is not None, "prepare comes first"
-            self._judged(trainer, module, self.prompts.prompts[:NUM_TRIED], options)
+            self._judged(runner, self.prompts.prompts[:NUM_TRIED], options)
 
-    def measured(self, trainer: Any, module: Any) -> dict[str, float]:
+    def measured(self, runner: Any) -> dict[str, float]:
         """Answer, write, and return the metric by its name in the log; nothing if no answers are judged."""
         if self.prompts is None or self.logged is None:
             return {}
-        judged = self._judged(trainer, module, self.prompts.prompts, self.options)
-        ranks().broadcast_from_rank0(lambda: self._write(trainer, judged))
+        judged = self._judged(runner, self.prompts.prompts, self.options)
+        ranks().broadcast_from_rank0(lambda: self._write(runner, judged))
         return {self.logged: sum(row.score for row in judged) / len(judged)}
 
-    def _write(self, trainer: Any, judged: Sequence[Judged]) -> None:
+    def _write(self, runner: Any, judged: Sequence[Judged]) -> None:
         """Write the answers to a file, replacing an earlier one, and the first rows to every `WandbLogger`."""
-        name = f"step={trainer.global_step}" if trainer.state.fn == "fit" else "validate"
-        path = Path(trainer.default_root_dir) / "answers" / f"{name}.csv"
+        name = f"step={runner.global_step}" if runner.state.fn == "fit" else "validate"
+        path = runner.output_dir / "answers" / f"{name}.csv"
         with only_warns(f"the answers in {path.parent} cannot be written"):
             path.parent.mkdir(parents=True, exist_ok=True)
             with writing_file(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
                 csv.writer(file).writerows([Judged._fields, *(map(_cell, row) for row in judged)])
-        for log in trainer.loggers:
+        for log in runner.loggers:
             if isinstance(log, WandbLogger):
                 with only_warns("the answers do not reach Weights & Biases", Exception):
                     rows = list(map(list, judged[:MOST_ROWS_LOGGED]))
                     log.log_table("answers", columns=list(Judged._fields), data=rows)
 
-    def _judged(self, trainer: Any, module: Any, prompts: Sequence[Prompt], options: AnswerOptions) -> list[Judged]:
+    def _judged(self, runner: Any, prompts: Sequence[Prompt], options: AnswerOptions) -> list[Judged]:
         """Generate the answers in the precision of the run, and judge them."""
-        metric, tokenizer = self.metric, trainer.datamodule.tokenizer()
+        metric, tokenizer = self.metric, runner.datamodule.tokenizer()
         assert metric is not None
-        with self.interruptible(), trainer.precision_plugin.forward_context():
-            answers = answer_prompts(module.model, prompts, tokenizer, options).answers
+        with self.interruptible(), runner.precision_plugin.forward_context():
+            answers = answer_prompts(runner.module.model, prompts, tokenizer, options).answers
         rows, targets = _rows(prompts, tokenizer), _targets(prompts, tokenizer)
         with isolate_rng():  # a metric of the user may draw random numbers
             scores = ranks().broadcast_from_rank0(lambda: metric([answer.text for answer in answers], targets, rows))

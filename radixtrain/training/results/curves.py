@@ -7,21 +7,15 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from radixtrain.checkpoints.atomic import writing_file
 
+Part = tuple[Path, int]
+"""A folder of a CSV logger, and the steps taken before it was begun. A resumed run has several."""
 PANEL = {"loss": 0, "eval_loss": 0, "learning_rate": 1}  # metric -> where it is drawn
 
 
-class LogPart(NamedTuple):
-    """A folder of a CSV logger, and the steps taken before it was begun. A resumed run has several."""
-
-    folder: str
-    first_step: int
-
-
-def write_curves(parts: Sequence[LogPart], path: Path) -> bool:
+def write_curves(parts: Sequence[Part], path: Path) -> bool:
     """Draw the picture, and put it in place once it is whole. Returns False without one if no loss was logged.
 
     parts: of the run, in order. A dotted line is where the run was resumed.
@@ -37,15 +31,15 @@ def write_curves(parts: Sequence[LogPart], path: Path) -> bool:
         panels[PANEL[name]].plot([*points], [*points.values()], marker=".", markersize=3, label=name)
     for panel in panels:
         panel.legend()
-        for part in parts[1:]:
-            panel.axvline(part.first_step, color="grey", linestyle=":")
+        for _, first_step in parts[1:]:
+            panel.axvline(first_step, color="grey", linestyle=":")
     panels[-1].set_xlabel("optimizer steps")
     with writing_file(path) as partial:
         figure.savefig(partial, format="png", dpi=150)
     return True
 
 
-def read_curves(parts: Sequence[LogPart]) -> dict[str, dict[float, float]]:
+def read_curves(parts: Sequence[Part]) -> dict[str, dict[float, float]]:
     """Read the metrics of `PANEL`, each as step to value: the finite numbers of all complete lines.
 
     Steps that a later part repeats are taken from that part.
@@ -54,7 +48,7 @@ def read_curves(parts: Sequence[LogPart]) -> dict[str, dict[float, float]]:
     for folder, first_step in parts:
         for name, points in curves.items():
             curves[name] = {step: value for step, value in points.items() if step <= first_step}
-        path = Path(folder) / "metrics.csv"
+        path = folder / "metrics.csv"
         lines = path.read_bytes().decode(errors="replace").split("\n")[:-1] if path.is_file() else []
         for row in csv.DictReader(lines):
             for name in PANEL:

@@ -258,6 +258,6 @@ def test_a_number_that_is_not_finite_is_not_written(tmp_path: Path) -> None:
     ]
     for record, name in records:
         writer = PredictionWriter(tmp_path)
-        with pytest.raises(UserError, match=f"predict: {name} of a.jsonl:3 is not finite"):
-            writer.on_predict_batch_end(None, None, [record], None)  # type: ignore[arg-type]
+        with pytest.raises(UserError, match=f"predict: {name} of a.jsonl:3 is not finite"), writer.writing():
+            writer.add([record], None)
         assert not writer.path.exists()

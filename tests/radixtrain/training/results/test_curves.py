@@ -6,15 +6,15 @@ import numpy as np
 from matplotlib.image import imread
 
 from radixtrain.checkpoints.atomic import WRITTEN
-from radixtrain.training.results.curves import LogPart, read_curves, write_curves
+from radixtrain.training.results.curves import Part, read_curves, write_curves
 
 HEADER = "eval_loss,learning_rate,loss,r,step,tokens_per_second\n"
 
 
-def part(folder: Path, lines: str, first_step: int = 0) -> LogPart:
+def part(folder: Path, lines: str, first_step: int = 0) -> Part:
     folder.mkdir(parents=True)
     (folder / "metrics.csv").write_text(HEADER + lines, encoding="utf-8")
-    return LogPart(str(folder), first_step)
+    return folder, first_step
 
 
 def training(steps: range) -> str:
@@ -54,7 +54,7 @@ def test_what_is_no_point_is_left_out_and_a_folder_that_is_gone(tmp_path: Path) 
     ):
         assert "loss" not in read_curves([part(tmp_path / str(number), lines)])
     kept = part(tmp_path / "version_1", training(range(3, 5)), first_step=3)
-    assert min(read_curves([LogPart(str(tmp_path / "version_0"), 0), kept])["loss"]) == 4
+    assert min(read_curves([(tmp_path / "version_0", 0), kept])["loss"]) == 4
 
 
 def test_the_picture(tmp_path: Path) -> None:
