@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import yaml
 
 from radixtrain.checkpoints.atomic import tidy_leftovers
-from radixtrain.checkpoints.manifest import Manifest, checkpoints_in
+from radixtrain.checkpoints.manifest import checkpoints_in
 from radixtrain.checkpoints.resolve import AUTO, resolve
 from radixtrain.commands import EVALUATING
 from radixtrain.data.splits import is_file_of_text
@@ -18,7 +17,6 @@ from radixtrain.errors import UserError, first_line
 from radixtrain.screen import print_line
 from radixtrain.settings.fields import flat
 from radixtrain.settings.read import read_yaml
-from radixtrain.text_files import read_text
 from radixtrain.training.fault_tolerance import slurm
 from radixtrain.training.fault_tolerance.resume import check_settings_of_run
 from radixtrain.training.fault_tolerance.run_folder import check_new_run, check_outside, is_resumed
@@ -83,25 +81,10 @@ def check_weights_and_room(
         check_model_folder(model_folder, [name])
         written = check_room(output_dir, num_parameters, model, num_checkpoints)
     if command in EVALUATING:
-        print_line("weights", weights_text(name, ckpt_path))
+        print_line("weights", ckpt_path or name)
     if notice := earlier_run(command, model_folder, name, ckpt_path):
         logger.warning("%s", notice)
     return written
-
-
-def weights_text(model_name_or_path: str, ckpt_path: str | None) -> str:
-    """Say which weights `validate`, `test` or `predict` evaluates: the path; the step, if a run here wrote them."""
-    if ckpt_path is not None:
-        path = Path(ckpt_path)
-        return f"{path} (step {Manifest.read(path).step:,})" if path.is_dir() else str(path)
-    folder = Path(model_name_or_path)
-    try:
-        exported = json.loads(read_text(folder.parent / SUMMARY))["exported"]
-        if exported["path"] == folder.name:
-            return f"{model_name_or_path} (the {exported['weights']} weights of the run, of step {exported['step']:,})"
-    except (OSError, ValueError, LookupError, TypeError):
-        pass  # no summary beside the folder, or a damaged one
-    return model_name_or_path
 
 
 def defaults_of_model(model_name_or_path: str, system_prompt: str | None = None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from radixtrain.checkpoints.atomic import check_replaceable
-from radixtrain.commands.quiet import quiet, warn_of_variables
+from radixtrain.commands.quiet import quiet
 from radixtrain.data.step_data import StepData
 from radixtrain.errors import UserError
 from radixtrain.explain.micro_batch import show_micro_batch
@@ -44,7 +44,6 @@ WEIGHTS = {"32-true": None, "bf16-mixed": None, "bf16-true": torch.bfloat16, "64
 def run(settings: Report | Inspect, words: Sequence[str]) -> None:
     """Run one of the two."""
     quiet(speaks=True)
-    warn_of_variables(os.environ)
     settings.data.predict_unlabelled = not needs_labels(named_scores(settings.model.scores))
     data = StepData(settings.data)
     try:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import fields, replace
+from dataclasses import fields
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from lightning.fabric.utilities.seed import seed_everything
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -24,7 +22,7 @@ from radixtrain.commands.before_reading import (
 )
 from radixtrain.commands.export import check_hub, export_run
 from radixtrain.commands.loggers import TRACKING, check_loggers, continue_wandb_run, errors_of_services, make_loggers
-from radixtrain.commands.quiet import quiet, warn_of_variables
+from radixtrain.commands.quiet import quiet
 from radixtrain.data.datamodule import SFTData
 from radixtrain.distributed import form_groups, ranks
 from radixtrain.errors import UserError, did_you_mean
@@ -33,8 +31,7 @@ from radixtrain.screen import print_line, screens
 from radixtrain.settings.commands import RunSettings
 from radixtrain.settings.fields import value_of
 from radixtrain.settings.read import PRINT, as_tree, print_settings, read
-from radixtrain.training.answers.evaluate_generation import EvaluateGeneration
-from radixtrain.training.answers.metrics import OWN_METRICS
+from radixtrain.training.answers.evaluate_generation import OWN_METRICS, EvaluateGeneration
 from radixtrain.training.devices.fabric import fabric_of
 from radixtrain.training.devices.launch import Processes, local_rank0_reports
 from radixtrain.training.devices.launcher_env import default_devices, launcher_env
@@ -131,17 +128,6 @@ class Command:
         """Return how long a rank waits for the others in a step."""
         return timedelta(seconds=self.settings.ddp_timeout)
 
-    @property
-    def sp_size(self) -> int:
-        """Return how many ranks compute each micro-batch together, as far as known before the data are read."""
-        return sp_size_of(self.settings, self.name)
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of the runner's method: the keys of the command."""
-        of_run = {field.name for field in fields(RunSettings)}
-        own = {name: value for name, value in vars(self.settings).items() if name not in of_run}
-        return {**own, "ckpt_path": self.ckpt_path}
-
     def run(self) -> None:
         """Run the command. Only one at a time writes into a folder. Signals stop it, and make `fit` save."""
         raise_file_limit(self.settings.data.dataloader_num_workers)
@@ -164,8 +150,11 @@ class Command:
         """
         if self.name in WRITING:
             stack.enter_context(locked(self.output_dir, self.name))
-        ckpt_path = self._checkpoint()
         settings = self.settings
+        if self.name == "fit":
+            ckpt_path, self.replaces = checkpoint_of_fit(self.output_dir, settings, self.model, self.datamodule)
+        else:
+            ckpt_path = checkpoint_to_evaluate(self.output_dir, getattr(settings, "ckpt_path", None))
         is_saving = settings.trainer.enable_checkpointing is not False
         num_checkpoints = (settings.save_total_limit + 1) * is_saving + (settings.save_best is not None)
         model = self.model.hparams
@@ -181,47 +170,33 @@ class Command:
                 f"trainer.check_val_every_n_epoch: null to count on over the epochs"
             )
 
-    def _wandb_run(self) -> str:
-        """Say the run at Weights & Biases that `fit` continues. Only rank 0 knows whether the folder is replaced."""
-        resumed = None if self.replaces else self.ckpt_path
-        return continue_wandb_run(self.runner.loggers, resumed)
-
     def _run_prepared(self, written: int, stack: ExitStack) -> None:
         """Load data and model before the runner starts, so that an error in either leaves nothing written.
 
         written: see `_prepare`. stack: what `fit` enters here lasts as long as the lock.
         """
-        evaluation = self.evaluation
         if (self.name == "fit" or self.ckpt_path) and self.datamodule.hparams.template_date is None:
             began = ranks().broadcast_from_rank0(partial(template_date, self.ckpt_path))
             self.datamodule.hparams.template_date = began
         self.datamodule.setup(self.name)
         self.model.configure_model()
-        form_groups(self.sp_size, self.timeout)
+        form_groups(sp_size_of(self.settings, self.name), self.timeout)
         self.model.split_rows()
         if self.name in ("fit", "validate"):
-            evaluation.prepare(self.model, self.datamodule)
-        self.model.answers.options = replace(evaluation.options, seed=self.datamodule.hparams.seed)
-        runner: Any = self.runner
-        if self.name == "fit":
+            self.evaluation.prepare(self.model, self.datamodule)
+        self.model.answers.options = self.settings.evaluate_generation
+        if isinstance(runner := self.runner, Loop):
             self._check_interval(self.datamodule.steps_per_epoch)
             runner.log_every_n_steps = steps_between_logs(runner, self.datamodule)
-            self.model.wandb_run = ranks().broadcast_from_rank0(self._wandb_run)
+            self.model.wandb_run = ranks().broadcast_from_rank0(
+                lambda: continue_wandb_run(runner.loggers, None if self.replaces else self.ckpt_path)
+            )
             if ranks().is_first:
-                shown = vars(self.settings.trainer), written, evaluation.line()
+                shown = vars(self.settings.trainer), written, self.evaluation.line()
                 print_overview(runner, self.model, self.datamodule, *shown)
                 self._open_folder(runner, stack)
         with errors_of_services():
             self._call()
-
-    def _checkpoint(self) -> str | None:
-        """Return the checkpoint that `ckpt_path` stands for."""
-        given = getattr(self.settings, "ckpt_path", None)
-        if self.name == "fit":
-            owners = self.model, self.datamodule
-            chosen, self.replaces = checkpoint_of_fit(self.output_dir, self.settings, *owners)
-            return chosen
-        return checkpoint_to_evaluate(self.output_dir, given)
 
     def _open_folder(self, loop: Loop, stack: ExitStack) -> None:
         """Rename an earlier run that this one replaces, just before the first step. stack: see `_run_prepared`."""
@@ -232,9 +207,11 @@ class Command:
         stack.enter_context(logs_of_run(folders, lambda: loop.record.first_step is not None))
 
     def _call(self) -> None:
-        """Call the method of the runner. During training a signal waits for the end of the step."""
+        """Call the method of the runner, with the keys of the command. While it trains, a signal waits for the step."""
+        of_run = {field.name for field in fields(RunSettings)}
+        own = {name: value for name, value in vars(self.settings).items() if name not in of_run}
         with self.requests.deferred() if self.name == "fit" else nullcontext():
-            getattr(self.runner, self.name)(self.model, self.datamodule, **self.arguments())
+            getattr(self.runner, self.name)(self.model, self.datamodule, **own | {"ckpt_path": self.ckpt_path})
         if isinstance(self.runner, Loop):
             export_run(self.runner, self.settings, self.config)
 
@@ -244,7 +221,6 @@ def run(settings: RunSettings, words: Sequence[str]) -> None:
     name = words[0]
     with screens() if name in ("fit", "predict") else nullcontext():
         quiet(speaks=launcher_env().rank == 0)
-        warn_of_variables(os.environ)
         with local_rank0_reports():
             command = Command(settings, words)
             if f"--{PRINT}" in words:

@@ -33,8 +33,6 @@ class TrainerSettings(Section):
     enable_checkpointing: false writes no checkpoint.
     enable_progress_bar: a bar on a terminal, single lines in a file.
     deterministic: use only operations that give the same bits each time; warn names those that do not.
-    benchmark: let cuDNN try its algorithms and use the fastest; not with deterministic.
-    detect_anomaly: look for the operation that made a NaN in the backward pass; slow.
     """
 
     SECTION: ClassVar[str] = "trainer"
@@ -61,8 +59,6 @@ class TrainerSettings(Section):
     enable_checkpointing: bool | None = None
     enable_progress_bar: bool | None = None
     deterministic: bool | Literal["warn"] | None = None
-    benchmark: bool | None = None
-    detect_anomaly: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

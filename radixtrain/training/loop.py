@@ -13,13 +13,11 @@ function of (seed, epoch). With the generators, the weights and the moments of t
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from radixtrain.checkpoints.folder import gathering_of, write_checkpoint
@@ -81,9 +79,8 @@ class Loop(Runner):
             if checkpoint:
                 self._restore_optimizer(checkpoint["optimizer_states"][0])
             del checkpoint
-            with torch.autograd.set_detect_anomaly(True) if self.settings.detect_anomaly else nullcontext():
-                self._try_validation()
-                self._train()
+            self._try_validation()
+            self._train()
             if module.position.validation_pending:  # all that was left to do
                 self.validate_pending()
                 self.saver.save(self, module)

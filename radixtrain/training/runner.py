@@ -65,7 +65,10 @@ class Runner:
         self.ckpt_path: str | None = None
         self.log_every_n_steps = 10 if settings.log_every_n_steps is None else settings.log_every_n_steps
         self.loaders: list[Any] = []
-        _set_determinism(settings)
+        torch.use_deterministic_algorithms(bool(settings.deterministic), warn_only=settings.deterministic == "warn")
+        if settings.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+            torch.backends.cudnn.benchmark = False
 
     @property
     def precision(self) -> str:
@@ -286,14 +289,3 @@ def limited(count: int, limit: float | int | None) -> int:
     if limit and count and not found:
         raise UserError(f"trainer: {limit} of {count} steps is none; set a larger share, or a number of steps")
     return found
-
-
-def _set_determinism(settings: TrainerSettings) -> None:
-    deterministic = settings.deterministic
-    torch.use_deterministic_algorithms(bool(deterministic), warn_only=deterministic == "warn")
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
-    if settings.benchmark is not None:
-        torch.backends.cudnn.benchmark = settings.benchmark
-    elif deterministic:
-        torch.backends.cudnn.benchmark = False

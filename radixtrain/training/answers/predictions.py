@@ -22,7 +22,8 @@ from radixtrain.errors import UserError
 from radixtrain.generation.cache import RadixCache
 from radixtrain.hf.scores import Scorer, named_scores
 from radixtrain.screen import print_line
-from radixtrain.training.answers.answering import AnswerOptions, answer_prompts
+from radixtrain.settings.commands import AnswerSettings
+from radixtrain.training.answers.answering import answer_prompts
 from radixtrain.training.progress import Speed
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class PredictedAnswers:
     """
 
     def __init__(self) -> None:
-        self.options = AnswerOptions()
+        self.options = AnswerSettings()
         self.cache = RadixCache(max_tokens=MAX_TOKENS)
         self.num_answers = self.num_new_tokens = self.num_prompt_tokens = self.num_computed_tokens = 0
         self.seconds = 0.0

@@ -11,7 +11,7 @@ import yaml
 
 from radixtrain.__main__ import main
 from radixtrain.checkpoints.folder import read_settings
-from radixtrain.commands.before_reading import defaults_of_model, weights_text
+from radixtrain.commands.before_reading import defaults_of_model
 
 Arguments = Callable[..., list[str]]
 ONE_STEP = {"trainer__max_steps": 1, "trainer__max_epochs": None}
@@ -103,14 +103,3 @@ def test_what_is_read_again_is_as_it_was_typed(arguments: Arguments, shop: Path,
         assert given.items() <= found.items()
     assert len(settings) == 3 and repr(PROMPTS) in (out / "model" / "README.md").read_text()
     assert defaults_of_model(str(out / "model"))["data.system_prompt"] == PROMPTS
-
-
-def test_which_weights_a_command_evaluates(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    assert weights_text(str(model), None) == str(model)
-    for record in ("", "{}", '{"exported": null}', '{"exported": {"path": "other"}}', "[1]"):
-        (tmp_path / "summary.json").write_text(record)
-        assert weights_text(str(model), None) == str(model)
-    (tmp_path / "summary.json").write_text('{"exported": {"path": "model", "weights": "best", "step": 1200}}')
-    assert weights_text(str(model), None) == f"{model} (the best weights of the run, of step 1,200)"
-    assert weights_text(str(model), "old.ckpt") == "old.ckpt"
