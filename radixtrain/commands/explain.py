@@ -25,7 +25,6 @@ from radixtrain.explain.row import show_row
 from radixtrain.explain.speed import RunSetup, without_messages
 from radixtrain.explain.terminal import print_report
 from radixtrain.hf.config import read_config
-from radixtrain.hf.scores import named_scores, needs_labels
 from radixtrain.screen import printable, screen, without_passwords
 from radixtrain.settings.commands import Inspect, Report
 from radixtrain.settings.model import ModelSettings
@@ -44,7 +43,6 @@ WEIGHTS = {"32-true": None, "bf16-mixed": None, "bf16-true": torch.bfloat16, "64
 def run(settings: Report | Inspect, words: Sequence[str]) -> None:
     """Run one of the two."""
     quiet(speaks=True)
-    settings.data.predict_unlabelled = not needs_labels(named_scores(settings.model.scores))
     data = StepData(settings.data)
     try:
         if isinstance(settings, Report):

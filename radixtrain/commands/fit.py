@@ -26,7 +26,6 @@ from radixtrain.commands.quiet import quiet
 from radixtrain.data.datamodule import SFTData
 from radixtrain.distributed import form_groups, ranks
 from radixtrain.errors import UserError, did_you_mean
-from radixtrain.hf.scores import named_scores, needs_labels
 from radixtrain.screen import print_line, screens
 from radixtrain.settings.commands import RunSettings
 from radixtrain.settings.fields import value_of
@@ -70,7 +69,6 @@ class Command:
         self.words = tuple(words)
         self.name = self.words[0]
         self.settings = self._with_settings_of_model(settings)
-        self.settings.data.predict_unlabelled = not needs_labels(named_scores(self.settings.model.scores))
 
     def _with_settings_of_model(self, before: RunSettings) -> RunSettings:
         """Return the settings over those of the training run, if a model that radixtrain trained is evaluated."""

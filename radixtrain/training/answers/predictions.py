@@ -1,26 +1,24 @@
-"""The records of `predict`, an answer to each prompt or scores of each sequence, and `predictions.jsonl`."""
+"""The records of `predict`, an answer to each prompt or log-probabilities of each sequence, and `predictions.jsonl`."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from radixtrain.checkpoints.atomic import check_replaceable, sync_folder, writing_file
 from radixtrain.collators.steps import Step
 from radixtrain.data.prompts import Prompt
-from radixtrain.data.tokens.decode import next_token_ids
-from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.generation.cache import RadixCache
-from radixtrain.hf.scores import Scorer, named_scores
+from radixtrain.hf.predicting_rows import forward_rows, labelled_logprobs
 from radixtrain.screen import print_line
 from radixtrain.settings.commands import AnswerSettings
 from radixtrain.training.answers.answering import answer_prompts
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_TOKENS = 65_536  # of prompts and answers to keep in the cache
-NOT_FINITE = re.compile(r"(?<![\w\"])(NaN|-?Infinity)(?![\w\"])")
 
 
 class PredictedAnswers:
@@ -69,34 +66,32 @@ class PredictedAnswers:
         return f"{r:.2f} tokens of prompts per computed token; {rates}"
 
 
-def scorer_of(settings: Any) -> Scorer:
-    """Make what computes the scores. settings: of a `RadixModule`. Reads the tokenizer if words are scored.
-
-    Raises UserError if a word is not one token.
-    """
-    words = settings.next_tokens
-    ids = next_token_ids(load_tokenizer(settings.model_name_or_path), words) if words else {}
-    return Scorer(named_scores(settings.scores), ids, settings.normalize_embeddings)
-
-
-def scored_records(scorer: Scorer, model: nn.Module, step: Step, plain_head: bool) -> list[dict[str, Any]]:
-    """Return for each sequence its file row, or None, and its scores: the whole step, on every rank.
+def scored_records(model: nn.Module, step: Step, plain_head: bool) -> list[dict[str, Any]]:
+    """Return for each sequence its file row, or None, and its labelled tokens: the whole step, on every rank.
 
     Afterwards `step.num_computed_tokens` counts the rows of all ranks.
     """
-    gathered = ranks().gather(list(_scored(scorer, model, step, plain_head)))
+    gathered = ranks().gather(list(_scored(model, step, plain_head)))
     (step.num_computed_tokens,) = ranks().total(step.num_computed_tokens)
     pairs = sorted((pair for part in gathered for pair in part), key=lambda pair: pair[0])
     rows = step.where or (None,) * len(pairs)
     return [{"row": rows[member], **scores} for member, scores in pairs]
 
 
-def _scored(scorer: Scorer, model: nn.Module, step: Step, plain_head: bool) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield index and scores of each sequence of this rank; none for a micro-batch of weight zero."""
+@torch.no_grad()
+def _scored(model: nn.Module, step: Step, plain_head: bool) -> Iterator[tuple[int, dict[str, list[Any]]]]:
+    """Yield index, labels and log-probabilities of each sequence of this rank; none for a micro-batch of weight zero.
+
+    step: its batches are not merged.
+    """
     for batch, members in zip(step.micro_batches, step.members, strict=True):
-        scores = scorer(model, batch, plain_head)
+        logprobs = forward_rows(model, batch, plain_head).logprobs()
+        scores: list[dict[str, list[Any]]] = [{"tokens": [], "logprobs": []} for _ in members]
         if members:
-            yield from zip(members, scores, strict=True)
+            for sequence, label, logprob in labelled_logprobs(batch, logprobs):
+                scores[sequence]["tokens"].append(label)
+                scores[sequence]["logprobs"].append(logprob)
+        yield from zip(members, scores, strict=True)
 
 
 class PredictionWriter:
@@ -152,7 +147,7 @@ def _as_json(record: dict[str, Any]) -> str:
     try:
         return json.dumps(record, allow_nan=False)
     except ValueError:
-        name = next(name for name, value in record.items() if NOT_FINITE.search(json.dumps(value)))
+        name = "logprob" if "logprob" in record else "logprobs"
         raise UserError(
             f"predict: {name} of {record['row']} is not finite, which JSON cannot hold; 16 bits may overflow, so try "
             f"model.dtype: float32"

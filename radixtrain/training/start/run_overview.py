@@ -48,7 +48,7 @@ ROWS_LOOKED_AT = 32  # per source, in search of a common system prompt
 
 LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_dora", "use_rslora")
 FOUR_BITS = ("bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "bnb_4bit_use_double_quant")
-SCORES = ("scores", "next_tokens", "normalize_embeddings", "generate")
+PREDICTING = ("generate",)
 SHARING = ("attention", "kernel", "allow_dropout")
 STOCK = ("attn_implementation",)
 COLLATING = ("min_shared_tokens", "pad_to_multiple_of")
@@ -204,7 +204,7 @@ def unused_keys(model: Any, data: Any, trainer: Any) -> list[str]:
         ("model", SHARING, not of_model.dedup, "not with dedup: false"),
         ("model", STOCK, of_model.dedup and of_model.attn_implementation != "eager", "only with dedup: false"),
         ("model", ("warmup_steps",), of_model.lr_scheduler_type == "constant", no_warmup),
-        ("model", SCORES, True, "only for predict"),
+        ("model", PREDICTING, True, "only for predict"),
         ("data", ("val_size",), bool(of_data.validation_file), "beside validation_file"),
         ("data", COLLATING, not of_data.dedup, "not with dedup: false"),
         ("data", ("excess_length_strategy",), of_data.max_length is None, "only with max_length"),

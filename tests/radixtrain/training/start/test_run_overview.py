@@ -166,7 +166,7 @@ def unused(tmp_path):
         ({"attn_implementation": "flash_attention_2"}, ["model.attn_implementation (only with dedup: false)"]),
         ({"attn_implementation": "eager"}, []),  # decides how soft-caps and sinks are computed
         ({"attention": "path", "dedup": False}, ["model.attention (not with dedup: false)"]),
-        ({"next_tokens": ["yes"], "scores": "next_token_probs"}, ["model.scores (only for predict)"]),
+        ({"generate": True}, ["model.generate (only for predict)"]),
         ({"warmup_steps": 10, "lr_scheduler_type": "constant"}, ["model.warmup_steps (the schedule constant has"]),
         ({"warmup_steps": 10}, []),
     ],
