@@ -10,7 +10,6 @@ import pytest
 import torch
 from changed_runs import lose_screen
 from outcomes import summary
-from tiers import FULL
 from tqdm import tqdm
 
 from radixtrain.__main__ import main
@@ -136,16 +135,6 @@ def test_a_notice_stands_above_the_bar(monkeypatch):
     lines = re.split(r"[\r\n]+", stream.getvalue())
     assert "a notice" in lines
     assert lines[lines.index("a notice") + 1].startswith("Epoch")
-
-
-@FULL
-def test_a_run_that_is_redirected(arguments, capsys):
-    """A line for each second at most, none of them a bar."""
-    assert main(arguments(trainer__enable_progress_bar=None, trainer__max_epochs=4)) == 0
-    shown = capsys.readouterr()
-    lines = [line for line in shown.err.splitlines() if line.startswith("step ")]
-    assert lines[0].startswith("step 1/20  loss ") and lines[-1].startswith("step 20/20  loss ")
-    assert "\r" not in shown.err + shown.out and "it/s" not in shown.err + shown.out
 
 
 def test_a_run_goes_on_without_its_screen(start, arguments, tmp_path):

@@ -57,7 +57,6 @@ def answers(model, prompts, tokenizer, **options):
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_new_tokens": 12},
         {"max_new_tokens": 12, "batch_size": 2},
         {"max_new_tokens": 6, "generation_kwargs": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}},
         {"max_new_tokens": 4, "generation_kwargs": {"min_new_tokens": 4}},
@@ -183,10 +182,6 @@ def test_the_fields_of_a_generation_config(shop):
         "eos_token_id": sorted([end, turn, 99]),
     }
     assert fields_of_config(options, tokenizer, nn.Module(), prompts)["eos_token_id"] == sorted([end, turn])
-
-
-def test_an_answer_needs_an_end(shop):
-    tokenizer = AutoTokenizer.from_pretrained(shop / "model")
     tokenizer.eos_token, tokenizer.chat_template = None, None
     with pytest.raises(UserError, match="neither the model nor its tokenizer has an end-of-sequence token"):
-        fields_of_config(AnswerSettings(), tokenizer, nn.Module(), [])
+        fields_of_config(options, tokenizer, nn.Module(), [])

@@ -4,9 +4,9 @@ The files are written by runs of the real command line; what is decided is asked
 """
 
 import json
-import logging
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +18,10 @@ from safetensors.torch import load_file
 from tiers import FULL
 
 from radixtrain.__main__ import main
-from radixtrain.checkpoints.manifest import Manifest
 from radixtrain.errors import Stopped, UserError
 from radixtrain.training.module import RadixModule
 from radixtrain.training.results.curves import read_curves
-from radixtrain.training.results.record import Record, status_of_run
-from radixtrain.verification.oracle import float64_arithmetic
+from radixtrain.training.results.record import Progress, Record, status_of_run
 
 Arguments = Callable[..., list[str]]
 ANSWER = "You name the hammer, the saw and the file: where is fruit?"  # to no question of the training
@@ -142,13 +140,44 @@ def test_a_checkpoint_of_each_best_validation(
     assert record.state()["best"] == {"step": best[-1], metric: values[best[-1] - 1]}
 
 
+BEST = {"step": 3, "eval_loss": 1.0}
+
+
 def test_a_best_checkpoint_that_cannot_be_read_is_not_exported(tmp_path: Path, caplog: Any) -> None:
-    record = record_in(tmp_path, 9, save_best="eval_loss")
-    record.progress.best, record.progress.best_path = {"step": 3, "eval_loss": 1.0}, "step=3"
-    record.choose_weights()
-    assert record.exported == {"path": "model", "weights": "last", "step": 9, "validation": None}
-    assert "no such checkpoint" in caplog.text
+    """It is not read if the last step was the best one."""
+    for step, weights, validation in ((9, "last", None), (3, "best", BEST)):
+        record = record_in(tmp_path, step, save_best="eval_loss")
+        record.progress.best, record.progress.best_path = BEST, "step=3"
+        record.choose_weights()
+        assert record.exported == {"path": "model", "weights": weights, "step": step, "validation": validation}
+    assert caplog.text.count("no such checkpoint") == 1
     assert "model/ will hold the last weights, not the best" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "told"),
+    [
+        ({}, {}, ""),
+        ({}, {"save_best": "eval_loss"}, "the best so far, eval_loss 1.0000 at step 3, is lost, and starts over: "),
+        ({"best_path": ""}, {"save_best": "eval_loss"}, ""),
+        ({}, {"save_best": "eval_contains"}, "the best so far was by eval_loss, and starts over"),
+    ],
+)
+def test_a_checkpoint_of_other_settings(
+    tmp_path: Path, caplog: Any, changes: dict[str, Any], options: dict[str, Any], told: str
+) -> None:
+    """Or whose best one is gone. In another folder, the logs are where they were."""
+    state = {**asdict(Progress(metric="eval_loss", best=BEST, num_worse=2, best_path="step=3")), **changes}
+    state["logs"] = [["logs/version_0", 0]]
+    for folder, log in (("run", "logs/version_0"), ("other", str(tmp_path / "run" / "logs" / "version_0"))):
+        caplog.clear()
+        record = record_in(tmp_path / folder, **options)
+        record.restore(state, str(tmp_path / "run" / "checkpoints" / "step=5"))
+        assert record.progress.logs == [[log, 0]]
+        assert (
+            (record.progress.best is None) == bool(options) and told in caplog.text and bool(told) == bool(caplog.text)
+        )
+        assert record.progress.num_worse == (0 if "was by" in told else 2)
 
 
 @pytest.mark.parametrize(
@@ -161,18 +190,6 @@ def test_early_stopping(tmp_path: Path, patience: int | None, values: list[float
         record.validated({"eval_loss": value})
         found.append(bool(record.why_stop))
     assert found == stops and not record.saver.is_asked  # type: ignore[attr-defined]
-
-
-def stop_in_step(monkeypatch: pytest.MonkeyPatch, step: int, error: BaseException) -> None:
-    """Raise it when this step, counted from 1, begins."""
-    train = RadixModule.take_step
-
-    def take_step(self: Any, *arguments: Any) -> Any:
-        if self.global_step + 1 == step:
-            raise error
-        return train(self, *arguments)
-
-    monkeypatch.setattr(RadixModule, "take_step", take_step)
 
 
 @pytest.mark.usefixtures("draws")
@@ -201,25 +218,26 @@ def test_a_run_that_ends_between_two_logged_steps(
 
 
 @pytest.mark.usefixtures("draws")
-@pytest.mark.parametrize(
-    ("error", "code", "reason"),
-    [
-        (Stopped("stopped by SIGTERM after step 6", 143), 143, "Stopped"),
-        pytest.param(UserError("loss nan at step 6"), 1, "UserError", marks=FULL),
-    ],
-)
 def test_a_run_that_is_cut_short_and_goes_on(
-    arguments: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Any, code: int, reason: str
+    arguments: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The metrics have its last step, and those of both parts are one curve."""
+    train = RadixModule.take_step
+
+    def take_step(self: Any, *arguments: Any) -> Any:
+        if self.global_step == 6:
+            raise Stopped("stopped by SIGTERM after step 6", 143)
+        return train(self, *arguments)
+
     flags = {"trainer__max_steps": 9, "trainer__max_epochs": 9, "trainer__log_every_n_steps": 4, "save_every_steps": 5}
     with monkeypatch.context() as patch:
-        stop_in_step(patch, 7, error)
-        assert main(arguments(**flags)) == code
+        patch.setattr(RadixModule, "take_step", take_step)
+        assert main(arguments(**flags)) == 143
     out = tmp_path / "out"
     found = summary(out)
     assert [*logged(out)] == [1, 4, 6]
-    assert found["ended"] == {"reason": reason, "text": str(error), "complete": False} and found["exported"] is None
+    ended = {"reason": "Stopped", "text": "stopped by SIGTERM after step 6", "complete": False}
+    assert found["ended"] == ended and found["exported"] is None
     assert found["steps"] == 6 and (out / "loss.png").exists()
     (out / "loss.png").unlink()
     assert main(arguments(**flags, ckpt_path="last")) == 0
@@ -241,36 +259,6 @@ def test_what_a_killed_run_leaves(arguments: Arguments, tmp_path: Path, monkeypa
     (first, record), *_ = seen
     assert first == [1, 2] and record["steps"] == 2
     assert record["ended"] is record["exported"] is None and record["last"] == "checkpoints/step=2"
-
-
-@FULL
-def test_a_validation_that_measures_nothing(arguments: Arguments, shop: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """`on_nonfinite: skip` may leave all of its rows out: then the metrics of the previous one do not stand for it."""
-
-    evaluated = RadixModule.evaluated
-
-    def evaluated_once(self: Any, name: str, step: Any) -> Any:
-        return evaluated(self, name, step) if self.global_step == 5 else None
-
-    monkeypatch.setattr(RadixModule, "evaluated", evaluated_once)
-    flags = {"trainer__max_epochs": 4, "save_best": "eval_loss", "early_stopping": 1}
-    assert main(arguments(data__validation_file=shop / "validation.jsonl", **flags)) == 0
-    found = summary(tmp_path / "out")
-    assert found["best"]["step"] == 5 and found["validation"] == {"step": 20} and found["steps"] == 20
-
-
-@FULL
-def test_a_best_checkpoint_that_is_the_last_one(arguments: Arguments, shop: Path, tmp_path: Path) -> None:
-    """Is written once, and its weights are exported as they are."""
-    flags = {"data__validation_file": shop / "validation.jsonl", "trainer__max_epochs": 1, "save_best": "eval_loss"}
-    assert main(arguments(**flags)) == 0
-    checkpoints = tmp_path / "out" / "checkpoints"
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["best", "last", "step=5"]
-    assert Manifest.read(checkpoints / "step=5").sequence == 1
-    assert summary(tmp_path / "out")["exported"] == {
-        **{"path": "model", "weights": "best", "step": 5},
-        "validation": summary(tmp_path / "out")["validation"],
-    }
 
 
 def test_a_run_that_is_over_has_nothing_left_to_do(arguments: Arguments, tmp_path: Path, capsys: Any) -> None:
@@ -299,11 +287,6 @@ def test_a_picture_that_fails_is_no_reason_to_lose_a_run(
     assert main(arguments(trainer__max_steps=1)) == 0
     assert "loss.png cannot be drawn (RuntimeError: no fonts)" in caplog.text
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
-
-
-def shown_loss(printed: str) -> float:
-    """Of the line that `validate` prints."""
-    return float(printed.split("eval_loss")[1].split()[0])
 
 
 @pytest.fixture(scope="module")
@@ -364,17 +347,6 @@ def test_a_run_that_stopped_early_has_nothing_left_to_do(again: Any, tmp_path: P
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-@FULL
-def test_with_more_patience_it_goes_on_and_knows_the_best_of_before(again: Any, tmp_path: Path) -> None:
-    before = summary(tmp_path / "out")
-    assert main(again(ckpt_path="last", early_stopping=3)) == 0
-    found = summary(tmp_path / "out")
-    assert found["steps"] == before["steps"] + 5
-    assert found["best"] == before["best"] and found["exported"] == before["exported"]
-    assert [part["first_step"] for part in found["logs"]] == [0, before["steps"]]
-    assert found["loss"]["first"] == before["loss"]["first"] and found["seconds"] > before["seconds"]
-
-
 def test_it_goes_on_in_another_folder(again: Any, tmp_path: Path) -> None:
     """Whose link is to the best checkpoint of before, until there is a better one."""
     best = summary(tmp_path / "out")["best"]
@@ -384,50 +356,6 @@ def test_it_goes_on_in_another_folder(again: Any, tmp_path: Path) -> None:
     assert (tmp_path / "second" / "checkpoints" / "best").resolve() == tmp_path / "out" / best["path"]
     assert found["best"] == {**best, "path": str(tmp_path / "out" / best["path"])}
     assert found["exported"]["step"] == best["step"]
-
-
-def damage(path: Path) -> None:
-    (path / "model.safetensors").write_bytes(b"")
-
-
-@FULL
-@pytest.mark.parametrize("lose", [shutil.rmtree, damage])
-def test_a_best_checkpoint_that_is_lost(
-    again: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, lose: Callable[[Path], None]
-) -> None:
-    best = summary(tmp_path / "out")["best"]
-    lose(tmp_path / "out" / best["path"])
-    with caplog.at_level(logging.WARNING):
-        assert main(again(ckpt_path="last", early_stopping=3)) == 0
-    assert f"the best so far, eval_loss {best['value']:.4f} at step {best['step']}, is lost" in caplog.text
-    assert summary(tmp_path / "out")["best"]["step"] > best["step"]
-
-
-@FULL
-def test_another_metric_starts_anew(again: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    flags = {"save_best": "eval_contains", "evaluate_generation__metric": "contains", "early_stopping": None}
-    limits = {"trainer__max_epochs": 4, "evaluate_generation__max_new_tokens": 2}
-    with caplog.at_level(logging.WARNING):
-        assert main(again(ckpt_path="last", **flags, **limits)) == 0
-    assert "save_best: the best so far was by eval_loss, and starts over" in caplog.text
-    assert summary(tmp_path / "out")["best"]["metric"] == "eval_contains"
-
-
-@FULL
-@float64_arithmetic()
-def test_of_lora_only_the_adapters_are_kept_and_put_back(again: Any, tmp_path: Path, capsys: Any) -> None:
-    """The exported weights have the merged adapters of the best checkpoint."""
-    pytest.importorskip("peft", reason="pip install peft")
-    shutil.rmtree(tmp_path / "out")
-    precision = {"model__dtype": "float64", "trainer__precision": "64-true"}
-    assert main(again(model__use_peft=True, model__learning_rate=0.1, trainer__max_epochs=3, **precision)) == 0
-    best = summary(tmp_path / "out")["best"]
-    kept = load_file(tmp_path / "out" / best["path"] / "model.safetensors")
-    assert kept and all("lora_" in name for name in kept)
-    assert summary(tmp_path / "out")["steps"] > best["step"]
-    capsys.readouterr()
-    assert main(again("validate", model__model_name_or_path=tmp_path / "out" / "model", **precision)) == 0
-    assert shown_loss(capsys.readouterr().out) == pytest.approx(best["value"], rel=1e-10)
 
 
 def test_what_is_refused_before_a_row_is_read(arguments: Arguments, tmp_path: Path, capsys: Any) -> None:
