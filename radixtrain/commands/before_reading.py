@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from radixtrain.checkpoints.atomic import tidy_leftovers
-from radixtrain.checkpoints.manifest import checkpoints_in
+from radixtrain.checkpoints.folder import checkpoints_in
 from radixtrain.checkpoints.resolve import AUTO, resolve
 from radixtrain.commands import EVALUATING
-from radixtrain.data.splits import is_file_of_text
 from radixtrain.errors import UserError, first_line
 from radixtrain.screen import print_line
 from radixtrain.settings.fields import flat
 from radixtrain.settings.read import read_yaml
 from radixtrain.training.fault_tolerance import slurm
-from radixtrain.training.fault_tolerance.resume import check_settings_of_run
 from radixtrain.training.fault_tolerance.run_folder import check_new_run, check_outside, is_resumed
+from radixtrain.training.fault_tolerance.run_state import check_settings_of_run
 from radixtrain.training.results.model_folder import SETTINGS, check_model_folder
 from radixtrain.training.results.record import SUMMARY
-from radixtrain.training.start.preflight import check_room, earlier_run, num_stored_parameters
-
-logger = logging.getLogger(__name__)
+from radixtrain.training.start.preflight import check_room, num_stored_parameters
 
 # Keys that say how rows are read, with their types: a command that evaluates a trained model reads them as its run did.
 # The chat template is in the model's folder.
@@ -75,25 +71,23 @@ def check_weights_and_room(
 
     Raises UserError if there are no weights, or if what `fit` writes has no room or would replace what it reads.
     """
-    name, model_folder, written = model.model_name_or_path, output_dir / "model", 0
+    name, written = model.model_name_or_path, 0
     num_parameters = num_stored_parameters(name)
     if command == "fit":
-        check_model_folder(model_folder, [name])
+        check_model_folder(output_dir / "model", [name])
         written = check_room(output_dir, num_parameters, model, num_checkpoints)
     if command in EVALUATING:
         print_line("weights", ckpt_path or name)
-    if notice := earlier_run(command, model_folder, name, ckpt_path):
-        logger.warning("%s", notice)
     return written
 
 
-def defaults_of_model(model_name_or_path: str, system_prompt: str | None = None) -> dict[str, Any]:
+def defaults_of_model(model_name_or_path: str) -> dict[str, Any]:
     """Return keys with values for the evaluation of a model that radixtrain has trained; empty for any other model.
 
     They say how the run read its rows, its seed, which drew `data.val_size`, and its folder if the model is still
-    there. The settings beside the model may come from anybody, so they cannot name a file. system_prompt: as typed.
+    there.
 
-    Raises UserError if they cannot be read, or the system prompt is a file.
+    Raises UserError if they cannot be read.
     """
     folder = Path(model_name_or_path)
     path = folder / SETTINGS
@@ -110,10 +104,6 @@ def defaults_of_model(model_name_or_path: str, system_prompt: str | None = None)
             raise UserError(
                 f"{path}: {name} is {value!r}, expected {READING.get(name, int).__name__}; restore the file"
             )
-    if system_prompt is None and is_file_of_text(found.get("system_prompt", "")):
-        raise UserError(
-            f"{path}: system_prompt names a file, which is not read from there; give it as --data.system_prompt"
-        )
     found = {**{f"data.{name}": value for name, value in found.items()}, "seed_everything": seed}
     home = folder.resolve().parent
     found["output_dir"] = str(home) if (home / SUMMARY).is_file() else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import fields
@@ -32,13 +33,13 @@ from radixtrain.settings.fields import value_of
 from radixtrain.settings.read import PRINT, as_tree, print_settings, read
 from radixtrain.training.answers.evaluate_generation import OWN_METRICS, EvaluateGeneration
 from radixtrain.training.devices.fabric import fabric_of
-from radixtrain.training.devices.launch import Processes, local_rank0_reports
-from radixtrain.training.devices.launcher_env import default_devices, launcher_env
+from radixtrain.training.devices.launch import launch, leaving_together, meet, one_rank_reports
+from radixtrain.training.devices.launcher_env import ON_SEVERAL, default_devices, is_launched, launcher_env
 from radixtrain.training.devices.settings import sp_size_of
 from radixtrain.training.fault_tolerance import slurm
-from radixtrain.training.fault_tolerance.failures import explain, raise_file_limit
-from radixtrain.training.fault_tolerance.resume import template_date
+from radixtrain.training.fault_tolerance.failures import explain, last_checkpoint, raise_file_limit
 from radixtrain.training.fault_tolerance.run_folder import check_output_dir, locked, logs_of_run, rename_earlier_run
+from radixtrain.training.fault_tolerance.run_state import template_date
 from radixtrain.training.fault_tolerance.saving import SaveCheckpoints
 from radixtrain.training.fault_tolerance.signals import Requests
 from radixtrain.training.loop import Loop
@@ -73,7 +74,7 @@ class Command:
     def _with_settings_of_model(self, before: RunSettings) -> RunSettings:
         """Return the settings over those of the training run, if a model that radixtrain trained is evaluated."""
         name = before.model.model_name_or_path
-        found = defaults_of_model(name, before.data.system_prompt) if self.name in EVALUATING else {}
+        found = defaults_of_model(name) if self.name in EVALUATING else {}
         if not found:
             return before
         after = read(self.name, self.words[1:], default_devices() | found)
@@ -131,13 +132,13 @@ class Command:
         raise_file_limit(self.settings.data.dataloader_num_workers)
         with ExitStack() as stack:
             stack.enter_context(self.requests)
-            start = partial(described_start, self.settings)
-            processes = stack.enter_context(Processes(self.runner.strategy, self.words, self.timeout, start))
+            stack.enter_context(leaving_together(self.timeout))
             try:
-                self.ckpt_path, written = processes.joined(lambda: self._prepare(stack))
+                meet(self.runner.strategy, self.timeout, partial(described_start, self.settings))
+                self.ckpt_path, written = ranks().broadcast_from_rank0(lambda: self._prepare(stack), long_timeout=True)
                 self._run_prepared(written, stack)
             except Exception as error:
-                if told := explain(error, self.output_dir if self.name == "fit" else None, processes.gone):
+                if told := explain(error, self.output_dir if self.name == "fit" else None):
                     raise UserError(told) from error
                 raise
 
@@ -190,8 +191,7 @@ class Command:
                 lambda: continue_wandb_run(runner.loggers, None if self.replaces else self.ckpt_path)
             )
             if ranks().is_first:
-                shown = vars(self.settings.trainer), written, self.evaluation.line()
-                print_overview(runner, self.model, self.datamodule, *shown)
+                print_overview(runner, self.model, self.datamodule, written, self.evaluation.line())
                 self._open_folder(runner, stack)
         with errors_of_services():
             self._call()
@@ -215,17 +215,28 @@ class Command:
 
 
 def run(settings: RunSettings, words: Sequence[str]) -> None:
-    """Run a command, or print its settings."""
+    """Run a command, here or on ranks that are started for it, or print its settings."""
     name = words[0]
-    with screens() if name in ("fit", "predict") else nullcontext():
-        quiet(speaks=launcher_env().rank == 0)
-        with local_rank0_reports():
-            command = Command(settings, words)
-            if f"--{PRINT}" in words:
-                print_settings(command.settings)
-                return
-            command.make()
+    with screens() if name in ("fit", "predict") else nullcontext(), one_rank_reports():
+        num_ranks = 1 if f"--{PRINT}" in words else _num_ranks_to_start(settings, name)
+        quiet(speaks=num_ranks == 1 and launcher_env().rank == 0)
+        command = Command(settings, words)
+        if f"--{PRINT}" in words:
+            print_settings(command.settings)
+            return
+        command.make()
+        if num_ranks == 1:
             command.run()
+        elif failure := launch(words, num_ranks):
+            raise UserError(failure + last_checkpoint(command.output_dir if name == "fit" else None))
+
+
+def _num_ranks_to_start(settings: RunSettings, name: str) -> int:
+    """Return how many ranks this process starts; 1 if it runs the command itself."""
+    if name not in ON_SEVERAL or is_launched():
+        return 1
+    with slurm.hidden(), warnings.catch_warnings(action="ignore"):
+        return getattr(fabric_of(settings, name).strategy, "num_processes", 1)
 
 
 def check_settings(settings: RunSettings, command: str) -> None:

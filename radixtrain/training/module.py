@@ -25,8 +25,7 @@ from radixtrain.settings.model import ModelSettings
 from radixtrain.training.answers.answering import check_answering
 from radixtrain.training.answers.predictions import PredictedAnswers, scored_records
 from radixtrain.training.fault_tolerance.nonfinite_guard import NonFiniteGuard, check_weights_finite
-from radixtrain.training.fault_tolerance.resume import Position
-from radixtrain.training.fault_tolerance.run_state import seed_per_rank
+from radixtrain.training.fault_tolerance.run_state import Position, seed_per_rank
 from radixtrain.training.optimizer import num_steps_of_run, optimizer_of, schedule
 from radixtrain.training.progress import Speed
 from radixtrain.training.start.loading import load_trainable

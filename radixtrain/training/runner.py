@@ -17,6 +17,7 @@ from lightning.fabric.loggers import Logger
 from lightning.pytorch.loggers import CSVLogger
 
 from radixtrain.checkpoints.atomic import check_replaceable, writing_file
+from radixtrain.checkpoints.folder import Checkpoint, read_checkpoint
 from radixtrain.data.datamodule import SFTData
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError, only_warns
@@ -28,12 +29,7 @@ from radixtrain.training.answers.predictions import PredictionWriter
 from radixtrain.training.devices.fabric import is_sharded
 from radixtrain.training.fault_tolerance.failures import restoring
 from radixtrain.training.fault_tolerance.run_folder import RECORD
-from radixtrain.training.fault_tolerance.run_state import (
-    check_same_model,
-    check_weights,
-    is_partial,
-    read_checkpoint,
-)
+from radixtrain.training.fault_tolerance.run_state import check_same_model, load_weights
 from radixtrain.training.module import RadixModule
 from radixtrain.training.progress import ProgressLines
 
@@ -104,15 +100,14 @@ class Runner:
             with writing_file(self.settings_file) as partial:
                 partial.write_text(yaml.safe_dump(self.config, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
-    def load_checkpoint(self) -> dict[str, Any]:
+    def load_checkpoint(self) -> Checkpoint:
         """Read the checkpoint and load its weights; each rank has them whole until they are placed on its device."""
         assert self.ckpt_path is not None
         with restoring(self.ckpt_path):
-            leave_out = () if self.state.fn == "fit" else ("optimizer_states",)
-            checkpoint = read_checkpoint(self.ckpt_path, leave_out, in_memory=not is_sharded(self.strategy))
+            is_fit, in_memory = self.state.fn == "fit", not is_sharded(self.strategy)
+            checkpoint = read_checkpoint(Path(self.ckpt_path), is_fit, in_memory)
             check_same_model(checkpoint, self.module)
-            check_weights(self.module, checkpoint)
-            self.module.load_state_dict(checkpoint["state_dict"], strict=not is_partial(checkpoint))
+            load_weights(self.module, checkpoint)
         return checkpoint
 
     def place(self) -> None:

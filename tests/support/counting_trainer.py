@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from forged_checkpoints import a_run
 
-from radixtrain.checkpoints.folder import write_checkpoint
+from radixtrain.checkpoints.folder import Checkpoint, write_checkpoint
 from radixtrain.distributed import ranks
 from radixtrain.errors import Stopped
-from radixtrain.training.fault_tolerance.resume import Position
+from radixtrain.training.fault_tolerance.run_state import Position
 from radixtrain.training.fault_tolerance.saving import SaveCheckpoints
 from radixtrain.training.fault_tolerance.signals import Requests
 
@@ -30,8 +31,8 @@ class CountingTrainer:
 
     def save_checkpoint(self, path: Path) -> None:
         position = self.module.position
-        state = {"global_step": position.num_steps, "state_dict": {}, "position": asdict(position)}
-        ranks().broadcast_from_rank0(lambda: write_checkpoint(path, state))
+        checkpoint = Checkpoint({}, {}, a_run(position.num_steps, position=asdict(position)))
+        ranks().broadcast_from_rank0(lambda: write_checkpoint(path, checkpoint))
 
     def start(self) -> CountingTrainer:
         self.saver.started(self.module)

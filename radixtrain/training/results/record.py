@@ -222,7 +222,7 @@ class Record:
         if self._best_path is None:
             return False
         try:
-            checkpoint = read_checkpoint(self._best_path, leave_out=["optimizer_states"])
+            checkpoint = read_checkpoint(self._best_path, with_moments=False)
         except (UserError, OSError) as error:
             logger.warning("save_best: %s; model/ will hold the last weights, not the best", error)
             return False
