@@ -39,7 +39,7 @@ from radixtrain.data.messages import PAIRS
 from radixtrain.errors import UserError
 from radixtrain.settings.commands import Doctor, Export, RunSettings, Verify
 from radixtrain.settings.fields import Key, parts_of
-from radixtrain.training.answers.metrics import load_metric
+from radixtrain.training.answers.evaluate_generation import load_metric
 
 ROOT = Path(__file__).resolve().parents[1]
 WRITING = bool(os.environ.get("RADIXTRAIN_WRITE_TABLE"))

@@ -29,7 +29,7 @@ FILES = (MODEL, OPTIMIZER, RUN)
 SCHEMA: dict[str, Any] = {
     **{"format": int, "sequence": int, "version": str},
     **{"step": int, "num_skipped": int, "position": dict, "rows": dict, "generators": list, "numbers": dict},
-    **{"model": dict, "data": dict, "config": dict, "base": str | None, "parts": dict, "wandb_run": str},
+    **{"model": dict, "data": dict, "config": dict, "base": str | None, "record": dict, "wandb_run": str},
 }
 MARGIN = 1 << 20  # bytes, for what is no tensor
 FULL = (errno.ENOSPC, errno.EDQUOT)

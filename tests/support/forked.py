@@ -242,7 +242,7 @@ def _start(asked: dict[str, Any]) -> None:
         exec(compile(asked["code"], "<string>", "exec"), {"__name__": "__main__"})
         sys.exit()
     if not asked["draws"]:
-        vars(sys.modules["radixtrain.training.results.summary"])["write_curves"] = lambda *_: False
+        vars(sys.modules["radixtrain.training.results.record"])["write_curves"] = lambda *_: False
     sys.argv = ["radixtrain", *asked["arguments"]]
     for path, name in asked["before"]:
         runpy.run_path(path)[name]()

@@ -69,10 +69,10 @@ class Position:
 # Saving
 
 
-def checkpoint_of(module: Any, data: Any, optimizer: torch.optim.Optimizer, parts: Mapping[str, Any]) -> Checkpoint:
+def checkpoint_of(module: Any, data: Any, optimizer: torch.optim.Optimizer, record: Mapping[str, Any]) -> Checkpoint:
     """Return what a checkpoint holds of a run; every rank calls this. Nothing is copied, but for numbers.
 
-    module, data: a `RadixModule` and an `SFTData`. parts: states of other parts of the run, by name.
+    module, data: a `RadixModule` and an `SFTData`. record: its progress, see `Record`.
 
     If the weights are partly frozen, only the trained ones are kept, and a digest of the others. The random generators
     are those before the step that is being computed, if there is one.
@@ -96,7 +96,7 @@ def checkpoint_of(module: Any, data: Any, optimizer: torch.optim.Optimizer, part
         "data": dict(data.hparams),
         "config": _config_of(module.model),
         "base": module.base_digest,
-        "parts": parts,
+        "record": record,
         "wandb_run": module.wandb_run,
     }
     return Checkpoint(_weights_of(module, is_partial=module.base_digest is not None), moments, run)

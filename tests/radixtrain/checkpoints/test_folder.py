@@ -239,5 +239,5 @@ def test_paths_are_text_and_nothing_else_is_held(folder):
     write_checkpoint(folder / "step=9", Checkpoint({}, {}, a_run(data={"train_file": Path("a/b")})))
     assert json.loads((folder / "step=9" / RUN).read_text())["data"] == {"train_file": "a/b"}
     with pytest.raises(TypeError):
-        write_checkpoint(folder / "step=10", Checkpoint({}, {}, a_run(parts={"Mine": len})))
+        write_checkpoint(folder / "step=10", Checkpoint({}, {}, a_run(record={"Mine": len})))
     assert names(folder) == ["step=3", "step=5", "step=9"]

@@ -41,8 +41,8 @@ def test_a_stop_between_two_steps(tmp_path, is_enabled, writes):
 def test_a_stop_of_a_run_that_goes_on_from_elsewhere(tmp_path, is_enabled):
     """Before a new step, what it came from is what is saved; after one, only a new checkpoint is."""
     trainer = CountingTrainer(tmp_path, is_enabled=is_enabled)
-    trainer.module.position, trainer.ckpt_path = Position(4, 4), "elsewhere/step=4"
-    trainer.saver.on_fit_start(trainer, trainer.module)
+    trainer.module.position = Position(4, 4)
+    trainer.saver.begin("elsewhere/step=4")
     trainer.start().requests.stop = TERM
     with pytest.raises(Stopped, match="after step 4, which is saved; resume with --ckpt_path elsewhere/step=4"):
         trainer.steps(1)

@@ -11,26 +11,17 @@ import yaml
 
 from radixtrain.__main__ import main
 from radixtrain.checkpoints.folder import read_run
-from radixtrain.training.results.saved_config import defaults_of_model
+from radixtrain.commands.before_reading import defaults_of_model
 
 Arguments = Callable[..., list[str]]
 ONE_STEP = {"trainer__max_steps": 1, "trainer__max_epochs": None}
 NOT_OURS = "is there and radixtrain did not write it: move it away"
-# Everyday prompts, nine of which hold what a search for secrets takes for one.
+# Everyday sentences that hold what a search for secrets takes for one.
 PROMPTS = """\
-If a customer gives the password: open sesame, say yes.
-Reply with JSON: {"pass": true, "reason": "..."}
-Reply with JSON: {"verdict": "...", "signature": "initials"}
+Reply with JSON: {"pass": true, "signature": "initials"}
 For each word print token: tag
-Grade the answer. Output pass=yes or pass=no.
-Output {"token": "NOUN"} for each word.
-Never ask for a PIN. If the user sends pin: 1234, warn them.
-Tool call format: {"name": "login", "arguments": {"user": "...", "password": "..."}}
-Write SQL. Table users(id, name, password: text, cookie: text).
 Use the header Authorization: Bearer <token>.
-Contact us at https://help@example.com/desk or https://me:x@example.com
-Commit 0123456789abcdef0123456789abcdef01234567 is the base. Use *** between parts.
-Ask for auth: none, or auth="basic"
+Contact us at https://me:x@example.com
 api_key: read it from the environment"""
 
 

@@ -10,17 +10,16 @@ import pytest
 import torch
 from changed_runs import lose_screen
 from outcomes import summary
-from tiers import FULL
 from tqdm import tqdm
 
 from radixtrain.__main__ import main
 from radixtrain.commands.quiet import NoticeHandler
 from radixtrain.errors import Stopped
 from radixtrain.training.fault_tolerance.saving import SaveCheckpoints
-from radixtrain.training.progress_bar import ProgressLines, progress_bar
+from radixtrain.training.progress import ProgressLines
 
 METRICS = {
-    **{"grad_norm": 1.321, "learning_rate": 2e-5, "loss": 1.23456, "eval_loss": 1.5, "r": 7.93, "best_r": 9.0},
+    **{"grad_norm": 1.321, "learning_rate": 2e-5, "loss": torch.tensor(1.23456), "r": 7.93, "best_r": 9.0},
     **{"tokens_per_second": 12345.6, "computed_tokens_per_second": 1556.0},
 }
 
@@ -31,40 +30,19 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture
-def trainer():
-    metrics = {name: torch.tensor(value) for name, value in METRICS.items()}
-    return SimpleNamespace(
-        **{"global_step": 0, "log_every_n_steps": 10, "max_epochs": 1, "max_steps": 1500},
-        **{"callback_metrics": metrics, "progress_bar_metrics": METRICS, "sanity_checking": False},
-        state=SimpleNamespace(fn="fit"),
-        num_predict_batches=[25],
-    )
-
-
-@pytest.fixture
 def clock(monkeypatch):
     now = SimpleNamespace(seconds=100.0)
-    monkeypatch.setattr("radixtrain.training.progress_bar.time.perf_counter", lambda: now.seconds)
+    monkeypatch.setattr("radixtrain.training.progress.time.perf_counter", lambda: now.seconds)
     return now
 
 
-MODULE = SimpleNamespace(steps_per_epoch=2000)
-
-
-def test_a_terminal_gets_the_bar(monkeypatch):
-    for stream, is_bar in ((Terminal(), True), (io.StringIO(), False)):
-        monkeypatch.setattr(sys, "stderr", stream)
-        assert progress_bar().is_bar is is_bar
-
-
 class TestLines:
-    def run(self, trainer, clock, steps, seconds):
+    def run(self, clock, steps, seconds):
         lines = ProgressLines()
-        lines.on_train_start(trainer, MODULE)
+        lines.start(0)
         for step in steps:
-            clock.seconds, trainer.global_step = 100 + seconds * step, step
-            lines.on_train_batch_end(trainer, MODULE, None, None, step - 1)
-        return lines
+            clock.seconds = 100 + seconds * step
+            lines.took_step(step, 1500, METRICS, is_logged=step % 10 == 0)
 
     @pytest.mark.parametrize(
         ("step", "seconds", "shown"),
@@ -73,29 +51,26 @@ class TestLines:
             (1, 3.0, "step 1/1500  loss 1.2346  r 7.9  tokens/s 12,346  lr 2.0e-05  grad_norm 1.32  eta 1:14:57\n"),
         ],
     )
-    def test_a_line(self, trainer, clock, capsys, step, seconds, shown):
-        self.run(trainer, clock, [step], seconds)
+    def test_a_line(self, clock, capsys, step, seconds, shown):
+        self.run(clock, [step], seconds)
         assert capsys.readouterr().err == shown
 
-    def test_a_fast_run_has_a_line_a_second(self, trainer, clock, capsys):
-        self.run(trainer, clock, range(1, 1501), 0.01)
+    def test_a_fast_run_has_a_line_a_second(self, clock, capsys):
+        self.run(clock, range(1, 1501), 0.01)
         shown = capsys.readouterr().err
         assert len(shown.splitlines()) <= 17 and len(shown) < 2000
         assert shown.splitlines()[-1].startswith("step 1500/1500") and "eta" not in shown.splitlines()[-1]
 
-    def test_a_validation(self, trainer, capsys):
-        trainer.callback_metrics["eval_exact_match"] = torch.tensor(0.25)
-        ProgressLines().on_validation_end(trainer, MODULE)
-        trainer.sanity_checking = True
-        ProgressLines().on_validation_end(trainer, MODULE)
-        assert capsys.readouterr().err == "step 0  eval_loss 1.5000  eval_exact_match 0.2500\n"
+    def test_a_validation(self, capsys):
+        for lines in (ProgressLines(), ProgressLines(is_shown=False)):
+            lines.validated(5, {"eval_loss": 1.5, "eval_exact_match": 0.25})
+        assert capsys.readouterr().err == "step 5  eval_loss 1.5000  eval_exact_match 0.2500\n"
 
-    def test_other_stages_are_counted(self, trainer, clock, capsys):
+    def test_other_stages_are_counted(self, clock, capsys):
         lines = ProgressLines()
-        trainer.state.fn = "predict"
         for index in range(25):
             clock.seconds += 0.3
-            lines.on_predict_batch_end(trainer, MODULE, None, None, index, 0)
+            lines.count("predict", index + 1, 25)
         assert capsys.readouterr().err.splitlines() == [f"predict {n}/25" for n in (1, 5, 9, 13, 17, 21, 25)]
 
 
@@ -103,16 +78,15 @@ def shown_on(stream):
     return [line for line in re.split(r"[\r\n]+", stream.getvalue()) if line.strip()]
 
 
-def test_the_bar_shows_losses_at_70_columns(trainer, monkeypatch):
+def test_the_bar_shows_losses_at_70_columns(monkeypatch):
     """And no metric in part."""
     monkeypatch.setenv("COLUMNS", "70")
     monkeypatch.setattr(sys, "stderr", stream := Terminal())
-    bar, trainer.global_step = ProgressLines(is_bar=True), 1199
-    bar.on_train_start(trainer, MODULE)
-    trainer.global_step = 1200
-    bar.on_train_batch_end(trainer, MODULE)
-    bar.on_exception()
-    assert shown_on(stream)[-1].endswith("| step 1200/1500  eta 00:00  loss 1.2346  r 7.9")
+    bar = ProgressLines(is_bar=True)
+    bar.start(1199)
+    bar.took_step(1200, 1500, METRICS, is_logged=False)
+    bar.close()
+    assert re.search(r"\| step 1200/1500  eta 00:00  loss 1.2346  r 7.9$", shown_on(stream)[-1])
     assert stream.getvalue().endswith("\n")
 
 
@@ -144,7 +118,7 @@ def stop_after(step):
 
     def handle(self, trainer, module, validation_pending=False):
         if trainer.global_step == step:
-            self._save(trainer, module)
+            self.save(trainer, module)
             raise Stopped("stopped", 130)
 
     return handle
@@ -161,16 +135,6 @@ def test_a_notice_stands_above_the_bar(monkeypatch):
     lines = re.split(r"[\r\n]+", stream.getvalue())
     assert "a notice" in lines
     assert lines[lines.index("a notice") + 1].startswith("Epoch")
-
-
-@FULL
-def test_a_run_that_is_redirected(arguments, capsys):
-    """A line for each second at most, none of them a bar."""
-    assert main(arguments(trainer__enable_progress_bar=None, trainer__max_epochs=4)) == 0
-    shown = capsys.readouterr()
-    lines = [line for line in shown.err.splitlines() if line.startswith("step ")]
-    assert lines[0].startswith("step 1/20  loss ") and lines[-1].startswith("step 20/20  loss ")
-    assert "\r" not in shown.err + shown.out and "it/s" not in shown.err + shown.out
 
 
 def test_a_run_goes_on_without_its_screen(start, arguments, tmp_path):
