@@ -120,12 +120,8 @@ def _moments_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[di
     tensors, numbers = dict[str, Tensor](), dict[str, float]()
     for name, weight in module.named_parameters():
         for moment, value in optimizer.state.get(weight, {}).items():
-            if isinstance(value, Tensor):
-                tensors[f"{name}.{moment}"] = value
-            elif isinstance(value, int | float):
-                numbers[f"{name}.{moment}"] = value
-            else:
-                raise UserError(f"a checkpoint cannot hold {moment} of the optimizer, a {type(value).__name__}")
+            kind: Any = tensors if isinstance(value, Tensor) else numbers
+            kind[f"{name}.{moment}"] = value
     return tensors, numbers
 
 
