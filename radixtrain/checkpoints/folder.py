@@ -32,11 +32,10 @@ SCHEMA: dict[str, Any] = {
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint that is not whole. path: of the checkpoint. file: the one of its files that is at fault."""
+    """A checkpoint that is not whole. file: the one of its files that is at fault. reason: `is missing`, for example."""
 
     def __init__(self, path: Path, file: str, reason: str):
         super().__init__(f"{path}: {file} {reason}")
-        self.path, self.file, self.reason = path, file, reason
 
 
 @dataclass(frozen=True)

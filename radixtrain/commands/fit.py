@@ -28,7 +28,6 @@ from radixtrain.commands.trainer_settings import check_interval, check_settings
 from radixtrain.data.datamodule import SFTData
 from radixtrain.distributed import form_groups, ranks
 from radixtrain.errors import UserError
-from radixtrain.hf.scores import named_scores, needs_labels
 from radixtrain.settings.commands import RunSettings
 from radixtrain.settings.fields import value_of
 from radixtrain.settings.read import PRINT, as_tree, print_settings, read
@@ -69,7 +68,6 @@ class Command:
         self.words = tuple(words)
         self.name = self.words[0]
         self.settings = self._with_settings_of_model(settings)
-        self.settings.data.predict_unlabelled = not needs_labels(named_scores(self.settings.model.scores))
 
     def _with_settings_of_model(self, before: RunSettings) -> RunSettings:
         """Return the settings over those of the training run, if a model that radixtrain trained is evaluated."""
