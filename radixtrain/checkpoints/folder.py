@@ -32,7 +32,7 @@ SCHEMA: dict[str, Any] = {
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint that is not whole. file: the one of its files that is at fault. reason: `is missing`, for example."""
+    """A checkpoint that is not whole. file: the one at fault. reason: `is missing`, for example."""
 
     def __init__(self, path: Path, file: str, reason: str):
         super().__init__(f"{path}: {file} {reason}")
