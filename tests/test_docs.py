@@ -35,7 +35,7 @@ from radixtrain.data.datamodule import SFTData
 from radixtrain.data.files.rows import OURS
 from radixtrain.data.files.sources import TABLES as OF_TABLES
 from radixtrain.data.files.sources import TEXTS, Source, as_sources, read_rows
-from radixtrain.data.rows.columns import PAIRS
+from radixtrain.data.messages import PAIRS
 from radixtrain.errors import UserError
 from radixtrain.settings.commands import Doctor, Export, RunSettings, Verify
 from radixtrain.settings.fields import Key, parts_of
@@ -231,12 +231,12 @@ LOGS: list[tuple[str, dict[str, Any], str]] = [
     ("Anthropic", {"messages": [
         {"role": "assistant", "content": [USED]},
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image"}]}]},
-    ]}, "content: only parts {type: text, text} are read, found 'image'; images, audio and video are not supported"),
+    ]}, "content: only parts {type: text, text} are read, found 'image'; only text is read"),
     ("OpenAI", {"input": "q", "output": [SAID, CALLED, {**CALLED, "name": "g"}]}, "a f g"),
     ("OpenAI", {"output": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}, SAID]}, "a"),
     ("OpenAI", {"output": [CALLED, SAID]}, "content after tool_calls in one turn"),
     ("OpenAI", {"output": [{"type": "web_search_call", "id": "1"}]}, "no place for an item of the type web_search"),
-    ("OpenAI", {"input": [{"role": "user", "content": [IMAGE]}]}, "found 'input_image'; images, audio and video are"),
+    ("OpenAI", {"input": [{"role": "user", "content": [IMAGE]}]}, "found 'input_image'; only text is read"),
     ("OpenAI", {"output": [{**SAID, "content": [{"type": "refusal", "refusal": "no"}]}]}, "found 'refusal'"),
     ("OpenAI", {"previous_response_id": "r"}, "the history is in another row"),
 ]  # fmt: skip

@@ -169,19 +169,3 @@ def committed(folder: Path) -> list[tuple[dict[str, Any], Path]]:
         with suppress(DamagedCheckpoint):  # `newest_valid` names it
             checkpoints.append((read_run(path), path))
     return sorted(checkpoints, key=lambda pair: (pair[0]["sequence"], pair[0]["step"], pair[1].name), reverse=True)
-
-
-def existing(path: Path) -> Path:
-    """Return the path, or the nearest folder above it that exists."""
-    path = path.absolute()
-    while not path.exists():
-        path = path.parent
-    return path
-
-
-def mount_point(path: Path) -> Path:
-    """Return the root of the disk that holds the path, or will hold it."""
-    folder = existing(path).resolve()
-    while not os.path.ismount(folder):
-        folder = folder.parent
-    return folder

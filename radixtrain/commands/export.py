@@ -99,8 +99,6 @@ def export_run(
     """
     results = summary.choose_weights(trainer, module)
     tokenizer = load_tokenizer(data.hparams.model_name_or_path, data.hparams.chat_template_path)
-    if prompt := data.encoder().system_prompt:
-        config["data"]["system_prompt"] = prompt  # the text, so that the folder names no file outside of itself
     config["data"]["template_date"] = data.encoder().template_date
     texts = card_and_settings(config, results, {"rows": str(data.reports["train"])})
     folder = save_hf_folder(module.model, tokenizer, output_dir / "model", texts)

@@ -40,8 +40,7 @@ class DataSettings(Section):
         each chat, needs a template with generation markers.
     train_on: distinct_turns trains a turn once that several rows repeat after the same messages, as a log of an agent's
         requests does; every_turn trains it in each of them, last_turn only the last of a row.
-    system_prompt: a system turn for conversations that begin without one: a text, or a file that holds it. A row's own
-        wins.
+    system_prompt: a system turn for conversations that begin without one.
     chat_template_path: a Jinja file in place of the tokenizer's own chat template.
     chat_template_kwargs: variables for the template, for instance `enable_thinking: false`.
     template_date: the date that a chat template writes, YYYY-MM-DD; null: the day on which the run began, or today.

@@ -11,7 +11,7 @@ import pytest
 from tiers import cases
 
 from radixtrain.data.files.sources import read_rows
-from radixtrain.data.rows.messages import check_messages
+from radixtrain.data.messages import check_messages
 from radixtrain.errors import DataError
 
 datasets = pytest.importorskip("datasets", reason="features of images: pip install datasets")
