@@ -56,7 +56,7 @@ def export(settings: Export) -> Path:
             module = _restored(checkpoint)
             assert module.model is not None
             tokenizer = load_tokenizer(module.hparams.model_name_or_path, settings.chat_template_path)
-            documents = _documents(checkpoint, tokenizer)
+            documents = _documents(checkpoint)
         folder = save_hf_folder(module.model, tokenizer, output_dir, documents)
         if settings.push_to_hub:
             name = settings.hub_model_id or Path(output_dir).resolve().name
@@ -78,11 +78,11 @@ def _restored(checkpoint: Checkpoint) -> RadixModule:
     return module
 
 
-def _documents(checkpoint: Checkpoint, tokenizer: Any) -> dict[str, str]:
+def _documents(checkpoint: Checkpoint) -> dict[str, str]:
     """Return the card and the settings. A checkpoint keeps those of `model` and `data`, but no losses."""
     config = {name: checkpoint.run[name] for name in ("model", "data")}
     results = {"steps": str(checkpoint.run["step"])}
-    return card_and_settings(config, results, {}, has_chat_template=tokenizer.chat_template is not None)
+    return card_and_settings(config, results, {})
 
 
 def export_run(loop: Loop, settings: RunSettings, config: dict[str, Any]) -> None:
@@ -93,13 +93,7 @@ def export_run(loop: Loop, settings: RunSettings, config: dict[str, Any]) -> Non
     data, results = loop.datamodule, loop.record.choose_weights()
     tokenizer = load_tokenizer(data.hparams.model_name_or_path, data.hparams.chat_template_path)
     of_data = {**config["data"], "template_date": data.encoder().template_date}
-    texts = card_and_settings(
-        {**config, "data": of_data},
-        results,
-        {"rows": str(data.reports["train"])},
-        has_chat_template=tokenizer.chat_template is not None,
-        system=data.encoder().system_prompt,
-    )
+    texts = card_and_settings({**config, "data": of_data}, results, {"rows": str(data.reports["train"])})
     folder = save_hf_folder(loop.module.model, tokenizer, loop.output_dir / "model", texts)
     loop.record.close(folder)
     if settings.push_to_hub:

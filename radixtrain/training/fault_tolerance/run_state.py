@@ -80,6 +80,7 @@ def checkpoint_of(module: Any, data: Any, optimizer: torch.optim.Optimizer, reco
     frozen = _frozen(module)
     if frozen and trained_weights(module):
         module.base_digest = module.base_digest or _digest(frozen)
+    weights = _weights_of(module, is_partial=module.base_digest is not None)
     moments, numbers = _moments_of(module, optimizer)
     settings = dict(module.hparams)
     if (base := Path(settings["model_name_or_path"])).is_dir():
@@ -99,7 +100,7 @@ def checkpoint_of(module: Any, data: Any, optimizer: torch.optim.Optimizer, reco
         "record": record,
         "wandb_run": module.wandb_run,
     }
-    return Checkpoint(_weights_of(module, is_partial=module.base_digest is not None), moments, run)
+    return Checkpoint(weights, moments, run)
 
 
 def trained_weights(module: nn.Module) -> dict[str, Tensor]:
@@ -108,24 +109,22 @@ def trained_weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _weights_of(module: nn.Module, is_partial: bool) -> dict[str, Tensor]:
+    state = module.state_dict()  # FSDP2 leaves weights whole after a pass; this puts their parts back into the module
     if is_partial:
-        return trained_weights(module)
+        return {name: state[name] for name in trained_weights(module)}
     once, all_names = (dict(module.named_parameters(remove_duplicate=each)) for each in (True, False))
     tied = all_names.keys() - once.keys()
-    return {name: weight for name, weight in module.state_dict().items() if name not in tied}
+    return {name: weight for name, weight in state.items() if name not in tied}
 
 
 def _moments_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Return what the optimizer keeps for each weight, as `WEIGHT.MOMENT`: tensors, and numbers."""
     tensors, numbers = dict[str, Tensor](), dict[str, float]()
-    for name, weight in module.named_parameters():
-        for moment, value in optimizer.state.get(weight, {}).items():
-            if isinstance(value, Tensor):
-                tensors[f"{name}.{moment}"] = value
-            elif isinstance(value, int | float):
-                numbers[f"{name}.{moment}"] = value
-            else:
-                raise UserError(f"a checkpoint cannot hold {moment} of the optimizer, a {type(value).__name__}")
+    names = {weight: name for name, weight in module.named_parameters()}
+    for weight, moments in optimizer.state.items():
+        for moment, value in moments.items():
+            kind: Any = tensors if isinstance(value, Tensor) else numbers
+            kind[f"{names[weight]}.{moment}"] = value
     return tensors, numbers
 
 

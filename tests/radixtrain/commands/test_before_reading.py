@@ -92,5 +92,5 @@ def test_what_is_read_again_is_as_it_was_typed(arguments: Arguments, shop: Path,
     settings = [yaml.safe_load(path.read_text())["data"] for path in (record, *tmp_path.rglob("radixtrain.yaml"))]
     for found in (*settings, read_run(out / "checkpoints" / "last")["data"]):
         assert given.items() <= found.items()
-    assert len(settings) == 3 and repr(PROMPTS) in (out / "model" / "README.md").read_text()
+    assert len(settings) == 3
     assert defaults_of_model(str(out / "model"))["data.system_prompt"] == PROMPTS

@@ -14,7 +14,7 @@ from radixtrain.__main__ import main
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.explain.report import ratio
-from radixtrain.training.start.run_overview import data_entries, sharing_entries
+from radixtrain.training.start.run_overview import data_entries, sharing_entry
 
 Arguments = Callable[..., list[str]]
 
@@ -135,8 +135,8 @@ def test_chats_are_compared_with_whole_chats_too(
     assert (f"{num_changed} of {len(turns)} turns" if num_changed else "No turn has other tokens") in text
     of_fit = SFTData(str(file), **data, model_name_or_path=str(shop / "model"))
     of_fit.setup("fit")
-    assert f"about {of_chats:.1f} tokens" in dict(sharing_entries(of_fit))["r"]
-    assert f"whole chats, as TRL trains them, {of_rows:.1f} against" in dict(sharing_entries(of_fit))["r"]
+    _, said = sharing_entry(of_fit)
+    assert f"about {of_chats:.1f} tokens" in said and f"as TRL trains them, {of_rows:.1f} against" in said
     page = (tmp_path / "out" / "report.html").read_text("utf-8")
     assert f"r = {ratio(of_chats)} against whole chats" in page
     assert main(arguments("inspect", **flags, data__train_file=file)) == 0
@@ -147,7 +147,7 @@ def test_chats_are_compared_with_whole_chats_too(
 def test_what_is_not_read_and_what_is_there_twice_is_said(
     arguments: Arguments, shop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By report, inspect and fit: a column, turns after the last answer, copies; and chats without a system turn."""
+    """A column and turns after the last answer, also by fit; copies, and chats without a system turn."""
     rows = [json.loads(line) for line in (shop / "train.jsonl").read_text("utf-8").splitlines()[:8]]
     for row in rows[:4]:
         row["messages"] = [*row["messages"], {"role": "user", "content": "bye"}]
@@ -166,8 +166,7 @@ def test_what_is_not_read_and_what_is_there_twice_is_said(
         f"8 of 16 conversations are copies of others, and count in r: in random steps without them r is about {r:.1f}"
     )
     unread = "id (16 rows), turns after the last answer (8 rows)"
-    entries = data_entries(corpus, of_fit.reports["train"], None, []) + sharing_entries(of_fit)
-    assert dict(entries)["columns"] == f"not used: {unread}" and dict(entries)["copies"] == copies
+    assert dict(data_entries(corpus, of_fit.reports["train"], None))["columns"] == f"not used: {unread}"
     for command, said in (
         ("report", [f"not read {unread}", f"copies {copies}"]),
         ("inspect", [f"all rows: {unread}", copies]),
