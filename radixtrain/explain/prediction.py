@@ -47,6 +47,7 @@ SHORTEST_PROMPT = 16  # tokens, the resolution of `find_prefix_groups`
 
 ArmName = Literal["radix", "ordinary"]
 ARMS: tuple[ArmName, ...] = ("radix", "ordinary")
+OPTIMIZER = "optimizer"  # clipping and its step
 PARTS = (0.0, 0.125, 0.25, 0.5, 1.0)  # shares of a step to time, from one sequence to all
 REPEATS = 3  # keep the minimum: other load can only slow a run down
 DEEPER = 3  # times the layers of the shorter model
@@ -215,13 +216,11 @@ class RunSetup:
     share: makes such a model run on unique tokens.
     num_layers: of the whole model. period: layers after which their kinds repeat, 1 if all are alike. A layer that
         recomputes its activations is of another kind than one that keeps them.
-    dtype: of the computation.
     """
 
     build: Callable[[int, torch.device], Any]
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     device: torch.device
-    dtype: torch.dtype
     num_layers: int
     forward: Callable[[], AbstractContextManager[Any]]
     share: Callable[[nn.Module], object] = share_prefixes
@@ -233,21 +232,13 @@ class StepPrediction(NamedTuple):
     """Seconds of steps on this machine. timed_layers: of the models that were timed."""
 
     seconds_per_row: Mapping[ArmName, float]
-    optimizer_seconds: float
+    seconds_per_step: float
     timed_layers: tuple[int, ...]
 
     def seconds(self, sampled: SampledSteps, arm: ArmName) -> float:
         """Predict the seconds of these steps, if they do not wait for the collator."""
         rows = sampled.radix if arm == "radix" else sampled.ordinary
-        return rows * self.seconds_per_row[arm] + sampled.num_steps * (self.optimizer_seconds + STEP_SECONDS)
-
-
-class Timings(NamedTuple):
-    """Measurements on a model of fewer layers: the batch of each arm that was timed, its seconds, the optimizer's."""
-
-    batches: dict[ArmName, Batch]
-    seconds: dict[ArmName, float]
-    optimizer_seconds: float
+        return rows * self.seconds_per_row[arm] + sampled.num_steps * self.seconds_per_step
 
 
 def predict_steps(setup: RunSetup, batches: Mapping[ArmName, Sequence[Batch]], max_seconds: float) -> StepPrediction:
@@ -265,18 +256,14 @@ def predict_steps(setup: RunSetup, batches: Mapping[ArmName, Sequence[Batch]], m
             f"{depths[-1]} of its {setup.num_layers} layers with gradients and optimizer need "
             f"{needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free here"
         )
-    high = time_batches(setup, depths[-1], batches, max_seconds * depths[-1] / sum(depths), SPARE * free - needed)
-    low = high if len(depths) == 1 else time_batches(setup, depths[0], {arm: [high.batches[arm]] for arm in ARMS})
-    more = (setup.num_layers - depths[-1]) / (depths[-1] - depths[0] or 1)  # as often as what lies between the two
-
-    def whole(of_low: float, of_high: float) -> float:
-        return of_high + more * max(of_high - of_low, 0.0)
-
-    return StepPrediction(
-        {arm: whole(low.seconds[arm], high.seconds[arm]) / num_rows(high.batches[arm]) for arm in ARMS},
-        whole(low.optimizer_seconds, high.optimizer_seconds),
-        depths,
-    )
+    share = depths[-1] / sum(depths)
+    chosen, seconds = time_batches(setup, depths[-1], batches, share * max_seconds, SPARE * free - needed)
+    if len(depths) > 1:
+        _, low = time_batches(setup, depths[0], {arm: [batch] for arm, batch in chosen.items()})
+        more = (setup.num_layers - depths[-1]) / (depths[-1] - depths[0])  # as often as what lies between the two
+        seconds = {name: high + more * max(high - low[name], 0.0) for name, high in seconds.items()}
+    per_row = {arm: seconds[arm] / num_rows(batch) for arm, batch in chosen.items()}
+    return StepPrediction(per_row, seconds[OPTIMIZER] + STEP_SECONDS, depths)
 
 
 def free_bytes(device: torch.device) -> float:
@@ -303,17 +290,19 @@ def time_batches(
     batches: Mapping[ArmName, Sequence[Batch]],
     max_seconds: float = math.inf,
     max_bytes: float = math.inf,
-) -> Timings:
+) -> tuple[dict[ArmName, Batch], dict[str, float]]:
     """Time the largest batch of each arm that time and memory allow, on a model of that many layers.
 
     batches: of each arm, from the smallest to the largest.
     max_seconds: for all of them. max_bytes: that a batch may add to weights, gradients and optimizer.
+
+    Returns the batches, and the seconds of each arm and of the optimizer.
     """
     timed = _TimedModel(setup, num_layers)
     try:
         with without_messages():
             chosen = {arm: timed.largest(arm, batches[arm], max_seconds / len(ARMS), max_bytes) for arm in ARMS}
-            return Timings(chosen, timed.seconds(chosen), timed.optimizer_seconds())
+            return chosen, timed.seconds(chosen)
     finally:
         restore_model(timed.model)
         del timed
@@ -357,14 +346,19 @@ class _TimedModel:
         most = num_rows(batches[0]) * min(max_seconds / seconds, max_bytes / size)
         return max((batch for batch in batches if num_rows(batch) <= most), key=num_rows, default=batches[0])
 
-    def seconds(self, batches: Mapping[ArmName, Batch]) -> dict[ArmName, float]:
-        """Return the fastest run of each, alternating the arms."""
-        fastest = dict.fromkeys(ARMS, math.inf)
+    def seconds(self, batches: Mapping[ArmName, Batch]) -> dict[str, float]:
+        """Return the fastest run of each, alternating the arms, and of the optimizer with the gradients of both."""
+        fastest: dict[str, float] = dict.fromkeys((*ARMS, OPTIMIZER), math.inf)
         for _ in range(REPEATS):
             for arm in ARMS:
                 self.enter(arm)
                 fastest[arm] = min(fastest[arm], self.timed(partial(self.run, batches[arm])))
+            fastest[OPTIMIZER] = min(fastest[OPTIMIZER], self.timed(self.step))
         return fastest
+
+    def step(self) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.setup.max_grad_norm or math.inf)
+        self.optimizer.step()
 
     def timed(self, run: Callable[[], object]) -> float:
         """Time a run. On a CPU only the time counts for which this thread had a core: other programs take the rest."""
@@ -373,13 +367,3 @@ class _TimedModel:
         start = time.thread_time()
         run()
         return time.thread_time() - start
-
-    def optimizer_seconds(self) -> float:
-        """Time clipping and a step with the gradients that are there."""
-        trained = [p for p in self.model.parameters() if p.grad is not None]
-
-        def step() -> None:
-            nn.utils.clip_grad_norm_(trained, self.setup.max_grad_norm or math.inf)
-            self.optimizer.step()
-
-        return min(self.timed(step) for _ in range(REPEATS))

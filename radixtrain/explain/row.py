@@ -21,9 +21,8 @@ from radixtrain.data.step_data import StepData
 from radixtrain.data.tokens.decode import shortened
 from radixtrain.data.tokens.tokenization import Draft
 from radixtrain.errors import DataError, UserError
-from radixtrain.explain.micro_batch import MicroBatch, micro_batches, named_rows
+from radixtrain.explain.micro_batch import micro_batches
 from radixtrain.explain.tokens import marked, sample_tokens, visible
-from radixtrain.explain.tree import run_tree
 from radixtrain.settings.fields import value_of
 
 MOST_CHARS = 800  # to show of a field, or of a rendered text
@@ -50,7 +49,9 @@ def show_row(data: StepData, row: int | str, full: bool = False) -> Iterator[Ren
         return
     encoder = encoder_for(found.source, data.encoder(found.split == "predict" and data.settings.predict_unlabelled))
     yield from _taken_as(content, encoder, full)
-    items = encoder.drafts(content)
+    items = encoder.drafts(content, report := EncodeReport())
+    if report.unused_columns:
+        yield _indented(Text(f"not read: {', '.join(sorted(report.unused_columns))}", style=REFUSED))
     tokenized = encoder.tokenize([item for item in items if isinstance(item, Draft)])
     for number, item in enumerate(items, start=1):
         if isinstance(item, Draft):
@@ -67,21 +68,19 @@ def show_row(data: StepData, row: int | str, full: bool = False) -> Iterator[Ren
             yield _title(f"tokens{_of(number, len(items))}: {len(tokens):,}, {num_labelled:,} with loss{others}")
             yield _indented(marked(tokens, None if full else MOST_CHARS))
     try:
-        kept = encoder.encode(content)
+        (kept,) = encoder.encode_all([content], report=report)
     except DataError as error:
         yield _refused(error)
         return
-    if len(kept) < len(items):
-        yield Text(f"dropped for their length: {len(items) - len(kept)} of {len(items)} samples", style=REFUSED)
-    cut = sum(len(sample.input_ids) == encoder.max_length for sample in kept)
-    if cut and encoder.excess_length_strategy == "truncate":
-        yield Text(f"cut to max_length, {encoder.max_length} tokens: {cut} of {len(items)} samples", style=REFUSED)
+    if report.num_long_samples:
+        what = f"{report.num_long_samples} of {len(items)} samples over max_length {encoder.max_length}"
+        yield Text(f"{what}, with excess_length_strategy: {encoder.excess_length_strategy}", style=REFUSED)
     if kept and found.split == "train":
         yield from _computed(data, found.where)
 
 
 def _taken_as(row: Row, encoder: ChatEncoder, full: bool) -> Iterator[RenderableType]:
-    """Show what the columns mean, and which are not read. Skips a bad row, whose draft shows the error."""
+    """Show what the columns mean. Skips a bad row, whose draft shows the error."""
     try:
         standard = encoder.standard(row)
     except DataError:
@@ -90,9 +89,6 @@ def _taken_as(row: Row, encoder: ChatEncoder, full: bool) -> Iterator[Renderable
         yield _title(f"taken as{_of(number, len(standard))}: {', '.join(each.fields)}")
         if row.fields | each.fields != row.fields:
             yield _named(each.fields, full)
-    encoder.drafts(row, report := EncodeReport())
-    if report.unused_columns:
-        yield _indented(Text(f"not read: {', '.join(sorted(report.unused_columns))}", style=REFUSED))
 
 
 def _named(fields: Mapping[str, object], full: bool) -> RenderableType:
@@ -114,23 +110,24 @@ def _json(value: object) -> str:
 
 
 def _computed(data: StepData, where: str) -> Iterator[RenderableType]:
-    """Show the rows of the first epoch. The other rows of the file are read for this, and may be refused."""
+    """Name its places in the first epoch. The other rows of the file are read for this, and may be refused."""
     yield _title("computed, in the first epoch")
     try:
         data.setup("inspect")
-        locations = sample_locations(data, where)
+        conversations = data.conversations["train"]
+        named = ((step, conversations[index][0].where) for step, own in enumerate(data.train_steps()) for index in own)
+        step = next((step for step, other in named if other == where), None)
+        parts = [] if step is None else micro_batches(data, step)
     except UserError as error:
         yield Text.assemble(("unknown, since the steps cannot be made: ", REFUSED), str(error))
         return
-    if not locations:
-        yield _indented(Text("not trained: data.val_size took the row for validation"))
-    for part, sequence in locations:
-        yield _indented(f"{part.place}, sequence {sequence} of {len(part.samples)}, counted from 0")
-        table = Table.grid(padding=(0, 2))
-        for first, last, names in shared_rows(part, sequence):
-            others = f"shared with {len(names)}: {named_rows(names)}" if names else "its own"
-            table.add_row(f"tokens {first}-{last}", f"{last + 1 - first:,}", others)
-        yield _indented(_indented(table))
+    places = [
+        f"{part.place}, sequence {sequence} of {len(part.samples)}, counted from 0"
+        for part in parts
+        for sequence, sample in enumerate(part.samples)
+        if sample.where == where
+    ]
+    yield _indented(Text("\n".join(places) or "not trained: data.val_size took the row for validation"))
 
 
 def _refused(error: DataError) -> Text:
@@ -189,29 +186,3 @@ def find_row(data: StepData, row: int | str) -> FoundRow:
     if by_number:
         raise UserError(f"row: data.train_file has the rows 1 to {number}, got {row}")
     raise UserError(f"row: no row {row!r} in the files of the configuration; expected a number or file:line")
-
-
-def sample_locations(data: StepData, where: str) -> list[tuple[MicroBatch, int]]:
-    """Find the samples of a row in the first epoch, each by micro-batch and index; none if it is not trained.
-
-    data: after `setup("inspect")`. where: `file:line` of the row.
-    """
-    conversations = data.conversations["train"]
-    conversation = next((i for i in range(len(conversations)) if conversations[i][0].where == where), None)
-    step = next((number for number, members in enumerate(data.train_steps()) if conversation in members), None)
-    if step is None:
-        return []
-    return [
-        (part, sequence)
-        for part in micro_batches(data, step)
-        for sequence, sample in enumerate(part.samples)
-        if sample.where == where
-    ]
-
-
-def shared_rows(part: MicroBatch, sequence: int) -> Iterator[tuple[int, int, list[str]]]:
-    """Yield first and last of neighbouring rows of a sample, and the sequences that share them, by `file:line`."""
-    for run in run_tree(part.paths)[0]:
-        if sequence in run.sequences:
-            others = [part.samples[other].where for other in run.sequences if other != sequence]
-            yield run.start, run.end - 1, others

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -68,29 +68,27 @@ def marked(
     """Write the text of the tokens with `⟦ ⟧` around those that bear loss, and their weight after it if unusual.
 
     max_chars: runs with and without loss are shortened in the middle until about this many are left, but no run to
-        less than 40, with the number of tokens that are left out; None shows all.
+        less than 40; None shows all.
     breaks: False shows line breaks only as `↵`, and does not break the line there.
 
     Special tokens have another colour.
     """
     runs = [list(run) for _, run in groupby(tokens, key=lambda token: token.bears_loss)]
+    most = max(LEAST_RUN, max_chars // max(1, len(runs))) if max_chars else None
     text = Text()
     for run in runs:
-        body = _joined(run) if max_chars is None else _shortened(run, max(LEAST_RUN, max_chars // len(runs)) // 2)
+        body = _shortened(_joined(run), most)
         if run[0].bears_loss:
             body = Text.assemble((OPEN, LOSS), body, (CLOSE + _weight(run, usual_weight), LOSS))
         text.append_text(body)
     return text if breaks else Text("").join(text.split("\n"))
 
 
-def _shortened(run: Sequence[Token], most: int) -> Text:
-    """Write both ends of a run. most: characters of each."""
-    lengths = [len(token.text) for token in run]
-    ends = (sum(chars <= most for chars in accumulate(each)) for each in (lengths, lengths[::-1]))
-    head, tail = (max(1, end) for end in ends)
-    if sum(lengths) <= 2 * most or (hidden := len(run) - head - tail) < 2:
-        return _joined(run)
-    return Text.assemble(_joined(run[:head]), (f" ⋯ {hidden:,} tokens ⋯ ", HIDDEN), _joined(run[-tail:]))
+def _shortened(text: Text, most: int | None) -> Text:
+    """Leave out the middle of a text of more characters."""
+    if most is None or (hidden := len(text) - most) <= 0:
+        return text
+    return Text.assemble(text[: most // 2], (f" ⋯ {hidden:,} characters ⋯ ", HIDDEN), text[-(most // 2) :])
 
 
 def _joined(tokens: Sequence[Token]) -> Text:

@@ -131,7 +131,7 @@ def test_a_deep_tree_stays_within_the_width(sample_of: Build, drawn: Print, widt
 def test_long_runs_and_many_branches_are_shortened(sample_of: Build, drawn: Print) -> None:
     samples = [sample_of("p" * 2000, chr(97 + n) + "x" * 99) for n in range(20)]
     shown = drawn(samples)
-    assert "⋯ 1,760 tokens ⋯" in shown.replace("\n", "")
+    assert "⋯ 1,760 characters ⋯" in shown.replace("\n", "")
     assert shown.splitlines()[-1] == "└── ⋯ 8 more branches ⋯"
     full = drawn(samples, full=True)
     assert "⋯" not in full and full.count("p") > 2000
@@ -139,7 +139,7 @@ def test_long_runs_and_many_branches_are_shortened(sample_of: Build, drawn: Prin
 
 def test_names_of_rows() -> None:
     wheres = ["a/x.jsonl:3", "a/x.jsonl:1", "a/x.jsonl:3", "a/x.jsonl:4", "a/x.jsonl:5"]
-    assert named_rows(wheres) == "x.jsonl:3 (2 samples), x.jsonl:1, x.jsonl:4 and 1 more"
+    assert named_rows(wheres) == "x.jsonl:3, x.jsonl:1, x.jsonl:4 and 1 more"
 
 
 # The command
@@ -222,7 +222,8 @@ def test_what_it_shows_is_what_is_trained(shown: Print, shop: Path) -> None:
     ("options", "message"),
     [
         ({"step": 5}, "step: an epoch has the steps 0 to 4, got 5"),
-        ({"step": -1}, "step counts from 0, got -1"),
+        ({"step": -1}, "step: an epoch has the steps 0 to 4, got -1"),
+        ({"micro_batch": -1}, "micro_batch: step 0 has the micro-batches 0 to 0, got -1"),
         ({"micro_batch": 1}, "micro_batch: step 0 has the micro-batches 0 to 0, got 1"),
         ({"row": 21}, "row: data.train_file has the rows 1 to 20, got 21"),
         ({"row": "x.jsonl:1"}, "row: no row 'x.jsonl:1' in the files of the configuration"),

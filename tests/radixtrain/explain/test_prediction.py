@@ -16,12 +16,12 @@ from radixtrain.errors import UserError
 from radixtrain.explain import prediction
 from radixtrain.explain.prediction import (
     ARMS,
+    OPTIMIZER,
     Batch,
     Draw,
     Epoch,
     RunSetup,
     SampledSteps,
-    Timings,
     length_quantiles,
     num_rows,
     num_shared_prompts,
@@ -145,7 +145,6 @@ def setup_of(build: Callable[[int, torch.device], Any], num_layers: int = 2, per
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
         forward=nullcontext,
         device=CPU,
-        dtype=torch.float32,
         num_layers=num_layers,
         period=period,
     )
@@ -171,11 +170,11 @@ def test_further_layers_take_as_much_as_those_between(
 ) -> None:
     timed: list[int] = []
 
-    def by_law(setup: RunSetup, num_layers: int, batches: Mapping[Any, Sequence[Batch]], *limits: float) -> Timings:
+    def by_law(setup: RunSetup, num_layers: int, batches: Mapping[Any, Sequence[Batch]], *limits: float) -> Any:
         timed.append(num_layers)
         largest = {arm: batches[arm][-1] for arm in ARMS}
         seconds = {arm: seconds_of(arm, num_rows(largest[arm]), num_layers) for arm in ARMS}
-        return Timings(largest, seconds, 0.01 + 0.002 * num_layers)
+        return largest, {**seconds, OPTIMIZER: 0.01 + 0.002 * num_layers}
 
     monkeypatch.setattr(prediction, "time_batches", by_law)
     found = predict_steps(setup_of(linear, num_layers, period), BATCHES, 50)
@@ -208,7 +207,7 @@ def test_what_is_timed(tiny_qwen3: Callable[..., Any]) -> None:
     assert [num_rows(batch) for batch in batches["ordinary"]] == [35 * rows for rows in (1, 2, 4, 5, 5)]
     setup = setup_of(lambda num_layers, device: tiny_qwen3(num_hidden_layers=num_layers).train())
     for limits, place in (((), -1), ((0.0,), 0), ((1e6, 1.0), 0)):
-        timed = time_batches(setup, 1, batches, *limits)
+        chosen, seconds = time_batches(setup, 1, batches, *limits)
         for arm in ARMS:
-            assert num_rows(timed.batches[arm]) == num_rows(batches[arm][place])
-        assert min(*timed.seconds.values(), timed.optimizer_seconds) > 0
+            assert num_rows(chosen[arm]) == num_rows(batches[arm][place])
+        assert set(seconds) == {*ARMS, OPTIMIZER} and min(seconds.values()) > 0

@@ -35,10 +35,7 @@ SHOWN: dict[Any, dict[float, str]] = {
     ratio: {1.0: "1", 1.843: "1.84", 20.27: "20.3", 21.0: "21", 100.4: "100", 999.6: "1,000", 1250.0: "1,250"},
     rounded: {0.2: "0", 7: "7", 349_123: "349,000", 4_812_345: "4,810,000", 999_999: "1,000,000"},
     bytes_text: {0: "0 MiB", 2**29: "512 MiB", 2**30: "1 GiB", 1.234 * 2**30: "1.23 GiB", 1250 * 2**30: "1,250 GiB"},
-    duration: {
-        **{0.002: "< 1 s", 0.99: "< 1 s", 1.36: "1.4 s", 9.94: "9.9 s", 9.96: "10 s", 59.6: "1 min"},
-        **{725: "12 min 5 s", 3599.4: "59 min 59 s", 3599.6: "1 h", 12_000: "3 h 20 min", 108_000: "30 h"},
-    },
+    duration: {0.002: "0:00:01", 59.6: "0:01:00", 725: "0:12:05", 108_000: "1 day, 6:00:00"},
 }
 
 
@@ -124,14 +121,12 @@ def report() -> DataReport:
         model="tiny",
         heading="2x as fast",
         summary=("2,014,000 tokens, of which about 504,000 are computed: r = 4.", "A step is predicted to run at 2x."),
-        facts={"rows": "7, 8 samples", "sources": f"a.jsonl: 5, {HOSTILE}: 2"},
+        facts={"rows": "7, 8 samples", "not read": f"{HOSTILE} (2 rows)"},
         tree=tree_of(*(f"You route [bold]\x1b[2J. {HOSTILE}{tail}" for tail in "abcd")),
-        tree_sample=" of 4 of the 7 conversations",
+        tree_sample="4 of the 7 conversations",
         command=f"radixtrain fit --a '{HOSTILE}'",
         breaks=(BREAK, *(BREAK._replace(cause=f"another {n}") for n in range(3))),
         hints=("a date: fixing only this saves 4,810,000 computed tokens.", "--data.batch_size=64: r = 8."),
-        notes=("r is counted on a sample of 16 steps.",),
-        environment=f"torch {HOSTILE}",
     )
 
 
@@ -144,12 +139,10 @@ def bare() -> DataReport:
         summary=("3 tokens, none of them shared.",),
         facts={"rows": "1"},
         tree=tree_of("Hello."),
-        tree_sample="",
+        tree_sample="1 of the 1 conversations",
         command="radixtrain fit",
         breaks=(),
         hints=(),
-        notes=(),
-        environment="",
     )
 
 
@@ -187,9 +180,9 @@ def as_page(report: DataReport) -> str:
     ("is_bare", "parts"),
     [
         (False, [
-            *("2,014,000 tokens, of which about 504,000 are computed: r = 4. A step", "7, 8 samples", "a.jsonl: 5, "),
+            *("2,014,000 tokens, of which about 504,000 are computed: r = 4. A step", "7, 8 samples", "(2 rows)"),
             *("To train", "radixtrain fit", "Today is ", "2026-11-21", "train.jsonl:12"),
-            *("a date: fixing only this saves", "--data.batch_size=64: r = 8.", "r is counted on a sample of 16"),
+            *("a date: fixing only this saves", "--data.batch_size=64: r = 8."),
             *("The prefix tree of 4 of the 7 conversations", "then 4 branches", "You route [bold]"),
         ]),
         (True, ["3 tokens, none of them shared.", "Nothing was found", "To train"]),
@@ -219,8 +212,8 @@ def test_the_page(report: DataReport, bare: DataReport) -> None:
     assert not {"img", "a", "iframe", "object", "script"} & set(found.tags)
     assert found.loaded == ["data:,"]  # the icon
     assert """content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">""" in page
-    # title, line above the heading, command, 4 examples, source, tree, environment
-    assert found.text.count(HOSTILE) == 10
+    # title, line above the heading, command, 4 examples, a column, tree
+    assert found.text.count(HOSTILE) == 9
     assert "end. ↵ ⇥Intents:" in " ".join(found.text.split())
     long = "x" * SHORT_TEXT + "y" * SHORT_TEXT
     page = render(replace(bare, tree=tree_of(long, long)))

@@ -10,7 +10,7 @@ from rich.console import Group
 
 from radixtrain.data.datamodule import SFTData
 from radixtrain.errors import UserError
-from radixtrain.explain.row import find_row, sample_locations, shared_rows, show_row
+from radixtrain.explain.row import find_row, show_row
 
 
 @pytest.fixture
@@ -97,13 +97,13 @@ SHOWN: dict[str, Case] = {
     "dropped": (
         [pair("x"), pair("x" * 60)],
         {"max_length": 30, "excess_length_strategy": "drop"},
-        ["dropped for their length: 1 of 1 samples"],
+        ["1 of 1 samples over max_length 30, with excess_length_strategy: drop"],
         [COMPUTED],
     ),
     "cut": (
         [pair("x" * 60)],
         {"max_length": 30, "excess_length_strategy": "truncate"},
-        ["cut to max_length, 30 tokens: 1 of 1 samples", COMPUTED],
+        ["1 of 1 samples over max_length 30, with excess_length_strategy: truncate", COMPUTED],
         [],
     ),
 }
@@ -152,17 +152,6 @@ def test_a_row_of_another_file(data_of: Callable[..., SFTData], shop: Path, show
 def test_no_such_row(data_of: Callable[..., SFTData], row: int | str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         find_row(data_of(pair("a"), pair("b")), row)
-
-
-def test_what_a_sample_shares_adds_up_to_its_tokens(data_of: Callable[..., SFTData]) -> None:
-    data = data_of(*(pair(answer) for answer in ("a b", "a c", "d", "a b")), shuffle_dataset=False)
-    data.setup("inspect")
-    for conversation in data.conversations["train"]:
-        [(part, sequence)] = sample_locations(data, conversation[0].where)
-        firsts, lasts, others = zip(*shared_rows(part, sequence), strict=True)
-        rows = [row for first, last in zip(firsts, lasts, strict=True) for row in range(first, last + 1)]
-        assert part.batch["input_ids"][0][rows].tolist() == conversation[0].input_ids.tolist()
-        assert sorted(map(len, others), reverse=True) == [*map(len, others)]
 
 
 def test_it_is_printed_stage_by_stage(data_of: Callable[..., SFTData]) -> None:

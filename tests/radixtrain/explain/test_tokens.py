@@ -11,7 +11,7 @@ from radixtrain.collators.token_row import TokenRow
 from radixtrain.explain.tokens import LOSS, marked, sample_tokens, token_texts
 
 Build = Callable[..., TokenRow]
-LONG = f"{'p' * 50} ⋯ 900 tokens ⋯ {'p' * 50}⟦{'q' * 50} ⋯ 400 tokens ⋯ {'q' * 50}⟧"
+LONG = f"{'p' * 50} ⋯ 900 characters ⋯ {'p' * 50}⟦{'q' * 50} ⋯ 400 characters ⋯ {'q' * 50}⟧"
 
 
 @pytest.mark.parametrize(

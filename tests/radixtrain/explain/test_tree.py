@@ -56,7 +56,7 @@ def test_a_long_run_is_shortened_in_its_middle(tokenizer: PreTrainedTokenizerBas
 def test_a_conversation_of_many_turns_is_deep(tokenizer: PreTrainedTokenizerBase) -> None:
     ids = np.arange(1500, dtype=np.int64) % 200
     tree = TextTree([ids[:end] for end in range(1, 1500)], tokenizer)
-    assert max(line.depth for line in tree.lines(1500)) > 1000
+    assert max(line.depth for line in tree.lines(100)) == 99
     assert sum(tree.saved[root] for root in tree.roots) == 1499 * 1500 // 2 - 1499
 
 
