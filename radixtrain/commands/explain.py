@@ -24,7 +24,6 @@ from radixtrain.explain.prediction import RunSetup, without_messages
 from radixtrain.explain.report import make_report, print_report, write_page
 from radixtrain.explain.row import show_row
 from radixtrain.hf.config import read_config
-from radixtrain.hf.scores import named_scores, needs_labels
 from radixtrain.hf.share import share_prefixes
 from radixtrain.screen import printable, screen, without_passwords
 from radixtrain.settings.commands import Inspect, Report
@@ -46,7 +45,6 @@ def run(settings: Report | Inspect, words: Sequence[str]) -> None:
     quiet(speaks=True)
     warn_of_variables(os.environ)
     check_settings(settings, words[0])
-    settings.data.predict_unlabelled = not needs_labels(named_scores(settings.model.scores))
     data = StepData(settings.data)
     try:
         if isinstance(settings, Report):

@@ -47,7 +47,7 @@ def show_row(data: StepData, row: int | str, full: bool = False) -> Iterator[Ren
             yield _indented(_shortened(found.content.content.decode("utf-8", "backslashreplace"), full))
         yield _refused(error)
         return
-    encoder = encoder_for(found.source, data.encoder(found.split == "predict" and data.settings.predict_unlabelled))
+    encoder = encoder_for(found.source, data.encoder(found.split == "predict" and data.settings.predict_prompts))
     yield from _taken_as(content, encoder, full)
     items = encoder.drafts(content, report := EncodeReport())
     if report.unused_columns:
