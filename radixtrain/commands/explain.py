@@ -115,7 +115,6 @@ def run_setup(settings: ModelSettings, trainer: TrainerSettings) -> RunSetup:
             kernel=settings.kernel,
             allow_dropout=tuple(settings.allow_dropout or ()),
         ),
-        max_grad_norm=settings.max_grad_norm,
     )
 
 

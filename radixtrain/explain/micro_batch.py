@@ -119,13 +119,10 @@ def show_micro_batch(data: StepData, step: int, index: int, full: bool) -> Itera
     if not 0 <= index < len(parts):
         raise UserError(f"micro_batch: step {step} has the micro-batches 0 to {len(parts) - 1}, got {index}")
     part = parts[index]
-    tree = BatchTree(part, data.tokenizer())
-    yield Text.assemble((part.place, "bold"), (", counted from 0", "dim"))
+    yield Text(f"{part.place}, counted from 0", style="bold")
     yield numbers(part)
     yield LEGEND
-    yield draw(tree, [sample.where for sample in part.samples], full)
-    if tree.num_strays:
-        yield Text(f"{tree.num_strays:,} predictions are not shown: their labels are no token that comes next")
+    yield draw(BatchTree(part, data.tokenizer()), [sample.where for sample in part.samples], full)
 
 
 class BatchTree:
@@ -133,7 +130,6 @@ class BatchTree:
 
     runs: in the order of the rows. roots: indices of those that nothing precedes. tokens: one for each row; its weight
     is the sum over the sequences that learn it.
-    num_strays: predictions of a token that comes next in no sequence, because a row has labels of its own.
     """
 
     def __init__(self, part: MicroBatch, tokenizer: PreTrainedTokenizerBase):
@@ -146,8 +142,7 @@ class BatchTree:
         previous = np.full(part.num_unique_tokens, -1)
         for path in part.paths:
             previous[path[1:]] = path[:-1]
-        special, steps = set(tokenizer.all_special_ids), list(zip(previous.tolist(), ids.tolist(), strict=False))
-        self.num_strays = len({*weights} - {*steps})
+        special, steps = set(tokenizer.all_special_ids), zip(previous.tolist(), ids.tolist(), strict=False)
         texts: list[str] = []
         for run in self.runs:
             own, first = part.samples[run.sequences[0]].input_ids, max(0, run.depth - CONTEXT)

@@ -8,6 +8,7 @@ Jinja escapes them, and the page's content security policy allows no script and 
 from __future__ import annotations
 
 import logging
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,9 +34,7 @@ from radixtrain.explain.prediction import (
     Epoch,
     RunSetup,
     SampledSteps,
-    length_quantiles,
-    num_shared_prompts,
-    predict_steps,
+    predict_seconds,
 )
 from radixtrain.explain.tokens import visible
 from radixtrain.explain.tree import TextTree
@@ -43,7 +42,7 @@ from radixtrain.screen import screen
 
 logger = logging.getLogger(__name__)
 
-TREE_CONVERSATIONS = 1000  # at equal distances, for the picture
+TREE_CONVERSATIONS = 1000  # at most, at equal distances, for the picture
 WORTH_A_HINT, NEARLY = 1.1, 0.95
 PRICES = {  # of another value of a setting
     "max_tokens": "The steps stay as they are; micro-batches are larger, and take more memory",
@@ -89,9 +88,7 @@ def make_report(data: StepData, setup: RunSetup, typed: Sequence[str] = (), max_
         collator=data.step_collator(),
         weights=corpus.weights,
     )
-    together = of_data.group_by_prefix
-    draw = Draw(of_data.batch_size, of_data.max_tokens, together if together is True or together > 1 else False)
-    logger.info("counting what the steps of an epoch share")
+    draw = Draw(of_data.batch_size, of_data.max_tokens, of_data.group_by_prefix)
     own = epoch.sampled(draw)
     others = {key: [epoch.sampled(other) for other in draws] for key, draws in epoch.others(draw).items()}
     speedup = None
@@ -99,28 +96,27 @@ def make_report(data: StepData, setup: RunSetup, typed: Sequence[str] = (), max_
         if not max_seconds:
             raise UserError("max_seconds is 0")
         logger.info("timing a micro-batch, shared and ordinary, for about %.0f s", max_seconds)
-        prediction = predict_steps(setup, epoch.timed_batches(draw), max_seconds)
-        seconds, ordinary = (prediction.seconds(own, arm) for arm in ARMS)
-        speedup, layers = ordinary / seconds, " and ".join(map(str, prediction.timed_layers))
+        seconds, depths = predict_seconds(setup, epoch.timed_batches(draw), own, max_seconds)
+        speedup, layers = seconds["ordinary"] / seconds["radix"], " and ".join(map(str, depths))
         speed = (
-            f"A training step is predicted to run at {ratio(speedup)}x the speed of an ordinary padded one"
-            f"{' on whole chats' if own.rows_r else ''} on this machine, an epoch in {duration(own.scale * seconds)}. "
-            f"Timed on {layers} of {setup.num_layers} layers with random weights."
+            f"A training step is predicted to run at {rounded(speedup)}x the speed of an ordinary padded one"
+            f"{' on whole chats' if own.rows_r != own.r else ''} on this machine, an epoch in "
+            f"{duration(own.scale * seconds['radix'])}. Timed on {layers} of {setup.num_layers} layers with random "
+            f"weights."
         )
     except UserError as error:
         speed = f"The speed-up on this machine was not predicted: {error}."
-    logger.info("looking for what breaks sharing")
     tokenizer = data.encoder().tokenizer
     breaks = find_breaks(corpus, tokenizer, draw.batch_size)
-    places = np.linspace(0, len(corpus) - 1, min(TREE_CONVERSATIONS, len(corpus))).astype(np.int64).tolist()
+    drawn = range(0, len(corpus), -(-len(corpus) // TREE_CONVERSATIONS))
     return DataReport(
         title=", ".join(part.name for part in corpus.parts),
         model=str(of_data.model_name_or_path),
-        heading=f"{ratio(speedup)}x as fast" if speedup else f"r = {ratio(own.r)}",
+        heading=f"{rounded(speedup)}x as fast" if speedup else f"r = {rounded(own.r)}",
         summary=(_sharing(own), speed),
-        facts=dict(_facts(data, epoch)),
-        tree=TextTree([sample.input_ids for place in places for sample in corpus[place]], tokenizer),
-        tree_sample=f"{len(places):,} of the {len(corpus):,} conversations",
+        facts=dict(_facts(data)),
+        tree=TextTree([sample.input_ids for index in drawn for sample in corpus[index]], tokenizer),
+        tree_sample=f"{len(drawn):,} of the {len(corpus):,} conversations",
         command=command_to_paste(typed),
         breaks=breaks,
         hints=(*map(fix, breaks), *hints(own, speedup, others), *_hint_at_system_prompt(rows)),
@@ -133,25 +129,24 @@ def _sharing(own: SampledSteps) -> str:
     def in_epoch(number: int) -> str:
         return f"{number:,}" if own.scale == 1 else f"about {rounded(own.scale * number)}"
 
-    tokens, computed = f"{in_epoch(own.num_tokens)} tokens", f"of which {in_epoch(own.radix)} are computed"
-    if own.rows_r is not None:
-        return (
-            f"{in_epoch(own.num_whole_tokens)} tokens as whole chats, {tokens} as their turns, {computed}: "
-            f"r = {ratio(own.r)} against whole chats, as TRL trains them, {ratio(own.rows_r)} against the same rows."
-        )
-    return f"{tokens} in an epoch, {computed}: r = {ratio(own.r)}."
+    tokens, whole = (f"{in_epoch(own.num_tokens[arm])} tokens" for arm in ARMS)
+    computed = f"of which {in_epoch(own.num_rows['radix'])} are computed"
+    if own.rows_r == own.r:
+        return f"{tokens} in an epoch, {computed}: r = {rounded(own.r)}."
+    return (
+        f"{whole} as whole chats, {tokens} as their turns, {computed}: r = {rounded(own.r)} against whole chats, as "
+        f"TRL trains them, {rounded(own.rows_r)} against the same rows."
+    )
 
 
-def _facts(data: StepData, epoch: Epoch) -> Iterator[tuple[str, str]]:
+def _facts(data: StepData) -> Iterator[tuple[str, str]]:
     """Yield the lines about the rows, which no setting changes."""
     rows, corpus = data.reports["train"], data.conversations["train"]
     num_labels = sum(sample.num_labels for samples in corpus for sample in samples)
-    samples = f"{len(corpus.lengths):,} samples, {num_labels:,} tokens bear loss"
-    yield "rows", f"{rows.num_rows:,}, {samples}; shared prompts: {num_shared_prompts(epoch.groups):,}"
-    quantiles = ", ".join(f"{name} {tokens:,}" for name, tokens in length_quantiles(corpus.lengths).items())
-    limit = data.settings.max_length
-    over = f"; {rows.num_long_samples:,} over max_length {limit:,}, the longest {rows.longest:,}"
-    yield "lengths", f"{quantiles} tokens{over if limit and rows.num_long_samples else ''}"
+    yield "rows", f"{rows.num_rows:,}, {len(corpus.lengths):,} samples, {num_labels:,} tokens bear loss"
+    least, half, nearly_all, most = np.quantile(corpus.lengths, [0, 0.5, 0.99, 1], method="nearest").tolist()
+    over = f"; {rows.num_long_samples:,} over max_length, the longest {rows.longest:,}" if rows.num_long_samples else ""
+    yield "lengths", f"{least:,} to {most:,} tokens, median {half:,}, 99 % up to {nearly_all:,}{over}"
     if copies := text_of_copies(corpus, data.settings):
         yield "copies", copies
     if unread := rows.unread():
@@ -181,7 +176,7 @@ def hints(own: SampledSteps, speedup: float | None, others: Mapping[str, Sequenc
         chosen = next((each for each in others[key] if each.r >= NEARLY * best), own)
         if chosen.r >= WORTH_A_HINT * own.r:
             value = str(getattr(chosen.draw, key)).lower()
-            yield f"--data.{key}={value}: r = {ratio(chosen.r)} in place of {ratio(own.r)}. {price}"
+            yield f"--data.{key}={value}: r = {rounded(chosen.r)} in place of {rounded(own.r)}. {price}"
 
 
 def _hint_at_system_prompt(rows: EncodeReport) -> Iterator[str]:
@@ -194,24 +189,12 @@ def _hint_at_system_prompt(rows: EncodeReport) -> Iterator[str]:
 
 def command_to_paste(typed: Sequence[str]) -> str:
     """Write `python -m radixtrain fit` with what was typed after `report`, whose own key is left out."""
-    for_fit, words = [], iter(typed)
-    for word in words:
-        if word == "--max_seconds":
-            next(words, None)
-        elif not word.startswith("--max_seconds="):
-            for_fit.append(word)
-    return shlex.join(["python", "-m", "radixtrain", "fit", *for_fit])
-
-
-def ratio(value: float) -> str:
-    """Format three digits without an exponent: `1.84`, `21`, `19.9`, `1,250`."""
-    digits = f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
-    return digits if "." not in digits else digits.rstrip("0").rstrip(".")
+    return re.sub(r" --max_seconds[= ]\S+", "", shlex.join(["python", "-m", "radixtrain", "fit", *typed]))
 
 
 def rounded(value: float) -> str:
-    """Format an estimated count with three significant digits: `349,000`; an integer below 1,000 stays exact."""
-    return f"{round(float(f'{value:.3g}')):,}"
+    """Format three digits without an exponent: `1.84`, `21`, `1,250`, `349,000`."""
+    return f"{float(f'{value:.3g}'):,.12g}"
 
 
 def duration(seconds: float) -> str:

@@ -23,10 +23,10 @@ from radixtrain.data.tokens.tokenization import Draft
 from radixtrain.errors import DataError, UserError
 from radixtrain.explain.micro_batch import micro_batches
 from radixtrain.explain.tokens import marked, sample_tokens, visible
-from radixtrain.settings.fields import value_of
 
 MOST_CHARS = 800  # to show of a field, or of a rendered text
 REFUSED = "bold red"
+FORMS = {"plain": "plain text", "chat": "a whole chat", "turn": "a turn of the assistant"}
 SPLITS = ("train", "validation", "test", "predict")
 
 
@@ -38,7 +38,7 @@ def show_row(data: StepData, row: int | str, full: bool = False) -> Iterator[Ren
     Raises UserError if there is no such row, or if the tokenizer, its template or a file cannot be read.
     """
     found = find_row(data, row)
-    yield _title(f"{found.where}: row {found.number:,} of data.{found.split}_file")
+    yield _title(f"{found.content.where}: row {found.number:,} of data.{found.split}_file")
     try:
         content = found.content.read()
         yield _named(content.fields, full)
@@ -54,18 +54,14 @@ def show_row(data: StepData, row: int | str, full: bool = False) -> Iterator[Ren
         yield _indented(Text(f"not read: {', '.join(sorted(report.unused_columns))}", style=REFUSED))
     tokenized = encoder.tokenize([item for item in items if isinstance(item, Draft)])
     for number, item in enumerate(items, start=1):
-        if isinstance(item, Draft):
-            what = {"plain": "plain text", "chat": "a whole chat", "turn": "a turn of the assistant"}[item.form]
-            yield _title(f"rendered{_of(number, len(items))}: {what}")
-            texts = {"prompt": item.prompt, "target": item.target}
-            yield _named({name: text for name, text in texts.items() if text}, full)
         if not isinstance(item, DataError):
             sample = item if isinstance(item, TokenRow) else next(tokenized)
+            form = FORMS[item.form] if isinstance(item, Draft) else "token ids"
             tokens = sample_tokens(sample, encoder.tokenizer)
             num_labelled = sum(token.bears_loss for token in tokens)
             num_others = int(((sample.labels != IGNORE_INDEX) & (sample.labels != sample.input_ids)).sum())
             others = f", {num_others:,} of which learn another token than their own" if num_others else ""
-            yield _title(f"tokens{_of(number, len(items))}: {len(tokens):,}, {num_labelled:,} with loss{others}")
+            yield _title(f"{form}{_of(number, len(items))}: {len(tokens):,} tokens, {num_labelled:,} with loss{others}")
             yield _indented(marked(tokens, None if full else MOST_CHARS))
     try:
         (kept,) = encoder.encode_all([content], report=report)
@@ -76,7 +72,7 @@ def show_row(data: StepData, row: int | str, full: bool = False) -> Iterator[Ren
         what = f"{report.num_long_samples} of {len(items)} samples over max_length {encoder.max_length}"
         yield Text(f"{what}, with excess_length_strategy: {encoder.excess_length_strategy}", style=REFUSED)
     if kept and found.split == "train":
-        yield from _computed(data, found.where)
+        yield from _computed(data, found.content.where)
 
 
 def _taken_as(row: Row, encoder: ChatEncoder, full: bool) -> Iterator[RenderableType]:
@@ -159,10 +155,6 @@ class FoundRow(NamedTuple):
     source: Source
     content: UnreadRow
 
-    @property
-    def where(self) -> str:
-        return self.content.where
-
 
 def find_row(data: StepData, row: int | str) -> FoundRow:
     """Find the row, whether or not it can be used. Files are read up to it.
@@ -176,7 +168,7 @@ def find_row(data: StepData, row: int | str) -> FoundRow:
         raise UserError("data.train_file is missing: name the file that the row is in")
     by_number, number = isinstance(row, int) or row.isdigit(), 0
     for split in SPLITS[:1] if by_number else SPLITS:
-        files = value_of(data.settings, f"{split}_file")
+        files = getattr(data.settings, f"{split}_file")
         sources = as_sources(files, data.settings.columns) if files else ()
         rows = ((source, content) for source in sources for content in open_rows(source))
         for number, (source, content) in enumerate(rows, start=1):

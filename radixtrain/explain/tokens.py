@@ -40,21 +40,21 @@ class Token(NamedTuple):
 
 def sample_tokens(sample: TokenRow, tokenizer: PreTrainedTokenizerBase) -> list[Token]:
     """Return the tokens of a sample. The first one is never predicted, and so bears no loss whatever its label is."""
-    bears_loss = sample.labels != IGNORE_INDEX
-    bears_loss[:1] = False
-    weights = np.ones(len(bears_loss)) if sample.loss_weights is None else sample.loss_weights
-    is_special = np.isin(sample.input_ids, tokenizer.all_special_ids)
-    columns = (column.tolist() for column in (bears_loss, is_special, weights))
-    return [Token(*entries) for entries in zip(token_texts(sample.input_ids, tokenizer), *columns, strict=True)]
+    special, texts = set(tokenizer.all_special_ids), token_texts(sample.input_ids, tokenizer)
+    weights = np.ones(len(texts)) if sample.loss_weights is None else sample.loss_weights
+    columns = zip(texts, sample.input_ids.tolist(), sample.labels.tolist(), weights.tolist(), strict=True)
+    return [
+        Token(text, place > 0 and label != IGNORE_INDEX, token in special, weight)
+        for place, (text, token, label, weight) in enumerate(columns)
+    ]
 
 
 def token_texts(ids: IntArray | Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return the text of each token; `<id>` for one that the tokenizer does not know."""
-    num_known = len(tokenizer)
-    known = [0 <= token < num_known for token in ids]
-    read = [token for token, is_known in zip(ids, known, strict=True) if is_known]
-    texts = iter(decode_runs(tokenizer, read, range(len(read) + 1)))
-    return [next(texts) if is_known else f"<{token}>" for token, is_known in zip(ids, known, strict=True)]
+    is_known = [0 <= token < len(tokenizer) for token in ids]
+    known = [int(token) if known else 0 for token, known in zip(ids, is_known, strict=True)]
+    texts = decode_runs(tokenizer, known, range(len(known) + 1))
+    return [text if known else f"<{token}>" for text, token, known in zip(texts, ids, is_known, strict=True)]
 
 
 def visible(text: str) -> str:
@@ -102,10 +102,5 @@ def _joined(tokens: Sequence[Token]) -> Text:
 def _weight(run: Sequence[Token], usual_weight: float) -> str:
     lowest, highest = (reduce(token.weight for token in run) for reduce in (min, max))
     if lowest == highest:
-        return "" if lowest == usual_weight else f"×{_number(lowest)}"
-    return f"×{_number(lowest)}…{_number(highest)}"
-
-
-def _number(value: float) -> str:
-    """Format a weight: whole ones without decimals."""
-    return f"{value:,.0f}" if float(value).is_integer() else f"{value:.3g}"
+        return "" if lowest == usual_weight else f"×{lowest:g}"
+    return f"×{lowest:g}…{highest:g}"

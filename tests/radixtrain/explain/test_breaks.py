@@ -184,8 +184,7 @@ def test_a_planted_cause(planting: str, chats: Build, tokenizer: PreTrainedToken
     assert found.advice.endswith(".")
     texts = {sample.where: tokenizer.decode(sample.input_ids) for (sample,) in now}
     for example in found.examples if cause != "white space" else ():
-        shown = f"{example.before}{example.value.partition(' … ')[0]}"
-        assert shown in texts[example.where] and ("…" in example.value or example.after in texts[example.where])
+        assert f"{example.before}{example.value}{example.after}" in texts[example.where]
 
 
 @pytest.mark.parametrize("shares", [(40, 40, 40), (80, 30, 10)])

@@ -22,10 +22,8 @@ from radixtrain.explain.prediction import (
     Epoch,
     RunSetup,
     SampledSteps,
-    length_quantiles,
     num_rows,
-    num_shared_prompts,
-    predict_steps,
+    predict_seconds,
     time_batches,
 )
 
@@ -58,11 +56,11 @@ def test_r_is_that_of_the_steps_of_fit() -> None:
         StepDataset(conversations, StepCollator(max_tokens=4096, dedup=dedup)) for dedup in (True, False)
     )
     steps, padded = ([data[indices] for indices in StepSampler(96, 16, True, 3)] for data in (radix, ordinary))
-    assert (sampled.num_steps, sampled.scale, sampled.rows_r) == (6, 1.0, None)
-    assert sampled.radix == sum(step.num_computed_tokens for step in steps)
-    assert sampled.ordinary == sum(num_rows(batch) for step in padded for batch in step.micro_batches)
-    assert sampled.num_tokens == sampled.num_whole_tokens == sum(step.num_tokens for step in steps)
-    assert sampled.r == sampled.num_tokens / sampled.radix
+    assert (sampled.num_steps, sampled.scale, sampled.rows_r) == (6, 1.0, sampled.r)
+    for arm, collated in (("radix", steps), ("ordinary", padded)):
+        assert sampled.num_rows[arm] == sum(num_rows(batch) for step in collated for batch in step.micro_batches)
+        assert sampled.num_tokens[arm] == sum(step.num_tokens for step in collated)
+    assert sampled.r == sampled.num_tokens["radix"] / sampled.num_rows["radix"]
 
 
 def test_split_chats_are_compared_with_whole_ones() -> None:
@@ -71,10 +69,10 @@ def test_split_chats_are_compared_with_whole_ones() -> None:
     turns = [TokenRow(ids[:end], np.where(ids[:end] < end - 5, -100, ids[:end]), "x:1") for end in (20, 40, 60)]
     epoch = epoch_of([turns] * 4)
     sampled = epoch.sampled(Draw(4, 4096))
-    assert (sampled.num_tokens, sampled.num_whole_tokens, sampled.ordinary) == (4 * 120, 4 * 60, 4 * 60)
+    assert sampled.num_tokens == {"radix": 4 * 120, "ordinary": 4 * 60} and sampled.num_rows["ordinary"] == 4 * 60
     assert (sampled.r, sampled.rows_r) == (4, 8)
-    features = epoch.features("ordinary", [0, 1])
-    assert [(len(each["input_ids"]), int((each["labels"] != -100).sum())) for each in features] == [(60, 15)] * 2
+    (batch,) = epoch.step("ordinary", Draw(2, 4096), [0, 1]).micro_batches
+    assert batch["input_ids"].shape == (2, 60) and int((batch["shift_labels"] != -100).sum()) == 2 * 15
 
 
 @pytest.mark.parametrize(
@@ -94,13 +92,13 @@ def test_what_shares_more(num_prompts: int, less: Draw, more: Draw) -> None:
 
 def test_settings_are_compared_on_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampled by their tokens: 3 steps of 1,280 tokens, however they are cut; not the last short one of several."""
-    assert epoch_of(conversations_of(1, 40)).sampled(OWN).num_tokens == 2 * 16 * 80
-    assert epoch_of(conversations_of(1, 5)).sampled(OWN).num_tokens == 5 * 80
+    assert epoch_of(conversations_of(1, 40)).sampled(OWN).num_tokens["radix"] == 2 * 16 * 80
+    assert epoch_of(conversations_of(1, 5)).sampled(OWN).num_tokens["radix"] == 5 * 80
     monkeypatch.setattr(prediction, "COUNTED_TOKENS", 3000)
     epoch = epoch_of(conversations_of(1, 200))
     whole, cut = epoch.sampled(OWN), epoch.sampled(Draw(16, 128))
     for sampled in (whole, cut):
-        assert (sampled.num_steps, sampled.num_tokens) == (3, 3 * 16 * 80)
+        assert (sampled.num_steps, sampled.num_tokens["radix"]) == (3, 3 * 16 * 80)
         assert sampled.scale == pytest.approx(200 / 48)
     assert whole.r > cut.r == pytest.approx(16 * 80 / (4 * (64 + 4 * 16)))
 
@@ -118,22 +116,8 @@ def test_sources_with_weights() -> None:
 def test_what_is_compared_with_the_users_settings(shuffle: bool, grouped: list[Draw]) -> None:
     found = epoch_of(conversations_of(1, 100), shuffle).others(Draw(24, 256))
     assert found["group_by_prefix"] == grouped
-    assert [draw.batch_size for draw in found["batch_size"]] == [32, 64]
-    assert [draw.max_tokens for draw in found["max_tokens"]] == [512, 1024]
-
-
-def nested() -> list[list[TokenRow]]:
-    """One beginning of 64 tokens; after it four of 64, with five rows each."""
-    trunk = np.arange(64)
-    rows = [sample for (sample,) in conversations_of(4, 5)]
-    return [[TokenRow(np.concatenate([trunk, each.input_ids]), np.arange(144), "x:1")] for each in rows]
-
-
-def test_prompts_and_lengths() -> None:
-    found = [conversations_of(*sizes) for sizes in ((1, 50), (7, 5), (50, 1))] + [nested()]
-    assert [num_shared_prompts(epoch_of(each).groups) for each in found] == [1, 7, 0, 4]
-    quantiles = {"min": 1, "10 %": 11, "50 %": 51, "90 %": 91, "99 %": 100, "max": 101}
-    assert length_quantiles(np.arange(1, 102)) == quantiles
+    assert [draw.batch_size for draw in found["batch_size"]] == [48, 96]
+    assert [draw.max_tokens for draw in found["max_tokens"]] == [512, 1024, 2048]
 
 
 # Seconds
@@ -177,26 +161,19 @@ def test_further_layers_take_as_much_as_those_between(
         return largest, {**seconds, OPTIMIZER: 0.01 + 0.002 * num_layers}
 
     monkeypatch.setattr(prediction, "time_batches", by_law)
-    found = predict_steps(setup_of(linear, num_layers, period), BATCHES, 50)
-    assert timed == depths and found.timed_layers == tuple(sorted(depths))
-    counts = {"num_tokens": 1000, "num_whole_tokens": 1000}
-    sampled = SampledSteps(draw=OWN, num_steps=2, scale=1.0, radix=400, ordinary=3000, **counts)
+    rows = {"radix": 400, "ordinary": 3000}
+    sampled = SampledSteps(draw=OWN, num_steps=2, scale=1.0, num_tokens={"radix": 1, "ordinary": 1}, num_rows=rows)
+    found, layers = predict_seconds(setup_of(linear, num_layers, period), BATCHES, sampled, 50)
+    assert timed == depths and layers == tuple(sorted(depths))
     overhead = 2 * (0.01 + 0.002 * num_layers + prediction.STEP_SECONDS)
-    for arm, rows in (("radix", 400), ("ordinary", 3000)):
-        assert found.seconds(sampled, arm) == pytest.approx(seconds_of(arm, rows, num_layers) + overhead)  # type: ignore[arg-type]
+    for arm, number in rows.items():
+        assert found[arm] == pytest.approx(seconds_of(arm, number, num_layers) + overhead)
 
 
 def test_a_model_that_memory_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prediction, "free_bytes", lambda device: 2.0 * 3 * 1600 - 1)
     with pytest.raises(UserError, match=r"^3 of its 28 layers with gradients and optimizer need 0\.0 GiB, and 0\.0"):
-        predict_steps(setup_of(linear, 28), BATCHES, 50)
-
-
-def test_free_bytes_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """80 in all: another process has 30, this one 20, and 5 more that its allocator keeps."""
-    for name, value in (("mem_get_info", (25, 80)), ("memory_reserved", 25), ("memory_allocated", 20)):
-        monkeypatch.setattr(torch.cuda, name, lambda device=None, value=value: value)
-    assert prediction.free_bytes(torch.device("cuda", 0)) == 30
+        predict_seconds(setup_of(linear, 28), BATCHES, None, 50)  # type: ignore[arg-type]
 
 
 def test_what_is_timed(tiny_qwen3: Callable[..., Any]) -> None:

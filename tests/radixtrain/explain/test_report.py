@@ -22,7 +22,6 @@ from radixtrain.explain.report import (
     fix,
     hints,
     print_report,
-    ratio,
     render,
     rounded,
     write_page,
@@ -32,8 +31,7 @@ from radixtrain.screen import screen
 
 HOSTILE = """</script><img src=x onerror="document.title='run'"><b>%{y} $x$ <a href="https://example.com">a</a> &lt;"""
 SHOWN: dict[Any, dict[float, str]] = {
-    ratio: {1.0: "1", 1.843: "1.84", 20.27: "20.3", 21.0: "21", 100.4: "100", 999.6: "1,000", 1250.0: "1,250"},
-    rounded: {0.2: "0", 7: "7", 349_123: "349,000", 4_812_345: "4,810,000", 999_999: "1,000,000"},
+    rounded: {1.0: "1", 1.843: "1.84", 20.27: "20.3", 100.4: "100", 999.6: "1,000", 1250: "1,250", 349_123: "349,000"},
     bytes_text: {0: "0 MiB", 2**29: "512 MiB", 2**30: "1 GiB", 1.234 * 2**30: "1.23 GiB", 1250 * 2**30: "1,250 GiB"},
     duration: {0.002: "0:00:01", 59.6: "0:01:00", 725: "0:12:05", 108_000: "1 day, 6:00:00"},
 }
@@ -58,9 +56,9 @@ def test_the_command_repeats_what_was_typed(typed: list[str], command: str) -> N
 
 def with_r(r: float, **draw: Any) -> SampledSteps:
     """Steps with these settings, and 32 rows and 1,000 tokens otherwise."""
-    counts = {"num_tokens": 1000, "num_whole_tokens": 1000, "ordinary": 1200}
     draw = {"batch_size": 32, "max_tokens": 1000, **draw}
-    return SampledSteps(draw=Draw(**draw), num_steps=1, scale=1.0, radix=round(1000 / r), **counts)
+    counts: dict[str, Any] = {"num_tokens": {"radix": 1000, "ordinary": 1000}, "num_rows": {"radix": round(1000 / r)}}
+    return SampledSteps(draw=Draw(**draw), num_steps=1, scale=1.0, **counts)
 
 
 @pytest.mark.parametrize(

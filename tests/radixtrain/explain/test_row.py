@@ -49,7 +49,7 @@ SHOWN: dict[str, Case] = {
     "no UTF-8": (['{"prompt": "a\udcff"}'], {}, ["a\\xff", "refused: ", "not valid UTF-8: byte 0xff"], [COMPUTED]),
     "a role": ([BAD_ROLE], {}, ["Hi", "refused: ", "unknown role"], [COMPUTED]),
     "a label": ([{"text": "a", "label": "spam"}], {}, ["spam", "refused: ", "label beside text"], [COMPUTED]),
-    "text": ([{"text": "a"}], {}, ["taken as: text", "rendered: plain text", "tokens: ", COMPUTED], ["refused"]),
+    "text": ([{"text": "a"}], {}, ["taken as: text", "plain text: ", COMPUTED], ["refused"]),
     "an id": (
         [{"input_ids": [5, -6, 99999], "labels": [-100, 7, 8]}],
         {},
@@ -65,7 +65,7 @@ SHOWN: dict[str, Case] = {
     "no loss": (
         [{"input_ids": [5, 6], "labels": [-100, -100]}],
         {},
-        ["tokens: 2, 0 with loss", "refused: ", "no token bears loss"],
+        ["2 tokens, 0 with loss", "refused: ", "no token bears loss"],
         [COMPUTED],
     ),
     "a good row after a bad one": ([{"text": 5}, pair("x")], {}, [COMPUTED, "unknown, since the steps cannot be"], []),
@@ -79,10 +79,8 @@ SHOWN: dict[str, Case] = {
         [{"messages": TURNS}],
         {},
         [
-            "rendered 1 of 2: a turn",
-            "tokens 1 of 2: ",
-            "rendered 2 of 2: a turn",
-            "tokens 2 of 2: ",
+            "a turn of the assistant 1 of 2: ",
+            "a turn of the assistant 2 of 2: ",
             "step 0",
             "step 0",
         ],
@@ -127,7 +125,7 @@ def test_a_row_taken_for_validation(data_of: Callable[..., SFTData], shown: Call
 def test_rows_are_found_by_number_and_by_name(data_of: Callable[..., SFTData], tmp_path: Path) -> None:
     data = data_of(pair("a"), "", "{", pair("b"))
     where = f"{tmp_path}/chats.jsonl:4"
-    assert [find_row(data, row).where for row in (3, "3", "chats.jsonl:4", where)] == [where] * 4
+    assert [find_row(data, row).content.where for row in (3, "3", "chats.jsonl:4", where)] == [where] * 4
     assert find_row(data, 2).content.where.endswith("chats.jsonl:3")
 
 

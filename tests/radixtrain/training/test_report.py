@@ -13,8 +13,8 @@ from outcomes import logged, names, summary
 from radixtrain.__main__ import main
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.tokens.tokenization import load_tokenizer
-from radixtrain.explain.report import ratio
-from radixtrain.training.start.run_overview import data_entries, sharing_entries
+from radixtrain.explain.report import rounded
+from radixtrain.training.start.run_overview import data_entries, sharing_entry
 
 Arguments = Callable[..., list[str]]
 
@@ -133,10 +133,10 @@ def test_chats_are_compared_with_whole_chats_too(
     assert found and list(map(float, found.groups())) == pytest.approx([of_chats, of_rows], rel=0.006)
     of_fit = SFTData(str(file), **data, model_name_or_path=str(shop / "model"))
     of_fit.setup("fit")
-    assert f"about {of_chats:.1f} tokens" in dict(sharing_entries(of_fit))["r"]
-    assert f"whole chats, as TRL trains them, {of_rows:.1f} against" in dict(sharing_entries(of_fit))["r"]
+    _, said = sharing_entry(of_fit)
+    assert f"about {of_chats:.1f} tokens" in said and f"as TRL trains them, {of_rows:.1f} against" in said
     page = (tmp_path / "out" / "report.html").read_text("utf-8")
-    assert f"r = {ratio(of_chats)} against whole chats" in page
+    assert f"r = {rounded(of_chats)} against whole chats" in page
     assert main(arguments("inspect", **flags, data__train_file=file)) == 0
     shown = dict(re.findall(r"^(r\b.*?)  +([\d.]+) ", capsys.readouterr().out, re.MULTILINE))
     assert shown == {"r": f"{of_rows:.2f}"}
@@ -145,7 +145,7 @@ def test_chats_are_compared_with_whole_chats_too(
 def test_what_is_not_read_and_what_is_there_twice_is_said(
     arguments: Arguments, shop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By report and fit: a column, turns after the last answer, copies; and chats without a system turn."""
+    """A column and turns after the last answer, also by fit; copies, and chats without a system turn."""
     rows = [json.loads(line) for line in (shop / "train.jsonl").read_text("utf-8").splitlines()[:8]]
     for row in rows[:4]:
         row["messages"] = [*row["messages"], {"role": "user", "content": "bye"}]
@@ -164,8 +164,7 @@ def test_what_is_not_read_and_what_is_there_twice_is_said(
         f"8 of 16 conversations are copies of others, and count in r: in random steps without them r is about {r:.1f}"
     )
     unread = "id (16 rows), turns after the last answer (8 rows)"
-    entries = data_entries(corpus, of_fit.reports["train"], None, []) + sharing_entries(of_fit)
-    assert dict(entries)["columns"] == f"not used: {unread}" and dict(entries)["copies"] == copies
+    assert dict(data_entries(corpus, of_fit.reports["train"], None))["columns"] == f"not used: {unread}"
     assert main(arguments("report", **flags, max_seconds=0, data__train_file=file)) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert f"not read {unread}" in text and f"copies {copies}" in text
