@@ -155,7 +155,7 @@ class Epoch:
 
     def timed_batches(self, draw: Draw) -> dict[ArmName, list[Batch]]:
         """Return the first micro-batch of a step and of parts of it, from the smallest to the largest, by arm."""
-        batch = self.batches(draw)[0]
+        batch, *_ = self.batches(draw)
         parts = [batch[: max(1, round(part * len(batch)))] for part in PARTS]
         return {
             arm: sorted((self.step(arm, draw, part).micro_batches[0] for part in parts), key=num_rows) for arm in ARMS
@@ -240,21 +240,19 @@ def time_batches(
     """Time the largest batch of each arm that time and memory allow, on a model of that many layers.
 
     batches: of each arm, from the smallest to the largest.
-    max_seconds: for all of them. max_bytes: that a batch may add to weights, gradients and optimizer.
+    max_seconds: for both arms. max_bytes: that a batch may add to weights, gradients and optimizer.
 
     Returns the batches, and the seconds of each arm and of the optimizer.
     """
     timed = _TimedModel(setup, num_layers)
     try:
         with without_messages():
-            chosen = {arm: timed.largest(arm, batches[arm], max_seconds / len(ARMS), max_bytes) for arm in ARMS}
+            chosen = {arm: timed.largest(arm, batches[arm], max_seconds / 2, max_bytes) for arm in ARMS}
             return chosen, timed.seconds(chosen)
     finally:
         restore_model(timed.model)
         del timed
-        gc.collect()
-        if setup.device.type == "cuda":
-            torch.cuda.empty_cache()
+        gc.collect()  # a shared model is in cycles
 
 
 def without_messages() -> AbstractContextManager[None]:

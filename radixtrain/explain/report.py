@@ -212,18 +212,17 @@ def print_report(report: DataReport, console: Console | None = None) -> None:
     """Print what is saved, the rows, the top of the tree, what breaks sharing, and what would help."""
     console = console or screen(highlight=False)
     _line(console, Text(f"{report.title}, for {report.model}", style="bold"))
-    for sentence in report.summary:
-        console.print(Text(sentence))
+    console.print(Text("\n".join(report.summary)))
     facts = Table.grid(padding=(0, 2, 0, 0))
     for name, text in report.facts.items():
         facts.add_row(Text(name, style="dim"), Text(text))
     console.print("", facts)
     console.print(Text(f"\nThe prefix tree of {report.tree_sample}"))
     for line in report.tree.lines(TREE_LINES):
-        title = f"{'  ' * line.depth}{line.num_sequences:,} x {line.num_tokens:,} tokens"
+        size = f"{'  ' * line.depth}{line.num_sequences:,} x {line.num_tokens:,} tokens  "
         branches = f"  then {line.num_hidden:,} branches" if line.num_hidden > 1 else ""
         text = shortened(" ".join(line.text.split()), MAX_TEXT)
-        _line(console, Text.assemble((f"{title}  ", "cyan"), text, (branches, "dim")))
+        _line(console, Text.assemble((size, "cyan"), text, (branches, "dim")))
     console.print(Text("\nWhat breaks sharing" if report.breaks else "\nNothing was found that breaks sharing."))
     for cause in report.breaks[:BREAKS]:
         _line(console, Text(f"  {cause.cause}, in {cause.num_sequences:,} samples"))
@@ -247,12 +246,12 @@ PAGE_LINES = 100  # of the tree
 SHORT_TEXT = 160  # characters of a run that are shown before a reader opens it
 
 
-def write_page(report: DataReport, path: str | Path) -> None:
+def write_page(report: DataReport, path: Path) -> None:
     """Write the page, replacing a file or link that is there. A character that UTF-8 does not have becomes `?`.
 
     Raises OSError if it cannot be written.
     """
-    with writing_file(Path(path)) as partial:
+    with writing_file(path) as partial:
         partial.write_text(render(report), encoding="utf-8", errors="replace")
 
 

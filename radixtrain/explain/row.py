@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import NamedTuple
 
 from rich.console import RenderableType
@@ -89,20 +90,17 @@ def _taken_as(row: Row, encoder: ChatEncoder, full: bool) -> Iterator[Renderable
 
 def _named(fields: Mapping[str, object], full: bool) -> RenderableType:
     """Show the value of each column after its name, and for a list of messages its turns."""
+    written = partial(json.dumps, ensure_ascii=False, default=str)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in fields.items():
         if isinstance(value, list) and value and all(isinstance(turn, Mapping) for turn in value):
-            text = "\n".join(map(_json, value))
+            text = "\n".join(map(written, value))
         else:
-            text = value if isinstance(value, str) else _json(value)
+            text = value if isinstance(value, str) else written(value)
         table.add_row(name, _shortened(text, full))
     return _indented(table)
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _computed(data: StepData, where: str) -> Iterator[RenderableType]:

@@ -52,7 +52,7 @@ def sample_tokens(sample: TokenRow, tokenizer: PreTrainedTokenizerBase) -> list[
 def token_texts(ids: IntArray | Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return the text of each token; `<id>` for one that the tokenizer does not know."""
     is_known = [0 <= token < len(tokenizer) for token in ids]
-    known = [int(token) if known else 0 for token, known in zip(ids, is_known, strict=True)]
+    known = [token if known else 0 for token, known in zip(ids, is_known, strict=True)]
     texts = decode_runs(tokenizer, known, range(len(known) + 1))
     return [text if known else f"<{token}>" for text, token, known in zip(texts, ids, is_known, strict=True)]
 

@@ -22,8 +22,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from itertools import accumulate
-from os.path import commonprefix
+from itertools import accumulate, takewhile
 
 from radixtrain.explain.causes import DRAWN, WHITE_SPACE, Cause, Value, cause_of
 
@@ -107,7 +106,7 @@ def num_rows(trunks: Iterable[Trunk]) -> int:
 
 def num_equal(*texts: Sequence[str]) -> int:
     """Count the words or characters with which all begin."""
-    return len(commonprefix(texts))  # noqa: RUF071
+    return sum(1 for _ in takewhile(lambda column: len({*column}) == 1, zip(*texts, strict=False)))
 
 
 def find_versions(texts: Sequence[str]) -> list[list[Place]]:

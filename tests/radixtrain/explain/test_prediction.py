@@ -90,26 +90,18 @@ def test_what_shares_more(num_prompts: int, less: Draw, more: Draw) -> None:
     assert epoch.sampled(less).r < epoch.sampled(more).r
 
 
-def test_settings_are_compared_on_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sampled by their tokens: 3 steps of 1,280 tokens, however they are cut; not the last short one of several."""
+def test_what_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps by their tokens, however they are cut; not the last short one of several; each row by its weight."""
     assert epoch_of(conversations_of(1, 40)).sampled(OWN).num_tokens["radix"] == 2 * 16 * 80
     assert epoch_of(conversations_of(1, 5)).sampled(OWN).num_tokens["radix"] == 5 * 80
     monkeypatch.setattr(prediction, "COUNTED_TOKENS", 3000)
     epoch = epoch_of(conversations_of(1, 200))
-    whole, cut = epoch.sampled(OWN), epoch.sampled(Draw(16, 128))
-    for sampled in (whole, cut):
-        assert (sampled.num_steps, sampled.num_tokens["radix"]) == (3, 3 * 16 * 80)
-        assert sampled.scale == pytest.approx(200 / 48)
-    assert whole.r > cut.r == pytest.approx(16 * 80 / (4 * (64 + 4 * 16)))
-
-
-def test_sources_with_weights() -> None:
-    """The rows of the first prompt come three times in an epoch, those of the second once."""
-    conversations = conversations_of(2, 16)
-    epoch = replace(epoch_of(conversations), weights=np.repeat([3.0, 1.0], 16))
-    sampled = epoch.sampled(OWN)
-    assert (epoch.size, sampled.num_steps, sampled.scale) == (64, 4, 1.0)
-    assert sampled.r > epoch_of(conversations).sampled(OWN).r
+    for draw in (OWN, Draw(16, 128)):
+        sampled = epoch.sampled(draw)
+        assert (sampled.num_steps, sampled.num_tokens["radix"], sampled.scale) == (3, 3 * 16 * 80, 200 / 48)
+    assert sampled.r == pytest.approx(16 * 80 / (4 * (64 + 4 * 16)))
+    weighted = replace(epoch_of(conversations_of(2, 16)), weights=np.repeat([3.0, 1.0], 16))
+    assert weighted.size == 64 and weighted.sampled(OWN).scale == pytest.approx(64 / 48)
 
 
 @pytest.mark.parametrize(("shuffle", "grouped"), [(True, [Draw(24, 256, True)]), (False, [])])

@@ -93,17 +93,10 @@ BREAK = Break(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("saved", "with_others", "said"),
-    [
-        (1000, 1100, "epoch. Move"),
-        (1000, 0, "epoch; 0 once"),
-        (1000, 5000, "epoch; 5,000 once the others here are fix"),
-    ],
-)
-def test_what_a_fix_adds_to_the_others_is_said_if_it_is_another_figure(saved: int, with_others: int, said: str) -> None:
-    text = fix(BREAK._replace(tokens_saved=saved, tokens_with_others=with_others))
-    assert text.startswith("a date: fixing only this saves 1,000 computed tokens of an ") and said in text
+def test_what_a_fix_adds_to_the_others_is_said_if_it_is_another_figure() -> None:
+    for with_others, said in ((1100, "epoch. Move"), (0, "epoch; 0 once"), (5000, "epoch; 5,000 once the others")):
+        text = fix(BREAK._replace(tokens_saved=1000, tokens_with_others=with_others))
+        assert text.startswith("a date: fixing only this saves 1,000 computed tokens of an ") and said in text
 
 
 def tree_of(*texts: str) -> TextTree:
@@ -128,25 +121,9 @@ def report() -> DataReport:
     )
 
 
-@pytest.fixture(scope="module")
-def bare() -> DataReport:
-    return DataReport(
-        title="a.jsonl",
-        model="tiny",
-        heading="r = 1",
-        summary=("3 tokens, none of them shared.",),
-        facts={"rows": "1"},
-        tree=tree_of("Hello."),
-        tree_sample="1 of the 1 conversations",
-        command="radixtrain fit",
-        breaks=(),
-        hints=(),
-    )
-
-
-def in_terminal(report: DataReport, width: int = 100) -> str:
+def in_terminal(report: DataReport) -> str:
     file = StringIO()
-    print_report(report, screen(file=file, width=width, highlight=False))
+    print_report(report, screen(file=file, width=100, highlight=False))
     return file.getvalue()
 
 
@@ -174,36 +151,28 @@ def as_page(report: DataReport) -> str:
 
 
 @pytest.mark.parametrize("show", [in_terminal, as_page])
-@pytest.mark.parametrize(
-    ("is_bare", "parts"),
-    [
-        (False, [
-            *("2,014,000 tokens, of which about 504,000 are computed: r = 4. A step", "7, 8 samples", "(2 rows)"),
-            *("To train", "radixtrain fit", "Today is ", "2026-11-21", "train.jsonl:12"),
-            *("a date: fixing only this saves", "--data.batch_size=64: r = 8."),
-            *("The prefix tree of 4 of the 7 conversations", "then 4 branches", "You route [bold]"),
-        ]),
-        (True, ["3 tokens, none of them shared.", "Nothing was found", "To train"]),
-    ],
-)  # fmt: skip
-def test_sentences_and_numbers(
-    show: Callable[[DataReport], str], is_bare: bool, parts: list[str], report: DataReport, bare: DataReport
-) -> None:
-    text = " ".join(show(bare if is_bare else report).split())
+def test_sentences_and_numbers(show: Callable[[DataReport], str], report: DataReport) -> None:
+    parts = [
+        *("2,014,000 tokens, of which about 504,000 are computed: r = 4.", "A step is", "7, 8 samples", "(2 rows)"),
+        *("To train", "radixtrain fit", "Today is ", "2026-11-21", "train.jsonl:12", "--data.batch_size=64: r = 8."),
+        *("a date: fixing only this saves", "The prefix tree of 4 of the 7 conversations", "then 4 branches"),
+    ]
+    text = " ".join(show(report).split())
     assert [part for part in parts if part not in text] == [] and "None" not in text
+    bare = " ".join(show(replace(report, breaks=(), hints=())).split())
+    assert "Nothing was found" in bare and "What would help" not in bare
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_the_terminal(report: DataReport, width: int) -> None:
+def test_the_terminal(report: DataReport) -> None:
     """No line but the command is wider; what would help begins after 25 lines at most; texts are only texts."""
-    lines = in_terminal(replace(report, command="python -m radixtrain fit " + "x" * 200), width).splitlines()
-    assert all(len(line) <= width for line in lines if "x" * 200 not in line)
+    lines = in_terminal(replace(report, command="python -m radixtrain fit " + "x" * 200)).splitlines()
+    assert all(len(line) <= 100 for line in lines if "x" * 200 not in line)
     assert sum("x" * 200 in line for line in lines) == 1
     assert lines.index("What would help") < 25
     assert "\x1b" not in "".join(lines) and "\\x1b[2J" in "".join(lines)
 
 
-def test_the_page(report: DataReport, bare: DataReport) -> None:
+def test_the_page(report: DataReport) -> None:
     """What a row says is never an element. A long run is shortened until it is opened."""
     page = render(report)
     found = Tags(page)
@@ -214,7 +183,7 @@ def test_the_page(report: DataReport, bare: DataReport) -> None:
     assert found.text.count(HOSTILE) == 9
     assert "end. ↵ ⇥Intents:" in " ".join(found.text.split())
     long = "x" * SHORT_TEXT + "y" * SHORT_TEXT
-    page = render(replace(bare, tree=tree_of(long, long)))
+    page = render(replace(report, tree=tree_of(long, long)))
     assert f"<pre>{long}</pre>" in page and f"<summary>{'x' * 104} … {'y' * 53}</summary>" in page
 
 

@@ -48,7 +48,6 @@ SHOWN: dict[str, Case] = {
     "no JSON": (['{"prompt": "a"'], {}, ['{"prompt": "a"', "refused: ", "not valid JSON: Expecting ',"], [COMPUTED]),
     "no UTF-8": (['{"prompt": "a\udcff"}'], {}, ["a\\xff", "refused: ", "not valid UTF-8: byte 0xff"], [COMPUTED]),
     "a role": ([BAD_ROLE], {}, ["Hi", "refused: ", "unknown role"], [COMPUTED]),
-    "a label": ([{"text": "a", "label": "spam"}], {}, ["spam", "refused: ", "label beside text"], [COMPUTED]),
     "text": ([{"text": "a"}], {}, ["taken as: text", "plain text: ", COMPUTED], ["refused"]),
     "an id": (
         [{"input_ids": [5, -6, 99999], "labels": [-100, 7, 8]}],
@@ -60,12 +59,6 @@ SHOWN: dict[str, Case] = {
         [{"prompt": "a", "completion": "b" * 60}],
         {"max_length": 40},
         ["⟦" + "b" * 60, "refused: ", "tokens exceed max_length 40"],
-        [COMPUTED],
-    ),
-    "no loss": (
-        [{"input_ids": [5, 6], "labels": [-100, -100]}],
-        {},
-        ["2 tokens, 0 with loss", "refused: ", "no token bears loss"],
         [COMPUTED],
     ),
     "a good row after a bad one": ([{"text": 5}, pair("x")], {}, [COMPUTED, "unknown, since the steps cannot be"], []),
@@ -122,15 +115,13 @@ def test_a_row_taken_for_validation(data_of: Callable[..., SFTData], shown: Call
     assert sum("not trained: data.val_size took the row for validation" in text for text in texts) == 2
 
 
-def test_rows_are_found_by_number_and_by_name(data_of: Callable[..., SFTData], tmp_path: Path) -> None:
-    data = data_of(pair("a"), "", "{", pair("b"))
+def test_rows_are_found_by_number_and_by_name(
+    data_of: Callable[..., SFTData], tmp_path: Path, shop: Path, shown: Callable[..., str]
+) -> None:
+    data = data_of(pair("a"), "", "{", pair("b"), validation_file=str(shop / "validation.jsonl"))
     where = f"{tmp_path}/chats.jsonl:4"
     assert [find_row(data, row).content.where for row in (3, "3", "chats.jsonl:4", where)] == [where] * 4
     assert find_row(data, 2).content.where.endswith("chats.jsonl:3")
-
-
-def test_a_row_of_another_file(data_of: Callable[..., SFTData], shop: Path, shown: Callable[..., str]) -> None:
-    data = data_of(pair("a"), validation_file=str(shop / "validation.jsonl"))
     text = shown(data, "validation.jsonl:2")
     assert "validation.jsonl:2: row 2 of data.validation_file" in text and "computed" not in text
 
@@ -139,7 +130,6 @@ def test_a_row_of_another_file(data_of: Callable[..., SFTData], shop: Path, show
     ("row", "message"),
     [
         (0, "row: data.train_file has the rows 1 to 2, got 0"),
-        (3, "row: data.train_file has the rows 1 to 2, got 3"),
         (
             "chats.jsonl:9",
             "row: no row 'chats.jsonl:9' in the files of the configuration; expected a number or file:line",
