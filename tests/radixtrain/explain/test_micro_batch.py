@@ -5,6 +5,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -143,9 +144,10 @@ def shown(shop: Path, model: Path, tmp_path: Path) -> Print:
 
 def test_the_command(
     arguments: Callable[..., list[str]], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str], shown: Print,
+    capsys: pytest.CaptureFixture[str], shown: Print, shop: Path,
 ) -> None:  # fmt: skip
-    monkeypatch.setenv("COLUMNS", "120")
+    """The answers of the rows of the step stand in the brackets."""
+    monkeypatch.setenv("COLUMNS", "200")
     assert main(arguments("inspect", model__model_name_or_path=model, step=1)) == 0
     out = capsys.readouterr().out
     lines = [line.rstrip() for line in out.splitlines()]
@@ -156,11 +158,15 @@ def test_the_command(
     assert numbers["r"] == f"{int(numbers['tokens']) / int(numbers['computed tokens']):.2f}"
     tree = lines[lines.index(LEGEND) + 2 :]
     assert tree[0].startswith("×4  tokens 0-") and sum("; ends train.jsonl:" in line for line in tree) == 4
+    rows = [json.loads(line)["messages"] for line in (shop / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+    for line, text in pairwise(tree):
+        if "; ends train.jsonl:" in line:
+            assert text.endswith(f"{rows[int(line.rpartition(':')[2]) - 1][-1]['content']}<|im_end|>⟧")
     assert "\x1b" not in out and not (tmp_path / "out").exists()
     assert main(arguments("inspect", model__model_name_or_path=model, row="train.jsonl:7")) == 0
     out = capsys.readouterr().out
     assert "train.jsonl:7: row 7 of data.train_file" in " ".join(out.split()) and "in the first epoch" in out
-    assert out.splitlines()[4:] == shown(120, row=7).splitlines()[4:]
+    assert out.splitlines()[4:] == shown(200, row=7).splitlines()[4:]
     assert main(arguments("inspect", model__model_name_or_path=model, step=9)) == 1
 
 
@@ -169,16 +175,6 @@ def test_parts_of_a_step(shown: Print) -> None:
     for index, part in enumerate(parts):
         assert part.startswith(f"step 0 of 5, micro-batch {index} of ") and max(map(cell_len, part.splitlines())) <= 80
     assert parts[0] != parts[1]
-
-
-def test_what_it_shows_is_what_is_trained(shown: Print, shop: Path) -> None:
-    """The answers of the four rows of the step stand in the brackets."""
-    rows = [json.loads(line)["messages"] for line in (shop / "train.jsonl").read_text(encoding="utf-8").splitlines()]
-    lines = shown(width=200).splitlines()
-    for place, line in enumerate(lines):
-        if "; ends train.jsonl:" in line:
-            number = int(line.rpartition(":")[2])
-            assert lines[place + 1].rstrip().endswith(f"{rows[number - 1][-1]['content']}<|im_end|>⟧")
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ def test_r_is_that_of_the_steps_of_fit() -> None:
         assert sampled.num_rows[arm] == sum(num_rows(batch) for step in collated for batch in step.micro_batches)
         assert sampled.num_tokens[arm] == sum(step.num_tokens for step in collated)
     assert sampled.r == sampled.num_tokens["radix"] / sampled.num_rows["radix"]
+    assert epoch_of(conversations).sampled(Draw(16, 4096, True)).r > sampled.r
 
 
 def test_split_chats_are_compared_with_whole_ones() -> None:
@@ -73,21 +74,6 @@ def test_split_chats_are_compared_with_whole_ones() -> None:
     assert (sampled.r, sampled.rows_r) == (4, 8)
     (batch,) = epoch.step("ordinary", Draw(2, 4096), [0, 1]).micro_batches
     assert batch["input_ids"].shape == (2, 60) and int((batch["shift_labels"] != -100).sum()) == 2 * 15
-
-
-@pytest.mark.parametrize(
-    ("num_prompts", "less", "more"),
-    [
-        (1, Draw(16, 128), OWN),
-        (16, Draw(8, 1 << 20), Draw(64, 1 << 20)),
-        (16, Draw(8, 1 << 20), Draw(8, 1 << 20, True)),
-        (16, Draw(64, 1 << 20), Draw(64, 1 << 20, True)),
-    ],
-)
-def test_what_shares_more(num_prompts: int, less: Draw, more: Draw) -> None:
-    """A larger budget, a larger batch, prompts that meet."""
-    epoch = epoch_of(conversations_of(num_prompts, 64 // num_prompts + 12))
-    assert epoch.sampled(less).r < epoch.sampled(more).r
 
 
 def test_what_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,11 +43,6 @@ def test_lines(texts: list[str], most: int, lines: list[tuple], tokenizer: PreTr
     assert sorted(found) == sorted(lines) and found[:1] == lines[:1]
 
 
-def test_the_branch_that_saves_most_below_it_comes_first(tokenizer: PreTrainedTokenizerBase) -> None:
-    texts = ["along" + "x" * 30] * 3 + ["awide" + tail for tail in ("y" * 41, "z" * 40) for _ in range(2)]
-    assert [line.text[:4] for line in tree_of(texts, tokenizer).lines(9)] == ["a", "wide", "yyyy", "zzzz", "long"]
-
-
 @given(texts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=8))
 @hypothesis_settings(max_examples=60, deadline=None)
 def test_every_sequence_is_a_path_of_runs(texts: list[list[int]]) -> None:
