@@ -104,7 +104,6 @@ def run_setup(settings: ModelSettings, trainer: TrainerSettings) -> RunSetup:
         optimizer=lambda built: optimizer_of(built, settings),
         forward=mixed if is_mixed else nullcontext,
         device=device,
-        dtype=torch.bfloat16 if is_mixed else next(build(1, torch.device("meta")).parameters()).dtype,
         num_layers=config.get_text_config().num_hidden_layers,
         period=math.lcm(layer_period(config), share.denominator),
         share=partial(
@@ -113,7 +112,6 @@ def run_setup(settings: ModelSettings, trainer: TrainerSettings) -> RunSetup:
             kernel=settings.kernel,
             allow_dropout=tuple(settings.allow_dropout or ()),
         ),
-        max_grad_norm=settings.max_grad_norm,
     )
 
 
