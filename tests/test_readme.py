@@ -89,7 +89,6 @@ def test_the_reader_of_pages_reads() -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_paths_and_make_targets_exist(page: str) -> None:
     text = read(page)
-    assert paths_of(text), f"{page} names no path at all"
     missing = [name for name in paths_of(text) if not (ROOT / name).exists()]
     missing += [name for name in links_of(text) if not (ROOT / page).parent.joinpath(name).exists()]
     assert not missing

@@ -1,4 +1,4 @@
-"""Train verl's FSDP2 actor for three steps on a CPU; `recipes/plugins.py` runs it with and without the plug-in.
+"""Train verl's FSDP2 actor for three steps on a CPU; `recipes/compat/plugins.py` runs it with and without the plug-in.
 
 verl has no platform without an accelerator, so this file registers one for PyTorch's CPU device. Engine, packing, loss
 and optimizer are verl's.

@@ -1,7 +1,7 @@
 """Run other projects' trainers untouched and with radixtrain's plug-in: compare losses, grad_norms, r and seconds.
 
-    python recipes/plugins.py                    # all; each gets its own environment in build/plugins
-    python recipes/plugins.py swift axolotl      # some
+    python recipes/compat/plugins.py                    # all; each gets its own environment in build/plugins
+    python recipes/compat/plugins.py swift axolotl      # some
 
 Each command trains a tiny Qwen3 twice for three steps, on rows that share a prompt, in float32 on a CPU, and fills one
 line of the table. `worst` is the largest relative difference of any loss or grad_norm. Exits with 1 above 3e-6.
@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "plugins"
 INPUTS = BUILD / "inputs"  # where the commands run
 BAR = 3e-6
@@ -175,7 +175,7 @@ def commands(host: str, programs: Path) -> Iterator[tuple[str, list[str], list[s
         command = ["llamafactory-cli", given]
         yield "`radixtrain run -- llamafactory-cli train`", command, [*run, *command], {}
     if host == "verl":
-        command = ["python", str(ROOT / "recipes/plugins_verl.py"), "OUT"]
+        command = ["python", str(ROOT / "recipes/compat/plugins_verl.py"), "OUT"]
         yield "verl's FSDP2 actor, `VERL_USE_EXTERNAL_PLUGINS=radixtrain`", command, command, {PLUGINS: "radixtrain"}
 
 

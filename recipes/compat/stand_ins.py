@@ -1,6 +1,6 @@
 """Write local stand-ins for the tiny models and data sets that third-party tests load from a hub.
 
-    python recipes/other_suites/stand_ins.py build/trl build/stand_ins
+    python recipes/compat/stand_ins.py build/trl build/stand_ins
 
 `build/trl` is a clone of TRL, whose scripts hold the rows. A model has the class of the original, two layers of random
 weights, a byte-level tokenizer of those rows, and the chat template that TRL keeps for its family. Models that see
@@ -201,20 +201,6 @@ WITH_IMAGES = {
         partial(qwen_processor, name="Qwen3VLProcessor", patch_size=16),
     ),
 }
-# Those of PEFT's and transformers' tests, by their whole names.
-OTHERS = {
-    "hf-internal-testing/tiny-random-Gemma3ForCausalLM": Model("gemma3_text", GEMMA, None, {"head_dim": 4}),
-    "hf-internal-testing/tiny-random-LlamaForCausalLM": Model("llama", LLAVA, None),
-    "hf-internal-testing/tiny-random-MistralForCausalLM": Model("mistral", LLAVA, None),
-    "hf-internal-testing/tiny-random-gpt2": Model("gpt2", NEOX, None),
-    "peft-internal-testing/opt-125m": Model("opt", LLAVA, None, {"word_embed_proj_dim": 16}),
-    "peft-internal-testing/tiny-dummy-qwen2": Model("qwen2", CHATML, None),
-    "peft-internal-testing/tiny-random-GPT2LMHeadModel": Model("gpt2", NEOX, None),
-    "peft-internal-testing/tiny-random-GPTJForCausalLM": Model("gptj", NEOX, None, {"rotary_dim": 4}),
-    "peft-internal-testing/tiny-random-LlamaForCausalLM": Model("llama", LLAVA, None),
-    "peft-internal-testing/tiny-random-OPTForCausalLM": Model("opt", LLAVA, None, {"word_embed_proj_dim": 16}),
-    "trl-internal-testing/tiny-random-LlamaForCausalLM": Model("llama", LLAVA, None),
-}
 # What a family calls its tokens of images, and the names that its configuration and its tokenizer have for them.
 IMAGE_TOKENS = {
     "qwen": {
@@ -235,7 +221,7 @@ def main() -> None:
     options = parser.parse_args()
     set_seed(0)
     texts = sorted(set(write_rows(options.trl, options.folder / "datasets")))
-    named = {f"{ORGANIZATION}/tiny-{name}": model for name, model in MODELS.items()} | OTHERS
+    named = {f"{ORGANIZATION}/tiny-{name}": model for name, model in MODELS.items()}
     if is_torchvision_available():
         for name, model in WITH_IMAGES.items():
             family, _, version = name.partition("-")

@@ -1,22 +1,27 @@
-"""A pytest plugin for third-party tests: replaces the hub by local stand-ins and records what each test logged.
+"""A pytest plugin for third-party tests: replaces the hub by local stand-ins, records what each test logged, compares.
 
-    python recipes/other_suites/stand_ins.py build/trl build/stand_ins
-    export PYTHONPATH=recipes/other_suites HF_HUB_OFFLINE=1
+    python recipes/compat/stand_ins.py build/trl build/stand_ins
+    export PYTHONPATH=recipes/compat HF_HUB_OFFLINE=1
     run="python -m pytest -p recording --stand-ins build/stand_ins --arithmetic float32"
     $run --record untouched.jsonl build/trl/tests/test_dpo_trainer.py
     RADIXTRAIN=1 $run --record shared.jsonl build/trl/tests/test_dpo_trainer.py
-    python recipes/other_suites/compare.py untouched.jsonl shared.jsonl
+    python recipes/compat/recording.py untouched.jsonl shared.jsonl
 
 Each line of a record is a test: its outcome, the numbers that trainers logged, and how many calls of the models ran on
 unique tokens, or why not. Every test starts from the same seed. Without `--arithmetic` the tests are unchanged; with
 it, every step is logged, every model is loaded in that dtype, and mixed precision is off. Many tests of TRL train at a
 rate of 0.1, where the rounding of any two runs grows tenfold a step; `--learning-rate 1e-4` shows what it grew from.
+Differences are relative for numbers above 1, else absolute.
 """
 
+import argparse
 import functools
 import json
+import math
 import os
-from collections import Counter
+import re
+import sys
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,6 +29,7 @@ from typing import Any
 
 import pytest
 
+TIMINGS = re.compile("runtime|per_second|flos|time|mem")
 Logged = list[tuple[str, dict[str, float]]]
 logged: Logged = []
 reports: list[Any] = []
@@ -198,3 +204,86 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
     }
     with item.config.getoption("record").open("a") as file:
         file.write(json.dumps(line) + "\n")
+
+
+def main() -> None:
+    """Compare two files. Exits with 1 if a test passed only untouched, or if a number is missing."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("untouched", type=Path)
+    parser.add_argument("shared", type=Path)
+    options = parser.parse_args()
+    before, after = read(options.untouched), read(options.shared)
+    print_outcomes(before, after)
+    missing = print_differences(before, after)
+    print_calls(after)
+    broken = [name for name, test in before.items() if passed(test) and not passed(after[name])]
+    for name in broken:
+        print(f"only shared: {name}: {after[name]['why']}")
+    for name in missing:
+        print(f"other entries: {name}")
+    sys.exit(bool(broken or missing))
+
+
+def read(path: Path) -> dict[str, dict[str, Any]]:
+    """The tests of a file, by name."""
+    return {line["test"]: line for line in map(json.loads, path.read_text().splitlines())}
+
+
+def passed(test: dict[str, Any]) -> bool:
+    return bool(test["outcome"] == "passed")
+
+
+def print_outcomes(before: dict[str, Any], after: dict[str, Any]) -> None:
+    assert before.keys() == after.keys(), before.keys() ^ after.keys()
+    for name, tests in (("untouched", before), ("shared", after)):
+        print(f"{name}: {len(tests)} tests, {dict(Counter(test['outcome'] for test in tests.values()))}")
+
+
+def print_differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """A line for each class of trainers; returns the tests whose entries have other names."""
+    count: Counter[str] = Counter()
+    worst: dict[str, dict[str, tuple[float, str]]] = defaultdict(dict)
+    missing, trainings = [], Counter[str]()
+    for name, test in before.items():
+        if test["outcome"] != after[name]["outcome"]:
+            continue
+        entries, others = test["logged"], after[name]["logged"]
+        if [(kind, logs.keys()) for kind, logs in entries] != [(kind, logs.keys()) for kind, logs in others]:
+            missing.append(name)
+            continue
+        trainings.update({kind for kind, _ in entries})
+        for (kind, logs), (_, other) in zip(entries, others, strict=True):
+            for key in logs:
+                if TIMINGS.search(key):
+                    continue
+                count[kind] += 1
+                difference = distance(logs[key], other[key])
+                group = key if key in ("loss", "grad_norm") else "others"
+                worst[kind][group] = max(worst[kind].get(group, (0.0, "")), (difference, f"{key} of {name}"))
+    for kind in sorted(count):
+        print(
+            f"{kind}: {trainings[kind]} tests, {count[kind]:,} numbers, worst "
+            + ", ".join(f"{group} {value:.1e}" for group, (value, _) in sorted(worst[kind].items()))
+        )
+    return missing
+
+
+def distance(one: float, other: float) -> float:
+    """Relative above 1; 0 for the same number, infinity if only one of them is finite."""
+    if one == other or (math.isnan(one) and math.isnan(other)):
+        return 0.0
+    difference = abs(one - other) / max(1.0, abs(one))
+    return difference if math.isfinite(difference) else math.inf
+
+
+def print_calls(after: dict[str, Any]) -> None:
+    tests = after.values()
+    tokens, unique = (sum(test[key] for test in tests) for key in ("tokens", "unique_tokens"))
+    print(f"calls shared: {sum(test['shared'] for test in tests):,}, r = {tokens / max(1, unique):.2f}")
+    for key, what in (("not_shared", "calls"), ("refused", "models")):
+        for reason, number in sum((Counter(test[key]) for test in tests), Counter[str]()).most_common():
+            print(f"{number:6} {what} not shared: {reason}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,9 +1,9 @@
 """Run tests with other versions of packages than those of constraints.txt.
 
-    python recipes/versions.py                    with each transformers, and write docs/versions.md
-    python recipes/versions.py --short ==5.2.0    fewer tests with 5.2.0, which are only printed
-    python recipes/versions.py --newest           with pip's newest packages: families, images, trainers, fit
-    python recipes/versions.py --newest --quick   a part of that, in three minutes
+    python recipes/compat/versions.py                    with each transformers, and write docs/versions.md
+    python recipes/compat/versions.py --short ==5.2.0    fewer tests with 5.2.0, which are only printed
+    python recipes/compat/versions.py --newest           with pip's newest packages: families, images, trainers, fit
+    python recipes/compat/versions.py --newest --quick   a part of that, in three minutes
 
 Each gets its own environment in build/versions with its requirements; all other packages come from this one.
 """
@@ -21,7 +21,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "versions.md"
 VERSIONS = ["==5.2.0", "==5.6.*", "==5.10.*", "==5.12.*", "==5.16.*", "==5.20.*", ""]  # and the newest
 TESTS = """tests/collators tests/claims/padded tests/claims/equivalence tests/claims/recurrent tests/claims/generation
