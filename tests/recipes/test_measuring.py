@@ -23,10 +23,10 @@ from flops import costs_of, ordinary_flops, unique_flops
 from gpu_parts import arms as gpu_arms
 from gpu_parts import bars, batches, parts, steps
 from gpu_parts.run import Run
+from same_step import with_wrong_keys
 from step import Arm, ModelShape, build_model, measure, random_rows, work_of
 from tiers import FULL
 from transformers import LlamaConfig
-from wrong_keys import with_wrong_keys
 
 from radixtrain.errors import UserError
 from radixtrain.kernels.varlen import KERNELS

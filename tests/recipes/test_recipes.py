@@ -50,7 +50,7 @@ def small_demo(tmp_path_factory) -> Path:
 def seeing(tmp_path_factory) -> Path:
     """The folder of a tiny LLaVA and its processor, whose tokens are those of a few words."""
     import tiny
-    from image_processors import llava_processor
+    from image_rows import llava_processor
     from tiny_models import tiny_model
 
     folder, colors = tmp_path_factory.mktemp("seeing"), ["red", "green", "blue", "yellow"]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from changed_runs import FLOAT64
-from device_trajectories import BAR, metrics
-from launched_ranks import Launched
+from forked_ranks import Launched
+from outcomes import BAR, metrics
 from tiers import FULL, cases
 
 # Of 21 rows, and of five prompts, the last step has a single one: a rank has none.

@@ -19,8 +19,20 @@ from typing import Any
 
 import pytest
 import torch
-from families import CORE, CORE_MULTIMODAL, FAMILIES, MULTIMODAL, NOT_TRIED, QUICK, REST, WHOLE, Family
-from families_table import FAMILIES_PAGE, REFUSED, said_of_families
+from families import (
+    CORE,
+    CORE_MULTIMODAL,
+    FAMILIES,
+    FAMILIES_PAGE,
+    MULTIMODAL,
+    NOT_TRIED,
+    QUICK,
+    REFUSED,
+    REST,
+    WHOLE,
+    Family,
+    said_of_families,
+)
 from older_transformers import IS_OLDER
 from same_step import BAR, same_step, step_in_float64
 from tiers import FULL, cases

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forged_checkpoints import forge
+from outcomes import forge
 
 from radixtrain.__main__ import main
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from same_step import with_wrong_keys
 from tiers import FULL, cases
-from wrong_keys import with_wrong_keys
 
 from radixtrain.__main__ import main
 

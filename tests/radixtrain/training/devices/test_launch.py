@@ -9,7 +9,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
-from forked_children import fork_children, rank_1_finds_an_error
+from changed_runs import fork_children, rank_1_finds_an_error
 from lightning.fabric import Fabric
 from outcomes import summary
 from tiers import FULL

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
-from counting_trainer import CountingTrainer, written
+from loops import CountingTrainer, written
 
 from radixtrain.errors import Stopped, UserError
 from radixtrain.training.fault_tolerance.nonfinite_guard import NonFinite

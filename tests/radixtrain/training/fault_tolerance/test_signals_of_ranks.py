@@ -6,11 +6,11 @@ import signal
 import time
 from pathlib import Path
 
-import counting_trainer
+import loops
 import pytest
 import torch
-from counting_trainer import CountingTrainer, written
 from forked_ranks import on_ranks
+from loops import CountingTrainer, written
 from tiers import FULL
 from torch.distributed import DistError
 
@@ -70,7 +70,7 @@ def test_an_error_of_a_rank_that_saves_ends_all(tmp_path: Path, monkeypatch: pyt
             raise UserError("the disk is full")
 
         if rank == failing:  # rank 0 writes; another one gathers its part
-            owner, name = (trainer, "save_checkpoint") if rank else (counting_trainer, "write_checkpoint")
+            owner, name = (trainer, "save_checkpoint") if rank else (loops, "write_checkpoint")
             monkeypatch.setattr(owner, name, full)
         try:
             trainer.run(lambda: None)
