@@ -4,8 +4,6 @@ run = start(arguments, {"PAUSE": "save 3"}, before=pause)
 wait_until_paused(folder, run)          # it is in the middle of writing its third checkpoint
 run.send(signal.SIGTERM)
 go_on_after_pause(folder)
-
-Other ranks of `fit --trainer.devices N` that are forked from the first one, in place of new interpreters.
 """
 
 from __future__ import annotations
@@ -16,10 +14,16 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+__all__ = [
+    *("FLOAT64", "compute_in_float64", "fail_on_rank_1", "go_on_after_pause", "memory", "note_memory_of_saves"),
+    *("limit_open_files", "lose_screen", "pause", "signal_early", "stop_in_lock", "wait_until_paused"),
+    "work_in_folder_of_rank",
+]
 
 
 def compute_in_float64() -> None:
@@ -176,63 +180,3 @@ def _paused_before(function: Callable[..., Any], is_there: Callable[..., bool]) 
         return function(*arguments, **options)
 
     return paused
-
-
-class Forked:
-    """What `Processes` uses of `subprocess.Popen`."""
-
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], stdin: Any):
-        self.returncode: int | None = None
-        self.pid = os.fork()
-        if self.pid:
-            return
-        from radixtrain.__main__ import main
-
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_DFL)
-        os.environ.clear()
-        os.environ.update(env)
-        sys.argv = ["radixtrain", *command[3:]]
-        code = main()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is None:
-            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self.returncode
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
-
-
-def fork_children() -> None:
-    """For `Server.start(before=...)`."""
-    import subprocess
-
-    subprocess.Popen = Forked  # type: ignore[misc,assignment]
-
-
-def rank_1_finds_an_error() -> None:
-    """The same, and in its third step rank 1 raises what no other rank does."""
-    from radixtrain.distributed import ranks
-    from radixtrain.errors import UserError
-    from radixtrain.training.module import RadixModule
-
-    fork_children()
-    step = RadixModule.take_step
-
-    def take_step(self: RadixModule, *args: Any) -> Any:
-        if ranks().rank == 1 and self.global_step == 2:
-            raise UserError("what only this rank can see")
-        return step(self, *args)
-
-    RadixModule.take_step = take_step  # type: ignore[method-assign]

@@ -1,9 +1,4 @@
-"""What a run has left behind: whether it is, bit for bit, what an uninterrupted run leaves, and nothing else.
-
-A checkpoint of somebody else's making: its state is changed, and its checksums are right again.
-
-How far a run is from another that took the same steps: weights and moments by tensor, metrics by step.
-"""
+"""What a run has left behind: whether it is, bit for bit, what an uninterrupted run leaves, and nothing else."""
 
 from __future__ import annotations
 
@@ -14,20 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
 from radixtrain.checkpoints.atomic import WRITTEN
-from radixtrain.checkpoints.folder import read_checkpoint
-from radixtrain.checkpoints.manifest import Manifest
+from radixtrain.checkpoints.folder import read_checkpoint, read_run
 from radixtrain.checkpoints.resolve import newest_valid
-from radixtrain.checkpoints.tensors import digest_of_file
+
+__all__ = [
+    *("EXACT", "assert_equal", "assert_nothing_left", "assert_same_run", "assert_same_state", "conclusions"),
+    *("logged", "names", "num_batches", "steps_saved", "summary", "values"),
+]
 
 # Else a run that is killed before its first checkpoint measures again what is fastest, and may choose another order of
 # sums.
 EXACT = {"trainer__deterministic": "true"}
 TIMED = ("tokens_per_second", "computed_tokens_per_second")
-COMPARED = ("global_step", "state_dict", "optimizer_states")
+COMPARED = ("step", "num_skipped", "position", "generators", "numbers")
 
 
 def logged(folder: Path, column: str = "loss", version: int = 0) -> dict[int, float]:
@@ -83,12 +79,12 @@ def assert_same_model(folder: Path, whole: Path) -> None:
 
 
 def assert_same_state(one: Path, other: Path) -> None:
-    """Weights, optimizer, schedule, position, random generators and skipped steps of two checkpoints."""
+    """Weights, optimizer, position, random generators and skipped steps of two checkpoints."""
     first, second = read_checkpoint(one), read_checkpoint(other)
+    for name in ("weights", "moments"):
+        assert_equal(getattr(first, name), getattr(second, name), name)
     for name in COMPARED:
-        assert_equal(first[name], second[name], name)
-    for name in ("position", "generators", "skipped"):
-        assert_equal(first["radixtrain"][name], second["radixtrain"][name], name)
+        assert first.run[name] == second.run[name], name
 
 
 def assert_equal(one: Any, other: Any, name: str) -> None:
@@ -114,19 +110,15 @@ def steps_saved(folder: Path) -> list[int]:
 
 def num_batches(checkpoint: Path) -> int:
     """Until a checkpoint; they are what a logger counts by."""
-    return state_of(checkpoint)["position"]["num_batches"]
-
-
-def state_of(checkpoint: Path) -> dict[str, Any]:
-    return json.loads((checkpoint / "state.json").read_text())["radixtrain"]
+    return int(read_run(checkpoint)["position"]["num_batches"])
 
 
 def conclusions(folder: Path) -> dict[str, Any]:
     """Of the weights in `model/`, of the best ones, why the run ended, and the steps that were left out."""
     found = summary(folder)
     best = {key: value for key, value in (found["best"] or {}).items() if key != "path"}
-    skipped = state_of(folder / "checkpoints" / "last")["skipped"]
-    return {"best": best, "exported": found["exported"], "ended": found["ended"]["reason"], **skipped}
+    skipped = read_run(folder / "checkpoints" / "last")["num_skipped"]
+    return {"best": best, "exported": found["exported"], "ended": found["ended"]["reason"], "num_skipped": skipped}
 
 
 def assert_nothing_left(folder: Path, *temporary: Path) -> None:
@@ -139,73 +131,3 @@ def assert_nothing_left(folder: Path, *temporary: Path) -> None:
     assert not hidden, hidden
     for each in temporary:
         assert not [*each.rglob("*")], [*each.rglob("*")]
-
-
-def forge(checkpoint: Path, place: tuple[Any, ...], value: Any) -> None:
-    """Write a value into the state, at a place: keys and positions from its root."""
-    path = checkpoint / "state.json"
-    state = entry = json.loads(path.read_text())
-    for key in place[:-1]:
-        entry = entry[key]
-    entry[place[-1]] = value
-    path.write_text(json.dumps(state))
-    manifest = Manifest.read(checkpoint)
-    manifest.files["state.json"] = digest_of_file(path)
-    (checkpoint / "manifest.json").write_bytes(manifest.to_bytes())
-
-
-# Between two runs in float64 (`changed_runs.FLOAT64`) that add in another order: twelve steps leave 2e-14 at the most.
-BAR = 1e-10
-METRICS = ("loss", "eval_loss", "grad_norm")
-
-
-def assert_same_trajectory(folder: Path, whole: Path, since: int = 0) -> str:
-    """The steps of a run are those of another, to rounding. Returns the largest differences, as a line to print.
-
-    since: the step after which the run has logged.
-    """
-    here = metrics(folder, *METRICS)
-    there = {place: value for place, value in metrics(whole, *METRICS).items() if place[1] > since}
-    assert here.keys() == there.keys() and here, f"{sorted(here.keys() ^ there.keys())} in only one of them"
-    found = {
-        "weights": distances(trained(folder), trained(whole)),
-        "moments": distances(moments(folder), moments(whole)),
-        "metrics": {str(place): abs(here[place] / there[place] - 1) for place in there},
-    }
-    worst = {name: max((size, place) for place, size in sizes.items()) for name, sizes in found.items()}
-    told = ", ".join(f"{name} {size:.1e} ({place})" for name, (size, place) in worst.items())
-    assert all(size <= BAR for size, _ in worst.values()), told
-    return told
-
-
-def metrics(folder: Path, *names: str) -> dict[tuple[str, int], float]:
-    """By name and step, of all parts of a run."""
-    return {place: float(text) for place, text in values(folder).items() if place[0] in names}
-
-
-def trained(folder: Path) -> dict[str, Tensor]:
-    """The tensors of `model/`."""
-    found: dict[str, Tensor] = {}
-    for path in sorted((folder / "model").glob("*.safetensors")):
-        found |= load_file(path)
-    assert found, f"{folder} holds no model"
-    return found
-
-
-def moments(folder: Path) -> dict[str, Tensor]:
-    """The state of AdamW in the last checkpoint."""
-    path = newest_valid(folder / "checkpoints").path
-    assert path is not None, folder
-    (state,) = read_checkpoint(path)["optimizer_states"]
-    return {f"{name} {number}": x for number, each in state["state"].items() for name, x in each.items()}
-
-
-def distances(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
-    """By tensor: the largest difference, relative to the largest magnitude in `other`."""
-    assert one.keys() == other.keys()
-    found: dict[str, float] = {}
-    for name, expected in other.items():
-        assert one[name].dtype == expected.dtype and one[name].shape == expected.shape, name
-        largest = (one[name].double() - expected.double()).abs().max()
-        found[name] = float(largest / expected.double().abs().max().clamp_min(1e-300))
-    return found

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny
 from forked import Server
-from forked_ranks import Launched, ranks_of
+from launched_ranks import Launched, ranks_of
 from outcomes import EXACT
 from transformers import AutoTokenizer
 

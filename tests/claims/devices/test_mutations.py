@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from changed_runs import FLOAT64, compute_in_float64
 from device_mutations import MUTATIONS, SPLIT_MUTATIONS
-from outcomes import assert_same_trajectory
+from device_trajectories import assert_same_trajectory
 from tiers import cases
 
 FLAGS = {**FLOAT64, "trainer__max_steps": 6, "data__max_tokens": 48, "data__max_length": 48}

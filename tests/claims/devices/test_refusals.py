@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from changed_runs import fail_on_rank_1, go_on_after_pause, pause, wait_until_paused, work_in_folder_of_rank
-from forked_ranks import Launched
+from launched_ranks import Launched
 from outcomes import assert_nothing_left
 from tiers import FULL
 

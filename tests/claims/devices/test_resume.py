@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from batch_contents import write_overflowing
 from changed_runs import FLOAT64
-from outcomes import assert_same_run, assert_same_trajectory, conclusions, num_batches, steps_saved
+from device_trajectories import assert_same_trajectory
+from outcomes import assert_same_run, conclusions, num_batches, steps_saved
 from tiers import FULL, tries
 
 STEPS = 12

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from device_trajectories import BAR as BAR_OF_STEPS
+from device_trajectories import distances
 from families import FAMILIES, MULTIMODAL, skip_if_it_fails_by_itself
 from forked_ranks import on_ranks
-from outcomes import BAR as BAR_OF_STEPS
-from outcomes import distances
 from tiers import FULL, cases
 from tiny_models import tiny_qwen3
 from torch import Tensor

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from changed_runs import go_on_after_pause, pause, wait_until_paused
-from forked_ranks import Launched
+from launched_ranks import Launched
 from outcomes import assert_nothing_left, assert_same_run
 from tiers import FULL, tries
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from changed_runs import FLOAT64
-from outcomes import assert_same_trajectory
+from device_trajectories import assert_same_trajectory
 from tiers import cases
 
 WEIGHTS: dict[str, dict[str, Any]] = {

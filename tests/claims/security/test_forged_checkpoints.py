@@ -6,24 +6,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from outcomes import forge
+from forged_checkpoints import forge
 
 from radixtrain.__main__ import main
 
 FORGED: list[tuple[tuple[Any, ...], Any]] = [
     (("parts",), True),
     (("parts", "RunSummary", "parts"), [10**30]),
-    (("state_dict",), []),
-    (("hyper_parameters", "model_name_or_path"), []),
-    (("hyper_parameters", "optimizer"), None),
-    (("hyper_parameters",), "x"),
-    (("datamodule_hyper_parameters",), [1]),
-    (("radixtrain",), None),
-    (("radixtrain", "position", "num_batches"), [1, "x"]),
-    (("radixtrain", "position", "num_batches"), -1),
-    (("radixtrain", "position", "num_steps"), -1),
-    (("radixtrain", "generators"), {}),
-    (("optimizer_states",), []),
+    (("model", "model_name_or_path"), []),
+    (("model", "optimizer"), None),
+    (("model",), "x"),
+    (("data",), [1]),
+    (("base",), "x"),
+    (("position", "num_batches"), [1, "x"]),
+    (("position", "num_batches"), -1),
+    (("position", "num_steps"), -1),
+    (("generators",), [1]),
+    (("generators", 0, "torch"), "00"),
+    (("generators", 0, "python"), [3, [1], None]),
+    (("numbers",), {"model.x.step": 1}),
+    (("numbers",), {"model.model.norm.weight.exp_avg": 1}),
 ]
 
 

@@ -4,11 +4,11 @@ import time
 from pathlib import Path
 
 import pytest
-from loops import CountingTrainer, written
+from counting_trainer import CountingTrainer, written
 
 from radixtrain.errors import Stopped, UserError
 from radixtrain.training.fault_tolerance.nonfinite_guard import NonFinite
-from radixtrain.training.fault_tolerance.resume import Position
+from radixtrain.training.fault_tolerance.run_state import Position
 from radixtrain.training.fault_tolerance.signals import Stop
 
 TERM = Stop("SIGTERM", 143)

@@ -6,15 +6,15 @@ import signal
 import time
 from pathlib import Path
 
-import loops
+import counting_trainer
 import pytest
 import torch
+from counting_trainer import CountingTrainer, written
 from forked_ranks import on_ranks
-from loops import CountingTrainer, written
 from tiers import FULL
 from torch.distributed import DistError
 
-from radixtrain.checkpoints.folder import read_checkpoint
+from radixtrain.checkpoints.folder import read_run
 from radixtrain.distributed import ranks
 from radixtrain.errors import EndedElsewhere, Stopped, UserError
 from radixtrain.training.fault_tolerance.nonfinite_guard import NonFinite
@@ -70,7 +70,7 @@ def test_an_error_of_a_rank_that_saves_ends_all(tmp_path: Path, monkeypatch: pyt
             raise UserError("the disk is full")
 
         if rank == failing:  # rank 0 writes; another one gathers its part
-            owner, name = (trainer, "save_checkpoint") if rank else (loops, "write_checkpoint")
+            owner, name = (trainer, "save_checkpoint") if rank else (counting_trainer, "write_checkpoint")
             monkeypatch.setattr(owner, name, full)
         try:
             trainer.run(lambda: None)
@@ -99,7 +99,7 @@ def test_only_an_error_that_all_have_found_is_saved(tmp_path: Path) -> None:
             trainer.fail(NonFinite("the loss"))
 
     on_ranks(2, work)
-    assert read_checkpoint(tmp_path / "checkpoints" / "step=3")["position"]["num_steps"] == 3
+    assert read_run(tmp_path / "checkpoints" / "step=3")["position"]["num_steps"] == 3
 
 
 def test_ranks_draw_apart_and_go_on_where_they_were(caplog: pytest.LogCaptureFixture) -> None:
