@@ -48,7 +48,7 @@ test-newest: setup  ## try pip's newest transformers, trl, peft, lightning ...: 
 test-plugins: setup  ## train in TRL, ms-swift, Axolotl, LLaMA-Factory and verl, untouched and shared; installs each by itself
 	.venv/bin/python recipes/compat/plugins.py
 
-test-versions: setup  ## test the library beside older transformers, and write docs/versions.md: 20 minutes on two cores
+test-versions: setup  ## test the library beside older transformers, and write a page: 20 minutes on two cores
 	.venv/bin/python recipes/compat/versions.py
 
 docs:  ## write the pages as a site into build/site; a broken link is an error

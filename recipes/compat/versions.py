@@ -1,6 +1,6 @@
 """Run tests with other versions of packages than those of constraints.txt.
 
-    python recipes/compat/versions.py                    with each transformers, and write docs/versions.md
+    python recipes/compat/versions.py                    with each transformers, and write benchmarks/versions.md
     python recipes/compat/versions.py --short ==5.2.0    fewer tests with 5.2.0, which are only printed
     python recipes/compat/versions.py --newest           with pip's newest packages: families, images, trainers, fit
     python recipes/compat/versions.py --newest --quick   a part of that, in three minutes
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "versions.md"
+PAGE = ROOT / "recipes" / "benchmarks" / "versions.md"
 VERSIONS = ["==5.2.0", "==5.6.*", "==5.10.*", "==5.12.*", "==5.16.*", "==5.20.*", ""]  # and the newest
 TESTS = """tests/collators tests/claims/padded tests/claims/equivalence tests/claims/recurrent tests/claims/generation
     tests/radixtrain/hf tests/radixtrain/generation tests/radixtrain/verification tests/radixtrain/plugins"""
@@ -30,11 +30,7 @@ SHORT_TESTS = """tests/radixtrain/hf/recurrent tests/radixtrain/hf/padded tests/
     tests/claims/padded/test_images.py tests/claims/padded/test_calls.py tests/claims/equivalence/test_families.py"""
 QUICK = ["-m", "not full and not gpu"]
 FAMILIES = ["tests/claims/equivalence/test_families.py", "-k", "test_equal_or_refused"]
-INTRO = """# Versions of transformers
-
-`share_prefixes`, `radixtrain run`, the collators, `generate` and `verify_equivalence` support
-transformers 5.2.0 and newer. If an older version cannot do something exactly, radixtrain refuses it by name before
-training. The commands of `'.[fit]'` are tested only with the newest version. `make test-versions` wrote this page"""
+INTRO = "# Tests beside older versions of transformers\n\n`make test-versions` wrote these tables"
 HAS_NO = "has no"
 PATTERNS = [  # of the reason of a skip
     r"(?P<name>.+?): (?P<what>refused: .+)",

@@ -3,7 +3,7 @@
 `make test` runs `QUICK`, which has each mechanism once, and `make test-full` runs all. Whether a family is equal or
 refused is not written here: the test finds it.
 
-The tables of docs/families.md, written from a run of the tests of model families.
+The tables of recipes/benchmarks/families.md, written from a run of the tests of model families.
 """
 
 import re
@@ -451,7 +451,7 @@ NOT_TRIED = {
 }
 
 
-FAMILIES_PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
+FAMILIES_PAGE = Path(__file__).resolve().parents[2] / "recipes" / "benchmarks" / "families.md"
 REFUSED = "refused: "
 HEADS = ("attention and layers", "refused")
 
@@ -470,7 +470,7 @@ def said_of_families(group: str) -> dict[str, str]:
 
 
 def write_families_table(group: str, found: Iterable[tuple[str, str]], whole: bool) -> None:
-    """The tables of docs/families.md between two markers: equal families by their layers, refused ones by reasons.
+    """The tables of the page between two markers: equal families by their layers, refused ones by reasons.
 
     found: families of this run and what is said of each, in place of what the page says. whole: there are no others.
     """
