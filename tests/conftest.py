@@ -18,7 +18,7 @@ import pytest
 import tiny
 import tiny_models
 import torch
-from families_table import write_families_table
+from families import write_families_table
 from forked import NOT_OURS, Run, Server
 from hypothesis import settings
 

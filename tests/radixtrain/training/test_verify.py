@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from same_step import with_wrong_keys
 from tiers import FULL, cases
-from wrong_keys import with_wrong_keys
 
 from radixtrain.__main__ import main
 
