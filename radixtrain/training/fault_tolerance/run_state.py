@@ -120,7 +120,7 @@ def _weights_of(module: nn.Module, is_partial: bool) -> dict[str, Tensor]:
 def _moments_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Return what the optimizer keeps for each weight, as `WEIGHT.MOMENT`: tensors, and numbers."""
     tensors, numbers = dict[str, Tensor](), dict[str, float]()
-    names = {weight: name for name, weight in module.named_parameters()}
+    names: dict[Tensor, str] = {weight: name for name, weight in module.named_parameters()}
     for weight, moments in optimizer.state.items():
         for moment, value in moments.items():
             kind: Any = tensors if isinstance(value, Tensor) else numbers
