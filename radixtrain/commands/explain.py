@@ -16,7 +16,6 @@ from rich.console import Console
 
 from radixtrain.checkpoints.atomic import check_replaceable
 from radixtrain.commands.quiet import quiet, warn_of_variables
-from radixtrain.commands.trainer_settings import check_settings
 from radixtrain.data.step_data import StepData
 from radixtrain.errors import UserError
 from radixtrain.explain.micro_batch import show_micro_batch
@@ -46,7 +45,6 @@ def run(settings: Report | Inspect, words: Sequence[str]) -> None:
     """Run one of the two."""
     quiet(speaks=True)
     warn_of_variables(os.environ)
-    check_settings(settings, words[0])
     settings.data.predict_unlabelled = not needs_labels(named_scores(settings.model.scores))
     data = StepData(settings.data)
     try:

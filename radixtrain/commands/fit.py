@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
@@ -34,20 +34,19 @@ from radixtrain.settings.commands import RunSettings
 from radixtrain.settings.fields import value_of
 from radixtrain.settings.read import PRINT, as_tree, print_settings, read
 from radixtrain.training.answers.evaluate_generation import EvaluateGeneration
-from radixtrain.training.devices.fabric import fabric_of
+from radixtrain.training.devices.fabric import fabric_of, sp_size_of
 from radixtrain.training.devices.launch import launch, leaving_together, meet, one_rank_reports
 from radixtrain.training.devices.launcher_env import ON_SEVERAL, default_devices, is_launched, launcher_env
-from radixtrain.training.devices.settings import sp_size_of
 from radixtrain.training.evaluate import Evaluation
 from radixtrain.training.fault_tolerance import slurm
 from radixtrain.training.fault_tolerance.failures import explain, last_checkpoint, raise_file_limit
 from radixtrain.training.fault_tolerance.resume import template_date
-from radixtrain.training.fault_tolerance.run_folder import check_output_dir, locked, logs_of_run, rename_earlier_run
+from radixtrain.training.fault_tolerance.run_folder import check_output_dir, locked, rename_earlier_run
 from radixtrain.training.loop import Loop
 from radixtrain.training.module import RadixModule
 from radixtrain.training.progress_bar import screens
 from radixtrain.training.results.run_progress import print_line
-from radixtrain.training.results.saved_config import RunRecord, defaults_of_model, own_log_folders
+from radixtrain.training.results.saved_config import RunRecord, defaults_of_model
 from radixtrain.training.runner import Runner
 from radixtrain.training.start.preflight import described_start
 from radixtrain.training.start.run_overview import print_overview, steps_between_logs
@@ -102,8 +101,7 @@ class Command:
         loggers = make_loggers(config, self.output_dir)
         if config.max_epochs is None and config.max_steps == -1:
             config.max_epochs = DEFAULT_EPOCHS
-        with slurm.hidden():
-            fabric = fabric_of(settings, self.name)
+        fabric = fabric_of(settings, self.name)
         evaluation = EvaluateGeneration(**vars(settings.evaluate_generation))
         has_validation = bool(settings.data.validation_file or settings.data.val_size)
         if self.name == "fit" and evaluation.logged and not has_validation:
@@ -140,7 +138,7 @@ class Command:
             try:
                 meet(self.runner.strategy, self.timeout, partial(described_start, self.settings))
                 self.ckpt_path, written = ranks().broadcast_from_rank0(lambda: self._prepare(stack), long_timeout=True)
-                self._run_prepared(written, stack)
+                self._run_prepared(written)
             except Exception as error:
                 if told := explain(error, self.output_dir if self.name == "fit" else None):
                     raise UserError(told) from error
@@ -162,10 +160,10 @@ class Command:
         resumed = None if self.replaces else self.ckpt_path
         return continue_wandb_run(self.runner.loggers, resumed)
 
-    def _run_prepared(self, written: int, stack: ExitStack) -> None:
+    def _run_prepared(self, written: int) -> None:
         """Load data and model before the runner starts, so that an error in either leaves nothing written.
 
-        written: see `_prepare`. stack: what `fit` enters here lasts as long as the lock.
+        written: see `_prepare`.
         """
         evaluation = self.parts.evaluation
         if (self.name == "fit" or self.ckpt_path) and self.datamodule.hparams.template_date is None:
@@ -186,7 +184,7 @@ class Command:
             if ranks().is_first:
                 shown = vars(self.settings.trainer), written, evaluation.line()
                 print_overview(runner, self.model, self.datamodule, *shown)
-                stack.enter_context(self._training())
+                self._begin_training()
         with errors_of_services():
             self._call()
 
@@ -199,16 +197,11 @@ class Command:
             return chosen
         return checkpoint_to_evaluate(self.output_dir, given)
 
-    @contextmanager
-    def _training(self) -> Iterator[None]:
-        """Run from the first step to the model: an earlier run that this one replaces is renamed before."""
-        with ExitStack() as stack:
-            if self.replaces and (earlier := rename_earlier_run(self.output_dir)):
-                print_line("earlier run", f"now in {earlier}")
-            slurm.remember_job(self.output_dir)
-            summary = self.parts.summary
-            stack.enter_context(logs_of_run(own_log_folders(self.runner), lambda: summary.first_step is not None))
-            yield
+    def _begin_training(self) -> None:
+        """Rename an earlier run that this one replaces, and note the job of SLURM."""
+        if self.replaces and (earlier := rename_earlier_run(self.output_dir)):
+            print_line("earlier run", f"now in {earlier}")
+        slurm.remember_job(self.output_dir)
 
     def _call(self) -> None:
         """Call the method of the runner. During training a signal waits for the end of the step."""
@@ -247,5 +240,5 @@ def _num_ranks_to_start(settings: RunSettings, name: str) -> int:
     """Return how many ranks this process starts; 1 if it runs the command itself."""
     if name not in ON_SEVERAL or is_launched():
         return 1
-    with slurm.hidden(), warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings(action="ignore"):
         return getattr(fabric_of(settings, name).strategy, "num_processes", 1)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from radixtrain.commands import WITHOUT_TRAINING
+from radixtrain.commands.export import check_hub
+from radixtrain.commands.loggers import TRACKING, check_loggers
 from radixtrain.errors import UserError, first_line
 from radixtrain.settings.commands import RunSettings
 from radixtrain.training.optimizer import check_package
@@ -13,17 +14,10 @@ from radixtrain.training.optimizer import check_package
 logger = logging.getLogger(__name__)
 
 FOR_ALL_WEIGHTS = 2e-5  # the default learning rate, and that of configs/sft.yaml
-MOST_DEVICES = 1_000
 
 
 def check_settings(settings: RunSettings, command: str) -> None:
     """Raise UserError for a value that no run can use."""
-    _check_devices(settings.trainer.devices)
-    if command in WITHOUT_TRAINING:
-        return
-    from radixtrain.commands.export import check_hub  # here, since they bring Lightning
-    from radixtrain.commands.loggers import TRACKING, check_loggers
-
     _check_max_time(settings.trainer.max_time)
     if getattr(settings, "weights_only", None) is False:  # of Lightning
         raise UserError("weights_only: false would run code from a checkpoint; radixtrain always reads it as data")
@@ -36,13 +30,6 @@ def check_settings(settings: RunSettings, command: str) -> None:
         logger.warning(
             "model.learning_rate is %g, as for training all weights; LoRA usually needs 1e-4 to 2e-4", FOR_ALL_WEIGHTS
         )
-
-
-def _check_devices(devices: object) -> None:
-    """Refuse a large number before Lightning makes a list of that length, which would take all memory."""
-    number = int(devices) if isinstance(devices, str) and devices.isdecimal() else devices
-    if isinstance(number, int) and number > MOST_DEVICES:
-        raise UserError(f"trainer.devices {number:,}: at most {MOST_DEVICES:,} on a machine")
 
 
 def _check_max_time(max_time: Any) -> None:

@@ -91,15 +91,15 @@ def _wait(children: Sequence[subprocess.Popen[bytes]]) -> str:
     Of ranks that fail at once, a killed one is the cause.
     """
     failure, deadline = "", float("inf")
-    while any(child.poll() is None for child in children) and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
-        failed = {rank: code for rank, child in enumerate(children) if (code := child.poll())}
-        if failed and not failure:
-            rank = min(failed, key=lambda rank: failed[rank])
-            code, deadline = failed[rank], time.monotonic() + GRACE
+    while True:
+        codes = [child.poll() for child in children]
+        if any(codes) and not failure:
+            code, rank = min((code, rank) for rank, code in enumerate(codes) if code)
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            failure = f"rank {rank} {how}"
-    return failure
+            failure, deadline = f"rank {rank} {how}", time.monotonic() + GRACE
+        if None not in codes or time.monotonic() > deadline:
+            return failure
+        time.sleep(POLL_SECONDS)
 
 
 def meet(strategy: Any, timeout: timedelta, start: Callable[[], Start]) -> None:

