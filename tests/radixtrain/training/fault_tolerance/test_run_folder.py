@@ -23,7 +23,6 @@ from radixtrain.training.fault_tolerance.run_folder import (
     check_outside,
     is_resumed,
     locked,
-    locked_model,
     rename_earlier_run,
 )
 
@@ -98,17 +97,6 @@ class TestOutputDir:
         with pytest.raises(UserError, match=said):
             check_output_dir(text)
 
-    def test_not_writable(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(os, "access", lambda *_: False)
-        with pytest.raises(UserError, match=f"{tmp_path} cannot be written to"):
-            check_output_dir(tmp_path / "run" / "a")
-
-    def test_folders(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.chdir(tmp_path)
-        for text in ("runs/sft", "C:/x", "a:b/c", ".", "run 1", "a//b", "/tmp"):
-            assert check_output_dir(text) == Path(text)
-        assert not list(tmp_path.iterdir())
-
 
 # What is in the folder, ckpt_path, overwrite -> what is said; empty if the run begins or resumes.
 SAVED, MODEL, FREE = ("checkpoints/step=3/manifest.json", "checkpoints/step=3/state.json"), ("model/config.json",), ()
@@ -181,20 +169,6 @@ class TestOverwrite:
                 locked(tmp_path / "sft", "fit").__enter__()
         assert contents(tmp_path / "sft.3") == before and contents(tmp_path / "sft.1")["loss.png"] == "sft.1"
         assert not contents(tmp_path / "sft") and (tmp_path / "link").resolve() == tmp_path / "sft"
-
-    def test_another_process_stays_out(self, tmp_path: Path) -> None:
-        run(tmp_path / "sft")
-
-        @contextmanager
-        def renaming() -> Iterator[None]:
-            with locked(tmp_path / "sft", "fit"):
-                rename_earlier_run(tmp_path / "sft")
-                yield
-
-        with another(renaming) as process:
-            assert f"in use by `radixtrain fit`, process {process}" in refused(locked(tmp_path / "sft", "fit"))
-        with locked(tmp_path / "sft", "fit"), locked(tmp_path / "sft.1", "predict"):
-            pass
 
     def test_without_a_run_nothing_is_renamed(self, tmp_path: Path) -> None:
         """Files of the user, with names that a run uses and columns that a run logs; and a run that saved nothing."""
@@ -319,22 +293,6 @@ def test_a_second_command_is_refused_until_the_first_is_killed(tmp_path: Path) -
     with locked(folder, "fit"):
         assert "in use by this process" in refused(locked(folder, "fit"))
     assert not list(folder.iterdir())
-
-
-@pytest.mark.parametrize("name", ["model", "best"])
-def test_export(name: str, tmp_path: Path) -> None:
-    """A run takes its `model/`; exports into other folders do not disturb it, nor one another."""
-    run, target = tmp_path / "run", tmp_path / "run" / name
-    with another(lambda: locked(run, "fit")):
-        if name == "model":
-            assert "in use by `radixtrain fit`" in refused(locked_model(target, "export"))
-        else:
-            with locked_model(target, "export"):
-                pass
-    with another(lambda: locked_model(target, "export")):
-        assert "in use by `radixtrain export`" in refused(locked_model(target, "export"))
-        if name == "model":
-            assert "in use by `radixtrain export`" in refused(locked(run, "fit"))
 
 
 def test_only_what_was_made_and_is_empty_is_removed(tmp_path: Path) -> None:

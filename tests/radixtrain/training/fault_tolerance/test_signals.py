@@ -58,12 +58,6 @@ def test_while_answers_are_generated_it_raises_at_once(tmp_path: Path, is_early:
             pytest.fail("it went on")
 
 
-def test_an_error_inside_is_the_one_that_passes(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), Requests(tmp_path) as requests, requests.deferred():
-        send(signal.SIGTERM)
-        raise ZeroDivisionError
-
-
 class TestSlurm:
     @pytest.fixture(autouse=True)
     def job(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
