@@ -29,7 +29,6 @@ from radixtrain.commands.trainer_settings import check_interval, check_settings
 from radixtrain.data.datamodule import SFTData
 from radixtrain.distributed import form_groups, ranks
 from radixtrain.errors import UserError
-from radixtrain.hf.scores import named_scores, needs_labels
 from radixtrain.settings.commands import RunSettings
 from radixtrain.settings.fields import value_of
 from radixtrain.settings.read import PRINT, as_tree, print_settings, read
@@ -40,8 +39,8 @@ from radixtrain.training.devices.launcher_env import ON_SEVERAL, default_devices
 from radixtrain.training.evaluate import Evaluation
 from radixtrain.training.fault_tolerance import slurm
 from radixtrain.training.fault_tolerance.failures import explain, last_checkpoint, raise_file_limit
-from radixtrain.training.fault_tolerance.resume import template_date
 from radixtrain.training.fault_tolerance.run_folder import check_output_dir, locked, rename_earlier_run
+from radixtrain.training.fault_tolerance.run_state import template_date
 from radixtrain.training.loop import Loop
 from radixtrain.training.module import RadixModule
 from radixtrain.training.progress_bar import screens
@@ -69,12 +68,11 @@ class Command:
         self.words = tuple(words)
         self.name = self.words[0]
         self.settings = self._with_settings_of_model(settings)
-        self.settings.data.predict_unlabelled = not needs_labels(named_scores(self.settings.model.scores))
 
     def _with_settings_of_model(self, before: RunSettings) -> RunSettings:
         """Return the settings over those of the training run, if a model that radixtrain trained is evaluated."""
         name = before.model.model_name_or_path
-        found = defaults_of_model(name, before.data.system_prompt) if self.name in EVALUATING else {}
+        found = defaults_of_model(name) if self.name in EVALUATING else {}
         if not found:
             return before
         after = read(self.name, self.words[1:], default_devices() | found)
@@ -182,8 +180,7 @@ class Command:
             runner.log_every_n_steps = steps_between_logs(runner, self.datamodule)
             self.model.wandb_run = ranks().broadcast_from_rank0(self._wandb_run)
             if ranks().is_first:
-                shown = vars(self.settings.trainer), written, evaluation.line()
-                print_overview(runner, self.model, self.datamodule, *shown)
+                print_overview(runner, self.model, self.datamodule, written, evaluation.line())
                 self._begin_training()
         with errors_of_services():
             self._call()
