@@ -1,5 +1,6 @@
 """Which devices and strategies a command takes, in the words of a user."""
 
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
@@ -7,7 +8,6 @@ import torch
 from lightning.fabric.accelerators import CPUAccelerator
 from lightning.fabric.plugins.environments import SLURMEnvironment
 
-from radixtrain.__main__ import main
 from radixtrain.errors import UserError
 from radixtrain.settings.read import read
 from radixtrain.training.devices import fabric
@@ -16,8 +16,9 @@ from radixtrain.training.devices.launcher_env import LauncherEnv, default_device
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 SRUN = {"SLURM_NTASKS": "4", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_TASKS_PER_NODE": "2(x2)"}
-
-
+CPUS = {"trainer__accelerator": "cpu", "trainer__devices": 2}
+FSDP2 = {**CPUS, "trainer__strategy": "fsdp2"}
+SPLIT = {**CPUS, "sp_size": 2}
 pytestmark = pytest.mark.usefixtures("environment")
 
 
@@ -27,67 +28,49 @@ def settings(**keys):
     return read("fit", [f"--{key}={value}" for key, value in given.items()])
 
 
-def test_accepted():
-    for name in ("auto", "ddp", "fsdp2"):
-        assert device_settings(settings(trainer__strategy=name), "fit") == {}
+# Command, keys, variables of a launcher -> what is said; empty if it is accepted.
+GIVEN = [
+    *(("fit", {**CPUS, "trainer__strategy": name}, {}, "") for name in ("auto", "ddp", "fsdp2")),
+    ("fit", {"trainer__strategy": "fsdp"}, {}, "trainer.strategy fsdp: .*set it to fsdp2"),
+    ("fit", {"trainer__strategy": "ddp_spawn"}, {}, "trainer.strategy ddp_spawn: set it to ddp"),
+    ("fit", {"trainer__strategy": "deepspeed_stage_2"}, {}, "trainer.strategy deepspeed_stage_2: fsdp2 divides"),
+    ("fit", {"trainer__strategy": "dpp"}, {}, "trainer.strategy dpp: no such strategy, did you mean ddp"),
+    ("fit", {**FSDP2, "model__load_in_4bit": True}, {}, "model.load_in_4bit does not work with trainer.strategy fsdp2"),
+    ("fit", {**FSDP2, "model__verify_first_batch": True}, {}, "verify_first_batch does not work with trainer.strategy"),
+    ("validate", {**FSDP2, "model__verify_first_batch": True}, {}, ""),
+    ("predict", {**FSDP2, "model__generate": True}, {}, "model.generate does not work with trainer.strategy fsdp2"),
+    ("fit", {**FSDP2, "model__generate": True}, {}, ""),
+    ("validate", {**FSDP2, "evaluate_generation__metric": "exact_match"}, {}, "evaluate_generation.metric does not"),
+    ("test", {**FSDP2, "evaluate_generation__metric": "exact_match"}, {}, ""),
+    ("fit", {**CPUS, "trainer__num_nodes": 2}, {}, "num_nodes 2: start the command on each machine with torchrun"),
+    ("fit", {**CPUS, "trainer__num_nodes": 2}, TORCHRUN, ""),
+    ("fit", CPUS, TORCHRUN, r"devices 2 and trainer\.num_nodes 1: torchrun has started 2"),
+    ("fit", {"trainer__devices": 100_000}, {}, "trainer.devices 100,000: at most 1,000"),
+    ("fit", SPLIT, {}, ""),
+    ("fit", {**SPLIT, "trainer__devices": 1}, {}, "sp_size 2: this run has 1 rank, which it has to divide: 1"),
+    ("fit", {**SPLIT, "trainer__devices": 3}, {}, "sp_size 2: this run has 3 ranks, which it has to divide: 1"),
+    ("fit", {**SPLIT, "dedup": False}, {}, "sp_size 2: only unique rows are split"),
+    ("predict", {**SPLIT, "dedup": False}, {}, ""),
+    ("fit", {**SPLIT, "model__verify_first_batch": True}, {}, "verify_first_batch does not work with sp_size 2"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "way_out"),
-    [
-        ("fsdp", "set it to fsdp2"),
-        ("ddp_spawn", "set it to ddp"),
-        ("deepspeed_stage_2", "fsdp2 divides"),
-        ("dpp", "no such strategy, did you mean ddp"),
-    ],
-)
-def test_refused_by_name(name, way_out):
-    with pytest.raises(UserError, match=f"trainer.strategy {name}: .*{way_out}"):
-        device_settings(settings(trainer__strategy=name), "fit")
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "command", "other"),
-    [
-        ("model__load_in_4bit", True, "fit", None),
-        ("model__verify_first_batch", True, "fit", "validate"),
-        ("model__generate", True, "predict", "fit"),
-        ("evaluate_generation__metric", "exact_match", "validate", "test"),
-    ],
-)
-def test_what_needs_whole_weights_is_refused_with_fsdp2(key, value, command, other):
-    with pytest.raises(UserError, match=f"{key.replace('__', '.')} does not work with trainer.strategy fsdp2"):
-        device_settings(settings(trainer__strategy="fsdp2", **{key: value}), command)
-    device_settings(settings(trainer__strategy="ddp", **{key: value}), command)
-    if other:
-        device_settings(settings(trainer__strategy="fsdp2", **{key: value}), other)
+@pytest.mark.parametrize(("command", "keys", "variables", "said"), GIVEN)
+def test_accepted_or_refused(environment, command, keys, variables, said):
+    environment(variables)
+    with pytest.raises(UserError, match=said) if said else nullcontext():
+        fabric_of(settings(**keys), command)
 
 
 @pytest.mark.parametrize(
     ("devices", "taken", "is_said"),
-    [
-        (1, 1, False),
-        ("auto", 1, False),
-        (0, 0, False),
-        (4, 1, True),
-        ("4", 1, True),
-        ([2, 3], [2], True),
-        ("2,3", [2], True),
-    ],
+    [(1, 1, False), ("auto", 1, False), (0, 0, False), ("4", 1, True), ([2, 3], [2], True), ("2,3", [2], True)],
 )
 def test_verify_takes_the_first_device(devices, taken, is_said, caplog):
     with caplog.at_level("INFO"):
         found = device_settings(settings(trainer__devices=devices, trainer__strategy="deepspeed"), "verify")
     assert (found["devices"], found["num_nodes"], found["strategy"]) == (taken, 1, "auto")
-    assert bool(caplog.messages) == is_said
-    assert all(message.startswith("verify runs on one device") for message in caplog.messages)
-
-
-def test_machines_need_a_launcher(environment):
-    with pytest.raises(UserError, match="num_nodes 2: start the command on each machine with torchrun, or with srun"):
-        device_settings(settings(trainer__num_nodes=2), "fit")
-    environment(TORCHRUN)
-    device_settings(settings(trainer__num_nodes=2), "fit")
+    assert [message[:26] for message in caplog.messages] == ["verify runs on one device:"] * is_said
 
 
 @pytest.mark.parametrize("variables", [TORCHRUN, SRUN])
@@ -95,25 +78,9 @@ def test_a_launcher_says_how_many(environment, variables):
     assert default_devices() == {}
     environment(variables)
     assert default_devices() == {"trainer.devices": 2, "trainer.num_nodes": 2}
-    for devices in ("auto", -1):
-        assert device_settings(settings(trainer__devices=devices), "fit")["devices"] == 2
-
-
-TWO = {"trainer__accelerator": "cpu", "trainer__devices": 2}
-
-
-def test_a_number_that_is_not_the_launchers_is_refused(environment):
-    assert fabric_of(settings(**TWO), "fit").world_size == 2
-    environment(TORCHRUN)
-    with pytest.raises(UserError, match=r"devices 2 and trainer\.num_nodes 1: torchrun has started 2"):
-        fabric_of(settings(**TWO), "fit")
-
-
-def test_srun_is_told_to_lightning(environment):
-    environment(SRUN)
-    strategy = fabric_of(settings(**TWO, trainer__num_nodes=2), "fit").strategy
-    assert isinstance(strategy.cluster_environment, SlurmTasks)
+    strategy = fabric_of(settings(**CPUS | {"trainer__devices": -1}, trainer__num_nodes=2), "fit").strategy
     assert (strategy.global_rank, strategy.num_processes * strategy.num_nodes) == (1, 4)
+    assert isinstance(strategy.cluster_environment, SlurmTasks) == (variables is SRUN)
 
 
 def test_a_job_of_slurm_without_srun_is_one_process(environment):
@@ -127,47 +94,21 @@ def test_a_job_of_slurm_without_srun_is_one_process(environment):
 def test_nccl_waits_longer_than_what_reports_a_hanging_rank(is_cuda, monkeypatch):
     if is_cuda:
         monkeypatch.setattr(fabric, "CUDAAccelerator", CPUAccelerator)  # the accelerator of these ranks stands for it
-    strategy = fabric_of(settings(**TWO, ddp_timeout=7), "fit").strategy
+    strategy = fabric_of(settings(**CPUS, ddp_timeout=7), "fit").strategy
     assert vars(strategy)["_timeout"] == timedelta(seconds=67 if is_cuda else 7)
 
 
-@pytest.mark.parametrize(("devices", "count"), [(1, "1 rank"), (3, "3 ranks")])
-def test_ranks_that_sp_size_does_not_divide(devices, count):
-    with pytest.raises(UserError, match=rf"sp_size 2: this run has {count}, which it has to divide: 1"):
-        fabric_of(settings(sp_size=2, **TWO | {"trainer__devices": devices}), "fit")
-
-
 @pytest.mark.parametrize(
-    ("keys", "other"), [({"dedup": False}, "predict"), ({"model__verify_first_batch": True}, "test")]
+    ("accelerator", "num_visible", "is_refused"),
+    [("cpu", 1, False), ("auto", 0, False), ("auto", 2, False), ("auto", 1, True), ("gpu", 1, True)],
 )
-def test_what_cannot_be_split_is_refused(keys, other):
-    with pytest.raises(UserError, match="sp_size 2"):
-        device_settings(settings(sp_size=2, trainer__devices=2, **keys), "fit")
-    device_settings(settings(sp_size=2, trainer__devices=2, **keys), other)
-
-
-def test_tasks_that_do_not_see_all_gpus(environment, monkeypatch):
+def test_tasks_that_do_not_see_all_gpus(environment, monkeypatch, accelerator, num_visible, is_refused):
     """Two tasks on each machine."""
     environment(SRUN)
-    for accelerator, visible in (("cpu", 1), ("auto", 0), ("auto", 2), ("auto", 1), ("gpu", 1)):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda visible=visible: visible)
-        given = settings(trainer__accelerator=accelerator, trainer__devices=2)
-        if accelerator == "cpu" or visible != 1:
-            device_settings(given, "fit")
-            continue
-        with pytest.raises(UserError, match=r"2 tasks on this machine, and this one sees 1 of .* --gpus-per-node=2"):
-            device_settings(given, "fit")
-
-
-def test_the_command_line_says_so_in_one_line(arguments, capsys, tmp_path):
-    for flags, said in (
-        ({"trainer__strategy": "deepspeed"}, "trainer.strategy deepspeed: fsdp2 divides"),
-        ({"trainer__devices": 100_000}, "trainer.devices 100,000: at most 1,000"),
-        ({"ddp_timeout": 0}, "ddp_timeout must be at least 1; got 0"),
-    ):
-        assert main(arguments(**flags)) == 1
-        assert said in capsys.readouterr().err
-        assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_visible)
+    said = r"2 tasks on this machine, and this one sees 1 of .* --gpus-per-node=2"
+    with pytest.raises(UserError, match=said) if is_refused else nullcontext():
+        device_settings(settings(trainer__accelerator=accelerator, trainer__devices=2), "fit")
 
 
 def test_tasks_of_slurm(monkeypatch):
@@ -178,13 +119,11 @@ def test_tasks_of_slurm(monkeypatch):
         monkeypatch.setenv(name, value)
     task = LauncherEnv("srun", 5, 8, 1, 4)
     tasks = SlurmTasks(task)
+    assert (tasks.world_size(), tasks.global_rank(), tasks.local_rank(), tasks.node_rank()) == (8, 5, 1, 1)
+    assert (tasks.main_address, tasks.main_port) == ("gpu07", 18456)
+    assert tasks.creates_processes_externally and not SlurmTasks.detect()
     monkeypatch.setenv("SLURM_STEP_NODELIST", "gpu09")
     assert SlurmTasks(task).main_address == "gpu09"
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1234")
     assert (SlurmTasks(task).main_address, SlurmTasks(task).main_port) == ("10.0.0.1", 1234)
-    for name in ("MASTER_ADDR", "MASTER_PORT", "SLURM_NODELIST", "SLURM_NODEID", "SLURM_JOB_ID"):
-        monkeypatch.delenv(name)
-    assert (tasks.world_size(), tasks.global_rank(), tasks.local_rank(), tasks.node_rank()) == (8, 5, 1, 1)
-    assert (tasks.main_address, tasks.main_port) == ("gpu07", 18456)
-    assert tasks.creates_processes_externally and not SlurmTasks.detect()
