@@ -393,7 +393,7 @@ def with_losses(group: Any, rank: int, count: int) -> Any:
     return split_of(group, model)(**RadixCollator()(rows()))
 
 
-KINDS: list[Callable[[int], Any]] = [int, float, np.float32, torch.tensor, lambda n: ((torch.tensor(n),),)]
+KINDS: list[Callable[[int], Any]] = [float, np.float32, lambda n: ((torch.tensor(n),),)]
 REFUSED: list[tuple[str, Callable[[Any, int], Any]]] = [
     *(("got different batches", partial(different, name=name)) for name in ("input_ids", "position_ids")),
     ("got different batches", partial(different, name="predictor_indices")),
