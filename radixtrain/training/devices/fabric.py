@@ -29,7 +29,6 @@ from radixtrain.training.devices.fsdp2 import METHODS, shard
 from radixtrain.training.devices.launcher_env import ON_SEVERAL, LauncherEnv, is_launched, launcher_env, one_device
 
 KEYS = ("accelerator", "devices", "num_nodes", "precision")  # of `trainer`, which Fabric takes
-MOST_DEVICES = 1_000
 FIRST_PORT = 15_000  # for the ranks of SLURM jobs to meet at
 ACCEPTED = ("auto", "ddp", "fsdp2")
 REFUSED = {  # beginnings of Lightning's names, and what to use instead
@@ -98,8 +97,6 @@ def device_settings(settings: Any, command: str) -> dict[str, Any]:
     settings: of a command, as parsed. Raises UserError for what cannot run.
     """
     config = settings.trainer
-    if str(config.devices).isdecimal() and int(str(config.devices)) > MOST_DEVICES:  # Lightning would list them
-        raise UserError(f"trainer.devices {int(str(config.devices)):,}: at most {MOST_DEVICES:,} on a machine")
     if command not in ON_SEVERAL:
         return one_device(config, command)
     _check_strategy(config.strategy)

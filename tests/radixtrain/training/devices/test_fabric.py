@@ -45,7 +45,6 @@ GIVEN = [
     ("fit", {**CPUS, "trainer__num_nodes": 2}, {}, "num_nodes 2: start the command on each machine with torchrun"),
     ("fit", {**CPUS, "trainer__num_nodes": 2}, TORCHRUN, ""),
     ("fit", CPUS, TORCHRUN, r"devices 2 and trainer\.num_nodes 1: torchrun has started 2"),
-    ("fit", {"trainer__devices": 100_000}, {}, "trainer.devices 100,000: at most 1,000"),
     ("fit", SPLIT, {}, ""),
     ("fit", {**SPLIT, "trainer__devices": 1}, {}, "sp_size 2: this run has 1 rank, which it has to divide: 1"),
     ("fit", {**SPLIT, "trainer__devices": 3}, {}, "sp_size 2: this run has 3 ranks, which it has to divide: 1"),
