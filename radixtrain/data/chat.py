@@ -18,7 +18,6 @@ from radixtrain.data.messages import SYSTEM_ROLES, check_turns, read_tools
 from radixtrain.data.sample import EncodeReport, TooLongError, check_vocabulary, sample_from_tokens
 from radixtrain.data.template import (
     renders_developer,
-    template_variables,
     template_words,
     unread_variable,
     with_date,
@@ -146,15 +145,6 @@ class ChatEncoder:
                 report.unused_columns[LAST_TURNS] += 1
         return items
 
-    def chats(self, row: Row | UnreadRow, completions: bool = True) -> list[Conversation]:
-        """Return the chats of a row. Raises DataError if it cannot be used.
-
-        completions: whether a prompt and its completion, both of messages, count as one.
-        """
-        found = [each for each in self.standard(row) if completions or "messages" in each.fields]
-        chats = ((turns_of(each.fields), each) for each in found)
-        return [self.conversation(turns, each.fields, each.where) for turns, each in chats if turns]
-
     def standard(self, row: Row | UnreadRow) -> list[Row]:
         """Return the row in a form of `standard_row`, with the system prompt; several for a call with several choices.
 
@@ -209,9 +199,9 @@ class ChatEncoder:
         variables, drops = self.chat_template_kwargs | kwargs | tools, self.on_unrendered == "drop"
         template = self._template_of_a_day(tools.get("tools"))
         chat = Conversation(self.tokenizer, self._rendered(messages), where, variables, drops, template)
-        if reason := unread_variable(self.chat_template_kwargs, self.template_variables):
+        if reason := unread_variable(self.chat_template_kwargs, self.tokenizer):
             raise UserError(reason)
-        if reason := unread_variable(kwargs, self.template_variables):
+        if reason := unread_variable(kwargs, self.tokenizer):
             raise DataError(where, reason)
         return chat
 
@@ -294,10 +284,6 @@ class ChatEncoder:
             return None
         report.num_truncated_samples += 1
         return short
-
-    @cached_property
-    def template_variables(self) -> frozenset[str] | None:
-        return template_variables(self.tokenizer)
 
     @cached_property
     def template_words(self) -> frozenset[str]:

@@ -7,8 +7,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from radixtrain.data.files.rows import check_encodable
@@ -22,6 +21,7 @@ MAX_CHARACTERS = 1 << 28  # of a rendered chat; one of a million tokens has 4 mi
 LIKELY_WITHIN = 1 << 14  # characters of one message that a template adds
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\b")
 FIX = "set chat_template_path to a template"
+ALIKE = ", or enable_thinking in data.chat_template_kwargs"
 FIX_MARKERS = f"set split_turns: true, or {FIX} with generation markers"
 
 
@@ -89,21 +89,11 @@ class Conversation:
             reason = f"the chat template renders the prompt of turn {start + 1} differently with and without its answer"
             at = next((i for i, pair in enumerate(zip(prompt, full, strict=False)) if len({*pair}) == 2), len(full))
             found = f"{full[at : at + 30]!r} and {prompt[at : at + 30]!r}"
-            raise DataError(self.where, f"{reason} ({found}); {FIX} that renders both alike{self._switch(start, end)}")
+            raise DataError(self.where, f"{reason} ({found}); {FIX} that renders both alike{ALIKE}")
         target = full[len(shown) :]
         begun = THINK_END if prompt.rstrip().endswith(THINK_END) else ""  # the prompt has closed the thinking block
         self.check_turns(f"{begun}{target}", range(start, end), thinking_from=start)
         return prompt, target
-
-    def _switch(self, start: int, end: int) -> str:
-        """Name the `enable_thinking` with which the prompt is how the turn begins, as another fix, if there is one."""
-        if "enable_thinking" not in self.template_kwargs:
-            for value in (False, True):
-                with suppress(DataError):
-                    other = {**self.template_kwargs, "enable_thinking": value}
-                    replace(self, template_kwargs=other).prompt_and_target(start, end)
-                    return f", or data.chat_template_kwargs to {{enable_thinking: {str(value).lower()}}}"
-        return ""
 
     def _prompt_without_thinking(self, start: int, answers: bool) -> str:
         return self.render([without_thinking(each) for each in self.messages[:start]], add_generation_prompt=answers)
@@ -157,22 +147,12 @@ class Conversation:
             if plain != messages:  # DeepSeek-V3's takes no others
                 return self._apply(plain, **options)
             reason = f"the chat template failed: {type(error).__name__}: {first_line(error)}"
-            raise DataError(self.where, f"{reason}{self._hint_at_tools(messages)}") from error
+            raise DataError(self.where, reason) from error
         if isinstance(rendered, str) and len(rendered) > MAX_CHARACTERS:
             whose = f"the chat template (chat_template_path, or that of {self.tokenizer.name_or_path})"
             reason = f"{whose} makes more than {MAX_CHARACTERS:,} characters of text"
             raise UserError(f"{self.where}: {reason}; {FIX} that writes less, or leave this row out")
         return rendered
-
-    def _hint_at_tools(self, messages: list[dict[str, Any]]) -> str:
-        """Return how to write the tools, if the template renders these messages then."""
-        tools = self.template_kwargs.get("tools") or []
-        wrapped = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
-        if wrapped != tools:
-            with suppress(UserError):
-                replace(self, template_kwargs={**self.template_kwargs, "tools": wrapped}).render(messages)
-                return "; write each of the tools as {type: function, function: {name, ...}}"
-        return ""
 
     def _checked(self, messages: list[dict[str, Any]], text: str) -> str:
         check_encodable(text, self.where)

@@ -17,12 +17,7 @@ from radixtrain.data.chat import ChatEncoder, UnlabelledEncoder
 from radixtrain.data.files.sources import KEY, Source, as_sources, open_rows
 from radixtrain.data.sample import EncodeReport
 from radixtrain.data.steps import epoch_size
-from radixtrain.data.template import (
-    warn_of_endless_turns,
-    warn_of_likely_mistakes,
-    warn_of_rewritten_history,
-    writes_date,
-)
+from radixtrain.data.template import warn_of_mistakes, writes_date
 from radixtrain.data.tokens.corpus import Corpus, Part, distinct_turns, last_turns
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.distributed import ranks
@@ -32,7 +27,7 @@ from radixtrain.hf.config import end_tokens, read_config
 logger = logging.getLogger(__name__)
 
 LARGEST_EPOCH = 2**31 - 1  # conversations, whose order is drawn in memory
-ROWS_LOOKED_AT = 32  # for a template that rewrites history
+ROWS_LOOKED_AT = 32  # for mistakes
 
 
 def encoder_of(settings: Any, unlabelled: bool = False) -> ChatEncoder:
@@ -85,9 +80,7 @@ def load_split(
     sources = as_sources(files, settings.columns, key)
     if key == KEY and not unlabelled:
         rows = [*islice(chain.from_iterable(open_rows(source) for source in sources), ROWS_LOOKED_AT)]
-        warn_of_likely_mistakes(encoder, rows)  # first: it renders the rows, so settings that cannot work raise here
-        warn_of_endless_turns(encoder, rows, _stops(settings.model_name_or_path, encoder))
-        warn_of_rewritten_history(encoder, rows)
+        warn_of_mistakes(encoder, rows, _stops(settings.model_name_or_path, encoder))
     for source in sources:
         found = tokenized(source, encoder_for(source, encoder), options)
         report.add(found.report)

@@ -38,8 +38,8 @@ class DataSettings(Section):
     completion_only_loss: loss on the completion only, in rows that have one.
     split_turns: a sample for each assistant turn, rendered as the model will see it at inference; false, a sample for
         each chat, needs a template with generation markers.
-    train_on: distinct_turns trains a turn once that several rows repeat after the same messages, as a log of an agent's
-        requests does; every_turn trains it in each of them, last_turn only the last of a row.
+    train_on: with split_turns, distinct_turns trains a turn once that several rows repeat after the same messages, as a
+        log of an agent's requests does; every_turn trains it in each of them, last_turn only the last of a row.
     system_prompt: a system turn for conversations that begin without one.
     chat_template_path: a Jinja file in place of the tokenizer's own chat template.
     chat_template_kwargs: variables for the template, for instance `enable_thinking: false`.

@@ -195,7 +195,7 @@ def map_columns(
             raise DataError(where, f"columns: {ours}: the row has no column {theirs!r}; it has {found}")
     mapped = {ours: fields[theirs] for theirs, ours in taken.items() if theirs in fields}
     riders = {*RIDERS, *(OF_TOKENS if "input_ids" in columns else ())}  # labels and masks belong to their tokens
-    unread = {}
+    unread: dict[str, Any] = {}
     for name, value in fields.items():
         if name in taken or (name in columns and columns[name] is None):
             continue

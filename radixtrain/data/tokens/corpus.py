@@ -5,7 +5,7 @@ Rows may be nested: a log of an agent's requests holds each turn in all later ro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
+from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.tokens.store import TokenStore
 from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative
 
@@ -107,15 +107,11 @@ def last_turns(store: TokenStore) -> np.ndarray:
 def distinct_turns(store: TokenStore) -> np.ndarray:
     """Mark every turn once, (num_samples,), bool, in the conversation that has most turns.
 
-    Samples of turns are one turn if their tokens, labels and weights are the same. A whole chat is left out if
-    another one begins with its tokens and labels. Rows that are equal as a whole stay, as often as they occur.
+    Samples of turns are one turn if their tokens, labels and weights are the same. Rows that are equal as a whole stay,
+    as often as they occur; so do all whole chats.
     """
-    if len(store) < len(store.lengths):
-        return _distinct_samples(store)
-    return _not_continued(store) if store.has_several_answers() else np.ones(len(store), dtype=bool)
-
-
-def _distinct_samples(store: TokenStore) -> np.ndarray:
+    if len(store) == len(store.lengths):
+        return np.ones(len(store), dtype=bool)
     sizes = np.diff(store.starts)
     trained_in: dict[bytes, tuple[bytes, ...]] = {}
     is_chosen = np.zeros(len(store.lengths), dtype=bool)
@@ -126,32 +122,9 @@ def _distinct_samples(store: TokenStore) -> np.ndarray:
     return is_chosen
 
 
-def _not_continued(store: TokenStore) -> np.ndarray:
-    tails = {len(chat.labels) - end for [chat] in store for end in _answer_ends(chat)[-1:]}
-    continued = {_key(part) for [chat] in store for part in _shorter_chats(chat, tails)}
-    return np.array([_key(chat) not in continued for [chat] in store], dtype=bool)
-
-
 def _key(sample: TokenRow) -> bytes:
     digest = xxhash.xxh3_128(sample.input_ids.tobytes())
     digest.update(sample.labels.tobytes())
     if sample.loss_weights is not None:
         digest.update(sample.loss_weights.tobytes())
     return digest.digest()
-
-
-def _answer_ends(chat: TokenRow) -> list[int]:
-    """Return the place after each run of labels."""
-    bears_loss = np.append(chat.labels != IGNORE_INDEX, False)
-    return (np.flatnonzero(bears_loss[:-1] & ~bears_loss[1:]) + 1).tolist()
-
-
-def _shorter_chats(chat: TokenRow, tails: set[int]) -> Iterator[TokenRow]:
-    """Yield the chats that this one may continue: each ends after an answer and what follows every answer.
-
-    tails: lengths of what follows the last answer of a chat.
-    """
-    for end in _answer_ends(chat)[:-1]:
-        for tail in tails:
-            if (chat.labels[end : end + tail] == IGNORE_INDEX).all():
-                yield chat.part(0, end + tail)

@@ -125,10 +125,6 @@ class TokenStore(Sequence[list[TokenRow]]):
             conversations = conversations[self.numbers]
         return np.append(np.flatnonzero(np.diff(conversations, prepend=0)), len(conversations))
 
-    def has_several_answers(self) -> bool:
-        """Return whether a sample has several runs of labels, among those whose labels are tokens of the sample."""
-        return bool((pc.list_value_length(self._columns["loss_spans"]).to_numpy() > 2).any())
-
     @cached_property
     def about(self) -> dict[str, Any]:
         """Return what was written beside the samples."""

@@ -118,9 +118,9 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"template": PLAIN.replace("m.content", "('' if m.role == 'tool' else m.content)")}, {"messages": [user("hi"), {"role": "tool", "content": " rain "}, assistant("yo")]}, f"the chat template dropped turn 2 (role 'tool'){OTHER}"),
     ({}, {"messages": [user("x"), assistant("y", tool_calls=[WEATHER])]}, f"the chat template dropped turn 2's call of the tool 'weather'{OTHER}"),
     ({}, {"messages": CHAT, "tools": [WEATHER]}, f"the chat template dropped the tool 'weather'{OTHER}"),
-    ({}, {"messages": [user("x"), assistant("y"), assistant("z")]}, "the chat template renders the prompt of turn 3 differently with and without its answer (*); set chat_template_path to a template that renders both alike"),
+    ({}, {"messages": [user("x"), assistant("y"), assistant("z")]}, "the chat template renders the prompt of turn 3 differently with and without its answer (*); set chat_template_path to a template that renders both alike, or enable_thinking in data.chat_template_kwargs"),
     ({"template": MARKED.replace("== 'assistant'", "== 'model'"), **WHOLE}, {"messages": CHAT}, "the chat template's generation markers mark no token; set split_turns: true, or set chat_template_path to a template with generation markers"),
-    ({"template": THINKING + "{% if thinks is defined %}{% endif %}", "chat_template_kwargs": {"think": 1}}, {"messages": CHAT}, "*chat_template_kwargs: the chat template reads no variable 'think', did you mean thinks?"),
+    ({"template": THINKING + "{% if thinks is defined %}{% endif %}", "chat_template_kwargs": {"think": 1}}, {"messages": CHAT}, "*chat_template_kwargs: the chat template reads no variable 'think'; remove it"),
 ]  # fmt: skip
 
 

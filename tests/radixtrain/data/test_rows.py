@@ -292,7 +292,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"messages": CHAT, "chat_template_kwargs": {"breif": 1}},
-        "chat_template_kwargs: the chat template reads no variable 'breif', did you mean brief?",
+        "chat_template_kwargs: the chat template reads no variable 'breif'; remove it",
     ),
     ({"messages": CHAT, "tools": "["}, "tools: not valid JSON: Expecting value at column 2"),
     ({"messages": CHAT, "tools": {"f": 1}}, "tools: expected a list of function descriptions, found"),
