@@ -138,8 +138,9 @@ class ChatEncoder:
         if report is not None:
             report.unused_columns.update({name for each in standard for name in each.unread})
             chats = [turns for each in standard if (turns := turns_of(each.fields))]
-            report.num_with_system += any(turns[0]["role"] in SYSTEM_ROLES for turns in chats)
-            report.num_without_system += any(turns[0]["role"] not in SYSTEM_ROLES for turns in chats)
+            has_system = {turns[0]["role"] in SYSTEM_ROLES for turns in chats}
+            report.num_with_system += True in has_system
+            report.num_without_system += False in has_system
             is_cut = self.assistant_only_loss and self.split_turns and self.answered
             if is_cut and any(turns[-1]["role"] != "assistant" for turns in chats):
                 report.unused_columns[LAST_TURNS] += 1
@@ -162,29 +163,28 @@ class ChatEncoder:
         """Put the system prompt before a row that has no system turn."""
         if not self.system_prompt:
             return row
-        name = "messages" if "messages" in row.fields else "prompt"
-        turns = row.fields.get(name)
-        if not isinstance(turns, list):
+        turns = turns_of(row.fields)
+        if not turns:
             reason = "system_prompt: only chats have a system turn, and this row is plain text or tokens"
-            raise DataError(
-                row.where,
-                f"{reason}; write it into the row, or give its file an entry of its own with system_prompt: ''",
-            )
+            fix = "write it into the row, or give its file an entry of its own with system_prompt: ''"
+            raise DataError(row.where, f"{reason}; {fix}")
         if turns[0]["role"] in SYSTEM_ROLES:
             return row
+        name = "messages" if "messages" in row.fields else "prompt"
         system = {"role": "system", "content": self.system_prompt}
-        return row._replace(fields={**row.fields, name: [system, *turns]})
+        return row._replace(fields={**row.fields, name: [system, *row.fields[name]]})
 
     def _draft(self, row: Row) -> list[Draft] | list[TokenRow]:
         """Draft the samples of a row from `standard_row`."""
         fields, where = row.fields, row.where
         if "input_ids" in fields:
             return [sample_from_tokens(fields, where, self.completion_only_loss)]
-        if "messages" in fields:
-            return self._draft_chat(self.conversation(fields["messages"], fields, where))
-        if "prompt" in fields:
-            return self._draft_completion(fields, where)
-        return [Draft("", text_of(fields, "text", where), where, "plain")]
+        if turns := turns_of(fields):
+            return self._draft_chat(self.conversation(turns, fields, where), len(fields.get("prompt", ())))
+        if "prompt" not in fields:
+            return [Draft("", text_of(fields, "text", where), where, "plain")]
+        prompt, completion = (text_of(fields, name, where) for name in ("prompt", "completion"))
+        return [Draft(prompt, completion, where, "plain", prompt_bears_loss=not self.completion_only_loss)]
 
     def conversation(self, messages: list[dict[str, Any]], fields: dict[str, Any], where: str) -> Conversation:
         """Make the chat that the template will render.
@@ -217,26 +217,15 @@ class ChatEncoder:
             return messages
         return [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
 
-    def _draft_chat(self, chat: Conversation) -> list[Draft] | list[TokenRow]:
-        if not self.assistant_only_loss:
+    def _draft_chat(self, chat: Conversation, start: int) -> list[Draft] | list[TokenRow]:
+        """Draft a chat, or its completion. start: the completion's first message; 0 if the row has none."""
+        if not (self.completion_only_loss if start else self.assistant_only_loss):
             return [draft_whole(chat)]
-        if self.split_turns:
-            return [draft_turn(chat, turn, turn + 1) for turn in trained_turns(chat)]
-        return [marked_chat(chat)]
-
-    def _draft_completion(self, fields: dict[str, Any], where: str) -> list[Draft]:
-        prompt, completion = fields["prompt"], fields["completion"]
-        if isinstance(prompt, str):
-            prompt, completion = text_of(fields, "prompt", where), text_of(fields, "completion", where)
-            return [Draft(prompt, completion, where, "plain", prompt_bears_loss=not self.completion_only_loss)]
-        return self._draft_chat_completion(self.conversation([*prompt, *completion], fields, where), len(prompt))
-
-    def _draft_chat_completion(self, chat: Conversation, start: int) -> list[Draft]:
-        if not self.completion_only_loss:
-            return [draft_whole(chat)]
-        roles = [message["role"] for message in chat.messages[start:]]
         if self.assistant_only_loss and self.split_turns:
             return [draft_turn(chat, turn, turn + 1) for turn in trained_turns(chat, start)]
+        if not start:
+            return [marked_chat(chat)]
+        roles = [message["role"] for message in chat.messages[start:]]
         if self.assistant_only_loss and roles != ["assistant"]:
             expected = "expected a single assistant turn, or split_turns: true, or assistant_only_loss: false"
             raise DataError(chat.where, f"completion: {expected}; found the roles {', '.join(roles)}")
@@ -366,22 +355,17 @@ class UnlabelledEncoder(ChatEncoder):
 
     def _draft(self, row: Row) -> list[Draft] | list[TokenRow]:
         fields, where = row.fields, row.where
-        messages = turns_of(fields)
-        if messages:
-            return [self._draft_whole(messages, fields, where)]
+        if turns := turns_of(fields):
+            chat = self.conversation(turns, fields, where)
+            if turns[-1]["role"] == "assistant":
+                return [draft_turn(chat, len(turns) - 1, len(turns))]
+            return [Draft(chat.prompt(), "", where, "turn")]
         if "text" in fields:
             return [_sample(self._ids(text_of(fields, "text", where)), where)]
         if "prompt" in fields and "completion" not in fields:
             ids = self._ids(text_of(fields, "prompt", where), add_special_tokens=False)
             return [_sample([*self.tokenize.bos_ids, *ids], where)]
         return super()._draft(row)
-
-    def _draft_whole(self, messages: list[dict[str, Any]], fields: dict[str, Any], where: str) -> Draft:
-        chat = self.conversation(messages, fields, where)
-        if messages[-1]["role"] != "assistant":
-            return Draft(chat.prompt(), "", where, "turn")
-        prompt, target = chat.prompt_and_target(len(messages) - 1, len(messages))
-        return Draft(prompt, target, where, "turn")
 
     def _checked(self, sample: TokenRow) -> TokenRow:
         if not len(sample.input_ids):
