@@ -14,7 +14,7 @@ import numpy as np
 from radixtrain.data.sample import EncodeReport
 from radixtrain.data.step_data import StepData
 from radixtrain.data.steps import is_split, text_of_copies
-from radixtrain.data.tokens.corpus import Corpus
+from radixtrain.data.tokens.store import Corpus
 from radixtrain.errors import UserError, bytes_text
 from radixtrain.explain.breaks import Break, find_breaks
 from radixtrain.explain.contents import DataReport, Setting, duration, ratio, rounded

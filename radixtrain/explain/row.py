@@ -16,8 +16,7 @@ from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import Row, Source, UnreadRow, as_sources, open_rows
 from radixtrain.data.sample import EncodeReport
-from radixtrain.data.splits import encoder_for
-from radixtrain.data.step_data import StepData
+from radixtrain.data.step_data import StepData, encoder_for
 from radixtrain.data.tokens.tokenization import Draft
 from radixtrain.errors import DataError, UserError
 from radixtrain.explain.micro_batch import MicroBatch, micro_batches, named_rows

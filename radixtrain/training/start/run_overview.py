@@ -21,7 +21,7 @@ from radixtrain.data.steps import (
     grouped_order,
     text_of_copies,
 )
-from radixtrain.data.tokens.corpus import Corpus
+from radixtrain.data.tokens.store import Corpus
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.distributed import ranks
 from radixtrain.errors import DataError, bytes_text

@@ -12,11 +12,11 @@ import pytest
 from byte_tokenizer import MARKED, byte_tokenizer
 from forked_ranks import on_ranks
 
-from radixtrain.data import splits
+from radixtrain.data import step_data
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.sample import EncodeReport
-from radixtrain.data.splits import read_together
-from radixtrain.data.tokens.corpus import Corpus, Part
+from radixtrain.data.step_data import read_together
+from radixtrain.data.tokens.store import Corpus, Part
 from radixtrain.errors import EndedElsewhere, UserError
 
 
@@ -231,9 +231,11 @@ def test_only_the_first_rank_of_a_machine_tokenises_again(
     is_first: bool, expected: bool, data: Callable[..., SFTData], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, asked = data(write(tmp_path / "a.jsonl", "ab"), overwrite_cache=True), []
-    tokenized = splits.tokenized
-    monkeypatch.setattr(splits, "tokenized", lambda *args: asked.append(args[-1].overwrite_cache) or tokenized(*args))
-    splits.load_split(module.hparams.train_file, module.hparams, "data.train_file", is_first=is_first)
+    tokenized = step_data.tokenized
+    monkeypatch.setattr(
+        step_data, "tokenized", lambda *args: asked.append(args[-1].overwrite_cache) or tokenized(*args)
+    )
+    step_data.load_split(module.hparams.train_file, module.hparams, "data.train_file", is_first=is_first)
     assert asked == [expected]
 
 
@@ -245,7 +247,7 @@ def on_machines(names: str, work: Callable[[int], Any]) -> list[Any]:
     """What `work` returns on ranks, each on the machine that its letter names."""
 
     def run(rank: int) -> Any:
-        splits.socket.gethostname = lambda: names[rank]
+        step_data.socket.gethostname = lambda: names[rank]
         return work(rank)
 
     return on_ranks(len(names), run)
