@@ -216,7 +216,7 @@ TEXT = {"type": "text", "text": "a"}
 LOGS: list[tuple[str, dict[str, Any], str]] = [
     # a log, what is changed in its row, and what is learned of that, or why not
     ("Langfuse", {"input": [{"role": "user", "content": "q"}], "output": "a"}, "a"),
-    ("Langfuse", {"output": None}, "completion: turn 1: expected {role, content}, found null"),
+    ("Langfuse", {"output": None}, "completion: turn 1: expected {role, content}, found None"),
     ("Langfuse", {"output": [{"role": "assistant", "content": "a"}] * 2}, "completion: turn 1: expected {role,"),
     ("Anthropic", {"system": [TEXT]}, "Nails are tools. One moment. find_shelf thing nails Shelf four."),
     ("Anthropic", {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'input_schema'"),

@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields
 from datetime import date
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import pyarrow as pa
@@ -31,7 +31,7 @@ from radixtrain.checkpoints.tensors import FileDigest, digest_of_file
 from radixtrain.cores import num_cores
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import AnyRow, Source, UnreadRow, files_of, open_rows
-from radixtrain.data.sample import EncodeReport, TooLongError
+from radixtrain.data.sample import EncodeReport
 from radixtrain.data.template import writes_date
 from radixtrain.data.tokens.store import SAMPLES, TokenStore, TokenWriter, packed, write_about
 from radixtrain.data.workers import end_with_parent, worker_context
@@ -91,8 +91,8 @@ class Tokenized:
 def tokenized(source: Source, encoder: ChatEncoder, options: TokenizingOptions) -> Tokenized:
     """Return the samples of a source, in the order of its rows.
 
-    Raises what `open_rows` and `ChatEncoder` raise; UserError if no row can be used, if samples are longer than
-    `max_length` and that is an error, or if the cache cannot be written.
+    Raises what `open_rows` and `ChatEncoder` raise; UserError if no row can be used, or if the cache cannot be
+    written.
     """
     files = {path: digest_of_file(Path(path)) for path in files_of(source)}
     about = {name: getattr(source, name) for name in ("path", "subset", "split", "columns")}
@@ -126,20 +126,17 @@ def _write_entry(
     source: Source, encoder: ChatEncoder, options: TokenizingOptions, folder: Path, files: Mapping[str, FileDigest]
 ) -> None:
     """Write an entry into a folder."""
-    report, long = EncodeReport(), None
+    report = EncodeReport()
     num_proc = num_processes(options.dataset_num_proc, sum(file.size for file in files.values()))
     writer = TokenWriter(folder)
     with tqdm(desc=f"tokenising {source.label}", unit=" rows", leave=False, disable=None) as bar:
-        for block in encode_blocks(encoder, open_rows(source), num_proc, options.skip_bad_rows):
+        for batch, of_block in encode_blocks(encoder, open_rows(source), num_proc, options.skip_bad_rows):
             with _written_to(options.folder):
-                writer.add(block.batch)
-            report.add(block.report)
-            long = long or block.first_long
-            bar.update(block.report.num_rows)
+                writer.add(batch)
+            report.add(of_block)
+            bar.update(of_block.num_rows)
     with _written_to(options.folder):
         digest = writer.close()
-    if long is not None:
-        raise _all_long(long, report)
     if not report.num_samples:
         shown = f"; the first: {report.bad_rows[0]}" if report.bad_rows else ""
         raise UserError(f"{source.label}: none of its {report.num_rows} rows can be used; {report}{shown}")
@@ -161,16 +158,6 @@ def _opened(source: Source, folder: Path, hint: str) -> Tokenized:
     return Tokenized(store, report, store.about["digest"])
 
 
-def _all_long(first: TooLongError, report: EncodeReport) -> DataError:
-    """Make the error of the first sample that is too long; it names how many there are, and the longest."""
-    others = report.num_long_samples - 1
-    if not others:
-        return first
-    excess, _, hint = first.reason.partition("; ")
-    more = f"so do {others:,} more, the longest of {report.longest:,} tokens at {report.longest_where}"
-    return DataError(first.where, f"{excess}, and {more}; {hint}")
-
-
 @contextmanager
 def _written_to(folder: Path) -> Iterator[None]:
     """Name the cache folder in an error of the file system."""
@@ -184,12 +171,7 @@ def _written_to(folder: Path) -> Iterator[None]:
 # In several processes
 
 
-class Block(NamedTuple):
-    """Some encoded rows of a file. first_long: the error of the first row that is too long, if that is an error."""
-
-    batch: pa.RecordBatch
-    report: EncodeReport
-    first_long: TooLongError | None = None
+Block = tuple[pa.RecordBatch, EncodeReport]
 
 
 def num_processes(asked: int | None, num_bytes: int) -> int:
@@ -204,8 +186,7 @@ def encode_blocks(encoder: ChatEncoder, rows: Iterable[AnyRow], num_proc: int, s
 
     rows: from `open_rows`.
     num_proc: processes; 1 works in this one.
-    skip_bad_rows: True counts rows that cannot be used; otherwise the first one raises its DataError. Rows that are too
-        long do not raise here, so that the error can count them.
+    skip_bad_rows: True counts rows that cannot be used; otherwise the first one raises its DataError.
 
     Raises UserError if a process is killed, as happens when memory runs out.
     """
@@ -245,17 +226,8 @@ def _blocks(rows: Iterable[AnyRow]) -> Iterator[list[AnyRow]]:
 
 
 def _encode(encoder: ChatEncoder, rows: list[AnyRow], skip_bad_rows: bool) -> Block:
-    report = EncodeReport()
-    long: list[TooLongError] = []
-
-    def on_error(error: DataError) -> None:
-        if not skip_bad_rows and not isinstance(error, TooLongError):
-            raise error
-        if isinstance(error, TooLongError):
-            long.append(error)
-
-    batch = packed(encoder.encode_all(rows, on_error, report))
-    return Block(batch, report, long[0] if long and not skip_bad_rows else None)
+    report, errors = EncodeReport(), list[DataError]()
+    return packed(encoder.encode_all(rows, errors.append if skip_bad_rows else None, report)), report
 
 
 _worker: tuple[ChatEncoder, bool] | None = None

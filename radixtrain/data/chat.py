@@ -15,7 +15,7 @@ from radixtrain.data.columns import choices_of, standard_row, turns_of
 from radixtrain.data.conversation import FIX_MARKERS, Conversation, text_of
 from radixtrain.data.files.sources import Row, UnreadRow
 from radixtrain.data.messages import SYSTEM_ROLES, check_turns, read_tools
-from radixtrain.data.sample import EncodeReport, TooLongError, check_vocabulary, sample_from_tokens
+from radixtrain.data.sample import EncodeReport, check_vocabulary, sample_from_tokens
 from radixtrain.data.template import (
     renders_developer,
     template_words,
@@ -235,44 +235,42 @@ class ChatEncoder:
     def _finish(self, samples: list[TokenRow], report: EncodeReport) -> list[TokenRow]:
         """Return the samples that are trained, within `max_length`."""
         vocab_size = len(self.tokenizer) if self.vocab_size is None else self.vocab_size
+        kept: list[TokenRow] = []
         for sample in samples:
             check_vocabulary(sample, vocab_size)
-        long = [sample for sample in samples if self.max_length is not None and len(sample.input_ids) > self.max_length]
-        for sample in long:
-            report.add_long_sample(len(sample.input_ids), sample.where)
-        if self.excess_length_strategy == "drop":
-            report.num_dropped_samples += len(long)
-            samples = [sample for sample in samples if sample not in long]
-        elif long and not (self.answered and self.excess_length_strategy == "truncate"):
-            raise self._too_long(long[0])
-        fitted = [self._truncated(sample, report) if sample in long else self._checked(sample) for sample in samples]
-        kept = [sample for sample in fitted if sample is not None]
+            is_long = self.max_length is not None and len(sample.input_ids) > self.max_length
+            fitted = self._fitted(sample, report) if is_long else self._checked(sample)
+            kept += [fitted] if fitted is not None else []
         report.num_samples += len(kept)
         report.num_tokens += sum(len(sample.input_ids) for sample in kept)
         report.num_labels += sum(sample.num_labels for sample in kept)
         report.num_dropped_rows += not kept
         return kept
 
-    def _too_long(self, sample: TokenRow) -> TooLongError:
+    def _fitted(self, sample: TokenRow, report: EncodeReport) -> TokenRow | None:
+        """Cut a sample to its first `max_length` tokens; None if it is dropped, or if no label is left."""
+        assert self.max_length is not None
+        report.add_long_sample(len(sample.input_ids), sample.where)
+        if self.excess_length_strategy == "drop":
+            report.num_dropped_samples += 1
+            return None
+        if self.excess_length_strategy != "truncate" or not self.answered:
+            raise self._too_long(sample)
+        short = sample.part(0, self.max_length)
+        report.num_truncated_samples += bool(short.num_labels)
+        report.num_without_loss += not short.num_labels
+        return short if short.num_labels else None
+
+    def _too_long(self, sample: TokenRow) -> DataError:
         excess = f"{len(sample.input_ids)} tokens exceed max_length {self.max_length}"
         hint = "raise max_length or set excess_length_strategy: drop | truncate"
-        return TooLongError(sample.where, f"{excess}; {hint}")
+        return DataError(sample.where, f"{excess}; {hint}")
 
     def _checked(self, sample: TokenRow) -> TokenRow:
         if not sample.num_labels:
             found = f"of {len(sample.labels)} tokens none after the first has a label other than {IGNORE_INDEX}"
             raise DataError(sample.where, f"no token bears loss: {found}")
         return sample
-
-    def _truncated(self, sample: TokenRow, report: EncodeReport) -> TokenRow | None:
-        """Cut a sample to its first tokens; None if no label is left."""
-        assert self.max_length is not None
-        short = sample.part(0, self.max_length)
-        if not short.num_labels:
-            report.num_without_loss += 1
-            return None
-        report.num_truncated_samples += 1
-        return short
 
     @cached_property
     def template_words(self) -> frozenset[str]:
@@ -372,8 +370,8 @@ class UnlabelledEncoder(ChatEncoder):
             raise DataError(sample.where, "no token to read; expected a text that is not empty")
         return sample
 
-    def _too_long(self, sample: TokenRow) -> TooLongError:
-        return TooLongError(
+    def _too_long(self, sample: TokenRow) -> DataError:
+        return DataError(
             sample.where,
             f"{len(sample.input_ids)} tokens exceed max_length {self.max_length}; the end of a row is what its scores "
             f"are read from, so it cannot be truncated: raise max_length or set excess_length_strategy: drop",

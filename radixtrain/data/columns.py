@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from radixtrain.data.files.rows import OF_TOKENS, Row, explain, parse
+from radixtrain.data.files.rows import OF_TOKENS, Row, parsed
 from radixtrain.data.messages import EMPTY, LOGS, PAIRS, check_messages, with_system
 from radixtrain.errors import DataError
 
 Fields = dict[str, Any]
+Check = Callable[..., list[Fields]]
 
 ROW_KINDS = "messages, prompt + completion, instruction + output, question + answer, conversations, text or input_ids"
 CHATS = ("messages", "conversations", "conversation", "dialog", "dialogue")
@@ -47,8 +48,8 @@ def standard_row(row: Row, answered: bool = True) -> Row:
     Raises DataError if no format has these columns, if two pairs of them are a question and its answer, if a column of
     `MARKS` or a part of the prompt would be lost, and if the messages are wrong.
     """
-    left = {name: _with_keys(name, value, row.keys) for name, value in row.fields.items() if value is not None}
-    standard = _take(left, answered, row.where)
+    left = {name: value for name, value in row.fields.items() if value is not None}
+    standard = _take(left, answered, row.where, partial(check_messages, where=row.where, keys=row.keys))
     if standard is None:
         raise DataError(row.where, _unknown(row.fields))
     unread = {name: value for name, value in {**row.unread, **left}.items() if value not in (None, "", [], {})}
@@ -60,27 +61,13 @@ def standard_row(row: Row, answered: bool = True) -> Row:
     return Row(standard, row.where, unread)
 
 
-def _with_keys(name: str, value: Any, keys: Mapping[str, str | None]) -> Any:
-    """Rename keys of messages, or leave them out; a value that is no list of messages comes back as it is."""
-    if not keys or name not in (*CHATS, "prompt", "completion"):
-        return value
-    turns = value
-    if isinstance(value, str):
-        with suppress(ValueError, RecursionError):
-            turns = parse(value)
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        return value
-    named = ([(keys.get(key, key), each) for key, each in turn.items()] for turn in turns)
-    return [{key: each for key, each in turn if key is not None} for turn in named]
-
-
 def turns_of(fields: Fields) -> list[Fields]:
     """Return the whole conversation of a row from `standard_row`; empty if it is not one."""
     parts = (fields.get(name) for name in ("messages", "prompt", "completion"))
     return [message for part in parts if isinstance(part, list) for message in part]
 
 
-def _take(fields: Fields, answered: bool, where: str) -> Fields | None:
+def _take(fields: Fields, answered: bool, where: str, check: Check) -> Fields | None:
     """Take the columns that are read out of the fields, and return them in one form; None if no format has them."""
     if "input_ids" in fields:
         for name in OF_TOKENIZERS:
@@ -92,11 +79,11 @@ def _take(fields: Fields, answered: bool, where: str) -> Fields | None:
             raise DataError(where, f"{name}: only text is read; {leave}; for images use share_prefixes in a trainer")
     for name in CHATS:
         if name in fields and _is_chat(name, fields[name]):
-            return _chat(fields, check_messages(fields.pop(name), where, name), where)
+            return _chat(fields, check(fields.pop(name), field=name), where)
     if {"prompt", "completion"} <= fields.keys():
-        return _prompt_and_completion(fields, where)
+        return _prompt_and_completion(fields, where, check)
     if messages := _pair(fields, answered, where):
-        return _chat(fields, check_messages(messages, where), where)
+        return _chat(fields, check(messages), where)
     if "text" in fields:
         _refuse_answer(fields, where)
         return {"text": fields.pop("text")}
@@ -105,7 +92,7 @@ def _take(fields: Fields, answered: bool, where: str) -> Fields | None:
     prompt = fields.pop("prompt")
     if not isinstance(prompt, list):
         return {"prompt": prompt}
-    return _chat(fields, check_messages(prompt, where, "prompt"), where)
+    return _chat(fields, check(prompt, field="prompt"), where)
 
 
 def _is_chat(name: str, value: object) -> bool:
@@ -120,16 +107,14 @@ def _is_chat(name: str, value: object) -> bool:
 def _chat(fields: Fields, messages: list[Fields], where: str) -> Fields:
     """Return the conversation with the columns that chats may carry."""
     standard: Fields = {name: fields.pop(name) for name in OF_CHATS if name in fields}
-    of_system = [message.pop("tools") for message in messages[:1] if isinstance(message.get("tools"), list)]
-    if of_system and not standard.keys() & {"tools", "functions"}:  # GLM's form
-        standard["tools"] = of_system[0]
+    of_system = messages[0].pop("tools", None)  # GLM's form
+    if isinstance(of_system, list):
+        standard.setdefault("tools", of_system)
     if functions := standard.pop("functions", None):  # what OpenAI had before tools
         standard.setdefault("tools", functions)
     if isinstance(kwargs := standard.get("chat_template_kwargs"), str):  # as CSV has to
-        try:
-            standard["chat_template_kwargs"] = parse(kwargs or "{}") or {}  # null, of a column that was dumped to text
-        except (ValueError, RecursionError) as error:
-            raise DataError(where, f"chat_template_kwargs: {explain(error)}") from None
+        kwargs = parsed(kwargs or "{}", "chat_template_kwargs", where)
+        standard["chat_template_kwargs"] = kwargs or {}  # null, of a column that was dumped to text
     standard["messages"] = with_system(messages, _system(fields, where), where)
     return standard
 
@@ -148,7 +133,7 @@ def _refuse_system(fields: Fields, where: str) -> None:
         raise DataError(where, f"{found}; for a chat, write data.columns: {columns}; to leave it out, {{system: null}}")
 
 
-def _prompt_and_completion(fields: Fields, where: str) -> Fields:
+def _prompt_and_completion(fields: Fields, where: str, check: Check) -> Fields:
     prompt, completion = fields.pop("prompt"), fields.pop("completion")
     if isinstance(prompt, str) != isinstance(completion, str):
         raise DataError(where, "prompt and completion: expected both as text or both as lists of messages")
@@ -156,8 +141,8 @@ def _prompt_and_completion(fields: Fields, where: str) -> Fields:
         if not completion.strip():
             raise DataError(where, f"completion: it {EMPTY}")
         return {"prompt": prompt, "completion": completion}
-    standard = _chat(fields, check_messages(prompt, where, "prompt"), where)
-    completion = check_messages(completion, where, "completion")
+    standard = _chat(fields, check(prompt, field="prompt"), where)
+    completion = check(completion, field="completion")
     return {"prompt": standard.pop("messages"), "completion": completion, **standard}
 
 

@@ -17,8 +17,8 @@ MOST_PROCESSES = 1024
 class DataSettings(Section):
     """Rows, and how they become optimizer steps: the settings of an `SFTData`.
 
-    train_file: rows to train on: a file, a folder, a pattern such as `data/*.jsonl`, a data set's name, or a list of
-        those. An entry may say more: `{path: ..., weight: 2, name: ..., split: ..., subset: ..., columns: {...}}`;
+    train_file: rows to train on: a file, a pattern such as `data/*.jsonl`, a data set's name, or a list of those. An
+        entry may say more: `{path: ..., weight: 2, name: ..., split: ..., subset: ..., columns: {...}}`;
         weight is how often each of its rows occurs in an epoch.
     validation_file: rows for the validation loss. Without it, see `val_size`.
     test_file: rows for `test` and, without `predict_file`, for `predict`.

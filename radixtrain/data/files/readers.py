@@ -71,9 +71,6 @@ def read_csv(path: str, max_row_bytes: int = MAX_ROW_BYTES, delimiter: str = ","
 def _header(values: list[str], where: str) -> list[str]:
     _check_utf8(values, where)
     names = [name.strip() or f"column {number}" for number, name in enumerate(values, start=1)]
-    if len(names) == 1 and (mark := next((each for each in ";|\t" if each in names[0]), "")):
-        fix = "write it with commas, or with tabs as .tsv"
-        raise DataError(where, f"the file separates its columns by {mark!r}: {fix}")
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise DataError(where, f"the header names the column {', '.join(map(repr, twice))} more than once; rename one")
     return names
@@ -130,7 +127,6 @@ def _lines(path: str, max_row_bytes: int) -> Iterator[bytes]:
             yield line
 
 
-OF_ONE_ROW = {"messages", "conversations", "prompt", "completion", "text", "input_ids", "tools", "instruction"}
 HINT = "; a file of one object per line is named .jsonl"
 
 
@@ -149,8 +145,7 @@ def read_json(path: str, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[UnreadR
     try:
         document = parse(content.decode("utf-8-sig")) if content.strip() else []
     except (ValueError, RecursionError) as error:
-        hint = HINT if isinstance(error, json.JSONDecodeError) else ""
-        raise DataError(path, f"{explain(error)}{hint}") from None
+        raise DataError(path, f"{explain(error)}{HINT}") from None
     for number, row in enumerate(_rows_of(document, path), start=1):
         yield UnreadRow(json.dumps(row).encode(), f"{path}:row {number}")
 
@@ -166,19 +161,16 @@ def _is_lines(content: bytes) -> bool:
 
 def _rows_of(document: object, path: str) -> list[Any]:
     """Return the array of a document. Raises UserError if there is none or several."""
+    found = document
     if isinstance(document, dict):
-        if OF_ONE_ROW & document.keys():
-            raise UserError(f"{path}: holds one row and not an array of rows; put it between [ and ]")
-        arrays = [name for name, value in document.items() if isinstance(value, list)]
-        if len(arrays) > 1:
-            expected = f"expected one array of rows, found {', '.join(map(repr, arrays))}"
-            raise UserError(f"{path}: {expected}; save the rows as an array in a file of their own")
-        if not arrays:
-            raise UserError(f"{path}: expected an array of rows, found an object without one{HINT}")
-        document = document[arrays[0]]
-    if not isinstance(document, list):
-        raise UserError(f"{path}: expected an array of rows, found {kind_of(document)}{HINT}")
-    return document
+        arrays = [value for value in document.values() if isinstance(value, list)]
+        is_row = document.keys() & {"messages", "conversations", "prompt", "text", "input_ids", "instruction"}
+        found = arrays[0] if len(arrays) == 1 and not is_row else document
+    if not isinstance(found, list):
+        expected = "expected an array of rows, or an object with one such array"
+        shown = f"the keys {', '.join(document)}" if isinstance(document, dict) else kind_of(document)
+        raise UserError(f"{path}: {expected}, found {shown}{HINT}")
+    return found
 
 
 # Tables

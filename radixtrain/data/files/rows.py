@@ -75,6 +75,14 @@ def parse(text: str) -> Any:
     return DECODER.decode(text)
 
 
+def parsed(text: str, name: str, where: str, hint: str = "") -> Any:
+    """Parse a JSON text inside of a row. Raises DataError, by the name of the text, if it is not valid."""
+    try:
+        return parse(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(where, f"{name}: {explain(error)}{hint}") from None
+
+
 def explain(error: ValueError | RecursionError) -> str:
     """Say what is wrong with a JSON text or its bytes, in a line."""
     if isinstance(error, RecursionError):

@@ -65,13 +65,6 @@ def shortened(text: str, max_characters: int) -> str:
     return f"{text[: max_characters - end - 3]} … {text[len(text) - end :]}"
 
 
-def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> list[str]:
-    """Return the text that each token adds after a letter: there no decoder drops a leading blank."""
-    anchor = list(tokenizer("a", add_special_tokens=False)["input_ids"])
-    letter = _decode(tokenizer, anchor)
-    return [_decode(tokenizer, [*anchor, token])[len(letter) :] for token in ids]
-
-
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)

@@ -120,7 +120,7 @@ def steps_of_a_loader() -> int:
 def rows_of_a_pool() -> int:
     rows = [UnreadRow(b'{"prompt": "one", "completion": "two"}', "a.jsonl:1")] * 6
     blocks = encode_blocks(ChatEncoder(byte_tokenizer(CHATML)), rows, 2, skip_bad_rows=False)
-    return sum(block.report.num_rows for block in blocks)
+    return sum(report.num_rows for _, report in blocks)
 
 
 @pytest.mark.parametrize("work", [steps_of_a_loader, rows_of_a_pool])

@@ -32,10 +32,10 @@ def test_how_many(asked: int | None, num_bytes: int, expected: Any) -> None:
 
 def test_blocks_are_bounded_by_rows_and_by_bytes(encoder: Callable[..., ChatEncoder]) -> None:
     by_rows = list(encode_blocks(encoder(), lines(600), 1, skip_bad_rows=False))
-    assert [block.report.num_rows for block in by_rows] == [256, 256, 88]
+    assert [report.num_rows for _, report in by_rows] == [256, 256, 88]
     long = b'{"text": "' + b"x" * 400_000 + b'"}'
     by_bytes = list(encode_blocks(encoder(), lines(5, long), 1, skip_bad_rows=False))
-    assert [block.report.num_rows for block in by_bytes] == [3, 2]
+    assert [report.num_rows for _, report in by_bytes] == [3, 2]
 
 
 def test_few_blocks_wait_in_memory(encoder: Callable[..., ChatEncoder]) -> None:
