@@ -272,10 +272,6 @@ class TestQwen3:
             [(prompt, _)] = texts(ChatEncoder(each), given_chat)
             assert prompt.startswith(f"<|im_start|>{role}\nbe brief<|im_end|>")
 
-    def test_the_template_for_training_marks_whole_chats(self, trl_template: Any) -> None:
-        [(_, target)] = texts(ChatEncoder(trl_template("qwen3_training.jinja"), split_turns=False), chat(*CHAT))
-        assert "yo<|im_end|>" in target and "a<|im_end|>" in target and "user" not in target
-
 
 CONTENT = st.text(min_size=1, max_size=20)
 
@@ -319,30 +315,20 @@ def test_any_row_gives_samples_or_a_user_error(tokenizer: Any, fields: dict[str,
         assert all((sample.labels[1:] != -100).any() for sample in samples)
 
 
-# The tokenizer's files
-
-
-def test_load_tokenizer_with_another_template(tmp_path: Path, tokenizer: Any) -> None:
-    tokenizer.save_pretrained(tmp_path)
-    (tmp_path / "other.jinja").write_text(MARKED)
-    assert load_tokenizer(str(tmp_path)).chat_template == CHATML
-    loaded = load_tokenizer(str(tmp_path), tmp_path / "other.jinja")
-    assert loaded.chat_template == MARKED
-    assert loaded("hi<|im_end|>")["input_ids"] == [*b"hi", END]
-
-
-def test_load_tokenizer_says_what_is_missing(tmp_path: Path, tokenizer: Any) -> None:
-    with pytest.raises(
-        UserError, match=r"^no tokenizer in .*: expected a model folder with tokenizer\.json or"
-    ) as raised:
-        load_tokenizer(str(tmp_path / "missing"))
-    assert str(raised.value).endswith("; there is no such folder")
-    with pytest.raises(UserError, match=r"; the folder has none$"):
-        load_tokenizer(str(tmp_path))
-    tokenizer.save_pretrained(tmp_path)
-    path = tmp_path / "x.jinja"
-    with pytest.raises(UserError, match=r"^chat_template_path: cannot read .*x\.jinja: No such file or directory; exp"):
-        load_tokenizer(str(tmp_path), path)
-    path.write_bytes(b"\xff")
-    with pytest.raises(UserError, match=r"^chat_template_path: cannot read .*x\.jinja: not UTF-8; expected a Jinja "):
-        load_tokenizer(str(tmp_path), path)
+def test_load_tokenizer(tmp_path: Path, tokenizer: Any) -> None:
+    template, model = tmp_path / "other.jinja", tmp_path / "model"
+    tokenizer.save_pretrained(model)
+    for path, jinja, said in (
+        (tmp_path / "missing", None, r"no tokenizer in .*: expected a model folder with .*; there is no such folder$"),
+        (tmp_path, None, r"no tokenizer in .*; the folder has none$"),
+        (model, template, r"^chat_template_path: cannot read .*jinja: No such file or directory; expected a Jinja"),
+    ):
+        with pytest.raises(UserError, match=said):
+            load_tokenizer(str(path), jinja)
+    template.write_text(MARKED)
+    assert load_tokenizer(str(model)).chat_template == CHATML
+    loaded = load_tokenizer(str(model), template)
+    assert loaded.chat_template == MARKED and loaded("hi<|im_end|>")["input_ids"] == [*b"hi", END]
+    template.write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"^chat_template_path: cannot read .*jinja: not UTF-8; expected a Jinja"):
+        load_tokenizer(str(model), template)

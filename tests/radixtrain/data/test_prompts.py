@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.datamodule import SFTData
-from radixtrain.data.prompts import Prompt, PromptDataset, choose_prompts, end_tokens, prompt_of
+from radixtrain.data.prompts import Prompt, choose_prompts, end_tokens, prompt_of
 
 IGNORED = -100
 
@@ -123,7 +123,3 @@ def test_what_ends_an_answer(shop):
     assert end_tokens(tokenizer, [Prompt(ids, ids[:0], "a:1")]) == {turn}
     tokenizer.chat_template = None
     assert end_tokens(tokenizer, []) == set()
-
-
-def test_a_data_set_of_prompts_has_as_many_entries_as_conversations():
-    assert len(PromptDataset([[sample(5, 6)], [sample(IGNORED, 6)]])) == 2

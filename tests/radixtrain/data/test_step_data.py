@@ -97,11 +97,6 @@ class TestNestedRows:
             assert corpus.digest != everything.digest and turns_of(corpus) == turns_of(everything)
         assert (f"(data.train_on: {train_on})" in caplog.text) == split_turns
 
-    def test_nothing_nested_is_as_it_was(self, data: Callable[..., SFTData], tmp_path: Path) -> None:
-        path = write(tmp_path / "a.jsonl", "abca")
-        ways = [data(path, train_on=way).conversations["train"].digest for way in ("distinct_turns", "every_turn")]
-        assert ways[0] == ways[1]
-
     def test_the_last_turn_of_a_whole_chat(self, data: Callable[..., SFTData], log: str) -> None:
         with pytest.raises(UserError, match="train_on: last_turn needs split_turns: true"):
             data(log, train_on="last_turn", split_turns=False)
@@ -154,12 +149,6 @@ def test_weights_are_of_training_only(data: Callable[..., SFTData], tmp_path: Pa
     assert sum(len(step.where) for step in module.val_dataloader()) == 2
 
 
-def test_a_wrong_source_is_named_by_its_key(data: Callable[..., SFTData], tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", "ab")
-    with pytest.raises(UserError, match=r"data\.validation_file: wieght: Unexpected keyword argument"):
-        data(path, validation_file=[{"path": path, "wieght": 2}])
-
-
 def test_validation_rows_are_taken_out_by_the_seed(data: Callable[..., SFTData], tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", "abcdefghij")
     module = data(path, val_size=0.3)
@@ -185,14 +174,14 @@ def test_a_resumed_run_needs_the_same_samples(data: Callable[..., SFTData], tmp_
         data(path).load_state_dict(state)
 
 
-@pytest.mark.parametrize(
-    ("weight", "message"),
-    [(0.25, "no conversation is left in an epoch"), (1e30, "an epoch has 1,0.* conversations; lower")],
-)
-def test_weights_of_no_epoch(data: Callable[..., SFTData], tmp_path: Path, weight: float, message: str) -> None:
-    source = {"path": write(tmp_path / "a.jsonl", "a"), "weight": weight}
-    with pytest.raises(UserError, match=rf"data\.train_file: with these weights {message}"):
-        data([source])
+def test_weights_of_no_epoch(data: Callable[..., SFTData], tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", "a")
+    for weight, message in (
+        (0.25, "no conversation is left in an epoch"),
+        (1e30, "an epoch has 1,0.* conversations; lower"),
+    ):
+        with pytest.raises(UserError, match=rf"data\.train_file: with these weights {message}"):
+            data([{"path": path, "weight": weight}])
 
 
 def test_the_ranks_share_the_steps_of_one(data: Callable[..., SFTData], tmp_path: Path) -> None:
@@ -218,25 +207,18 @@ def test_the_ranks_share_the_steps_of_one(data: Callable[..., SFTData], tmp_path
         seen = [index for members in (*first[4], *second[4]) for index in members]
         assert sorted(seen) == list(range(len(one[0])))
     assert [step[4] for step in shares[0]] != [step[4] for step in alone]
+    assert on_ranks(2, lambda _: data(path).step_collator().num_ranks) == [1, 1], "verify collates whole steps"
 
 
-def test_the_whole_step_is_collated_to_be_verified(data: Callable[..., SFTData], tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", "abcd")
-    found = on_ranks(2, lambda _: data(path).step_collator().num_ranks)
-    assert found == [1, 1]
-
-
-@pytest.mark.parametrize(("is_first", "expected"), [(True, True), (False, False)])
 def test_only_the_first_rank_of_a_machine_tokenises_again(
-    is_first: bool, expected: bool, data: Callable[..., SFTData], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: Callable[..., SFTData], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, asked = data(write(tmp_path / "a.jsonl", "ab"), overwrite_cache=True), []
-    tokenized = step_data.tokenized
-    monkeypatch.setattr(
-        step_data, "tokenized", lambda *args: asked.append(args[-1].overwrite_cache) or tokenized(*args)
-    )
-    step_data.load_split(module.hparams.train_file, module.hparams, "data.train_file", is_first=is_first)
-    assert asked == [expected]
+    read = step_data.tokenized
+    monkeypatch.setattr(step_data, "tokenized", lambda *args: asked.append(args[-1].overwrite_cache) or read(*args))
+    for is_first in (True, False):
+        step_data.load_split(module.hparams.train_file, module.hparams, "data.train_file", is_first=is_first)
+    assert asked == [True, False]
 
 
 def corpus_of(digest: str) -> tuple[Corpus, EncodeReport]:
@@ -253,20 +235,8 @@ def on_machines(names: str, work: Callable[[int], Any]) -> list[Any]:
     return on_ranks(len(names), run)
 
 
-def test_a_single_process_reads_once() -> None:
-    calls = []
-    found = read_together(lambda is_first: calls.append(is_first) or corpus_of("a"), "data.train_file")
-    assert calls == [True]
-    assert found[0].digest == corpus_of("a")[0].digest
-
-
-@pytest.mark.parametrize(
-    ("machines", "first"), [("aa", [True, False]), ("aabb", [True, False, True, False])], ids=["one", "two"]
-)
-def test_the_first_rank_of_each_machine_reads_before_the_others(
-    machines: str, first: list[bool], tmp_path: Path
-) -> None:
-    def work(rank: int) -> bool:
+def test_the_first_rank_of_each_machine_reads_before_the_others(tmp_path: Path) -> None:
+    def work(rank: int) -> list[bool]:
         asked = []
 
         def read(is_first: bool) -> tuple[Corpus, EncodeReport]:
@@ -276,38 +246,29 @@ def test_the_first_rank_of_each_machine_reads_before_the_others(
             return corpus_of("a")
 
         read_together(read, "data.train_file")
-        (is_first,) = asked
-        return is_first
+        return asked
 
-    assert on_machines(machines, work) == first
+    assert on_machines("aabb", work) == [[True], [False], [True], [False]]
     readers = [int(rank) for rank in (tmp_path / "order").read_text().split()]
-    leading = [rank for rank, is_first in enumerate(first) if is_first]
-    assert readers[: len(leading)] == leading
-    assert sorted(readers) == list(range(len(machines)))
+    assert readers[:2] == [0, 2] and sorted(readers) == [0, 1, 2, 3]
 
 
-def raised_by(work: Callable[[], Any]) -> tuple[type, str]:
-    try:
-        work()
-    except Exception as error:
-        return type(error), str(error)
-    raise AssertionError("nothing was raised")
+def test_an_error_is_told_once_and_other_rows_on_a_rank_end_the_run() -> None:
+    def read(rank: int, digest: str) -> tuple[Corpus, EncodeReport]:
+        if not digest:
+            raise UserError("rows.jsonl:1: no answer")
+        return corpus_of(digest)
 
+    def raised_by(digests: str) -> list[tuple[type, str]]:
+        def work(rank: int) -> tuple[type, str]:
+            with pytest.raises((UserError, EndedElsewhere)) as raised:
+                read_together(lambda _: read(rank, digests[rank : rank + 1]), "data.train_file")
+            return raised.type, str(raised.value)
 
-def test_other_rows_on_a_rank_end_the_run() -> None:
-    def work(rank: int) -> tuple[type, str]:
-        return raised_by(lambda: read_together(lambda _: corpus_of("ab"[rank]), "data.train_file"))
+        return on_machines("xy", work)
 
-    first, second = on_machines("xy", work)
-    said = "rank 1 on y reads other rows than rank 0 on x: the files differ; give every rank the same ones"
-    assert first == (UserError, f"data.train_file: {said}")
-    assert second[0] is EndedElsewhere
-
-
-def test_an_error_of_rank_0_is_told_once() -> None:
-    def read(_: bool) -> tuple[Corpus, EncodeReport]:
-        raise UserError("rows.jsonl:1: no answer")
-
-    first, second = on_machines("xx", lambda _: raised_by(lambda: read_together(read, "data.train_file")))
-    assert first == (UserError, "rows.jsonl:1: no answer")
-    assert second[0] is EndedElsewhere
+    differ = "the files differ; give every rank the same ones"
+    said = f"data.train_file: rank 1 on y reads other rows than rank 0 on x: {differ}"
+    for digests, error in (("ab", said), ("", "rows.jsonl:1: no answer")):
+        first, second = raised_by(digests)
+        assert first == (UserError, error) and second[0] is EndedElsewhere

@@ -246,11 +246,6 @@ def test_a_file_that_changes_while_it_is_read(
     assert entries(tmp_path / "cache") == []
 
 
-def test_variables_that_json_does_not_know(chats: Path, tokenize: Tokenize) -> None:
-    template = CHATML + "{%- if loud %}{% endif %}"
-    assert len(tokenize(chats, template=template, chat_template_kwargs={"loud": date(2026, 1, 1)}).store) == 20
-
-
 def test_two_runs_at_once(chats: Path, tokenize: Tokenize, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another run writes the same entry while this one encodes."""
     check, other = cache._check_unchanged, tmp_path / "other"

@@ -135,10 +135,6 @@ def test_a_selection_is_a_corpus(corpus: Corpus) -> None:
     assert names(chosen.select(np.array([1]))) == [10]
 
 
-def test_no_weights_if_all_are_one(tmp_path: Path) -> None:
-    assert Corpus([part(tmp_path / "a", 1, [1])]).weights is None
-
-
 def test_the_digest_depends_on_sources_weights_and_selection(corpus: Corpus, tmp_path: Path) -> None:
     a, b = corpus.parts
     heavier = Part(name=b.name, conversations=b.conversations, weight=2.0, digest=b.digest)
