@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from radixtrain.data.files.rows import OF_TOKENS, Row, parsed
-from radixtrain.data.messages import EMPTY, LOGS, PAIRS, check_messages, with_system
+from radixtrain.data.messages import EMPTY, LOGS, check_messages, with_system
 from radixtrain.errors import DataError
 
 Fields = dict[str, Any]
@@ -27,6 +27,19 @@ MARKS = (
 )
 """Columns that may say what must not be imitated, or hold another answer: they are never left unread."""
 OF_TOKENIZERS = ("token_type_ids", "special_tokens_mask", "length")
+PAIRS = (
+    ("user", "assistant"),
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("question", "answer"),
+    ("question", "response"),
+    ("query", "response"),
+    ("query", "answer"),
+    ("problem", "solution"),
+    ("prompt", "response"),
+    ("prompt", "answer"),
+    ("input", "output"),
+)
 QUESTIONS = ("user", "instruction", "question", "query", "problem")
 CONTEXTS = ("context", "passage", "document", "article", "choices", "options", "input")
 CUT = ("length", "content_filter")
@@ -53,11 +66,10 @@ def standard_row(row: Row, answered: bool = True) -> Row:
     if standard is None:
         raise DataError(row.where, _unknown(row.fields))
     unread = {name: value for name, value in {**row.unread, **left}.items() if value not in (None, "", [], {})}
-    turns = turns_of(standard)
-    if not turns and "input_ids" not in standard:
+    if not turns_of(standard) and "input_ids" not in standard:
         _refuse_system(left, row.where)
     if answered:
-        _check_unread(unread, turns or [{"content": text} for text in standard.values()], row.where)
+        _check_unread(unread, standard, row.where)
     return Row(standard, row.where, unread)
 
 
@@ -85,7 +97,6 @@ def _take(fields: Fields, answered: bool, where: str, check: Check) -> Fields | 
     if messages := _pair(fields, answered, where):
         return _chat(fields, check(messages), where)
     if "text" in fields:
-        _refuse_answer(fields, where)
         return {"text": fields.pop("text")}
     if "prompt" not in fields or answered:
         return None
@@ -146,17 +157,6 @@ def _prompt_and_completion(fields: Fields, where: str, check: Check) -> Fields:
     return {"prompt": standard.pop("messages"), "completion": completion, **standard}
 
 
-def _refuse_answer(fields: Fields, where: str) -> None:
-    """Refuse a text if a column beside it may be its answer."""
-    for name in BESIDE_TEXT:
-        if name in fields:
-            answer = f"to answer with it, write data.columns: {{user: text, assistant: {name}}}; "
-            if not isinstance(fields[name], str):
-                answer = "to answer with it, write it as text; "
-            only = f"to learn only the text, write data.columns: {{text: text, {name}: null}}"
-            raise DataError(where, f"{name} beside text would not be learned; {answer}{only}")
-
-
 def _pair(fields: Fields, answered: bool, where: str) -> list[Fields]:
     """Make messages of a question and its answer, unchecked; none if no columns have the names of such a pair.
 
@@ -205,14 +205,15 @@ def _cell_text(fields: Fields, name: str, where: str) -> str:
     return value
 
 
-def _check_unread(unread: Fields, turns: list[Fields], where: str) -> None:
-    """Raise DataError if a column may say what is good to learn, or be the answer to the last question.
+def _check_unread(unread: Fields, standard: Fields, where: str) -> None:
+    """Raise DataError if a column may say what is good to learn, or be the answer to a text or to the last question.
 
-    turns: the conversation, or the texts. What repeats one of them tells nothing else.
+    What repeats a turn, or the text, tells nothing else.
     """
-    is_open = turns[-1].get("role") in ("user", "tool")
-    names = {*MARKS, *(BESIDE_TEXT if is_open else ())}
+    turns = turns_of(standard) or [{"content": text} for text in standard.values()]
     said = [str(turn.get("content", "")).strip() for turn in turns]
+    is_open = "text" in standard or turns[-1].get("role") in ("user", "tool")
+    names = {*MARKS, *(BESIDE_TEXT if is_open else ())}
     told = {name: value for name, value in unread.items() if name in names}
     told = {name: value for name, value in told.items() if not (isinstance(value, str) and value.strip() in said)}
     if not told:
@@ -220,7 +221,10 @@ def _check_unread(unread: Fields, turns: list[Fields], where: str) -> None:
     found = ", ".join(f"{name}: {repr(value)[:40]}" for name, value in told.items())
     reason = "nothing reads this, and it may say what is good to learn, or hold another answer"
     columns = ", ".join(f"{name}: null" for name in told)
-    raise DataError(where, f"{found}: {reason}; keep the rows to imitate, and write data.columns: {{{columns}}}")
+    answer = f"; to answer with it, write {{user: text, assistant: {next(iter(told))}}}" if "text" in standard else ""
+    raise DataError(
+        where, f"{found}: {reason}; keep the rows to imitate, and write data.columns: {{{columns}}}{answer}"
+    )
 
 
 def _unknown(fields: Fields) -> str:

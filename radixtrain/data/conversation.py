@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_CHARACTERS = 1 << 28  # of a rendered chat; one of a million tokens has 4 million
-LIKELY_WITHIN = 1 << 14  # characters of one message that a template adds
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\b")
 FIX = "set chat_template_path to a template"
 ALIKE = ", or enable_thinking in data.chat_template_kwargs"
@@ -159,8 +158,7 @@ class Conversation:
         place = 0
         for name, content in self._must_occur(messages):
             as_json = json.dumps(content, ensure_ascii=False)[1:-1]  # as some templates print a tool's result
-            likely = (place, place + 2 * len(as_json) + LIKELY_WITHIN)  # searching all the text would be O(turns^2)
-            tries = ((form, *part) for part in (likely, (0, len(text))) for form in (content, as_json))
+            tries = ((form, start) for start in (place, 0) for form in (content, as_json))
             place = next((found for each in tries if (found := text.find(*each)) >= 0), -1)
             if place < 0:
                 raise DataError(self.where, f"the chat template dropped {name}; {FIX} that renders it")

@@ -27,19 +27,6 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 MEDIA = re.compile("image|audio|video")
 NO_MEDIA = "; only text is read: for images use share_prefixes in a trainer, or remove the part, or the row"
 LOGS = "; docs/data-formats.md#logs-of-model-calls says how to convert a log of model calls"
-PAIRS = (
-    ("user", "assistant"),
-    ("instruction", "output"),
-    ("instruction", "response"),
-    ("question", "answer"),
-    ("question", "response"),
-    ("query", "response"),
-    ("query", "answer"),
-    ("problem", "solution"),
-    ("prompt", "response"),
-    ("prompt", "answer"),
-    ("input", "output"),
-)
 EMPTY = "is empty: nothing is learned from it but to stop; leave the row out (data.on_bad_row: skip)"
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 PROSE = 4  # words of a text that somebody has written for a reader
@@ -73,7 +60,7 @@ def check_messages(
         messages = _parse(messages, field, expected, where)
     if not isinstance(messages, list) or not messages:
         raise DataError(where, f"{field}: {expected}, found {repr(messages)[:60]}")
-    turns = [turn for message in messages for turn in _of_pair(_renamed(message, keys))]
+    turns = [_renamed(message, keys) for message in messages]
     return [_check_message(message, f"{field}: turn {n}", where) for n, message in enumerate(turns, start=1)]
 
 
@@ -82,18 +69,6 @@ def _renamed(message: Any, keys: Mapping[str, str | None]) -> Any:
         return message
     named = ((keys.get(key, key), value) for key, value in message.items())
     return {key: value for key, value in named if key is not None}
-
-
-def _of_pair(message: Any) -> list[Any]:
-    """Return the two turns of a message such as ms-swift's `{human, assistant}`; or the message itself."""
-    if not isinstance(message, dict) or message.keys() & {"role", "from", "instruction"}:
-        return [message]
-    for question, answer in (("human", "assistant"), *PAIRS):
-        if {question, answer} <= message.keys():
-            rest = {key: value for key, value in message.items() if key not in (question, answer)}
-            answered = {"role": "assistant", "content": message[answer]} | rest
-            return [{"role": "user", "content": message[question]}, answered]
-    return [message]
 
 
 def with_system(messages: list[Message], system: str, where: str) -> list[Message]:

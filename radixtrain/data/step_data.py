@@ -109,21 +109,20 @@ def load_split(
 
 def _trained_turns(part: Part, train_on: str) -> Part:
     """Select the turns of a source that are trained; one line in the log if some are not."""
-    store = part.conversations
-    if train_on == "last_turn":
-        is_chosen, reason = last_turns(store), "are not the last of their row"
-    else:
-        is_chosen, reason = distinct_turns(store), "occur in another row too, after the same messages"
+    if train_on == "every_turn":
+        return part
+    chosen_by, reason = {
+        "last_turn": (last_turns, "are not the last of their row"),
+        "distinct_turns": (distinct_turns, "occur in another row too, after the same messages"),
+    }[train_on]
+    is_chosen = chosen_by(part.conversations)
     num_left_out = len(is_chosen) - int(is_chosen.sum())
     if not num_left_out:
         return part
-    counts = f"{num_left_out:,} of {len(is_chosen):,} turns {reason}"
-    if train_on == "every_turn":
-        logger.warning("%s: %s, and are trained there too (data.train_on: every_turn)", part.name, counts)
-        return part
-    logger.warning("%s: %s: they are left out (data.train_on: %s)", part.name, counts, train_on)
+    counts = f"{num_left_out:,} of {len(is_chosen):,} turns"
+    logger.warning("%s: %s %s: they are left out (data.train_on: %s)", part.name, counts, reason, train_on)
     digest = xxhash.xxh3_128(is_chosen.tobytes()).hexdigest()
-    return replace(part, conversations=store.select(is_chosen), digest=f"{part.digest} {digest}")
+    return replace(part, conversations=part.conversations.select(is_chosen), digest=f"{part.digest} {digest}")
 
 
 def take_validation(corpus: Corpus, size: float, seed: int) -> tuple[Corpus, Corpus]:

@@ -12,7 +12,6 @@ from typing import Annotated, Any, ClassVar, get_type_hints
 
 from radixtrain.data.files.readers import (
     COMPRESSIONS,
-    MAX_ROW_BYTES,
     is_saved,
     load_dataset,
     read_csv,
@@ -24,7 +23,7 @@ from radixtrain.data.files.readers import (
 from radixtrain.data.files.rows import Row, UnreadRow, check_columns
 from radixtrain.errors import UserError
 from radixtrain.screen import without_passwords
-from radixtrain.settings.fields import FINITE, LARGEST, TINY, Limits, check_limits
+from radixtrain.settings.fields import FINITE, TINY, Limits, check_limits
 
 AnyRow = Row | UnreadRow
 KEY = "data.train_file"
@@ -43,7 +42,6 @@ class Source:
     weight: how often each of its rows occurs in an epoch.
     columns: our columns to those of the file; see `check_columns`.
     system_prompt: replaces that of the configuration for these rows; empty for none.
-    max_row_bytes: of a line of a text file. A longer one is refused before it fills the memory.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -55,7 +53,6 @@ class Source:
     weight: Annotated[float, Limits(TINY, FINITE, "above 0")] = 1.0
     columns: Mapping[str, str | None] | None = None
     system_prompt: str | None = None
-    max_row_bytes: Annotated[int, Limits(1, LARGEST)] = MAX_ROW_BYTES
 
     @property
     def label(self) -> str:
@@ -117,14 +114,6 @@ def files_of(source: Source) -> list[str]:
     return sorted(files)
 
 
-def found_in(source: Source) -> Iterable[UnreadRow]:
-    """Return the rows of a source's files, in order. Raises UserError at the call if there is no such source."""
-    files = _data_files(source)
-    if files is None:
-        return read_dataset(source.label, _dataset(source))
-    return (found for file in files for found in _read(file, source.max_row_bytes))
-
-
 def _dataset(source: Source) -> Any:
     return load_dataset(os.path.expanduser(source.path), source.subset, source.split)
 
@@ -176,7 +165,7 @@ def _check_file(file: str) -> None:
         raise UserError(f"{file}: is a pipe or a device, which may never end; save its content as a file")
 
 
-TEXTS: dict[str, Callable[[str, int], Iterable[UnreadRow]]] = {  # of a path and the longest row, in bytes
+TEXTS: dict[str, Callable[[str], Iterable[UnreadRow]]] = {
     ".jsonl": read_jsonl,
     ".ndjson": read_jsonl,
     ".json": read_json,
@@ -194,9 +183,9 @@ def kind_of_file(path: str) -> str:
     return text if text in TEXTS else suffix if suffix in TABLES else ""
 
 
-def _read(file: str, max_row_bytes: int) -> Iterable[UnreadRow]:
+def _read(file: str) -> Iterable[UnreadRow]:
     kind = kind_of_file(file)
-    return read_table(file) if kind in TABLES else TEXTS[kind](file, max_row_bytes)
+    return read_table(file) if kind in TABLES else TEXTS[kind](file)
 
 
 def read_rows(path: str | os.PathLike[str] | Source) -> Iterator[Row]:
@@ -217,7 +206,10 @@ def open_rows(source: str | os.PathLike[str] | Source) -> Iterator[UnreadRow]:
     Other processes can then parse: an `UnreadRow` can be pickled, and its `read()` returns the row or raises DataError.
     """
     [opened] = as_sources(source)
-    return _checked(opened, found_in(opened))
+    files = _data_files(opened)
+    if files is None:
+        return _checked(opened, read_dataset(opened.label, _dataset(opened)))
+    return _checked(opened, (found for file in files for found in _read(file)))
 
 
 def _checked(source: Source, found: Iterable[UnreadRow]) -> Iterator[UnreadRow]:

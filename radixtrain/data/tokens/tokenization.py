@@ -133,17 +133,10 @@ def load_tokenizer(path: str, chat_template_path: str | os.PathLike[str] | None 
     except Exception as error:  # from a missing file to a parse error inside the Rust library
         check_json_files(path, TOKENIZER_JSON)
         expected = "expected a model folder with tokenizer.json or a hub name"
-        raise UserError(f"no tokenizer in {path}: {expected}; {_why_none(path) or reason_of(error)}") from error
+        raise UserError(f"no tokenizer in {path}: {expected}; {reason_of(error)}") from error
     if chat_template_path is not None:
         tokenizer.chat_template = read_template(chat_template_path)
     return tokenizer
-
-
-def _why_none(path: str) -> str:
-    """Say what is wrong with a path that is a folder without a tokenizer, or is neither a folder nor a hub name."""
-    if os.path.isdir(path):
-        return "" if any(name.startswith("tokenizer") for name in os.listdir(path)) else "the folder has none"
-    return "" if path.count(os.sep) < 2 and not path.startswith((".", "~", os.sep)) else "there is no such folder"
 
 
 def read_template(path: str | os.PathLike[str]) -> str:

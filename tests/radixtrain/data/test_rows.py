@@ -126,9 +126,6 @@ READ = r"""
 {"messages": [ASKED, {"role": "assistant", "content": [{"type": "text", "text": "a", "index": 0, "cache_control": {"type": "x"}}]}]} -> user: q|assistant: [a|]
 {"messages": [ASKED, {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {}, "parsed_arguments": {"a": 1}}]}]} -> user: q|assistant: [f{}|]
 {"input_ids": [81, 82], "token_type_ids": [0, 0], "id": 1} -> [QR] unread: id
-{"system": "s", "conversation": [{"human": "q", "assistant": "a"}]} -> system: s|user: q|assistant: [a|]
-{"conversation": [{"input": "q", "output": "a"}]} -> user: q|assistant: [a|]
-{"conversations": [{"user": "q", "assistant": "a"}]} -> user: q|assistant: [a|]
 {"messages": [{"role": "system", "content": "s", "tools": [{"name": "f"}]}, ASKED, ANSWERED]} -> {f}system: s|user: q|assistant: [a|]
 {"messages": CHAT, "tools": "null", "chat_template_kwargs": "null"} -> user: q|assistant: [a|]
 {"messages": [ASKED, {"role": "model", "content": "a"}]} -> user: q|assistant: [a|]
@@ -224,10 +221,10 @@ REFUSED = r"""
 {"question": "q", "answer": 1} -> answer: expected text, found 1
 {"instruction": "q", "output": "a", "history": ["x"]} -> history: expected a list of [question, answer]
 {"request": {"messages": [ASKED], "tools": [{"name": "f"}]}, "response": {"choices": [{"finish_reason": "length", "message": ANSWERED}]}} -> response.choices: finish_reas
-{"text": "t", "label": 0} -> label beside text would not be learned; to answer with it, write it as text
-{"text": "t", "category": "c"} -> category beside text would not be learned
-{"text": "q", "completion": "a"} -> completion beside text would not be learned
-{"text": "q", "summary": "a"} -> summary beside text would not be learned
+{"text": "t", "label": 0} -> label: 0: nothing reads this, and it may say what is good to learn, or hold another answer; keep the rows to imitate, and write data.columns: {label: null}; to answer with it, write {user: text, assistant: label}
+{"text": "t", "category": "c"} -> category: 'c': nothing reads this
+{"text": "q", "completion": "a"} -> completion: 'a': nothing reads this
+{"text": "q", "summary": "a"} -> summary: 'a': nothing reads this
 {"text": "t", "system": "s"} -> system: 's' beside plain text, which has no system turn
 {"text": 7} -> text: expected text, found int
 {"text": ""} -> no token bears loss: of 1 tokens none after the first has a label other than -100
@@ -382,7 +379,7 @@ def test_the_raw_files() -> None:
     first, *others = map(standard_row, mapped)
     assert first.fields == {"messages": [user("I am still waiting on my card?"), assistant("card_arrival")]}
     assert not any(row.unread for row in [first, *others])
-    with pytest.raises(DataError, match=r"train\.csv:2: category beside text would not be learned"):
+    with pytest.raises(DataError, match=r"train\.csv:2: category: 'card_arrival': nothing reads this"):
         standard_row(next(read_rows(banking)))
     rows = [standard_row(row) for row in read_rows(gsm8k)]
     mapping = {"user": "question", "assistant": "answer"}

@@ -95,7 +95,7 @@ class TestNestedRows:
         everything = data(log, train_on="every_turn", split_turns=split_turns).conversations["train"]
         if train_on == "distinct_turns" and split_turns:
             assert corpus.digest != everything.digest and turns_of(corpus) == turns_of(everything)
-        assert (f"(data.train_on: {train_on})" in caplog.text) == split_turns
+        assert (f"(data.train_on: {train_on})" in caplog.text) == (split_turns and train_on != "every_turn")
 
     def test_the_last_turn_of_a_whole_chat(self, data: Callable[..., SFTData], log: str) -> None:
         with pytest.raises(UserError, match="train_on: last_turn needs split_turns: true"):

@@ -94,14 +94,14 @@ a.csv b'\xef\xbb\xbftext\n"a"\nb' -> learns a | learns b
 a.csv b'question,answer\nq,a,b\nq,b\n' -> @:2: expected 2 fields (question, answer), found 3 | learns b
 a.csv b'text\na\n"b' -> learns a | @:3: cannot be read as a table: unexpected end of data
 a.csv b'text\n"a"b\nb\n' -> @:2: cannot be read as a table: ',' expected after '"' | learns b
-a.csv b'text\n\xe9\nb\n' -> @:2: not valid UTF-8: byte 0xe9 | learns b
+a.csv b'text\n\xe9\nb\n' -> file: @:2: not valid UTF-8: byte 0xe9 at offset 0; save the file as UTF-8
 a.csv b'text,id\n,\nb,2\n' -> @:2: no token bears loss | learns b
 a.csv b'text,text\na,b\n' -> file: @:1: the header names the column 'text' more than once
 a.csv b'text\n' -> file: no rows in @; expected at least one
 a.csv b'' -> file: no rows in @; expected at least one
 a.csv b',question,answer\n0,q,a\n' -> learns a
 a.csv b'q,a\nq,b\n' -> @:2: no format has the columns q, a; expected messages
-a.csv b'\xff\xfet\x00e\x00x\x00t\x00\n\x00a\x00\n\x00' -> file: @:1: not valid UTF-8: byte 0xff; save the file as UTF-8
+a.csv b'\xff\xfet\x00e\x00x\x00t\x00\n\x00a\x00\n\x00' -> file: @:1: not valid UTF-8: byte 0xff at offset 0; save the file as UTF-8
 a.csv b'text\ra\r' -> file: @:1: cannot be read as a table: new-line character
 a.tsv b'question\tanswer\nq, \ta\n' -> learns a
 a.jsonl.gz b'{"text": "a"}\n' -> file: @: cannot be decompressed:

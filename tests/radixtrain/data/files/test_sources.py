@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from radixtrain.data.files import readers
 from radixtrain.data.files.sources import Source, as_sources, files_of, read_rows
 from radixtrain.errors import UserError
 
@@ -48,7 +49,6 @@ def test_as_sources() -> None:
         ({"name": "x"}, None, "data.train_file: path: Field required; the keys of a source are path, name, subset,"),
         ({"path": "x", "wieght": 1}, None, "data.train_file: wieght: Unexpected keyword argument; the keys of a"),
         ({"path": "x", "weight": 0}, None, "data.train_file: weight must be above 0; got 0"),
-        ({"path": "x", "max_row_bytes": 0}, None, "data.train_file: max_row_bytes must be at least 1; got 0"),
         ({"path": "x", "split": 1}, None, "data.train_file: split: Input should be a valid string"),
         (["x", "x"], None, "data.train_file: x occurs more than once; give each a name, or one a weight"),
         ("x", {"question": "prompt"}, "data.columns: question: prompt: 'question' is not one of our columns"),
@@ -107,14 +107,17 @@ def test_a_split_is_of_data_sets_only_and_a_link_leads_to_a_file(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "a.csv.gz", "a.tsv"])
-def test_a_row_without_an_end_is_refused_before_it_fills_the_memory(tmp_path: Path, name: str) -> None:
+def test_a_row_without_an_end_is_refused_before_it_fills_the_memory(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / name
     content = b'{"text": "a"}\n' * 2 if ".json" in name else b'text\na\n"'
     content += (b"x" * 999 + b"\n") * 9 if name == "a.tsv" else b"x" * 9999
     path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    rows = read_rows(Source(str(path), max_row_bytes=5000))
+    monkeypatch.setattr(readers, "MAX_ROW_BYTES", 5000)
+    rows = read_rows(path)
     assert next(rows).fields == {"text": "a"}
-    with pytest.raises(UserError, match=rf"{name}:3: .* raise max_row_bytes of this source in data\.train_file$"):
+    with pytest.raises(UserError, match=rf"{name}:3: .* look for a quote or a line that is not closed"):
         list(rows)
     path.unlink()
     os.mkfifo(path)
