@@ -41,7 +41,7 @@ PAIRS = (
     ("input", "output"),
 )
 QUESTIONS = ("user", "instruction", "question", "query", "problem")
-CONTEXTS = ("context", "passage", "document", "article", "choices", "options", "input")
+CONTEXTS = ("context", "passage", "document", "article", "choices", "options", "history", "input")
 CUT = ("length", "content_filter")
 """Why an answer ended before the model had ended it."""
 
@@ -184,18 +184,15 @@ def _pair(fields: Fields, answered: bool, where: str) -> list[Fields]:
             leave = f"to leave it out, write data.columns: {{{choice}}}"
             raise DataError(where, f"{name} beside {' and '.join(names)}: {put}; {leave}")
     texts = {name: _cell_text(fields, name, where) for name in read if name in fields}
-    history = fields.get("history") or []  # Alpaca's earlier turns
-    if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
-        raise DataError(where, f"history: expected a list of [question, answer], found {repr(history)[:60]}")
-    for name in (*texts, "history"):
-        fields.pop(name, None)
+    for name in texts:
+        fields.pop(name)
     question, answer = texts[names[0]], [texts[name] for name in names[1:]]
     if answer and not answer[0].strip():
         raise DataError(where, f"{names[1]}: the answer {EMPTY}")
     if len(read) > len(names) and texts.get("input", "").strip():
         question = f"{question}\n{texts['input']}"
-    turns = (zip(("user", "assistant"), turn, strict=False) for turn in [*history, [question, *answer]])
-    return [{"role": role, "content": text} for turn in turns for role, text in turn]
+    turns = zip(("user", "assistant"), (question, *answer), strict=False)
+    return [{"role": role, "content": text} for role, text in turns]
 
 
 def _cell_text(fields: Fields, name: str, where: str) -> str:

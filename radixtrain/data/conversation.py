@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -18,6 +16,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_CHARACTERS = 1 << 28  # of a rendered chat; one of a million tokens has 4 million
+RESERVED = {"messages", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize", "padding"}
+RESERVED |= {"conversation", "truncation", "max_length", "return_dict", "return_tensors"}  # of apply_chat_template
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\b")
 FIX = "set chat_template_path to a template"
 ALIKE = ", or enable_thinking in data.chat_template_kwargs"
@@ -47,7 +47,7 @@ class Conversation:
     def __post_init__(self) -> None:
         if not self.tokenizer.chat_template:
             raise UserError(f"the tokenizer has no chat template; {FIX}, or use rows with prompt/completion or text")
-        if taken := sorted(set(self.template_kwargs) & _reserved_names()):
+        if taken := sorted(RESERVED & self.template_kwargs.keys()):
             reason = f"chat_template_kwargs: {', '.join(taken)} cannot be set; expected variables of the template"
             raise DataError(self.where, reason)
 
@@ -172,13 +172,6 @@ class Conversation:
                 yield f"turn {n} (role {message['role']!r})", message["content"].strip()
             for call in message.get("tool_calls") or ():
                 yield f"turn {n}'s call of the tool {_function_name(call)!r}", _function_name(call)
-
-
-@functools.cache
-def _reserved_names() -> set[str]:
-    from transformers import PreTrainedTokenizerBase
-
-    return {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"tools", "documents"}
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:

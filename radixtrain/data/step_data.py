@@ -18,7 +18,7 @@ import xxhash
 
 from radixtrain.collators.prefix_sampler import GroupedOrder
 from radixtrain.collators.steps import StepCollator
-from radixtrain.data.cache import TokenizingOptions, tokenized
+from radixtrain.data.cache import tokenized
 from radixtrain.data.chat import ChatEncoder, UnlabelledEncoder
 from radixtrain.data.files.sources import KEY, Source, as_sources, open_rows
 from radixtrain.data.sample import EncodeReport
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LARGEST_EPOCH = 2**31 - 1  # conversations, whose order is drawn in memory
 ROWS_LOOKED_AT = 32  # for mistakes
 
 
@@ -81,12 +80,6 @@ def load_split(
     Raises UserError or DataError as `tokenized` does.
     """
     encoder = encoder_of(settings, unlabelled)
-    options = TokenizingOptions(
-        skip_bad_rows=settings.on_bad_row == "skip",
-        dataset_num_proc=settings.dataset_num_proc,
-        cache_dir=settings.cache_dir,
-        overwrite_cache=settings.overwrite_cache and is_first,
-    )
     report = EncodeReport()
     parts: list[Part] = []
     sources = as_sources(files, settings.columns, key)
@@ -94,7 +87,7 @@ def load_split(
         rows = [*islice(chain.from_iterable(open_rows(source) for source in sources), ROWS_LOOKED_AT)]
         warn_of_mistakes(encoder, rows, _stops(settings.model_name_or_path, encoder))
     for source in sources:
-        found = tokenized(source, encoder_for(source, encoder), options)
+        found = tokenized(source, encoder_for(source, encoder), settings, is_first)
         report.add(found.report)
         part = Part(name=source.label, conversations=found.store, weight=source.weight, digest=found.digest)
         parts.append(_trained_turns(part, settings.train_on) if key == KEY and not unlabelled else part)
@@ -102,8 +95,6 @@ def load_split(
     size = len(corpus) if corpus.weights is None else epoch_size(corpus.weights)
     if not size and len(corpus):
         raise UserError(f"{key}: with these weights no conversation is left in an epoch; raise one of them")
-    if size > LARGEST_EPOCH:
-        raise UserError(f"{key}: with these weights an epoch has {size:,} conversations; lower them")
     return corpus, report
 
 

@@ -23,7 +23,7 @@ from radixtrain.data.files.readers import (
 from radixtrain.data.files.rows import Row, UnreadRow, check_columns
 from radixtrain.errors import UserError
 from radixtrain.screen import without_passwords
-from radixtrain.settings.fields import FINITE, TINY, Limits, check_limits
+from radixtrain.settings.fields import TINY, Limits, check_limits
 
 AnyRow = Row | UnreadRow
 KEY = "data.train_file"
@@ -50,7 +50,7 @@ class Source:
     name: str | None = None
     subset: str | None = None
     split: str | None = None
-    weight: Annotated[float, Limits(TINY, FINITE, "above 0")] = 1.0
+    weight: Annotated[float, Limits(TINY, 10_000, "above 0 and at most 10,000")] = 1.0
     columns: Mapping[str, str | None] | None = None
     system_prompt: str | None = None
 
@@ -159,8 +159,6 @@ def _check_file(file: str) -> None:
     except UnicodeEncodeError:
         shown = os.fsencode(file).decode("utf-8", "backslashreplace")
         raise UserError(f"{shown}: the name of this file is not UTF-8; rename it") from None
-    if os.path.islink(file) and not os.path.exists(file):
-        raise UserError(f"{file}: is a link to a file that does not exist")
     if os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file):
         raise UserError(f"{file}: is a pipe or a device, which may never end; save its content as a file")
 

@@ -107,7 +107,6 @@ READ = r"""
 {"instruction": "i", "input": "c", "output": "a"} -> user: i¶c|assistant: [a|]
 {"instruction": "q", "input": " ", "output": "a", "system": "s"} -> system: s|user: q|assistant: [a|]
 {"instruction": "i", "output": "a", "text": "Below is i\n\na"} -> user: i|assistant: [a|] unread: text
-{"instruction": "q", "output": "a", "history": [["x", "y"]]} -> user: x|assistant: [y|]user: q|assistant: [a|]
 {"system_prompt": "s", "question": "q", "response": "a", "id": "x"} -> system: s|user: q|assistant: [a|] unread: id
 {"question": "q", "answer": "a"} -> user: q|assistant: [a|]
 {"query": "q", "response": "a"} -> user: q|assistant: [a|]
@@ -219,7 +218,7 @@ REFUSED = r"""
 {"question": "q", "answer": "a", "context": "c"} -> context beside question and answer: to put it after the question, make it text and write data.columns: {instruction: question, input: context, output: answer}; to leave it out, write data.columns: {user: question, assistant: answer}
 {"question": "q", "answer": " "} -> answer: the answer is empty: nothing is learned from it but to stop; leave the row out (data.on_bad_row: skip)
 {"question": "q", "answer": 1} -> answer: expected text, found 1
-{"instruction": "q", "output": "a", "history": ["x"]} -> history: expected a list of [question, answer]
+{"instruction": "q", "output": "a", "history": ["x"]} -> history beside instruction and output: to put it after the question
 {"request": {"messages": [ASKED], "tools": [{"name": "f"}]}, "response": {"choices": [{"finish_reason": "length", "message": ANSWERED}]}} -> response.choices: finish_reas
 {"text": "t", "label": 0} -> label: 0: nothing reads this, and it may say what is good to learn, or hold another answer; keep the rows to imitate, and write data.columns: {label: null}; to answer with it, write {user: text, assistant: label}
 {"text": "t", "category": "c"} -> category: 'c': nothing reads this

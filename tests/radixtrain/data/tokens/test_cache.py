@@ -105,7 +105,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any] | Callable[..., dict[str
     "split_turns": ({"template": MARKED}, {"template": MARKED, "split_turns": False}),
     "assistant_only_loss": ({}, {"assistant_only_loss": False}),
     "the vocabulary": ({}, {"vocab_size": 300}),
-    "on_bad_row": ({}, {"skip_bad_rows": True}),
+    "on_bad_row": ({}, {"on_bad_row": "skip"}),
     "overwrite_cache": ({}, {"overwrite_cache": True}),
 }
 
@@ -178,7 +178,7 @@ def test_skipped_rows_are_counted_and_the_first_few_named(
     for _ in range(2):  # from the cache too
         caplog.clear()
         with caplog.at_level(logging.INFO):
-            found = tokenize(path, skip_bad_rows=True, dataset_num_proc=num_proc)
+            found = tokenize(path, on_bad_row="skip", dataset_num_proc=num_proc)
         assert (found.report.num_rows, found.report.num_bad_rows, len(found.store)) == (900, 600, 300)
         lines = caplog.messages[1:]
         assert lines[0] == "skipped 600 bad rows:" and lines[-1] == "  and 595 more"
@@ -189,7 +189,7 @@ def test_a_file_without_a_usable_row(tmp_path: Path, tokenize: Tokenize) -> None
     path = write(tmp_path / "bad.jsonl", [{"nothing": 1}] * 3)
     expected = f"{path}: none of its 3 rows can be used; 3 rows, 0 samples, 3 bad rows skipped; the first: {path}:1: "
     with pytest.raises(UserError) as raised:
-        tokenize(path, skip_bad_rows=True)
+        tokenize(path, on_bad_row="skip")
     assert str(raised.value).startswith(expected)
 
 
