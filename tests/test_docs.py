@@ -37,7 +37,6 @@ from radixtrain.data.files.rows import OURS
 from radixtrain.data.files.sources import TABLES as OF_TABLES
 from radixtrain.data.files.sources import TEXTS, Source, as_sources, read_rows
 from radixtrain.errors import UserError
-from radixtrain.hf.scores import SCORES
 from radixtrain.settings.commands import Doctor, Export, RunSettings, Verify
 from radixtrain.settings.fields import Key, parts_of
 from radixtrain.training.answers.metrics import load_metric
@@ -398,13 +397,6 @@ def test_the_tables_hold_every_key_and_what_runs(printed_by: Callable[..., str])
     assert config["seed_everything"] == 42 and "`seed_everything`, 42 by default" in read(CONFIGURATION)
     for key in ("devices", "log_every_n_steps"):
         assert f"| `{key}` | `{config['trainer'][key]}` |" in read(CONFIGURATION)
-
-
-def test_every_score_is_in_the_table_and_in_the_help() -> None:
-    [table] = re.findall(r"^\| score \|.*\n\|[-|]+\n((?:\|.*\n)+)", read(CONFIGURATION), re.MULTILINE)
-    [said] = [key.help for key in all_keys("predict") if key.name == "model.scores"]
-    assert tuple(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == SCORES
-    assert [name for name in re.findall(r"\w+", said) if name in SCORES] == [*SCORES]
 
 
 def test_every_environment_variable_is_named() -> None:

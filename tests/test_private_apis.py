@@ -141,19 +141,17 @@ TABLE: dict[str, dict[str, str]] = {
         ),
     },
     "radixtrain/hf/padded/spread.py": {
-        "torch.Tensor._base": "finds the memory of a view, whose node every view of it follows",
         "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack": "the ordinary tensor is made for all",
         "torch.utils._python_dispatch._disable_current_modes": "no mode counts or fakes how it is made",
         "torch._C._autograd._top_saved_tensors_default_hooks": "says whether a checkpoint counts what is saved",
-        "torch.Tensor._is_view": "says whether a lazy tensor stands for a view",
-        "torch.Tensor._version": "tells whether hidden states or logits were changed in place",
     },
     "radixtrain/hf/padded/spread_rows.py": {
         "torch.utils._pytree": "finds the tensors among the arguments of a function",
         "torch.Tensor._make_wrapper_subclass": "makes a tensor without memory, which stands for rows of a table",
-        "torch.Tensor._use_count": "says whether a function of the user's holds the tensor",
+        "torch.Tensor._version": "tells whether hidden states or logits were changed in place",
+        "torch._functorch.utils.unwrap_dead_wrappers": "is what every autograd.Function does with what it gets",
+        "torch.ops.aten.mul_.Tensor._schema": "says whether an operator changes its arguments",
         "torch._C._are_functorch_transforms_active": "says whether torch.func transforms what reads the tensor",
-        "torch._C._current_graph_task_id": "says whether a backward pass runs, as torch's error of changes needs",
         "torch._C.DisableTorchFunctionSubclass": "asks such a tensor for its shape and dtype",
     },
     "radixtrain/hf/progress.py": {
@@ -165,7 +163,7 @@ TABLE: dict[str, dict[str, str]] = {
     "radixtrain/hf/refusals.py": {
         "torch.nn.Module._is_replica": "tells a copy that DataParallel made",
     },
-    "radixtrain/hf/third_party.py": {
+    "radixtrain/hf/guards/code.py": {
         **dict.fromkeys(
             ("torch.nn.Module._call_impl", "torch.nn.Module._compiled_call_impl"),
             "are called in place of `forward` if an instance has one of its own",
@@ -211,9 +209,6 @@ TABLE: dict[str, dict[str, str]] = {
         ),
     },
     "radixtrain/training/devices/launch.py": {
-        "os._exit": "ends a rank whose run has ended",
-    },
-    "radixtrain/training/devices/rank_monitor.py": {
         "os._exit": "ends a rank whose run has ended",
     },
     "radixtrain/training/fault_tolerance/signals.py": {

@@ -373,8 +373,8 @@ class UnlabelledEncoder(ChatEncoder):
     def _too_long(self, sample: TokenRow) -> DataError:
         return DataError(
             sample.where,
-            f"{len(sample.input_ids)} tokens exceed max_length {self.max_length}; the end of a row is what its scores "
-            f"are read from, so it cannot be truncated: raise max_length or set excess_length_strategy: drop",
+            f"{len(sample.input_ids)} tokens exceed max_length {self.max_length}; the answer follows the end of a "
+            f"row, so it cannot be truncated: raise max_length or set excess_length_strategy: drop",
         )
 
     def _ids(self, text: str, **options: object) -> list[int]:

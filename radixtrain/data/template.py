@@ -105,7 +105,8 @@ def _mistakes(encoder: Any, row: Row, stops: set[int]) -> Iterator[str]:
         yield REWRITTEN
     last = max(chat.assistant_turns(), default=0)
     if stops and last and encoder.assistant_only_loss:
-        [sample] = encoder.tokenize([Draft(*chat.prompt_and_target(last, last + 1), row.where, "turn")])
+        prompt, target = chat.prompt_and_target(last, last + 1)
+        [sample] = encoder.tokenize([Draft(prompt, target, row.where, "turn")])
         if (end := int(sample.input_ids[-1])) not in stops:
             ending, stop = (tokenizer.decode([token]) for token in (end, min(stops)))
             where = f"end in {ending!r}, where generation does not stop (it does at {stop!r} ...)"

@@ -60,8 +60,6 @@ class DataSettings(Section):
     model_name_or_path: the model whose tokenizer and vocabulary to use; on the command line the trained one.
     dedup: False for the ordinary padded baseline on the same batches.
     sp_size: ranks that compute each micro-batch together, which has as many times `max_tokens`.
-    predict_unlabelled: rows for `predict` need no answer, and each is one sequence; on the command line it is true if
-        no score of `model.scores` is of labelled tokens.
     predict_prompts: rows for `predict` are prompts, up to their last answer if they have one; on the command line it is
         `model.generate`.
     """
@@ -101,7 +99,6 @@ class DataSettings(Section):
     model_name_or_path: Annotated[str | None, FilledBy("model.model_name_or_path")] = None
     dedup: Annotated[bool, FilledBy("dedup")] = True
     sp_size: Annotated[int, Limits(1, LARGEST), FilledBy("sp_size")] = 1
-    predict_unlabelled: Annotated[bool, FilledBy("model.scores")] = False
     predict_prompts: Annotated[bool, FilledBy("model.generate")] = False
 
     def __post_init__(self) -> None:

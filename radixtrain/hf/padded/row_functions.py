@@ -8,7 +8,6 @@ computed once and put at the places.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
@@ -21,6 +20,7 @@ from radixtrain.hf.padded.rows import check_unread
 from radixtrain.hf.padded.spread import Modes, Spread, is_checkpointed
 from radixtrain.hf.token_losses import for_token_loss
 from radixtrain.loss import logits_cross_entropy, logits_logprobs
+from radixtrain.tree.arrays import IntArray
 
 PLAIN = int | float | torch.dtype | None
 MIN_SAVING = 1.1  # rows requested / rows computed: below this, the copies cost more than the head saves
@@ -35,9 +35,7 @@ def _by_row(x: Spread, func: Any, others: Others, named: Named) -> Any:
     """Compute each number independently, or with a Python number. A few rows of a large table are not worth it."""
     if func is Tensor.to and not named and others in ((x.table.dtype,), (x.table.device,)):
         return x
-    steps = [step for size, step in zip(x.shape, x.shaped.stride(), strict=True) if size > 1]
-    is_in_order = all(one > other for one, other in pairwise(steps))  # then torch's result is contiguous
-    if not is_in_order or any(not isinstance(each, PLAIN) for each in (*others, *named.values())):
+    if any(not isinstance(each, PLAIN) for each in (*others, *named.values())):
         return NotImplemented
     if x.asks_few and x.table.requires_grad and torch.is_grad_enabled():
         return NotImplemented
@@ -45,11 +43,8 @@ def _by_row(x: Spread, func: Any, others: Others, named: Named) -> Any:
     table = func(rows.table, *others, **named)
     if table is x.table:
         return x
-    again = lambda whole: func(whole, *others, **named)  # noqa: E731
-    found = Spread(table, rows.place_rows, rows.padding_row, x.report, func=again)
-    if func in KEEPS_RESULT and not is_checkpointed():
-        found.needed_by(table)
-    return found
+    x.mark_read()
+    return Spread(table, rows.place_rows, rows.padding_row, x.report)
 
 
 def _is_last(x: Spread, others: Others, named: Named) -> bool:
@@ -73,9 +68,6 @@ def _linear(x: Spread, func: Callable[..., Any], others: Others, named: Named) -
     x.mark_read()
     asked = x.with_asked_rows()
     table = func(asked.table, *others, **named)
-    # torch keeps what it multiplies by a weight that is trained: a copy, if it has cast or reordered it.
-    if weight.requires_grad and table.dtype == x.table.dtype and (x.place_rows.ndim == 1 or x.shaped.is_contiguous()):
-        x.needed_by(table)
     return Spread(table, asked.place_rows, asked.padding_row, x.report)
 
 
@@ -94,45 +86,43 @@ def _view(x: Spread, func: Callable[..., Any], others: Others, named: Named) -> 
         return _masked(x, func, *others) if func is Tensor.__getitem__ else NotImplemented
     shaped = _shaped(x, func, others, named)
     if not isinstance(shaped, tuple):
-        return x if shaped is x.shaped else _part(x, func, shaped, lambda whole: func(whole, *others, **named))
-
-    def again(number: int) -> Callable[[Tensor], Tensor]:
-        return lambda whole: func(whole, *others, **named)[number]
-
-    parts = [_part(x, func, each, again(number)) for number, each in enumerate(shaped)]
+        return x if shaped is x.shaped else _part(x, func, shaped)
+    parts = [_part(x, func, each, is_part=True) for each in shaped]
     return NotImplemented if any(each is NotImplemented for each in parts) else tuple(parts)
 
 
 def _masked(x: Spread, func: Callable[..., Any], mask: object) -> Any:
     """Copy the places of a mask, as TRL takes them on a GPU. torch itself waits for the device here, too."""
-    if not _is_plain(mask) or mask.dtype != torch.bool or mask.shape != x.place_rows.shape or _copies_otherwise(x):
+    if not _is_plain(mask) or mask.dtype != torch.bool or mask.shape != x.place_rows.shape:
         return NotImplemented
-    index, mask = x.place_rows[mask.cpu().numpy()], mask.clone()
-    again = lambda whole: func(whole, mask)  # noqa: E731
-    return Spread(x.table, index, x.padding_row, x.report, func=again) if len(index) else NotImplemented
+    return _copy(x, x.place_rows[mask.cpu().numpy()])
 
 
-def _copies_otherwise(x: Spread) -> bool:
-    """Return whether a copy is an inference tensor, and x is not."""
-    return torch.is_inference_mode_enabled() and not x.table.is_inference()
+def _copy(x: Spread, index: IntArray) -> Any:
+    """Copy rows; NotImplemented if the copy is an inference tensor, and x is not."""
+    if not index.size or (torch.is_inference_mode_enabled() and not x.table.is_inference()):
+        return NotImplemented
+    x.mark_read()
+    return Spread(x.table, index, x.padding_row, x.report)
 
 
-def _part(x: Spread, func: Callable[..., Any], shaped: Any, again: Callable[[Tensor], Tensor]) -> Any:
+def _part(x: Spread, func: Callable[..., Any], shaped: Any, is_part: bool = False) -> Any:
     """Return what has the strides of `shaped` in the memory of x, each step of which has to be one of whole rows."""
     width = x.shape[-1]
     if shaped is NotImplemented or not shaped.numel() or shaped.shape[-1:] != (width,):
         return NotImplemented
-    if not shaped._is_view() and func in COPIES and not _copies_otherwise(x):
-        index = x.place_rows.reshape(shaped.shape[:-1])
-        return Spread(x.table, index, x.padding_row, x.report, func=again, logsumexps=x.logsumexps)
+    if not shaped._is_view():
+        return _copy(x, x.place_rows.reshape(shaped.shape[:-1])) if func in COPIES else NotImplemented
     strides = [0 if size == 1 else step for size, step in zip(shaped.shape, shaped.stride(), strict=True)]
     start = shaped.storage_offset()
-    if not shaped._is_view() or strides.pop() != 1 or any(step % width for step in (*strides, start)):
+    if x.base is not None and not x.modes.grad and torch.is_grad_enabled():
+        return NotImplemented  # its gradient ends at x
+    if strides.pop() != 1 or any(step % width for step in (*strides, start)):
         return NotImplemented
-    inside = x.memory[start // width :]
+    inside = x.memory.place_rows.reshape(-1)[start // width :]
     steps = [step // width * inside.itemsize for step in strides]
     index = np.lib.stride_tricks.as_strided(inside, shaped.shape[:-1], steps, writeable=False).copy()
-    return Spread(x.table, index, x.padding_row, x.report, shaped, x.memory, again, x.logsumexps, x.became, x.entered)
+    return Spread(x.table, index, x.padding_row, x.report, shaped, x.memory, is_part or x.is_part)
 
 
 def _iter(x: Spread, func: object, others: Others, named: Named) -> Any:
@@ -144,11 +134,11 @@ def _logsumexp(x: Spread, func: Callable[..., Any], others: Others, named: Named
     if not _is_last(x, others, named):
         return NotImplemented
     x.mark_read()
-    modes = Modes.now(x.table.device.type)
-    known = {} if is_checkpointed() else x.logsumexps
+    modes = Modes.now(), torch.is_autocast_enabled(x.table.device.type)
+    known = x.memory.logsumexps if x.table is x.memory.table and not is_checkpointed() else {}
     if modes not in known:
         known[modes] = func(x.table, -1)
-    return x.needed_by(x.at_places(known[modes]))
+    return x.at_places(known[modes])
 
 
 def _sum(x: Spread, func: Callable[..., Any], others: Others, named: Named) -> Any:
@@ -221,13 +211,11 @@ def _named(*names: str) -> list[Any]:
 
 
 COPIES = {*_named("reshape", "flatten"), Tensor.contiguous}
-VIEWS = _named("view", "__getitem__", "transpose", "unsqueeze", "expand", "unbind", "split", "chunk")
-NUMBERS = _named("float", "double", "to", "neg", "__neg__", "mul", "__mul__", "__rmul__", "div", "__truediv__")
-SOFTMAX = _named("log_softmax", "softmax")
-KEEPS_RESULT = {*_named("tanh", "exp"), *SOFTMAX}  # for the backward pass
+VIEWS = _named("view", "__getitem__", "unbind", "split")
+NUMBERS = _named("float", "double", "to", "neg", "__neg__", "mul", "__mul__", "__rmul__", "div", "__truediv__", "tanh")
 RULES: dict[Any, Rule] = {
-    **dict.fromkeys([*NUMBERS, *KEEPS_RESULT], _by_row),
-    **dict.fromkeys(SOFTMAX, _softmax),
+    **dict.fromkeys(NUMBERS, _by_row),
+    **dict.fromkeys(_named("log_softmax", "softmax"), _softmax),
     **dict.fromkeys([*COPIES, *VIEWS], _view),
     **dict.fromkeys(_named("logsumexp"), _logsumexp),
     **dict.fromkeys(_named("sum"), _sum),

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -27,7 +26,6 @@ from radixtrain.kernels.rows import gather_rows, sum_rows
 from radixtrain.tree.arrays import IntArray
 
 NO_ROW = -1
-CHANGED = "one of the variables needed for gradient computation has been modified by an inplace operation"
 
 
 def is_checkpointed() -> bool:
@@ -35,54 +33,28 @@ def is_checkpointed() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def version_of(x: Tensor) -> int:
-    """Count the changes in place; 0 for an inference tensor, which counts none."""
-    return 0 if x.is_inference() else x._version
-
-
-def node_of(x: Tensor) -> Any:
-    """Return the node that made it; None if torch raises because it is a view of what was changed in another mode."""
-    try:
-        return x.grad_fn
-    except RuntimeError:
-        return None
-
-
-def node_of_memory(x: Tensor) -> Any:
-    """Return the node of what x is a view of, or of x."""
-    return node_of(x if x._base is None else x._base)
-
-
 class Modes(NamedTuple):
-    """What the result of a function of torch depends on, besides its arguments."""
+    """The modes of torch in which a tensor is made."""
 
     grad: bool
     inference: bool
-    device: str
-    autocast: bool
-    dtype: torch.dtype
-    checkpointed: bool
 
     @classmethod
-    def now(cls, device: str) -> Modes:
-        casts, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), device, casts, dtype, is_checkpointed())
+    def now(cls) -> Modes:
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
 
     @contextmanager
     def entered(self, x: Tensor) -> Iterator[None]:
-        """Compute with x in these modes, and let no caller's mode count, trace, transform or keep what is computed.
+        """Compute with x in these modes, and let no caller's mode count, trace or transform what is computed.
 
         x: if it is one of torch's fake tensors, its mode stays.
         """
-        kept = self.checkpointed or is_checkpointed()
         with (
             _disable_current_modes(),
             getattr(x, "fake_mode", nullcontext()),
             temporarily_clear_interpreter_stack(),
-            saved_tensors_hooks(torch.clone, torch.clone) if kept else nullcontext(),
             torch.inference_mode(self.inference),
             torch.set_grad_enabled(self.grad),
-            torch.autocast(self.device, self.dtype, self.autocast, cache_enabled=False),
         ):
             yield
 
@@ -94,15 +66,14 @@ class Spread:
     table: (R, W). place_rows: (...), int64, on the host.
     padding_row: which row of the table stands at padding; NO_ROW without any.
     shaped: (..., W). the ordinary tensor without its numbers, on the meta device: its strides, whether it is a view.
-    memory: (places,), int64. the rows in the memory that a view shows; by default its own.
-    func: makes the ordinary tensor from that of the source; None if there is no source.
+    base: what it is a view of, with the whole memory; None for that itself.
+    is_part: a function returned it together with others, so that torch refuses to change it in place.
+    dense: the ordinary tensor, once there is one. dense_node: its node when it was made.
+
+    Of the whole memory:
     logsumexps: those of the rows of the table, by the modes in which they were computed.
-    became: the ordinary tensor of the memory, once there is one.
-    entered: give the lazy tensors of the memory that functions of the user's got.
-    source, derived: the lazy tensors that it comes from, and that come from it. dense: the ordinary one.
+    lazy: the lazy tensors that show it.
     was_read: functions read the table with gradients, so that those at the places are not complete.
-    held, dense_node: the version and the node of the ordinary one when it was made; `held` only if torch holds ours.
-    memory_node: that of what it is a view of, then and after a function of the user's changed this one in place.
     """
 
     table: Tensor
@@ -110,29 +81,26 @@ class Spread:
     padding_row: int
     report: SharingReport
     shaped: Tensor = None  # type: ignore[assignment]
-    memory: IntArray = None  # type: ignore[assignment]
-    func: Callable[[Tensor], Tensor] | None = None
-    logsumexps: dict[Modes, Tensor] = field(default_factory=dict)
-    became: list[Tensor] = field(default_factory=list)
-    entered: list[Callable[[], Any]] = field(default_factory=list)
-    source: Any = field(default=None, init=False)
-    derived: list[ref[Any]] = field(default_factory=list, init=False)
+    base: Spread | None = None
+    is_part: bool = False
     dense: Tensor | None = field(default=None, init=False)
-    was_read: bool = field(default=False, init=False)
-    held: int | None = field(default=None, init=False)
     dense_node: Any = field(default=None, init=False)
-    memory_node: Any = field(default=None, init=False)
+    logsumexps: dict[Any, Tensor] = field(default_factory=dict, init=False)
+    lazy: list[ref[Any]] = field(default_factory=list, init=False)
+    was_read: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self.modes = Modes.now(self.table.device.type)
+        self.modes = Modes.now()
         if not self.modes.grad:  # a target passes no gradient on later; torch's view of what has one is a leaf with one
-            wants = self.shaped is not None and self.shaped._is_view() and self.table.requires_grad
-            self.table, self.logsumexps = self.table.detach().requires_grad_(wants), {}
+            self.table = self.table.detach().requires_grad_(self.base is not None and self.table.requires_grad)
         if self.shaped is None:
             with _disable_current_modes(), torch.inference_mode(False):
                 self.shaped = torch.empty(self.shape, dtype=self.table.dtype, device="meta")
-        if self.memory is None:
-            self.memory = self.place_rows.reshape(-1)
+
+    @property
+    def memory(self) -> Spread:
+        """Return that with the whole memory."""
+        return self if self.base is None else self.base
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -159,6 +127,11 @@ class Spread:
     def asks_few(self) -> bool:
         return 2 * len(self.asked_rows) < len(self.table)
 
+    @property
+    def is_changed(self) -> bool:
+        """Return whether the ordinary tensor has been changed in place, by something that has a gradient."""
+        return self.dense is not None and _node_of(self.dense) is not self.dense_node
+
     def on_device(self, index: IntArray) -> Tensor:
         with torch.inference_mode(False):
             return torch.from_numpy(index).to(self.table.device, non_blocking=True)
@@ -173,10 +146,21 @@ class Spread:
         table = gather_rows(self.table, self.on_device(rows))
         return Spread(table, number[self.place_rows], int(number[self.padding_row]), self.report)
 
-    def made_dense(self) -> Tensor:
-        table = self.table
-        with self.modes._replace(grad=table.requires_grad, inference=table.is_inference()).entered(table):
-            return self.at_places(table)
+    def make_dense(self) -> None:
+        """Make the ordinary tensor: of the whole memory from the table, once, and a view as a view of that."""
+        if self.dense is not None:
+            return
+        if self.base is None:
+            modes = Modes(grad=self.table.requires_grad, inference=self.table.is_inference())
+            with modes.entered(self.table):
+                self.dense = self.at_places(self.table)
+        else:
+            self.base.make_dense()
+            memory: Any = self.base.dense
+            with self.modes.entered(memory):
+                view = memory.as_strided(self.shaped.shape, self.shaped.stride(), self.shaped.storage_offset())
+                self.dense = view.chunk(1)[0] if self.is_part else view
+        self.dense_node = _node_of(self.dense)
 
     def at_places(self, values: Tensor) -> Tensor:
         """Put values of the rows, (R, ...), at their places, as an ordinary tensor, (..., ...)."""
@@ -194,28 +178,17 @@ class Spread:
             num_read = counted[self.padding].sum()
             loss.register_hook(lambda grad: refuse_reading(num_read * (grad != 0)))
 
-    def needed_by(self, found: Tensor) -> Tensor:
-        """Return `found`, whose backward pass raises torch's own error if what this represents has been changed."""
+    def mark_read(self) -> None:
+        """Note that rows were read, if their gradient does not come by the places."""
+        self.memory.was_read |= torch.is_grad_enabled() and self.table.requires_grad
 
-        def check(grad: Tensor) -> None:
-            if became and version_of(became[0]):
-                raise RuntimeError(CHANGED)
 
-        became = self.became
-        if found.requires_grad:
-            found.register_hook(check)
-        return found
-
-    def mark_read(self, inside: bool = False) -> None:
-        """Note that rows were read, here and in what this was made from.
-
-        inside: by a function of the user's, whose gradient comes to the lazy tensor; torch runs it without gradients.
-        """
-        if (inside or torch.is_grad_enabled()) and self.table.requires_grad:
-            each: Any = self
-            while each is not None:
-                each.was_read = True
-                each = getattr(each.source, "spread", None)
+def _node_of(x: Tensor) -> Any:
+    """Return the node that made it; None if torch raises because it is a view of what was changed in another mode."""
+    try:
+        return x.grad_fn
+    except RuntimeError:
+        return None
 
 
 class _AtPlaces(torch.autograd.Function):

@@ -438,7 +438,7 @@ LOSSES: dict[str, Loss] = {
 
 
 def fit(run: Run) -> None:
-    """The command, against `--dedup false`; then the scores that `predict` writes."""
+    """The command, against `--dedup false`; then what `predict` writes."""
     from transformers import AutoModelForCausalLM
 
     arguments, shop, folder = run.fixtures("arguments"), run.fixtures("shop"), run.folder
@@ -456,7 +456,7 @@ def fit(run: Run) -> None:
             run.seen.log({column: value})
     flags |= {"data__train_file": None, "data__predict_file": shop / "validation.jsonl", "overwrite": True}
     flags |= {"model__model_name_or_path": folder / "out" / "model", "output_dir": folder / "predicted"}
-    assert main(arguments("predict", **flags, model__scores="[completion_logprob]")) == 0
+    assert main(arguments("predict", **flags)) == 0
     for line in (folder / "predicted" / "predictions.jsonl").read_text().splitlines():
         run.seen.log(json.loads(line))
 

@@ -5,7 +5,6 @@ Every case is compared with the untouched model, in float64: logits at kept toke
 
 import gc
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -56,9 +55,7 @@ class TestShares:
             (lambda model: cross_entropy(model.lm_head(hidden_of(model))), (10, 24)),
             (lambda model: some(model.lm_head(hidden_of(model)[FIRST_THREE])), (3, 12)),
             (lambda model: some(model.lm_head(hidden_of(model)[:, 0])), (1, 4)),
-            (lambda model: cross_entropy(model.lm_head(hidden_of(model).transpose(0, 1)).transpose(0, 1)), (10, 24)),
             (lambda model: some(model.lm_head(hidden_of(model)[:, :4].reshape(2, 2, 4, -1))), (5, 16)),
-            (lambda model: some(model.lm_head(hidden_of(model)[:1, :2].expand(5, 2, -1))), (2, 10)),
             (lambda model: some(model.lm_head(input=hidden_of(model)[FIRST_THREE])), (3, 12)),
             (lambda model: some(model.lm_head(hidden_of(model)[MASK == 1])), (9, 20)),
             (lambda model: cross_entropy(model.lm_head(hidden_of(model) * 2)), (10, 24)),
@@ -69,9 +66,7 @@ class TestShares:
             "whole",
             "slice",
             "column",
-            "transposed",
             "4 axes",
-            "expanded",
             "by name",
             "masked",
             "scaled",
@@ -102,8 +97,7 @@ class TestShares:
 
         assert rows_and_places(tiny_qwen3(), loss_of) == (20, 48)
 
-    @pytest.mark.parametrize("reentrant", [True, False])
-    def test_in_a_checkpoint_by_chunks(self, tiny_qwen3, reentrant):
+    def test_in_a_checkpoint_by_chunks(self, tiny_qwen3):
         """The hidden states are gone, and another call came, when the head runs again: CheckpointError once."""
 
         def chunk_loss(model: Any, hidden: Tensor, labels: Tensor) -> Tensor:
@@ -115,7 +109,7 @@ class TestShares:
                 hidden = hidden_of(model, batch)
                 for chunk in (slice(2), slice(2, 4)):
                     rows = hidden[chunk], labels[chunk]
-                    total = total + checkpoint(chunk_loss, model, *rows, use_reentrant=reentrant)
+                    total = total + checkpoint(chunk_loss, model, *rows, use_reentrant=False)
             return total
 
         rows, places = rows_and_places(tiny_qwen3(), loss_of)
@@ -136,17 +130,6 @@ def smoothed(logits: Tensor) -> Tensor:
     """As Trainer's label smoothing has it."""
     sums = (-logits.log_softmax(-1)).sum(dim=-1, keepdim=True, dtype=torch.float64)
     return (sums * MASK[..., None]).square().sum()
-
-
-class Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.shape = x.shape
-        return x.sum()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.expand(ctx.shape)
 
 
 LOSSES: dict[str, Callable[[Any], Tensor]] = {
@@ -210,15 +193,19 @@ def test_several_gradients_at_once(tiny_qwen3):
     assert torch.equal(found, torch.stack([torch.autograd.grad(one, weight, retain_graph=True)[0] for one in sums]))
 
 
-@pytest.mark.parametrize("enter", [partial(checkpoint, cross_entropy, use_reentrant=True), Sum.apply])
-def test_changed_while_a_function_holds_it(tiny_qwen3, enter):
-    """Torch gives the function the lazy tensor, whose gradient is that of before the change."""
+def test_one_object(tiny_qwen3):
+    """What torch.func takes without asking is the tensor on which the hook is."""
+    logits, calls = share_prefixes(tiny_qwen3())(**BATCH).logits, []
+    logits.register_hook(lambda grad: calls.append(grad.shape))
+    assert type(logits) is Tensor
+    torch.func.vmap(lambda row: row * 2)(logits)[MASK == 1].sum().backward()
+    assert calls == [logits.shape]
+
+
+def test_changes_below_autograd_are_refused(tiny_qwen3):
     logits = share_prefixes(tiny_qwen3())(**BATCH).logits
-    held = cross_entropy(logits), nn.functional.layer_norm(logits, logits.shape[-1:])
-    assert held[1].requires_grad
-    logits[..., 0] = -5.0
-    with pytest.raises(UserError, match="changed in place while another function held them"):
-        enter(logits)
+    with pytest.raises(UserError, match="clone them before it"):
+        torch.func.vmap(lambda row: row.mul_(2))(logits)
 
 
 def test_nothing_is_left(tiny_qwen3):
