@@ -48,7 +48,12 @@ SHOWN: dict[str, Case] = {
     "no JSON": (['{"prompt": "a"'], {}, ['{"prompt": "a"', "refused: ", "not valid JSON: Expecting ',"], [COMPUTED]),
     "no UTF-8": (['{"prompt": "a\udcff"}'], {}, ["a\\xff", "refused: ", "not valid UTF-8: byte 0xff"], [COMPUTED]),
     "a role": ([BAD_ROLE], {}, ["Hi", "refused: ", "unknown role"], [COMPUTED]),
-    "a label": ([{"text": "a", "label": "spam"}], {}, ["spam", "refused: ", "label beside text"], [COMPUTED]),
+    "a label": (
+        [{"text": "a", "label": "spam"}],
+        {},
+        ["spam", "refused: ", "label: 'spam': nothing reads this"],
+        [COMPUTED],
+    ),
     "text": ([{"text": "a"}], {}, ["taken as: text", "rendered: plain text", "tokens: ", COMPUTED], ["refused"]),
     "an id": (
         [{"input_ids": [5, -6, 99999], "labels": [-100, 7, 8]}],
