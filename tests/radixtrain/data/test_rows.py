@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 from byte_tokenizer import byte_tokenizer
-from tiers import FULL
 
 from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.chat import ChatEncoder, UnlabelledEncoder
-from radixtrain.data.columns import standard_row
-from radixtrain.data.files.sources import Row, Source, as_sources, read_rows
+from radixtrain.data.files.sources import Row, as_sources, read_rows
 from radixtrain.data.sample import EncodeReport
 from radixtrain.errors import DataError
 
@@ -367,19 +365,3 @@ def test_a_list_in_any_turn_is_refused_and_rows_without_an_answer_may_say_anythi
     assert len(UnlabelledEncoder(tokenizer).encode(row)) == 1
     with pytest.raises(DataError, match=r"turn 1 \(role 'user'\): attachments: .* is not read, so it would be lost"):
         ChatEncoder(tokenizer).encode(row._replace(fields={"messages": row.fields["messages"]}))
-
-
-@FULL
-@pytest.mark.data
-@pytest.mark.skipif(not RAW.is_dir(), reason=f"no raw data sets in {RAW}: RADIXTRAIN_DATA names the folder beside them")
-def test_the_raw_files() -> None:
-    banking, gsm8k = RAW / "banking77" / "train.csv", RAW / "gsm8k" / "train.jsonl"
-    mapped = read_rows(Source(str(banking), columns={"user": "text", "assistant": "category"}))
-    first, *others = map(standard_row, mapped)
-    assert first.fields == {"messages": [user("I am still waiting on my card?"), assistant("card_arrival")]}
-    assert not any(row.unread for row in [first, *others])
-    with pytest.raises(DataError, match=r"train\.csv:2: category: 'card_arrival': nothing reads this"):
-        standard_row(next(read_rows(banking)))
-    rows = [standard_row(row) for row in read_rows(gsm8k)]
-    mapping = {"user": "question", "assistant": "answer"}
-    assert rows == [standard_row(row) for row in read_rows(Source(str(gsm8k), columns=mapping))] and len(rows) > 7000

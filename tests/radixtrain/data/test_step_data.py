@@ -49,57 +49,40 @@ def letters_of(data: SFTData, split: str = "train") -> str:
     return "".join(chr(samples[0].input_ids[0]) for samples in data.conversations[split])
 
 
-class TestNestedRows:
-    """A log of an agent: a row for each request holds all earlier ones; one request was tried twice."""
+LOG = ("one", "one two", "one two three", "one retry", "alone", "alone")
+"""Questions of the rows of an agent's log: a row for each request holds all earlier ones; one was tried twice."""
+TRAINED: list[tuple[str, bool, list[tuple[int, int]]]] = [
+    # train_on, split_turns; line of the file, and samples that it gives. Equal rows stay, as often as they occur
+    ("every_turn", True, [(1, 1), (2, 2), (3, 3), (4, 2), (5, 1), (6, 1)]),
+    ("distinct_turns", True, [(3, 3), (4, 1), (5, 1), (6, 1)]),
+    ("last_turn", True, [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (6, 1)]),
+    ("distinct_turns", False, [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (6, 1)]),
+]
 
-    TURNS = "one", "two", "three"
 
-    @pytest.fixture
-    def log(self, tmp_path: Path) -> str:
-        chats = [self.TURNS[:1], self.TURNS[:2], self.TURNS, ("one", "retry"), ("alone",), ("alone",)]
-        rows = [
-            {
-                "messages": [
-                    m for q in chat for m in ({"role": "user", "content": q}, {"role": "assistant", "content": q})
-                ]
-            }
-            for chat in chats
-        ]
-        path = tmp_path / "log.jsonl"
-        path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-        return str(path)
-
-    @pytest.mark.parametrize(
-        ("train_on", "split_turns", "trained"),
-        [
-            ("every_turn", True, [(1, 1), (2, 2), (3, 3), (4, 2), (5, 1), (6, 1)]),
-            ("distinct_turns", True, [(3, 3), (4, 1), (5, 1), (6, 1)]),
-            ("last_turn", True, [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (6, 1)]),
-            ("distinct_turns", False, [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (6, 1)]),
-        ],
-    )
-    def test_turns(
-        self,
-        data: Callable[..., SFTData],
-        log: str,
-        train_on: str,
-        split_turns: bool,
-        trained: list[tuple[int, int]],
-        caplog: pytest.LogCaptureFixture,
-    ) -> None:
-        """trained: line of the file, and samples that it gives. Equal rows stay, as often as they occur."""
-        corpus = data(log, train_on=train_on, split_turns=split_turns).conversations["train"]
-        assert [(int(row[0].where.split(":")[1]), len(row)) for row in corpus] == trained
-        assert corpus.lengths.tolist() == [len(sample.input_ids) for row in corpus for sample in row]
-        assert np.diff(corpus.starts).tolist() == [len(row) for row in corpus]
-        everything = data(log, train_on="every_turn", split_turns=split_turns).conversations["train"]
-        if train_on == "distinct_turns" and split_turns:
-            assert corpus.digest != everything.digest and turns_of(corpus) == turns_of(everything)
-        assert (f"(data.train_on: {train_on})" in caplog.text) == (split_turns and train_on != "every_turn")
-
-    def test_the_last_turn_of_a_whole_chat(self, data: Callable[..., SFTData], log: str) -> None:
-        with pytest.raises(UserError, match="train_on: last_turn needs split_turns: true"):
-            data(log, train_on="last_turn", split_turns=False)
+@pytest.mark.parametrize(("train_on", "split_turns", "trained"), TRAINED)
+def test_turns_of_nested_rows(
+    data: Callable[..., SFTData],
+    train_on: str,
+    split_turns: bool,
+    trained: list[tuple[int, int]],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    roles = ("user", "assistant")
+    chats = [[{"role": role, "content": q} for q in questions.split() for role in roles] for questions in LOG]
+    log = tmp_path / "log.jsonl"
+    log.write_text("\n".join(json.dumps({"messages": chat}) for chat in chats), encoding="utf-8")
+    corpus = data(str(log), train_on=train_on, split_turns=split_turns).conversations["train"]
+    assert [(int(row[0].where.split(":")[1]), len(row)) for row in corpus] == trained
+    assert corpus.lengths.tolist() == [len(sample.input_ids) for row in corpus for sample in row]
+    assert np.diff(corpus.starts).tolist() == [len(row) for row in corpus]
+    everything = data(str(log), train_on="every_turn", split_turns=split_turns).conversations["train"]
+    if train_on == "distinct_turns" and split_turns:
+        assert corpus.digest != everything.digest and turns_of(corpus) == turns_of(everything)
+    assert (f"(data.train_on: {train_on})" in caplog.text) == (split_turns and train_on != "every_turn")
+    with pytest.raises(UserError, match="train_on: last_turn needs split_turns: true"):
+        data(str(log), train_on="last_turn", split_turns=False)
 
 
 def turns_of(corpus: Corpus) -> set[bytes]:

@@ -8,7 +8,6 @@ error of a row; or else one text, the error of the whole file. `@` stands for th
 import ast
 import gzip
 import io
-import json
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -188,31 +187,10 @@ def test_a_forbidden_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         list(read_rows(tmp_path / "a.jsonl"))
 
 
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=3), x, max_size=3),
-    max_leaves=8,
-)
 FRAGMENTS = st.sampled_from(
     [b'{"a":', b'"', b"\n", b"\r", b"}", b"[", b"]", b"\\ud800", b"\xff", b"1", b",", b"\t", b"PAR1", b"ARROW1", b"\0"]
 )
 SUFFIXES = st.sampled_from(["jsonl", "json", "csv", "tsv", "parquet", "arrow", "jsonl.gz", "csv.zst"])
-
-
-@settings(max_examples=120, deadline=None)
-@given(
-    rows=st.lists(st.dictionaries(st.text(), VALUES, max_size=3), min_size=1, max_size=4),
-    form=st.sampled_from(["lines", "array", "object", "indented"]),
-    ascii=st.booleans(),
-)
-def test_rows_that_json_writes_are_read_back(tmp_path_factory: Any, rows: list[Any], form: str, ascii: bool) -> None:
-    path = tmp_path_factory.mktemp("rows") / f"a.{'jsonl' if form == 'lines' else 'json'}"
-    document = {"version": 12, "rows": rows, "license": "none"} if form == "object" else rows
-    options = {"ensure_ascii": ascii, "indent": 1 if form == "indented" else None}
-    lines = [json.dumps(row, ensure_ascii=ascii) for row in rows]
-    path.write_text("\n".join(lines) if form == "lines" else json.dumps(document, **options), encoding="utf-8")
-    where = f"{path}:" if form == "lines" else f"{path}:row "
-    assert list(read_rows(path)) == [Row(row, f"{where}{n}") for n, row in enumerate(rows, start=1)]
 
 
 @settings(max_examples=16 * TRIES, deadline=None)
