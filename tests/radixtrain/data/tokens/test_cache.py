@@ -181,10 +181,9 @@ def test_skipped_rows_are_counted_and_the_first_few_named(
 
 def test_a_file_without_a_usable_row(tmp_path: Path, tokenize: Tokenize) -> None:
     path = write(tmp_path / "bad.jsonl", [{"nothing": 1}] * 3)
-    expected = f"{path}: none of its 3 rows can be used; 3 rows, 0 samples, 3 bad rows skipped; the first: {path}:1: "
-    with pytest.raises(UserError) as raised:
+    said = "none of its 3 rows can be used; 3 rows, 0 samples, 3 bad rows skipped; the first: "
+    with pytest.raises(UserError, match=f"^{path}: {said}{path}:1: "):
         tokenize(path, on_bad_row="skip")
-    assert str(raised.value).startswith(expected)
 
 
 def test_long_rows_are_counted(tmp_path: Path, tokenize: Tokenize) -> None:
