@@ -180,7 +180,7 @@ def _pair(fields: Fields, answered: bool, where: str) -> list[Fields]:
     for name in CONTEXTS:
         if name not in read and fields.get(name):
             pair = f"{{instruction: {names[0]}, input: {name}, output: {names[-1]}}}"
-            put = f"to put it after the question, make it text and write data.columns: {pair}"
+            put = f"to put it after the question, as text, write data.columns: {pair}"
             leave = f"to leave it out, write data.columns: {{{choice}}}"
             raise DataError(where, f"{name} beside {' and '.join(names)}: {put}; {leave}")
     texts = {name: _cell_text(fields, name, where) for name in read if name in fields}

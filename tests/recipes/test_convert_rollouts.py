@@ -113,7 +113,7 @@ def test_the_rows_of_a_run(
         if "input_ids" in row:
             [sample] = encoder.encode(Row({k: v for k, v in row.items() if k != "advantages"}, "rows.jsonl:1"))
             assert [label != -100 for label in sample.labels[1:]] == [bool(bears) for bears in row["mask"][1:]]
-    with pytest.raises(DataError, match=r"an agent's run, which recipes/convert_rollouts\.py converts"):
+    with pytest.raises(DataError, match=r"^runs\.jsonl:1: "):
         encoder.encode(Row(run, "runs.jsonl:1"))
 
 

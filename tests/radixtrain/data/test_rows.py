@@ -213,7 +213,7 @@ REFUSED = r"""
 {"messages": CHAT, "system": ["s"]} -> system: expected text, found ['s']
 {"messages": CHAT, "system": "s", "system_prompt": "t"} -> system and system_prompt differ: write data.columns
 {"question": "q", "answer": "a", "response": "b"} -> the columns can be read as question + answer and question + response; write data.columns: {user: question, assistant: answer}
-{"question": "q", "answer": "a", "context": "c"} -> context beside question and answer: to put it after the question, make it text and write data.columns: {instruction: question, input: context, output: answer}; to leave it out, write data.columns: {user: question, assistant: answer}
+{"question": "q", "answer": "a", "context": "c"} -> context beside question and answer: to put it after the question, as text, write data.columns: {instruction: question, input: context, output: answer}; to leave it out, write data.columns: {user: question, assistant: answer}
 {"question": "q", "answer": " "} -> answer: the answer is empty: nothing is learned from it but to stop; leave the row out (data.on_bad_row: skip)
 {"question": "q", "answer": 1} -> answer: expected text, found 1
 {"instruction": "q", "output": "a", "history": ["x"]} -> history beside instruction and output: to put it after the question

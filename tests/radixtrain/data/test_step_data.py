@@ -116,7 +116,9 @@ def test_system_prompt(
 
 def test_sources_in_a_list_with_weights(data: Callable[..., SFTData], tmp_path: Path) -> None:
     a, b = write(tmp_path / "a.jsonl", "abcdef"), write(tmp_path / "b.jsonl", "xy")
-    module = data([a, {"path": b, "weight": 2, "name": "extra"}])
+    heavy = {"path": b, "weight": 2, "name": "extra"}
+    module = data([a, heavy], validation_file=[heavy])
+    assert sum(len(step.where) for step in module.val_dataloader()) == 2, "weights are of training only"
     assert letters_of(module) == "abcdefxy"
     assert [part.name for part in module.conversations["train"].parts] == [a, "extra"]
     assert module.reports["train"].num_rows == 8
@@ -124,12 +126,6 @@ def test_sources_in_a_list_with_weights(data: Callable[..., SFTData], tmp_path: 
     counts = dict.fromkeys([f"{a}:{n}" for n in range(1, 7)], 1) | dict.fromkeys([f"{b}:{n}" for n in (1, 2)], 2)
     seen = [where for step in module.train_dataloader() for where in step.where]
     assert {where: seen.count(where) for where in seen} == counts
-
-
-def test_weights_are_of_training_only(data: Callable[..., SFTData], tmp_path: Path) -> None:
-    source = {"path": write(tmp_path / "a.jsonl", "ab"), "weight": 3}
-    module = data([source], validation_file=[source])
-    assert sum(len(step.where) for step in module.val_dataloader()) == 2
 
 
 def test_validation_rows_are_taken_out_by_the_seed(data: Callable[..., SFTData], tmp_path: Path) -> None:
@@ -150,6 +146,8 @@ def test_a_resumed_run_needs_the_same_samples(data: Callable[..., SFTData], tmp_
     data(path).load_state_dict(state)
     with pytest.raises(UserError, match=r"belongs to other steps: batch_size was 4 and is 3; give the data settings"):
         data(path, batch_size=3).load_state_dict(state)
+    with pytest.raises(UserError, match="group_by_prefix was false and is 2"):
+        data(path, group_by_prefix=2).load_state_dict(state)
     with pytest.raises(UserError, match="digest was"):
         data(path, completion_only_loss=False).load_state_dict(state)
     write(tmp_path / "a.jsonl", "abcdef", answer="no!")  # as many tokens

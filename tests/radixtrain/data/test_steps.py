@@ -119,13 +119,6 @@ def test_fit_draws_by_it(file, shop):
     assert data.features_of_step(0)[0]["input_ids"][0] == data.features_of_step(0)[5]["input_ids"][0]
 
 
-def test_a_checkpoint_knows_the_order(file, shop):
-    data, other = (data_of(file, shop, group_by_prefix=given) for given in (True, 2))
-    data.load_state_dict(data.state_dict())
-    with pytest.raises(UserError, match="group_by_prefix was true and is 2"):
-        other.load_state_dict(data.state_dict())
-
-
 @pytest.fixture(scope="module")
 def conversations() -> list[list[TokenRow]]:
     """45 conversations, each of one of 3 prompts."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -14,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import FULL, TRIES
+from tiers import TRIES
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -31,7 +28,6 @@ from radixtrain.data.tokens.tokenization import (
 from radixtrain.errors import DataError, UserError
 
 ROOT = Path(__file__).resolve().parents[4]
-DATA = Path(os.environ.get("RADIXTRAIN_DATA", ROOT.parent / "shared" / "data" / "sft"))
 TEXT = "The quick brown fox, 12 of them.\n\nIt's hé's ça!  Twice   blank\tand tab\n<think>\nno\n</think>"
 START, END = "<|im_start|>", "<|im_end|>"
 WORDS = [START, END, "<think>", "</think>", " ", "\n", "\n\n", "the", " fox", "é", "12"]
@@ -148,26 +144,6 @@ def test_a_tokenizer_that_sees_over_its_borders_is_found(
         first = tokenize(texts)
     assert tokenize.borders is None and "does not tokenise the text between special tokens separately" in caplog.text
     assert [ids.tolist() for ids in first] == [ids.tolist() for ids in tokenize(texts)] == whole(tokenizer, texts)
-
-
-@FULL
-@pytest.mark.data
-@pytest.mark.skipif(not DATA.is_dir(), reason=f"no real chats in {DATA}: RADIXTRAIN_DATA names a folder that has them")
-@pytest.mark.parametrize(
-    "name", ["banking77_train", "gsm8k_fewshot_train", "gsm8k_many_prompts_train", "gsm8k_plain_train"]
-)
-def test_rows_of_real_data(name: str) -> None:
-    """Every fifth row; with RADIXTRAIN_TRIES=500 every one."""
-    step = 1 if TRIES >= 500 else 5
-    with (DATA / f"{name}.jsonl").open(encoding="utf-8") as lines:
-        chats = [json.loads(line)["messages"] for line in lines]
-    tokenizer = tiny.train_tokenizer({turn["content"] for turn in itertools.chain(*chats[:400])}, 2048)
-    tokenize = PieceTokenizer(tokenizer)
-    tokenize.is_checked = True
-    texts = [tokenizer.apply_chat_template(turns, tokenize=False) for turns in chats[::step]]
-    found, expected = tokenize(texts), whole(tokenizer, texts)
-    assert [n for n, ids in enumerate(found) if ids.tolist() != expected[n]] == []
-    assert tokenize.borders is not None
 
 
 ENDLESS = "((a+)+)+c"  # Oniguruma gives up on a long row of the letter a, and the library panics
