@@ -13,8 +13,7 @@ import torch
 import transformers
 from image_batches import IMAGE, KINDS, ROWS, Kind, Row, batch_of, of_family, squares
 from image_rows import check_padded, same_call
-from older_transformers import since
-from renamed_transformers import renamed
+from older_transformers import renamed, since
 from shared_runs import in_float64
 from tiny_models import tiny_model
 from torch import Tensor

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from noise import assert_within_noise
+from same_step import assert_within_noise
 from tiers import FULL
 from torch import Tensor, nn
 from trainer_harness import Build, Run, compare, differences_of, run

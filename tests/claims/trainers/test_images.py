@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from image_batches import IMAGE, KINDS, ROWS, Kind, batch_of
-from image_processors import PROCESSORS, SIZE, picture
-from image_rows import count_images
+from image_rows import PROCESSORS, SIZE, count_images, picture
 from tiers import cases
 from trainer_harness import Comparison, Share, compare, settings
 from trainer_loop import Loop, own_loss
