@@ -140,7 +140,7 @@ def calls_of(case: Case, trees: list[PrefixPlan]) -> Iterator[Ragged]:
         layout = TreeLayout.from_plan(plan)
         if case.window is None:
             yield from (piece.ragged for piece in layout.packed_pieces())
-        yield from (layout.paths, layout.sequences)
+        yield from (piece.ragged for piece in (layout.paths, layout.sequences))
 
 
 def calls_of_tests(case: Case) -> Iterator[Ragged]:

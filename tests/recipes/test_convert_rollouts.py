@@ -1,4 +1,4 @@
-"""recipes/convert_rollouts.py: the rows of each store, by hand from the projects' sources; and that `fit` names it."""
+"""recipes/convert_rollouts.py: the rows of each store, by hand from the projects' sources."""
 
 import io
 import json

@@ -170,7 +170,7 @@ def test_notebooks(name, executed, tmp_path, monkeypatch, capsys):
     path = ROOT / "notebooks" / f"{name}.ipynb"
     cells = [each for each in json.loads(path.read_text(encoding="utf-8"))["cells"] if each["cell_type"] == "code"]
     said = "".join(line for cell in cells for output in cell["outputs"] for line in output["text"])
-    assert f"{Path.cwd().anchor}tmp" not in said, "no path of the machine on which it ran"
+    assert "/tmp" not in said, "no path of the machine on which it ran"
     if executed:
         monkeypatch.setenv("TMPDIR", str(tmp_path))  # where the notebooks write their demo
         monkeypatch.chdir(path.parent)
