@@ -1,32 +1,14 @@
 """A padded call -> its unique tokens -> outputs in `[B, L]`: the options, the outputs, the counts."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
-import radixtrain.hf.attention_interface
 from radixtrain import share_prefixes, sharing_report
 from radixtrain.errors import UserError
 
 IDS = torch.tensor([[7, 8, 9, 1, 2], [7, 8, 9, 3, 0], [7, 8, 5, 0, 0]])
 MASK = (IDS != 0).long()
 BATCH = {"input_ids": IDS, "attention_mask": MASK}  # 15 places, 12 tokens, 7 unique
-
-
-@pytest.fixture
-def asked(monkeypatch) -> list[dict[str, Any]]:
-    """The options that tree attention was called with."""
-    calls: list[dict[str, Any]] = []
-    attend = radixtrain.hf.attention_interface.tree_attention
-
-    def spy(*args: Any, **options: Any) -> Tensor:
-        calls.append(options)
-        return attend(*args, **options)
-
-    monkeypatch.setattr(radixtrain.hf.attention_interface, "tree_attention", spy)
-    return calls
 
 
 class TestCounts:
@@ -56,12 +38,6 @@ class TestOptions:
         model = share_prefixes(tiny_qwen3(), min_shared_tokens=min_shared_tokens)
         model(**BATCH)
         assert sharing_report(model).num_unique_tokens == unique
-
-    @pytest.mark.parametrize("attention", ["cascade", "path", "expand"])
-    @pytest.mark.usefixtures("without_the_trial")
-    def test_a_named_attention_is_kept(self, tiny_qwen3, asked, attention):
-        share_prefixes(tiny_qwen3(), attention=attention)(**BATCH)
-        assert {each["attention"] for each in asked} == {attention}
 
 
 class TestOutputs:
