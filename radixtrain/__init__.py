@@ -17,9 +17,9 @@ if TYPE_CHECKING:  # `_HOMES`, as type checkers and editors read it
     from radixtrain.generation.cache import RadixCache
     from radixtrain.generation.generate import generate
     from radixtrain.generation.prefill import score_completions
+    from radixtrain.hf.guards.code import position_wise
     from radixtrain.hf.predicting_rows import step_losses
     from radixtrain.hf.share import restore_model, share_prefixes, sharing_report
-    from radixtrain.hf.third_party import position_wise
     from radixtrain.plugins.trainer_callback import log_sharing
     from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
     from radixtrain.verification.equivalence import verify_equivalence
@@ -53,7 +53,7 @@ _HOMES = {
     "build_prefix_plan": "radixtrain.tree.plan",
     "generate": "radixtrain.generation.generate",
     "log_sharing": "radixtrain.plugins.trainer_callback",
-    "position_wise": "radixtrain.hf.third_party",
+    "position_wise": "radixtrain.hf.guards.code",
     "restore_model": "radixtrain.hf.share",
     "score_completions": "radixtrain.generation.prefill",
     "share_prefixes": "radixtrain.hf.share",

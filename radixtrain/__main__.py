@@ -145,7 +145,7 @@ def _run(words: list[str]) -> int:
     except OSError as error:
         return _fail(UserError(f"{error.strerror or error}: {error.filename}" if error.filename else error))
     except KeyboardInterrupt:
-        return _fail(UserError("interrupted"), 130)
+        return 130 if launcher_env().is_silent else _fail(UserError("interrupted"), 130)
 
 
 def _usage() -> str:

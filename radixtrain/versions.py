@@ -49,7 +49,7 @@ TESTED = {
 }
 
 # What a model of transformers does only from a version on.
-SINCE = {"keyword arguments from model to backbone": "5.3", "recurrent states that fork": "5.16"}
+SINCE = {"keyword arguments from model to backbone": "5.3", "recurrent states that fork": "5.21"}
 
 UNKNOWN = "unknown"
 

@@ -69,9 +69,9 @@ def environment_is_restored() -> Iterator[None]:
 @pytest.fixture
 def hooks_that_may_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Code of tests in a model, by which one call waits for another, fails or counts, counts as of a known package."""
-    from radixtrain.hf import third_party
+    from radixtrain.hf.guards import code
 
-    monkeypatch.setattr(third_party, "KNOWN", third_party.KNOWN | {"tests", "answers", "hybrids"})
+    monkeypatch.setattr(code, "KNOWN", code.KNOWN | {"tests", "answers", "hybrids"})
 
 
 @pytest.fixture
@@ -86,8 +86,10 @@ def free_forks() -> Iterator[None]:
 @pytest.fixture
 def without_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model is not tried before it is shared, so that the comparison itself has to see a mistake."""
+    from radixtrain.hf.guards.model import Verdict
+
     for module in ("hf.collated", "generation.prefill", "hf.hooks", "hf.padded.sharing"):
-        monkeypatch.setattr(f"radixtrain.{module}.why_inexact", lambda *_, **__: None)
+        monkeypatch.setattr(f"radixtrain.{module}.verdict_of", lambda *_, **__: Verdict(None, forks=True))
 
 
 @pytest.fixture(scope="session")

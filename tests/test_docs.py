@@ -35,9 +35,8 @@ from radixtrain.data.datamodule import SFTData
 from radixtrain.data.files.rows import OURS
 from radixtrain.data.files.sources import TABLES as OF_TABLES
 from radixtrain.data.files.sources import TEXTS, Source, as_sources, read_rows
-from radixtrain.data.rows.columns import PAIRS
+from radixtrain.data.messages import PAIRS
 from radixtrain.errors import UserError
-from radixtrain.hf.scores import SCORES
 from radixtrain.settings.commands import Doctor, Export, RunSettings, Verify
 from radixtrain.settings.fields import Key, parts_of
 from radixtrain.training.answers.metrics import load_metric
@@ -232,12 +231,12 @@ LOGS: list[tuple[str, dict[str, Any], str]] = [
     ("Anthropic", {"messages": [
         {"role": "assistant", "content": [USED]},
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image"}]}]},
-    ]}, "content: only parts {type: text, text} are read, found 'image'; images, audio and video are not supported"),
+    ]}, "content: only parts {type: text, text} are read, found 'image'; only text is read"),
     ("OpenAI", {"input": "q", "output": [SAID, CALLED, {**CALLED, "name": "g"}]}, "a f g"),
     ("OpenAI", {"output": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}, SAID]}, "a"),
     ("OpenAI", {"output": [CALLED, SAID]}, "content after tool_calls in one turn"),
     ("OpenAI", {"output": [{"type": "web_search_call", "id": "1"}]}, "no place for an item of the type web_search"),
-    ("OpenAI", {"input": [{"role": "user", "content": [IMAGE]}]}, "found 'input_image'; images, audio and video are"),
+    ("OpenAI", {"input": [{"role": "user", "content": [IMAGE]}]}, "found 'input_image'; only text is read"),
     ("OpenAI", {"output": [{**SAID, "content": [{"type": "refusal", "refusal": "no"}]}]}, "found 'refusal'"),
     ("OpenAI", {"previous_response_id": "r"}, "the history is in another row"),
 ]  # fmt: skip
@@ -398,13 +397,6 @@ def test_the_tables_hold_every_key_and_what_runs(printed_by: Callable[..., str])
     assert config["seed_everything"] == 42 and "`seed_everything`, 42 by default" in read(CONFIGURATION)
     for key in ("devices", "log_every_n_steps"):
         assert f"| `{key}` | `{config['trainer'][key]}` |" in read(CONFIGURATION)
-
-
-def test_every_score_is_in_the_table_and_in_the_help() -> None:
-    [table] = re.findall(r"^\| score \|.*\n\|[-|]+\n((?:\|.*\n)+)", read(CONFIGURATION), re.MULTILINE)
-    [said] = [key.help for key in all_keys("predict") if key.name == "model.scores"]
-    assert tuple(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == SCORES
-    assert [name for name in re.findall(r"\w+", said) if name in SCORES] == [*SCORES]
 
 
 def test_every_environment_variable_is_named() -> None:

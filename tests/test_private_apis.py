@@ -161,7 +161,7 @@ TABLE: dict[str, dict[str, str]] = {
     "radixtrain/hf/refusals.py": {
         "torch.nn.Module._is_replica": "tells a copy that DataParallel made",
     },
-    "radixtrain/hf/third_party.py": {
+    "radixtrain/hf/guards/code.py": {
         **dict.fromkeys(
             ("torch.nn.Module._call_impl", "torch.nn.Module._compiled_call_impl"),
             "are called in place of `forward` if an instance has one of its own",
@@ -207,9 +207,6 @@ TABLE: dict[str, dict[str, str]] = {
         ),
     },
     "radixtrain/training/devices/launch.py": {
-        "os._exit": "ends a rank whose run has ended",
-    },
-    "radixtrain/training/devices/rank_monitor.py": {
         "os._exit": "ends a rank whose run has ended",
     },
     "radixtrain/training/fault_tolerance/signals.py": {

@@ -1,20 +1,17 @@
 """Checkpoints that can be trusted: written whole or not at all, checked before they are read, and free of code.
 
-    folder                    write_checkpoint, read_checkpoint, verify_checkpoint
-        packing               a state as JSON and tensors, and back
-        tensors               a file of tensors, written one tensor at a time; sizes and checksums of files
-        sharded               tensors of which every rank holds a part, gathered while they are written
-        manifest              what a checkpoint must consist of; its last file, and the commit
+    folder                    write_checkpoint, read_checkpoint, verify_checkpoint, read_run
+        tensors               a file of tensors, written one tensor at a time; checksums of files
+        sharded               tensors of which every rank holds a part
         atomic                a folder or a file replaces another one in one step
     resolve                   newest_valid, the meaning of `--ckpt_path`, how many are kept, the links `last` and `best`
 
 A checkpoint is a folder, `checkpoints/step=N` of a run:
 
     model.safetensors         the weights, under the names of the module's `state_dict`
-    optimizer.safetensors     the tensors of the optimizers
-    state.safetensors         all other tensors
-    state.json                everything else, with a reference wherever a tensor stood
-    manifest.json             sizes and checksums of the four, and one of itself
+    optimizer.safetensors     the optimizer's moments, such as `model.lm_head.weight.exp_avg`
+    run.json                  everything else: see `folder.SCHEMA`
+    checksums.txt             of the three, as `xxh128sum` writes and checks them; its last file, and the commit
 
 Words, as they are used in this folder:
 
@@ -23,5 +20,4 @@ Words, as they are used in this folder:
     sequence   of a checkpoint: 1 for the first one written into its folder, then 2; says which is the newest, since
                a run that went back to an earlier step writes that step again
     staging    the hidden folder beside its target in which a checkpoint is written
-    skeleton   a state in the types of JSON, with references to its tensors
 """

@@ -6,136 +6,184 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+from torch import Tensor
 
-from radixtrain.checkpoints.atomic import current_path, writing
-from radixtrain.checkpoints.manifest import MANIFEST, SKELETON, DamagedCheckpoint, Manifest, committed
-from radixtrain.checkpoints.packing import MODEL, OPTIMIZER, STATE, MalformedState, Packed, file_of, pack, unpack
-from radixtrain.checkpoints.sharded import Gathering
-from radixtrain.checkpoints.tensors import digest_of_file, in_order, read_tensors, write_file, write_tensors
+from radixtrain.checkpoints.atomic import current_path, set_aside, writing
+from radixtrain.checkpoints.tensors import digest_of_file, gathered, read_tensors, write_file, write_tensors
 from radixtrain.errors import UserError, bytes_text, first_line
-from radixtrain.text_files import check_file
+from radixtrain.text_files import MOST_BYTES, check_file
 
-SHARDED = (MODEL, OPTIMIZER)  # files whose tensors may be sharded, as they are written
-MARGIN = 1 << 20  # bytes, for the skeleton, the manifest and the names
+FORMAT = 1
+MODEL, OPTIMIZER, RUN, CHECKSUMS = "model.safetensors", "optimizer.safetensors", "run.json", "checksums.txt"
+FILES = (MODEL, OPTIMIZER, RUN)
+# What `run.json` holds. model, data: the settings. numbers: moments that are no tensors.
+SCHEMA: dict[str, Any] = {
+    **{"format": int, "sequence": int, "version": str},
+    **{"step": int, "num_skipped": int, "position": dict, "rows": dict, "generators": list, "numbers": dict},
+    **{"model": dict, "data": dict, "config": dict, "base": str | None, "parts": dict, "wandb_run": str},
+}
+MARGIN = 1 << 20  # bytes, for what is no tensor
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
-    """Write a state as a checkpoint folder. It replaces one of that name, which stays whole until then.
+class DamagedCheckpoint(UserError):
+    """A checkpoint that is not whole. path: of the checkpoint. file: the one of its files that is at fault."""
 
-    state: what `pack` can hold; its entry `global_step` is the step in the manifest. Nothing of it is copied, but for
-        a part of one tensor at a time if that is on another device, or not contiguous. Sharded weights and moments are
-        gathered one at a time: the other ranks call `gathering_of(state).finish()` meanwhile.
+    def __init__(self, path: Path, file: str, reason: str):
+        super().__init__(f"{path}: {file} {reason}")
+        self.path, self.file, self.reason = path, file, reason
 
-    Raises UserError if the state has an entry that cannot be held, or if it cannot be written: then the message names
-    the disk, the bytes and the last whole checkpoint, and nothing is left of the new one.
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The contents of a checkpoint. weights, moments: by name. run: the entries of `SCHEMA`, in the types of JSON."""
+
+    weights: dict[str, Tensor]
+    moments: dict[str, Tensor]
+    run: dict[str, Any]
+
+
+def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
+    """Write a checkpoint folder. It replaces one of that name, which stays whole until then.
+
+    Nothing is copied, but for one tensor at a time if that is on another device, or not contiguous. Sharded weights and
+    moments are gathered one at a time: the other ranks call `help_to_write` meanwhile.
+
+    Raises UserError if it cannot be written: then the message names the disk, the bytes and the last whole checkpoint,
+    and nothing is left of the new one.
     """
-    gathering = gathering_of(state)
+    wholes = gathered(checkpoint.weights, checkpoint.moments)
     try:
-        _write(Path(path), state, gathering)
+        _write(Path(path), checkpoint, wholes)
     finally:
-        gathering.finish()
+        deque(wholes, maxlen=0)  # after an error the other ranks still help
 
 
-def gathering_of(state: Mapping[str, Any]) -> Gathering:
-    """Return the sharded tensors of a state, in the order in which `write_checkpoint` needs them."""
-    packed = pack({key: value for key, value in state.items() if file_of(key) in SHARDED})
-    return Gathering(tensor for file in SHARDED for tensor in in_order(packed.tensors[file]).values())
+def help_to_write(checkpoint: Checkpoint) -> None:
+    """Give the parts of this rank while rank 0 writes the checkpoint."""
+    deque(gathered(checkpoint.weights, checkpoint.moments), maxlen=0)
 
 
-def _write(path: Path, state: Mapping[str, Any], gathering: Gathering) -> None:
-    packed = pack(state)
-    skeleton = json.dumps(packed.skeleton, separators=(",", ":"), allow_nan=False).encode()
-    num_bytes = packed.num_bytes + len(skeleton)
+def _write(path: Path, checkpoint: Checkpoint, wholes: Iterator[Tensor]) -> None:
+    tensors = [*checkpoint.weights.values(), *checkpoint.moments.values()]
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     with _explained(path, num_bytes):
-        _check_space(path, num_bytes)
+        if _free(path) < num_bytes + MARGIN:
+            raise _no_room(path, num_bytes)
         with writing(path) as staging:
+            sequence = 1 + max((run["sequence"] for run, _ in committed(path.parent)), default=0)
+            run = json.dumps({"format": FORMAT, "sequence": sequence, **checkpoint.run}, default=os.fspath)
             sums = {
-                name: write_tensors(staging / name, tensors, gathering.whole)
-                for name, tensors in packed.tensors.items()
+                MODEL: write_tensors(staging / MODEL, checkpoint.weights, wholes),
+                OPTIMIZER: write_tensors(staging / OPTIMIZER, checkpoint.moments, wholes),
+                RUN: write_file(staging / RUN, [run.encode()]),
             }
-            sums[SKELETON] = write_file(staging / SKELETON, [skeleton])
-            sequence = 1 + max((manifest.sequence for manifest, _ in committed(path.parent)), default=0)
-            manifest = Manifest(sequence=sequence, step=int(state.get("global_step", 0)), files=sums)
-            write_file(staging / MANIFEST, [manifest.to_bytes()])
+            write_file(staging / CHECKSUMS, [_lines_of(sums)])
 
 
-def read_checkpoint(path: Path, leave_out: Collection[str] = (), in_memory: bool = True) -> dict[str, Any]:
-    """Read the state of a checkpoint folder; its tensors are on the CPU.
+def read_checkpoint(path: Path, with_moments: bool = True, in_memory: bool = True) -> Checkpoint:
+    """Read a checkpoint folder; its tensors are on the CPU.
 
-    leave_out: entries that are not wanted, such as `optimizer_states`, which takes twice the memory of the weights.
+    with_moments: False leaves them out, which take twice the memory of the weights.
     in_memory: False maps weights and moments from their files, for several processes that each take a part of them.
         Copy what is kept, since the files may be removed.
 
     No code in it is run. Raises DamagedCheckpoint, which names the file, unless every byte is the one that was written.
     """
     path = current_path(Path(path))
-    verify_checkpoint(path)
-    skeleton = _skeleton(path)
-    wanted = {key: value for key, value in skeleton.items() if key not in leave_out}
-    files = sorted({file_of(key) for key in wanted})
-    tensors = {name: _read(path, name, partial(read_tensors, in_memory=in_memory or name == STATE)) for name in files}
-    return _read(path, SKELETON, lambda _: unpack(Packed(wanted, tensors)))
+    run, read = verify_checkpoint(path), partial(read_tensors, in_memory=in_memory)
+    return Checkpoint(_read(path, MODEL, read), _read(path, OPTIMIZER, read) if with_moments else {}, run)
 
 
-def read_settings(path: Path) -> dict[str, Any]:
-    """Read the settings of the run that wrote a checkpoint, under the keys of `read_checkpoint`, and no other file."""
-    skeleton = _skeleton(path)
-    found = {key: skeleton.get(key, {}) for key in ("hyper_parameters", "datamodule_hyper_parameters", "radixtrain")}
-    for key, value in found.items():
-        if not isinstance(value, dict):
-            raise DamagedCheckpoint(path, SKELETON, f"holds no settings of a run: {key} is not a dictionary")
-    found["radixtrain"] = {"wandb_run": found["radixtrain"].get("wandb_run", "")}
-    return _read(path, SKELETON, lambda _: unpack(Packed(found, {})))
+def verify_checkpoint(path: Path) -> dict[str, Any]:
+    """Check every byte of a checkpoint without loading its tensors. Returns `read_run` of it.
 
-
-def verify_checkpoint(path: Path) -> None:
-    """Check every byte of a checkpoint without loading its tensors. Raises DamagedCheckpoint if one differs."""
+    Raises DamagedCheckpoint if one differs.
+    """
     path = current_path(Path(path))
     if not path.is_dir():
         raise UserError(f"no such checkpoint: {path}")
-    for name, expected in Manifest.read(path).files.items():
-        _check_size(path, name, expected.size)
-        if _read(path, name, digest_of_file) != expected:
-            raise DamagedCheckpoint(path, name, "is damaged: its checksum is not the one in the manifest")
+    run, sums = read_run(path), _read(path, CHECKSUMS, _checksums)
+    for name in (MODEL, OPTIMIZER):
+        _check(path, name, sums)
+    return run
 
 
-def _skeleton(path: Path) -> dict[str, Any]:
-    skeleton = _read(path, SKELETON, lambda file: json.loads(file.read_bytes()))
-    if not isinstance(skeleton, dict):
-        raise DamagedCheckpoint(path, SKELETON, "is damaged: it does not hold a dictionary")
-    return skeleton
+def read_run(path: Path) -> dict[str, Any]:
+    """Read `run.json` of a checkpoint. Raises DamagedCheckpoint unless its bytes are those that were written."""
+    path = current_path(Path(path))
+    _check(path, RUN, _read(path, CHECKSUMS, _checksums))
+    return _read(path, RUN, _run)
 
 
-def _check_size(path: Path, name: str, size: int) -> None:
-    if not (path / name).is_file():
-        raise DamagedCheckpoint(path, name, "is missing")
-    found = (path / name).stat().st_size
-    if found != size:
-        raise DamagedCheckpoint(path, name, f"is damaged: it has {found:,} bytes, and {size:,} were written")
+def _check(path: Path, name: str, sums: Mapping[str, str]) -> None:
+    if _read(path, name, digest_of_file).xxh3_128 != sums[name]:
+        raise DamagedCheckpoint(path, name, f"is damaged: its checksum is not the one in {CHECKSUMS}")
+
+
+def _lines_of(sums: Mapping[str, str]) -> bytes:
+    return "".join(f"{digest}  {name}\n" for name, digest in sums.items()).encode()
+
+
+def _checksums(file: Path) -> dict[str, str]:
+    check_file(file, MOST_BYTES)
+    data = file.read_bytes()
+    sums = {name: digest for digest, _, name in (line.partition("  ") for line in data.decode().splitlines())}
+    if tuple(sums) != FILES or _lines_of(sums) != data:
+        raise ValueError(f"it is not a list of the checksums of {', '.join(FILES)}")
+    return sums
+
+
+def _run(file: Path) -> dict[str, Any]:
+    run = json.loads(file.read_bytes())
+    if not isinstance(run, dict) or run.get("format") != FORMAT:
+        raise ValueError(f"it is not of format {FORMAT}: another version of radixtrain wrote it")
+    for key, kind in SCHEMA.items():
+        if key not in run or not isinstance(run[key], kind):
+            raise ValueError(f"its {key} is not as radixtrain writes it")
+    return run
 
 
 def _read(path: Path, name: str, read: Any) -> Any:
     try:
         check_file(path / name)
         return read(path / name)
+    except FileNotFoundError:
+        unfinished = ": writing did not finish" if name == CHECKSUMS else ""
+        raise DamagedCheckpoint(path, name, f"is missing{unfinished}") from None
     except OSError as error:
         raise DamagedCheckpoint(path, name, f"cannot be read: {error.strerror or error}") from error
-    except (SafetensorError, MalformedState, RecursionError, ValueError) as error:
+    except (SafetensorError, RecursionError, ValueError) as error:
         raise DamagedCheckpoint(path, name, f"is damaged: {first_line(error)}") from error
 
 
-def _check_space(target: Path, num_bytes: int) -> None:
-    """Raise UserError if the disk of `target` has less room than that. Another checkpoint of that name stays."""
-    if _free(target) < num_bytes + MARGIN:
-        raise _no_room(target, num_bytes)
+def is_checkpoint(path: Path) -> bool:
+    """Return whether it is a checkpoint folder, damaged or not."""
+    return path.is_dir() and any((path / name).is_file() for name in (CHECKSUMS, *FILES))
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """List the checkpoint folders in a folder, damaged or not, without links and folders that are being written."""
+    inside = [path for path in folder.iterdir() if not path.is_symlink()] if folder.is_dir() else []
+    return [path for path in inside if is_checkpoint(path) and (path.name[0] != "." or set_aside(path))]
+
+
+def committed(folder: Path) -> list[tuple[dict[str, Any], Path]]:
+    """Return the checkpoints whose `run.json` is whole, the newest first. Their tensors are not looked at."""
+    checkpoints = []
+    for path in checkpoints_in(folder):
+        with suppress(DamagedCheckpoint):  # `newest_valid` names it
+            checkpoints.append((read_run(path), path))
+    return sorted(checkpoints, key=lambda pair: (pair[0]["sequence"], pair[0]["step"], pair[1].name), reverse=True)
 
 
 @contextmanager
@@ -166,10 +214,11 @@ def _free(target: Path) -> int:
 
 
 def _way_out(target: Path, advice: str) -> str:
-    whole = [path for manifest, path in committed(target.parent) if manifest.has_its_sizes(path)]
-    if not whole:
-        return f"{advice} or set another output_dir, then start again: there is no earlier checkpoint"
-    return f"{advice}, then resume with --ckpt_path {whole[0]}, the last whole one"
+    for _, path in committed(target.parent):
+        with suppress(DamagedCheckpoint):
+            verify_checkpoint(path)
+            return f"{advice}, then resume with --ckpt_path {path}, the last whole one"
+    return f"{advice} or set another output_dir, then start again: there is no earlier checkpoint"
 
 
 def existing(path: Path) -> Path:

@@ -10,8 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from radixtrain.checkpoints.atomic import current_path, new_file, remove, sync_folder
-from radixtrain.checkpoints.folder import verify_checkpoint
-from radixtrain.checkpoints.manifest import DamagedCheckpoint, Manifest, checkpoints_in, committed, is_checkpoint
+from radixtrain.checkpoints.folder import (
+    DamagedCheckpoint,
+    checkpoints_in,
+    committed,
+    is_checkpoint,
+    read_run,
+    verify_checkpoint,
+)
 from radixtrain.errors import UserError, only_warns
 
 logger = logging.getLogger(__name__)
@@ -100,10 +106,10 @@ def target_of(link: Path) -> Path:
 
 
 def _age(path: Path) -> tuple[float, float, str]:
-    """Return a key that sorts checkpoints by age. One without a manifest may be the newest."""
+    """Return a key that sorts checkpoints by age. One that does not say it may be the newest."""
     try:
-        manifest = Manifest.read(path)
-        return manifest.sequence, manifest.step, path.name
+        run = read_run(path)
+        return run["sequence"], run["step"], path.name
     except DamagedCheckpoint:
         return math.inf, math.inf, path.name
 
@@ -130,8 +136,8 @@ def point(folder: Path, name: str, target: Path) -> None:
     """
     folder = Path(folder).resolve()
     if (folder / name).is_dir() and not (folder / name).is_symlink():
-        manifests = {path.name: manifest for manifest, path in committed(folder)}
-        if manifests.pop(name, None) not in manifests.values():
+        runs = {path.name: run for run, path in committed(folder)}
+        if runs.pop(name, None) not in runs.values():
             raise UserError(f"{folder / name} is a folder, and would be replaced by a link to {target}; move it away")
         remove(folder / name)  # a copy of the folder has followed the link
     new = folder / f".{name}.partial"

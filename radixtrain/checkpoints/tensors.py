@@ -1,48 +1,29 @@
-"""The files of a checkpoint: tensors in the format of safetensors, written one at a time; sizes and checksums.
+"""The files of a checkpoint: tensors in the format of safetensors, written one at a time; checksums.
 
 The library's own writer needs the bytes of all tensors at once, in host memory: for weights and optimizer states on a
-GPU that is a second copy of both. Here `CHUNK` numbers are copied at a time. The library reads the file.
+GPU that is a second copy of both. Here one tensor is copied at a time. The library reads the file.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from pathlib import Path
 
 import torch
 import xxhash
 from safetensors import safe_open
+from safetensors.torch import save
 from torch import Tensor
 
 from radixtrain.checkpoints.sharded import whole
 from radixtrain.text_files import check_file
 
-CHUNK = 2 << 20  # numbers that are copied at once
 ALIGNMENT = 8  # bytes
-
-# What the format calls them.
-DTYPES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.uint16: "U16",
-    torch.int16: "I16",
-    torch.uint32: "U32",
-    torch.int32: "I32",
-    torch.uint64: "U64",
-    torch.int64: "I64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.complex64: "C64",
-}
 
 
 @dataclass(frozen=True)
@@ -53,17 +34,6 @@ class FileDigest:
     xxh3_128: str
 
 
-def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileDigest:
-    """Write a new file, and digest its bytes on the way."""
-    hashed, size = xxhash.xxh3_128(), 0
-    with path.open("xb") as file:
-        for chunk in chunks:
-            file.write(chunk)
-            hashed.update(chunk)
-            size += len(chunk)
-    return FileDigest(size, hashed.hexdigest())
-
-
 def digest_of_file(path: Path) -> FileDigest:
     """Digest the whole file. Raises OSError if that fails."""
     check_file(path)
@@ -71,22 +41,38 @@ def digest_of_file(path: Path) -> FileDigest:
         return FileDigest(path.stat().st_size, hashlib.file_digest(file, xxhash.xxh3_128).hexdigest())
 
 
+def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> str:
+    """Write a new file. Returns the digest of its bytes, as `FileDigest.xxh3_128`."""
+    hashed = xxhash.xxh3_128()
+    with path.open("xb") as file:
+        for chunk in chunks:
+            file.write(chunk)
+            hashed.update(chunk)
+    return hashed.hexdigest()
+
+
 def in_order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of a file in the order in which they are written, which aligns them all."""
     return dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
 
 
-def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], to_plain: Callable[[Tensor], Tensor] = whole
-) -> FileDigest:
-    """Write a new file of dense tensors, on any device, whose dtypes are in `DTYPES`. OSError if the disk is full.
+def gathered(*files: Mapping[str, Tensor]) -> Iterator[Tensor]:
+    """Yield the tensors of files in the order in which they are written, the whole of each that is sharded.
 
-    to_plain: called with each tensor in the order of `in_order`: a sharded one -> the whole of it.
+    Every rank takes them all, one at a time: rank 0 writes them, and the others help to gather.
+    """
+    return (whole(tensor) for tensors in files for tensor in in_order(tensors).values())
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], wholes: Iterator[Tensor]) -> str:
+    """Write a new file of dense tensors, on any device. Returns its digest. Raises OSError if the disk is full.
+
+    wholes: `gathered` of this file and of those that follow.
     """
     ordered = in_order(tensors)
     header = _header(ordered)
     start = [len(header).to_bytes(8, "little"), header]
-    return write_file(path, chain(start, *(_chunks(tensor, to_plain) for tensor in ordered.values())))
+    return write_file(path, chain(start, (bytes_of(next(wholes)) for _ in ordered)))
 
 
 def read_tensors(path: Path, in_memory: bool = True) -> dict[str, Tensor]:
@@ -103,16 +89,18 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
     entries, end = {}, 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.numel() * tensor.element_size()
-        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        entries[name] = {"dtype": _name_of(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [start, end]}
     header = json.dumps(entries, separators=(",", ":")).encode()
     return header + b" " * (-len(header) % ALIGNMENT)
 
 
-def _chunks(tensor: Tensor, to_plain: Callable[[Tensor], Tensor]) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor; views of it if it is contiguous and on the CPU."""
-    plain = to_plain(tensor)
-    rows = plain.detach().reshape(-1 if plain.ndim == 0 else plain.shape)
-    if rows.numel():
-        for chunk in rows.split(max(1, CHUNK * len(rows) // rows.numel())):
-            held = chunk.cpu().resolve_conj().resolve_neg().contiguous()
-            yield memoryview(held.reshape(-1).view(torch.uint8).numpy())
+@cache
+def _name_of(dtype: torch.dtype) -> str:
+    """Return what the format calls a dtype, as the library writes it."""
+    header = save({"": torch.empty(0, dtype=dtype)})[8:]
+    return str(json.loads(header)[""]["dtype"])
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor: a view if it is contiguous and on the CPU."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -32,7 +32,7 @@ TABLE = (
     Command(
         "predict",
         "fit",
-        "scores of the rows of data.predict_file (log-probabilities, yes or no, embeddings), or answers to them",
+        "log-probabilities of the answers in data.predict_file, or new answers to its rows",
     ),
     Command("report", "explain", "what the data share, and the gain predicted for this machine", "", FOR_ROWS),
     Command("verify", "fit", "is the gradient that of ordinary Hugging Face, on this model and data?"),

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
 from radixtrain.checkpoints.atomic import tidy_leftovers
-from radixtrain.checkpoints.manifest import checkpoints_in
+from radixtrain.checkpoints.folder import checkpoints_in
 from radixtrain.checkpoints.resolve import AUTO, resolve
 from radixtrain.commands import EVALUATING
 from radixtrain.settings.fields import flat
 from radixtrain.training.fault_tolerance import slurm
-from radixtrain.training.fault_tolerance.resume import check_settings_of_run
 from radixtrain.training.fault_tolerance.run_folder import check_new_run, check_outside, is_resumed
+from radixtrain.training.fault_tolerance.run_state import check_settings_of_run
 from radixtrain.training.results.model_folder import check_model_folder
 from radixtrain.training.results.run_progress import print_line, weights_text
-from radixtrain.training.start.preflight import check_room, earlier_run, num_stored_parameters
-
-logger = logging.getLogger(__name__)
+from radixtrain.training.start.preflight import check_room, num_stored_parameters
 
 READ = ("model.", "data.", "ckpt_path")  # settings that may name files
 
@@ -63,13 +60,11 @@ def check_weights_and_room(
 
     Raises UserError if there are no weights, or if what `fit` writes has no room or would replace what it reads.
     """
-    name, model_folder, written = model.model_name_or_path, output_dir / "model", 0
+    name, written = model.model_name_or_path, 0
     num_parameters = num_stored_parameters(name)
     if command == "fit":
-        check_model_folder(model_folder, [name])
+        check_model_folder(output_dir / "model", [name])
         written = check_room(output_dir, num_parameters, model, num_checkpoints)
     if command in EVALUATING:
         print_line("weights", weights_text(name, ckpt_path))
-    if notice := earlier_run(command, model_folder, name, ckpt_path):
-        logger.warning("%s", notice)
     return written

@@ -20,13 +20,11 @@ from radixtrain.commands.trainer_settings import check_settings
 from radixtrain.data.step_data import StepData
 from radixtrain.errors import UserError
 from radixtrain.explain.micro_batch import show_micro_batch
-from radixtrain.explain.page import write_page
-from radixtrain.explain.report import make_report
+from radixtrain.explain.prediction import RunSetup, without_messages
+from radixtrain.explain.report import make_report, print_report, write_page
 from radixtrain.explain.row import show_row
-from radixtrain.explain.speed import RunSetup, without_messages
-from radixtrain.explain.terminal import print_report
 from radixtrain.hf.config import read_config
-from radixtrain.hf.scores import named_scores, needs_labels
+from radixtrain.hf.share import share_prefixes
 from radixtrain.screen import printable, screen, without_passwords
 from radixtrain.settings.commands import Inspect, Report
 from radixtrain.settings.model import ModelSettings
@@ -34,7 +32,7 @@ from radixtrain.settings.trainer import TrainerSettings
 from radixtrain.training.devices.launcher_env import one_device
 from radixtrain.training.fault_tolerance.failures import explain
 from radixtrain.training.fault_tolerance.run_folder import check_output_dir, locked
-from radixtrain.training.optimizer import moment_bytes, optimizer_of
+from radixtrain.training.optimizer import optimizer_of
 from radixtrain.training.start.loading import layer_period, random_trainable
 
 # Lightning's other names of a precision -> the canonical one, and the dtype that a model is converted to.
@@ -47,7 +45,6 @@ def run(settings: Report | Inspect, words: Sequence[str]) -> None:
     quiet(speaks=True)
     warn_of_variables(os.environ)
     check_settings(settings, words[0])
-    settings.data.predict_unlabelled = not needs_labels(named_scores(settings.model.scores))
     data = StepData(settings.data)
     try:
         if isinstance(settings, Report):
@@ -108,15 +105,17 @@ def run_setup(settings: ModelSettings, trainer: TrainerSettings) -> RunSetup:
     return RunSetup(
         build=build,
         optimizer=lambda built: optimizer_of(built, settings),
-        moment_bytes=lambda built: moment_bytes(built, settings),
         forward=mixed if is_mixed else nullcontext,
         device=device,
         dtype=torch.bfloat16 if is_mixed else next(build(1, torch.device("meta")).parameters()).dtype,
         num_layers=config.get_text_config().num_hidden_layers,
         period=math.lcm(layer_period(config), share.denominator),
-        attention=settings.attention,
-        kernel=settings.kernel,
-        allow_dropout=tuple(settings.allow_dropout or ()),
+        share=partial(
+            share_prefixes,
+            attention=settings.attention,
+            kernel=settings.kernel,
+            allow_dropout=tuple(settings.allow_dropout or ()),
+        ),
         max_grad_norm=settings.max_grad_norm,
     )
 

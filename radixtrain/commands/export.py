@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,19 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers.utils.logging import disable_progress_bar
 
+from radixtrain.checkpoints.folder import Checkpoint, read_checkpoint
+from radixtrain.checkpoints.resolve import resolve
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError, first_line
 from radixtrain.settings.commands import Export, RunSettings
 from radixtrain.training.fault_tolerance.failures import restoring
 from radixtrain.training.fault_tolerance.run_folder import locked_model
-from radixtrain.training.fault_tolerance.run_state import load_weights, read_checkpoint
+from radixtrain.training.fault_tolerance.run_state import load_weights
 from radixtrain.training.module import RadixModule
 from radixtrain.training.results.model_folder import card_and_settings, check_model_folder, save_hf_folder
 from radixtrain.training.results.run_progress import print_line
 from radixtrain.training.results.summary import RunSummary
-from radixtrain.training.start.run_overview import system_prompt
 
 
 def export(settings: Export) -> Path:
@@ -43,9 +44,9 @@ def export(settings: Export) -> Path:
     with locked_model(Path(output_dir), "export"):
         if ckpt_path in ("last", "best"):
             raise UserError(f"ckpt_path {ckpt_path} names no run; write RUN/checkpoints/{ckpt_path}")
-        checkpoint = read_checkpoint(ckpt_path)
+        checkpoint = read_checkpoint(resolve(ckpt_path, Path()), with_moments=False)
         with restoring(ckpt_path):
-            base = Path(checkpoint["hyper_parameters"]["model_name_or_path"])
+            base = Path(checkpoint.run["model"]["model_name_or_path"])
             if base.is_absolute() and not base.is_dir():
                 raise UserError(
                     f"ckpt_path {ckpt_path}: its tokenizer and configuration are read from {base}: no such folder"
@@ -68,25 +69,18 @@ def run(settings: Export, words: Sequence[str]) -> None:
     print_line("model", export(settings))
 
 
-def _restored(checkpoint: Mapping[str, Any]) -> RadixModule:
-    module = RadixModule(**_settings(checkpoint["hyper_parameters"]))
+def _restored(checkpoint: Checkpoint) -> RadixModule:
+    module = RadixModule(**checkpoint.run["model"])
     module.configure_model()
     load_weights(module, checkpoint)
     return module
 
 
-def _documents(checkpoint: Mapping[str, Any], tokenizer: Any) -> dict[str, str]:
+def _documents(checkpoint: Checkpoint, tokenizer: Any) -> dict[str, str]:
     """Return the card and the settings. A checkpoint keeps those of `model` and `data`, but no losses."""
-    config = {
-        "model": _settings(checkpoint["hyper_parameters"]),
-        "data": _settings(checkpoint.get("datamodule_hyper_parameters", {})),
-    }
-    results = {"steps": str(checkpoint.get("global_step", ""))}
+    config = {name: checkpoint.run[name] for name in ("model", "data")}
+    results = {"steps": str(checkpoint.run["step"])}
     return card_and_settings(config, results, {}, has_chat_template=tokenizer.chat_template is not None)
-
-
-def _settings(hparams: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in hparams.items() if not name.startswith("_")}
 
 
 def export_run(
@@ -105,15 +99,13 @@ def export_run(
     """
     results = summary.choose_weights(trainer, module)
     tokenizer = load_tokenizer(data.hparams.model_name_or_path, data.hparams.chat_template_path)
-    if prompt := data.encoder().system_prompt:
-        config["data"]["system_prompt"] = prompt  # the text, so that the folder names no file outside of itself
     config["data"]["template_date"] = data.encoder().template_date
     texts = card_and_settings(
         config,
         results,
         {"rows": str(data.reports["train"])},
         has_chat_template=tokenizer.chat_template is not None,
-        system=system_prompt(data),
+        system=data.encoder().system_prompt,
     )
     folder = save_hf_folder(module.model, tokenizer, output_dir / "model", texts)
     summary.close(trainer, module, folder)

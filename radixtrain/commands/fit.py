@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
@@ -28,20 +29,19 @@ from radixtrain.commands.trainer_settings import check_interval, check_settings
 from radixtrain.data.datamodule import SFTData
 from radixtrain.distributed import form_groups, ranks
 from radixtrain.errors import UserError
-from radixtrain.hf.scores import named_scores, needs_labels
 from radixtrain.settings.commands import RunSettings
 from radixtrain.settings.fields import value_of
 from radixtrain.settings.read import PRINT, as_tree, print_settings, read
 from radixtrain.training.answers.evaluate_generation import EvaluateGeneration
 from radixtrain.training.devices.fabric import fabric_of
-from radixtrain.training.devices.launch import Processes, local_rank0_reports
-from radixtrain.training.devices.launcher_env import default_devices, launcher_env
+from radixtrain.training.devices.launch import launch, leaving_together, meet, one_rank_reports
+from radixtrain.training.devices.launcher_env import ON_SEVERAL, default_devices, is_launched, launcher_env
 from radixtrain.training.devices.settings import sp_size_of
 from radixtrain.training.evaluate import Evaluation
 from radixtrain.training.fault_tolerance import slurm
-from radixtrain.training.fault_tolerance.failures import explain, raise_file_limit
-from radixtrain.training.fault_tolerance.resume import template_date
+from radixtrain.training.fault_tolerance.failures import explain, last_checkpoint, raise_file_limit
 from radixtrain.training.fault_tolerance.run_folder import check_output_dir, locked, logs_of_run, rename_earlier_run
+from radixtrain.training.fault_tolerance.run_state import template_date
 from radixtrain.training.loop import Loop
 from radixtrain.training.module import RadixModule
 from radixtrain.training.progress_bar import screens
@@ -69,12 +69,11 @@ class Command:
         self.words = tuple(words)
         self.name = self.words[0]
         self.settings = self._with_settings_of_model(settings)
-        self.settings.data.predict_unlabelled = not needs_labels(named_scores(self.settings.model.scores))
 
     def _with_settings_of_model(self, before: RunSettings) -> RunSettings:
         """Return the settings over those of the training run, if a model that radixtrain trained is evaluated."""
         name = before.model.model_name_or_path
-        found = defaults_of_model(name, before.data.system_prompt) if self.name in EVALUATING else {}
+        found = defaults_of_model(name) if self.name in EVALUATING else {}
         if not found:
             return before
         after = read(self.name, self.words[1:], default_devices() | found)
@@ -135,13 +134,13 @@ class Command:
         raise_file_limit(self.settings.data.dataloader_num_workers)
         with ExitStack() as stack:
             stack.enter_context(self.parts.requests)
-            start = partial(described_start, self.settings)
-            processes = stack.enter_context(Processes(self.runner.strategy, self.words, self.timeout, start))
+            stack.enter_context(leaving_together(self.timeout))
             try:
-                self.ckpt_path, written = processes.joined(lambda: self._prepare(stack))
+                meet(self.runner.strategy, self.timeout, partial(described_start, self.settings))
+                self.ckpt_path, written = ranks().broadcast_from_rank0(lambda: self._prepare(stack), long_timeout=True)
                 self._run_prepared(written, stack)
             except Exception as error:
-                if told := explain(error, self.output_dir if self.name == "fit" else None, processes.gone):
+                if told := explain(error, self.output_dir if self.name == "fit" else None):
                     raise UserError(told) from error
                 raise
 
@@ -183,8 +182,7 @@ class Command:
             runner.log_every_n_steps = steps_between_logs(runner, self.datamodule)
             self.model.wandb_run = ranks().broadcast_from_rank0(self._wandb_run)
             if ranks().is_first:
-                shown = vars(self.settings.trainer), written, evaluation.line()
-                print_overview(runner, self.model, self.datamodule, *shown)
+                print_overview(runner, self.model, self.datamodule, written, evaluation.line())
                 stack.enter_context(self._training())
         with errors_of_services():
             self._call()
@@ -224,16 +222,27 @@ class Command:
 
 
 def run(settings: RunSettings, words: Sequence[str]) -> None:
-    """Run a command, or print its settings."""
+    """Run a command, here or on ranks that are started for it, or print its settings."""
     name = words[0]
-    with screens() if name in ("fit", "predict") else nullcontext():
-        quiet(speaks=launcher_env().rank == 0)
+    with screens() if name in ("fit", "predict") else nullcontext(), one_rank_reports():
+        num_ranks = 1 if f"--{PRINT}" in words else _num_ranks_to_start(settings, name)
+        quiet(speaks=num_ranks == 1 and launcher_env().rank == 0)
         warn_of_variables(os.environ)
-        with local_rank0_reports():
-            command = Command(settings, words)
-            if f"--{PRINT}" in words:
-                print_settings(command.settings)
-                return
-            check_settings(command.settings, name)
-            command.make()
+        command = Command(settings, words)
+        if f"--{PRINT}" in words:
+            print_settings(command.settings)
+            return
+        check_settings(command.settings, name)
+        command.make()
+        if num_ranks == 1:
             command.run()
+        elif failure := launch(words, num_ranks):
+            raise UserError(failure + last_checkpoint(command.output_dir if name == "fit" else None))
+
+
+def _num_ranks_to_start(settings: RunSettings, name: str) -> int:
+    """Return how many ranks this process starts; 1 if it runs the command itself."""
+    if name not in ON_SEVERAL or is_launched():
+        return 1
+    with slurm.hidden(), warnings.catch_warnings(action="ignore"):
+        return getattr(fabric_of(settings, name).strategy, "num_processes", 1)

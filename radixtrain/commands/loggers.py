@@ -20,7 +20,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoa
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from radixtrain.checkpoints.folder import read_settings
+from radixtrain.checkpoints.folder import read_run
 from radixtrain.errors import UserError, first_line
 from radixtrain.settings.trainer import TrainerSettings
 from radixtrain.versions import to_install
@@ -117,7 +117,7 @@ def continue_wandb_run(loggers: Iterable[Logger], checkpoint: str | None) -> str
 
     checkpoint: that a run of the same folder resumes from; None for a new run.
     """
-    resumed = read_settings(Path(checkpoint))["radixtrain"]["wandb_run"] if checkpoint else ""
+    resumed = read_run(Path(checkpoint))["wandb_run"] if checkpoint else ""
     run_id = str(resumed or uuid4().hex[:8])
     for log in loggers:
         if isinstance(log, WandbLogger) and not (log.version or os.environ.get("WANDB_RUN_ID")):

@@ -15,12 +15,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from uuid import uuid4
 
 import pyarrow as pa
 import xxhash
@@ -32,7 +33,7 @@ from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import AnyRow, Source, UnreadRow, files_of, open_rows
 from radixtrain.data.sample import EncodeReport, TooLongError
 from radixtrain.data.template import writes_date
-from radixtrain.data.tokens.store import ABOUT, SAMPLES, TokenStore, TokenWriter, packed, write_about
+from radixtrain.data.tokens.store import SAMPLES, TokenStore, TokenWriter, packed, write_about
 from radixtrain.data.workers import end_with_parent, worker_context
 from radixtrain.errors import DataError, UserError, first_line
 from radixtrain.text_files import check_file
@@ -94,31 +95,23 @@ def tokenized(source: Source, encoder: ChatEncoder, options: TokenizingOptions) 
     `max_length` and that is an error, or if the cache cannot be written.
     """
     files = {path: digest_of_file(Path(path)) for path in files_of(source)}
-    if not files:  # of a data set whose files are not known, such as one that is made by a script
-        return _without_cache(source, encoder, options)
     about = {name: getattr(source, name) for name in ("path", "subset", "split", "columns")}
     about["skip_bad_rows"] = options.skip_bad_rows
     entry = options.folder / fingerprint(encoder, about, files)
-    if not options.overwrite_cache and os.access(entry / ABOUT, os.R_OK):
+    if not options.overwrite_cache and os.path.exists(entry):
         return _opened(source, entry, " (tokenised by an earlier run)")
+    made = options.folder / f".{entry.name}.{uuid4().hex}"
     with _written_to(options.folder):
-        options.folder.mkdir(parents=True, exist_ok=True)
-        staging = tempfile.TemporaryDirectory(prefix=f".{entry.name}.", dir=options.folder, ignore_cleanup_errors=True)
-        made = Path(staging.name) / entry.name
-        made.mkdir()  # with the permissions that the umask gives, while the temporary folder is for its owner only
+        made.mkdir(parents=True)
     try:
         _write_entry(source, encoder, options, made, files)
         _check_unchanged(files)
-    except BaseException:
-        staging.cleanup()
-        raise
-    if options.overwrite_cache:
-        shutil.rmtree(entry, ignore_errors=True)
-    try:
-        made.rename(entry)
-    except OSError:  # another process has written it meanwhile, or another user whose files this one may not read
-        return _opened(source, made, "", staging)
-    staging.cleanup()
+        if options.overwrite_cache:
+            shutil.rmtree(entry, ignore_errors=True)
+        with suppress(OSError):  # another process has written it meanwhile
+            made.rename(entry)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
     return _opened(source, entry, "")
 
 
@@ -127,13 +120,6 @@ def _check_unchanged(files: Mapping[str, FileDigest]) -> None:
     for path, digest in files.items():
         if digest_of_file(Path(path)) != digest:
             raise UserError(f"{path}: changed while it was read; start again when it is complete")
-
-
-def _without_cache(source: Source, encoder: ChatEncoder, options: TokenizingOptions) -> Tokenized:
-    """Encode without the cache, for this process only."""
-    folder = tempfile.TemporaryDirectory(prefix="radixtrain-tokens-")
-    _write_entry(source, encoder, options, Path(folder.name), {})
-    return _opened(source, Path(folder.name), "", folder)
 
 
 def _write_entry(
@@ -161,12 +147,10 @@ def _write_entry(
         write_about(folder, {"digest": digest, "report": vars(report)})
 
 
-def _opened(
-    source: Source, folder: Path, hint: str, owned: tempfile.TemporaryDirectory[str] | None = None
-) -> Tokenized:
+def _opened(source: Source, folder: Path, hint: str) -> Tokenized:
     try:
         check_file(folder / SAMPLES)
-        store = TokenStore(folder, owned).opened()
+        store = TokenStore(folder).opened()
         report = EncodeReport(**store.about["report"])
     except (OSError, ValueError) as error:
         reason = f"cannot be read: {first_line(error)}; tokenise again with --data.overwrite_cache true"

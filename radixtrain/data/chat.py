@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
+from radixtrain.data.columns import choices_of, standard_row, turns_of
 from radixtrain.data.conversation import FIX_MARKERS, Conversation, text_of
 from radixtrain.data.files.sources import Row, UnreadRow
-from radixtrain.data.rows.columns import standard_row, turns_of
-from radixtrain.data.rows.messages import SYSTEM_ROLES, check_turns, read_tools
-from radixtrain.data.rows.unread import choices_of
+from radixtrain.data.messages import SYSTEM_ROLES, check_turns, read_tools
 from radixtrain.data.sample import EncodeReport, TooLongError, check_vocabulary, sample_from_tokens
 from radixtrain.data.template import (
     renders_developer,
@@ -129,8 +128,8 @@ class ChatEncoder:
     def drafts(self, row: Row | UnreadRow, report: EncodeReport | None = None) -> list[Draft | TokenRow | DataError]:
         """Return the drafts of a row, before tokenisation, or its samples if it has tokens, or its error.
 
-        report: counts the columns, keys of messages and turns that nothing reads, and chats with no system
-            turn or with another one than `system_prompt`.
+        report: counts the columns, keys of messages and turns that nothing reads, and chats with and
+            without a system turn.
         """
         try:
             standard = self.standard(row)
@@ -138,14 +137,13 @@ class ChatEncoder:
         except DataError as error:  # raised at its row's turn, so that errors keep the order of the file
             return [error]
         if report is not None:
-            report.unused_columns.update({name for each in standard for name in each.unused})
+            report.unused_columns.update({name for each in standard for name in each.unread})
             chats = [turns for each in standard if (turns := turns_of(each.fields))]
             report.num_with_system += any(turns[0]["role"] in SYSTEM_ROLES for turns in chats)
             report.num_without_system += any(turns[0]["role"] not in SYSTEM_ROLES for turns in chats)
             is_cut = self.assistant_only_loss and self.split_turns and self.answered
             if is_cut and any(turns[-1]["role"] != "assistant" for turns in chats):
                 report.unused_columns[LAST_TURNS] += 1
-            report.num_own_system += any(self._has_own_system(each) for each in standard)
         return items
 
     def chats(self, row: Row | UnreadRow, completions: bool = True) -> list[Conversation]:
@@ -168,7 +166,7 @@ class ChatEncoder:
     def _checked_turns(self, row: Row) -> Row:
         """Add to the columns that nothing reads the keys of messages that are not read."""
         keys = check_turns(turns_of(row.fields), self.template_words, row.where, self.answered)
-        return row._replace(unused=(*row.unused, *sorted(keys)))
+        return row._replace(unread={**row.unread, **keys})
 
     def _with_system_prompt(self, row: Row) -> Row:
         """Put the system prompt before a row that has no system turn."""
@@ -186,10 +184,6 @@ class ChatEncoder:
             return row
         system = {"role": "system", "content": self.system_prompt}
         return row._replace(fields={**row.fields, name: [system, *turns]})
-
-    def _has_own_system(self, row: Row) -> bool:
-        turns: Any = row.fields.get("messages", row.fields.get("prompt"))
-        return bool(self.system_prompt) and turns[0]["content"] != self.system_prompt
 
     def _draft(self, row: Row) -> list[Draft] | list[TokenRow]:
         """Draft the samples of a row from `standard_row`."""
@@ -411,8 +405,8 @@ class UnlabelledEncoder(ChatEncoder):
     def _too_long(self, sample: TokenRow) -> TooLongError:
         return TooLongError(
             sample.where,
-            f"{len(sample.input_ids)} tokens exceed max_length {self.max_length}; the end of a row is what its scores "
-            f"are read from, so it cannot be truncated: raise max_length or set excess_length_strategy: drop",
+            f"{len(sample.input_ids)} tokens exceed max_length {self.max_length}; the answer follows the end of a "
+            f"row, so it cannot be truncated: raise max_length or set excess_length_strategy: drop",
         )
 
     def _ids(self, text: str, **options: object) -> list[int]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from radixtrain.data.files.rows import check_encodable
-from radixtrain.data.rows.messages import THOUGHTS
+from radixtrain.data.messages import THOUGHTS
 from radixtrain.errors import DataError, UserError, first_line
 
 if TYPE_CHECKING:

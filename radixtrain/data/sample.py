@@ -91,7 +91,6 @@ class EncodeReport:
     num_truncated_samples, num_without_loss: cut to `max_length`; and those dropped because the cut took all their loss.
     num_long_samples, longest, longest_where: longer than `max_length`, whatever was done with them.
     num_tokens, num_labels: of the samples that were kept.
-    num_own_system: with another system turn than the `system_prompt` of the configuration.
     num_with_system, num_without_system: chats that begin with a system turn, and the other chats.
     unused_columns: how many rows had each column, key of messages or last turns that nothing reads.
     """
@@ -108,7 +107,6 @@ class EncodeReport:
     longest_where: str = ""
     num_tokens: int = 0
     num_labels: int = 0
-    num_own_system: int = 0
     num_with_system: int = 0
     num_without_system: int = 0
     bad_rows: list[str] = field(default_factory=list)
@@ -153,7 +151,6 @@ class EncodeReport:
     def __str__(self) -> str:
         counts = {
             "bad rows skipped": self.num_bad_rows,
-            "rows have their own system turn": self.num_own_system,
             "samples dropped for their length": self.num_dropped_samples,
             "samples truncated": self.num_truncated_samples,
             "samples dropped because truncation left them no loss": self.num_without_loss,

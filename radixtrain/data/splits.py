@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +24,7 @@ from radixtrain.data.template import (
     writes_date,
 )
 from radixtrain.data.tokens.corpus import Corpus, Part, distinct_turns, last_turns
-from radixtrain.data.tokens.tokenization import load_tokenizer, read_text
+from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.hf.config import end_tokens, read_config
@@ -33,7 +32,6 @@ from radixtrain.hf.config import end_tokens, read_config
 logger = logging.getLogger(__name__)
 
 LARGEST_EPOCH = 2**31 - 1  # conversations, whose order is drawn in memory
-PROMPT_FILES = (".txt", ".md", ".prompt")
 ROWS_LOOKED_AT = 32  # for a template that rewrites history
 
 
@@ -53,31 +51,14 @@ def encoder_of(settings: Any, unlabelled: bool = False) -> ChatEncoder:
         chat_template_kwargs=settings.chat_template_kwargs or {},
         on_unrendered=settings.on_unrendered,
         template_date=settings.template_date if writes_date(tokenizer) else None,
-        system_prompt=_system_prompt(settings.system_prompt),
+        system_prompt=settings.system_prompt or "",
     )
 
 
 def encoder_for(source: Source, encoder: ChatEncoder) -> ChatEncoder:
     """Return the encoder with the system prompt of a source, if the source has its own."""
     own = source.system_prompt
-    return encoder if own is None else replace(encoder, system_prompt=_system_prompt(own))
-
-
-def is_file_of_text(value: str) -> bool:
-    """Return whether a `system_prompt` is the name of a file, and not a text."""
-    path = os.path.expanduser(value)
-    return value.endswith(PROMPT_FILES) or (os.path.exists(path) and not os.path.isdir(path))  # a pipe is refused
-
-
-def _system_prompt(value: str | None) -> str:
-    """Return the text, or the content of the file that it names."""
-    if not value or not is_file_of_text(value):
-        return value or ""
-    kind = f"a file of text: one that is there, or ends in {', '.join(PROMPT_FILES)}"
-    text = read_text(os.path.expanduser(value), "data.system_prompt", kind).strip()
-    if not text:
-        raise UserError(f"data.system_prompt: {value} holds no text")
-    return text
+    return encoder if own is None else replace(encoder, system_prompt=own)
 
 
 def load_split(

@@ -45,7 +45,7 @@ class StepData:
         wanted = [needed] if needed and not is_taken_out else ["train", "validation"]
         for split in wanted:
             if split not in self.conversations and self._file(split):
-                unlabelled = split == "predict" and (self.settings.predict_unlabelled or self.settings.predict_prompts)
+                unlabelled = split == "predict" and self.settings.predict_prompts
                 key = f"data.{split}_file"
                 read = partial(load_split, self._file(split), self.settings, key, unlabelled)
                 self.conversations[split], self.reports[split] = read_together(read, key)

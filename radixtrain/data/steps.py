@@ -24,23 +24,6 @@ from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.groups import PrefixGroups, find_prefix_groups
 
 Conversations = Sequence[Sequence[TokenRow]]
-FAR_BELOW = 0.8
-"""An order shares far less than the data allow if it reaches less than this part of the best r."""
-
-
-@dataclass(frozen=True)
-class Arrangement:
-    """The r of the order that a run has, and the r that `group_by_prefix: true` would reach on the same data."""
-
-    r: float
-    grouped_r: float
-
-    @property
-    def hint(self) -> str | None:
-        """Return a sentence for the log, if the order of the run is far below the other one."""
-        if self.r >= FAR_BELOW * self.grouped_r:
-            return None
-        return f"r is {self.r:.1f}; data.group_by_prefix: true would give about {self.grouped_r:.1f}"
 
 
 class Expected(NamedTuple):

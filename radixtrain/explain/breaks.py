@@ -5,8 +5,7 @@ prompts --versions.py--> common text and differences, each with its cause --fixe
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.data.tokens.decode import shortened
-from radixtrain.explain.causes import WHITE_SPACE, Cause
+from radixtrain.explain.causes import WHITE_SPACE
 from radixtrain.explain.versions import Place, Trunk, find_versions, num_equal
 from radixtrain.tree.arrays import IntArray, back_to_back
 from radixtrain.tree.sorting import sort_sequences
@@ -28,9 +27,7 @@ NUM_EXAMPLES = 3
 CONTEXT = 80  # characters to show before and after the value of an example
 MAX_CHARACTERS = 240  # to show of a value in an example
 
-_VALUE = re.compile(r"(\S.*?)[.,;:]*\s*$", re.DOTALL)  # without the blanks and the punctuation around it
-_BLANKS = re.compile(r"(\s+)")
-_SIGNS = {ord(" "): "·", ord("\t"): "→", ord("\r"): "␍", ord("\n"): "↵"}
+SIGNS = {ord(" "): "·", ord("\t"): "→", ord("\r"): "␍", ord("\n"): "↵"}
 
 
 class Example(NamedTuple):
@@ -49,7 +46,7 @@ class Break(NamedTuple):
     """Why near-identical prompts diverge early.
 
     cause: a date, a UUID, a name, the order of tools, white space, several prompts, the order of the examples ...
-    num_sequences: sequences affected. num_values: distinct values there; no value counts as one.
+    num_sequences: sequences affected.
     tokens_saved: computed tokens of an epoch that moving it to the end of the prompt saves; for an order, white space
         or a stray version: that giving all rows the same saves. tokens_with_others: once other breaks are fixed.
     advice: a sentence on what to do about it.
@@ -57,7 +54,6 @@ class Break(NamedTuple):
 
     cause: str
     num_sequences: int
-    num_values: int
     tokens_saved: int
     tokens_with_others: int
     advice: str
@@ -81,7 +77,7 @@ def find_breaks(
     A cause for which both are below 1 % of the computed prompt tokens is not reported.
 
     `num_sequences` is scaled in the same way. It counts samples that differ from the value of more than half of them,
-    or all that have a value if none is that frequent. `num_values` counts values in the drawn conversations.
+    or all that have a value if none is that frequent.
     """
     drawn, texts = _drawn(conversations, tokenizer)
     scale = len(conversations) / max(1, len(drawn))
@@ -107,26 +103,18 @@ def find_breaks(
         named -= {least}
     breaks = []
     for name in named:
-        deviations = [*_deviations(versions, causes[name])]
-        rows = {row for each in deviations for row in each.trunk.rows}
-        values = {
-            tuple(place.values[trunk] for place in places if place.cause == causes[name])
-            for places in versions
-            for trunk in places[0].texts
-        }
+        differing = [(place, trunks) for places in versions for place in places for trunks in place.differing(name)]
+        rows = {row for _, trunks in differing for trunk in trunks for row in trunk.rows}
+        examples = ((place, trunks[0], trunks[0].rows[0]) for place, trunks in differing[:NUM_EXAMPLES])
         breaks.append(
             Break(
                 cause=name,
                 num_sequences=round(scale * sum(len(drawn[row]) for row in rows)),
-                num_values=len(values - {()}),
                 tokens_saved=saved(name),
                 tokens_with_others=saved(name, named - {name}),
                 advice=causes[name].advice,
                 examples=tuple(
-                    _example(each, texts[each.trunk.rows[0]], drawn[each.trunk.rows[0]][0].where)
-                    for each in [*{each.value: each for each in reversed(deviations)}.values()][
-                        : -NUM_EXAMPLES - 1 : -1
-                    ]
+                    _example(place, trunk, texts[row], drawn[row][0].where) for place, trunk, row in examples
                 ),
             )
         )
@@ -157,15 +145,13 @@ def _fixed_prompts(texts: list[str], versions: list[list[Place]], names: frozens
     """Return all prompts with these causes fixed."""
     fixed = list(texts)
     for places in versions:
-        for trunk in places[0].texts:
-            head, moved, end = "", "", 0
+        for trunk, (_, end) in places[-1].spans.items():
+            head, moved = "", ""
             for place in places:
-                own = place.texts[trunk]
-                end += len(own)
                 if place.cause is None or place.cause.name not in names:
-                    head += own
+                    head += place.text(trunk)
                 elif place.cause.moves:
-                    moved += f" {own}"
+                    moved += f" {place.text(trunk)}"
                 else:
                     head += place.usual
             for row in trunk.rows:
@@ -173,38 +159,16 @@ def _fixed_prompts(texts: list[str], versions: list[list[Place]], names: frozens
     return fixed
 
 
-class Deviation(NamedTuple):
-    """Where a trunk differs from most others.
-
-    text: of the trunk, up to the end of the place. start: of the place. parting: the first character that differs.
-    """
-
-    trunk: Trunk
-    text: str
-    start: int
-    parting: int
-    value: str
-    is_blank: bool
-
-
-def _deviations(versions: list[list[Place]], cause: Cause) -> Iterator[Deviation]:
-    for places in versions:
-        before = dict.fromkeys(places[0].texts, "")
-        for place in places:
-            if place.cause == cause:
-                usual, values = place.usual, place.values
-                for trunk in place.others():
-                    start, own = len(before[trunk]), place.texts[trunk]
-                    parting = start + num_equal(own, usual)
-                    text, is_blank = before[trunk] + own, cause == WHITE_SPACE
-                    yield Deviation(trunk, text, start, parting, values[trunk], is_blank)
-            before = {trunk: text + place.texts[trunk] for trunk, text in before.items()}
-
-
-def _example(each: Deviation, text: str, where: str) -> Example:
-    """Show the value without what surrounds it, or only the first blanks that differ, as signs. text: of the prompt."""
-    pattern, start, signs = (_BLANKS, each.parting, _SIGNS) if each.is_blank else (_VALUE, each.start, {})
-    match = pattern.search(each.text, start)
-    first, last = match.span(1) if match else (start, start)
-    value = shortened(text[first:last].translate(signs), MAX_CHARACTERS)
-    return Example(where, text[max(0, first - CONTEXT) : first], value, text[last : last + CONTEXT])
+def _example(place: Place, trunk: Trunk, text: str, where: str) -> Example:
+    """Show a value without what surrounds it, or only the first blanks that differ, as signs. text: of the prompt."""
+    own, start = place.text(trunk), place.spans[trunk][0]
+    if place.cause == WHITE_SPACE:
+        start += num_equal(own, place.usual)
+        rest = text[start:]
+        value = rest[: len(rest) - len(rest.lstrip())]
+    else:
+        start += len(own) - len(own.lstrip())
+        value = own.strip().rstrip(".,;:")
+    after = text[start + len(value) :][:CONTEXT]
+    shown = value.translate(SIGNS) if place.cause == WHITE_SPACE else shortened(value, MAX_CHARACTERS)
+    return Example(where, text[max(0, start - CONTEXT) : start], shown, after)

@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -22,10 +23,9 @@ from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.step_data import StepData
 from radixtrain.data.steps import features_of, text_of_copies, whole_chats
 from radixtrain.errors import UserError
-from radixtrain.explain.tokens import LOSS, Token, marked, number, token_texts, visible
-from radixtrain.explain.tree import Segment, run_tree
+from radixtrain.explain.tokens import LOSS, Token, marked, token_texts
+from radixtrain.explain.tree import Run, run_tree
 from radixtrain.tree.arrays import IntArray
-from radixtrain.tree.plan import levels_of
 from radixtrain.tree.radix_inputs import layout_of, radix_of
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def show_micro_batch(data: StepData, step: int, index: int, full: bool) -> Itera
     part = parts[index]
     tree = BatchTree(part, data.tokenizer())
     yield Text.assemble((part.place, "bold"), (", counted from 0", "dim"))
-    yield numbers(part, tree)
+    yield numbers(part)
     if unread := data.reports["train"].unread():
         yield Text(f"not read, of all rows: {unread}", style="dim")
     if copies := text_of_copies(data.conversations["train"], data.settings):
@@ -142,7 +142,7 @@ def show_micro_batch(data: StepData, step: int, index: int, full: bool) -> Itera
     yield LEGEND
     yield draw(tree, [sample.where for sample in part.samples], full)
     if tree.num_strays:
-        yield Text(f"{tree.num_strays:,} predictions are not shown: their labels are no token that comes next (--row)")
+        yield Text(f"{tree.num_strays:,} predictions are not shown: their labels are no token that comes next")
 
 
 class BatchTree:
@@ -150,23 +150,20 @@ class BatchTree:
 
     runs: in the order of the rows. roots: indices of those that nothing precedes. tokens: one for each row; its weight
     is the sum over the sequences that learn it.
-    predictions: of each row that predicts, (text, weight) of each token that the loss trains it to predict.
     num_strays: predictions of a token that comes next in no sequence, because a row has labels of its own.
     """
 
     def __init__(self, part: MicroBatch, tokenizer: PreTrainedTokenizerBase):
-        self.runs, self.roots, parents = run_tree(part.paths)
-        ids = part.batch["input_ids"][0].numpy()
-        radix, labels = radix_of(part.batch), part.batch["shift_labels"][0].tolist()
-        rows = radix.predictor_indices[radix.prediction_rows].tolist()
-        weights: dict[tuple[int, int], float] = defaultdict(float)
+        self.runs, self.roots = run_tree(part.paths)
+        ids, radix = part.batch["input_ids"][0].numpy(), radix_of(part.batch)
+        rows, labels = radix.predictor_indices[radix.prediction_rows].tolist(), part.batch["shift_labels"][0].tolist()
+        weights: dict[tuple[int, int], float] = defaultdict(float)  # of a row and the token that it predicts
         for row, label, weight in zip(rows, labels, radix.loss_weights.tolist(), strict=True):
             weights[row, label] += weight
-        texts = {label: token_texts([label], tokenizer)[0] for label in labels}
-        self.predictions: dict[int, list[tuple[str, float]]] = defaultdict(list)
-        for (row, label), weight in weights.items():
-            self.predictions[row].append((texts[label], weight))
-        special, steps = set(tokenizer.all_special_ids), list(zip(parents.tolist(), ids.tolist(), strict=False))
+        previous = np.full(part.num_unique_tokens, -1)
+        for path in part.paths:
+            previous[path[1:]] = path[:-1]
+        special, steps = set(tokenizer.all_special_ids), list(zip(previous.tolist(), ids.tolist(), strict=False))
         self.num_strays = len({*weights} - {*steps})
         self.tokens = [
             Token(text, step in weights, step[1] in special, weights.get(step, 1.0))
@@ -185,11 +182,9 @@ def _row_texts(paths: list[IntArray], ids: IntArray, tokenizer: PreTrainedTokeni
     return [texts[row] for row in sorted(texts)]
 
 
-def numbers(part: MicroBatch, tree: BatchTree) -> Table:
+def numbers(part: MicroBatch) -> Table:
     """Make a table with a line for each number: its name, its value, its meaning."""
-    batch, layout, num_unique = part.batch, layout_of(part.batch), part.num_unique_tokens
-    depth = levels_of(layout.segments[1].tolist()).max() + 1
-    padding = int(batch["input_ids"].numel()) - num_unique
+    num_unique = part.num_unique_tokens
     of_rows, of_chats = (f"{tokens / num_unique:.2f}" for tokens in (part.num_tokens, part.num_whole_tokens))
     r = [("r", of_rows, "T / U")]
     if part.num_whole_tokens != part.num_tokens:
@@ -197,24 +192,19 @@ def numbers(part: MicroBatch, tree: BatchTree) -> Table:
             ("r", of_chats, f"against the {part.num_whole_tokens:,} tokens of whole chats"),
             ("r, same rows", of_rows, "T / U, each turn with all that precedes it"),
         ]
-    lines: list[tuple[str, int | str, str]] = [
-        ("sequences", len(part.samples), f"from {len({sample.where for sample in part.samples}):,} rows of the file"),
-        ("tokens", part.num_tokens, "T, of all sequences"),
-        ("computed tokens", num_unique, f"U, unique tokens{f'; and {padding} of padding' if padding else ''}"),
-        *r,
-        ("labelled tokens", part.num_labels, f"of {part.num_step_labels:,} in the step, which divide its loss"),
-        ("distinct predictions", batch["shift_labels"].numel(), "P, a token and the one to predict"),
-        ("predicting tokens", len(radix_of(batch).predictor_indices), "R, rows for which the head computes logits"),
-        ("segments", layout.subtree_ends.numel(), "S, runs of tokens without a branch"),
-        ("depth", int(depth), "segments on the longest way through the tree"),
-        ("roots", len(tree.roots), "different first tokens"),
-    ]
     table = Table.grid(padding=(0, 2))
     table.add_column()
     table.add_column(justify="right", style="bold")
     table.add_column(style="dim")
-    for name, value, meaning in lines:
-        table.add_row(name, value if isinstance(value, str) else f"{value:,}", meaning)
+    num_lines = len({sample.where for sample in part.samples})
+    table.add_row("sequences", f"{len(part.samples):,}", f"from {num_lines:,} rows of the file")
+    table.add_row("tokens", f"{part.num_tokens:,}", "T, of all sequences")
+    table.add_row("computed tokens", f"{num_unique:,}", "U, unique tokens")
+    for line in r:
+        table.add_row(*line)
+    table.add_row(
+        "labelled tokens", f"{part.num_labels:,}", f"of {part.num_step_labels:,} in the step, which divide its loss"
+    )
     return table
 
 
@@ -224,47 +214,34 @@ def draw(tree: BatchTree, wheres: Sequence[str], full: bool = False) -> Tree:
     wheres: file and line of each sequence.
     full: show all tokens and all branches; otherwise long runs are shortened and late branches counted.
     """
-    root = Tree("", hide_root=True, guide_style="dim")
-    _Drawing(tree, wheres, full).add_all(root, tree.roots, level=0)
-    return root
 
-
-@dataclass(frozen=True)
-class _Drawing:
-    tree: BatchTree
-    wheres: Sequence[str]
-    full: bool
-
-    def add_all(self, node: Tree, children: Sequence[int], level: int) -> None:
-        most = len(children) if self.full else MOST_BRANCHES
+    def add_all(node: Tree, children: Sequence[int], level: int) -> None:
+        most = len(children) if full else MOST_BRANCHES
         for child in children[:most]:
-            self._add(node, self.tree.runs[child], level)
+            add(node, tree.runs[child], level)
         if more := len(children[most:]):
             node.add(Text(f"⋯ {more:,} more branches ⋯", style="dim"))
 
-    def _add(self, node: Tree, run: Segment, level: int, before: Segment | None = None) -> None:
-        """Add a run and all that follows it. before: the run that it continues on the same level."""
-        waiting = [(run, before)]
-        for run, before in waiting:
-            branch, children = node.add(Group(*self._lines(run, before))), run.children
-            num_continuing = int(
-                len(children) == 1 or (level >= MOST_LEVELS and bool(children))
-            )  # the largest is first
-            waiting += [(self.tree.runs[child], run) for child in children[:num_continuing]]
-            self.add_all(branch, children[num_continuing:], level + 1)
+    def add(node: Tree, run: Run, level: int) -> None:
+        """Add a run and all that follows it."""
+        after = ""
+        while True:
+            branch = node.add(Group(*lines(run, after)))
+            continues = len(run.children) == 1 or (level >= MOST_LEVELS and len(run.children) > 1)
+            add_all(branch, run.children[continues:], level + 1)  # the first one is the largest
+            if not continues:
+                return
+            after, run = f" after token {run.end - 1}", tree.runs[run.children[0]]
 
-    def _lines(self, run: Segment, before: Segment | None) -> Iterator[Text]:
-        (start, end), most = run.rows, None if self.full else MOST_BRANCHES
-        tokens, last = self.tree.tokens[start:end], end - 1
-        after = f" after token {before.rows[1] - 1}" if before is not None else ""
-        places = f"token {last}{after}" if start == last else f"tokens {start}-{last}{after}: {len(tokens):,}"
+    def lines(run: Run, after: str) -> Iterator[Text]:
+        tokens, last = tree.tokens[run.start : run.end], run.end - 1
+        places = f"token {last}{after}" if len(run) == 1 else f"tokens {run.start}-{last}{after}: {len(run):,}"
         num_labelled = sum(token.bears_loss for token in tokens)
         loss = f", {num_labelled:,} with loss" if num_labelled else ""
-        ends = f"; ends {named_rows(self.wheres[end] for end in run.ends)}" if run.ends else ""
+        ends = f"; ends {named_rows(wheres[end] for end in run.ends)}" if run.ends else ""
         yield Text.assemble((f"×{len(run.sequences)}", "bold"), (f"  {places}{loss}{ends}", "dim"))
-        yield marked(tokens, None if self.full else MOST_CHARS, len(run.sequences), breaks=False)
-        predicted = sorted(self.tree.predictions.get(last, ()), key=lambda each: -each[1])
-        if len(predicted) > 1 or (predicted and len(run.children) > 1):
-            words = [f'"{visible(text, breaks=False)}" ×{number(weight)}' for text, weight in predicted[:most]]
-            more = f" and {len(predicted) - len(words):,} more" if len(predicted) > len(words) else ""
-            yield Text.assemble((f"token {last} predicts ", "dim"), (", ".join(words) + more, LOSS))
+        yield marked(tokens, None if full else MOST_CHARS, len(run.sequences), breaks=False)
+
+    root = Tree("", hide_root=True, guide_style="dim")
+    add_all(root, tree.roots, level=0)
+    return root

@@ -12,16 +12,17 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from radixtrain.collators.token_row import TokenRow
+from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import Row, Source, UnreadRow, as_sources, open_rows
 from radixtrain.data.sample import EncodeReport
 from radixtrain.data.splits import encoder_for
 from radixtrain.data.step_data import StepData
+from radixtrain.data.tokens.decode import shortened
 from radixtrain.data.tokens.tokenization import Draft
 from radixtrain.errors import DataError, UserError
 from radixtrain.explain.micro_batch import MicroBatch, micro_batches, named_rows
-from radixtrain.explain.tokens import marked, sample_tokens, token_cells, visible
+from radixtrain.explain.tokens import marked, sample_tokens, visible
 from radixtrain.explain.tree import run_tree
 from radixtrain.settings.fields import value_of
 
@@ -47,24 +48,24 @@ def show_row(data: StepData, row: int | str, full: bool = False) -> Iterator[Ren
             yield _indented(_shortened(found.content.content.decode("utf-8", "backslashreplace"), full))
         yield _refused(error)
         return
-    encoder = encoder_for(found.source, data.encoder(found.split == "predict" and data.settings.predict_unlabelled))
+    encoder = encoder_for(found.source, data.encoder(found.split == "predict" and data.settings.predict_prompts))
     yield from _taken_as(content, encoder, full)
     items = encoder.drafts(content)
+    tokenized = encoder.tokenize([item for item in items if isinstance(item, Draft)])
     for number, item in enumerate(items, start=1):
         if isinstance(item, Draft):
             what = {"plain": "plain text", "chat": "a whole chat", "turn": "a turn of the assistant"}[item.form]
             yield _title(f"rendered{_of(number, len(items))}: {what}")
             texts = {"prompt": item.prompt, "target": item.target}
             yield _named({name: text for name, text in texts.items() if text}, full)
-    tokenized = encoder.tokenize([item for item in items if isinstance(item, Draft)])
-    for number, item in enumerate(items, start=1):
         if not isinstance(item, DataError):
             sample = item if isinstance(item, TokenRow) else next(tokenized)
             tokens = sample_tokens(sample, encoder.tokenizer)
             num_labelled = sum(token.bears_loss for token in tokens)
-            yield _title(f"tokens{_of(number, len(items))}: {len(tokens):,}, {num_labelled:,} with loss")
+            num_others = int(((sample.labels != IGNORE_INDEX) & (sample.labels != sample.input_ids)).sum())
+            others = f", {num_others:,} of which learn another token than their own" if num_others else ""
+            yield _title(f"tokens{_of(number, len(items))}: {len(tokens):,}, {num_labelled:,} with loss{others}")
             yield _indented(marked(tokens, None if full else MOST_CHARS))
-            yield _indented(token_cells(sample, encoder.tokenizer, full))
     try:
         kept = encoder.encode(content)
     except DataError as error:
@@ -150,11 +151,7 @@ def _of(number: int, count: int) -> str:
 
 def _shortened(text: str, full: bool) -> Text:
     """Make a text visible, and shorten it in the middle."""
-    if full or len(text) <= MOST_CHARS:
-        return Text(visible(text).removesuffix("\n"))
-    half = MOST_CHARS // 2
-    gap = (f" ⋯ {len(text) - 2 * half:,} characters ⋯ ", "dim")
-    return Text.assemble(visible(text[:half]), gap, visible(text[-half:]).removesuffix("\n"))
+    return Text(visible(text if full else shortened(text, MOST_CHARS)).removesuffix("\n"))
 
 
 class FoundRow(NamedTuple):
@@ -214,7 +211,7 @@ def sample_locations(data: StepData, where: str) -> list[tuple[MicroBatch, int]]
 
 def shared_rows(part: MicroBatch, sequence: int) -> Iterator[tuple[int, int, list[str]]]:
     """Yield first and last of neighbouring rows of a sample, and the sequences that share them, by `file:line`."""
-    for run in run_tree(part.paths).runs:
+    for run in run_tree(part.paths)[0]:
         if sequence in run.sequences:
             others = [part.samples[other].where for other in run.sequences if other != sequence]
-            yield run.rows[0], run.rows[1] - 1, others
+            yield run.start, run.end - 1, others

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,60 +19,50 @@ if TYPE_CHECKING:
 MAX_CHARACTERS = 600  # of the text of a line
 
 
-@dataclass(frozen=True)
-class Segment:
+@dataclass
+class Run:
     """Rows that the same sequences pass through, up to where one ends or they diverge.
 
-    rows: first and one past the last. depth: tokens before it.
+    start, end: its first row and one past its last. depth: tokens before it.
     sequences: all that pass through, by index. ends: those whose last token is the last row.
     children: indices of the runs that follow, in the order of the rows.
     """
 
-    rows: tuple[int, int]
-    depth: int
-    sequences: list[int]
-    ends: list[int]
-    children: list[int]
+    start: int
+    end: int
+    depth: int = 0
+    sequences: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    children: list[int] = field(default_factory=list)
 
-    @property
-    def num_tokens(self) -> int:
-        return self.rows[1] - self.rows[0]
+    def __len__(self) -> int:
+        return self.end - self.start
 
 
-class RunTree(NamedTuple):
-    """Runs in the order of their rows, parents first.
+def run_tree(paths: Sequence[IntArray]) -> tuple[list[Run], list[int]]:
+    """Build the tree of these sequences: its runs in the order of their rows, and the indices of those at a root.
 
-    roots: indices of those that nothing precedes. parents: (rows,), int64. the row before each, -1 at a root.
+    paths: of each sequence, the row of each of its tokens.
     """
-
-    runs: list[Segment]
-    roots: list[int]
-    parents: IntArray
-
-
-def run_tree(paths: Sequence[IntArray]) -> RunTree:
-    """Build the tree of these sequences. paths: of each, the row of each of its tokens."""
-    num_rows = max((int(path[-1]) + 1 for path in paths), default=0)
-    parents, depths = np.full(num_rows, -1), np.zeros(num_rows, dtype=np.int64)
-    for path in paths:
-        parents[path[1:]], depths[path] = path[:-1], np.arange(len(path))
-    stops = np.bincount(parents[parents >= 0], minlength=num_rows) > 1
-    stops[[int(path[-1]) for path in paths]] = True
-    is_start = parents != np.arange(num_rows) - 1
-    is_start[1:] |= stops[:-1]
-    is_start[:1] = True
-    starts = np.flatnonzero(is_start)
-    run_of = starts.searchsorted(np.arange(num_rows), side="right") - 1
-    sequences, ends, children = (defaultdict[int, list[int]](list) for _ in range(3))
+    bounds = [np.zeros(0, dtype=np.int64)]
+    for path in paths:  # a run begins where a sequence comes from another row, and after the row that it leaves
+        jumps = np.flatnonzero(np.diff(path) != 1)
+        bounds += [path[:1], path[jumps + 1], path[jumps] + 1, path[-1:] + 1]
+    starts = np.unique(np.concatenate(bounds))
+    runs, roots = [Run(*rows) for rows in pairwise(starts.tolist())], list[int]()
     for number, path in enumerate(paths):
-        ends[int(run_of[path[-1]])].append(number)
-        for run in np.unique(run_of[path]).tolist():
-            sequences[run].append(number)
-    for run, start in enumerate(starts.tolist()):
-        children[int(run_of[parents[start]]) if parents[start] >= 0 else -1].append(run)
-    bounds = enumerate(pairwise([*starts.tolist(), num_rows]))
-    runs = [Segment(rows, int(depths[rows[0]]), sequences[run], ends[run], children[run]) for run, rows in bounds]
-    return RunTree(runs, children[-1], parents)
+        siblings, depth = roots, 0
+        for index in np.unique(starts.searchsorted(path, side="right") - 1).tolist():
+            run = runs[index]
+            if not run.sequences:
+                siblings.append(index)
+                run.depth = depth
+            run.sequences.append(number)
+            siblings, depth = run.children, depth + len(run)
+        runs[index].ends.append(number)
+    for siblings in (roots, *(run.children for run in runs)):
+        siblings.sort()
+    return runs, roots
 
 
 class TreeLine(NamedTuple):
@@ -100,8 +89,8 @@ class TextTree:
         packed, bounds = back_to_back(sequences)
         rows = build_prefix_plan(packed, bounds).inverse_indices
         self.sequences, self.tokenizer = sequences, tokenizer
-        self.runs, self.roots, _ = run_tree([rows[start:end] for start, end in pairwise(bounds.tolist())])
-        self.saved = [run.num_tokens * (len(run.sequences) - 1) for run in self.runs]
+        self.runs, self.roots = run_tree([rows[start:end] for start, end in pairwise(bounds.tolist())])
+        self.saved = [len(run) * (len(run.sequences) - 1) for run in self.runs]
         for index, run in reversed([*enumerate(self.runs)]):
             self.saved[index] += sum(self.saved[child] for child in run.children)
 
@@ -120,11 +109,8 @@ class TextTree:
         waiting = below(0, self.roots)
         while waiting:
             depth, index = waiting.pop()
-            run, following = self.runs[index], below(depth + 1, self.runs[index].children)
-            num_hidden = len(run.children) - len(following)
-            yield TreeLine(depth, len(run.sequences), run.num_tokens, self._text(run), num_hidden)
+            run = self.runs[index]
+            following, ids = below(depth + 1, run.children), self.sequences[run.sequences[0]]
+            text = shortened(text_of_run(self.tokenizer, ids, run.depth, run.depth + len(run)), MAX_CHARACTERS)
+            yield TreeLine(depth, len(run.sequences), len(run), text, len(run.children) - len(following))
             waiting += following
-
-    def _text(self, run: Segment) -> str:
-        ids = self.sequences[run.sequences[0]]
-        return shortened(text_of_run(self.tokenizer, ids, run.depth, run.depth + run.num_tokens), MAX_CHARACTERS)

@@ -21,9 +21,10 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
+from itertools import accumulate
 
-from radixtrain.explain.causes import DRAWN, MIN_ROWS, SEVERAL, WHITE_SPACE, Cause, Value, cause_of
+from radixtrain.explain.causes import DRAWN, WHITE_SPACE, Cause, Value, cause_of
 
 # Units and words have their blanks, so that they join to their text.
 UNIT = re.compile(r"\s*\S.*?(?:[.!?](?=\s)|[。！？]|(?=[\r\n])|\Z)\s*", re.DOTALL)
@@ -48,38 +49,55 @@ class Trunk:
     repeated: set[str]
     rows: list[int] = field(default_factory=list)
 
+    @cached_property
+    def text(self) -> str:
+        return "".join(self.units)
+
+    @cached_property
+    def offsets(self) -> list[int]:
+        """Return where each unit begins, and where the last one ends."""
+        return [0, *accumulate(map(len, self.units))]
+
+
+Spans = dict[Trunk, tuple[int, int]]  # first character and one past the last
+
 
 @dataclass(eq=False)
 class Place:
-    """A part of all trunks of a group. texts: what each has there. cause: why they differ; None if they do not."""
+    """A part of all trunks of a group. spans: where each has it. cause: why they differ; None if they do not."""
 
-    texts: dict[Trunk, str]
+    spans: Spans
     cause: Cause | None = None
 
-    @property
-    def values(self) -> dict[Trunk, str]:
-        """Return what is compared: blanks count only if they are the cause."""
-        return {trunk: text if self.cause == WHITE_SPACE else _name(text) for trunk, text in self.texts.items()}
+    def text(self, trunk: Trunk) -> str:
+        start, end = self.spans[trunk]
+        return trunk.text[start:end]
 
-    @property
-    def trunks_of(self) -> dict[str, list[Trunk]]:
-        """Return the trunks of each value, that of most rows first."""
+    @cached_property
+    def values(self) -> list[list[Trunk]]:
+        """Return the trunks of each value, that of most rows first. Blanks count only if they are the cause."""
         found: dict[str, list[Trunk]] = {}
-        for trunk, value in self.values.items():
-            found.setdefault(value, []).append(trunk)
-        return dict(sorted(found.items(), key=lambda item: -num_rows(item[1])))
+        for trunk in self.spans:
+            text = self.text(trunk)
+            found.setdefault(text if self.cause == WHITE_SPACE else _name(text), []).append(trunk)
+        return sorted(found.values(), key=lambda trunks: -num_rows(trunks))
 
     @property
     def usual(self) -> str:
         """Return the text of most rows."""
-        return self.texts[next(iter(self.trunks_of.values()))[0]]
+        return self.text(self.values[0][0])
 
-    def others(self) -> list[Trunk]:
-        """Return trunks that differ from more than half of the rows; without such a majority, all that have a value."""
-        (_, most), *others = self.trunks_of.items()
-        if 2 * num_rows(most) <= num_rows(self.texts):
-            others = [(value, trunks) for value, trunks in self.trunks_of.items() if value]
-        return [trunk for _, trunks in others for trunk in trunks]
+    def differing(self, cause: str) -> list[list[Trunk]]:
+        """Return the values to change if this is the cause: those that less than half of the rows have.
+
+        Without a value that more than half have, all but the empty one.
+        """
+        if self.cause is None or self.cause.name != cause:
+            return []
+        most, *others = self.values
+        if 2 * num_rows(most) > num_rows(self.spans):
+            return others
+        return [trunks for trunks in self.values if self.text(trunks[0]).strip()]
 
 
 def num_rows(trunks: Iterable[Trunk]) -> int:
@@ -92,17 +110,13 @@ def num_equal(one: Sequence[str], other: Sequence[str]) -> int:
     return next(differing, min(len(one), len(other)))
 
 
-def _num_equal_in_all(texts: list[list[str]]) -> int:
-    return min(num_equal(texts[0], text) for text in texts)
-
-
 def find_versions(texts: Sequence[str]) -> list[list[Place]]:
     """Cut the prompts that differ early from others of the same text: the places of each group, up to what is common.
 
     A place begins where the one before it ends.
     """
     *apart, mixed = _groups(_trunks(texts))
-    return [_one_entry(_places(group, group is mixed)) for group in (*apart, mixed) if len(group) > 1]
+    return [_places(group, group is mixed) for group in (*apart, mixed) if len(group) > 1]
 
 
 @cache
@@ -164,43 +178,55 @@ def _places(trunks: list[Trunk], is_mixed: bool) -> list[Place]:
         prompts' own and need no fix.
     """
     common = _common_units(trunks)
-    bounds = {trunk: [-1, *own, len(trunk.units)] for trunk, own in common.items()}
-    before, last, places = dict.fromkeys(common, ""), len(next(iter(common.values()))), []
+    starts, places = dict.fromkeys(common, 0), list[Place]()
+    last = len(next(iter(common.values())))
+
+    def add_common(ends: dict[Trunk, int]) -> None:
+        spans = {trunk: (starts[trunk], end) for trunk, end in ends.items()}
+        differ = len({trunk.text[start:end] for trunk, (start, end) in spans.items()}) > 1
+        places.append(Place(spans, WHITE_SPACE if differ else None))
+
     for number in range(last + 1):
-        ends = {trunk: own[number : number + 2] for trunk, own in bounds.items()}
-        words = {trunk: WORD.findall("".join(trunk.units[start + 1 : end])) for trunk, (start, end) in ends.items()}
-        bare = [[*map(_name, own)] for own in words.values()]
-        head = _num_equal_in_all(bare)
-        tail = _num_equal_in_all([own[head:][::-1] for own in bare])
-        before = {trunk: before[trunk] + "".join(own[:head]) for trunk, own in words.items()}
-        after = {
-            trunk: "".join([*own[len(own) - tail :], *trunk.units[ends[trunk][1] :][:1]])
-            for trunk, own in words.items()
-        }
-        place = Place({trunk: "".join(own[head : len(own) - tail]) for trunk, own in words.items()})
-        if len(values := place.trunks_of.values()) > 1:
-            found = [
-                Value(
-                    text=place.texts[first].strip(),
-                    before=before[first][-CONTEXT:],
-                    after=f" {after[first][:CONTEXT]}",
-                    num_rows=num_rows([first, *same]),
-                    repeated=_repeated(first, ends[first][0] + 1, ends[first][1]),
-                )
-                for first, *same in values
-            ]
-            place.cause = cause = cause_of(found)
-            if number == last and (cause.moves or (cause == DRAWN and not is_mixed)):
-                break
-            places += [Place(before), place]
-            before = after
-        else:
-            before = {trunk: before[trunk] + text for trunk, text in after.items()}
-    places.append(Place(before))
-    for place in places:
-        if not place.cause and len({*place.texts.values()}) > 1:
-            place.cause = WHITE_SPACE
+        units = {trunk: ([-1, *own][number] + 1, [*own, len(trunk.units)][number]) for trunk, own in common.items()}
+        gap = _difference({trunk: (trunk.offsets[start], trunk.offsets[end]) for trunk, (start, end) in units.items()})
+        if len(gap.values) == 1:
+            continue
+        cause = cause_of([_value(gap, same, units[same[0]]) for same in gap.values])
+        add_common({trunk: start for trunk, (start, _) in gap.spans.items()})
+        if number == last and (cause.moves or (cause == DRAWN and not is_mixed)):
+            return places
+        places.append(Place(gap.spans, cause))
+        starts = {trunk: end for trunk, (_, end) in gap.spans.items()}
+    add_common({trunk: len(trunk.text) for trunk in common})
     return places
+
+
+def _difference(spans: Spans) -> Place:
+    """Leave out the words with which all of these parts begin and end."""
+    words = {trunk: WORD.findall(trunk.text[start:end]) for trunk, (start, end) in spans.items()}
+    names = [[*map(_name, own)] for own in words.values()]
+    head = min(num_equal(names[0], own) for own in names)
+    tails = [own[head:][::-1] for own in names]
+    tail = min(num_equal(tails[0], own) for own in tails)
+    return Place(
+        {
+            trunk: (start + sum(map(len, own[:head])), end - sum(map(len, own[len(own) - tail :])))
+            for (trunk, own), (start, end) in zip(words.items(), spans.values(), strict=True)
+        }
+    )
+
+
+def _value(place: Place, trunks: list[Trunk], units: tuple[int, int]) -> Value:
+    """Describe what these trunks have at a place. units: of the first, first and one past the last."""
+    first = trunks[0]
+    (start, end), names = place.spans[first], first.names[slice(*units)]
+    return Value(
+        text=place.text(first).strip(),
+        before=first.text[:start][-CONTEXT:],
+        after=f" {first.text[end:][:CONTEXT]}",
+        num_rows=num_rows(trunks),
+        repeated=sum(name in first.repeated for name in names) / max(1, len(names)),
+    )
 
 
 def _common_units(trunks: list[Trunk]) -> dict[Trunk, list[int]]:
@@ -223,27 +249,3 @@ def _common_units(trunks: list[Trunk]) -> dict[Trunk, list[int]]:
     if not any(own.keys() >= {*kept} for own in ranked.values()):  # each lacks another one
         kept = []
     return {trunk: [own[key] for key in kept] for trunk, own in ranked.items() if own.keys() >= {*kept}}
-
-
-def _repeated(trunk: Trunk, start: int, end: int) -> float:
-    """Return the share of these units that other prompts compute too."""
-    names = trunk.names[start:end]
-    return sum(name in trunk.repeated for name in names) / max(1, len(names))
-
-
-def _one_entry(places: list[Place]) -> list[Place]:
-    """Merge differences between several prompts into one cause, also where only some differ, or by a name.
-
-    A difference independent of the prompt, as a date or a stray version in the rows of each, is a cause of its own: its
-    combinations with the prompts are as many as their product, not their sum.
-    """
-    values = [place.values for place in places]
-    meant = [own for place, own in zip(places, values, strict=True) if place.cause == SEVERAL]
-    prompts = {trunk: tuple(own[trunk] for own in meant) for trunk in places[0].texts}
-    for place, own in zip(places, values, strict=True):
-        together = len({(prompt, own[trunk]) for trunk, prompt in prompts.items()})
-        is_nested = together < len({*prompts.values()}) + len({*own.values()})
-        is_nested &= num_rows(prompts) >= MIN_ROWS * together
-        if meant and is_nested and place.cause not in (None, WHITE_SPACE):
-            place.cause = SEVERAL
-    return places

@@ -22,8 +22,8 @@ from radixtrain.generation.cache import RadixCache
 from radixtrain.generation.prefill import check_vocabulary, device_of, generating, prefill
 from radixtrain.generation.prompt_cache import PromptCache, serving
 from radixtrain.hf.backbone import Parts, model_inside, parts_of
+from radixtrain.hf.guards.code import third_party_hooks
 from radixtrain.hf.names import CACHE
-from radixtrain.hf.third_party import third_party_hooks
 
 # Options of `model.generate` that do not go with this cache: values that request nothing, and why others are refused.
 REFUSED = {

@@ -25,13 +25,13 @@ from radixtrain.generation.cache import Match, Node, RadixCache
 from radixtrain.hf.attention_interface import Call, Extent, Heads
 from radixtrain.hf.backbone import Parts, model_inside, parts_of
 from radixtrain.hf.dropout import evaluating
-from radixtrain.hf.guards.model import why_inexact
+from radixtrain.hf.guards.code import code_in, why_recorded
+from radixtrain.hf.guards.model import verdict_of
 from radixtrain.hf.guards.rules import WITHOUT
 from radixtrain.hf.head import logits_of
 from radixtrain.hf.modules import num_attention_layers
 from radixtrain.hf.progress import Progress
 from radixtrain.hf.refusals import check_generation
-from radixtrain.hf.third_party import hooks_of, why_third_party
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.kernels.stored import Readers, Shared
 from radixtrain.loss import logits_logprobs
@@ -58,8 +58,12 @@ def generating(model: nn.Module, parts: Parts, longest: int) -> Iterator[None]:
     check_generation(parts, longest)
     try:
         with _GENERATING, evaluating(model), torch.no_grad():
-            reason = why_third_party(parts.base, parts.base, hooks_of(parts.base))
-            if reason := reason or why_inexact(parts.backbone, parts.head, progress=Progress(), shape=(3, longest)):
+            code = code_in(parts.base, parts.decoder, parts.head, outer=[parts.base, parts.backbone])
+            reason = why_recorded() or code.refused
+            if reason is None:
+                shape = 3, longest
+                reason = verdict_of(parts.backbone, parts.head, code=code, progress=Progress(), shape=shape).reason
+            if reason is not None:
                 raise UserError(f"{parts.name}: {reason}; leave it out, or {WITHOUT['generate']}")
             yield
     except UserError as error:  # of a layer

@@ -42,12 +42,13 @@ from radixtrain.hf.backbone import is_text
 from radixtrain.hf.modules import attends, eager_places, interfaces_of, name_of, why_replaced
 from radixtrain.hf.padded.spread import Places
 from radixtrain.hf.positions import at_own_places, scales
-from radixtrain.hf.recurrent.running import TreeRuns
+from radixtrain.hf.recurrent.running import tree_runs
 from radixtrain.hf.windows import is_empty, mask_function, on_mask, window_of
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.blocks import BlockLayout
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.radix_inputs import RADIX
+from radixtrain.tree.runs import RunLayout
 from radixtrain.versions import saying_what_was_tested
 
 Heads = tuple[Tensor, Tensor, Tensor]  # query, key and value of a layer
@@ -113,7 +114,7 @@ class RadixCall(Call):
     pictures: of the padded batch; None without any.
     token_loss: whether any loss of this batch is known to be a sum over tokens.
     place_rows: of the `RadixInputs`.
-    mixed: the id of every recurrent mixer that ran.
+    forks: whether the states of recurrent mixers fork. mixed: the id of every mixer that ran.
     ordinary: the arguments of the call without sharing. generators: their states when it began.
     """
 
@@ -134,6 +135,7 @@ class RadixCall(Call):
         self.pictures: Any = None
         self.token_loss = False
         self.place_rows: IntArray | None = None
+        self.forks = False
         self.mixed: list[int] = []
         self.in_graph = layout.blocks is None
         launched_in_graphs(layout)  # of an earlier pass, which recomputed its layers
@@ -159,9 +161,9 @@ class RadixCall(Call):
         return rows
 
     @cached_property
-    def runs(self) -> TreeRuns:
+    def runs(self) -> RunLayout:
         """Return the runs that recurrent mixers compute."""
-        return TreeRuns(self.layout)
+        return tree_runs(self.layout, self.forks)
 
     def attend(self, heads: Heads, window: int | None, **scoring: Any) -> Tensor:
         """Attend to the unique tokens."""

@@ -16,7 +16,8 @@ from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.backbone import arguments_of, in_one_row, text_decoder_of, with_rows
-from radixtrain.hf.guards.model import why_inexact
+from radixtrain.hf.guards.code import code_in, why_recorded
+from radixtrain.hf.guards.model import verdict_of
 from radixtrain.hf.options import Options
 from radixtrain.hf.padded.calls import is_compiled
 from radixtrain.hf.padded.fused_heads import share_fused_heads
@@ -35,7 +36,6 @@ from radixtrain.hf.refusals import (
 )
 from radixtrain.hf.sequence_parallel import RowSplit, SplitCall
 from radixtrain.hf.sharing_report import NOT_ALIKE, SharingReport, is_frozen
-from radixtrain.hf.third_party import hooks_of, why_third_party
 from radixtrain.hf.token_losses import watched
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.kernels.rows import gather_rows
@@ -69,25 +69,25 @@ class CollatedBatches:
         radix = on_device_of_rows(given.pop(RADIX), given)
         layout = own_layout(radix)
         given.update(in_one_row(given, layout))
-        self._check(model, backbone, layout, radix, given)
+        forks = self._forks(model, backbone, layout, radix, given)
         predictors = _requested_rows(radix)
         self._count(radix, layout, 0 if model is backbone else predictors.shape[0])
         may_bind = window_may_bind(text_decoder_of(backbone).config, layout.max_seqlen)
         how = layout, predictors, self.options.attention, self.options.kernel, may_bind
         call = RadixCall(*how) if self.split is None else SplitCall(self.split, *how)
-        call.token_loss, call.place_rows = radix.token_loss, radix.place_rows
+        call.token_loss, call.place_rows, call.forks = radix.token_loss, radix.place_rows, forks
         mask = no_mask(may_bind, layout.device, call)
         return {**given, "attention_mask": mask, "use_cache": False, "radix_call": call}
 
-    def _check(
+    def _forks(
         self,
         model: PreTrainedModel,
         backbone: PreTrainedModel,
         layout: TreeLayout,
         radix: RadixInputs,
         given: Mapping[str, Any],
-    ) -> None:
-        """Refuse what would change the gradient of this batch."""
+    ) -> bool:
+        """Refuse what would change the gradient of this batch. Returns whether the states of recurrent layers fork."""
         check_one_device(backbone)
         check_evaluation()
         decoder, head = text_decoder_of(backbone), model.get_output_embeddings()
@@ -103,11 +103,14 @@ class CollatedBatches:
             )
         allowed, shape = self.options.allow_dropout, (layout.num_sequences, layout.max_seqlen)
         check_pass(decoder, head, layout, radix.is_left_padded, allowed)
-        reason = why_third_party(model, model, hooks_of(backbone) if model is backbone else None)
-        reason = reason or why_inexact(backbone, head, progress=self.progress, allowed=allowed, shape=shape)
-        if reason:
+        code = code_in(model, decoder, head, outer=[backbone])
+        reason = why_recorded() or code.refused
+        if reason is None:
+            reason, forks = verdict_of(backbone, head, code=code, progress=self.progress, allowed=allowed, shape=shape)
+        if reason is not None:
             fix = "" if TRAIN_WITHOUT_SHARING in reason else f"; leave out what differs, or {TRAIN_WITHOUT_SHARING}"
             raise UserError(f"a batch of a RadixCollator: {reason}{fix}")
+        return forks
 
     def _count(self, radix: RadixInputs, layout: TreeLayout, num_head_rows: int) -> None:
         """Count a batch. num_head_rows: 0 for a bare backbone."""

@@ -30,9 +30,9 @@ from transformers.utils import ModelOutput
 from radixtrain.errors import UserError, first_line
 from radixtrain.hf.backbone import Parts, parts_of, with_rows
 from radixtrain.hf.dropout import evaluating
+from radixtrain.hf.guards.code import is_hooked
 from radixtrain.hf.positions import padding_idx_of_positions
 from radixtrain.hf.progress import Progress
-from radixtrain.hf.third_party import is_hooked
 from radixtrain.tree.radix_inputs import radix_of
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,8 @@ from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.backbone import Parts, arguments_of, text_decoder_of
 from radixtrain.hf.collated import CollatedBatches
 from radixtrain.hf.dropout import generator_states, has_drawn, number_that_draws, set_generator_states
-from radixtrain.hf.guards.model import forget_verdicts, why_inexact
+from radixtrain.hf.guards.code import code_in
+from radixtrain.hf.guards.model import forget_verdicts, verdict_of
 from radixtrain.hf.guards.rules import traits_of, why_unsupported
 from radixtrain.hf.modules import mixers_of, num_attention_layers, text_layers
 from radixtrain.hf.padded.causes import with_made_masks
@@ -228,7 +229,8 @@ class BackboneHooks:
         if self.collated.options.allow_dropout or not has_drawn(call.layout.device, call.generators):
             return None
         decoder = text_decoder_of(backbone)
-        reason = why_inexact(backbone, progress=self.progress, drew=True)
+        code = code_in(self.model, decoder)
+        reason = verdict_of(backbone, code=code, progress=self.progress, drew=True).reason
         return reason and (
             f"{reason} ({number_that_draws(decoder) or 'in a layer'}), once for a shared token, but an ordinary batch "
             f"draws once per copy; set it to 0 in the modules, which read the configuration only when they are made, "

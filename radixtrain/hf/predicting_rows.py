@@ -15,9 +15,9 @@ from radixtrain.collators.misuse_guard import SHARED
 from radixtrain.collators.steps import Step
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of, pretrained_model_of
+from radixtrain.hf.guards.code import is_hooked
 from radixtrain.hf.head import has_plain_head, hidden_rows, is_padded, logits_rows
 from radixtrain.hf.refusals import check_only_cross_entropy
-from radixtrain.hf.third_party import is_hooked
 from radixtrain.loss import linear_cross_entropy, linear_logprobs, logits_cross_entropy, logits_logprobs
 from radixtrain.tree.layout import sequences_of
 from radixtrain.tree.radix_inputs import radix_of, with_radix

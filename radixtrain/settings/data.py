@@ -40,8 +40,7 @@ class DataSettings(Section):
         each chat, needs a template with generation markers.
     train_on: distinct_turns trains a turn once that several rows repeat after the same messages, as a log of an agent's
         requests does; every_turn trains it in each of them, last_turn only the last of a row.
-    system_prompt: a system turn for conversations that begin without one: a text, or a file that holds it. A row's own
-        wins.
+    system_prompt: a system turn for conversations that begin without one.
     chat_template_path: a Jinja file in place of the tokenizer's own chat template.
     chat_template_kwargs: variables for the template, for instance `enable_thinking: false`.
     template_date: the date that a chat template writes, YYYY-MM-DD; null: the day on which the run began, or today.
@@ -61,8 +60,6 @@ class DataSettings(Section):
     model_name_or_path: the model whose tokenizer and vocabulary to use; on the command line the trained one.
     dedup: False for the ordinary padded baseline on the same batches.
     sp_size: ranks that compute each micro-batch together, which has as many times `max_tokens`.
-    predict_unlabelled: rows for `predict` need no answer, and each is one sequence; on the command line it is true if
-        no score of `model.scores` is of labelled tokens.
     predict_prompts: rows for `predict` are prompts, up to their last answer if they have one; on the command line it is
         `model.generate`.
     """
@@ -102,7 +99,6 @@ class DataSettings(Section):
     model_name_or_path: Annotated[str | None, FilledBy("model.model_name_or_path")] = None
     dedup: Annotated[bool, FilledBy("dedup")] = True
     sp_size: Annotated[int, Limits(1, LARGEST), FilledBy("sp_size")] = 1
-    predict_unlabelled: Annotated[bool, FilledBy("model.scores")] = False
     predict_prompts: Annotated[bool, FilledBy("model.generate")] = False
 
     def __post_init__(self) -> None:

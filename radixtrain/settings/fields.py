@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import reduce
 from types import NoneType, UnionType
@@ -150,12 +150,6 @@ def meanings(settings: Any) -> dict[str, str]:
 def default_of(field: Field[Any]) -> Any:
     """Return the value of a key that is not set; MISSING if it must be set."""
     return field.default if field.default_factory is MISSING else field.default_factory()
-
-
-def changed_keys(settings: Any, values: Mapping[str, Any]) -> set[str]:
-    """Return the keys of a class of settings whose values are not the defaults."""
-    defaults = {field.name: default_of(field) for field in fields(settings)}
-    return {name for name, value in values.items() if name in defaults and value != defaults[name]}
 
 
 def value_of(settings: object, key: str) -> Any:

@@ -49,11 +49,7 @@ class ModelSettings(Section):
     bnb_4bit_use_double_quant: quantise their scales too: 0.4 bits less for each weight.
     dedup: False for the ordinary baseline: stock attention on padded batches.
     verify_first_batch: before training, `verify` the first optimizer step, and stop if the gradients differ.
-    scores: what `predict` writes of each row: logprobs (null), completion_logprob, perplexity, next_token_logits,
-        next_token_logprobs, next_token_probs, embedding.
-    next_tokens: words of one token each, in quotes, for the `next_token_...` scores; a blank at the start counts.
-    normalize_embeddings: scale embeddings to an L2 norm of 1.
-    generate: `predict` writes answers, as `evaluate_generation` says, and no scores.
+    generate: `predict` writes answers, as `evaluate_generation` says, and not log-probabilities.
     """
 
     SECTION: ClassVar[str] = "model"
@@ -94,9 +90,6 @@ class ModelSettings(Section):
     bnb_4bit_use_double_quant: bool = False
     dedup: Annotated[bool, FilledBy("dedup")] = True
     verify_first_batch: bool = False
-    scores: list[str] | str | None = None
-    next_tokens: list[str] | None = None
-    normalize_embeddings: bool = True
     generate: bool = False
 
     def __post_init__(self) -> None:
@@ -104,5 +97,3 @@ class ModelSettings(Section):
         step_size = self.learning_rate / (1 - self.adam_beta1)  # of AdamW's first step
         if step_size > LARGEST_FLOAT:
             raise UserError(f"model.learning_rate {self.learning_rate} is too large: AdamW computes with float32")
-        if self.generate and self.scores is not None:
-            raise UserError("model.generate: true writes answers, model.scores writes scores; leave one of them out")

@@ -24,7 +24,6 @@ PRINT = "print_config"  # prints the settings and runs nothing
 MOST_BYTES = 1 << 20  # of a settings file
 MOST_SHOWN = 80  # characters of a value in a message
 EXPECTED = {int: "an integer", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
-HINTS = {"model.next_tokens": """; YAML reads a bare yes or no as true or false: write '["yes", "no"]'"""}
 PEFT = "model.use_peft"
 ADAPTERS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_dora", "use_rslora")
 SECRET = re.compile(
@@ -292,7 +291,7 @@ def _sentence(command: str, key: Key, is_given: bool, value: Any) -> str:
     meant = did_you_mean(str(value), choices) if choices else ""
     unset = f"; the default is {key.default}" if value is None and key.default else ""
     more = "" if is_plain else f" (`radixtrain {command} --help {key.name}` says more)"
-    return f"{key.name} must be {expected}; got {shortened(value)}{meant}{HINTS.get(key.name, '')}{unset}{more}"
+    return f"{key.name} must be {expected}; got {shortened(value)}{meant}{unset}{more}"
 
 
 def _is_list_of_words(part: object) -> bool:

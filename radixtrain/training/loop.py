@@ -22,20 +22,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from radixtrain.checkpoints.folder import gathering_of, write_checkpoint
-from radixtrain.checkpoints.sharded import part_like
+from radixtrain.checkpoints.folder import Checkpoint, help_to_write, write_checkpoint
 from radixtrain.data.datamodule import SFTData
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.training.devices.fabric import is_sharded
 from radixtrain.training.devices.gradients import add_gradient
 from radixtrain.training.fault_tolerance.failures import restoring
-from radixtrain.training.fault_tolerance.resume import apply_settings, restore_position
 from radixtrain.training.fault_tolerance.run_state import (
-    add_run_state,
+    apply_settings,
+    checkpoint_of,
     generator_states,
+    load_moments,
+    restore_position,
     set_generator_states,
     set_states_of_ranks,
 )
@@ -82,7 +82,7 @@ class Loop(Runner):
             configured = module.configure_optimizers()
             self.optimizer, self.scheduler = configured["optimizer"], configured["lr_scheduler"]
             if checkpoint:
-                self._restore_optimizer(checkpoint["optimizer_states"][0])
+                self._restore_optimizer(checkpoint)
             del checkpoint
             with torch.autograd.set_detect_anomaly(True) if self.settings.detect_anomaly else nullcontext():
                 self._try_validation()
@@ -127,7 +127,8 @@ class Loop(Runner):
     def _take_over_generators(self) -> None:
         """Set the random generators of a resumed run: nothing draws between this and its first step."""
         if self._generators:
-            set_states_of_ranks(self._generators)
+            with restoring(self.ckpt_path):
+                set_states_of_ranks(self._generators)
         self._generators = []
         self.module.generators_before_step = generator_states()
 
@@ -221,48 +222,31 @@ class Loop(Runner):
 
     def save_checkpoint(self, path: Path) -> None:
         """Write a checkpoint on rank 0; the others give their parts. A part of the run may have a state in it."""
-        module, data = self.module, self.datamodule
-        checkpoint: dict[str, Any] = {
-            "global_step": self.global_step,
-            "state_dict": module.state_dict(),
-            "optimizer_states": [self.optimizer.state_dict()],
-            "parts": {type(part).__name__: part.state_dict() for part in self._parts_with_state},
-            "hyper_parameters": dict(module.hparams),
-            "datamodule_hyper_parameters": dict(data.hparams),
-            type(data).__qualname__: data.state_dict(),
-        }
-        add_run_state(checkpoint, module, module.generators_before_step)
+        parts = {type(part).__name__: part.state_dict() for part in self._parts_with_state}
+        checkpoint = checkpoint_of(self.module, self.datamodule, self.optimizer, parts)
         if is_sharded(self.strategy) and not ranks().is_first:
-            gathering_of(checkpoint).finish()
+            help_to_write(checkpoint)
         ranks().broadcast_from_rank0(lambda: write_checkpoint(path, checkpoint))
 
     @property
     def _parts_with_state(self) -> list[Any]:
         return [part for part in self.callbacks if hasattr(part, "state_dict")]
 
-    def _restored_parts(self) -> dict[str, Any]:
+    def _restored_parts(self) -> Checkpoint:
         """Load the weights and the states of the parts. Returns the checkpoint."""
         checkpoint = self.load_checkpoint()
         with restoring(self.ckpt_path):
             restore_position(checkpoint, self.module)
-            self._generators = checkpoint["radixtrain"]["generators"]
+            self._generators = checkpoint.run["generators"]
             for part in self._parts_with_state:
-                if state := checkpoint["parts"].get(type(part).__name__):
+                if state := checkpoint.run["parts"].get(type(part).__name__):
                     part.load_state_dict(state)
         return checkpoint
 
-    def _restore_optimizer(self, state: dict[str, Any]) -> None:
+    def _restore_optimizer(self, checkpoint: Checkpoint) -> None:
         """Load the moments, of which each rank keeps its part. The schedule follows from the number of steps."""
         with restoring(self.ckpt_path):
-            numbers = [number for group in state["param_groups"] for number in group["params"]]
-            weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
-            for number, weight in zip(numbers, weights, strict=True):
-                moments = state["state"].get(number, {})
-                for name, moment in moments.items():
-                    if isinstance(moment, Tensor):  # else the count of steps
-                        is_moment = moment.shape == weight.shape
-                        moments[name] = part_like(moment, weight) if is_moment else moment.clone()
-            self.optimizer.load_state_dict(state)
+            load_moments(self.module, self.optimizer, checkpoint)
         self.scheduler.last_epoch = self.module.position.num_steps
         apply_settings(self.module, self.optimizer, self.scheduler)
 

@@ -20,14 +20,12 @@ from radixtrain.errors import UserError
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.hf.rounded_updates import warn_of_rounding
-from radixtrain.hf.scores import Scorer, check_scores, named_scores
 from radixtrain.hf.share import options_of, share_prefixes
 from radixtrain.settings.model import ModelSettings
 from radixtrain.training.answers.answering import check_answering
-from radixtrain.training.answers.predictions import PredictedAnswers, scored_records, scorer_of
+from radixtrain.training.answers.predictions import PredictedAnswers, scored_records
 from radixtrain.training.fault_tolerance.nonfinite_guard import NonFiniteGuard, check_weights_finite
-from radixtrain.training.fault_tolerance.resume import Position
-from radixtrain.training.fault_tolerance.run_state import seed_per_rank
+from radixtrain.training.fault_tolerance.run_state import Position, seed_per_rank
 from radixtrain.training.optimizer import num_steps_of_run, optimizer_of, schedule
 from radixtrain.training.speed import Speed
 from radixtrain.training.start.loading import load_trainable
@@ -56,7 +54,6 @@ class RadixModule(L.LightningModule):
         self.model: nn.Module | None = None
         self.plain_head: bool | None = None
         self.speed = Speed()
-        self.scorer: Scorer | None = None
         self.steps_per_epoch: int | None = None
         self.answers, self.position = PredictedAnswers(), Position(0, 0)
         self.is_stepping = False
@@ -68,7 +65,6 @@ class RadixModule(L.LightningModule):
         self.last_step: dict[str, Any] = {}
         """The metrics of the last step, as they were logged: reading a tensor among them waits for the device."""
         self.guard = NonFiniteGuard(self.hparams.on_nonfinite, self.hparams.max_skipped_steps)
-        check_scores(self.scores, self.hparams.next_tokens)
 
     def configure_model(self) -> None:
         """Load and share the model, and examine its head, once, before a checkpoint is restored into it."""
@@ -88,10 +84,7 @@ class RadixModule(L.LightningModule):
             share_prefixes(self.model, **options, sp_group=ranks().sp_group)
 
     def setup(self, stage: str) -> None:
-        """Take the steps per epoch of an `SFTData`, once its data are read.
-
-        Looks up the words of `predict`, so that one that is not a token ends the run before anything is written.
-        """
+        """Take the steps per epoch of an `SFTData`, once its data are read."""
         trainer: Any = self.trainer
         if isinstance(trainer, L.Trainer) and trainer.world_size > 1:
             raise UserError(
@@ -106,8 +99,6 @@ class RadixModule(L.LightningModule):
             self.steps_per_epoch = min(steps, limit) if isinstance(limit, int) else int(steps * limit)
         if stage == "predict" and self.hparams.generate:
             check_answering(self.model, data.tokenizer(), data.first_prompt(), self.answers.options)
-        elif stage == "predict":
-            self.scorer = scorer_of(self.hparams)
 
     def configure_optimizers(self) -> Any:
         optimizer = optimizer_of(self, self.hparams)
@@ -161,18 +152,12 @@ class RadixModule(L.LightningModule):
         self._log_mean_loss("test_loss", step)
 
     def predict_step(self, step: Step | list[Prompt], index: int) -> list[dict[str, Any]]:
-        """Return for each sequence its file row or None and its scores; for each prompt its file row and the answer."""
+        """Return the file row, or None, and the log-probabilities of each sequence, or the answer to each prompt."""
         assert self.model is not None
         if not isinstance(step, Step):
             trainer: Any = self.trainer
             return self.answers.records(self.model, step, trainer.datamodule.tokenizer())
-        self.scorer = self.scorer or scorer_of(self.hparams)
-        return scored_records(self.scorer, self.model, step, self._has_plain_head())
-
-    @property
-    def scores(self) -> tuple[str, ...]:
-        """Return the scores that `predict` writes."""
-        return named_scores(self.hparams.scores)
+        return scored_records(self.model, step, self._has_plain_head())
 
     def loss_sum(self, batch: dict[str, Any]) -> Tensor:
         """Sum the cross-entropy over the labelled original tokens of a micro-batch; a float32 scalar."""

@@ -16,18 +16,14 @@ from lightning.fabric.loggers import Logger
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
+from radixtrain.checkpoints.folder import Checkpoint, read_checkpoint
 from radixtrain.data.datamodule import SFTData
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError, only_warns
 from radixtrain.settings.trainer import TrainerSettings
 from radixtrain.training.devices.fabric import is_sharded
 from radixtrain.training.fault_tolerance.failures import restoring
-from radixtrain.training.fault_tolerance.run_state import (
-    check_same_model,
-    check_weights,
-    is_partial,
-    read_checkpoint,
-)
+from radixtrain.training.fault_tolerance.run_state import check_same_model, load_weights
 from radixtrain.training.module import RadixModule
 
 
@@ -97,15 +93,14 @@ class Runner:
         module.configure_model()
         module.setup(str(stage))
 
-    def load_checkpoint(self) -> dict[str, Any]:
+    def load_checkpoint(self) -> Checkpoint:
         """Read the checkpoint and load its weights; each rank has them whole until they are placed on its device."""
         assert self.ckpt_path is not None
         with restoring(self.ckpt_path):
-            leave_out = () if self.state.fn == Stage.FIT else ("optimizer_states",)
-            checkpoint = read_checkpoint(self.ckpt_path, leave_out, in_memory=not is_sharded(self.strategy))
+            is_fit, in_memory = self.state.fn == Stage.FIT, not is_sharded(self.strategy)
+            checkpoint = read_checkpoint(Path(self.ckpt_path), is_fit, in_memory)
             check_same_model(checkpoint, self.module)
-            check_weights(self.module, checkpoint)
-            self.module.load_state_dict(checkpoint["state_dict"], strict=not is_partial(checkpoint))
+            load_weights(self.module, checkpoint)
         return checkpoint
 
     def place(self) -> None:

@@ -16,7 +16,7 @@ from tiers import FULL
 from torch._dynamo.utils import counters
 
 from radixtrain import RadixCollator, share_prefixes
-from radixtrain.hf.third_party import code_to_try
+from radixtrain.hf.guards.code import code_in
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import float64_throughout, gradients_of
 
@@ -99,7 +99,7 @@ def test_layers_share_their_graphs(tiny_qwen3: Callable[..., Any]) -> None:
         torch.compile(model, dynamic=True, backend="eager")(**batch_of(9))  # graphs are counted before any backend
         graphs.append(counters["stats"]["unique_graphs"])
     assert 0 < graphs[0] == graphs[1], graphs
-    assert code_to_try(model.model)[0] == "", "what the compiler adds to a model's file is no code of others"
+    assert code_in(model, model.model).tried == "", "what the compiler adds to a model's file is no code of others"
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from radixtrain.data.tokens.tokenization import load_tokenizer, read_text
+from radixtrain.data.tokens.tokenization import load_tokenizer, read_template
 from radixtrain.errors import UserError
 from radixtrain.hf.config import read_config
 from radixtrain.text_files import MOST_BYTES
@@ -19,7 +19,7 @@ def test_what_has_no_end(tmp_path: Path) -> None:
     endless = {"/dev/zero": "a device", tmp_path / "pipe": "a pipe", tmp_path: "a folder", tmp_path / "huge": "at most"}
     for path, said in endless.items():
         with pytest.raises(UserError, match=f"^chat_template_path: cannot read .*{said}.*; expected a Jinja file"):
-            read_text(path, "chat_template_path", "a Jinja file")
+            read_template(path)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", "chat_template.jinja"])

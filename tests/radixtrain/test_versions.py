@@ -58,9 +58,9 @@ def test_a_library_without_the_commands(monkeypatch, capsys):
 def test_an_older_transformers_is_named(monkeypatch):
     """At the end of a refusal; a version that is not known is no reason."""
     for version, older in (
-        ("5.15.1", True),
-        ("5.16.0", False),
-        ("5.16.0.dev0", False),
+        ("5.20.2", True),
+        ("5.21.0", False),
+        ("5.21.0.dev0", False),
         ("unknown", False),
         (None, False),
     ):
@@ -68,7 +68,7 @@ def test_an_older_transformers_is_named(monkeypatch):
         assert bool(versions.before("recurrent states that fork")) is older
     monkeypatch.setattr(versions, "installed", lambda name: "5.2.0")
     assert versions.before("recurrent states that fork") == (
-        " (transformers 5.2.0 has no recurrent states that fork: pip install -U 'transformers>=5.16')"
+        " (transformers 5.2.0 has no recurrent states that fork: pip install -U 'transformers>=5.21')"
     )
 
 

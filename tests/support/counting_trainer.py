@@ -8,11 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from forged_checkpoints import a_run
 
-from radixtrain.checkpoints.folder import write_checkpoint
+from radixtrain.checkpoints.folder import Checkpoint, write_checkpoint
 from radixtrain.distributed import ranks
 from radixtrain.errors import Stopped
-from radixtrain.training.fault_tolerance.resume import Position
+from radixtrain.training.fault_tolerance.run_state import Position
 from radixtrain.training.fault_tolerance.saving import SaveCheckpoints
 from radixtrain.training.fault_tolerance.signals import Requests
 
@@ -33,8 +34,8 @@ class CountingTrainer:
 
     def save_checkpoint(self, path: Path) -> None:
         position = self.module.position
-        state = {"global_step": position.num_steps, "state_dict": {}, "position": asdict(position)}
-        ranks().broadcast_from_rank0(lambda: write_checkpoint(path, state))
+        checkpoint = Checkpoint({}, {}, a_run(position.num_steps, position=asdict(position)))
+        ranks().broadcast_from_rank0(lambda: write_checkpoint(path, checkpoint))
 
     def start(self) -> CountingTrainer:
         self.saver.on_train_start(self, self.module)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import linear
 
-from radixtrain.hf import third_party
+from radixtrain.hf.guards import code
 from radixtrain.tree.radix_inputs import with_radix
 
 __all__ = ["MUTATIONS", "SHARDED_MUTATIONS", "SPLIT_MUTATIONS"]
@@ -176,7 +176,7 @@ def weight_read_unsharded() -> None:
         head = hooks.model.get_output_embeddings()
         weight = head.weight
         head.forward = lambda rows: linear(rows, weight)
-        third_party.KNOWN |= {__name__}
+        code.KNOWN |= {__name__}
 
     _change_install(lambda hooks, backbone: captured(hooks) or backbone)
 

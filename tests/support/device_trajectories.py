@@ -56,8 +56,7 @@ def moments(folder: Path) -> dict[str, Tensor]:
     """The state of AdamW in the last checkpoint."""
     path = newest_valid(folder / "checkpoints").path
     assert path is not None, folder
-    (state,) = read_checkpoint(path)["optimizer_states"]
-    return {f"{name} {number}": x for number, each in state["state"].items() for name, x in each.items()}
+    return read_checkpoint(path).moments
 
 
 def distances(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Other ranks of `fit --trainer.devices N` that are forked from the first one, in place of new interpreters."""
+"""Ranks of `fit --trainer.devices N` that are forked from the process that starts them, not new interpreters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["fork_children"]
 
 
 class Forked:
-    """What `Processes` uses of `subprocess.Popen`."""
+    """What `launch` uses of `subprocess.Popen`."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], stdin: Any):
         self.returncode: int | None = None
@@ -21,6 +21,7 @@ class Forked:
             return
         from radixtrain.__main__ import main
 
+        os.closerange(3, 1024)  # as a new interpreter has them: among others, the store's
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
         os.environ.clear()
@@ -43,8 +44,11 @@ class Forked:
         return self.returncode
 
     def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+            os.kill(self.pid, number)
 
 
 def fork_children() -> None:

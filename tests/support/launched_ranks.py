@@ -8,20 +8,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from forked import SECONDS, Run, Server
-from forked_ranks import free_port
 
 __all__ = ["Launched", "ranks_of"]
 
 
 class Launched:
-    """The ranks of one command. runs: the process of each, by rank.
+    """The ranks of one command. runs: the process of each, by rank. store: by which they meet.
 
     No agent watches over them, as torchrun would: what ends a rank when another is gone is the command itself.
     """
 
-    def __init__(self, runs: Sequence[Run]):
-        self.runs = list(runs)
+    def __init__(self, runs: Sequence[Run], store: dist.TCPStore):
+        self.runs, self.store = list(runs), store
 
     def send(self, number: int, *ranks: int) -> None:
         """A signal to the processes of these ranks; of all if none is named. One that has ended is passed over."""
@@ -89,12 +89,14 @@ def ranks_of(
     count: 1 for a process without torchrun. folder: for what each prints. options: of `Server.start`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "test"}
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_RUN_ID": "test"}
     shared |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "GROUP_RANK": "0"}
+    shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     runs = []
     for rank in range(count):
         own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {}
         stderr = folder / f"stderr_{rank}"
         typed = [*arguments, *of_last] if rank == count - 1 else arguments
         runs.append(server.start(typed, stderr, {**own, **(environment or {})}, **{"draws": False, **options}))
-    return Launched(runs)
+    return Launched(runs, store)

@@ -23,7 +23,7 @@ def since(version: str, what: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(transformers_is_before(version), reason=f"before transformers {version}: {what}")
 
 
-NEEDS_FORKS = since("5.16", "states of recurrent layers do not fork")
+NEEDS_FORKS = since("5.21", "states of recurrent layers do not fork")
 PASSED_ON = since("5.3", "GPT-2 and StableLM pass nothing of a radix batch on to their backbone")
 
 

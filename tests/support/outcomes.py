@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from radixtrain.checkpoints.atomic import WRITTEN
-from radixtrain.checkpoints.folder import read_checkpoint
+from radixtrain.checkpoints.folder import read_checkpoint, read_run
 from radixtrain.checkpoints.resolve import newest_valid
 
 __all__ = [
@@ -23,7 +23,7 @@ __all__ = [
 # sums.
 EXACT = {"trainer__deterministic": "true"}
 TIMED = ("tokens_per_second", "computed_tokens_per_second")
-COMPARED = ("global_step", "state_dict", "optimizer_states")
+COMPARED = ("step", "num_skipped", "position", "generators", "numbers")
 
 
 def logged(folder: Path, column: str = "loss", version: int = 0) -> dict[int, float]:
@@ -79,12 +79,12 @@ def assert_same_model(folder: Path, whole: Path) -> None:
 
 
 def assert_same_state(one: Path, other: Path) -> None:
-    """Weights, optimizer, schedule, position, random generators and skipped steps of two checkpoints."""
+    """Weights, optimizer, position, random generators and skipped steps of two checkpoints."""
     first, second = read_checkpoint(one), read_checkpoint(other)
+    for name in ("weights", "moments"):
+        assert_equal(getattr(first, name), getattr(second, name), name)
     for name in COMPARED:
-        assert_equal(first[name], second[name], name)
-    for name in ("position", "generators", "skipped"):
-        assert_equal(first["radixtrain"][name], second["radixtrain"][name], name)
+        assert first.run[name] == second.run[name], name
 
 
 def assert_equal(one: Any, other: Any, name: str) -> None:
@@ -110,19 +110,15 @@ def steps_saved(folder: Path) -> list[int]:
 
 def num_batches(checkpoint: Path) -> int:
     """Until a checkpoint; they are what a logger counts by."""
-    return state_of(checkpoint)["position"]["num_batches"]
-
-
-def state_of(checkpoint: Path) -> dict[str, Any]:
-    return json.loads((checkpoint / "state.json").read_text())["radixtrain"]
+    return int(read_run(checkpoint)["position"]["num_batches"])
 
 
 def conclusions(folder: Path) -> dict[str, Any]:
     """Of the weights in `model/`, of the best ones, why the run ended, and the steps that were left out."""
     found = summary(folder)
     best = {key: value for key, value in (found["best"] or {}).items() if key != "path"}
-    skipped = state_of(folder / "checkpoints" / "last")["skipped"]
-    return {"best": best, "exported": found["exported"], "ended": found["ended"]["reason"], **skipped}
+    skipped = read_run(folder / "checkpoints" / "last")["num_skipped"]
+    return {"best": best, "exported": found["exported"], "ended": found["ended"]["reason"], "num_skipped": skipped}
 
 
 def assert_nothing_left(folder: Path, *temporary: Path) -> None:

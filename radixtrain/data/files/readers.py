@@ -267,50 +267,34 @@ def _media(feature: object) -> str:
     return kind if hasattr(feature, "decode") and kind != "Json" else ""
 
 
-def saved_dataset(path: str, split: str | None) -> tuple[str, Any]:
-    """Load a data set that `save_to_disk` wrote, and the path that its rows are named after.
+def is_saved(path: str) -> bool:
+    """Return whether `save_to_disk` wrote the folder: one data set, or several splits."""
+    return any(os.path.isfile(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json"))
 
-    split: one of a folder with several.
 
-    Raises UserError if it cannot be read, holds several splits and none is named, or lacks the one that is.
+def load_dataset(path: str, subset: str | None, split: str | None) -> Any:
+    """Load a data set that `save_to_disk` wrote, or one of the hub, from the local cache if it is there.
+
+    Raises UserError if it cannot be loaded, holds several splits and none is named, or lacks the one that is.
     """
     import datasets
 
     try:
-        dataset = datasets.load_from_disk(path)
-    except Exception as error:
-        raise UserError(
-            f"{path}: not a data set folder ({first_line(error)}); expected one written by datasets' save_to_disk, "
-            "or the path of a file"
-        ) from error
-    if not isinstance(dataset, datasets.DatasetDict):
-        if split is not None:
-            raise UserError(f"{path}: holds one data set without splits; remove split: {split}")
-        return path, dataset
-    if split is None and len(dataset) > 1:
-        splits = ", ".join(os.path.join(path, str(name)) for name in dataset)
-        raise UserError(f"{path}: holds several splits; name one of them: {splits}")
-    name = split or str(next(iter(dataset)))
-    if name not in dataset:
-        raise UserError(f"{path}: has no split {split!r}; it has {', '.join(map(str, dataset))}")
-    return os.path.join(path, name), dataset[name]
-
-
-def hub_dataset(name: str, subset: str | None, split: str | None) -> Any:
-    """Load a data set of the hub, from the local cache if it is there.
-
-    Raises UserError if it cannot be loaded, or has several splits and none is named.
-    """
-    import datasets
-
-    try:
-        dataset = datasets.load_dataset(name, subset, split=split, trust_remote_code=False)
+        if is_saved(path):
+            dataset = datasets.load_from_disk(path)
+        else:
+            dataset = datasets.load_dataset(path, subset, split=split, trust_remote_code=False)
     except Exception as error:  # no network, no such name, a missing subset, a script that is no longer run
-        reason = f"no such file or folder, and not loaded from the Hugging Face hub: {first_line(error)}"
-        raise UserError(f"{name}: {reason}") from error
+        where = "a data set folder" if is_saved(path) else "a file or folder, and not loaded from the Hugging Face hub"
+        raise UserError(f"{path}: not {where}: {first_line(error)}") from error
     if not isinstance(dataset, datasets.DatasetDict):
+        if split is not None and is_saved(path):
+            raise UserError(f"{path}: holds one data set without splits; remove split: {split}")
         return dataset
-    if len(dataset) == 1:
-        return next(iter(dataset.values()))
-    splits = ", ".join(map(str, dataset))
-    raise UserError(f"{name}: has the splits {splits}; name one, as in {{path: {name}, split: {next(iter(dataset))}}}")
+    [*names] = [split] if split else dataset
+    if len(names) > 1 or names[0] not in dataset:
+        found = ", ".join(map(str, dataset))
+        raise UserError(
+            f"{path}: has the splits {found}; name one, as in {{path: {path}, split: {next(iter(dataset))}}}"
+        )
+    return dataset[names[0]]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from radixtrain.errors import DataError, UserError, did_you_mean
+from radixtrain.errors import DataError, UserError
 
 TOO_DEEP = "not valid JSON: nested too deeply to be read"
 
@@ -17,15 +17,13 @@ class Row(NamedTuple):
 
     fields: column name to value.
     where: `train.jsonl:17` (line, counted from 1) or `train.parquet:row 17` (row, counted from 1).
-    unused: columns of the file that are not in `fields`, because the mapping `columns` does not name them.
-    unmapped: those that it does not set to null either, with their values.
+    unread: columns of the file that are not in `fields`, because the mapping `columns` does not name them.
     keys: of messages, theirs to ours; None leaves one out.
     """
 
     fields: dict[str, Any]
     where: str
-    unused: tuple[str, ...] = ()
-    unmapped: Mapping[str, Any] = MappingProxyType({})
+    unread: Mapping[str, Any] = MappingProxyType({})
     keys: Mapping[str, str | None] = MappingProxyType({})
 
     def read(self) -> Row:
@@ -51,9 +49,8 @@ class UnreadRow(NamedTuple):
         fields = read_fields(self.content, self.where) if isinstance(self.content, bytes) else self.content
         if self.columns is None:
             return Row(fields, self.where)
-        mapped, unused = map_columns(fields, self.columns, self.where)
-        unmapped = {name: fields[name] for name in unused if name not in self.columns}
-        return Row(mapped, self.where, unused, unmapped, keys_of_messages(self.columns))
+        mapped, unread = map_columns(fields, self.columns, self.where)
+        return Row(mapped, self.where, unread, keys_of_messages(self.columns))
 
 
 def read_fields(line: bytes, where: str) -> dict[str, Any]:
@@ -167,7 +164,8 @@ def check_columns(columns: object, where: str) -> dict[str, str | None] | None:
         if theirs is not None and not isinstance(theirs, str):
             raise UserError(f"{expected}, found {ours}: {theirs!r}")
         if theirs is not None and ours not in OURS and not str(ours).startswith(OF_MESSAGES):
-            raise UserError(f"{where}: {_unknown(ours, theirs)}")
+            known = f"ours come first, and are {', '.join(OURS)}, and messages.KEY"
+            raise UserError(f"{where}: {ours}: {theirs}: {ours!r} is not one of our columns; {known}")
     named = [theirs for theirs in columns.values() if theirs is not None]
     if twice := sorted({theirs for theirs in named if named.count(theirs) > 1}):
         raise UserError(f"{where}: {', '.join(twice)} is named more than once; name each column of the file once")
@@ -182,8 +180,8 @@ def keys_of_messages(columns: Mapping[str, str | None]) -> dict[str, str | None]
 
 def map_columns(
     fields: dict[str, Any], columns: Mapping[str, str | None], where: str
-) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the columns of a row under our names, and the names of those that are not read.
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the columns of a row under our names; and those that the mapping neither reads nor leaves out.
 
     Reads only what the mapping names, and system, tools and chat_template_kwargs; beside `input_ids` also labels,
     masks and weights. A mapping that only leaves columns out, such as `{label: null}`, reads all the others.
@@ -191,21 +189,16 @@ def map_columns(
     Raises DataError if the row lacks a column that the mapping names, unless it is one that a row may go without.
     """
     taken = {theirs: ours for ours, theirs in columns.items() if theirs and not str(ours).startswith(OF_MESSAGES)}
-    left_out = {ours for ours, theirs in columns.items() if theirs is None}
     for theirs, ours in taken.items():
         if theirs not in fields and ours not in MAY_BE_ABSENT:
             found = ", ".join(map(str, fields)) or "none"
             raise DataError(where, f"columns: {ours}: the row has no column {theirs!r}; it has {found}")
-    kept = (name for name in fields if name not in left_out and name not in taken)
-    riders = {*RIDERS, *(OF_TOKENS if "input_ids" in columns else ())}  # labels and masks belong to their tokens
-    riding = [name for name in kept if not taken or (name in riders and name not in columns)]
     mapped = {ours: fields[theirs] for theirs, ours in taken.items() if theirs in fields}
-    read = {*taken, *riding}
-    return mapped | {name: fields[name] for name in riding}, tuple(name for name in fields if name not in read)
-
-
-def _unknown(ours: object, theirs: object) -> str:
-    if theirs in OURS:
-        return f"write {theirs}: {ours} (our name first, then the file's)"
-    meant = did_you_mean(str(ours), OURS, f"; ours are {', '.join(OURS)}, and messages.KEY")
-    return f"{ours!r} is not one of our columns{meant}"
+    riders = {*RIDERS, *(OF_TOKENS if "input_ids" in columns else ())}  # labels and masks belong to their tokens
+    unread: dict[str, Any] = {}
+    for name, value in fields.items():
+        if name in taken or (name in columns and columns[name] is None):
+            continue
+        is_read = not taken or (name in riders and name not in columns)
+        (mapped if is_read else unread)[name] = value
+    return mapped, unread

@@ -16,7 +16,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -84,18 +83,17 @@ class TokenStore(Sequence[list[TokenRow]]):
     lengths: (num_samples,), int64. tokens of each sample.
     starts: (num_conversations + 1,), int64. the first sample of each conversation, and the end.
 
-    owned: a temporary folder, which is removed together with the store.
     numbers: (num_samples,), int64. which samples of the file these are; None for all. Conversations without any are
         left out.
 
     It is pickled as the name of its folder.
     """
 
-    def __init__(self, folder: Path, owned: TemporaryDirectory[str] | None = None, numbers: np.ndarray | None = None):
-        self.folder, self.owned, self.numbers = folder, owned, numbers
+    def __init__(self, folder: Path, numbers: np.ndarray | None = None):
+        self.folder, self.numbers = folder, numbers
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder, "owned": None, "numbers": self.numbers}
+        return {"folder": self.folder, "numbers": self.numbers}
 
     def opened(self) -> TokenStore:
         """Open the file and return the store; this process and its forks can read on if the folder goes."""
@@ -106,7 +104,7 @@ class TokenStore(Sequence[list[TokenRow]]):
         """Select some of the samples, grouped by conversation as here. is_chosen: (num_samples,), bool."""
         chosen = np.flatnonzero(is_chosen)
         numbers = chosen if self.numbers is None else self.numbers[chosen]
-        return TokenStore(self.folder, self.owned, numbers).opened()
+        return TokenStore(self.folder, numbers).opened()
 
     def __len__(self) -> int:
         return len(self.starts) - 1

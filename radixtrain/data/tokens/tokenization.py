@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from radixtrain import text_files
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.errors import DataError, UserError, first_line
+from radixtrain.text_files import read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -137,7 +137,7 @@ def load_tokenizer(path: str, chat_template_path: str | os.PathLike[str] | None 
         expected = "expected a model folder with tokenizer.json or a hub name"
         raise UserError(f"no tokenizer in {path}: {expected}; {_why_none(path) or reason_of(error)}") from error
     if chat_template_path is not None:
-        tokenizer.chat_template = read_text(chat_template_path, "chat_template_path", "a Jinja file")
+        tokenizer.chat_template = read_template(chat_template_path)
     return tokenizer
 
 
@@ -148,14 +148,15 @@ def _why_none(path: str) -> str:
     return "" if path.count(os.sep) < 2 and not path.startswith((".", "~", os.sep)) else "there is no such folder"
 
 
-def read_text(path: str | os.PathLike[str], key: str, kind: str) -> str:
-    """Read a text file. Raises UserError that names the key of the configuration, and the expected kind."""
+def read_template(path: str | os.PathLike[str]) -> str:
+    """Read a chat template. Raises UserError if it is not a text file."""
     try:
-        return text_files.read_text(path)
+        return read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        path = os.fspath(path)
-        raise UserError(f"{key}: cannot read {path}: {reason}; expected {kind}") from error
+        raise UserError(
+            f"chat_template_path: cannot read {os.fspath(path)}: {reason}; expected a Jinja file"
+        ) from error
 
 
 # Texts cut where no token crosses

@@ -5,10 +5,14 @@ how many tokens there are and on their order; its gradient may depend on the num
 depends on them. All of that shows here: in the first call that would be shared, and again after the model has changed.
 What short rows do not show is in `rules.py`. Code that is not the model's own may have limits that nobody has read,
 such as a capacity, so it is tried on rows as long as those of the call too, of which only the values are compared.
+
+A model with recurrent layers is tried with states that fork (`forks.py`). If it differs, it is tried with whole
+sequences, which its mixers then compute in every call. So they do where nothing can be tried.
 """
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +20,7 @@ from copy import copy
 from functools import partial
 from threading import RLock, get_ident
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import torch
@@ -35,14 +39,20 @@ from radixtrain.hf.dropout import (
     set_generator_states,
     without_dropout,
 )
-from radixtrain.hf.modules import num_attention_layers, text_layers
+from radixtrain.hf.guards.code import ADAPTERS, OtherCode, values_of
+from radixtrain.hf.guards.forks import why_no_fork
+from radixtrain.hf.modules import mixers_of, num_attention_layers, text_layers
 from radixtrain.hf.progress import Progress
-from radixtrain.hf.third_party import ADAPTERS, code_to_try, values_of
+from radixtrain.hf.recurrent.running import arguments_by_name
 from radixtrain.hf.windows import chunk_of, no_mask, window_may_bind
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import build_prefix_plan
+from radixtrain.tree.runs import SHORTEST_FORK, runs_of_segments
 
-# Rows that share five tokens, two of them six; of ids that every vocabulary has.
+logger = logging.getLogger(__name__)
+# Rows that share five tokens, two of them six; of ids that every vocabulary has. Five are more than most convolutions
+# are wide, so a gradient of the first token comes through the state.
+NUM_SHARED = 5
 ROWS = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 1, 2], [1, 2, 3, 4, 5, 3, 2, 7, 1], [1, 2, 3, 4, 5, 3, 6, 1, 7]])
 DRAWS = "draws at random"
 ROUNDING = 2  # times the distance of two ordinary passes, one of them from embeddings that are rounded otherwise
@@ -51,54 +61,96 @@ _trying = RLock()  # a trial changes modules for a while
 NO_VALUES = (("torch.distributed.tensor", "DTensor"), ("torch._subclasses.fake_tensor", "FakeTensor"))
 WRAPPER = "checkpoint_fn"  # of torch's CheckpointWrapper
 FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"
+
+
+class Verdict(NamedTuple):
+    """What is known of a model.
+
+    reason: what it computes differently on unique tokens; None if nothing. forks: whether the states of its recurrent
+    layers may fork.
+    """
+
+    reason: str | None
+    forks: bool = False
+
+
 # Of a decoder, by its state and the shape of the rows that were tried.
-_verdicts: WeakKeyDictionary[nn.Module, dict[Hashable, dict[Sequence[int], str | None]]] = WeakKeyDictionary()
+_verdicts: WeakKeyDictionary[nn.Module, dict[Hashable, dict[Sequence[int], Verdict]]] = WeakKeyDictionary()
+_untried: WeakSet[nn.Module] = WeakSet()  # those with recurrent layers of which that has been said
 
 
-def why_inexact(
+def verdict_of(
     backbone: Any,
     head: Any = None,
     *,
+    code: OtherCode,
     progress: Progress,
     allowed: Collection[str] = (),
     drew: bool = False,
     shape: Sequence[int] = ROWS.shape,
-) -> str | None:
-    """Say what a model computes differently on unique tokens; None if nothing.
+) -> Verdict:
+    """Return whether a model computes the same on unique tokens.
 
     head: computes logits from hidden states of unique tokens; None if it gets every token at its place.
+    code: of the decoder and the head.
     progress: of the calls of the model. allowed: as `allow_dropout` of `share_prefixes`.
     drew: whether a pass moved a generator. OPT draws numbers that change nothing while its layerdrop is 0.
     shape: rows and tokens in each, of the padded batch.
 
     A model is tried once in each mode and dtype, with and without gradients, and again when its modules, hooks or
     functions have changed. One with code that is not its own is tried again when more or longer rows come. Every other
-    call costs one look at its modules: 1.1 ms of one core for 28 layers with LoRA. If the weights are spread over
-    processes, nothing is tried: then the rules decide, and code that is not the model's own is refused.
+    call costs one look at its modules (`code_in`). If the weights are spread over
+    processes, nothing is tried: then the rules decide, code that is not the model's own is refused, and recurrent
+    layers compute whole sequences.
     """
     decoder = text_decoder_of(backbone)
-    code, state = code_to_try(decoder, head)
-    who = f"code that is not the model's own ({code})" if code else type(decoder).__name__
+    who = f"code that is not the model's own ({code.tried})" if code.tried else type(decoder).__name__
     numbers = [value for each in decoder.modules() for value in values_of(each)] if drew else ()
-    key = state, backbone is decoder, _arithmetic(decoder), *allowed, *numbers
-    with _trying:
+    key = code.state, backbone is decoder, _arithmetic(decoder), *allowed, *numbers
+    gradients = torch.is_grad_enabled()
+    with _trying, torch.inference_mode(False), torch.set_grad_enabled(gradients):
         tried = _verdicts.setdefault(decoder, {}).setdefault(key, {})
         if ROWS.shape not in tried:
             if not _is_whole(decoder):
-                if code:
-                    return f"{who} cannot be tried, because the weights are not whole in this process"
-                return f"{who} {DRAWS}" if drew and number_that_draws(decoder) else None
-            tried[ROWS.shape] = _tried(backbone, head, progress, allowed, ROWS, drew)
-            if tried[ROWS.shape] == DRAWS and not (code or drew):
-                tried[ROWS.shape] = None  # the call itself will show it, and is refused with the number by which
-        is_known = any(reason or (shape[0] <= rows and shape[1] <= each) for (rows, each), reason in tried.items())
-        if code and not is_known:
+                if code.tried:
+                    return Verdict(f"{who} cannot be tried, because the weights are not whole in this process")
+                if decoder not in _untried and mixers_of(decoder):
+                    _untried.add(decoder)
+                    _say_whole(decoder, "its weights are not whole in this process, so forks cannot be tried")
+                return Verdict(f"{who} {DRAWS}" if drew and number_that_draws(decoder) else None)
+            tried[ROWS.shape] = _first_verdict(backbone, head, progress, allowed, drew)
+            if tried[ROWS.shape].reason == DRAWS and not (code.tried or drew):
+                tried[ROWS.shape] = Verdict(None)  # the call itself will show it, and is refused with the number
+        forks = tried[ROWS.shape].forks
+        is_known = any(each.reason or (shape[0] <= rows and shape[1] <= n) for (rows, n), each in tried.items())
+        if code.tried and not is_known:
             places = torch.arange(shape[1])
             own = torch.arange(shape[0])[:, None] * (places >= shape[1] // 2)
+            ids = (places + own) % 7 + 1
             with torch.no_grad():  # and without a head, whose logits would take much memory
-                tried[shape] = _tried(backbone, None, progress, allowed, (places + own) % 7 + 1)
-        reason = next(filter(None, tried.values()), None)
-    return reason and f"{who} {reason}"
+                tried[shape] = Verdict(_tried(backbone, None, progress, allowed, ids), forks)
+        reason = next((each.reason for each in tried.values() if each.reason), None)
+    return Verdict(reason and f"{who} {reason}", forks)
+
+
+def _first_verdict(backbone: Any, head: Any, progress: Progress, allowed: Collection[str], drew: bool) -> Verdict:
+    """Try a model on a few rows: with states that fork, if it has any, and then without."""
+    decoder = text_decoder_of(backbone)
+    given = backbone, head, progress, allowed, ROWS, drew
+    why_whole = None
+    if mixers_of(decoder):
+        why_whole = _tried(*given, forks=True)
+        if why_whole is None:
+            return Verdict(None, forks=True)
+    reason = _tried(*given)
+    if why_whole and reason is None:
+        _say_whole(decoder, why_whole)
+    return Verdict(reason)
+
+
+def _say_whole(decoder: nn.Module, reason: str) -> None:
+    name = type(decoder).__name__
+    logger.warning("%s computes every sequence from its first token on in recurrent layers: it %s", name, reason)
 
 
 def _arithmetic(decoder: Any) -> Hashable:
@@ -119,7 +171,7 @@ class _Pass(NamedTuple):
     states: hidden states, or logits. gradient: of the embeddings, of every place of the batch; zeros without any.
     left: what modules have got. layers: the hidden states that each decoder layer returned. weights: the gradient of
     small trained parameters by name, times a vector. Adapters are mostly made with zeros, by which they change no
-    states yet: only their own gradient shows what they compute.
+    states yet: only their own gradient shows what they compute. mixers: the arguments that each mixer got.
     """
 
     states: Tensor
@@ -127,6 +179,7 @@ class _Pass(NamedTuple):
     left: list[Tensor]
     layers: list[Tensor]
     weights: dict[str, Tensor]
+    mixers: dict[nn.Module, dict[str, Any]]
 
     def suspects(self, other: _Pass, bar: float) -> Iterator[str]:
         """Yield the parameters whose gradients differ, by more than the rounding of the largest."""
@@ -137,9 +190,17 @@ class _Pass(NamedTuple):
 
 
 def _tried(
-    backbone: Any, head: Any, progress: Progress, allowed: Collection[str], rows: Tensor, drew: bool = False
+    backbone: Any,
+    head: Any,
+    progress: Progress,
+    allowed: Collection[str],
+    rows: Tensor,
+    drew: bool = False,
+    forks: bool = False,
 ) -> str | None:
     """Run the backbone on rows as it is now: mode, gradients, autocast. Leaves no trace.
+
+    forks: whether states of recurrent layers fork.
 
     Takes three forward passes, and as many backward passes if gradients are on.
     """
@@ -156,6 +217,9 @@ def _tried(
     plan = build_prefix_plan(rows.flatten()[tokens].cpu(), starts.cpu())
     layout = TreeLayout.from_plan(plan).to(device)
     call = RadixCall(layout, None, "auto", "auto", window_may_bind(decoder.config, layout.max_seqlen))
+    whole = call.runs
+    if forks:
+        call.runs = runs_of_segments(*layout.segments, min_saved=SHORTEST_FORK).to(device)
     copies = layout.inverse_indices
     ordinary = {"input_ids": rows, "attention_mask": attended}
     once = {
@@ -173,6 +237,14 @@ def _tried(
             draws = has_drawn(device, before)
             with progress.during(call):
                 found = _passed(backbone, head, once, copies, depths)
+            if forks:
+                with progress.during(None):
+                    tries = (
+                        why_no_fork(mixer, given, call.runs, whole, layout.row_depths < NUM_SHARED)
+                        for mixer, given in found.mixers.items()
+                    )
+                    if reason := next(filter(None, tries), None):
+                        return reason
             bar = _bar(decoder, expected.states)
             are_alike = partial(_are_alike, bar)
             is_same = are_alike(expected.states, again.states) and not any(expected.suspects(again, bar))
@@ -230,6 +302,7 @@ def _passed(
     decoder = text_decoder_of(backbone)
     embedded: list[Tensor] = []
     layers: list[Tensor] = []
+    mixers: dict[nn.Module, dict[str, Any]] = {}
     thread = get_ident()
     # Not those with a hook, which would see a gradient of no step.
     small = ((name, each) for name, each in backbone.named_parameters() if each.numel() <= LARGE)
@@ -248,10 +321,16 @@ def _passed(
         if get_ident() == thread and states.shape[:2] == embedded[0].shape[:2]:
             layers.append(states.detach().flatten(0, 1)[tokens])
 
+    def note_mixer(mixer: nn.Module, args: Any, kwargs: Any) -> None:
+        if get_ident() == thread:
+            mixers[mixer] = arguments_by_name(mixer, args, kwargs)
+
     with _as_it_was(backbone) as changed:  # which removes the hooks too
         decoder.get_input_embeddings().register_forward_hook(make_leaf)
         for layer in text_layers(decoder):
             layer.register_forward_hook(note)
+        for mixer in mixers_of(decoder).values():
+            mixer.register_forward_pre_hook(note_mixer, with_kwargs=True)
         states = backbone.forward(**given, use_cache=False)[0]
         states, leaf = (states if head is None else head(states)).flatten(0, 1)[tokens], embedded[0]
         gradient, gradients = torch.zeros_like(leaf), dict[str, Tensor]()
@@ -263,7 +342,7 @@ def _passed(
             )
             gradients = dict(zip(trained, map(_times_a_vector, of_weights), strict=True))
     left = [torch.as_tensor(value).detach() for value in changed if isinstance(value, Tensor | float | int)]
-    return _Pass(states.detach(), gradient.flatten(0, 1), left, layers, gradients)
+    return _Pass(states.detach(), gradient.flatten(0, 1), left, layers, gradients, mixers)
 
 
 def _times_a_vector(gradient: Tensor | None) -> Tensor:

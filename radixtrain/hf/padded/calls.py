@@ -24,12 +24,12 @@ from radixtrain.collators.misuse_guard import is_called_by
 from radixtrain.hf.attention_interface import OPTIONS, take_over
 from radixtrain.hf.backbone import text_decoder_of
 from radixtrain.hf.dropout import evaluating
+from radixtrain.hf.guards.code import why_recorded
 from radixtrain.hf.names import CACHE
 from radixtrain.hf.padded.spread import Places
 from radixtrain.hf.pictures import OF_PICTURES, image_token_of
 from radixtrain.hf.positions import frequencies_change_at, has_grown, scaled_from
 from radixtrain.hf.sharing_report import GENERATION, is_frozen
-from radixtrain.hf.third_party import hooks_between_ours, why_third_party
 from radixtrain.hf.windows import chunk_of
 from radixtrain.tree.arrays import IntArray
 
@@ -236,8 +236,7 @@ def _why_state(model: nn.Module, backbone: PreTrainedModel, decoder: PreTrainedM
         return "torch.nn.DataParallel runs copies of the model"
     if not backbone.training and _names_adapters(model):
         return "adapter_names choose an adapter for each row"
-    embedding = None if backbone is decoder else backbone.get_input_embeddings()  # which the backbone calls
-    return take_over(decoder) or why_third_party(model, decoder, hooks_between_ours(decoder), embedding)
+    return take_over(decoder) or why_recorded()
 
 
 def _names_adapters(model: nn.Module) -> bool:

@@ -15,7 +15,8 @@ from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.backbone import arguments_of, text_decoder_of, with_rows
 from radixtrain.hf.dropout import check_drawing_modules, check_noise
-from radixtrain.hf.guards.model import why_inexact
+from radixtrain.hf.guards.code import code_in, hooks_between_ours
+from radixtrain.hf.guards.model import verdict_of
 from radixtrain.hf.modules import why_padding_leaks
 from radixtrain.hf.names import is_cache
 from radixtrain.hf.options import Options
@@ -97,7 +98,7 @@ class PaddedSharing:
         call.is_over = True
         began = time.perf_counter()
         try:
-            given = self._planned(call, arguments_of(call.decoder, args, kwargs))
+            given = self._planned(model, call, arguments_of(call.decoder, args, kwargs))
             self._check_draws(model, call)
         except NotShared as reason:
             self.report.count_unshared(str(reason))
@@ -121,7 +122,7 @@ class PaddedSharing:
                 raise
             raise NotShared(str(error)) from None
 
-    def _planned(self, upstream: Upstream, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _planned(self, model: PreTrainedModel, upstream: Upstream, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of the shared call. Raises NotShared if there is none. given: of the decoder."""
         decoder, options = upstream.decoder, self.options
         causes = Causes.read(upstream, given)
@@ -141,13 +142,17 @@ class PaddedSharing:
             raise NotShared(f"less than min_ratio = {options.min_ratio} to save")
         causes.check_bits(plan)
         shape, allowed = upstream.given["input_ids"].shape, options.allow_dropout
-        _refuse(why_inexact(decoder, progress=self.progress, allowed=allowed, shape=shape))
+        embedding = None if upstream.backbone is decoder else upstream.backbone.get_input_embeddings()
+        code = code_in(model, decoder, hooks=hooks_between_ours(decoder), besides=embedding)  # which the backbone calls
+        _refuse(code.refused)
+        verdict = verdict_of(decoder, code=code, progress=self.progress, allowed=allowed, shape=shape)
+        _refuse(verdict.reason)
         layout = TreeLayout.from_plan(plan, causes.layout_of_blocks(plan)).to(device, non_blocking=True)
         may_bind = bool(causes.requests) or window_may_bind(decoder.config, layout.max_seqlen)
         places = rows.places(plan.inverse_indices, plan.num_rows)
         call = RadixCall(layout, None, options.attention, options.kernel, may_bind, places=places)
         call.misses_cache = option("use_cache", decoder.config, upstream.given)
-        call.pictures = upstream.pictures
+        call.pictures, call.forks = upstream.pictures, verdict.forks
         mask = causes.masks_for(call) if causes.requests else no_mask(may_bind, device, call)
         arguments = causes.of_unique_tokens(plan)
         return {**arguments, "attention_mask": mask, "use_cache": False, "radix_call": call}

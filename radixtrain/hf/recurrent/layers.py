@@ -10,9 +10,7 @@ again. transformers wraps only the layer's `forward`: there a `Checkpoint` aroun
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,12 +19,10 @@ from torch import Tensor, nn
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
 from radixtrain.hf.modules import CHECKPOINT, layer_around, mixers_of
 from radixtrain.hf.progress import Progress
-from radixtrain.hf.recurrent.forking import why_it_cannot_fork
-from radixtrain.hf.recurrent.running import arguments_by_name, cache_argument, run_on_tree
+from radixtrain.hf.recurrent.running import arguments_by_name, cache_argument, each_tensor, run_on_tree
 from radixtrain.hf.windows import on_mask
 from radixtrain.versions import saying_what_was_tested
 
-logger = logging.getLogger(__name__)
 MARK = "_radixtrain_call"
 
 
@@ -34,12 +30,11 @@ class Mixer:
     """Replaces the `forward` of a mixer.
 
     module: the mixer. replaced: the `forward` that the module itself had, such as that of Accelerate's hooks, if any.
-    trials: what `why_it_cannot_fork` found for the mixers of the model: by kind, device and dtype.
     progress: of the model; its layer has begun a call there.
     """
 
-    def __init__(self, module: nn.Module, trials: dict[Any, str | None], progress: Progress) -> None:
-        self.module, self.trials, self.progress = module, trials, progress
+    def __init__(self, module: nn.Module, progress: Progress) -> None:
+        self.module, self.progress = module, progress
         self.replaced = module.__dict__.get("forward")
 
     def forward(self, *args: object, **kwargs: object) -> Any:
@@ -57,32 +52,10 @@ class Mixer:
     def _on_tree(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self.progress.call
         arguments = arguments_by_name(self.module, args, kwargs).items()
-        given = {name: _each(call.all_rows, call.num_rows, value) for name, value in arguments}
-        runs = call.runs.forked
-        if runs.num_forks and self._must_be_whole(given):
-            runs = call.runs.whole
+        given = {name: each_tensor(call.all_rows, call.num_rows, value) for name, value in arguments}
         call.mixed.append(id(self.module))
-        return _each(call.own_rows, call.layout.num_rows, run_on_tree(self.module, self.original, given, runs))
-
-    def _must_be_whole(self, given: dict[str, Any]) -> bool:
-        """Return whether this mixer cannot fork, tried once for all of its kind on a device, in a dtype."""
-        hidden = next(iter(given.values()))
-        key = *self._kind, hidden.device, hidden.dtype, torch.is_autocast_enabled(hidden.device.type)
-        if self.trials.get(key) is None:
-            self.trials[key] = why_it_cannot_fork(self.module, self.original, given)
-            if self.trials[key]:
-                logger.warning(
-                    "%s of layer %s computes every sequence from its first token on: %s (logged once for all layers)",
-                    *(type(self.module).__name__, getattr(self.module, "layer_idx", "?"), self.trials[key]),
-                )
-        return self.trials[key] != ""
-
-    @cached_property
-    def _kind(self) -> tuple[Any, ...]:
-        """Return a key, equal for mixers with the same modules and shapes. A replaced `forward` is its own kind."""
-        modules = tuple((path, type(module)) for path, module in self.module.named_modules())
-        weights = tuple((path, x.shape, x.dtype) for path, x in self.module.named_parameters())
-        return modules, weights, self.replaced and id(self.module)
+        output = run_on_tree(self.module, self.original, given, call.runs)
+        return each_tensor(call.own_rows, call.layout.num_rows, output)
 
 
 class LayerHooks:
@@ -137,14 +110,6 @@ class Checkpoint:
         return self.original(with_call, *args, **kwargs)
 
 
-def _each(change: Callable[[Tensor], Tensor], num_rows: int, value: Any) -> Any:
-    """Change every tensor (1, rows, ...) of a value along its rows, those of tuples too."""
-    if isinstance(value, tuple):
-        return tuple(_each(change, num_rows, each) for each in value)
-    is_changed = isinstance(value, Tensor) and value.shape[:2] == (1, num_rows)
-    return change(value[0])[None] if is_changed else value
-
-
 def _check_mark_stays(layer: nn.Module, hidden: Tensor) -> None:
     """Refuse a layer around which torch's reentrant checkpointing runs: it would get new tensors, without the mark.
 
@@ -169,8 +134,7 @@ def install_mixers(decoder: nn.Module, progress: Progress) -> list[nn.Module]:
     Raises UserError for a mixer outside of the decoder layers, and for one that does not name its cache.
     """
     found = list(mixers_of(decoder).values())
-    trials: dict[Any, str | None] = {}
-    stand_ins = {id(module): Mixer(module, trials, progress) for module in found}
+    stand_ins = {id(module): Mixer(module, progress) for module in found}
     by_layer: dict[nn.Module, set[int]] = {}
     for path, module in decoder.named_modules(remove_duplicate=False):  # layers may share a mixer
         if id(module) in stand_ins:

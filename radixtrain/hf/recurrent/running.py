@@ -4,9 +4,8 @@ A state goes from one call to the next through the argument for Hugging Face's c
 and so are its kernels. transformers has one protocol for all layers with a state, the methods of
 `transformers.cache_utils.Cache`. A mixer reads its states by `get_conv_state` and `get_recurrent_state`, and leaves new
 ones by `update_conv_state`, which returns the earlier columns with the new ones, and by `update_recurrent_state`.
-Before transformers 5.21 it reads them as `cache.layers[layer_idx]` has them. `ForkedStates` speaks the protocol for one
-call on several runs: it gives each run the state that it starts from and keeps the final ones, both with their
-gradients. Nothing is written in place.
+`ForkedStates` speaks the protocol for one call on several runs: it gives each run the state that it starts from and
+keeps the final ones, both with their gradients. Nothing is written in place.
 
 The runs are made at the first mixer, from the segments that the layout has on the host. U unique rows; R runs of length
 L in a call.
@@ -16,10 +15,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -130,15 +126,6 @@ States = dict[tuple[str, int], Tensor]
 """The states of some runs, by kind (`conv` or `recurrent`) and number; the first axis counts the runs."""
 
 
-@dataclass(frozen=True)
-class StatesOfLayer:
-    """What mixers read before transformers 5.21, by the number of the state; a missing state is None."""
-
-    conv_states: Mapping[int, Tensor | None]
-    recurrent_states: Mapping[int, Tensor | None]
-    record_past: bool = True  # as `ForkedStates.is_recording_past`
-
-
 class ForkedStates:
     """Replaces Hugging Face's cache.
 
@@ -149,17 +136,6 @@ class ForkedStates:
     def __init__(self, past: Mapping[tuple[str, int], Tensor] | None = None) -> None:
         self.past: States = dict(past or {})
         self.final: States = {}
-
-    @property
-    def layers(self) -> Mapping[int, StatesOfLayer]:
-        """Return the states that the runs start from, the same for every layer."""
-        states = StatesOfLayer(self._past_of("conv"), self._past_of("recurrent"))
-        return defaultdict(lambda: states)
-
-    def _past_of(self, kind: str) -> Mapping[int, Tensor | None]:
-        states: defaultdict[int, Tensor | None] = defaultdict(lambda: None)
-        states.update({number: state for (of, number), state in self.past.items() if of == kind})
-        return states
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return the last inputs of a convolution: (runs, channels, width). None: start from nothing."""
@@ -204,24 +180,16 @@ class ForkedStates:
         return bool(self.past)
 
 
-class TreeRuns:
-    """The runs of a batch, made once, when the first mixer needs them. layout: of the batch."""
+def tree_runs(layout: TreeLayout, forks: bool) -> RunLayout:
+    """Return the runs of a batch that cost least; without forks each sequence is one, as in an ordinary batch."""
+    with _disable_current_modes():  # a mode that fakes tensors would lose what they hold
+        cheapest = cheapest_runs(*layout.segments) if forks else runs_of_segments(*layout.segments, min_saved=None)
+    return cheapest.to(layout.device)
 
-    def __init__(self, layout: TreeLayout) -> None:
-        self.layout = layout
 
-    @cached_property
-    def forked(self) -> RunLayout:
-        """Return the runs that cost least."""
-        with _disable_current_modes():  # a mode that fakes tensors would lose what they hold
-            runs = cheapest_runs(*self.layout.segments)
-        return runs.to(self.layout.device)
-
-    @cached_property
-    def whole(self) -> RunLayout:
-        """Return runs without forks: each sequence from its first token on, as an ordinary batch has them."""
-        if not self.forked.num_forks:
-            return self.forked
-        with _disable_current_modes():
-            runs = runs_of_segments(*self.layout.segments, min_saved=None)
-        return runs.to(self.layout.device)
+def each_tensor(change: Callable[[Tensor], Tensor], num_rows: int, value: Any) -> Any:
+    """Change every tensor (1, rows, ...) of a value along its rows, those of tuples too."""
+    if isinstance(value, tuple):
+        return tuple(each_tensor(change, num_rows, each) for each in value)
+    is_changed = isinstance(value, Tensor) and value.shape[:2] == (1, num_rows)
+    return change(value[0])[None] if is_changed else value

@@ -1,4 +1,4 @@
-"""The records of `predict`, an answer to each prompt or scores of each sequence, and `predictions.jsonl`."""
+"""The records of `predict`, an answer to each prompt or log-probabilities of each sequence, and `predictions.jsonl`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from radixtrain.checkpoints.atomic import check_replaceable, new_file, place, sync_folder
 from radixtrain.collators.steps import Step
 from radixtrain.data.prompts import Prompt
-from radixtrain.data.tokens.decode import next_token_ids
-from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.generation.cache import RadixCache
-from radixtrain.hf.scores import Scorer, named_scores
+from radixtrain.hf.predicting_rows import forward_rows, labelled_logprobs
 from radixtrain.training.answers.answering import AnswerOptions, answer_prompts
 from radixtrain.training.results.run_progress import print_line
 from radixtrain.training.speed import Speed
@@ -67,34 +66,32 @@ class PredictedAnswers:
         return f"{r:.2f} tokens of prompts per computed token; {rates}"
 
 
-def scorer_of(settings: Any) -> Scorer:
-    """Make what computes the scores. settings: of a `RadixModule`. Reads the tokenizer if words are scored.
-
-    Raises UserError if a word is not one token.
-    """
-    words = settings.next_tokens
-    ids = next_token_ids(load_tokenizer(settings.model_name_or_path), words) if words else {}
-    return Scorer(named_scores(settings.scores), ids, settings.normalize_embeddings)
-
-
-def scored_records(scorer: Scorer, model: nn.Module, step: Step, plain_head: bool) -> list[dict[str, Any]]:
-    """Return for each sequence its file row, or None, and its scores: the whole step, on every rank.
+def scored_records(model: nn.Module, step: Step, plain_head: bool) -> list[dict[str, Any]]:
+    """Return for each sequence its file row, or None, and its labelled tokens: the whole step, on every rank.
 
     Afterwards `step.num_computed_tokens` counts the rows of all ranks.
     """
-    gathered = ranks().gather(list(_scored(scorer, model, step, plain_head)))
+    gathered = ranks().gather(list(_scored(model, step, plain_head)))
     (step.num_computed_tokens,) = ranks().total(step.num_computed_tokens)
     pairs = sorted((pair for part in gathered for pair in part), key=lambda pair: pair[0])
     rows = step.where or (None,) * len(pairs)
     return [{"row": rows[member], **scores} for member, scores in pairs]
 
 
-def _scored(scorer: Scorer, model: nn.Module, step: Step, plain_head: bool) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield index and scores of each sequence of this rank; none for a micro-batch of weight zero."""
+@torch.no_grad()
+def _scored(model: nn.Module, step: Step, plain_head: bool) -> Iterator[tuple[int, dict[str, list[Any]]]]:
+    """Yield index, labels and log-probabilities of each sequence of this rank; none for a micro-batch of weight zero.
+
+    step: its batches are not merged.
+    """
     for batch, members in zip(step.micro_batches, step.members, strict=True):
-        scores = scorer(model, batch, plain_head)
+        logprobs = forward_rows(model, batch, plain_head).logprobs()
+        scores: list[dict[str, list[Any]]] = [{"tokens": [], "logprobs": []} for _ in members]
         if members:
-            yield from zip(members, scores, strict=True)
+            for sequence, label, logprob in labelled_logprobs(batch, logprobs):
+                scores[sequence]["tokens"].append(label)
+                scores[sequence]["logprobs"].append(logprob)
+        yield from zip(members, scores, strict=True)
 
 
 class PredictionWriter:

@@ -4,8 +4,7 @@
 |---|---|
 | `settings.py` | which devices and strategies a command accepts |
 | `launcher_env.py` | what has started this process, and as which rank |
-| `launch.py` | starts the other processes, makes the process group, and lets one rank report an error |
-| `rank_monitor.py` | a connection of every rank to rank 0: who is gone, who reports the error |
+| `launch.py` | starts the ranks, makes the process group, and lets one rank report an error |
 | `fabric.py` | Lightning Fabric for a command: devices, precision, strategy |
 | `gradients.py` | the gradient of a step: added up over micro-batches, averaged over ranks |
 | `fsdp2.py` | divided weights: the strategy, how a model is divided, and whole again |

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PARENT = "RADIXTRAIN_PARENT"  # variable of a process that `fit` has started itself: the id of the parent
+PARENT = "RADIXTRAIN_PARENT"  # variable of a rank that `fit` has started itself: the id of the process that did
 ON_SEVERAL = ("fit", "validate", "test", "predict")  # commands that run on several devices
 # Environment variables that reveal several unconnected copies of a process, by the program that sets them.
 COPIES = {"mpirun": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"), "a launcher": ("WORLD_SIZE",)}
@@ -24,7 +24,7 @@ INTERACTIVE = ("bash", "interactive")  # job names that `srun --pty` and `salloc
 
 @dataclass(frozen=True)
 class LauncherEnv:
-    """The launcher of this process. by: torchrun, srun or radixtrain; empty for a process that is not one of several.
+    """The launcher of this process. by: torchrun or srun; empty for a process that is not one of several.
 
     rank, size: of this process among all of them. local_rank, local_size: among those of this machine.
     """
@@ -38,7 +38,7 @@ class LauncherEnv:
     @property
     def is_silent(self) -> bool:
         """Return whether another process of this machine reports the mistakes that each finds on its own."""
-        return self.by in ("torchrun", "srun") and self.local_rank > 0
+        return self.local_rank > 0
 
     @property
     def num_nodes(self) -> int:
@@ -46,13 +46,10 @@ class LauncherEnv:
 
 
 def launcher_env() -> LauncherEnv:
-    """Find the launcher: torchrun, or what sets its variables, as `accelerate launch` does; `srun`; `fit` itself."""
+    """Find the launcher: `srun`, or torchrun or what sets its variables: `accelerate launch`, `fit` for its ranks."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         return LauncherEnv("torchrun", *(int(os.environ[name]) for name in names))
-    if PARENT in os.environ:
-        rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
-        return LauncherEnv("radixtrain", rank, size, rank, size)
     num_tasks = os.environ.get("SLURM_NTASKS", "")
     is_task = "SLURM_PROCID" in os.environ and os.environ.get("SLURM_JOB_NAME") not in INTERACTIVE
     if num_tasks.isdigit() and int(num_tasks) > 1 and is_task:
@@ -62,8 +59,8 @@ def launcher_env() -> LauncherEnv:
 
 
 def is_launched() -> bool:
-    """Return whether torchrun or srun has started this process and others."""
-    return launcher_env().by in ("torchrun", "srun")
+    """Return whether this process is one of several that a launcher has started."""
+    return bool(launcher_env().by)
 
 
 def default_devices() -> dict[str, int]:

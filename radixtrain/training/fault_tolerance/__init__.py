@@ -3,8 +3,7 @@
 | file | what |
 |---|---|
 | `saving.py` | when a checkpoint is written |
-| `run_state.py` | what else it keeps, random generators included; its weights into a module; the check of the model |
-| `resume.py` | where a run is; how it continues from there, and which settings may differ |
+| `run_state.py` | what a checkpoint holds of a run; how it resumes, and which settings may differ |
 | `signals.py`, `slurm.py` | requests to save and to stop: signals, files, and a scheduler |
 | `nonfinite_guard.py` | NaN and Inf in losses, gradients and weights, before they do harm |
 | `failures.py` | errors of the machine and of lost ranks in one line, with a remedy |

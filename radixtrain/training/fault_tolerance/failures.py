@@ -11,7 +11,7 @@ import re
 import resource
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_tb
@@ -23,6 +23,7 @@ from radixtrain.checkpoints.folder import existing, mount_point
 from radixtrain.checkpoints.resolve import target_of
 from radixtrain.data.workers import OUT_OF_FILES, OUT_OF_SHARED_MEMORY
 from radixtrain.errors import EndedElsewhere, UserError, bytes_text, first_line
+from radixtrain.training.devices.launcher_env import PARENT
 
 MOST_FILES = 65_536
 # Fewest open files: about 50 for the run, 64 more for each worker, two of whose batches wait.
@@ -46,7 +47,6 @@ WORKER = r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:exited unexpectedly|
 LESS_MEMORY = "set data.max_tokens to a smaller number (and data.max_length, if it is larger), or data.batch_size"
 LESS_DATA_MEMORY = "set data.dataloader_num_workers: 0"
 
-IN_USE = r"EADDRINUSE|[Aa]ddress already in use"
 LATE = r"(?i)timed out|timeout"
 GONE = (
     r"(?i)connection (was )?(likely )?(closed|reset|refused|aborted)|broken pipe|socket (was )?closed|connect failure"
@@ -55,26 +55,27 @@ GONE = (
 OF_GLOO = r"gloo/transport|Application timeout caused pair closure|ProcessGroupGloo"
 
 
-def explain(error: BaseException, output_dir: Path | None, gone: Callable[[], str] = str) -> str | None:
+def explain(error: BaseException, output_dir: Path | None) -> str | None:
     """Explain an error of a known kind in one line: the cause, what to change, and the last checkpoint; else None.
 
     output_dir: of a training run; None for other commands, which have no checkpoint to resume from.
-    gone: see `lost_rank`.
+
+    Raises EndedElsewhere if a rank of `fit --trainer.devices N` is gone, since the process that has started it says so.
     """
     if isinstance(error, UserError):
         return None
     causes = [(cause, f"{type(cause).__name__}: {cause}") for cause in _chain(error)]
     of_workers = (_not_handed_over(text) for _, text in causes)  # torch has their exit codes in the cause of its error
     if reason := next(filter(None, of_workers), None):
-        return f"{reason}{_last_checkpoint(output_dir)}"
+        return f"{reason}{last_checkpoint(output_dir)}"
     for cause, text in causes:
         if isinstance(cause, FileNotFoundError) and output_dir is not None and not output_dir.exists():
             way_out = "restore its name, and resume with --ckpt_path auto"
             return f"output_dir {output_dir} is gone, renamed or removed while the run wrote into it: {way_out}"
         reason = _no_room(cause, text, output_dir) or _no_memory(cause, text)
-        reason = reason or _killed_worker(cause, text) or lost_rank(cause, gone)
+        reason = reason or _killed_worker(cause, text) or lost_rank(cause)
         if reason:
-            return f"{reason}{_last_checkpoint(output_dir)}"
+            return f"{reason}{last_checkpoint(output_dir)}"
     return None
 
 
@@ -114,24 +115,23 @@ def raise_file_limit(num_workers: int) -> None:
         raise UserError(_out_of_files(needed, num_workers > 0))
 
 
-def lost_rank(error: BaseException, known: Callable[[], str]) -> str | None:
+def lost_rank(error: BaseException) -> str | None:
     """Explain an error of gloo, NCCL or torch's store between ranks, and say what to do; None for any other error.
 
-    known: returns what is known of a rank that has ended, such as `rank 1 was killed by SIGKILL`, or nothing.
+    Raises EndedElsewhere as `explain` does.
     """
     text = str(error)
     if not isinstance(error, dist.DistError) and not (isinstance(error, RuntimeError) and re.search(OF_GLOO, text)):
         return None
-    if re.search(IN_USE, text):
-        port = os.environ.get("MASTER_PORT", "")
-        return f"MASTER_PORT {port} is in use by another program on this machine: set it to a free port on every rank"
     if re.search(LATE, text):
         return (
             "a rank has not answered within ddp_timeout: it hangs, or needs longer for a step or a checkpoint: then "
             "set a larger ddp_timeout"
         )
     if re.search(GONE, text):
-        return known() or "another rank is gone: its own message, or its launcher's, says why"
+        if PARENT in os.environ:
+            raise EndedElsewhere from error
+        return "another rank is gone: its own message, or its launcher's, says why"
     return None
 
 
@@ -200,7 +200,8 @@ def _killed_worker(error: BaseException, text: str) -> str | None:
     )
 
 
-def _last_checkpoint(output_dir: Path | None) -> str:
+def last_checkpoint(output_dir: Path | None) -> str:
+    """Say from where a training run resumes, as the end of a message; nothing without its folder."""
     if output_dir is None:
         return ""
     last = output_dir / "checkpoints" / "last"

@@ -24,7 +24,7 @@ from itertools import count
 from pathlib import Path
 
 from radixtrain.checkpoints.atomic import check_replaceable
-from radixtrain.checkpoints.manifest import MANIFEST, SKELETON
+from radixtrain.checkpoints.folder import CHECKSUMS, RUN
 from radixtrain.checkpoints.resolve import AUTO
 from radixtrain.errors import UserError, only_warns
 
@@ -193,7 +193,7 @@ def _parts_of_run(output_dir: Path) -> list[str]:
 def _checkpoints(output_dir: Path) -> Iterator[Path]:
     """Yield whole checkpoints, whoever chose their names."""
     paths = output_dir.glob("checkpoints/[!.]*")
-    return (path for path in paths if all((path / name).is_file() for name in (MANIFEST, SKELETON)))
+    return (path for path in paths if all((path / name).is_file() for name in (CHECKSUMS, RUN)))
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from radixtrain.checkpoints.resolve import point, prune
 from radixtrain.distributed import ranks
 from radixtrain.errors import Stopped, only_warns
 from radixtrain.training.fault_tolerance.nonfinite_guard import NonFinite, check_weights_finite
-from radixtrain.training.fault_tolerance.resume import Position
+from radixtrain.training.fault_tolerance.run_state import Position
 from radixtrain.training.fault_tolerance.signals import Requests
 
 logger = logging.getLogger(__name__)

@@ -17,13 +17,11 @@ from typing import Any
 
 from radixtrain.distributed import ranks
 from radixtrain.errors import Stopped
+from radixtrain.training.devices.launch import ENDING, HANDLED, SAVING
 from radixtrain.training.fault_tolerance import slurm
 
 logger = logging.getLogger(__name__)
 
-ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-SAVING = (signal.SIGUSR1, signal.SIGUSR2)
-HANDLED = (*ENDING, *SAVING)
 # `timeout`, shells and launchers send a signal to the process and to its group, so that it arrives twice.
 SAME_SIGNAL_SECONDS = 1.0
 POLL_SECONDS = 1.0

@@ -81,7 +81,7 @@ class Best:
         if self.path is None:
             return False
         try:
-            checkpoint = read_checkpoint(self.path, leave_out=["optimizer_states"])
+            checkpoint = read_checkpoint(self.path, with_moments=False)
         except (UserError, OSError) as error:
             logger.warning("save_best: %s; model/ will hold the last weights, not the best", error)
             return False

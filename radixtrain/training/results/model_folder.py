@@ -21,7 +21,7 @@ from radixtrain.hf.config import check_json_files
 from radixtrain.hf.share import restore_model
 from radixtrain.training.devices.fsdp2 import gather_on_first
 from radixtrain.training.fault_tolerance.nonfinite_guard import check_weights_finite
-from radixtrain.training.start.adapters import merged
+from radixtrain.training.start.loading import merged
 from radixtrain.versions import versions
 
 if TYPE_CHECKING:
@@ -33,20 +33,6 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 DATA_FILE = re.compile(r"\.(jsonl|ndjson|json|csv|tsv|parquet|arrow)(\.gz|\.zst)?$")
 FOLDERS = re.compile(r"(^|_)(path|file|dir)$")
 OF_ROWS = ("columns", "chat_template_kwargs")  # settings whose values are no paths, whatever their names
-SHOWN = (  # settings of the card, if they are in the configuration
-    *("batch_size", "max_tokens", "max_length", "split_turns", "assistant_only_loss", "completion_only_loss"),
-    *(
-        "group_by_prefix",
-        "optimizer",
-        "learning_rate",
-        "lr_scheduler_type",
-        "warmup_steps",
-        "weight_decay",
-        "max_grad_norm",
-    ),
-    *("adam_beta1", "adam_beta2", "adam_epsilon", "dtype", "use_peft", "dedup"),
-)
-LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_dora", "use_rslora", "load_in_4bit")
 USE = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -157,14 +143,14 @@ def card_and_settings(
     results: Mapping[str, str],
     data: Mapping[str, str],
     has_chat_template: bool,
-    system: str = "",
+    system: str | None = None,
 ) -> dict[str, str]:
     """Return names and texts of the files: the card, and the configuration.
 
     config: with the sections `model` and `data`, and whatever else made the model.
     results: of the run, by name: loss, r, ...
     data: of the training, by name: rows, tokens, ...
-    system: the system turn of its chats, if it is the same in all, for the example.
+    system: the system turn of chats that begin without one, for the example.
     """
     settings = yaml.safe_dump(_without_folders(config), sort_keys=False, allow_unicode=True)
     turns = ", ".join([*([SYSTEM.format(repr(system))] if system else []), USER])
@@ -187,13 +173,11 @@ def _card(config: Mapping[str, Any], results: Mapping[str, str], data: Mapping[s
     path = Path(base).resolve()  # hide folders of this machine; the name of a run's folder says more than `model`
     shown = base if _is_of_hub(base) else path.parent.name if (path / SETTINGS).is_file() else path.name
     files = ", ".join(Path(source).name for source in sources)
-    names = (*SHOWN, *(LORA if settings.get("use_peft") else ()))
-    shown_settings = {key: _as_yaml(settings[key]) for key in names if key in settings}
     sections = {
         "Use": USE.format(inputs=inputs),
         "Data": _table({"files": files, **data}),
         "Results": _table(results),
-        "Settings": f"{_table(shown_settings)}\n\nAll of them: `{SETTINGS}`.",
+        "Settings": f"All of them are in `{SETTINGS}`.",
         "Versions": _table(versions()),
     }
     body = "\n\n".join(f"## {name}\n\n{text}" for name, text in sections.items() if text)
@@ -223,10 +207,6 @@ def _sources(files: object) -> list[str]:
     """List what `data.train_file` names: a path, or a list of paths and of mappings with a `path`."""
     listed = files if isinstance(files, list | tuple) else [files] if files else []
     return [str(source["path"]) if isinstance(source, Mapping) else str(source) for source in listed]
-
-
-def _as_yaml(value: object) -> str:
-    return str(yaml.safe_dump(value, default_flow_style=True)).removesuffix("...\n").strip()
 
 
 def _table(entries: Mapping[str, str]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from radixtrain.checkpoints.atomic import writing_file
-from radixtrain.checkpoints.manifest import Manifest
+from radixtrain.checkpoints.folder import read_run
 from radixtrain.distributed import ranks
 from radixtrain.errors import first_line
 from radixtrain.screen import screen
@@ -126,7 +126,7 @@ def weights_text(model_name_or_path: str, ckpt_path: str | None) -> str:
     """Say which weights `validate`, `test` or `predict` evaluates: the path; the step, if a run here wrote them."""
     if ckpt_path is not None:
         path = Path(ckpt_path)
-        return f"{path} (step {Manifest.read(path).step:,})" if path.is_dir() else str(path)
+        return f"{path} (step {read_run(path)['step']:,})" if path.is_dir() else str(path)
     folder = Path(model_name_or_path)
     try:
         exported = json.loads(read_text(folder.parent / SUMMARY))["exported"]

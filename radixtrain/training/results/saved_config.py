@@ -10,7 +10,6 @@ import yaml
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from radixtrain.checkpoints.atomic import check_replaceable, writing_file
-from radixtrain.data.splits import is_file_of_text
 from radixtrain.errors import UserError, first_line
 from radixtrain.settings.read import read_yaml
 from radixtrain.training.fault_tolerance.run_folder import RECORD
@@ -58,13 +57,13 @@ class RunRecord:
         return str(yaml.safe_dump(kept, sort_keys=False, allow_unicode=True))
 
 
-def defaults_of_model(model_name_or_path: str, system_prompt: str | None = None) -> dict[str, Any]:
+def defaults_of_model(model_name_or_path: str) -> dict[str, Any]:
     """Return keys with values for the evaluation of a model that radixtrain has trained; empty for any other model.
 
     They say how the run read its rows, its seed, which drew `data.val_size`, and its folder if the model is still
-    there. The settings beside the model may come from anybody, so they cannot name a file. system_prompt: as typed.
+    there.
 
-    Raises UserError if they cannot be read, or the system prompt is a file.
+    Raises UserError if they cannot be read.
     """
     folder = Path(model_name_or_path)
     path = folder / SETTINGS
@@ -81,10 +80,6 @@ def defaults_of_model(model_name_or_path: str, system_prompt: str | None = None)
             raise UserError(
                 f"{path}: {name} is {value!r}, expected {READING.get(name, int).__name__}; restore the file"
             )
-    if system_prompt is None and is_file_of_text(found.get("system_prompt", "")):
-        raise UserError(
-            f"{path}: system_prompt names a file, which is not read from there; give it as --data.system_prompt"
-        )
     found = {**{f"data.{name}": value for name, value in found.items()}, "seed_everything": seed}
     home = folder.resolve().parent
     found["output_dir"] = str(home) if (home / SUMMARY).is_file() else None

@@ -96,21 +96,6 @@ def _digest_of_model(model_name_or_path: str) -> str:
         return ""
 
 
-def earlier_run(subcommand: str, model_folder: Path, model_name_or_path: str, ckpt_path: str | None) -> str:
-    """Return a notice if a command takes weights from elsewhere although its folder holds a run; else empty.
-
-    model_folder: where `fit` writes the model.
-    """
-    is_evaluation = subcommand in ("validate", "test", "predict") and ckpt_path is None
-    is_other = Path(model_name_or_path).resolve() != model_folder.resolve()
-    if not (is_evaluation and is_other and (model_folder / "config.json").is_file()):
-        return ""
-    return (
-        f"{subcommand} takes the weights of {model_name_or_path}; for those of the run in {model_folder.parent} set "
-        f"model.model_name_or_path: {model_folder}"
-    )
-
-
 def _weight_files(model_name_or_path: str) -> list[Path] | None:
     name, folder = f"model.model_name_or_path {model_name_or_path!r}", Path(model_name_or_path)
     if not folder.is_dir():

@@ -25,10 +25,9 @@ from watch import DEVICE, FakeCUDA, Waits, move_module, moved
 from radixtrain import RadixCollator, build_prefix_plan, share_prefixes, sharing_report
 from radixtrain.attention import EVERYWHERE, tree_attention
 from radixtrain.collators.steps import StepCollator
-from radixtrain.hf import third_party
+from radixtrain.hf.guards import code
 from radixtrain.hf.padded import causes
 from radixtrain.hf.predicting_rows import forward_rows
-from radixtrain.hf.recurrent import layers
 from radixtrain.kernels import functions
 from radixtrain.kernels.merge_attention import merge_piece, merge_sinks
 from radixtrain.loss import linear_cross_entropy
@@ -37,7 +36,7 @@ from radixtrain.training.module import RadixModule
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.verification.equivalence import verify_equivalence
 
-third_party.KNOWN |= {__name__, "watch"}  # its modes, and the mistakes below
+code.KNOWN |= {__name__, "watch"}  # its modes, and the mistakes below
 BF16, FLOAT32, FLOAT16 = torch.bfloat16, torch.float32, torch.float16
 NESTED = [[1, 1, 2, 2, 3], [1, 1, 2, 2, 4, 4], [1, 1, 2, 5], [2, 2, 1], [2, 2, 3, 3], [2, 2, 3, 4], [5, 1]]
 FEATURES = [{"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in NESTED]
@@ -283,7 +282,6 @@ def main(group: str) -> None:
     """Print a line for each case of the group. The kernels of one that is compiled go into its line."""
     if group in ("compiled", "merges"):
         compile_without_running()
-    vars(layers)["why_it_cannot_fork"] = lambda *_: ""  # tried once for a mixer, on values
     for name, case in GROUPS[group].items():
         torch.compiler.reset()
         SHARED.clear()

@@ -19,7 +19,7 @@ from radixtrain.__main__ import main
 
 TRIES = tries(5, 50)
 pytestmark = FULL
-FILES = ("model.safetensors", "optimizer.safetensors", "state.safetensors", "state.json", "manifest.json")
+FILES = ("model.safetensors", "optimizer.safetensors", "run.json", "checksums.txt")
 
 
 def flip(path: Path, draw: random.Random) -> int:

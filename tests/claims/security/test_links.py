@@ -90,7 +90,7 @@ ODD: dict[str, Callable[[Path], Any]] = {"fifo": os.mkfifo, "device": lambda pat
 @pytest.mark.parametrize(
     "pattern",
     [
-        *("out/checkpoints/step=*/manifest.json", "out/checkpoints/step=*/state.json", "out/checkpoints/last"),
+        *("out/checkpoints/step=*/checksums.txt", "out/checkpoints/step=*/run.json", "out/checkpoints/last"),
         *("out/logs/version_0/metrics.csv", "out/summary.json", "out/loss.png", "out/.radixtrain_files"),
         *("tokens/*/about.json", "tokens/*/samples.arrow", "out/model/README.md", "out/model/config.json"),
     ],

@@ -113,7 +113,7 @@ def test_the_watch_sees_both(watch: Watch, tmp_path: Path) -> None:
 
 
 def test_a_row_with_an_image_is_refused_by_name(watch: Watch, tmp_path: Path) -> None:
-    from radixtrain.data.rows.messages import check_messages
+    from radixtrain.data.messages import check_messages
 
     for part in ({"type": "image", "image": watch.file}, {"type": "image_url", "image_url": {"url": watch.address}}):
         with pytest.raises(DataError, match="image"):

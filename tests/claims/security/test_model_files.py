@@ -79,7 +79,6 @@ def test_code_of_the_hub_in_a_configuration_or_a_checkpoint(shop: Path) -> None:
 
 
 OF_A_RUN: list[tuple[str, str]] = [
-    (yaml.safe_dump({"data": {"system_prompt": "SECRET"}}), "system_prompt names a file, which is not read from there"),
     (yaml.safe_dump({"data": {"columns": "SECRET"}}), "columns is '.*', expected dict"),
     (yaml.safe_dump({"data": {"max_length": "SECRET"}}), "max_length is '.*', expected int"),
     (yaml.safe_dump({"data": {}, "seed_everything": "SECRET"}), "seed_everything is '.*', expected int"),

@@ -8,19 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from forged_checkpoints import a_run, sign
 from tiers import cases
 
 from radixtrain.__main__ import main
-from radixtrain.checkpoints.folder import read_checkpoint as read_folder
-from radixtrain.checkpoints.folder import write_checkpoint
+from radixtrain.checkpoints.folder import CHECKSUMS, FILES, Checkpoint, read_checkpoint, write_checkpoint
 from radixtrain.data.files.sources import read_rows
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.errors import UserError
-from radixtrain.training.fault_tolerance.run_state import read_checkpoint
 from radixtrain.training.start.loading import load_model
 
 KINDS = ["pt", "pth", "pkl", "pickle", "joblib", "npy", "ckpt", "bin", "parquet", "arrow", "jsonl", "json", "csv"]
-STATE = {"state_dict": {"w": torch.ones(3)}, "hyper_parameters": {}, "global_step": 1, "optimizer_states": []}
 
 
 class Bomb:
@@ -40,7 +38,7 @@ def mark(tmp_path: Path) -> Path:
 
 def saved(path: Path, mark: Path, zipped: bool = True) -> Path:
     """A checkpoint of torch's format with a bomb among the settings of the optimizer."""
-    state = {**STATE, "optimizer_states": [{"state": Bomb(mark)}], "hyper_parameters": {"x": Bomb(mark)}}
+    state = {"state_dict": {"w": torch.ones(3)}, "optimizer_states": [{"state": Bomb(mark)}]}
     torch.save(state, path, _use_new_zipfile_serialization=zipped)
     return path
 
@@ -57,19 +55,20 @@ def test_a_checkpoint_file(kind: str, tmp_path: Path, mark: Path) -> None:
         path.write_bytes(pickle.dumps(Bomb(mark)))
     else:
         saved(path, mark, zipped=kind == "zipped")
-    for read in (read_checkpoint, read_folder):
-        with pytest.raises(UserError):
-            read(path)
+    with pytest.raises(UserError):
+        read_checkpoint(path)
     assert not mark.exists()
 
 
 def test_a_file_of_a_checkpoint(tmp_path: Path, mark: Path) -> None:
-    for name in ("manifest.json", "state.json", "model.safetensors", "optimizer.safetensors", "state.safetensors"):
+    for name in (CHECKSUMS, *FILES):
         folder = tmp_path / name / "step=1"
-        write_checkpoint(folder, {**STATE, "optimizer_states": [{"state": {0: {"exp_avg": torch.ones(3)}}}]})
+        write_checkpoint(folder, Checkpoint({"w": torch.ones(3)}, {"w.exp_avg": torch.ones(3)}, a_run()))
         saved(folder / name, mark)
-        with pytest.raises(UserError):
-            read_folder(folder)
+        if name != CHECKSUMS:
+            sign(folder)
+        with pytest.raises(UserError, match=name):
+            read_checkpoint(folder)
         assert not mark.exists(), name
 
 

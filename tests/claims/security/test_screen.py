@@ -11,6 +11,7 @@ import pytest
 from forged_checkpoints import forge
 
 from radixtrain.__main__ import main
+from radixtrain.checkpoints.folder import read_run
 from radixtrain.screen import printable
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202ex"
@@ -55,8 +56,8 @@ def test_what_a_run_says(
     code, said = run(arguments("report", **flags, max_seconds=0))
     assert code == 0, said
     checkpoint = tmp_path / f"out{EVIL}" / "checkpoints" / "step=5"
-    for key in ("hyper_parameters", "datamodule_hyper_parameters"):
-        for name in json.loads((checkpoint / "state.json").read_text())[key]:
+    for key in ("model", "data"):
+        for name in read_run(checkpoint)[key]:
             if name in ("learning_rate", "min_shared_tokens", "lr_scheduler_type", "kernel", "optimizer"):
                 forge(checkpoint, (key, name), EVIL)
                 run(arguments(**{**flags, "trainer__max_epochs": 2}, ckpt_path=checkpoint))

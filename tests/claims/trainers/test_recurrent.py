@@ -9,7 +9,7 @@ from tiers import FULL
 from trainer_harness import Run, Share, compare, differences_of, run, settings
 
 from radixtrain import RadixCollator, share_prefixes
-from radixtrain.hf.recurrent.running import TreeRuns
+from radixtrain.hf.recurrent.running import tree_runs
 from radixtrain.tree.runs import RunLayout
 
 pytestmark = [FULL, pytest.mark.usefixtures("free_forks")]
@@ -48,7 +48,7 @@ def _rows_of(pair: dict[str, str], tokenizer: Any) -> Iterator[Row]:
 
 
 def runs_of(batch: dict[str, Any]) -> RunLayout:
-    return TreeRuns(batch["radix"].layout).forked
+    return tree_runs(batch["radix"].layout, forks=True)
 
 
 def test_every_batch_has_nested_forks(rows):

@@ -1,51 +1,28 @@
-"""States and checkpoints to damage."""
+"""Checkpoints to damage."""
 
-import json
-
-import numpy as np
 import pytest
 import torch
+from forged_checkpoints import a_run
 
-from radixtrain.checkpoints.folder import write_checkpoint
+from radixtrain.checkpoints.folder import Checkpoint, write_checkpoint
 
 
-def a_state(step=3, size=4):
-    """As of a run: weights, two of them tied, an optimizer, generators, and settings."""
-    generator = torch.Generator().manual_seed(step)
-    weight = torch.randn(size, size, generator=generator)
-    return {
-        "global_step": step,
-        "state_dict": {"embed": weight, "head": weight, "norm": torch.ones(size, dtype=torch.bfloat16)},
-        "optimizer_states": [{"state": {0: {"step": torch.tensor(1.0), "exp_avg": weight / 2}}, "betas": (0.9, 0.999)}],
-        "radixtrain": {
-            "generators": {"numpy": np.arange(9, dtype="u4"), "torch": torch.full((9,), step, dtype=torch.uint8)}
-        },
-        "hyper_parameters": {"learning_rate": 1e-3, "kth": float("inf")},
-    }
+def a_checkpoint(step=3, size=4):
+    """As of a run: weights, moments and numbers of an optimizer, and settings."""
+    weight = torch.randn(size, size, generator=torch.Generator().manual_seed(step))
+    weights = {"embed": weight, "norm": torch.ones(size, dtype=torch.bfloat16)}
+    moments = {"embed.exp_avg": weight / 2, "embed.step": torch.tensor(1.0)}
+    return Checkpoint(weights, moments, a_run(step, numbers={"norm.step": 7}, model={"kth": float("inf")}))
 
 
 @pytest.fixture
-def make_state():
-    return a_state
+def made():
+    return a_checkpoint
 
 
 @pytest.fixture
 def folder(tmp_path):
     """Of two whole checkpoints: `step=3`, and `step=5`, which is newer."""
     for step in (3, 5):
-        write_checkpoint(tmp_path / "checkpoints" / f"step={step}", a_state(step))
+        write_checkpoint(tmp_path / "checkpoints" / f"step={step}", a_checkpoint(step))
     return tmp_path / "checkpoints"
-
-
-@pytest.fixture
-def text_of():
-    """A state as text, to compare."""
-
-    def plain(value):
-        if isinstance(value, torch.Tensor | np.ndarray):
-            return [str(value.dtype), value.tolist()]
-        if isinstance(value, dict):
-            return [[repr(key), plain(each)] for key, each in value.items()]
-        return [type(value).__name__, *map(plain, value)] if isinstance(value, list | tuple) else repr(value)
-
-    return lambda state: json.dumps(plain(state))

@@ -12,42 +12,52 @@ from pathlib import Path
 
 import pytest
 import torch
+from forged_checkpoints import a_run, forge, sign
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from killed_in_a_fork import kills_at_calls
-from outcomes import names
+from outcomes import assert_equal, names
 from tiers import TRIES
 
-from radixtrain.checkpoints import folder as folders
 from radixtrain.checkpoints.atomic import remove, tidy_leftovers
-from radixtrain.checkpoints.folder import DamagedCheckpoint, read_checkpoint, verify_checkpoint, write_checkpoint
-from radixtrain.checkpoints.manifest import FILES, MANIFEST, SKELETON, Manifest, committed
-from radixtrain.checkpoints.packing import MODEL, STATE
+from radixtrain.checkpoints.folder import (
+    CHECKSUMS,
+    FILES,
+    MODEL,
+    OPTIMIZER,
+    RUN,
+    SCHEMA,
+    Checkpoint,
+    DamagedCheckpoint,
+    committed,
+    read_checkpoint,
+    verify_checkpoint,
+    write_checkpoint,
+)
 from radixtrain.checkpoints.resolve import newest_valid
-from radixtrain.checkpoints.tensors import digest_of_file, read_tensors
 from radixtrain.errors import UserError
 
 
-def test_a_state_comes_back(tmp_path, make_state, text_of, monkeypatch):
-    write_checkpoint(tmp_path / "new" / "step=3", make_state())
-    assert names(tmp_path / "new") == ["step=3"] and names(tmp_path / "new" / "step=3") == sorted((MANIFEST, *FILES))
-    back = read_checkpoint(tmp_path / "new" / "step=3")
-    assert text_of(back) == text_of(make_state())
-    assert back["state_dict"]["embed"] is back["state_dict"]["head"]
-    opened = []
-    monkeypatch.setattr(
-        folders, "read_tensors", lambda path, **given: opened.append(path.name) or read_tensors(path, **given)
-    )
-    rest = {name: value for name, value in make_state().items() if name != "optimizer_states"}
-    assert text_of(read_checkpoint(tmp_path / "new" / "step=3", leave_out=["optimizer_states"])) == text_of(rest)
-    assert opened == [MODEL, STATE]
+def assert_holds(path, expected, moments=True):
+    found = read_checkpoint(path, moments)
+    assert_equal(found.weights, expected.weights, "weights")
+    assert_equal(found.moments, expected.moments if moments else {}, "moments")
+    assert found.run == {**found.run, **expected.run} and found.run.keys() == SCHEMA.keys()
 
 
-def test_the_manifest_says_which_is_the_newest(folder, make_state, text_of):
-    write_checkpoint(folder / "step=3", make_state(7))  # replaced, as after going back to an earlier step
-    found = [(manifest.sequence, manifest.step, path.name) for manifest, path in committed(folder)]
+def test_a_checkpoint_comes_back(tmp_path, made):
+    path = tmp_path / "new" / "step=3"
+    write_checkpoint(path, made())
+    assert names(tmp_path / "new") == ["step=3"] and names(path) == sorted((CHECKSUMS, *FILES))
+    assert_holds(path, made())
+    assert_holds(path, made(), moments=False)
+
+
+def test_which_is_the_newest(folder, made):
+    write_checkpoint(folder / "step=3", made(7))  # replaced, as after going back to an earlier step
+    found = [(run["sequence"], run["step"], path.name) for run, path in committed(folder)]
     assert found == [(3, 7, "step=3"), (2, 5, "step=5")]
-    assert text_of(read_checkpoint(folder / "step=3")) == text_of(make_state(7))
+    assert_holds(folder / "step=3", made(7))
     assert names(folder) == ["step=3", "step=5"]
 
 
@@ -57,7 +67,7 @@ class TestDamage:
     def check(self, folder, file, match=None):
         with pytest.raises(DamagedCheckpoint, match=match) as caught:
             verify_checkpoint(folder / "step=5")
-        assert caught.value.file == file and str(folder / "step=5") in str(caught.value) and file in str(caught.value)
+        assert str(folder / "step=5") in str(caught.value) and file in str(caught.value)
         with pytest.raises(DamagedCheckpoint):
             read_checkpoint(folder / "step=5")
         choice = newest_valid(folder)
@@ -65,170 +75,122 @@ class TestDamage:
         (line,) = choice.passed_over
         assert file in line and "step=5" in line
 
-    @pytest.mark.parametrize("file", [MANIFEST, *FILES])
+    @pytest.mark.parametrize("file", [CHECKSUMS, *FILES])
     def test_of_every_file(self, folder, file):
-        """Flipped bits, a beginning of the file, more than the file, and something else of its name."""
+        """Flipped bits, a beginning of it, more than the file, that of another, and something else of its name."""
         path = folder / "step=5" / file
-        whole = path.read_bytes()
-        places = random.Random(file)
+        whole, places = path.read_bytes(), random.Random(file)
+        cut = [whole[:left] for left in (0, 1, len(whole) // 2, len(whole) - 1)]
+        for data in (*cut, whole + b"\n", (folder / "step=3" / file).read_bytes()):
+            path.write_bytes(data)
+            self.check(folder, file)
         for _ in range(2 * TRIES):
             changed = bytearray(whole)
             changed[places.randrange(len(changed))] ^= 1 << places.randrange(8)
             path.write_bytes(changed)
             self.check(folder, file)
-        for left in (0, 1, len(whole) // 2, len(whole) - 1):
-            path.write_bytes(whole[:left])
-            said = None if file == MANIFEST else rf"it has [\d,]+ bytes, and {len(whole):,} were written"
-            self.check(folder, file, said)
-        path.write_bytes(whole + b"\n")
-        self.check(folder, file)
         path.unlink()
-        self.check(folder, file)
+        self.check(folder, file, "is missing")
         path.mkdir()
-        self.check(folder, file)
+        self.check(folder, file, "cannot be read")
         path.rmdir()
-        path.symlink_to(path.name)  # a loop: it cannot be read
-        self.check(folder, file)
+        path.symlink_to(path.name)  # a loop
+        self.check(folder, file, "cannot be read")
         path.unlink()
         path.write_bytes(whole)
         verify_checkpoint(folder / "step=5")
 
-    @pytest.mark.parametrize("file", [MANIFEST, MODEL, STATE, SKELETON])
-    def test_a_file_of_another_checkpoint(self, folder, file):
-        shutil.copy(folder / "step=3" / file, folder / "step=5" / file)
-        self.check(folder, MODEL if file == MANIFEST else file)
-
-    def test_a_file_more_is_not_read(self, folder, make_state, text_of):
-        (folder / "step=5" / "notes.txt").write_text("a good one")
+    def test_a_file_more_is_not_read(self, folder, made):
         (folder / "step=5" / "pickle.pt").write_bytes(b"\x80")
-        assert text_of(read_checkpoint(folder / "step=5")) == text_of(make_state(5))
+        assert_holds(folder / "step=5", made(5))
 
     def test_of_a_later_version(self, folder):
-        path = folder / "step=5" / MANIFEST
-        path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
-        with pytest.raises(DamagedCheckpoint, match="another version than format 1: format 2"):
-            verify_checkpoint(folder / "step=5")
+        forge(folder / "step=5", ("format",), 2)
+        self.check(folder, RUN, "not of format 1: another version of radixtrain")
+
+    @pytest.mark.parametrize("key", [key for key in SCHEMA if key != "format"])
+    def test_an_entry_of_another_kind(self, folder, key):
+        forge(folder / "step=5", (key,), 0.5)
+        self.check(folder, RUN, f"its {key} is not as radixtrain writes it")
+
+    def test_a_file_elsewhere(self, folder):
+        sums = folder / "step=5" / CHECKSUMS
+        sums.write_text(sums.read_text().replace(MODEL, f"../step=3/{MODEL}"))
+        self.check(folder, CHECKSUMS)
 
 
-def with_sums(path, **changed):
-    """Change files of a checkpoint, and its manifest with them: damage that no checksum shows."""
-    for name, data in changed.items():
-        (path / name).write_bytes(data)
-    sums = {name: digest_of_file(path / name) for name in FILES}
-    (path / MANIFEST).write_bytes(Manifest(sequence=1, step=1, files=sums).to_bytes())
+BYTES = st.binary(max_size=60)
+ANY = {
+    CHECKSUMS: BYTES | st.lists(st.sampled_from([*FILES, "0" * 32, "  ", "\n"])).map(lambda all: "".join(all).encode()),
+    RUN: BYTES | st.sampled_from([b"[" * 99_999, b"1" * 5000, b'{"format": 1e999}', b"null", b'{"format": 1}']),
+    **dict.fromkeys((MODEL, OPTIMIZER), BYTES | BYTES.map(lambda text: len(text).to_bytes(8, "little") + text)),
+}
 
 
-class TestFuzz:
-    """Whatever somebody put there: DamagedCheckpoint and nothing else."""
-
-    @pytest.fixture(scope="class")
-    def checkpoint(self, tmp_path_factory):
-        path = tmp_path_factory.mktemp("fuzz") / "step=1"
-        write_checkpoint(path, {"x": torch.ones(3)})
-        return path
-
-    OF_THE_RIGHT_KEYS = st.fixed_dictionaries(
-        {"format": st.just(1)},
-        optional={
-            name: st.none() | st.integers() | st.floats() | st.dictionaries(st.text(), st.none()) | st.text()
-            for name in ("sequence", "step", "files", "checksum")
-        },
-    ).map(lambda body: json.dumps(body).encode())
-
-    @settings(max_examples=8 * TRIES, deadline=None)
-    @given(
-        data=st.binary(max_size=60)
-        | st.sampled_from([b"[" * 99_999, b"1" * 5000, b'{"format": 1e999}', b"null"])
-        | OF_THE_RIGHT_KEYS
-    )
-    def test_manifest(self, checkpoint, data):
-        (checkpoint / MANIFEST).write_bytes(data)
-        with pytest.raises(DamagedCheckpoint):
-            read_checkpoint(checkpoint)
-
-    def test_a_manifest_that_names_a_file_elsewhere(self, folder):
-        sums = {name: digest_of_file(folder / "step=5" / name) for name in FILES if name != MODEL}
-        sums["../step=3/model.safetensors"] = digest_of_file(folder / "step=3" / MODEL)
-        (folder / "step=5" / MANIFEST).write_bytes(Manifest(sequence=1, step=1, files=sums).to_bytes())
-        with pytest.raises(DamagedCheckpoint):
-            read_checkpoint(folder / "step=5")
-
-    @settings(max_examples=2 * TRIES, deadline=None)
-    @given(
-        data=st.binary(max_size=60)
-        | st.sampled_from([b"[" * 99_999, b"1", b'{"$tensor": 1}', b'{"x": {"$tensor": []}}'])
-    )
-    def test_skeleton(self, checkpoint, data):
-        with_sums(checkpoint, **{SKELETON: data})
-        with pytest.raises(DamagedCheckpoint, match=SKELETON):
-            read_checkpoint(checkpoint)
-
-    @settings(max_examples=2 * TRIES, deadline=None)
-    @given(
-        data=st.binary(max_size=60) | st.binary(max_size=30).map(lambda text: len(text).to_bytes(8, "little") + text)
-    )
-    def test_tensors(self, checkpoint, data):
-        whole = (checkpoint / STATE).read_bytes()
-        with_sums(checkpoint, **{STATE: data, SKELETON: b'{"x": 1}'})
-        try:
-            with pytest.raises(DamagedCheckpoint, match=STATE):
-                read_checkpoint(checkpoint)
-        finally:
-            (checkpoint / STATE).write_bytes(whole)  # for the other tests, in whatever order they come
+@pytest.mark.parametrize("file", ANY)
+@settings(max_examples=3 * TRIES, deadline=None)
+@given(st.data())
+def test_whatever_somebody_put_there(tmp_path_factory, file, data):
+    """DamagedCheckpoint and nothing else, also if the checksums are right."""
+    path = tmp_path_factory.mktemp("fuzz") / "step=1"
+    write_checkpoint(path, Checkpoint({"x": torch.ones(3)}, {}, a_run()))
+    (path / file).write_bytes(data.draw(ANY[file]))
+    if file != CHECKSUMS:
+        sign(path)
+    with pytest.raises(DamagedCheckpoint, match=file):
+        read_checkpoint(path)
 
 
-class TestKilled:
+@pytest.mark.parametrize("kind", ["fresh", "replacing"])
+def test_killed_anywhere(kind, tmp_path, made):
     """In the middle of a write: the old one or the new one, and nothing half-written."""
-
-    @pytest.mark.parametrize("kind", ["fresh", "replacing"])
-    def test_anywhere(self, kind, tmp_path, make_state):
-        states = {step: make_state(step, size=300) for step in (1, 2, 3)}
-        files = {}
-        for step in (3, 2, 1):
-            write_checkpoint(tmp_path / f"step={step}", states[step])
-            files[step] = Manifest.read(tmp_path / f"step={step}").files
-        remove(tmp_path / "step=3")
-        target, usual = ("step=2", ["step=1", "step=2"]) if kind == "replacing" else ("step=3", ["step=1", "step=2"])
-        for _ in kills_at_calls(lambda: write_checkpoint(tmp_path / target, states[3]), number=25):
-            choice = newest_valid(tmp_path)
-            assert choice.path is not None and not choice.passed_over
-            tidy_leftovers(tmp_path)
-            assert names(tmp_path) in (usual, sorted({*usual, target}))
-            for path in tmp_path.iterdir():
-                verify_checkpoint(path)
-                assert Manifest.read(path).files in files.values()
-            remove(tmp_path / target)
-            if kind == "replacing":
-                write_checkpoint(tmp_path / target, states[2])
+    states = {step: made(step, size=300) for step in (1, 2, 3)}
+    sums = {}
+    for step in (3, 2, 1):
+        write_checkpoint(tmp_path / f"step={step}", states[step])
+        sums[step] = (tmp_path / f"step={step}" / CHECKSUMS).read_text().splitlines()[:2]
+    remove(tmp_path / "step=3")
+    target, usual = ("step=2", ["step=1", "step=2"]) if kind == "replacing" else ("step=3", ["step=1", "step=2"])
+    for _ in kills_at_calls(lambda: write_checkpoint(tmp_path / target, states[3]), number=25):
+        choice = newest_valid(tmp_path)
+        assert choice.path is not None and not choice.passed_over
+        tidy_leftovers(tmp_path)
+        assert names(tmp_path) in (usual, sorted({*usual, target}))
+        for path in tmp_path.iterdir():
+            verify_checkpoint(path)
+            assert (path / CHECKSUMS).read_text().splitlines()[:2] in sums.values()
+        remove(tmp_path / target)
+        if kind == "replacing":
+            write_checkpoint(tmp_path / target, states[2])
 
 
-def test_nothing_goes_through_the_folder_of_temporary_files(tmp_path, make_state, monkeypatch):
+def test_nothing_goes_through_the_folder_of_temporary_files(tmp_path, made, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
-    write_checkpoint(tmp_path / "step=3", make_state())
+    write_checkpoint(tmp_path / "step=3", made())
     assert names(tmp_path) == ["step=3"]
 
 
 class TestFullDisk:
     """One line with the disk, the bytes, the last whole checkpoint and a way out; nothing is left of the new one."""
 
-    def check(self, folder, path, reason, make_state, text_of, others=()):
+    def check(self, folder, path, reason, made):
         with pytest.raises(UserError, match=reason) as caught:
-            write_checkpoint(path, make_state(9, size=600))
+            write_checkpoint(path, made(9, size=600))
         assert "\n" not in str(caught.value) and str(path) in str(caught.value)
         assert f"resume with --ckpt_path {folder / 'step=5'}, the last whole one" in str(caught.value)
-        assert names(folder) == [*others, "step=3", "step=5"]
-        assert text_of(read_checkpoint(folder / "step=5")) == text_of(make_state(5))
+        assert names(folder) == ["step=3", "step=5"]
+        assert_holds(folder / "step=5", made(5))
 
     @pytest.mark.parametrize("name", ["step=5", "step=9"])
-    def test_is_seen_beforehand(self, folder, name, make_state, text_of, monkeypatch):
+    def test_is_seen_beforehand(self, folder, name, made, monkeypatch):
         usage = shutil.disk_usage(folder)._replace(free=2_000_000)
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
         monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == folder.parent)
         reason = rf"it needs 3 MiB, and the disk at {folder.parent} has 2 MiB free; free some space there, then"
-        self.check(folder, folder / name, reason, make_state, text_of)
+        self.check(folder, folder / name, reason, made)
 
     @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-    def test_is_seen_while_waiting_for_the_disk(self, folder, number, make_state, text_of, monkeypatch):
+    def test_is_seen_while_waiting_for_the_disk(self, folder, number, made, monkeypatch):
         left = [3]
 
         def full(_):
@@ -237,24 +199,30 @@ class TestFullDisk:
                 raise OSError(number, os.strerror(number))
 
         monkeypatch.setattr(os, "fsync", full)
-        self.check(folder, folder / "step=5", "no room for the checkpoint", make_state, text_of)
+        self.check(folder, folder / "step=5", "no room for the checkpoint", made)
 
-    def test_a_limit_of_the_shell(self, folder, make_state, text_of):
+    def test_a_limit_of_the_shell(self, folder, made):
         with file_size(100_000):
-            self.check(folder, folder / "step=9", r"files may not become that large \(ulimit -f\)", make_state, text_of)
+            self.check(folder, folder / "step=9", r"files may not become that large \(ulimit -f\)", made)
 
-    def test_the_first_checkpoint(self, tmp_path, make_state):
+    def test_the_last_whole_one_is_named(self, folder, made):
+        with (folder / "step=5" / MODEL).open("ab") as file:
+            file.write(b"x")
+        with file_size(1000), pytest.raises(UserError, match="step=3, the last whole one"):
+            write_checkpoint(folder / "step=9", made(size=600))
+
+    def test_the_first_checkpoint(self, tmp_path, made):
         with (
             file_size(1000),
             pytest.raises(UserError, match="or set another output_dir, then start again: there is no"),
         ):
-            write_checkpoint(tmp_path / "step=1", make_state(size=600))
+            write_checkpoint(tmp_path / "step=1", made(size=600))
         assert names(tmp_path) == []
 
-    def test_a_folder_that_cannot_be_written(self, tmp_path, make_state):
+    def test_a_folder_that_cannot_be_written(self, tmp_path, made):
         (tmp_path / "file").write_text("x")
         with pytest.raises(UserError, match="cannot be written: Not a directory"):
-            write_checkpoint(tmp_path / "file" / "step=1", make_state())
+            write_checkpoint(tmp_path / "file" / "step=1", made())
 
 
 @contextmanager
@@ -267,7 +235,9 @@ def file_size(limit):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_state_that_cannot_be_held_leaves_nothing(folder):
-    with pytest.raises(UserError, match="cannot hold callbacks"):
-        write_checkpoint(folder / "step=9", {"callbacks": len})
-    assert names(folder) == ["step=3", "step=5"]
+def test_paths_are_text_and_nothing_else_is_held(folder):
+    write_checkpoint(folder / "step=9", Checkpoint({}, {}, a_run(data={"train_file": Path("a/b")})))
+    assert json.loads((folder / "step=9" / RUN).read_text())["data"] == {"train_file": "a/b"}
+    with pytest.raises(TypeError):
+        write_checkpoint(folder / "step=10", Checkpoint({}, {}, a_run(parts={"Mine": len})))
+    assert names(folder) == ["step=3", "step=5", "step=9"]

@@ -9,9 +9,7 @@ import pytest
 from outcomes import names
 
 from radixtrain.checkpoints.atomic import tidy_leftovers
-from radixtrain.checkpoints.folder import read_checkpoint, write_checkpoint
-from radixtrain.checkpoints.manifest import MANIFEST, SKELETON
-from radixtrain.checkpoints.packing import MODEL
+from radixtrain.checkpoints.folder import CHECKSUMS, MODEL, RUN, read_checkpoint, write_checkpoint
 from radixtrain.checkpoints.resolve import NewestValid, newest_valid, point, prune, resolve
 from radixtrain.errors import UserError
 
@@ -23,23 +21,23 @@ def damage(path):
 
 
 class TestNewest:
-    def test_is_the_last_one_written_whatever_its_name(self, folder, make_state):
+    def test_is_the_last_one_written_whatever_its_name(self, folder, made):
         assert newest_valid(folder) == NewestValid(folder / "step=5", [])
-        write_checkpoint(folder / "step=4", make_state(4))  # as after going back to an earlier step
+        write_checkpoint(folder / "step=4", made(4))  # as after going back to an earlier step
         os.utime(folder / "step=4", (0, 0))
         assert newest_valid(folder).path == folder / "step=4"
-        write_checkpoint(folder / "my best.ckpt", make_state(4))
+        write_checkpoint(folder / "my best.ckpt", made(4))
         assert newest_valid(folder).path == folder / "my best.ckpt"
 
-    def test_damaged_ones_are_named(self, folder, make_state):
-        write_checkpoint(folder / "step=7", make_state(7))
+    def test_damaged_ones_are_named(self, folder, made):
+        write_checkpoint(folder / "step=7", made(7))
         damage(folder / "step=7")
-        (folder / "step=5" / MANIFEST).unlink()
+        (folder / "step=5" / CHECKSUMS).unlink()
         newest = newest_valid(folder)
         assert newest.path == folder / "step=3"
         assert sorted(line.removeprefix(f"{folder}/") for line in newest.passed_over) == [
-            "step=5: manifest.json is missing: writing did not finish",
-            "step=7: model.safetensors is damaged: its checksum is not the one in the manifest",
+            "step=5: checksums.txt is missing: writing did not finish",
+            "step=7: model.safetensors is damaged: its checksum is not the one in checksums.txt",
         ]
         damage(folder / "step=3")
         newest = newest_valid(folder)
@@ -49,8 +47,8 @@ class TestNewest:
         (tmp_path / "folder" / "logs").mkdir(parents=True)
         assert newest_valid(tmp_path / "folder") == newest_valid(tmp_path / "none") == NewestValid(None, [])
 
-    def test_what_is_being_written_is_none_and_links_are_none(self, folder, make_state):
-        write_checkpoint(folder / ".step=9.partial", make_state(9))
+    def test_what_is_being_written_is_none_and_links_are_none(self, folder, made):
+        write_checkpoint(folder / ".step=9.partial", made(9))
         point(folder, "last", folder / "step=3")
         (folder / "nowhere").symlink_to("nothing")
         assert newest_valid(folder) == NewestValid(folder / "step=5", [])
@@ -77,8 +75,8 @@ class TestResolve:
         ):
             assert resolve(text.format(there), there).resolve() == folder / name, text
 
-    def test_last_is_the_newest_whatever_the_link_says(self, folder, make_state):
-        write_checkpoint(folder / "step=9", make_state(9))
+    def test_last_is_the_newest_whatever_the_link_says(self, folder, made):
+        write_checkpoint(folder / "step=9", made(9))
         assert resolve("last", folder) == resolve(str(folder / "last"), Path()) == folder / "step=9"
         (folder / "last").unlink()
         assert resolve("last", folder) == resolve(str(folder / "last"), Path()) == folder / "step=9"
@@ -134,19 +132,17 @@ class TestResolve:
 
     def test_all_are_damaged(self, folder):
         damage(folder / "step=5")
-        (folder / "step=3" / SKELETON).unlink()
-        with pytest.raises(
-            UserError, match=r"no whole checkpoint in .*step=5: model.*; .*step=3: state\.json is missing"
-        ):
+        (folder / "step=3" / RUN).unlink()
+        with pytest.raises(UserError, match=r"no whole checkpoint in .*step=3: run\.json is missing; .*step=5: model"):
             resolve("last", folder)
 
 
 class TestPrune:
     @pytest.fixture
-    def many(self, tmp_path, make_state):
+    def many(self, tmp_path, made):
         """Written in this order: a run went back to step 2."""
         for name in ("step=1", "step=4", "step=3", "step=2"):
-            write_checkpoint(tmp_path / name, make_state())
+            write_checkpoint(tmp_path / name, made())
         return tmp_path
 
     @pytest.mark.parametrize(
@@ -168,11 +164,11 @@ class TestPrune:
         prune(many, 1, many / "best")
         assert names(many) == ["best", "step=1", "step=2"]
 
-    def test_only_ours_go(self, many, make_state):
-        write_checkpoint(many / "epoch=0-step=4.ckpt", make_state())
+    def test_only_ours_go(self, many, made):
+        write_checkpoint(many / "epoch=0-step=4.ckpt", made())
         (many / "step=9").mkdir()
         (many / "step=8.ckpt").write_text("of an earlier version")
-        (many / "step=4" / MANIFEST).write_text("damaged")
+        (many / "step=4" / CHECKSUMS).write_text("damaged")
         prune(many, 1)
         assert names(many) == ["epoch=0-step=4.ckpt", "step=2", "step=4", "step=8.ckpt", "step=9"]
 
@@ -186,7 +182,7 @@ class TestPoint:
                 assert os.readlink(folder / "last") == name
         assert names(folder) == ["last", "step=3", "step=5"]
         folder.rename(folder.parent / "moved")
-        assert (folder.parent / "moved" / "last" / MANIFEST).is_file()
+        assert (folder.parent / "moved" / "last" / CHECKSUMS).is_file()
 
     def test_a_file_where_there_are_no_links(self, folder, monkeypatch):
         def refuse(*_):
@@ -201,20 +197,20 @@ class TestPoint:
         with pytest.raises(UserError, match="is a folder, and would be replaced by a link"):
             point(folder, "last", folder / "step=5")
 
-    def test_a_copy_of_the_folder_that_followed_the_links(self, folder, make_state):
+    def test_a_copy_of_the_folder_that_followed_the_links(self, folder, made):
         """The copies are whole checkpoints, and another one stays where it is."""
         for name, step in (("last", 5), ("best", 3)):
             shutil.copytree(folder / f"step={step}", folder / name)
         point(folder, "last", folder / "step=5")
         assert os.readlink(folder / "last") == "step=5"
-        write_checkpoint(folder / "best", make_state(9))
+        write_checkpoint(folder / "best", made(9))
         with pytest.raises(UserError, match="is a folder, and would be replaced by a link"):
             point(folder, "best", folder / "step=5")
 
 
-def test_tidy(folder, make_state):
-    write_checkpoint(folder / ".step=9.partial", make_state(9))
-    write_checkpoint(folder / ".step=5.replaced", make_state(9))
+def test_tidy(folder, made):
+    write_checkpoint(folder / ".step=9.partial", made(9))
+    write_checkpoint(folder / ".step=5.replaced", made(9))
     (folder / "step=3").rename(folder / ".step=3.replaced")
     (folder / ".last.partial").symlink_to("step=5")
     (folder / ".hidden").write_text("of the user")

@@ -1,14 +1,14 @@
 """What every rank holds a part of is written as the whole, by one rank, with the help of the others."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
+from forged_checkpoints import a_run
 from forked_ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from radixtrain.checkpoints.folder import gathering_of, read_checkpoint, write_checkpoint
+from radixtrain.checkpoints.folder import Checkpoint, help_to_write, read_checkpoint, write_checkpoint
 from radixtrain.checkpoints.sharded import part_like, part_of, whole
 
 # Rows for every rank, unequal parts, fewer rows than ranks, a single row, none.
@@ -29,30 +29,26 @@ def sharded(tensor: torch.Tensor, size: int) -> DTensor:
 
 
 def test_a_checkpoint_of_four_ranks_is_that_of_one(tmp_path: Path) -> None:
-    def state(tensors: Any) -> dict[str, Any]:
-        """Weights of which two are one in memory, moments, and a number that rank 0 has in memory of its own."""
-        moments = {0: {"exp_avg": tensors["few"] * 2, "step": torch.tensor(3.0)}, 1: {"exp_avg": tensors["one"] * 2}}
-        return {
-            "global_step": 3,
-            "state_dict": {**tensors, "tied": tensors["uneven"], "zz": tensors["few"]},
-            "optimizer_states": [{"state": moments, "param_groups": [{"params": [0, 1], "betas": (0.9, 0.99)}]}],
-        }
+    def of(tensors: dict[str, torch.Tensor]) -> Checkpoint:
+        """Weights, moments, and a count of steps that every rank has."""
+        moments = {"few.exp_avg": tensors["few"] * 2, "few.step": torch.tensor(3.0), "one.exp_avg": tensors["one"] * 2}
+        return Checkpoint(tensors, moments, a_run())
 
     def work(rank: int) -> None:
-        found = state({name: sharded(tensor, 4) for name, tensor in WHOLE.items()})
+        found = of({name: sharded(tensor, 4) for name, tensor in WHOLE.items()})
         if rank == 0:
             write_checkpoint(tmp_path / "of four" / "x", found)
         else:
-            gathering_of(found).finish()
+            help_to_write(found)
 
     on_ranks(4, work)
-    write_checkpoint(tmp_path / "of one" / "x", state(WHOLE))
+    write_checkpoint(tmp_path / "of one" / "x", of(WHOLE))
     for path in (tmp_path / "of one" / "x").iterdir():
         assert (tmp_path / "of four" / "x" / path.name).read_bytes() == path.read_bytes(), path.name
     found = read_checkpoint(tmp_path / "of four" / "x", in_memory=False)
-    assert all(torch.equal(found["state_dict"][name], tensor) for name, tensor in WHOLE.items())
-    found["state_dict"]["even"] += 1  # mapped, and nothing is written back
-    assert torch.equal(read_checkpoint(tmp_path / "of four" / "x")["state_dict"]["even"], WHOLE["even"])
+    assert all(torch.equal(found.weights[name], tensor) for name, tensor in WHOLE.items())
+    found.weights["even"] += 1  # mapped, and nothing is written back
+    assert torch.equal(read_checkpoint(tmp_path / "of four" / "x").weights["even"], WHOLE["even"])
 
 
 def test_a_part_is_like_that_of_another_tensor() -> None:

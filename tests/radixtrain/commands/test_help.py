@@ -61,7 +61,7 @@ def test_it_imports_nothing_that_takes_seconds():
 def test_what_is_asked_for():
     for arguments, topic in (
         ([], None),
-        (["--model.scores=x"], None),
+        (["--model.dtype=x"], None),
         (["--help"], ""),
         (["--config", "x.yaml", "-h"], ""),
         (["--help", "--config"], ""),

@@ -2,7 +2,9 @@
 
 What is learned is written as text, in which [ ] enclose what bears loss and | ends a turn.
 """
+# ruff: noqa: E501 (the tables)
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,10 @@ from byte_tokenizer import byte_tokenizer
 from tiers import FULL
 
 from radixtrain.collators.token_row import TokenRow
-from radixtrain.data.chat import ChatEncoder
-from radixtrain.data.files.sources import Row, Source, read_rows
-from radixtrain.data.rows.columns import ROW_KINDS, standard_row
+from radixtrain.data.chat import ChatEncoder, UnlabelledEncoder
+from radixtrain.data.columns import standard_row
+from radixtrain.data.files.sources import Row, Source, as_sources, read_rows
+from radixtrain.data.messages import LOGS
 from radixtrain.data.sample import EncodeReport
 from radixtrain.errors import DataError
 
@@ -97,7 +100,7 @@ READ: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"messages": CHAT, "chat_template_kwargs": '{"brief": "!"}'}, f"{QA}!", []),
     ({"prompt": "q", "completion": "a", "n": 0}, "q[a|]", ["n"]),
     ({"prompt": CHAT[:1], "completion": CHAT[1:], "system": "s"}, f"system: s|{QA}", []),
-    ({**CALLED, "status_code": 200}, "{f}" + QA, []),
+    ({**CALLED, "status_code": 200}, "{f}" + QA, ["status_code"]),
     ({"instruction": "i", "output": "a"}, "user: i|assistant: [a|]", []),
     ({"instruction": "i", "input": "c", "output": "a"}, "user: i\nc|assistant: [a|]", []),
     ({"instruction": "q", "input": " ", "output": "a", "system": "s"}, f"system: s|{QA}", []),
@@ -112,6 +115,35 @@ READ: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"problem": "q", "solution": "a"}, QA, []),
     ({"instruction": "q", "response": "a"}, QA, []),
     ({"text": "t", "id": 1}, "[t|]", ["id"]),
+    # what nothing reads, and what repeats a part of the row
+    (
+        {"messages": CHAT, "metadata": {"ok": False}, "tags": ["a"], "is_good": False, "n": 0.5},
+        QA,
+        ["metadata", "tags", "is_good", "n"],
+    ),
+    ({"messages": CHAT, "label": None, "rejected": "", "score": None}, QA, []),
+    ({"messages": CHAT, "label": "a", "text": "t", "conversations": SHAREGPT}, QA, ["label", "text", "conversations"]),
+    ({"messages": CHAT, "prompt": "x", "completion": "y"}, QA, ["prompt", "completion"]),
+    (
+        {"messages": [Q, assistant("a", id="m1", model="g", created=1.5, usage={"cached_tokens": 0})]},
+        QA,
+        ["messages.id", "messages.model", "messages.created", "messages.usage"],
+    ),
+    ({"messages": [{**Q, "toxic": False, "loss": 1}, A]}, QA, ["messages.toxic", "messages.loss"]),
+    ({"messages": [Q, assistant([{"type": "text", "text": "a", "index": 0, "cache_control": {"type": "x"}}])]}, QA, []),
+    (
+        {"messages": [Q, assistant("", tool_calls=[{"name": "f", "arguments": {}, "parsed_arguments": {"a": 1}}])]},
+        "user: q|assistant: [f{}|]",
+        [],
+    ),
+    ({"input_ids": [81, 82], "token_type_ids": [0, 0], "id": 1}, "[QR]", ["id"]),
+    # other tools' forms
+    ({"system": "s", "conversation": [{"human": "q", "assistant": "a"}]}, f"system: s|{QA}", []),
+    ({"conversation": [{"input": "q", "output": "a"}]}, QA, []),
+    ({"conversations": [{"user": "q", "assistant": "a"}]}, QA, []),
+    ({"messages": [turn("system", "s", tools=[{"name": "f"}]), *CHAT]}, "{f}system: s|" + QA, []),
+    ({"messages": CHAT, "tools": "null", "chat_template_kwargs": "null"}, QA, []),
+    ({"messages": [Q, turn("model", "a")]}, QA, []),
     ({"input_ids": [*b"abc"]}, "[abc]", []),
     ({"input_ids": [*b"abc"], "labels": [-100, 98, -100], "text": "t"}, "a[b]c", ["text"]),
     ({"input_ids": [*b"abc"], "completion_mask": [0, 0, 1]}, "ab[c]", []),
@@ -129,7 +161,7 @@ READ: list[tuple[dict[str, Any], str, list[str]]] = [
 def test_what_a_row_means(tokenizer: Any) -> None:
     for fields, text, unused in READ:
         before, report = repr(fields), EncodeReport()
-        given = Row({**fields, "nothing": None}, "a.jsonl:1", ("before",))
+        given = Row({**fields, "nothing": None}, "a.jsonl:1", {"before": 1})
         [[sample]] = ChatEncoder(tokenizer, split_turns=False).encode_all([given], report=report)
         assert (shown(tokenizer, sample), sample.where) == (text, "a.jsonl:1"), fields
         assert report.unused_columns == dict.fromkeys(["before", *unused], 1), fields
@@ -150,7 +182,6 @@ TURNS: list[tuple[dict[str, Any], str]] = [
     ({"role": "human", "content": "x"}, "user: x|"),
     ({"role": "user", "content": [{"type": "text", "text": "a"}, {"text": "b"}], "name": None}, "user: ab|"),
     ({"role": "assistant", "content": "x", "weight": 1}, "assistant: [x|]"),
-    ({"role": "assistant", "content": "x", "trainable": True}, "assistant: [x|]"),
     ({"role": "assistant", "content": "", "reasoning_content": "r"}, "assistant: [(r)|]"),
     ({"role": "assistant", "content": "x", "tool_calls": []}, "assistant: [x|]"),
     ({"role": "assistant", "content": "x", "tool_calls": [CALL]}, 'assistant: [xf{"x": 1}|]'),
@@ -185,45 +216,56 @@ PRINTED = (
     "this is how Python prints a list: write it with json.dumps"
 )
 HALF = r"text holds \ud800, half of a surrogate pair; write both halves or \ufffd"
+NO_FORMAT = (
+    "expected messages, prompt + completion, instruction + output, question + answer, conversations, text or input_ids"
+)
 REFUSED: list[tuple[dict[str, Any], str]] = [
     # a row, and the reason or how it begins
-    ({}, "no format has the columns (none); expected messages,"),
     (
-        {"prompt": "q"},
-        "no format has the columns prompt; expected messages, prompt + completion, instruction + output, ",
+        {},
+        f"no format has the columns (none); {NO_FORMAT}, or their names in data.columns, such as {{user: QUESTION, assistant: ANSWER}}{LOGS}",
     ),
-    ({"id": 1, "messages": None}, "no format has the columns id, messages (null); expected messages, prompt +"),
+    ({"prompt": "q"}, f"no format has the columns prompt; {NO_FORMAT}"),
+    ({"id": 1, "messages": None}, f"no format has the columns id, messages (null); {NO_FORMAT}"),
     (
-        {"body": "b", "reply": "r"},
-        "no format has the columns body, reply; expected messages, prompt + completion, instruction + output, "
-        "question + answer, conversations, text or input_ids, or data.columns: {user: body, assistant: reply}",
-    ),
-    *(
-        (fields, f"no format has the columns {', '.join(fields)}; expected {ROW_KINDS}{hint}")
-        for fields, hint in (
-            ({"ticket_id": "T 1", "body": "b", "reply": "r"}, ", or data.columns: {user: body, assistant: reply}"),
-            ({"key": "a", "nr": "A-17", "x": "b"}, ", or data.columns: {user: QUESTION, assistant: ANSWER}"),
-            ({"id": 1, "traj": CHAT}, "; traj holds messages: write data.columns: {messages: traj}"),
-            ({"message": SHAREGPT}, "; message holds messages: write data.columns: {messages: message}"),
-        )
+        {"request": {"messages": [Q]}, "response": {"content": [{"type": "tool_use"}]}},
+        f"no format has the columns request, response; {NO_FORMAT}",
     ),
     (
         {"prompt": "q", "chosen": "a", "rejected": "b"},
-        "chosen and rejected: preference data, which a trainer such as",
+        f"no format has the columns prompt, chosen, rejected; {NO_FORMAT}, or their names in data.columns, such as {{user: QUESTION, assistant: ANSWER}}; preference data is for a trainer such as TRL's DPOTrainer, with share_prefixes",
     ),
-    ({"messages": CHAT, "conversations": SHAREGPT}, "messages and conversations beside each other: write data.columns"),
-    ({"messages": CHAT, "prompt": "x"}, "prompt beside messages, and it is not part of it: write data.columns:"),
-    ({"conversations": SHAREGPT, "completion": [user("b")]}, "completion beside conversations, and it is not part of"),
+    *(
+        (
+            {**fields, name: value},
+            f"{name}: {repr(value)[:40]}: nothing reads this, and it may say what is good to learn, or hold another answer; keep the rows to imitate, and write data.columns: {{{name}: null}}",
+        )
+        for fields, name, value in (
+            ({"messages": CHAT}, "label", False),
+            ({"conversations": SHAREGPT}, "kto_tag", "false"),
+            ({"messages": CHAT}, "train", True),
+            ({"prompt": "q", "completion": "False"}, "label", False),
+            ({"prompt": CHAT[:1], "completion": CHAT[1:]}, "reward", -0.5),
+            ({"prompt": "q", "response": "4"}, "score", 4),
+            ({"messages": CHAT}, "rejected", [Q, A]),
+            ({"input_ids": [81, 82]}, "loss_mask", [0, 1]),
+            (CALLED, "rating", 1),
+            ({"text": "t"}, "is_correct", 0),
+            ({"messages": [*CHAT, user("r")]}, "answer", "b"),
+        )
+    ),
+    ({"messages": CHAT, "label": 0, "reward": 1}, "label: 0, reward: 1: nothing reads this"),
     ({"conversations": [{"from": "system", "value": "t"}, *SHAREGPT], "system": "s"}, "system: differs from the sys"),
     ({"messages": CHAT, "system": ["s"]}, "system: expected text, found ['s']"),
     ({"messages": CHAT, "system": "s", "system_prompt": "t"}, "system and system_prompt differ: write data.columns"),
-    ({"messages": [*CHAT, user("r")], "answer": "b"}, "the conversation ends with a question, and answer beside it"),
-    ({"question": "q", "answer": "a", "response": "b"}, "the columns can be read as"),
+    (
+        {"question": "q", "answer": "a", "response": "b"},
+        "the columns can be read as question + answer and question + response; write data.columns: {user: question, assistant: answer}",
+    ),
     (
         {"question": "q", "answer": "a", "context": "c"},
-        "context beside question and answer: to put it after the question, write data.columns: {instruction: question,",
+        "context beside question and answer: to put it after the question, make it text and write data.columns: {instruction: question, input: context, output: answer}; to leave it out, write data.columns: {user: question, assistant: answer}",
     ),
-    ({"question": "q", "answer": "a", "text": "other"}, "text beside question, and it is not that: write data.columns"),
     ({"question": "q", "answer": " "}, f"answer: the answer {EMPTY}"),
     ({"question": "q", "answer": 1}, "answer: expected text, found 1"),
     ({"instruction": "q", "output": "a", "history": ["x"]}, "history: expected a list of [question, answer]"),
@@ -303,13 +345,15 @@ TURNS_REFUSED: list[tuple[Any, str]] = [
     (user(7), " (role 'user'): content: expected text, found 7"),
     (
         assistant([{"type": "audio"}]),
-        " (role 'assistant'): content: only parts {type: text, text} are read, found 'audio'",
+        " (role 'assistant'): content: only parts {type: text, text} are read, found 'audio'; only text is read",
+    ),
+    (
+        assistant([{"type": "tool_use"}]),
+        f" (role 'assistant'): content: only parts {{type: text, text}} are read, found 'tool_use'{LOGS}",
     ),
     (
         user([{"type": "image_url", "image_url": "a.png"}]),
-        " (role 'user'): content: only parts {type: text, text} are read, found 'image_url'; images, audio and video "
-        "are not supported here. What a model's processor returns for images is read by RadixCollator(images=...), "
-        "share_prefixes and generate; or remove the part, or the row (data.on_bad_row: skip)",
+        " (role 'user'): content: only parts {type: text, text} are read, found 'image_url'; only text is read: for images use share_prefixes in a trainer",
     ),
     (
         assistant([{"type": "text", "text": "x", "loss": False}]),
@@ -367,36 +411,44 @@ def test_what_is_refused(tokenizer: Any) -> None:
         assert "\n" not in str(raised.value)
 
 
-LOGS: list[tuple[dict[str, Any], str]] = [
-    # a row, and the log that its refusal names, if any
-    ({"messages": [Q, assistant([{"type": "thinking", "thinking": "r"}])]}, "Anthropic messages"),
-    ({"messages": [user([{"type": "tool_result", "content": "4"}]), A]}, "Anthropic messages"),
-    ({"messages": CHAT, "system": [{"type": "text", "text": "s"}]}, "Anthropic messages"),
-    ({"messages": CHAT, "tools": [{"name": "f", "input_schema": {}}]}, "Anthropic messages"),
-    ({"request": {"messages": [Q]}, "response": {"content": [{"type": "tool_use"}]}}, "Anthropic messages"),
-    ({"input": "q", "output": [{"type": "message", **A}]}, "OpenAI Responses"),
-    ({"messages": [Q, {"type": "function_call", "name": "f", "arguments": "{}"}]}, "OpenAI Responses"),
-    ({"input": [Q], "output": A}, "Langfuse generations"),
-    ({"input": {"messages": [Q]}, "output": "a"}, "Langfuse generations"),
-    ({"request": "{}", "response": "{}"}, "model calls"),
-    ({"request": {"messages": [Q]}, "response": {"error": "timeout"}}, "model calls"),
-    ({"instruction": "q", "input": {"a": 1}, "output": "a"}, ""),
-    ({"input": 1, "output": "a"}, ""),
-    ({"request": "q", "response": "a"}, ""),
-    ({"messages": [Q, assistant([{"type": "reasoning", "text": "r"}])]}, ""),
-    ({"messages": [Q, assistant("", tool_calls=[{"type": "function", "function": {"arguments": "{}"}}])]}, ""),
-]
+KEYS: list[tuple[str, Any, str, str]] = [
+    # a key of the first answer of two; the setting that reads it, if there is one; what is learned then
+    *((key, value, "messages.weight", "assistant: b|user: q|assistant: [a|]") for key, value in (("train", False), ("loss", 0.0), ("loss_mask", 0), ("is_good", False))),
+    ("edited", True, "messages.weight", "[b|]"),
+    ("thought", "deep", "messages.reasoning_content", "[(deep)b|]"),
+    ("thinking_blocks", [{"type": "thinking", "thinking": "deep", "signature": "x"}], "messages.reasoning_content", "[(deep)b|]"),
+    *((key, value, "", "[b|]") for key, value in (
+        ("train_detail", [{"train": False}]), ("note", "what it would have said instead"), ("loss", "off"),
+        ("provider_specific_fields", {"reasoning_content": "deep"}), ("extra", {"train": False}), ("extra", {"x": {"y": ["z"]}}))),
+]  # fmt: skip
 
 
-def test_a_log_is_refused_by_its_name(tokenizer: Any) -> None:
-    page = (ROOT / "docs" / "data-formats.md").read_text(encoding="utf-8")
-    for fields, name in LOGS:
-        with pytest.raises(DataError) as raised:
-            ChatEncoder(tokenizer).encode(Row(fields, "a.jsonl:1"))
-        place = f"docs/data-formats.md#logs-of-{name.lower().replace(' ', '-')}"
-        hint = f"; this looks like a log of {name}, for which {place} has a converter"
-        assert str(raised.value).endswith(hint) if name else "log" not in str(raised.value), fields
-        assert f"# Logs of {name}\n" in page or not name
+@pytest.mark.parametrize(("key", "value", "reads", "learned"), KEYS)
+def test_a_turn_that_says_more(key: str, value: Any, reads: str, learned: str, tokenizer: Any, tmp_path: Path) -> None:
+    """Refused; read, or left out, by the settings that the error names."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": [Q, assistant("b", **{key: value}), Q, A]}), encoding="utf-8")
+
+    def read(**columns: Any) -> list[str]:
+        [source] = as_sources(str(path), columns)
+        [samples] = ChatEncoder(tokenizer).encode_all(read_rows(source))
+        return [shown(tokenizer, sample) for sample in samples]
+
+    with pytest.raises(DataError, match=rf"a\.jsonl:1: turn 2 \(role 'assistant'\): {key}: ") as raised:
+        read()
+    said = str(raised.value)
+    assert said.endswith(f"data.columns: {{messages.{key}: null}} leaves it out")
+    assert read(**{f"messages.{key}": None})[0] == "user: q|assistant: [b|]"
+    if reads:
+        assert f"data.columns: {{{reads}: messages.{key}}} reads it" in said
+        assert learned in "".join(read(**{reads: f"messages.{key}"}))
+
+
+def test_a_list_in_any_turn_is_refused_and_rows_without_an_answer_may_say_anything(tokenizer: Any) -> None:
+    row = Row({"messages": [{**Q, "attachments": ["a.pdf"]}, assistant("a", loss=0)], "label": 0}, "a.jsonl:1")
+    assert len(UnlabelledEncoder(tokenizer).encode(row)) == 1
+    with pytest.raises(DataError, match=r"turn 1 \(role 'user'\): attachments: .* is not read, so it would be lost"):
+        ChatEncoder(tokenizer).encode(row._replace(fields={"messages": row.fields["messages"]}))
 
 
 @FULL
@@ -407,7 +459,7 @@ def test_the_raw_files() -> None:
     mapped = read_rows(Source(str(banking), columns={"user": "text", "assistant": "category"}))
     first, *others = map(standard_row, mapped)
     assert first.fields == {"messages": [user("I am still waiting on my card?"), assistant("card_arrival")]}
-    assert not any(row.unused for row in [first, *others])
+    assert not any(row.unread for row in [first, *others])
     with pytest.raises(DataError, match=r"train\.csv:2: category beside text would not be learned"):
         standard_row(next(read_rows(banking)))
     rows = [standard_row(row) for row in read_rows(gsm8k)]

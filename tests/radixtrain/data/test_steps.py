@@ -13,7 +13,6 @@ from radixtrain.collators.steps import StepCollator
 from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.steps import (
-    Arrangement,
     StepDataset,
     StepLoader,
     StepSampler,
@@ -53,13 +52,6 @@ def test_r_of_each_order(twenty):
     orders = (np.random.default_rng(0).permutation(3200), by_prompt, grouped)
     plain, most, chosen = (expected_r(twenty, batches_of(order, 32), 16384).r for order in orders)
     assert plain < ENOUGH * most < chosen < most
-    assert Arrangement(plain, chosen).hint == f"r is 1.8; data.group_by_prefix: true would give about {chosen:.1f}"
-
-
-def test_a_hint_needs_a_distance():
-    assert Arrangement(1.0, 1.2).hint is None
-    assert Arrangement(1.0, 1.3).hint == "r is 1.0; data.group_by_prefix: true would give about 1.3"
-    assert Arrangement(8.0, 6.5).hint is None
 
 
 @pytest.mark.parametrize("max_tokens", [None, 2000, 700])

@@ -58,14 +58,3 @@ def printed() -> Callable[..., str]:
         return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
     return print_it
-
-
-@pytest.fixture
-def features() -> list[dict[str, Any]]:
-    """One prompt of 30 tokens, answers of 3 to 8 that differ from their first token on."""
-    rng = np.random.default_rng(0)
-    prompt, found = rng.integers(0, 50, 30), []
-    for first, length in enumerate(rng.integers(3, 9, 16)):
-        ids = np.concatenate([prompt, [first], rng.integers(0, 50, length - 1)])
-        found.append({"input_ids": ids, "labels": np.where(np.arange(len(ids)) < 30, -100, ids)})
-    return found

@@ -181,38 +181,25 @@ def test_a_planted_cause(planting: str, chats: Build, tokenizer: PreTrainedToken
     assert (found.cause, found.num_sequences) == (cause, num_rows)
     assert found.tokens_saved == found.tokens_with_others
     assert found.tokens_saved == pytest.approx(num_unique(now) - num_unique(fixed), rel=0.07)
-    assert found.num_values > 1 and found.advice.endswith(".")
+    assert found.advice.endswith(".")
     texts = {sample.where: tokenizer.decode(sample.input_ids) for (sample,) in now}
     for example in found.examples if cause != "white space" else ():
         shown = f"{example.before}{example.value.partition(' … ')[0]}"
         assert shown in texts[example.where] and ("…" in example.value or example.after in texts[example.where])
 
 
-NAMES, JOBS = ("Maria", "Ben", "Chloe"), ("a patient agent", "a strict clerk", "a cheerful ticket seller")
-PERSONAS: dict[str, Callable[[int], str]] = {
-    "a name, a job, a name": lambda who: (
-        f"You are {NAMES[who]}, {JOBS[who]}.\n{POLICY[:600]}\nSpeak as {JOBS[who]} does.\n{POLICY[600:1200]}\n"
-        f"Sign as {NAMES[who]}.\n{POLICY[1200:]}"
-    ),
-    "two alike at each place": lambda who: (
-        f"{paragraph(70 + (who > 1), 2)}\n{POLICY[:800]}\n{paragraph(80 + (who > 0), 2)}\n{POLICY[800:]}"
-    ),
-}
-
-
 @pytest.mark.parametrize("shares", [(40, 40, 40), (80, 30, 10)])
-@pytest.mark.parametrize("kind", PERSONAS)
-def test_personas_are_one_entry(
-    kind: str, shares: tuple[int, ...], chats: Build, tokenizer: PreTrainedTokenizerBase
+def test_personas_that_differ_at_several_places(
+    shares: tuple[int, ...], chats: Build, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """A stray version is none of them, if it is in the rows of each."""
+    names, jobs = ("Maria", "Ben", "Chloe"), ("a patient agent", "a strict clerk", "a cheerful ticket seller")
+    prompts = [
+        f"You are {name}, {job}.\n{POLICY[:600]}\nSpeak as {job} does.\n{POLICY[600:1200]}\nSign as {name}.\n{POLICY}"
+        for name, job in zip(names, jobs, strict=True)
+    ]
     order = random.Random(1).sample([who for who, share in enumerate(shares) for _ in range(share)], ROWS)
-    (found,) = find_breaks(chats([PERSONAS[kind](who) for who in order]), tokenizer, BATCH_SIZE)
-    assert (found.cause, found.num_values) == ("several prompts", 3) and "they may well be intended" in found.advice
-    ends = [POLICY[900:], POLICY[900:].replace("a", "a little", 1)]
-    crossed = [f"{paragraph(70 + row % 3, 2)}\n{POLICY[:900]}{ends[row // 3 % 20 == 0]}" for row in range(ROWS)]
-    causes = {each.cause: each.num_values for each in find_breaks(chats(crossed), tokenizer, BATCH_SIZE)}
-    assert causes == {"several prompts": 3, "another version of the template": 2}
+    (found,) = find_breaks(chats([prompts[who] for who in order]), tokenizer, BATCH_SIZE)
+    assert found.cause == "several prompts" and "they may well be intended" in found.advice
 
 
 def test_two_causes_far_apart(chats: Build, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -244,7 +231,7 @@ def test_an_example_says_where_and_what(chats: Build, tokenizer: PreTrainedToken
         assert system.startswith(f"Today is {example.value}.\n") and example.before.endswith("system\nToday is ")
         assert example.after.startswith(f".\n{POLICY[:20]}")
     (found,) = find_breaks(chats(planted(CAUSES["line ends"][1])[0]), tokenizer, BATCH_SIZE)
-    assert found.examples[0].value == "␍↵" and found.num_values == 2
+    assert found.examples[0].value == "␍↵"
 
 
 @given(mixtures=st.lists(st.lists(st.integers(0, 3), max_size=8), min_size=2, max_size=12))
@@ -266,7 +253,7 @@ def test_what_is_drawn_is_scaled_to_the_samples_of_an_epoch(
     """2,000 of 2,400 conversations are drawn, or all with several turns each."""
     now, fixed = (times * chats(systems, turns) for systems in planted(CAUSES["a UUID"][1]))
     (found,) = find_breaks(now, tokenizer, BATCH_SIZE)
-    assert (found.num_sequences, found.num_values) == (times * turns * ROWS, ROWS)
+    assert found.num_sequences == times * turns * ROWS
     assert found.tokens_saved == pytest.approx(num_unique(now) - num_unique(fixed), rel=0.07)
 
 

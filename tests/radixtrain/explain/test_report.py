@@ -1,4 +1,4 @@
-"""What is hinted at; the report in a terminal and as a page."""
+"""What is hinted at; numbers as they are shown; the report in a terminal and as a page."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,27 +11,40 @@ import numpy as np
 import pytest
 import tiny
 
-from radixtrain.errors import UserError
+from radixtrain.errors import UserError, bytes_text
 from radixtrain.explain.breaks import Break, Example
-from radixtrain.explain.contents import DataReport, Setting
-from radixtrain.explain.page import SHORT_TEXT, render, write_page
-from radixtrain.explain.report import command_to_paste, fix, hints
-from radixtrain.explain.sharing import Draw
-from radixtrain.explain.terminal import print_report
+from radixtrain.explain.prediction import Draw, SampledSteps
+from radixtrain.explain.report import (
+    SHORT_TEXT,
+    DataReport,
+    command_to_paste,
+    duration,
+    fix,
+    hints,
+    print_report,
+    ratio,
+    render,
+    rounded,
+    write_page,
+)
 from radixtrain.explain.tree import TextTree
 from radixtrain.screen import screen
 
 HOSTILE = """</script><img src=x onerror="document.title='run'"><b>%{y} $x$ <a href="https://example.com">a</a> &lt;"""
-OWN = Setting(draw=Draw(32, 1000), r=2.0, best_r=3.0, speedup=2.0, seconds_per_epoch=100.0, memory_bytes=50)
-UNKNOWN = replace(OWN, speedup=None, seconds_per_epoch=None, memory_bytes=None)
+SHOWN: dict[Any, dict[float, str]] = {
+    ratio: {1.0: "1", 1.843: "1.84", 20.27: "20.3", 21.0: "21", 100.4: "100", 999.6: "1,000", 1250.0: "1,250"},
+    rounded: {0.2: "0", 7: "7", 349_123: "349,000", 4_812_345: "4,810,000", 999_999: "1,000,000"},
+    bytes_text: {0: "0 MiB", 2**29: "512 MiB", 2**30: "1 GiB", 1.234 * 2**30: "1.23 GiB", 1250 * 2**30: "1,250 GiB"},
+    duration: {
+        **{0.002: "< 1 s", 0.99: "< 1 s", 1.36: "1.4 s", 9.94: "9.9 s", 9.96: "10 s", 59.6: "1 min"},
+        **{725: "12 min 5 s", 3599.4: "59 min 59 s", 3599.6: "1 h", 12_000: "3 h 20 min", 108_000: "30 h"},
+    },
+}
 
 
-def other(batch_size: int = 32, max_tokens: int = 1000, group_by_prefix: bool = False, **changes: Any) -> Setting:
-    return replace(OWN, draw=Draw(batch_size, max_tokens, group_by_prefix), **changes)
-
-
-MORE, LESS = other(max_tokens=4000, r=2.5, memory_bytes=90), other(max_tokens=500, r=1.5, memory_bytes=20)
-LARGER, GROUPED = other(256, r=6.0, seconds_per_epoch=40.0), other(group_by_prefix=True, r=8.0, seconds_per_epoch=30.0)
+@pytest.mark.parametrize("function", SHOWN)
+def test_numbers(function: Any) -> None:
+    assert {number: function(number) for number in SHOWN[function]} == SHOWN[function]
 
 
 @pytest.mark.parametrize(
@@ -46,33 +59,41 @@ def test_the_command_repeats_what_was_typed(typed: list[str], command: str) -> N
     assert command_to_paste(typed) == f"python -m radixtrain fit {command}"
 
 
+def with_r(r: float, **draw: Any) -> SampledSteps:
+    """Steps with these settings, and 32 rows and 1,000 tokens otherwise."""
+    counts = {"num_tokens": 1000, "num_whole_tokens": 1000, "ordinary": 1200}
+    draw = {"batch_size": 32, "max_tokens": 1000, **draw}
+    return SampledSteps(draw=Draw(**draw), num_steps=1, scale=1.0, radix=round(1000 / r), **counts)
+
+
 @pytest.mark.parametrize(
-    ("own", "others", "beginnings"),
+    ("speedup", "others", "beginnings"),
     [
-        (OWN, [LARGER, GROUPED, MORE, other(max_tokens=8000, r=2.55)], [
-            "--data.max_tokens=4000: r = 2.5 in place of 2, an epoch in about 1 min 40 s in place of 1 min 40 s, ",
-            "--data.group_by_prefix=true: r = 8 in place of 2, an epoch in about 30 s in place of 1 min 40 s. Rows of",
-            "--data.batch_size=256: r = 6 in place of 2, an epoch in about 40 s",
+        (2.0, [with_r(6, batch_size=256), with_r(8, group_by_prefix=True), with_r(2.5, max_tokens=4000)], [
+            "--data.max_tokens=4000: r = 2.5 in place of 2. The steps stay",
+            "--data.group_by_prefix=true: r = 8 in place of 2. Rows of",
+            "--data.batch_size=256: r = 5.99 in place of 2. An epoch",
         ]),
-        (OWN, [], []),
-        (OWN, [replace(LARGER, r=2.1), replace(GROUPED, r=2.1)], []),
-        (OWN, [replace(MORE, r=2.1), LESS], []),
-        (OWN, [other(size, r=r) for size, r in ((64, 3.0), (128, 5.8), (256, 6.0))], ["--data.batch_size=128: "]),
-        (UNKNOWN, [GROUPED], ["--data.group_by_prefix=true: r = 8 in place of 2. "]),
-        (replace(OWN, speedup=0.8), [], ["as they are, these rows gain nothing: a step takes 1.25 of the ordinary ti"]),
-        (UNKNOWN, [], []),
+        (None, [], []),
+        (2.0, [with_r(2.1, batch_size=256), with_r(2.1, max_tokens=4000)], []),
+        (2.0, [with_r(r, batch_size=size) for size, r in ((64, 3), (128, 5.8), (256, 6))], ["--data.batch_size=128: "]),
+        (0.8, [], ["as they are, these rows gain nothing: a step takes 1.25 of the ordinary time"]),
     ],
 )  # fmt: skip
 def test_what_would_change_the_steps_is_a_hint_with_its_price(
-    own: Setting, others: list[Setting], beginnings: list[str]
+    speedup: float | None, others: list[SampledSteps], beginnings: list[str]
 ) -> None:
-    found = list(hints(own, [own, *others]))
+    own = with_r(2)
+    tried = {
+        key: [each for each in others if getattr(each.draw, key) != getattr(own.draw, key)] for key in vars(own.draw)
+    }
+    found = list(hints(own, speedup, tried))
     assert len(found) == len(beginnings)
     assert all(hint.startswith(each) for hint, each in zip(found, beginnings, strict=True)), found
 
 
 BREAK = Break(
-    "a date", 1, 2, 4_812_345, 9_000_000, "Move it.",
+    "a date", 1, 4_812_345, 9_000_000, "Move it.",
     (Example("train.jsonl:12", "Today is ", "2026-11-21", f". {HOSTILE}"), Example("b:1", "end.", " \n\t", "Intents:")),
 )  # fmt: skip
 
@@ -106,12 +127,11 @@ def report() -> DataReport:
         facts={"rows": "7, 8 samples", "sources": f"a.jsonl: 5, {HOSTILE}: 2"},
         tree=tree_of(*(f"You route [bold]\x1b[2J. {HOSTILE}{tail}" for tail in "abcd")),
         tree_sample=" of 4 of the 7 conversations",
-        settings=(OWN, MORE, GROUPED),
         command=f"radixtrain fit --a '{HOSTILE}'",
         breaks=(BREAK, *(BREAK._replace(cause=f"another {n}") for n in range(3))),
         hints=("a date: fixing only this saves 4,810,000 computed tokens.", "--data.batch_size=64: r = 8."),
         notes=("r is counted on a sample of 16 steps.",),
-        environment={"torch": HOSTILE},
+        environment=f"torch {HOSTILE}",
     )
 
 
@@ -125,12 +145,11 @@ def bare() -> DataReport:
         facts={"rows": "1"},
         tree=tree_of("Hello."),
         tree_sample="",
-        settings=(UNKNOWN,),
         command="radixtrain fit",
         breaks=(),
         hints=(),
         notes=(),
-        environment={},
+        environment="",
     )
 
 
@@ -194,19 +213,15 @@ def test_the_terminal(report: DataReport, width: int) -> None:
 
 
 def test_the_page(report: DataReport, bare: DataReport) -> None:
-    """What a row says is never an element. The settings are a table, the user's own first."""
+    """What a row says is never an element. A long run is shortened until it is opened."""
     page = render(report)
     found = Tags(page)
     assert not {"img", "a", "iframe", "object", "script"} & set(found.tags)
     assert found.loaded == ["data:,"]  # the icon
     assert """content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">""" in page
-    assert (
-        found.text.count(HOSTILE) == 10
-    )  # title, line above the heading, command, 4 examples, source, tree, environment
-    text = " ".join(found.text.split())
-    for row in ("32 1,000 shuffled 2 3 2x 1 min 40 s 0 MiB yours", "32 1,000 grouped 8 3 2x 30 s", "end. ↵ ⇥Intents:"):
-        assert row in text, row
-    assert "32 1,000 shuffled 2 3 – – – yours" in " ".join(as_page(bare).split())
+    # title, line above the heading, command, 4 examples, source, tree, environment
+    assert found.text.count(HOSTILE) == 10
+    assert "end. ↵ ⇥Intents:" in " ".join(found.text.split())
     long = "x" * SHORT_TEXT + "y" * SHORT_TEXT
     page = render(replace(bare, tree=tree_of(long, long)))
     assert f"<pre>{long}</pre>" in page and f"<summary>{'x' * 104} … {'y' * 53}</summary>" in page

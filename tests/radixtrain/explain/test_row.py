@@ -53,7 +53,7 @@ SHOWN: dict[str, Case] = {
     "an id": (
         [{"input_ids": [5, -6, 99999], "labels": [-100, 7, 8]}],
         {},
-        ["⟦<-6>⟧→7", "refused: ", "token id -6 at position 1 is outside"],
+        ["2 of which learn another token", "⟦<-6><99999>⟧", "refused: ", "token id -6 at position 1 is outside"],
         [COMPUTED],
     ),
     "too long": (
@@ -68,12 +68,6 @@ SHOWN: dict[str, Case] = {
         ["tokens: 2, 0 with loss", "refused: ", "no token bears loss"],
         [COMPUTED],
     ),
-    "ids, labels and weights": (
-        [{"input_ids": [40, 41, 42, 43], "labels": [-100, -100, 42, 50], "loss_weights": [1, 1, 1, 0.5]}],
-        {},
-        ["0 40 D", "1 41 E", "2 42 ⟦F⟧", "3 43 ⟦G⟧→50×0.5"],
-        [],
-    ),
     "a good row after a bad one": ([{"text": 5}, pair("x")], {}, [COMPUTED, "unknown, since the steps cannot be"], []),
     "the bad one is skipped": (
         [{"text": 5}, pair("x")],
@@ -86,8 +80,8 @@ SHOWN: dict[str, Case] = {
         {},
         [
             "rendered 1 of 2: a turn",
-            "rendered 2 of 2: a turn",
             "tokens 1 of 2: ",
+            "rendered 2 of 2: a turn",
             "tokens 2 of 2: ",
             "step 0",
             "step 0",

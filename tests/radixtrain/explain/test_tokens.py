@@ -24,8 +24,8 @@ LONG = f"{'p' * 50} ⋯ 900 tokens ⋯ {'p' * 50}⟦{'q' * 50} ⋯ 400 tokens �
         ("a", "bc", {"weights": [0, 1, 1]}, "a⟦bc⟧"),
         ("p" * 1000, "q" * 500, {"max_chars": 200}, LONG),
         ("a\tb\rc", "x", {}, "a⇥b␍c⟦x⟧"),
-        ("\x1b[31mred", "x", {}, "␛[31mred⟦x⟧"),
-        ("a\u202eb\u200bc\u00a0d", "x", {}, "a\\u202eb\\u200bc\\u00a0d⟦x⟧"),
+        ("\x1b[31mred", "x", {}, "\\x1b[31mred⟦x⟧"),
+        ("a\u202eb\u200bc\u00a0d", "x", {}, "a\\u202eb\\u200bc\\xa0d⟦x⟧"),
         ("क्‍ष 👍", "x", {}, "क्‍ष 👍⟦x⟧"),
         ("a\U000e0001b", "x", {}, "a\\U000e0001b⟦x⟧"),
         ("[bold]x[/bold] :smile:", "x", {}, "[bold]x[/bold] :smile:⟦x⟧"),
@@ -47,8 +47,7 @@ def test_a_sample(
     [
         ([97, END, 98], [], None, "a<|im_end|>b"),
         ([*"a€b".encode()], [2, 3, 4], None, "a⟦€b⟧"),  # a character over the border of the loss is whole
-        ([*b"ab" * 300], range(1, 600, 2), 160, "a⟦b⟧ ⋯ 596 tokens, 298 with loss ⋯ a⟦b⟧"),
-        ([*b"ab" * 300], range(1, 600, 2), None, "a⟦b⟧" * 300),
+        ([*b"ab" * 300], range(1, 600, 2), 160, "a⟦b⟧" * 300),
     ],
 )
 def test_ids(

@@ -68,10 +68,10 @@ def test_every_sequence_is_a_path_of_runs(texts: list[list[int]]) -> None:
         for end in range(1, len(text) + 1):
             rows.setdefault(tuple(text[:end]), len(rows))
     paths = [np.array([rows[tuple(text[:end])] for end in range(1, len(text) + 1)]) for text in texts]
-    runs, roots, _ = run_tree(paths)
+    runs, roots = run_tree(paths)
     for number, path in enumerate(paths):
         own = [run for run in runs if number in run.sequences]
-        assert [row for run in own for row in range(*run.rows)] == path.tolist()
-        assert [run.depth for run in own] == [sum(run.num_tokens for run in own[:n]) for n in range(len(own))]
+        assert [row for run in own for row in range(run.start, run.end)] == path.tolist()
+        assert [run.depth for run in own] == [sum(map(len, own[:n])) for n in range(len(own))]
         assert own[-1].ends.count(number) == 1 and runs.index(own[0]) in roots
         assert all(runs.index(child) in run.children for run, child in pairwise(own))

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from transformers import Qwen3ForSequenceClassification
 
 from radixtrain import RadixCollator, generate, share_prefixes, sharing_report
+from radixtrain.collators.steps import PaddedCollator
 from radixtrain.errors import UserError
 from radixtrain.hf.head import has_plain_head
-from radixtrain.hf.scores import Scorer
+from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_throughout
 
@@ -189,15 +190,18 @@ def test_a_call_beside_generate_in_training_mode() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_call_while_rows_are_scored_or_a_head_is_tried(way: Way) -> None:
+def test_a_call_while_a_padded_batch_is_scored_or_a_head_is_tried(way: Way) -> None:
     """Both change for a while what a backbone returns: only to their own call."""
-    model = share_prefixes(tiny_qwen3().double().eval())
-    batch, call = RadixCollator()(FEATURES), partial(CALLS["ordinary"], model)
-    scores = partial(Scorer(("logprobs", "embedding")), model, batch, False)
+    model = tiny_qwen3().double().eval()
+    batch, call = PaddedCollator()(FEATURES), partial(CALLS["ordinary"], model)
+
+    def score() -> Tensor:
+        return forward_rows(model, batch, plain_head=False).logprobs()
+
     with torch.no_grad():
-        expected = scores(), call()
-        found = way(model.model.layers[1], scores, call)
-        assert found[0] == expected[0] and relative_error(found[1], expected[1]) <= BAR
+        expected = score(), call()
+        found = way(model.model.layers[1], score, call)
+        assert torch.equal(found[0], expected[0]) and relative_error(found[1], expected[1]) <= BAR
         if way is not nested:  # a head that is tried gets its rows by any call of its thread
             assert relative_error(way(model.lm_head, partial(has_plain_head, model), call)[1], expected[1]) <= BAR
 

@@ -16,6 +16,8 @@ from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.collators.steps import PaddedCollator
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import backbone_of
+from radixtrain.hf.guards.code import OtherCode
+from radixtrain.hf.guards.model import Verdict
 from radixtrain.hf.share import options_of
 
 FEATURES = [{"input_ids": ids, "labels": ids} for ids in ([7, 8, 9, 1, 2], [7, 8, 9, 3])]
@@ -73,7 +75,7 @@ def test_a_lost_modifier_is_caught(family, lost, monkeypatch):
     )
     with pytest.raises(UserError, match="computes a token from others"):
         error_of(windowed(family))
-    monkeypatch.setattr(radixtrain.hf.collated, "why_inexact", lambda *_, **__: None)
+    monkeypatch.setattr(radixtrain.hf.collated, "verdict_of", lambda *_, **__: Verdict(None))
     assert error_of(windowed(family)) > 1e-3
 
 
@@ -139,8 +141,8 @@ class TestNeverOnAnotherAttention:
         """Found after the pass, whatever the code of its class says."""
         model = share_prefixes(tiny_qwen3())
         monkeypatch.setattr(model.model.layers[1], "forward", lambda hidden_states, **_: hidden_states)
-        for guard in ("why_third_party", "why_inexact"):
-            monkeypatch.setattr(f"radixtrain.hf.collated.{guard}", lambda *_, **__: None)
+        monkeypatch.setattr("radixtrain.hf.collated.code_in", lambda *_, **__: OtherCode(None, "", ()))
+        monkeypatch.setattr("radixtrain.hf.collated.verdict_of", lambda *_, **__: Verdict(None))
         with pytest.raises(RuntimeError, match="ran in 1 of 2 layers of Qwen3Model"):
             model(**RadixCollator()(FEATURES))
 

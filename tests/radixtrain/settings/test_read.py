@@ -76,7 +76,6 @@ VALUES = {
     "fit --help model.allow_dropout` says more)",
     f"--data.batch_size={LONG}": f"data.batch_size must be an integer; got {LONG[:80]} ...",
     "--sp_size=some": "sp_size must be an integer; got some",
-    "--model.next_tokens=[yes]": "model.next_tokens must be list of text or null; got [yes]; YAML reads a bare yes or",
     "--data.columns " + "[" * 100_000: "data.columns must be mapping or null; got [[[[",
     "--seed_everything " + "9" * 5000: "seed_everything must be true or false or an integer; got 999",
     "--output_dir \udcff": "a value is no UTF-8 text",
@@ -241,7 +240,7 @@ def test_the_last_one_wins_and_one_fills_in_others(tmp_path: Path) -> None:
         True,
         "m",
     )
-    assert settings.model.dedup is False and data.predict_unlabelled is False
+    assert settings.model.dedup is False
     assert read("fit", [MODEL, "--seed_everything=true"]).data.seed == 42
     assert read("fit", [MODEL], {"trainer.devices": 2}).trainer.devices == 2
     assert read("fit", [MODEL, "--data.pad_to_multiple_of=20000", "--sp_size=2"]).data.pad_to_multiple_of == 20000

@@ -13,7 +13,7 @@ from outcomes import logged, names, summary
 from radixtrain.__main__ import main
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.tokens.tokenization import load_tokenizer
-from radixtrain.explain.contents import ratio
+from radixtrain.explain.report import ratio
 from radixtrain.training.start.run_overview import data_entries, sharing_entries
 
 Arguments = Callable[..., list[str]]

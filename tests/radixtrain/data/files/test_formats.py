@@ -173,12 +173,12 @@ def test_a_file(name: str, tmp_path: Path) -> None:
 FOLDERS: list[tuple[dict[str, bytes], str, str]] = [
     ({}, "", "@: holds no data file; expected .jsonl"),
     ({"README.md": b"x"}, "", "@: holds no data file; expected .jsonl"),
-    ({"a.jsonl": A, "b.csv": b"text\nb\n"}, "", "@: holds files of several kinds, .csv (b.csv), .jsonl (a.jsonl)"),
+    ({"a.jsonl": A, "b.csv": b"text\nb\n"}, "", "@: holds files of several kinds, .csv, .jsonl; choose by"),
     ({"a.jsonl": A, "b.xlsx": b"PK"}, "", "@: b.xlsx is not a data file that can be read; choose by a glob such as @/*.jsonl"),
     ({"train.jsonl": A, "test.jsonl": B}, "", "@: its file names show the splits test, train"),
     ({}, "/*.jsonl", "no file matches @/*.jsonl"),
     ({"a.txt": b"x"}, "/*", "@/a.txt: unknown suffix '.txt'; expected"),
-    ({"state.json": b"{}"}, "", "@: not a data set folder ("),
+    ({"state.json": b"{}"}, "", "@: not a data set folder: "),
     ({}, "/missing.jsonl", "no such file: @/missing.jsonl"),
 ]  # fmt: skip
 
@@ -259,10 +259,10 @@ def test_a_mapping_is_applied_to_every_kind_of_file(tmp_path: Path) -> None:
     table.write_bytes(b"q,id\nx,1\n")
     tokens.write_bytes(b'{"tokens": [1, 2], "labels": [-100, 2], "id": 7}')
     first, second = open_rows(Source(str(lines), columns={"user": "q", "system": "s"}))
-    assert first.read() == Row({"user": "x", "tools": []}, f"{lines}:1", ("id",), {"id": 1})
+    assert first.read() == Row({"user": "x", "tools": []}, f"{lines}:1", {"id": 1})
     with pytest.raises(DataError, match=":2: columns: user: the row has no column 'q'; it has id"):
         second.read()
-    assert list(read_rows(Source(str(table), columns={"id": None}))) == [Row({"q": "x"}, f"{table}:2", ("id",))]
+    assert list(read_rows(Source(str(table), columns={"id": None}))) == [Row({"q": "x"}, f"{table}:2")]
     [row] = read_rows(Source(str(tokens), columns={"input_ids": "tokens"}))
-    read = {"input_ids": [1, 2], "labels": [-100, 2]}, f"{tokens}:1", ("id",), {"id": 7}
+    read = {"input_ids": [1, 2], "labels": [-100, 2]}, f"{tokens}:1", {"id": 7}
     assert row == Row(*read), "and what comes with tokens"

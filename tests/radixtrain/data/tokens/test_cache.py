@@ -16,9 +16,7 @@ from tiers import cases
 
 from radixtrain import data
 from radixtrain.data import cache
-from radixtrain.data.cache import Tokenized, TokenizingOptions, tokenized
-from radixtrain.data.chat import ChatEncoder
-from radixtrain.data.files.sources import Source
+from radixtrain.data.cache import Tokenized
 from radixtrain.data.tokens.store import ABOUT, SAMPLES
 from radixtrain.errors import DataError, UserError
 
@@ -277,54 +275,14 @@ def test_a_folder_that_cannot_be_written(chats: Path, tokenize: Tokenize, tmp_pa
         tokenize(chats, cache_dir=str(tmp_path / "file" / "inside"))
 
 
-def test_a_source_without_files_is_not_kept(
-    chats: Path, encoder: Callable[..., ChatEncoder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_entry_of_another_user(
+    chats: Path, tokenize: Tokenize, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "files_of", lambda _: [])
-    found = tokenized(Source(str(chats)), encoder(), TokenizingOptions(cache_dir=str(tmp_path / "cache")))
-    folder = found.store.folder
-    assert len(found.store) == 20 and folder.is_dir()
-    assert entries(tmp_path / "cache") == []
-    del found
-    assert not folder.exists()
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied")
 
-
-def test_a_folder_that_several_users_share(chats: Path, tokenize: Tokenize, tmp_path: Path) -> None:
-    """The umask says who may read an entry. One of another user that may not be read ends no run."""
-    folder = tmp_path / "cache"
-    before = os.umask(0o002)
-    try:
-        found = tokenize(chats)
-    finally:
-        os.umask(before)
-    (name,) = entries(folder)
-    assert (folder / name).stat().st_mode & 0o777 == 0o775
-    assert all(path.stat().st_mode & 0o777 == 0o664 for path in (folder / name).iterdir())
-    for path in (folder / name, folder / ("0" * 32)):
-        path.mkdir(exist_ok=True)
-        path.chmod(0)
-    folder.chmod(0o1777)
-    for path in (tmp_path, *tmp_path.parents[:-2]):
-        path.chmod(path.stat().st_mode | 0o055)
-    for again in as_another_user(lambda: ids_of(tokenize(chats))):
-        assert again == ids_of(found)
-    assert entries(folder) == sorted([name, "0" * 32])
-
-
-def as_another_user(function: Callable[[], Any]) -> list[Any]:
-    """What a function returns in a process of the user nobody; nothing if this user may not become another one."""
-    if os.getuid() != 0:
-        return []
-    reader, writer = os.pipe()
-    if (child := os.fork()) == 0:
-        try:
-            os.setgroups([])
-            os.setuid(65534)
-            os.write(writer, json.dumps(function()).encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with open(reader, "rb") as file:
-        text = file.read()
-    os.waitpid(child, 0)
-    return [json.loads(text)]
+    tokenize(chats)
+    [name] = entries(tmp_path / "cache")
+    monkeypatch.setattr(cache, "check_file", refuse)
+    with pytest.raises(UserError, match=rf"the tokens in .*/{name} cannot be read: .*Permission denied"):
+        tokenize(chats)

@@ -419,7 +419,7 @@ def test_a_trajectory_with_and_without_the_trial(
     left = []
     for is_tried in (True, False):
         if not is_tried:
-            monkeypatch.setattr("radixtrain.hf.padded.sharing.why_inexact", lambda *_, **__: None)
+            monkeypatch.setattr("radixtrain.hf.padded.sharing.verdict_of", lambda *_, **__: probe.Verdict(None))
         torch.manual_seed(0)
         model = share_prefixes(tiny_qwen3(tie_word_embeddings=False))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -156,16 +156,13 @@ BUFFER = "[/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms 
         (dist.DistStoreError("Timed out after 5 seconds waiting for clients. 1/2 joined."), "within ddp_timeout"),
         (RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), None),
         (ConnectionResetError(104, "Connection reset by peer"), None),  # of a hub, or of a logger
-        (dist.DistNetworkError("The server socket has failed to listen: EADDRINUSE, address in use"), "MASTER_PORT"),
         (TimeoutError("timed out"), None),
         (dist.DistBackendError("NCCL error: invalid usage: Duplicate GPU detected"), None),
     ],
 )
 def test_a_rank_that_is_gone_or_does_not_answer(error: Exception, words: str | None) -> None:
-    text = lost_rank(error, str)
+    text = lost_rank(error)
     assert text is None if words is None else words in (text or "")
-    if words == "gone":
-        assert lost_rank(error, lambda: "rank 1 was killed by SIGKILL") == "rank 1 was killed by SIGKILL"
 
 
 @pytest.mark.parametrize(

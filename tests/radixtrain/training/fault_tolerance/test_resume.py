@@ -14,8 +14,8 @@ from tiers import FULL
 from transformers import AutoTokenizer
 
 from radixtrain.__main__ import main
-from radixtrain.checkpoints.folder import read_checkpoint
-from radixtrain.training.fault_tolerance import resume
+from radixtrain.checkpoints.folder import read_checkpoint, read_run
+from radixtrain.training.fault_tolerance import run_state
 from radixtrain.training.loop import Loop
 
 WHOLE = 10  # steps: 20 rows, 4 at a time, 2 epochs
@@ -107,9 +107,9 @@ def template(shop: Path, tmp_path: Path) -> Path:
 def test_a_template_sees_the_day_on_which_its_run_began(ran, refused, template, monkeypatch):
     flags = {"data__chat_template_path": template}
     folder = ran("dated", trainer__max_steps=2, **flags)
-    began = read_checkpoint(at(folder, 2))["datamodule_hyper_parameters"]["template_date"]
+    began = read_run(at(folder, 2))["data"]["template_date"]
     assert began == date.today().isoformat()
-    monkeypatch.setattr(resume, "date", type("Tomorrow", (), {"today": lambda: date.today() + timedelta(days=1)}))
+    monkeypatch.setattr(run_state, "date", type("Tomorrow", (), {"today": lambda: date.today() + timedelta(days=1)}))
     ran("dated", trainer__max_steps=4, ckpt_path="last", **flags)
     assert at(folder, 4).exists()
     told = refused(trainer__max_steps=6, ckpt_path=at(folder, 4), data__template_date="2020-02-29", **flags)
@@ -119,7 +119,7 @@ def test_a_template_sees_the_day_on_which_its_run_began(ran, refused, template, 
 
 def test_what_evaluates_a_run_sees_its_day_too(ran, arguments, template, shop, tmp_path, monkeypatch):
     """From a checkpoint and from the folder of the model, on another day."""
-    monkeypatch.setattr(resume, "date", type("Then", (), {"today": lambda: date(2020, 2, 29)}))
+    monkeypatch.setattr(run_state, "date", type("Then", (), {"today": lambda: date(2020, 2, 29)}))
     folder = ran("then", trainer__max_steps=2, data__chat_template_path=template)
     monkeypatch.undo()
 
@@ -156,17 +156,18 @@ def test_a_start_without_a_step_names_the_checkpoint_that_it_went_on_from(ran, c
     assert str(at(folder, 3)) in said
 
 
-def test_new_hyperparameters_are_applied(ran):
+def test_new_hyperparameters_are_applied(ran, monkeypatch):
     """As if the run had had them from there on: the losses are not those of the old settings any more."""
     flags = {"model__lr_scheduler_type": "constant", **EXACT}
     old = ran("old", **flags, **EVERY)
     new = {"model__learning_rate": 1e-3, "model__adam_beta1": 0.5, "model__weight_decay": 0.1, "data__max_tokens": 999}
+    loops, fit = [], Loop.fit
+    monkeypatch.setattr(Loop, "fit", lambda loop, *given, **named: [loops.append(loop), fit(loop, *given, **named)])
     resumed = ran("resumed", ckpt_path=at(old, 4), data__max_length=512, **{**flags, **new})
     assert list(column(resumed, "learning_rate").values()) == pytest.approx([1e-3] * 6)
-    state = read_checkpoint(at(resumed, 10))
-    group = state["optimizer_states"][0]["param_groups"][0]
+    group = loops[0].optimizer.param_groups[0]
     assert (group["lr"], tuple(group["betas"]), group["weight_decay"]) == (1e-3, (0.5, 0.999), 0.1)
-    assert state["hyper_parameters"]["learning_rate"] == 1e-3
+    assert read_run(at(resumed, 10))["model"]["learning_rate"] == 1e-3
     assert column(resumed)[5] == column(old)[5] and column(resumed)[7] != column(old)[7]
 
 
@@ -222,7 +223,7 @@ def test_adapters_go_on_only_beside_their_own_weights(ran, refused, shop, tmp_pa
     flags = {"model__use_peft": "true", "model__lora_r": 4}
     old = ran("old", trainer__max_steps=3, **flags)
     state = read_checkpoint(at(old, 3))
-    assert state["radixtrain"]["partial"] and all("lora_" in name for name in state["state_dict"])
+    assert state.run["base"] and all("lora_" in name for name in state.weights)
     file = shutil.copytree(shop / "model", tmp_path / "other") / "model.safetensors"
     weights = load_file(file)
     weights["model.layers.0.self_attn.q_proj.weight"][0, 0] += 1

@@ -41,7 +41,7 @@ def write_as_a_run(path: Path, text: str = "") -> None:
 
 
 def checkpoint(output_dir: Path, step: int, text: str) -> None:
-    for name in ("manifest.json", "state.json"):
+    for name in ("checksums.txt", "run.json"):
         write(output_dir / "checkpoints" / f"step={step}" / name, text)
     last = output_dir / "checkpoints" / "last"
     last.unlink(missing_ok=True)
@@ -112,7 +112,7 @@ class TestOutputDir:
 
 
 # What is in the folder, ckpt_path, overwrite -> what is said; empty if the run begins or resumes.
-SAVED, MODEL, FREE = ("checkpoints/step=3/manifest.json", "checkpoints/step=3/state.json"), ("model/config.json",), ()
+SAVED, MODEL, FREE = ("checkpoints/step=3/checksums.txt", "checkpoints/step=3/run.json"), ("model/config.json",), ()
 OTHER = r"holds another run \(checkpoints/\); resume it with --ckpt_path auto, keep it under another name with --overwr"
 ONE_OF_THEM = "resumes the run in .*, and overwrite begins another one: leave one out"
 NEW_RUNS = [
@@ -143,7 +143,7 @@ class TestNewRun:
         """Beside files of the user, leftovers, and logs of a run that saved nothing."""
         out = tmp_path / "out"
         foreign(out)
-        for name in (*names, "answers/step=1.csv", "checkpoints/.step=4.partial/manifest.json", "checkpoints/step=5/x"):
+        for name in (*names, "answers/step=1.csv", "checkpoints/.step=4.partial/checksums.txt", "checkpoints/step=5/x"):
             write(out / name)
         write_as_a_run(out / "logs" / "version_0" / "fit.yaml")
         if ckpt_path is not None and ckpt_path not in ("last", "auto"):
@@ -202,7 +202,7 @@ class TestOverwrite:
         own = (
             "answers/step=9.csv",
             "logs/version_0/metrics.csv",
-            "checkpoints/app/manifest.json",
+            "checkpoints/app/checksums.txt",
             "checkpoints/best/x",
         )
         for name in (*FOREIGN, *own):
@@ -301,7 +301,7 @@ class TestLogsOfRun:
 
 def test_wherever_in_its_folder_the_checkpoint_of_a_run_is(tmp_path: Path) -> None:
     run(tmp_path)
-    write(tmp_path / "mine" / "x" / "manifest.json")
+    write(tmp_path / "mine" / "x" / "checksums.txt")
     for given in ("", "checkpoints", "checkpoints/last", "mine/x"):
         assert is_resumed(tmp_path, tmp_path / given)
 

@@ -8,16 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forged_checkpoints import a_run
 
 from radixtrain.__main__ import main
-from radixtrain.checkpoints.folder import write_checkpoint
+from radixtrain.checkpoints.folder import Checkpoint, write_checkpoint
 from radixtrain.errors import UserError
 from radixtrain.training.fault_tolerance.run_folder import locked_model
 from radixtrain.training.fault_tolerance.run_state import (
     generator_states,
     load_weights,
     set_generator_states,
-    trained_names,
+    trained_weights,
 )
 from radixtrain.training.module import RadixModule
 
@@ -50,9 +51,9 @@ def pretend_cuda(monkeypatch: pytest.MonkeyPatch, num_devices: int, is_initializ
 def test_every_cuda_device_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     given = pretend_cuda(monkeypatch, 2, is_initialized=True)
     states = generator_states()
-    assert [int(state) for state in states["cuda"]] == [7, 8]
+    assert states["cuda"] == ["07", "08"]
     set_generator_states(states)
-    assert given == states["cuda"]
+    assert [int(state) for state in given] == [7, 8]
 
 
 def test_cuda_is_not_started(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -69,7 +70,7 @@ def test_another_number_of_cuda_devices_is_said(
 ) -> None:
     states = generator_states()
     given = pretend_cuda(monkeypatch, 2, is_initialized=True)
-    set_generator_states({**states, "cuda": [torch.zeros(16, dtype=torch.uint8)]})
+    set_generator_states({**states, "cuda": ["00" * 16]})
     assert "the run was on 1 CUDA devices and is on 2: dropout will draw" in caplog.text and not given
 
 
@@ -85,16 +86,14 @@ def module(shop: Path) -> RadixModule:
 
 
 @pytest.fixture
-def checkpoint(module: RadixModule) -> dict[str, Any]:
+def checkpoint(module: RadixModule) -> Checkpoint:
     """It holds what is trained; everything else is the base model's."""
-    names = trained_names(module)
-    weights = {name: weight for name, weight in module.state_dict().items() if name in names}
+    weights = trained_weights(module)
     assert 0 < len(weights) < len(module.state_dict()) and all(".lora_" in name for name in weights)
-    settings = dict(module.hparams)
-    return {"state_dict": weights, "hyper_parameters": settings, "radixtrain": {"partial": True}, "global_step": 3}
+    return Checkpoint(weights, {}, a_run(model=dict(module.hparams), base="0"))
 
 
-def test_what_is_not_exported(checkpoint: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+def test_what_is_not_exported(checkpoint: Checkpoint, tmp_path: Path, capsys: Any) -> None:
     """A damaged checkpoint, and into a model that is being written."""
     write_checkpoint(tmp_path / "x", checkpoint)
     command = ["export", f"--ckpt_path={tmp_path / 'x'}", f"--output_dir={tmp_path / 'new'}"]
@@ -103,13 +102,13 @@ def test_what_is_not_exported(checkpoint: dict[str, Any], tmp_path: Path, capsys
     assert f"error: {tmp_path / 'new'} is in use by" in capsys.readouterr().err
     (tmp_path / "x" / "model.safetensors").write_bytes(b"")
     assert main(command) == 1
-    assert "x: model.safetensors is damaged: it has 0 bytes" in capsys.readouterr().err
+    assert "x: model.safetensors is damaged: its checksum is not the one in checksums.txt" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("change", ["one is missing", "one too many", "another shape", "said to be whole"])
-def test_other_weights_are_refused(module: RadixModule, checkpoint: dict[str, Any], change: str) -> None:
-    weights = checkpoint["state_dict"]
+def test_other_weights_are_refused(module: RadixModule, checkpoint: Checkpoint, change: str) -> None:
+    weights = checkpoint.weights
     name = next(iter(weights))
     other = next(each for each in module.state_dict() if ".lora_" not in each)
     if change == "one is missing":
@@ -119,7 +118,7 @@ def test_other_weights_are_refused(module: RadixModule, checkpoint: dict[str, An
     elif change == "another shape":
         weights[name] = torch.zeros(1)
     else:
-        name, checkpoint["radixtrain"] = other, {"partial": False}
+        name, checkpoint.run["base"] = other, None
     before = {each: weight.clone() for each, weight in module.state_dict().items()}
     with pytest.raises(UserError, match="of another model than the configuration's") as caught:
         load_weights(module, checkpoint)

@@ -8,7 +8,7 @@ from counting_trainer import CountingTrainer, written
 
 from radixtrain.errors import Stopped, UserError
 from radixtrain.training.fault_tolerance.nonfinite_guard import NonFinite
-from radixtrain.training.fault_tolerance.resume import Position
+from radixtrain.training.fault_tolerance.run_state import Position
 from radixtrain.training.fault_tolerance.signals import Stop
 
 TERM = Stop("SIGTERM", 143)

@@ -14,7 +14,7 @@ from forked_ranks import on_ranks
 from tiers import FULL
 from torch.distributed import DistError
 
-from radixtrain.checkpoints.folder import read_checkpoint
+from radixtrain.checkpoints.folder import read_run
 from radixtrain.distributed import ranks
 from radixtrain.errors import EndedElsewhere, Stopped, UserError
 from radixtrain.training.fault_tolerance.nonfinite_guard import NonFinite
@@ -99,7 +99,7 @@ def test_only_an_error_that_all_have_found_is_saved(tmp_path: Path) -> None:
             trainer.fail(NonFinite("the loss"))
 
     on_ranks(2, work)
-    assert read_checkpoint(tmp_path / "checkpoints" / "step=3")["position"]["num_steps"] == 3
+    assert read_run(tmp_path / "checkpoints" / "step=3")["position"]["num_steps"] == 3
 
 
 def test_ranks_draw_apart_and_go_on_where_they_were(caplog: pytest.LogCaptureFixture) -> None:

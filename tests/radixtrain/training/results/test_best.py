@@ -106,7 +106,7 @@ def test_a_best_checkpoint_that_cannot_be_read_is_not_exported(tmp_path: Path, c
     assert not best.load_into(torch.nn.Linear(2, 2))  # before the first validation
     validated(best, saver, tmp_path, [3.0])
     assert not best.load_into(torch.nn.Linear(2, 2))
-    assert f"save_best: {best.path}: manifest.json is missing" in caplog.text
+    assert f"save_best: {best.path}: checksums.txt is missing" in caplog.text
     assert "model/ will hold the last weights, not the best" in caplog.text
 
 

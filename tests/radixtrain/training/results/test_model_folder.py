@@ -1,6 +1,5 @@
 """The folder that a model is written to: replaced as a whole, and only if that loses nothing else. And its card."""
 
-import json
 import re
 import shutil
 
@@ -114,7 +113,7 @@ def test_the_front_matter_is_hugging_faces(tmp_path):
     assert (data.base_model, data.datasets) == ("Qwen/Qwen3-0.6B", ["org/chats"])
     assert (data.library_name, data.pipeline_tag) == ("transformers", "text-generation")
     assert data.tags == ["radixtrain", "sft", "lora"]
-    for text in ("| loss | 2.0 -> 1.0 |", "| files | chats, rows.jsonl |", "| lora_r | 8 |", "apply_chat_template"):
+    for text in ("| loss | 2.0 -> 1.0 |", "| files | chats, rows.jsonl |", "apply_chat_template"):
         assert text in card
 
 
@@ -144,16 +143,13 @@ def test_fit_and_export_write_it(arguments, shop, tmp_path, monkeypatch, capsys)
     for _ in range(2):
         assert main(arguments(**flags, overwrite=True)) == 0
     folder = tmp_path / "out" / "model"
-    system = json.loads((shop / "train.jsonl").read_text().splitlines()[0])["messages"][0]["content"]
     card = (folder / CARD).read_text()
     for text in (
-        f'messages = [{{"role": "system", "content": {system!r}}}, ',
         "# model, fine-tuned on train.jsonl",
         "| rows | 20 rows",
         "| loss | ",
         "| eval_loss | ",
         "| r | ",
-        "| learning_rate | 0.01 |",
     ):
         assert text in card
     settings = yaml.safe_load((folder / SETTINGS).read_text())
@@ -164,5 +160,5 @@ def test_fit_and_export_write_it(arguments, shop, tmp_path, monkeypatch, capsys)
     exec(code.replace("max_new_tokens=200", "max_new_tokens=2"), {})
     checkpoint = tmp_path / "out" / "checkpoints" / "last"
     assert main(["export", f"--ckpt_path={checkpoint}", f"--output_dir={tmp_path / 'exported'}"]) == 0
-    assert "| batch_size | 4 |" in (tmp_path / "exported" / CARD).read_text()
+    assert "| steps | 5 |" in (tmp_path / "exported" / CARD).read_text()
     assert yaml.safe_load((tmp_path / "exported" / SETTINGS).read_text())["model"]["learning_rate"] == 0.01

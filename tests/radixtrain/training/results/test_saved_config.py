@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from radixtrain.__main__ import main
-from radixtrain.checkpoints.folder import read_settings
+from radixtrain.checkpoints.folder import read_run
 from radixtrain.training.results.saved_config import defaults_of_model
 
 Arguments = Callable[..., list[str]]
@@ -99,7 +99,7 @@ def test_what_is_read_again_is_as_it_was_typed(arguments: Arguments, shop: Path,
     assert main(["export", f"--ckpt_path={out}", f"--output_dir={tmp_path / 'exported'}"]) == 0
     (record,) = out.rglob("fit.yaml")
     settings = [yaml.safe_load(path.read_text())["data"] for path in (record, *tmp_path.rglob("radixtrain.yaml"))]
-    for found in (*settings, read_settings(out / "checkpoints" / "last")["datamodule_hyper_parameters"]):
+    for found in (*settings, read_run(out / "checkpoints" / "last")["data"]):
         assert given.items() <= found.items()
     assert len(settings) == 3 and repr(PROMPTS) in (out / "model" / "README.md").read_text()
     assert defaults_of_model(str(out / "model"))["data.system_prompt"] == PROMPTS

@@ -11,7 +11,7 @@ from outcomes import logged, summary
 from tiers import FULL
 
 from radixtrain.__main__ import main
-from radixtrain.checkpoints.manifest import Manifest
+from radixtrain.checkpoints.folder import read_run
 from radixtrain.errors import Stopped, UserError
 from radixtrain.training.module import RadixModule
 from radixtrain.training.results.curves import LogPart, read_curves
@@ -124,7 +124,7 @@ def test_a_best_checkpoint_that_is_the_last_one(arguments: Arguments, shop: Path
     assert main(arguments(**flags)) == 0
     checkpoints = tmp_path / "out" / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["best", "last", "step=5"]
-    assert Manifest.read(checkpoints / "step=5").sequence == 1
+    assert read_run(checkpoints / "step=5")["sequence"] == 1
     assert summary(tmp_path / "out")["exported"] == {
         **{"path": "model", "weights": "best", "step": 5},
         "validation": summary(tmp_path / "out")["validation"],

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from radixtrain.errors import UserError
 from radixtrain.training.start import preflight
-from radixtrain.training.start.preflight import check_room, earlier_run, num_stored_parameters
+from radixtrain.training.start.preflight import check_room, num_stored_parameters
 
 LENGTH = b"\x02\0\0\0\0\0\0\0"  # of the header
 Usage = namedtuple("Usage", "total used free")
@@ -31,10 +31,8 @@ def sharded(folder, *names):
 
 
 class TestWeights:
-    def test_they_are_counted_by_their_header(self, folder):
+    def test_they_are_counted_by_their_headers(self, folder):
         assert num_stored_parameters(str(folder)) == 22
-
-    def test_shards_are_counted_together(self, folder):
         save_file({"c": torch.zeros(2, 2)}, folder / "one.safetensors")
         (folder / "model.safetensors").rename(folder / "two.safetensors")
         assert num_stored_parameters(str(sharded(folder, "one.safetensors", "two.safetensors"))) == 26
@@ -100,18 +98,6 @@ class TestRoom:
         with pytest.raises(UserError, match=said):
             check_room(tmp_path, 10**8, self.FULL, 2)
         check_room(tmp_path, None, self.FULL, 2)
-
-
-def test_an_earlier_run_whose_weights_are_not_taken(tmp_path):
-    model = tmp_path / "run" / "model"
-    model.mkdir(parents=True)
-    (model / "config.json").touch()
-    for subcommand in ("validate", "test", "predict"):
-        notice = earlier_run(subcommand, model, "base", None)
-        assert notice.startswith(f"{subcommand} takes the weights of base; for those of the run")
-        assert earlier_run(subcommand, model, str(model), None) == ""
-    assert earlier_run("fit", model, "base", None) == earlier_run("verify", model, "base", None) == ""
-    assert earlier_run("fit", tmp_path / "new" / "model", "base", None) == ""
 
 
 def test_weights_that_this_user_may_not_read(tmp_path, monkeypatch):

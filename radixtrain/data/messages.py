@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from radixtrain.data.files.rows import explain, parse
-from radixtrain.data.rows.unread import COUNTS, THINKING, converter_of, in_yaml, tells, words_of
 from radixtrain.errors import DataError
 
 Message = dict[str, Any]
@@ -24,10 +24,8 @@ OF_CALLS = ("type", "id", "index", "function", "name", "arguments", "parsed_argu
 CALLS = ("function_call", "tool_call")  # speakers whose text is the JSON of a call
 TEXT_PARTS = ("text", "input_text", "output_text")
 MEDIA = re.compile("image|audio|video")
-NO_MEDIA = (
-    "; images, audio and video are not supported here. What a model's processor returns for images is read by "
-    "RadixCollator(images=...), share_prefixes and generate; or remove the part, or the row (data.on_bad_row: skip)"
-)
+NO_MEDIA = "; only text is read: for images use share_prefixes in a trainer, or remove the part, or the row"
+LOGS = "; docs/data-formats.md#logs-of-model-calls says how to convert a log of model calls"
 PAIRS = (
     ("user", "assistant"),
     ("instruction", "output"),
@@ -45,6 +43,13 @@ EMPTY = "is empty: nothing is learned from it but to stop; leave the row out (da
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 PROSE = 4  # words of a text that somebody has written for a reader
 OF_TURN = {"role", "content", "tool_calls", "weight", *THOUGHTS}
+WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")  # of a name: `isGood`, `is_good`, `LOSS_MASK`
+OF_LOSS = {"loss", "mask", "masked", "train", "training", "trainable", "learn", "weight", "skip", "ignore"}
+THINKING = {
+    *("think", "thinking", "thought", "thoughts", "reasoning", "rationale", "cot", "analysis", "scratchpad"),
+    *("monologue", "reflection", "deliberation", "introspection"),
+}
+"""Words in names of keys that say whether a turn is learned, and of those that hold its thinking."""
 
 
 def check_messages(messages: object, where: str, field: str = "messages") -> list[Message]:
@@ -195,11 +200,11 @@ def _part_text(part: Any, name: str, where: str) -> str:
     kind = part.get("type") or "text" if isinstance(part, dict) else None
     if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
         found = kind if kind and kind not in TEXT_PARTS else part
-        hint = NO_MEDIA if MEDIA.search(str(found)) else ""
+        hint = NO_MEDIA if MEDIA.search(str(found)) else LOGS
         reason = f"only parts {{type: text, text}} are read, found {repr(found)[:60]}{hint}"
         raise DataError(where, f"{name}: content: {reason}")
     for key, value in part.items():
-        if key not in ("type", "text") and tells(key, value, of_turn=True):
+        if key not in ("type", "text") and tells(key, value):
             raise DataError(where, f"{name}: content: {key}: {value!r} of a part is not read; remove it, or the part")
     text: str = part["text"]
     return text
@@ -242,7 +247,7 @@ def read_tools(tools: object, where: str) -> list[Message]:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(where, f"tools: expected a list of function descriptions, found {repr(tools)[:60]}")
     if any("input_schema" in tool for tool in tools):
-        raise DataError(where, f"tools: expected parameters, found input_schema{converter_of('Anthropic messages')}")
+        raise DataError(where, f"tools: expected parameters, found input_schema{LOGS}")
     return tools
 
 
@@ -257,7 +262,7 @@ def _read_call(call: Message, name: str, where: str) -> Message:
     name = f"{name} of the tool {function['name']!r}"
     for key, value in (given | function).items():
         is_part = isinstance(value, Mapping | list) or str(value).lstrip().startswith("{")  # arguments, maybe as text
-        if key not in OF_CALLS and ((value and is_part) or tells(key, value, of_turn=True)):
+        if key not in OF_CALLS and ((value and is_part) or tells(key, value)):
             reason = "of a call is not read; remove it, or name it arguments"
             raise DataError(where, f"{name}: {key}: {repr(value)[:40]} {reason}")
     return given | {"function": function | {"arguments": _arguments(function.get("arguments"), name, where)}}
@@ -277,37 +282,57 @@ def _arguments(arguments: object, name: str, where: str) -> Message:
     return arguments
 
 
-def check_turns(messages: list[Message], words: frozenset[str], where: str, answered: bool = True) -> set[str]:
+def check_turns(messages: list[Message], words: frozenset[str], where: str, answered: bool = True) -> Message:
     """Return the keys of messages that hold something and that neither we nor the template read, as `messages.KEY`.
 
     messages: as `check_messages` returns them. words: of the template, which reads no other keys.
     answered: False if nothing is learned.
 
-    Raises DataError for a key that holds a part of a turn or may tell whether it is learned.
+    Raises DataError for a key that may hold a part of a turn or tell whether it is learned.
     """
-    found, told = set[str](), dict[str, str]()
+    unread: Message = {}
     for number, message in enumerate(messages, start=1):
         bears_loss = message["role"] == "assistant" and message.get("weight") != 0
         for key, value in message.items():
             if key in OF_TURN or key in words or value in ("", [], {}):
                 continue
-            found.add(f"messages.{key}")
+            unread[f"messages.{key}"] = value
             if answered and (reason := _unread_reason(key, value, bears_loss)):
                 what = f"turn {number} (role {message['role']!r}): {key}: {repr(value)[:40]} {reason}"
-                told.setdefault(key, f"{what}data.columns: {{{in_yaml(f'messages.{key}')}: null}} leaves it out")
-    if told:
-        raise DataError(where, "; ".join(told.values()))
-    return found
+                leave = f"data.columns: {{{in_yaml(f'messages.{key}')}: null}} leaves it out"
+                raise DataError(where, f"{what}{leave}")
+    return unread
 
 
 def _unread_reason(key: str, value: object, bears_loss: bool) -> str:
     """Say what is wrong with an unread key of a message, and how to read it; empty if it tells nothing."""
-    words = words_of(key)
-    is_prose = isinstance(value, str) and len(value.split()) >= PROSE and not words & COUNTS
-    if not isinstance(value, list) and not (bears_loss and (is_prose or tells(key, value, of_turn=True))):
+    if not isinstance(value, list) and not (bears_loss and tells(key, value)):
         return ""
     if isinstance(value, int | float):
         return f"is not read; data.columns: {{messages.weight: messages.{key}}} reads it (0: no loss on the turn), "
-    if words & THINKING and isinstance(thought(value), str):
+    if words_of(key) & THINKING and isinstance(thought(value), str):
         return f"is not learned; data.columns: {{messages.reasoning_content: messages.{key}}} reads it as thinking, "
     return "is not read, so it would be lost; "
+
+
+def tells(key: str, value: object) -> bool:
+    """Return whether an unread value may be a part of its turn, or say whether the turn is learned.
+
+    Lists, truth values and prose may, whatever they are called; other values if their name is one of loss, or of
+    thinking, which no number is; objects if what they hold may.
+    """
+    if isinstance(value, Mapping):
+        return any(each not in ("", [], {}, None) and tells(f"{key} {name}", each) for name, each in value.items())
+    if isinstance(value, bool | list) or words_of(key) & OF_LOSS:
+        return True
+    return isinstance(value, str) and (len(value.split()) >= PROSE or bool(words_of(key) & THINKING))
+
+
+def words_of(name: str) -> set[str]:
+    """Split a name into its words, in lower case."""
+    return {word.lower() for word in WORD.findall(name)}
+
+
+def in_yaml(name: str) -> str:
+    """Write a name as a key of YAML."""
+    return name if re.fullmatch(r"[^\W\d][\w.-]*", name) else json.dumps(name, ensure_ascii=False)

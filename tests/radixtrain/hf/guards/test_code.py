@@ -35,7 +35,7 @@ from radixtrain import (
     sharing_report,
 )
 from radixtrain.errors import UserError
-from radixtrain.hf.third_party import code_to_try, why_third_party
+from radixtrain.hf.guards.code import code_in
 from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_throughout
 
@@ -455,6 +455,6 @@ def test_a_layer_more_costs_no_call_of_python(tiny_qwen3: Callable[..., Any]) ->
     fewest = []
     for number in (2, 6):
         model = tiny_qwen3(num_hidden_layers=number)
-        looks = partial(why_third_party, model, model.model, []), partial(code_to_try, model.model, model.lm_head)
-        fewest.append([min(calls_of_python(look) for _ in range(3)) for look in looks])
+        look = partial(code_in, model, model.model, model.lm_head)
+        fewest.append(min(calls_of_python(look) for _ in range(3)))
     assert fewest[0] == fewest[1]

@@ -1,0 +1,267 @@
+"""The meaning of the columns of a row: one of four forms, whatever the format is called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from radixtrain.data.files.rows import OF_TOKENS, Row, explain, parse
+from radixtrain.data.messages import EMPTY, LOGS, PAIRS, check_messages, with_system
+from radixtrain.errors import DataError
+
+Fields = dict[str, Any]
+
+ROW_KINDS = "messages, prompt + completion, instruction + output, question + answer, conversations, text or input_ids"
+CHATS = ("messages", "conversations", "conversation", "dialog", "dialogue")
+SYSTEM = ("system", "system_prompt")
+OF_CHATS = ("tools", "functions", "chat_template_kwargs")
+MEDIA = ("image", "images", "audio", "audios", "video", "videos")
+LABELS = ("label", "labels", "category", "class", "target", "intent", "sentiment", "answer", "output", "response")
+BESIDE_TEXT = (*LABELS, "prompt", "completion", "summary", "solution", "reply")
+PREFERENCES = ("chosen", "rejected")
+MARKS = (
+    *("label", "labels", "kto_tag", "is_correct", "accepted", "score", "reward", "rating", "rank", *PREFERENCES),
+    *("train", "mask", "loss_mask", "loss_weights", "position_ids"),
+)
+"""Columns that may say what must not be imitated, or hold another answer: they are never left unread."""
+OF_TOKENIZERS = ("token_type_ids", "special_tokens_mask", "length")
+QUESTIONS = ("user", "instruction", "question", "query", "problem")
+CONTEXTS = ("context", "passage", "document", "article", "choices", "options", "input")
+CUT = ("length", "content_filter")
+"""Why an answer ended before the model had ended it."""
+
+
+def standard_row(row: Row, answered: bool = True) -> Row:
+    """Convert the row to one of four forms. Its `unread` are the columns that nothing reads.
+
+    - `input_ids`, with the masks, labels and weights beside it;
+    - `messages`, checked, with `tools` and `chat_template_kwargs` if the row has them. Read from a chat column in the
+      style of OpenAI or ShareGPT, from Alpaca's columns, or from a question and its answer, and a system column;
+    - `prompt` and `completion`, both text or both checked messages;
+    - `text`.
+
+    row: columns that are null count as absent.
+    answered: False for rows that need no answer; then `prompt` may be without a `completion`.
+
+    Raises DataError if no format has these columns, if two pairs of them are a question and its answer, if a column of
+    `MARKS` or a part of the prompt would be lost, and if the messages are wrong.
+    """
+    left = {name: _with_keys(name, value, row.keys) for name, value in row.fields.items() if value is not None}
+    standard = _take(left, answered, row.where)
+    if standard is None:
+        raise DataError(row.where, _unknown(row.fields))
+    unread = {name: value for name, value in {**row.unread, **left}.items() if value not in (None, "", [], {})}
+    turns = turns_of(standard)
+    if not turns and "input_ids" not in standard:
+        _refuse_system(left, row.where)
+    if answered:
+        _check_unread(unread, turns or [{"content": text} for text in standard.values()], row.where)
+    return Row(standard, row.where, unread)
+
+
+def _with_keys(name: str, value: Any, keys: Mapping[str, str | None]) -> Any:
+    """Rename keys of messages, or leave them out; a value that is no list of messages comes back as it is."""
+    if not keys or name not in (*CHATS, "prompt", "completion"):
+        return value
+    turns = value
+    if isinstance(value, str):
+        with suppress(ValueError, RecursionError):
+            turns = parse(value)
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        return value
+    named = ([(keys.get(key, key), each) for key, each in turn.items()] for turn in turns)
+    return [{key: each for key, each in turn if key is not None} for turn in named]
+
+
+def turns_of(fields: Fields) -> list[Fields]:
+    """Return the whole conversation of a row from `standard_row`; empty if it is not one."""
+    parts = (fields.get(name) for name in ("messages", "prompt", "completion"))
+    return [message for part in parts if isinstance(part, list) for message in part]
+
+
+def _take(fields: Fields, answered: bool, where: str) -> Fields | None:
+    """Take the columns that are read out of the fields, and return them in one form; None if no format has them."""
+    if "input_ids" in fields:
+        for name in OF_TOKENIZERS:
+            fields.pop(name, None)
+        return {name: fields.pop(name) for name in ("input_ids", *OF_TOKENS) if name in fields}
+    for name in MEDIA:
+        if fields.get(name):
+            leave = f"to leave it out, write data.columns: {{{name}: null}}"
+            raise DataError(where, f"{name}: only text is read; {leave}; for images use share_prefixes in a trainer")
+    for name in CHATS:
+        if name in fields and _is_chat(name, fields[name]):
+            return _chat(fields, check_messages(fields.pop(name), where, name), where)
+    if {"prompt", "completion"} <= fields.keys():
+        return _prompt_and_completion(fields, where)
+    if messages := _pair(fields, answered, where):
+        return _chat(fields, check_messages(messages, where), where)
+    if "text" in fields:
+        _refuse_answer(fields, where)
+        return {"text": fields.pop("text")}
+    if "prompt" not in fields or answered:
+        return None
+    prompt = fields.pop("prompt")
+    if not isinstance(prompt, list):
+        return {"prompt": prompt}
+    return _chat(fields, check_messages(prompt, where, "prompt"), where)
+
+
+def _is_chat(name: str, value: object) -> bool:
+    """Return whether a column holds a conversation: by its name, or by another common name and its value."""
+    if name in ("messages", "conversations"):
+        return True
+    if isinstance(value, str):
+        return value.lstrip().startswith("[{")
+    return isinstance(value, list) and all(isinstance(turn, dict) for turn in value)
+
+
+def _chat(fields: Fields, messages: list[Fields], where: str) -> Fields:
+    """Return the conversation with the columns that chats may carry."""
+    standard: Fields = {name: fields.pop(name) for name in OF_CHATS if name in fields}
+    of_system = [message.pop("tools") for message in messages[:1] if isinstance(message.get("tools"), list)]
+    if of_system and not standard.keys() & {"tools", "functions"}:  # GLM's form
+        standard["tools"] = of_system[0]
+    if functions := standard.pop("functions", None):  # what OpenAI had before tools
+        standard.setdefault("tools", functions)
+    if isinstance(kwargs := standard.get("chat_template_kwargs"), str):  # as CSV has to
+        try:
+            standard["chat_template_kwargs"] = parse(kwargs or "{}") or {}  # null, of a column that was dumped to text
+        except (ValueError, RecursionError) as error:
+            raise DataError(where, f"chat_template_kwargs: {explain(error)}") from None
+    standard["messages"] = with_system(messages, _system(fields, where), where)
+    return standard
+
+
+def _system(fields: Fields, where: str) -> str:
+    found = {name: _cell_text(fields, name, where) for name in SYSTEM if name in fields}
+    if len({*found.values()}) > 1:
+        raise DataError(where, f"{' and '.join(found)} differ: write data.columns with system: {SYSTEM[0]}")
+    return "".join([fields.pop(name) for name in found][:1])
+
+
+def _refuse_system(fields: Fields, where: str) -> None:
+    if (system := _system(fields, where)).strip():
+        columns = "{user: prompt, assistant: completion}"
+        found = f"system: {system[:40]!r} beside plain text, which has no system turn"
+        raise DataError(where, f"{found}; for a chat, write data.columns: {columns}; to leave it out, {{system: null}}")
+
+
+def _prompt_and_completion(fields: Fields, where: str) -> Fields:
+    prompt, completion = fields.pop("prompt"), fields.pop("completion")
+    if isinstance(prompt, str) != isinstance(completion, str):
+        raise DataError(where, "prompt and completion: expected both as text or both as lists of messages")
+    if isinstance(prompt, str):
+        if not completion.strip():
+            raise DataError(where, f"completion: it {EMPTY}")
+        return {"prompt": prompt, "completion": completion}
+    standard = _chat(fields, check_messages(prompt, where, "prompt"), where)
+    completion = check_messages(completion, where, "completion")
+    return {"prompt": standard.pop("messages"), "completion": completion, **standard}
+
+
+def _refuse_answer(fields: Fields, where: str) -> None:
+    """Refuse a text if a column beside it may be its answer."""
+    for name in BESIDE_TEXT:
+        if name in fields:
+            answer = f"to answer with it, write data.columns: {{user: text, assistant: {name}}}; "
+            if not isinstance(fields[name], str):
+                answer = "to answer with it, write it as text; "
+            only = f"to learn only the text, write data.columns: {{text: text, {name}: null}}"
+            raise DataError(where, f"{name} beside text would not be learned; {answer}{only}")
+
+
+def _pair(fields: Fields, answered: bool, where: str) -> list[Fields]:
+    """Make messages of a question and its answer, unchecked; none if no columns have the names of such a pair.
+
+    answered: whether a row needs an answer.
+
+    Raises DataError if there are several pairs, or another column that a question may need to be answered.
+    """
+    pairs: list[tuple[str, ...]] = [pair for pair in PAIRS if fields.keys() >= {*pair}]
+    if "instruction" in fields:  # Alpaca: there `input` belongs to the question
+        pairs = [pair for pair in pairs if pair[0] != "input"]
+    if not pairs and not answered:
+        pairs = [(name,) for name in QUESTIONS if name in fields]
+    if not pairs:
+        return []
+    names = pairs[0]
+    choice = ", ".join(f"{role}: {name}" for role, name in zip(("user", "assistant"), names, strict=False))
+    if len(pairs) > 1:
+        found = " and ".join(map(" + ".join, pairs))
+        raise DataError(where, f"the columns can be read as {found}; write data.columns: {{{choice}}}")
+    read = (*names, "input") if names[0] == "instruction" else names
+    for name in CONTEXTS:
+        if name not in read and fields.get(name):
+            pair = f"{{instruction: {names[0]}, input: {name}, output: {names[-1]}}}"
+            put = f"to put it after the question, make it text and write data.columns: {pair}"
+            leave = f"to leave it out, write data.columns: {{{choice}}}"
+            raise DataError(where, f"{name} beside {' and '.join(names)}: {put}; {leave}")
+    texts = {name: _cell_text(fields, name, where) for name in read if name in fields}
+    history = fields.get("history") or []  # Alpaca's earlier turns
+    if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
+        raise DataError(where, f"history: expected a list of [question, answer], found {repr(history)[:60]}")
+    for name in (*texts, "history"):
+        fields.pop(name, None)
+    question, answer = texts[names[0]], [texts[name] for name in names[1:]]
+    if answer and not answer[0].strip():
+        raise DataError(where, f"{names[1]}: the answer {EMPTY}")
+    if len(read) > len(names) and texts.get("input", "").strip():
+        question = f"{question}\n{texts['input']}"
+    turns = (zip(("user", "assistant"), turn, strict=False) for turn in [*history, [question, *answer]])
+    return [{"role": role, "content": text} for turn in turns for role, text in turn]
+
+
+def _cell_text(fields: Fields, name: str, where: str) -> str:
+    value = fields[name]
+    if not isinstance(value, str):
+        raise DataError(where, f"{name}: expected text, found {repr(value)[:60]}")
+    return value
+
+
+def _check_unread(unread: Fields, turns: list[Fields], where: str) -> None:
+    """Raise DataError if a column may say what is good to learn, or be the answer to the last question.
+
+    turns: the conversation, or the texts. What repeats one of them tells nothing else.
+    """
+    is_open = turns[-1].get("role") in ("user", "tool")
+    names = {*MARKS, *(BESIDE_TEXT if is_open else ())}
+    said = [str(turn.get("content", "")).strip() for turn in turns]
+    told = {name: value for name, value in unread.items() if name in names}
+    told = {name: value for name, value in told.items() if not (isinstance(value, str) and value.strip() in said)}
+    if not told:
+        return
+    found = ", ".join(f"{name}: {repr(value)[:40]}" for name, value in told.items())
+    reason = "nothing reads this, and it may say what is good to learn, or hold another answer"
+    columns = ", ".join(f"{name}: null" for name in told)
+    raise DataError(where, f"{found}: {reason}; keep the rows to imitate, and write data.columns: {{{columns}}}")
+
+
+def _unknown(fields: Fields) -> str:
+    named = (f"{name} (null)" if value is None else str(name) for name, value in fields.items())
+    expected = f"expected {ROW_KINDS}, or their names in data.columns, such as {{user: QUESTION, assistant: ANSWER}}"
+    hint = LOGS
+    if fields.keys() & {*PREFERENCES}:
+        hint = "; preference data is for a trainer such as TRL's DPOTrainer, with share_prefixes (docs/dpo-grpo.md)"
+    return f"no format has the columns {', '.join(named) or '(none)'}; {expected}{hint}"
+
+
+def choices_of(row: Row) -> list[Row]:
+    """Return a row of `prompt` and `completion` for each choice of a call of Chat Completions; or the row itself.
+
+    Raises DataError for an answer that was cut off.
+    """
+    request, response = row.fields.get("request") or {}, row.fields.get("response")
+    choices = response.get("choices") if isinstance(response, dict) else None
+    prompt = request.get("messages") if isinstance(request, dict) and "input_ids" not in request else None
+    if not prompt or not isinstance(choices, list) or not all(isinstance(each, dict) for each in choices or [None]):
+        return [row]
+    beside = {name: request[name] for name in OF_CHATS if request.get(name)}
+    for reason in (each.get("finish_reason") for each in choices):
+        if reason in CUT:
+            fix = "leave it out, or set on_bad_row: skip"
+            raise DataError(row.where, f"response.choices: finish_reason: {reason}: the answer was cut off; {fix}")
+    answers = ({"prompt": prompt, "completion": [each.get("message")], **beside} for each in choices)
+    others = {name: value for name, value in row.fields.items() if name not in ("request", "response")}
+    return [row._replace(fields=answer, unread={**row.unread, **others}) for answer in answers]

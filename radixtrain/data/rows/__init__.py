@@ -1,1 +1,0 @@
-"""The meaning of a row: the columns of any format, as one of four standard forms."""

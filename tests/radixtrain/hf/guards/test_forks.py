@@ -1,0 +1,293 @@
+"""Whether recurrent layers fork, in any precision: what the trial lets pass and what it catches. It leaves no trace.
+
+A kernel is a module of its package's name, with the kernel's own signature. A fresh copy of the modelling code imports
+it.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import pairwise
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hybrids import FEATURES, KINDS, assert_exact, batch_of
+from older_transformers import NEEDS_FORKS
+from tiers import cases
+from tiny_models import tiny_model
+from torch import Tensor, nn
+
+from radixtrain import share_prefixes
+from radixtrain.hf.guards import model as trial
+from radixtrain.hf.modules import mixers_of
+from radixtrain.verification.oracle import float64_truth
+
+pytestmark = [NEEDS_FORKS, pytest.mark.usefixtures("free_forks")]
+
+LOST = "the gradient of rows before a fork does not come through the state"
+IGNORED = "the value of rows after a fork ignores the state"
+WEIGHTS: dict[str, Callable[[Any], Any]] = {
+    "order one": lambda model: model,
+    "fresh": lambda model: type(model)(model.config),
+    "tiny": lambda model: scaled(model, 1e-3),
+    "large": lambda model: scaled(model, 10.0),
+    "zero": lambda model: scaled(model, 0.0),
+}
+PRECISIONS = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "autocast": None}
+
+
+def scaled(model: nn.Module, factor: float) -> nn.Module:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(factor)
+    return model
+
+
+@pytest.fixture
+def why_whole(caplog: pytest.LogCaptureFixture) -> Callable[..., str]:
+    """Why the layers of a model compute whole sequences in a batch that forks; empty if they do not."""
+
+    def why(model: Any, precision: str = "float32", **options: Any) -> str:
+        caplog.clear()
+        dtype = PRECISIONS[precision]
+        context = torch.autocast("cpu", torch.bfloat16) if dtype is None else nullcontext()
+        with context:
+            share_prefixes(model if dtype is None else model.to(dtype), **options)(**batch_of())
+        said = [each.message for each in caplog.records if each.name.startswith("radixtrain")]
+        assert len(said) < 2 and all("computes every sequence from its first token on" in each for each in said)
+        return said[0].partition(": it ")[2] if said else ""
+
+    return why
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("weights", cases(WEIGHTS, quick=["order one", "fresh", "zero"]))
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_stock_mixers_fork(
+    tiny_hybrid: Callable[..., Any], why_whole: Any, kind: str, weights: str, precision: str
+) -> None:
+    torch.manual_seed(0)
+    assert why_whole(WEIGHTS[weights](tiny_hybrid(kind)), precision) == ""
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
+def test_mamba_does_not(why_whole: Any, precision: str) -> None:
+    """Its first version takes no state that it would start from."""
+    assert why_whole(tiny_model("JambaForCausalLM"), precision).startswith((LOST, IGNORED))
+
+
+class Ignores(torch.autograd.Function):
+    """The value of a state, but no gradient in either direction, as of a kernel that has no backward for it."""
+
+    @staticmethod
+    def forward(ctx: Any, state: Tensor) -> Tensor:
+        return state.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, state: Tensor) -> Tensor:
+        return state.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise NotImplementedError("no backward pass yet\nand a second line")
+
+
+def written_into(state: Tensor) -> Tensor:
+    with torch.no_grad():
+        state.mul_(0.5)
+    return state
+
+
+def not_a_number(state: Tensor) -> Tensor:
+    return state + torch.zeros_like(state).fill_(torch.nan)
+
+
+def asserts(state: Tensor) -> Tensor:
+    raise AssertionError("only float16")
+
+
+# What a kernel does with the state that it starts from or leaves, and why it cannot fork.
+BAD: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "ignores": (torch.zeros_like, IGNORED),
+    "detaches": (Tensor.detach, LOST),
+    "returns no gradient": (Ignores.apply, LOST),
+    "writes in place": (written_into, IGNORED),
+    "is not a number": (not_a_number, IGNORED),
+    "raises in backward": (Raises.apply, "no backward pass yet"),
+    "asserts": (asserts, "only float16"),
+}
+
+SCALES = "writes in place", "leaves"  # a kernel whose final state is half as large is another one, not a bad one
+
+
+class StandIn:
+    """A package with one kernel. reads, leaves: what the kernel does with its first state, and with the final one."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.reads: Callable[[Tensor], Tensor] = lambda state: state
+        self.leaves: Callable[[Tensor], Tensor] = lambda state: state
+
+    def run(self, kernel: Callable[..., Any], name: str, state: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        output = kernel(*args, **kwargs, **{name: None if state is None else self.reads(state)})
+        if not isinstance(output, tuple) or output[1] is None:
+            return output
+        return output[0], self.leaves(output[1])
+
+
+def delta_rule(stand_in: StandIn) -> Callable[..., Any]:
+    """With the signature of flash-linear-attention 0.6."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as stock
+
+    def chunk_gated_delta_rule(
+        q: Any, k: Any, v: Any, g: Any, beta: Any, scale: Any = None, initial_state: Any = None,
+        output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+        use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, state_v_first: bool = False,
+        cu_seqlens: Any = None, cu_seqlens_cpu: Any = None, chunk_indices: Any = None, cp_context: Any = None,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        assert cu_seqlens is None and scale is None
+        given = {"output_final_state": output_final_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+        kernel = stock.torch_chunk_gated_delta_rule
+        return stand_in.run(kernel, "initial_state", initial_state, q, k, v, g=g, beta=beta, **given)
+
+    return chunk_gated_delta_rule
+
+
+@pytest.fixture
+def with_kernel(tiny_hybrid: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, StandIn]:
+    """The tiny Qwen3.5 on a kernel of a package that stands in for flash-linear-attention."""
+    stand_in, stock = StandIn(), tiny_hybrid("Qwen3.5")
+    kernel = delta_rule(stand_in)
+    modules = [ModuleType(name) for name in ("fla", "fla.ops", "fla.ops.gated_delta_rule")]
+    for parent, child in pairwise(modules):
+        setattr(parent, child.__name__.rpartition(".")[2], child)
+    setattr(modules[-1], kernel.__name__, kernel)
+    name = "transformers.models.qwen3_5.modeling_qwen3_5"
+    spec = importlib.util.spec_from_file_location(f"{name}_with_kernel", sys.modules[name].__file__)
+    assert spec and spec.loader
+    copied = importlib.util.module_from_spec(spec)
+    for module in (*modules, copied):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    spec.loader.exec_module(copied)
+    model = getattr(copied, type(stock).__name__)(stock.config)
+    model.load_state_dict(stock.state_dict())
+    return model, stand_in
+
+
+@pytest.mark.parametrize(
+    ("weights", "precision"),
+    cases([("fresh", "bfloat16"), ("order one", "float32"), ("fresh", "autocast")], quick=[("fresh", "bfloat16")]),
+)
+def test_kernels(with_kernel: Any, why_whole: Any, precision: str, weights: str) -> None:
+    """A good one forks, and no bad one: in 16 bits with fresh weights too, where a state changes hardly anything."""
+    model, stand_in = with_kernel
+    torch.manual_seed(0)
+    model = WEIGHTS[weights](model)
+    assert why_whole(model, precision) == "" and stand_in.calls > 0
+    for what, (state, reason) in BAD.items():
+        for which in ("reads", "leaves"):
+            if (what, which) != SCALES:
+                setattr(stand_in, which, state)
+                trial.forget_verdicts(model.model)
+                assert reason in why_whole(model, precision), (what, which)
+                setattr(stand_in, which, lambda state: state)
+
+
+@pytest.mark.parametrize(("what", "is_said"), [("good", False), *((what, True) for what in BAD)])
+def test_every_kernel_is_exact(with_kernel: Any, caplog: pytest.LogCaptureFixture, what: str, is_said: bool) -> None:
+    """A bad one computes whole sequences, and a warning names the reason."""
+    model, stand_in = with_kernel
+    truth = float64_truth(model, FEATURES)
+    if is_said:
+        stand_in.reads = BAD[what][0]
+    assert_exact(share_prefixes(model), truth)
+    assert ("Qwen3_5TextModel computes every sequence from its first token on" in caplog.text) == is_said
+
+
+def test_weights_that_are_not_here(
+    tiny_hybrid: Callable[..., Any], why_whole: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with ZeRO-3 or FSDP: nothing is tried, so sequences are whole, which is said once."""
+    model = tiny_hybrid("Qwen3.5")
+    truth = float64_truth(model, FEATURES)
+    monkeypatch.setattr(trial, "_is_whole", lambda decoder: False)
+    assert_exact(share_prefixes(model), truth)
+    assert "weights are not whole in this process" in caplog.text
+    assert why_whole(model) == ""
+
+
+class Nothing(nn.Module):
+    """A mixer whose output does not depend on its input."""
+
+    def forward(self, hidden_states: Tensor, cache_params: Any = None, **options: Any) -> Tensor:
+        if cache_params is not None:
+            cache_params.get_recurrent_state(0)
+            cache_params.update_recurrent_state(hidden_states.sum(1), 0)
+        return hidden_states * 0
+
+
+class Drops(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.drop = inner, nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.drop(x))
+
+
+@pytest.mark.usefixtures("hooks_that_may_stay")
+def test_a_state_that_does_not_show(tiny_hybrid: Callable[..., Any], why_whole: Any) -> None:
+    model = tiny_hybrid("Qwen3.5")
+    model.model.layers[0].linear_attn = Nothing()
+    assert why_whole(model) == "the state of Nothing does not show"
+
+
+@pytest.mark.parametrize("kind", cases(KINDS, quick=["Qwen3.5"]))
+@pytest.mark.parametrize("error", [False, True])
+def test_weights_and_gradients_stay(
+    tiny_hybrid: Callable[..., Any], why_whole: Any, kind: str, error: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights are the same tensors again, after an error too."""
+    model = tiny_hybrid(kind)
+    first, *rest = model.parameters()
+    first.grad = torch.ones_like(first)
+    rest[0].requires_grad_(False)
+    before = [(p.data_ptr(), p.clone(), p.requires_grad, p._version) for p in model.parameters()]
+    state = torch.get_rng_state()
+    if error:
+        monkeypatch.setattr("radixtrain.hf.guards.forks._rows_around_forks", asserts)
+    assert bool(why_whole(model)) == error
+    assert torch.equal(torch.get_rng_state(), state)
+    for parameter, (place, value, wants, version) in zip(model.parameters(), before, strict=True):
+        assert (parameter.data_ptr(), parameter.requires_grad, parameter._version) == (place, wants, version)
+        assert torch.equal(parameter, value)
+    assert torch.equal(first.grad, torch.ones_like(first))
+    assert not any(parameter.grad is not None for parameter in rest)
+
+
+def test_autocast_keeps_no_copies(tiny_hybrid: Callable[..., Any]) -> None:
+    """It casts a weight once, and would use the copy of a random one for the rest of the pass."""
+    model, batch = share_prefixes(tiny_hybrid("Qwen3.5")), batch_of()
+    with torch.autocast("cpu", torch.bfloat16):
+        tried, later = (model(**batch).logits for _ in range(2))
+    assert torch.equal(tried, later)
+
+
+@pytest.mark.usefixtures("hooks_that_may_stay")
+def test_dropout_does_not_draw(tiny_hybrid: Callable[..., Any], why_whole: Any) -> None:
+    """The trial would take it for a lost gradient."""
+    model = tiny_hybrid("Qwen3.5")
+    (mixer,) = mixers_of(model.model).values()
+    mixer.in_proj_qkv = Drops(mixer.in_proj_qkv)
+    assert why_whole(model, allow_dropout=["drop"]) == ""
