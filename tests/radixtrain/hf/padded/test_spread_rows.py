@@ -189,6 +189,25 @@ def test_one_object(tiny_qwen3):
     assert calls == [logits.shape]
 
 
+class Keeps(torch.autograd.Function):
+    """As a checkpoint of torch before 2.12."""
+
+    @staticmethod
+    def forward(*tensors: Any) -> Tensor:
+        return torch.empty(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[2:])
+
+
+def test_what_a_checkpoint_keeps_stays_lazy(tiny_qwen3):
+    logits = share_prefixes(tiny_qwen3())(**BATCH).logits
+    kept = Keeps.apply(torch.empty(0, requires_grad=True), {}, logits)
+    assert type(logits) is not Tensor
+    assert kept.grad_fn.saved_tensors[0] is logits
+
+
 def test_changes_below_autograd_are_refused(tiny_qwen3):
     logits = share_prefixes(tiny_qwen3())(**BATCH).logits
     with pytest.raises(UserError, match="clone them before it"):
