@@ -45,14 +45,3 @@ class TestOutputs:
         hidden = share_prefixes(tiny_qwen3().train().requires_grad_(False)).model(**BATCH).last_hidden_state
         with pytest.raises(UserError, match="the loss reads 3 places that attention_mask hides"):
             (hidden @ torch.ones(32, 1, requires_grad=True)).sum().backward()
-
-    def test_a_distance_to_padding(self, tiny_qwen3):
-        """It has a gradient to every token, also to the first of the batch."""
-        hidden = share_prefixes(tiny_qwen3().train()).model(**BATCH).last_hidden_state
-        with pytest.raises(UserError, match="places that attention_mask hides"):
-            (hidden - hidden[:, :1]).square().sum().backward()
-
-    def test_no_cache_comes_back_and_what_the_call_gave_is_not_changed(self, tiny_qwen3):
-        given = {name: value.clone() for name, value in BATCH.items()}
-        assert share_prefixes(tiny_qwen3().train())(**given, use_cache=False).past_key_values is None
-        assert all(torch.equal(given[name], BATCH[name]) for name in BATCH)
