@@ -40,7 +40,7 @@ def _by_row(x: Spread, func: Any, others: Others, named: Named) -> Any:
         return NotImplemented
     rows = x.needed()
     table = func(rows.table, *others, **named)
-    if table is x.table:
+    if table is rows.table:
         return x
     x.mark_read()
     return Spread(table, rows.place_rows, rows.padding_row, x.report)
