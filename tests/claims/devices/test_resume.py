@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from batch_contents import write_overflowing
 from changed_runs import FLOAT64
 from device_trajectories import assert_same_trajectory
 from outcomes import assert_same_run, conclusions, num_batches, steps_saved
-from overflowing import write_overflowing
 from tiers import FULL, tries
 
 STEPS = 12

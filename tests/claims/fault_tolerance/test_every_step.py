@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from batch_contents import write_overflowing
 from outcomes import EXACT, assert_same_run, conclusions, num_batches, steps_saved
-from overflowing import write_overflowing
 from tiers import FULL, cases, tries
 
 from radixtrain.__main__ import main

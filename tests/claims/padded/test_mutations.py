@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 from families import CORE
-from generated_tokens import assert_generates_the_same
 from older_transformers import since
 from padded_batches import PaddedBatch, packed, pad
-from shared_runs import Reads, in_float64
+from shared_runs import Reads, assert_generates_the_same, in_float64
 from tiers import cases
 from torch import Tensor
 

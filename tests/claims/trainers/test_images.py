@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from image_batches import KINDS
-from image_processors import PROCESSORS, SIZE, picture
-from image_rows import count_images
+from image_rows import PROCESSORS, SIZE, count_images, picture
 from tiers import cases
 from trainer_harness import Comparison, Share, compare, settings
 

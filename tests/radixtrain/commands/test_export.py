@@ -1,6 +1,5 @@
 """`push_to_hub` with a hub that is replaced: what is uploaded, and that nothing that goes wrong there loses a model."""
 
-import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,17 +93,8 @@ def test_from_another_folder(
     export = ["export", f"--ckpt_path={home / 'run'}", "--output_dir"]
     monkeypatch.chdir(tmp_path)
     assert main([*export, "exported"]) == 0
-    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "exported").iterdir()} == {0o666 & ~_umask()}
     for settings in tmp_path.rglob("radixtrain.yaml"):
         assert str(tmp_path) not in settings.read_text() and str(shop) not in settings.read_text()
-    monkeypatch.chdir(home)
-    assert main([line[0], *line[1:], "--trainer.max_steps=2", "--ckpt_path=auto"]) == 0
     (home / "base").rename(home / "renamed")
     assert main([*export, "again"]) == 1
     assert f"its tokenizer and configuration are read from {home / 'base'}: no such folder" in capsys.readouterr().err
-
-
-def _umask() -> int:
-    found = os.umask(0)
-    os.umask(found)
-    return found

@@ -48,7 +48,7 @@ TRAINER = {
     "--trainer.num_nodes=2": "trainer.num_nodes 2: start the command on each machine with torchrun, or with srun",
     "--trainer.val_check_interval=6 --data.validation_file={shop}/validation.jsonl": "trainer.val_check_interval 6: an "
     "epoch has 5 steps; set a smaller one, or",
-    "--trainer.devices=9223372036854775808": "trainer.devices 9,223,372,036,854,775,808: at most 1,000 on a machine",
+    "--trainer.devices=9223372036854775808": "trainer.devices must be at most 1,000; got 9223372036854775808",
     "--trainer.max_time=soon": "trainer.max_time must be DD:HH:MM:SS",
     "--trainer.max_time='{fortnights: 1}'": "trainer.max_time must be DD:HH:MM:SS",
     "--trainer.accelerator=cpu --trainer.devices=0": "trainer: `Fabric(devices=0)` value is not a valid input",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from byte_tokenizer import CHATML, byte_tokenizer
-from ended import is_alive, wait_for_end
+from forked import is_alive, wait_for_end
 from tiers import FULL
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from ended import wait_for_end
+from forked import wait_for_end
 
 from radixtrain.data import cache
 from radixtrain.data.cache import encode_blocks, num_processes

@@ -161,7 +161,7 @@ def test_tasks_that_do_not_see_all_gpus(environment, monkeypatch):
 def test_the_command_line_says_so_in_one_line(arguments, capsys, tmp_path):
     for flags, said in (
         ({"trainer__strategy": "deepspeed"}, "trainer.strategy deepspeed: fsdp2 divides"),
-        ({"trainer__devices": 100_000}, "trainer.devices 100,000: at most 1,000"),
+        ({"trainer__devices": 100_000}, "trainer.devices must be at most 1,000; got 100000"),
         ({"ddp_timeout": 0}, "ddp_timeout must be at least 1; got 0"),
     ):
         assert main(arguments(**flags)) == 1
