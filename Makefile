@@ -43,13 +43,13 @@ test-gpu: setup  ## run the tests that need a CUDA device; one that skips says w
 	$(TEST) -m gpu -rs $(GPU_TESTS)
 
 test-newest: setup  ## try pip's newest transformers, trl, peft, lightning ...: families, images, trainers, fit
-	.venv/bin/python recipes/versions.py --newest $(if $(QUICK),--quick)
+	.venv/bin/python recipes/compat/versions.py --newest $(if $(QUICK),--quick)
 
 test-plugins: setup  ## train in TRL, ms-swift, Axolotl, LLaMA-Factory and verl, untouched and shared; installs each by itself
-	.venv/bin/python recipes/plugins.py
+	.venv/bin/python recipes/compat/plugins.py
 
-test-versions: setup  ## test the library beside older transformers, and write docs/versions.md: 20 minutes on two cores
-	.venv/bin/python recipes/versions.py
+test-versions: setup  ## test the library beside older transformers, and write a page: 20 minutes on two cores
+	.venv/bin/python recipes/compat/versions.py
 
 docs:  ## write the pages as a site into build/site; a broken link is an error
 	$(PYTHON) -m venv build/docs

@@ -142,8 +142,8 @@ class FlashAttn4Kernel(_Packaged):
 
     It compiles at the first call of a kind, 5 to 20 s for both directions: dtype, head dim, query heads for each key
     head, causal or not, with a window or not, the soft-cap, whether the longest entry fits one tile of 64 to 192 rows,
-    and whether there are more than 256 entries. `recipes/flash4` compiles ahead. What follows the tensors goes by name,
-    and only the first values are read: order and number change from release to release.
+    and whether there are more than 256 entries. `recipes/benchmarks/flash4.py` compiles ahead. What follows the tensors
+    goes by name, and only the first values are read: order and number change from release to release.
     """
 
     in_forward: ClassVar = {"num_splits": 1, "return_lse": True}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +18,7 @@ if TYPE_CHECKING:
 OBEYED = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-
-
+WIDTH = 12  # of the names of printed lines
 PASSWORD = re.compile(r"(:/{1,2})[^\s/?#]+@")  # `user:password@` of an address; a path has one slash
 
 
@@ -75,3 +76,67 @@ def guard_logs() -> None:
             return printable(before(*args, **kwargs))
 
         warnings.formatwarning = _formatted
+
+
+def print_line(name: str, text: object, width: int = WIDTH) -> None:
+    """Print a line on stdout. width: of the name."""
+    screen(soft_wrap=True, highlight=False, markup=False).print(f"{name:<{width}} {text}")
+
+
+def print_lines(lines: Mapping[str, str]) -> None:
+    """Print lines with their texts in one column, without those that have no text."""
+    shown = {name: text for name, text in lines.items() if text}
+    for name, text in shown.items():
+        print_line(name, text, max(WIDTH, *map(len, shown)))
+
+
+class PipeTolerantStream:
+    """A stream that may fail without ending the run: the rest is dropped, and `failure` says why."""
+
+    def __init__(self, stream: Any):
+        self.stream = stream
+        self.failure: str | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        with self._dropped():
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._dropped():
+            self.stream.flush()
+
+    @contextmanager
+    def _dropped(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:  # the reader is gone, the disk is full
+            self.failure = error.strerror or str(error)
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, self.stream.fileno())  # also for buffered text, and for libraries
+            os.close(nothing)
+
+
+@contextmanager
+def screens() -> Iterator[None]:
+    """Let a run continue after an error of stdout or stderr, since only files count."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = PipeTolerantStream(sys.stdout), PipeTolerantStream(sys.stderr)
+    try:
+        yield
+    finally:
+        screen_failure()
+        sys.stdout, sys.stderr = before
+
+
+def screen_failure() -> str | None:
+    """Say why the output of a run is lost: `stdout: Broken pipe`. None if it is not, or outside of `screens`."""
+    for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
+        if isinstance(stream, PipeTolerantStream):
+            stream.flush()
+            if stream.failure:
+                return f"{name}: {stream.failure}"
+    return None

@@ -18,7 +18,7 @@ import pytest
 import tiny
 import tiny_models
 import torch
-from families_table import write_families_table
+from families import write_families_table
 from forked import NOT_OURS, Run, Server
 from hypothesis import settings
 
@@ -149,9 +149,9 @@ def heavy_model(shop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs in this process draw no `loss.png`, which takes as long as all else in a short run."""
-    from radixtrain.training.results.summary import RunSummary
+    from radixtrain.training.results.record import Record
 
-    monkeypatch.setattr(RunSummary, "_draw", lambda self: None)
+    monkeypatch.setattr(Record, "_draw", lambda self: None)
 
 
 @pytest.fixture

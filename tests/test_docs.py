@@ -26,20 +26,18 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import radixtrain
 from radixtrain import PrefixGroupedSampler
-from radixtrain.__main__ import main
 from radixtrain.collators.prefix_sampler import ratio_of_batches
 from radixtrain.collators.token_row import TokenRow
 from radixtrain.commands.help import all_keys
 from radixtrain.data.chat import ChatEncoder, UnlabelledEncoder
-from radixtrain.data.datamodule import SFTData
+from radixtrain.data.columns import PAIRS
 from radixtrain.data.files.rows import OURS
 from radixtrain.data.files.sources import TABLES as OF_TABLES
 from radixtrain.data.files.sources import TEXTS, Source, as_sources, read_rows
-from radixtrain.data.messages import PAIRS
 from radixtrain.errors import UserError
 from radixtrain.settings.commands import Doctor, Export, RunSettings, Verify
 from radixtrain.settings.fields import Key, parts_of
-from radixtrain.training.answers.metrics import load_metric
+from radixtrain.training.answers.evaluate_generation import load_metric
 
 ROOT = Path(__file__).resolve().parents[1]
 WRITING = bool(os.environ.get("RADIXTRAIN_WRITE_TABLE"))
@@ -51,9 +49,11 @@ def read(page: str) -> str:
 
 # docs/data-formats.md: every row is encoded, and every error is raised
 
-FORMATS, RUNS = "docs/data-formats.md", "docs/agents-runs.md"
+FORMATS, RUNS, LOGS = "docs/data-formats.md", "docs/agents-runs.md", "recipes/logs/README.md"
 EXAMPLE = re.compile(r"^```json([^\n]*)\n(.*?)^```\n\n```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
-EXAMPLES = [pytest.param(*found, id=found[1][:50]) for page in (FORMATS, RUNS) for found in EXAMPLE.findall(read(page))]
+EXAMPLES = [
+    pytest.param(*found, id=found[1][:50]) for page in (FORMATS, RUNS, LOGS) for found in EXAMPLE.findall(read(page))
+]
 
 
 @cache
@@ -120,7 +120,7 @@ def test_a_row_is_what_the_page_says(
 
 
 def test_every_row_of_the_page_is_tried() -> None:
-    assert len(EXAMPLES) == len(re.findall("^```json", read(FORMATS) + read(RUNS), re.MULTILINE)) > 15
+    assert len(EXAMPLES) == len(re.findall("^```json", read(FORMATS) + read(RUNS) + read(LOGS), re.MULTILINE)) > 15
     outcomes = "".join(example.values[2] for example in EXAMPLES)
     formats = "".join(example.values[1] for example in EXAMPLES)
     assert outcomes.count("error: ") > 3 and outcomes.count("learns ") > 10 and outcomes.count("labels [") > 2
@@ -163,69 +163,22 @@ def test_the_pairs_of_columns() -> None:
     assert {word for pair in PAIRS for word in pair} == set(re.findall("`([a-z]+)`", said))
 
 
-def test_a_bad_row_is_skipped_if_the_page_says_so(
-    shop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("chats.jsonl").write_text('{"text": "shelf one"}\n{"text": ""}\n', encoding="utf-8")
-    kept = SFTData("chats.jsonl", on_bad_row="skip", model_name_or_path=str(shop / "model"))
-    with caplog.at_level("INFO", logger="radixtrain"):
-        kept.setup("fit")
-    assert len(kept.conversations["train"]) == 1
-    assert "skipped chats.jsonl:2: no token bears loss" in caplog.text
-    with pytest.raises(UserError, match=r"chats\.jsonl:2"):
-        SFTData("chats.jsonl", model_name_or_path=str(shop / "model")).setup("fit")
-
-
-CHATS = {  # what the programs make of the logs of the page
-    "Langfuse": r"""{"prompt": [{"role": "user", "content": "Where are the nails?"}],
- "completion": [{"role": "assistant", "content": null, "tool_calls": [
-    {"id": "1", "type": "function", "function": {"name": "find_shelf", "arguments": "{\"thing\": \"nails\"}"}},
-    {"id": "2", "type": "function", "function": {"name": "find_shelf", "arguments": "{\"thing\": \"paint\"}"}}]}],
- "tools": [{"type": "function", "function": {"name": "find_shelf", "parameters": {"type": "object"}}}]}""",
-    "Anthropic": r"""{"tools": [{"type": "function", "function": {
-    "name": "find_shelf", "description": "The shelf.", "parameters": {"type": "object"}}}],
- "messages": [
-  {"role": "system", "content": "You name the shelf of a thing."},
-  {"role": "user", "content": [{"type": "text", "text": "Where are the nails?"}]},
-  {"role": "assistant", "reasoning_content": "Nails are tools.",
-   "content": [{"type": "text", "text": "One moment."}],
-   "tool_calls": [
-    {"id": "1", "type": "function", "function": {"name": "find_shelf", "arguments": {"thing": "nails"}}}]},
-  {"role": "tool", "tool_call_id": "1", "content": "4"},
-  {"role": "user", "content": [{"type": "text", "text": "Well?"}]},
-  {"role": "assistant", "content": [{"type": "text", "text": "Shelf four."}]}]}""",
-    "OpenAI": r"""{"tools": [{"type": "function", "function": {
-    "name": "find_shelf", "description": "The shelf.", "parameters": {"type": "object"}}}],
- "prompt": [
-  {"role": "system", "content": [{"type": "text", "text": "You name the shelf of a thing."}]},
-  {"role": "user", "content": [{"type": "text", "text": "Where are the nails?"}]},
-  {"role": "assistant", "reasoning_content": "Nails are tools.", "tool_calls": [
-    {"id": "1", "type": "function", "function": {"name": "find_shelf", "arguments": "{\"thing\": \"nails\"}"}}]},
-  {"role": "tool", "tool_call_id": "1", "content": "4"}],
- "completion": [
-  {"role": "assistant", "reasoning_content": "It said 4.",
-   "content": [{"type": "output_text", "text": "Shelf four."}]}]}""",
-}
 IMAGE = {"type": "input_image", "image_url": "a.png"}
 SAID = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]}
 CALLED = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
 USED = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
 TEXT = {"type": "text", "text": "a"}
-LOGS: list[tuple[str, dict[str, Any], str]] = [
+CHANGED: list[tuple[str, dict[str, Any], str]] = [
     # a log, what is changed in its row, and what is learned of that, or why not
     ("Langfuse", {"input": [{"role": "user", "content": "q"}], "output": "a"}, "a"),
-    ("Langfuse", {"output": None}, "completion: turn 1: expected {role, content}, found null"),
     ("Langfuse", {"output": [{"role": "assistant", "content": "a"}] * 2}, "completion: turn 1: expected {role,"),
     ("Anthropic", {"system": [TEXT]}, "Nails are tools. One moment. find_shelf thing nails Shelf four."),
     ("Anthropic", {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'input_schema'"),
     *(
         ("Anthropic", {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": blocks}]}, said)
         for blocks, said in (
-            ("a", "a"),
             ([TEXT, USED, {**USED, "name": "g"}], "a f g"),
             ([USED, TEXT], "content after tool_calls in one turn"),
-            ([{"type": "redacted_thinking", "data": "x"}, TEXT], "content: only parts {type: text, text} are read"),
         )
     ),
     ("Anthropic", {"messages": [
@@ -234,26 +187,19 @@ LOGS: list[tuple[str, dict[str, Any], str]] = [
     ]}, "content: only parts {type: text, text} are read, found 'image'; only text is read"),
     ("OpenAI", {"input": "q", "output": [SAID, CALLED, {**CALLED, "name": "g"}]}, "a f g"),
     ("OpenAI", {"output": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}, SAID]}, "a"),
-    ("OpenAI", {"output": [CALLED, SAID]}, "content after tool_calls in one turn"),
     ("OpenAI", {"output": [{"type": "web_search_call", "id": "1"}]}, "no place for an item of the type web_search"),
     ("OpenAI", {"input": [{"role": "user", "content": [IMAGE]}]}, "found 'input_image'; only text is read"),
-    ("OpenAI", {"output": [{**SAID, "content": [{"type": "refusal", "refusal": "no"}]}]}, "found 'refusal'"),
     ("OpenAI", {"previous_response_id": "r"}, "the history is in another row"),
 ]  # fmt: skip
 
 
 def log_of_page(name: str) -> dict[str, Any]:
-    [log] = [row for info, row, _ in EXAMPLE.findall(read(FORMATS)) if info == f" log={name}"]
+    [log] = [row for info, row, _ in EXAMPLE.findall(read(LOGS)) if info == f" log={name}"]
     found: dict[str, Any] = json.loads(log)
     return found
 
 
-@pytest.mark.parametrize("name", CHATS)
-def test_a_log_becomes_a_chat(name: str) -> None:
-    assert json.loads(converted(name, log_of_page(name))) == json.loads(CHATS[name])
-
-
-@pytest.mark.parametrize(("name", "changed", "said"), LOGS)
+@pytest.mark.parametrize(("name", "changed", "said"), CHANGED)
 def test_a_log_is_converted_whole_or_refused(
     name: str, changed: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,13 +212,6 @@ def test_a_log_is_converted_whole_or_refused(
     else:
         learned = " ".join(tokenizer.decode(sample.labels[sample.labels != -100]) for sample in samples)
         assert re.sub(r"<[^>]*>|name|arguments|[^\w. ]", " ", learned).split() == said.split()
-
-
-@FULL
-def test_a_program_prints_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
-    [[code, printed]] = re.findall(r"^```python\n((?:(?!```).)*)```\n\n```text\n(.*?)^```", read(FORMATS), re.M | re.S)
-    exec(compile(code, FORMATS, "exec"), {})
-    assert capsys.readouterr().out == printed
 
 
 # docs/agents-runs.md: its program trains each turn, and its r is that of the generated runs
@@ -310,7 +249,8 @@ def test_r_of_the_page() -> None:
 
 def test_checkpoints_by_name_belong_to_families_of_the_page() -> None:
     """A family that is renamed, or refused for another reason, is so in the list of checkpoints, too."""
-    by_name, tables = read("docs/families.md").split("## Checkpoints by name")[1].split("## Text models")
+    by_name = read("docs/families.md").split("## Checkpoints by name")[1].split("\n## ")[0]
+    tables = read("recipes/benchmarks/families.md")
     verdicts: dict[str, set[str]] = {}
     for table in tables.split("\n\n"):
         for reason, names in re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", table, re.M):
@@ -380,14 +320,6 @@ def test_a_table_of_keys_is_the_codes(table: str) -> None:
     assert said == found, f"RADIXTRAIN_WRITE_TABLE=1 writes the tables of {CONFIGURATION}"
 
 
-def test_keys_of_other_tools_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    part = read(CONFIGURATION).partition("## Coming from")[2]
-    [keys, said] = re.findall(r"^```(?:yaml|text)\n(.*?)^```", part, re.M | re.S)[:2]
-    (tmp_path / "theirs.yaml").write_text(keys, encoding="utf-8")
-    assert main(["fit", f"--config={tmp_path}/theirs.yaml"]) == 2
-    assert said in capsys.readouterr().err
-
-
 def test_the_tables_hold_every_key_and_what_runs(printed_by: Callable[..., str]) -> None:
     """The defaults of the pages are those of the command line, also where Lightning sets them."""
     printed = printed_by("fit", "--model.model_name_or_path=x", "--print_config")
@@ -411,14 +343,6 @@ def test_the_metric_of_the_page_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.syspath_prepend(tmp_path)
     metric = load_metric("metric_of_the_page.first_word")
     assert metric(["one two", "two"], ["one", "one"], [{}, {}]) == [1, 0]
-
-
-@FULL
-def test_the_script_of_the_page_trains(shop: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    [code] = re.findall(r"^```python\n(import lightning.*?)^```", read(CONFIGURATION), re.M | re.S)
-    monkeypatch.chdir(tmp_path)
-    exec(code.replace("chats.jsonl", str(shop / "train.jsonl")).replace("Qwen/Qwen3-0.6B", str(shop / "model")), {})
-    assert (tmp_path / "runs" / "my_model" / "model.safetensors").exists()
 
 
 # CONTRIBUTING.md: the tour and the map of layers
@@ -544,21 +468,24 @@ def test_the_example_of_a_public_name_runs(
 # Numbers that several pages repeat
 
 
-REPEATED = [
-    r"for (\d+) model classes|(\d+) have the same gradient",
-    r"(\d+) of 253 model classes|gradient and (\d+) are refused",
-]
 PAGES = ["README.md", "CHANGELOG.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 
 
-@pytest.mark.parametrize("pattern", REPEATED)
-def test_a_number_is_the_same_on_every_page(pattern: str) -> None:
-    found = {
-        page: {"".join(groups) for groups in re.findall(f"(?:{pattern})()", " ".join(read(page).split()))}
-        for page in PAGES
-    }
-    said = {page: numbers for page, numbers in found.items() if numbers}
-    assert len(said) > 1 and len(set().union(*said.values())) == 1, said
+def test_the_number_of_families_is_that_of_the_tables() -> None:
+    counted = {"equal": 0, "refused": 0}
+    for table in re.findall(r"begin -->\n(.*?)<!--", read("recipes/benchmarks/families.md"), re.DOTALL):
+        for part in table.strip().split("\n\n"):
+            head, _, *rows = part.splitlines()
+            counted["refused" if head.startswith("| refused") else "equal"] += sum(row.count("; ") + 1 for row in rows)
+    equal, refused = counted.values()
+    said = {page: " ".join(read(page).split()) for page in ("README.md", "docs/exactness.md", "docs/families.md")}
+    assert (
+        f"for {equal} model classes" in said["README.md"]
+        and f"{refused} of {equal + refused} model" in said["README.md"]
+    )
+    assert f"Of {equal + refused} tiny random models" in said["docs/exactness.md"]
+    for page in ("docs/exactness.md", "docs/families.md"):
+        assert f"{equal} " in said[page] and f"{refused} " in said[page]
 
 
 def test_the_readmes_figures_are_those_of_the_benchmarks() -> None:

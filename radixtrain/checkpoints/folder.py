@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import shutil
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +17,7 @@ from torch import Tensor
 
 from radixtrain.checkpoints.atomic import current_path, set_aside, writing
 from radixtrain.checkpoints.tensors import digest_of_file, gathered, read_tensors, write_file, write_tensors
-from radixtrain.errors import UserError, bytes_text, first_line
+from radixtrain.errors import UserError, first_line
 from radixtrain.text_files import MOST_BYTES, check_file
 
 FORMAT = 1
@@ -29,18 +27,15 @@ FILES = (MODEL, OPTIMIZER, RUN)
 SCHEMA: dict[str, Any] = {
     **{"format": int, "sequence": int, "version": str},
     **{"step": int, "num_skipped": int, "position": dict, "rows": dict, "generators": list, "numbers": dict},
-    **{"model": dict, "data": dict, "config": dict, "base": str | None, "parts": dict, "wandb_run": str},
+    **{"model": dict, "data": dict, "config": dict, "base": str | None, "record": dict, "wandb_run": str},
 }
-MARGIN = 1 << 20  # bytes, for what is no tensor
-FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint that is not whole. path: of the checkpoint. file: the one of its files that is at fault."""
+    """A checkpoint that is not whole. file: the one at fault. reason: `is missing`, for example."""
 
     def __init__(self, path: Path, file: str, reason: str):
         super().__init__(f"{path}: {file} {reason}")
-        self.path, self.file, self.reason = path, file, reason
 
 
 @dataclass(frozen=True)
@@ -58,27 +53,10 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     Nothing is copied, but for one tensor at a time if that is on another device, or not contiguous. Sharded weights and
     moments are gathered one at a time: the other ranks call `help_to_write` meanwhile.
 
-    Raises UserError if it cannot be written: then the message names the disk, the bytes and the last whole checkpoint,
-    and nothing is left of the new one.
+    Raises OSError if it cannot be written; then nothing is left of the new one.
     """
-    wholes = gathered(checkpoint.weights, checkpoint.moments)
+    path, wholes = Path(path), gathered(checkpoint.weights, checkpoint.moments)
     try:
-        _write(Path(path), checkpoint, wholes)
-    finally:
-        deque(wholes, maxlen=0)  # after an error the other ranks still help
-
-
-def help_to_write(checkpoint: Checkpoint) -> None:
-    """Give the parts of this rank while rank 0 writes the checkpoint."""
-    deque(gathered(checkpoint.weights, checkpoint.moments), maxlen=0)
-
-
-def _write(path: Path, checkpoint: Checkpoint, wholes: Iterator[Tensor]) -> None:
-    tensors = [*checkpoint.weights.values(), *checkpoint.moments.values()]
-    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    with _explained(path, num_bytes):
-        if _free(path) < num_bytes + MARGIN:
-            raise _no_room(path, num_bytes)
         with writing(path) as staging:
             sequence = 1 + max((run["sequence"] for run, _ in committed(path.parent)), default=0)
             run = json.dumps({"format": FORMAT, "sequence": sequence, **checkpoint.run}, default=os.fspath)
@@ -88,6 +66,13 @@ def _write(path: Path, checkpoint: Checkpoint, wholes: Iterator[Tensor]) -> None
                 RUN: write_file(staging / RUN, [run.encode()]),
             }
             write_file(staging / CHECKSUMS, [_lines_of(sums)])
+    finally:
+        deque(wholes, maxlen=0)  # after an error the other ranks still help
+
+
+def help_to_write(checkpoint: Checkpoint) -> None:
+    """Give the parts of this rank while rank 0 writes the checkpoint."""
+    deque(gathered(checkpoint.weights, checkpoint.moments), maxlen=0)
 
 
 def read_checkpoint(path: Path, with_moments: bool = True, in_memory: bool = True) -> Checkpoint:
@@ -184,54 +169,3 @@ def committed(folder: Path) -> list[tuple[dict[str, Any], Path]]:
         with suppress(DamagedCheckpoint):  # `newest_valid` names it
             checkpoints.append((read_run(path), path))
     return sorted(checkpoints, key=lambda pair: (pair[0]["sequence"], pair[0]["step"], pair[1].name), reverse=True)
-
-
-@contextmanager
-def _explained(target: Path, num_bytes: int) -> Iterator[None]:
-    """Turn an OSError while a checkpoint of that size is written into a UserError."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in FULL:
-            raise _no_room(target, num_bytes) from error
-        reason = error.strerror or str(error)
-        if error.errno == errno.EFBIG:
-            reason = f"it needs {bytes_text(num_bytes)}, and files may not become that large (ulimit -f)"
-        message = f"the checkpoint {target} cannot be written: {reason}; {_way_out(target, 'fix that')}"
-        raise UserError(message) from error
-
-
-def _no_room(target: Path, num_bytes: int) -> UserError:
-    return UserError(
-        f"no room for the checkpoint {target}: it needs {bytes_text(num_bytes)}, and the disk at "
-        f"{mount_point(target.parent)} has {bytes_text(_free(target))} free; "
-        f"{_way_out(target, 'free some space there')}"
-    )
-
-
-def _free(target: Path) -> int:
-    return shutil.disk_usage(existing(target.parent)).free
-
-
-def _way_out(target: Path, advice: str) -> str:
-    for _, path in committed(target.parent):
-        with suppress(DamagedCheckpoint):
-            verify_checkpoint(path)
-            return f"{advice}, then resume with --ckpt_path {path}, the last whole one"
-    return f"{advice} or set another output_dir, then start again: there is no earlier checkpoint"
-
-
-def existing(path: Path) -> Path:
-    """Return the path, or the nearest folder above it that exists."""
-    path = path.absolute()
-    while not path.exists():
-        path = path.parent
-    return path
-
-
-def mount_point(path: Path) -> Path:
-    """Return the root of the disk that holds the path, or will hold it."""
-    folder = existing(path).resolve()
-    while not os.path.ismount(folder):
-        folder = folder.parent
-    return folder

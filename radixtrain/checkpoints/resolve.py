@@ -89,7 +89,7 @@ def _checked(path: Path) -> Path:
     try:
         verify_checkpoint(path)
     except DamagedCheckpoint as error:
-        raise UserError(f"ckpt_path {path}: {error.file} {error.reason}{_otherwise(path.parent)}") from error
+        raise UserError(f"ckpt_path {error}{_otherwise(path.parent)}") from error
     return path
 
 

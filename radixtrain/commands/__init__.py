@@ -48,4 +48,3 @@ TABLE = (
 )
 COMMANDS = {command.name: command for command in TABLE}
 EVALUATING = ("validate", "test", "predict")  # they may read settings of the run that trained the model
-WITHOUT_TRAINING = tuple(command.name for command in TABLE if command.module == "explain")

@@ -5,18 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from radixtrain.checkpoints.atomic import tidy_leftovers
 from radixtrain.checkpoints.folder import checkpoints_in
 from radixtrain.checkpoints.resolve import AUTO, resolve
 from radixtrain.commands import EVALUATING
+from radixtrain.errors import UserError, first_line
+from radixtrain.screen import print_line
 from radixtrain.settings.fields import flat
+from radixtrain.settings.read import read_yaml
 from radixtrain.training.fault_tolerance import slurm
 from radixtrain.training.fault_tolerance.run_folder import check_new_run, check_outside, is_resumed
 from radixtrain.training.fault_tolerance.run_state import check_settings_of_run
-from radixtrain.training.results.model_folder import check_model_folder
-from radixtrain.training.results.run_progress import print_line, weights_text
+from radixtrain.training.results.model_folder import SETTINGS, check_model_folder
+from radixtrain.training.results.record import SUMMARY
 from radixtrain.training.start.preflight import check_room, num_stored_parameters
 
+# Keys that say how rows are read, with their types: a command that evaluates a trained model reads them as its run did.
+# The chat template is in the model's folder.
+READING: dict[str, type] = {
+    **{"columns": dict, "system_prompt": str, "chat_template_kwargs": dict, "split_turns": bool, "max_length": int},
+    **{"assistant_only_loss": bool, "completion_only_loss": bool, "excess_length_strategy": str, "template_date": str},
+}
 READ = ("model.", "data.", "ckpt_path")  # settings that may name files
 
 
@@ -66,5 +77,34 @@ def check_weights_and_room(
         check_model_folder(output_dir / "model", [name])
         written = check_room(output_dir, num_parameters, model, num_checkpoints)
     if command in EVALUATING:
-        print_line("weights", weights_text(name, ckpt_path))
+        print_line("weights", ckpt_path or name)
     return written
+
+
+def defaults_of_model(model_name_or_path: str) -> dict[str, Any]:
+    """Return keys with values for the evaluation of a model that radixtrain has trained; empty for any other model.
+
+    They say how the run read its rows, its seed, which drew `data.val_size`, and its folder if the model is still
+    there.
+
+    Raises UserError if they cannot be read.
+    """
+    folder = Path(model_name_or_path)
+    path = folder / SETTINGS
+    if not path.is_file():
+        return {}
+    try:
+        settings = read_yaml(str(path))
+        found = {name: settings["data"][name] for name in READING if settings["data"].get(name) is not None}
+        seed = settings.get("seed_everything")
+    except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError) as error:
+        raise UserError(f"{path}: expected the settings of a run ({first_line(error)}); remove or restore it") from None
+    for name, value in (*found.items(), ("seed_everything", seed or 0)):
+        if not isinstance(value, READING.get(name, int)):
+            raise UserError(
+                f"{path}: {name} is {value!r}, expected {READING.get(name, int).__name__}; restore the file"
+            )
+    found = {**{f"data.{name}": value for name, value in found.items()}, "seed_everything": seed}
+    home = folder.resolve().parent
+    found["output_dir"] = str(home) if (home / SUMMARY).is_file() else None
+    return {name: value for name, value in found.items() if value is not None}

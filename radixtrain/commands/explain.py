@@ -15,8 +15,7 @@ import torch
 from rich.console import Console
 
 from radixtrain.checkpoints.atomic import check_replaceable
-from radixtrain.commands.quiet import quiet, warn_of_variables
-from radixtrain.commands.trainer_settings import check_settings
+from radixtrain.commands.quiet import quiet
 from radixtrain.data.step_data import StepData
 from radixtrain.errors import UserError
 from radixtrain.explain.micro_batch import show_micro_batch
@@ -43,8 +42,6 @@ WEIGHTS = {"32-true": None, "bf16-mixed": None, "bf16-true": torch.bfloat16, "64
 def run(settings: Report | Inspect, words: Sequence[str]) -> None:
     """Run one of the two."""
     quiet(speaks=True)
-    warn_of_variables(os.environ)
-    check_settings(settings, words[0])
     data = StepData(settings.data)
     try:
         if isinstance(settings, Report):
@@ -107,7 +104,6 @@ def run_setup(settings: ModelSettings, trainer: TrainerSettings) -> RunSetup:
         optimizer=lambda built: optimizer_of(built, settings),
         forward=mixed if is_mixed else nullcontext,
         device=device,
-        dtype=torch.bfloat16 if is_mixed else next(build(1, torch.device("meta")).parameters()).dtype,
         num_layers=config.get_text_config().num_hidden_layers,
         period=math.lcm(layer_period(config), share.denominator),
         share=partial(
@@ -116,7 +112,6 @@ def run_setup(settings: ModelSettings, trainer: TrainerSettings) -> RunSetup:
             kernel=settings.kernel,
             allow_dropout=tuple(settings.allow_dropout or ()),
         ),
-        max_grad_norm=settings.max_grad_norm,
     )
 
 

@@ -21,14 +21,16 @@ from radixtrain.checkpoints.resolve import resolve
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError, first_line
+from radixtrain.screen import print_line
 from radixtrain.settings.commands import Export, RunSettings
 from radixtrain.training.fault_tolerance.failures import restoring
 from radixtrain.training.fault_tolerance.run_folder import locked_model
 from radixtrain.training.fault_tolerance.run_state import load_weights
+from radixtrain.training.loop import Loop
 from radixtrain.training.module import RadixModule
 from radixtrain.training.results.model_folder import card_and_settings, check_model_folder, save_hf_folder
-from radixtrain.training.results.run_progress import print_line
-from radixtrain.training.results.summary import RunSummary
+
+logger = logging.getLogger(__name__)
 
 
 def export(settings: Export) -> Path:
@@ -54,7 +56,7 @@ def export(settings: Export) -> Path:
             module = _restored(checkpoint)
             assert module.model is not None
             tokenizer = load_tokenizer(module.hparams.model_name_or_path, settings.chat_template_path)
-            documents = _documents(checkpoint, tokenizer)
+            documents = _documents(checkpoint)
         folder = save_hf_folder(module.model, tokenizer, output_dir, documents)
         if settings.push_to_hub:
             name = settings.hub_model_id or Path(output_dir).resolve().name
@@ -76,45 +78,27 @@ def _restored(checkpoint: Checkpoint) -> RadixModule:
     return module
 
 
-def _documents(checkpoint: Checkpoint, tokenizer: Any) -> dict[str, str]:
+def _documents(checkpoint: Checkpoint) -> dict[str, str]:
     """Return the card and the settings. A checkpoint keeps those of `model` and `data`, but no losses."""
     config = {name: checkpoint.run[name] for name in ("model", "data")}
     results = {"steps": str(checkpoint.run["step"])}
-    return card_and_settings(config, results, {}, has_chat_template=tokenizer.chat_template is not None)
+    return card_and_settings(config, results, {})
 
 
-def export_run(
-    trainer: Any,
-    module: RadixModule,
-    data: Any,
-    summary: RunSummary,
-    output_dir: Path,
-    settings: RunSettings,
-    config: dict[str, Any],
-) -> None:
+def export_run(loop: Loop, settings: RunSettings, config: dict[str, Any]) -> None:
     """Write `model/` and the end of the summary, print that, and upload the model. With several ranks, each calls this.
 
-    module, data: a `RadixModule` and an `SFTData` after a `fit` of the trainer. settings: of the command.
-    config: what `fit.yaml` of the run holds.
+    loop: after a `fit`. settings: of the command. config: what `fit.yaml` of the run holds.
     """
-    results = summary.choose_weights(trainer, module)
+    data, results = loop.datamodule, loop.record.choose_weights()
     tokenizer = load_tokenizer(data.hparams.model_name_or_path, data.hparams.chat_template_path)
-    config["data"]["template_date"] = data.encoder().template_date
-    texts = card_and_settings(
-        config,
-        results,
-        {"rows": str(data.reports["train"])},
-        has_chat_template=tokenizer.chat_template is not None,
-        system=data.encoder().system_prompt,
-    )
-    folder = save_hf_folder(module.model, tokenizer, output_dir / "model", texts)
-    summary.close(trainer, module, folder)
+    of_data = {**config["data"], "template_date": data.encoder().template_date}
+    texts = card_and_settings({**config, "data": of_data}, results, {"rows": str(data.reports["train"])})
+    folder = save_hf_folder(loop.module.model, tokenizer, loop.output_dir / "model", texts)
+    loop.record.close(folder)
     if settings.push_to_hub:
-        name = settings.hub_model_id or output_dir.resolve().name
+        name = settings.hub_model_id or loop.output_dir.resolve().name
         ranks().broadcast_from_rank0(lambda: push(folder, name, settings.hub_private_repo), long_timeout=True)
-
-
-logger = logging.getLogger(__name__)
 
 
 def check_hub(push_to_hub: bool, hub_model_id: str | None) -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import fields, replace
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import fields
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
-import yaml
 from lightning.fabric.utilities.seed import seed_everything
 
 from radixtrain.commands import EVALUATING
@@ -20,39 +17,40 @@ from radixtrain.commands.before_reading import (
     check_weights_and_room,
     checkpoint_of_fit,
     checkpoint_to_evaluate,
+    defaults_of_model,
 )
-from radixtrain.commands.export import export_run
-from radixtrain.commands.loggers import continue_wandb_run, errors_of_services, make_loggers
-from radixtrain.commands.quiet import quiet, warn_of_variables
-from radixtrain.commands.run_parts import RunParts
-from radixtrain.commands.trainer_settings import check_interval, check_settings
+from radixtrain.commands.export import check_hub, export_run
+from radixtrain.commands.loggers import TRACKING, check_loggers, continue_wandb_run, errors_of_services, make_loggers
+from radixtrain.commands.quiet import quiet
 from radixtrain.data.datamodule import SFTData
 from radixtrain.distributed import form_groups, ranks
-from radixtrain.errors import UserError
+from radixtrain.errors import UserError, did_you_mean
+from radixtrain.screen import print_line, screens
 from radixtrain.settings.commands import RunSettings
 from radixtrain.settings.fields import value_of
 from radixtrain.settings.read import PRINT, as_tree, print_settings, read
-from radixtrain.training.answers.evaluate_generation import EvaluateGeneration
-from radixtrain.training.devices.fabric import fabric_of
+from radixtrain.training.answers.evaluate_generation import OWN_METRICS, EvaluateGeneration
+from radixtrain.training.devices.fabric import fabric_of, sp_size_of
 from radixtrain.training.devices.launch import launch, leaving_together, meet, one_rank_reports
 from radixtrain.training.devices.launcher_env import ON_SEVERAL, default_devices, is_launched, launcher_env
-from radixtrain.training.devices.settings import sp_size_of
-from radixtrain.training.evaluate import Evaluation
 from radixtrain.training.fault_tolerance import slurm
 from radixtrain.training.fault_tolerance.failures import explain, last_checkpoint, raise_file_limit
-from radixtrain.training.fault_tolerance.run_folder import check_output_dir, locked, logs_of_run, rename_earlier_run
+from radixtrain.training.fault_tolerance.run_folder import check_output_dir, locked, rename_earlier_run
 from radixtrain.training.fault_tolerance.run_state import template_date
+from radixtrain.training.fault_tolerance.saving import SaveCheckpoints
+from radixtrain.training.fault_tolerance.signals import Requests
 from radixtrain.training.loop import Loop
 from radixtrain.training.module import RadixModule
-from radixtrain.training.progress_bar import screens
-from radixtrain.training.results.run_progress import print_line
-from radixtrain.training.results.saved_config import RunRecord, defaults_of_model, own_log_folders
-from radixtrain.training.runner import Runner
+from radixtrain.training.optimizer import check_package
+from radixtrain.training.results.record import Record
+from radixtrain.training.runner import Evaluation
 from radixtrain.training.start.preflight import described_start
 from radixtrain.training.start.run_overview import print_overview, steps_between_logs
 
 logger = logging.getLogger(__name__)
 
+FOR_ALL_WEIGHTS = 2e-5  # the default learning rate, and that of configs/sft.yaml
+OF_ONE_COMMAND = ("overwrite", "ckpt_path")  # else a second run would discard or resume something
 WRITING = ("fit", "validate", "test", "predict")  # into output_dir
 DEFAULT_EPOCHS = 3  # Hugging Face's num_train_epochs; if only trainer.max_steps is set, the run has that many steps
 
@@ -85,7 +83,8 @@ class Command:
 
     def make(self) -> None:
         """Make data, model and runner, with the seed of the run."""
-        self.config = as_tree(self.settings)
+        check_settings(self.settings, self.name)
+        self.config = {key: value for key, value in as_tree(self.settings).items() if key not in OF_ONE_COMMAND}
         seed = self.settings.seed_everything
         if seed is not False:
             self.config["seed_everything"] = seed_everything(None if seed is True else seed, workers=True)
@@ -93,52 +92,47 @@ class Command:
         self.model = RadixModule(**vars(self.settings.model))
         self.runner = self.make_runner()
 
-    def make_runner(self) -> Runner:
-        """Make the loop of `fit`, or what evaluates, on Lightning Fabric, with the parts of the run."""
+    def make_runner(self) -> Loop | Evaluation:
+        """Make the loop of `fit`, or what evaluates, on Lightning Fabric."""
         settings, config = self.settings, self.settings.trainer
         self.output_dir = check_output_dir(settings.output_dir)
         loggers = make_loggers(config, self.output_dir)
         if config.max_epochs is None and config.max_steps == -1:
             config.max_epochs = DEFAULT_EPOCHS
-        with slurm.hidden():
-            fabric = fabric_of(settings, self.name)
-        evaluation = EvaluateGeneration(**vars(settings.evaluate_generation))
-        has_validation = bool(settings.data.validation_file or settings.data.val_size)
-        if self.name == "fit" and evaluation.logged and not has_validation:
-            raise UserError("evaluate_generation needs rows: set data.validation_file or data.val_size")
-        self.parts = RunParts(settings, evaluation, self.output_dir, has_validation)
-        self.saved = RunRecord(self.config)
-        parts = [*self.parts.all, self.saved]
-        kind = Loop if self.name == "fit" else Evaluation
-        return kind(fabric, config, self.output_dir, loggers or [], parts)
+        fabric = fabric_of(settings, self.name)
+        self.requests = Requests(self.output_dir)
+        self.evaluation = EvaluateGeneration(**vars(settings.evaluate_generation))
+        self.evaluation.interruptible = self.requests.at_once
+        check_judges(settings, self.name, self.evaluation.logged)
+        arguments = fabric, config, self.output_dir, loggers, self.evaluation, self.config
+        if self.name != "fit":
+            return Evaluation(*arguments)
+        saver = SaveCheckpoints(
+            self.output_dir / "checkpoints",
+            self.requests,
+            every_steps=settings.save_every_steps,
+            every_minutes=settings.save_every_minutes,
+            total_limit=settings.save_total_limit,
+            is_enabled=config.enable_checkpointing is not False,
+        )
+        record = Record(self.output_dir, saver, settings.save_best, settings.early_stopping)
+        return Loop(*arguments, record=record)
 
     @property
     def timeout(self) -> timedelta:
         """Return how long a rank waits for the others in a step."""
         return timedelta(seconds=self.settings.ddp_timeout)
 
-    @property
-    def sp_size(self) -> int:
-        """Return how many ranks compute each micro-batch together, as far as known before the data are read."""
-        return sp_size_of(self.settings, self.name)
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of the runner's method: the keys of the command. A checkpoint is never read as code."""
-        of_run = {field.name for field in fields(RunSettings)}
-        own = {name: value for name, value in vars(self.settings).items() if name not in of_run}
-        fixed = {"ckpt_path": self.ckpt_path, "weights_only": True, "return_predictions": False}
-        return {**own, **{name: value for name, value in fixed.items() if name in own}}
-
     def run(self) -> None:
         """Run the command. Only one at a time writes into a folder. Signals stop it, and make `fit` save."""
         raise_file_limit(self.settings.data.dataloader_num_workers)
         with ExitStack() as stack:
-            stack.enter_context(self.parts.requests)
+            stack.enter_context(self.requests)
             stack.enter_context(leaving_together(self.timeout))
             try:
                 meet(self.runner.strategy, self.timeout, partial(described_start, self.settings))
                 self.ckpt_path, written = ranks().broadcast_from_rank0(lambda: self._prepare(stack), long_timeout=True)
-                self._run_prepared(written, stack)
+                self._run_prepared(written)
             except Exception as error:
                 if told := explain(error, self.output_dir if self.name == "fit" else None):
                     raise UserError(told) from error
@@ -151,74 +145,67 @@ class Command:
         """
         if self.name in WRITING:
             stack.enter_context(locked(self.output_dir, self.name))
-        ckpt_path = self._checkpoint()
-        settings, num_checkpoints = self.model.hparams, self.parts.most_checkpoints
-        return ckpt_path, check_weights_and_room(self.name, settings, self.output_dir, ckpt_path, num_checkpoints)
+        settings = self.settings
+        if self.name == "fit":
+            ckpt_path, self.replaces = checkpoint_of_fit(self.output_dir, settings, self.model, self.datamodule)
+        else:
+            ckpt_path = checkpoint_to_evaluate(self.output_dir, getattr(settings, "ckpt_path", None))
+        is_saving = settings.trainer.enable_checkpointing is not False
+        num_checkpoints = (settings.save_total_limit + 1) * is_saving + (settings.save_best is not None)
+        model = self.model.hparams
+        return ckpt_path, check_weights_and_room(self.name, model, self.output_dir, ckpt_path, num_checkpoints)
 
-    def _wandb_run(self) -> str:
-        """Say the run at Weights & Biases that `fit` continues. Only rank 0 knows whether the folder is replaced."""
-        resumed = None if self.replaces else self.ckpt_path
-        return continue_wandb_run(self.runner.loggers, resumed)
+    def _check_interval(self, steps_per_epoch: int) -> None:
+        """Raise UserError if `trainer.val_check_interval` is longer than an epoch."""
+        config = self.settings.trainer
+        interval = config.val_check_interval
+        if config.check_val_every_n_epoch is not None and isinstance(interval, int) and interval > steps_per_epoch > 0:
+            raise UserError(
+                f"trainer.val_check_interval {interval}: an epoch has {steps_per_epoch} steps; set a smaller one, or "
+                f"trainer.check_val_every_n_epoch: null to count on over the epochs"
+            )
 
-    def _run_prepared(self, written: int, stack: ExitStack) -> None:
+    def _run_prepared(self, written: int) -> None:
         """Load data and model before the runner starts, so that an error in either leaves nothing written.
 
-        written: see `_prepare`. stack: what `fit` enters here lasts as long as the lock.
+        written: see `_prepare`.
         """
-        evaluation = self.parts.evaluation
         if (self.name == "fit" or self.ckpt_path) and self.datamodule.hparams.template_date is None:
             began = ranks().broadcast_from_rank0(partial(template_date, self.ckpt_path))
             self.datamodule.hparams.template_date = began
         self.datamodule.setup(self.name)
         self.model.configure_model()
-        form_groups(self.sp_size, self.timeout)
+        form_groups(sp_size_of(self.settings, self.name), self.timeout)
         self.model.split_rows()
         if self.name in ("fit", "validate"):
-            evaluation.prepare(self.model, self.datamodule)
-        self.model.answers.options = replace(evaluation.options, seed=self.datamodule.hparams.seed)
-        runner: Any = self.runner
-        if self.name == "fit":
-            check_interval(runner, self.datamodule.steps_per_epoch)
+            self.evaluation.prepare(self.model, self.datamodule)
+        self.model.answers.options = self.settings.evaluate_generation
+        if isinstance(runner := self.runner, Loop):
+            self._check_interval(self.datamodule.steps_per_epoch)
             runner.log_every_n_steps = steps_between_logs(runner, self.datamodule)
-            self.model.wandb_run = ranks().broadcast_from_rank0(self._wandb_run)
+            self.model.wandb_run = ranks().broadcast_from_rank0(
+                lambda: continue_wandb_run(runner.loggers, None if self.replaces else self.ckpt_path)
+            )
             if ranks().is_first:
-                print_overview(runner, self.model, self.datamodule, written, evaluation.line())
-                stack.enter_context(self._training())
+                print_overview(runner, self.model, self.datamodule, written, self.evaluation.line())
+                self._open_folder()
         with errors_of_services():
             self._call()
 
-    def _checkpoint(self) -> str | None:
-        """Return the checkpoint that `ckpt_path` stands for."""
-        given = getattr(self.settings, "ckpt_path", None)
-        if self.name == "fit":
-            owners = self.model, self.datamodule
-            chosen, self.replaces = checkpoint_of_fit(self.output_dir, self.settings, *owners)
-            return chosen
-        return checkpoint_to_evaluate(self.output_dir, given)
-
-    @contextmanager
-    def _training(self) -> Iterator[None]:
-        """Run from the first step to the model: an earlier run that this one replaces is renamed before."""
-        with ExitStack() as stack:
-            if self.replaces and (earlier := rename_earlier_run(self.output_dir)):
-                print_line("earlier run", f"now in {earlier}")
-            slurm.remember_job(self.output_dir)
-            summary = self.parts.summary
-            stack.enter_context(logs_of_run(own_log_folders(self.runner), lambda: summary.first_step is not None))
-            yield
+    def _open_folder(self) -> None:
+        """Rename an earlier run that this one replaces, just before the first step, and note the job of SLURM."""
+        if self.replaces and (earlier := rename_earlier_run(self.output_dir)):
+            print_line("earlier run", f"now in {earlier}")
+        slurm.remember_job(self.output_dir)
 
     def _call(self) -> None:
-        """Call the method of the runner. During training a signal waits for the end of the step."""
-        with self.parts.requests.deferred() if self.name == "fit" else nullcontext():
-            getattr(self.runner, self.name)(self.model, datamodule=self.datamodule, **self.arguments())
-        if self.name == "fit":
-            self._export()
-
-    def _export(self) -> None:
-        """Write the trained model as a Hugging Face folder, and the last lines."""
-        config = yaml.safe_load(self.saved.text())
-        owners = self.runner, self.model, self.datamodule
-        export_run(*owners, self.parts.summary, self.output_dir, self.settings, config)
+        """Call the method of the runner, with the keys of the command. While it trains, a signal waits for the step."""
+        of_run = {field.name for field in fields(RunSettings)}
+        own = {name: value for name, value in vars(self.settings).items() if name not in of_run}
+        with self.requests.deferred() if self.name == "fit" else nullcontext():
+            getattr(self.runner, self.name)(self.model, self.datamodule, **own | {"ckpt_path": self.ckpt_path})
+        if isinstance(self.runner, Loop):
+            export_run(self.runner, self.settings, self.config)
 
 
 def run(settings: RunSettings, words: Sequence[str]) -> None:
@@ -227,12 +214,10 @@ def run(settings: RunSettings, words: Sequence[str]) -> None:
     with screens() if name in ("fit", "predict") else nullcontext(), one_rank_reports():
         num_ranks = 1 if f"--{PRINT}" in words else _num_ranks_to_start(settings, name)
         quiet(speaks=num_ranks == 1 and launcher_env().rank == 0)
-        warn_of_variables(os.environ)
         command = Command(settings, words)
         if f"--{PRINT}" in words:
             print_settings(command.settings)
             return
-        check_settings(command.settings, name)
         command.make()
         if num_ranks == 1:
             command.run()
@@ -244,5 +229,45 @@ def _num_ranks_to_start(settings: RunSettings, name: str) -> int:
     """Return how many ranks this process starts; 1 if it runs the command itself."""
     if name not in ON_SEVERAL or is_launched():
         return 1
-    with slurm.hidden(), warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings(action="ignore"):
         return getattr(fabric_of(settings, name).strategy, "num_processes", 1)
+
+
+def check_settings(settings: RunSettings, command: str) -> None:
+    """Raise UserError if a logger, the optimizer's package or the hub would fail. A rate that is low for LoRA warns."""
+    if command in TRACKING:
+        check_loggers(settings.trainer)
+    if command != "fit":
+        return
+    check_package(settings.model.optimizer)
+    check_hub(settings.push_to_hub, settings.hub_model_id)
+    if settings.model.use_peft and settings.model.learning_rate == FOR_ALL_WEIGHTS:
+        logger.warning(
+            "model.learning_rate is %g, as for training all weights; LoRA usually needs 1e-4 to 2e-4", FOR_ALL_WEIGHTS
+        )
+
+
+def check_judges(settings: RunSettings, command: str, of_answers: str | None) -> None:
+    """Raise UserError if what judges the model during a run lacks validations, checkpoints, or its metric.
+
+    of_answers: the metric of `evaluate_generation`, such as `eval_exact_match`; None if it is off.
+    """
+    has_validation = bool(settings.data.validation_file or settings.data.val_size)
+    if command == "fit" and of_answers and not has_validation:
+        raise UserError("evaluate_generation needs rows: set data.validation_file or data.val_size")
+    watched, measured = settings.save_best or "eval_loss", ["eval_loss", *([of_answers] if of_answers else [])]
+    metric = watched.removeprefix("eval_")
+    for key in ("save_best", "early_stopping"):
+        if getattr(settings, key) is None:
+            continue
+        if watched not in measured and metric in OWN_METRICS:
+            raise UserError(f"{key}: {watched} is not measured: set evaluate_generation.metric: {metric}")
+        if watched not in measured:
+            meant = did_you_mean(watched, measured, f"; a validation measures {', '.join(measured)}")
+            raise UserError(f"{key}: no metric {watched!r}{meant}")
+        if watched == "eval_loss" and not has_validation:
+            raise UserError(f"{key}: eval_loss needs rows for it: set data.validation_file or data.val_size")
+        if settings.trainer.limit_val_batches == 0:
+            raise UserError(f"{key} needs validations, and trainer.limit_val_batches is 0; leave one of them out")
+        if key == "save_best" and settings.trainer.enable_checkpointing is False:
+            raise UserError(f"{key} needs checkpoints, and trainer.enable_checkpointing is false; leave one out")

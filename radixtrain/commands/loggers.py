@@ -1,19 +1,15 @@
-"""Loggers by name. A missing package, login or connection is found before the data are read."""
+"""Loggers by name. A missing package or login is found before the data are read."""
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Thread
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 from uuid import uuid4
 
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
@@ -29,7 +25,6 @@ PROJECT = "radixtrain"  # unless trainer.project or one of these variables names
 VARIABLES = {"wandb": "WANDB_PROJECT", "mlflow": "MLFLOW_EXPERIMENT_NAME", "trackio": "TRACKIO_PROJECT"}
 PACKAGES = {name: (name,) for name in ("wandb", "mlflow", "trackio")} | {"tensorboard": ("tensorboard", "tensorboardX")}
 TRACKING = ("fit", "validate", "test", "predict")  # commands whose loggers write
-SECONDS = 5.0  # to connect
 OFFLINE = "WANDB_MODE=offline keeps the run on this disk"
 ADVICE = {"wandb": OFFLINE, "mlflow": "MLFLOW_TRACKING_URI names the server"}
 
@@ -88,7 +83,7 @@ def make_loggers(settings: TrainerSettings, output_dir: Path) -> list[Logger]:
 
 
 def check_loggers(settings: TrainerSettings) -> None:
-    """Raise UserError in one line if a logger cannot work: it is not installed, has no login, or no network."""
+    """Raise UserError in one line if a logger cannot work: it is not installed, or has no login."""
     for name in _names(settings):
         if name in PACKAGES and not any(map(find_spec, PACKAGES[name])):
             raise UserError(f"trainer.logger: {name} is not installed: {to_install(name)}")
@@ -140,44 +135,15 @@ def _made(name: str, project: str | None, run_name: str, output_dir: Path) -> Lo
 
 
 def _check_wandb() -> None:
-    """Raise UserError in one line if Weights & Biases cannot work. Does not prompt; uses the network only with a login.
-
-    Without a connection, Weights & Biases tries for a minute and a half. A proxy is trusted.
-    """
+    """Raise UserError in one line if nobody is logged in to Weights & Biases. Does not prompt."""
     import wandb
 
     settings = wandb.setup().settings  # of its files and of the environment
     if settings.mode in ("offline", "dryrun", "disabled"):
         return
-    if not is_logged_in(settings):
+    from requests.utils import get_netrc_auth  # here, since wandb brings it
+
+    if not (settings.api_key or settings.identity_token_file or get_netrc_auth(settings.base_url)):
         raise UserError(
             f"trainer.logger: not logged in to Weights & Biases: run `wandb login`, or set WANDB_API_KEY; {OFFLINE}"
         )
-    server = urlsplit(settings.base_url)
-    if server.scheme not in getproxies() and (problem := unreachable(settings.base_url)):
-        raise UserError(f"trainer.logger: no connection to Weights & Biases at {server.hostname}: {problem}; {OFFLINE}")
-
-
-def unreachable(url: str) -> str:
-    """Say why no connection can be opened; empty if one can. Gives up on a silent name server."""
-    address = urlsplit(url)
-    port = address.port or (80 if address.scheme == "http" else 443)
-    found: list[str] = []
-
-    def connect() -> None:
-        try:
-            socket.create_connection((address.hostname or url, port), SECONDS).close()
-            found.append("")
-        except OSError as error:
-            found.append(error.strerror or first_line(error))
-
-    waiting = Thread(target=connect, daemon=True)  # the look-up of a name has no timeout
-    waiting.start()
-    waiting.join(SECONDS)
-    return found[0] if found else f"no answer in {SECONDS:.0f} s"
-
-
-def is_logged_in(settings: Any) -> bool:
-    from requests.utils import get_netrc_auth  # here, since wandb brings it
-
-    return bool(settings.api_key or settings.identity_token_file or get_netrc_auth(settings.base_url))

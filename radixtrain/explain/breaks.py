@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
-from radixtrain.data.tokens.decode import shortened
 from radixtrain.explain.causes import WHITE_SPACE
 from radixtrain.explain.versions import Place, Trunk, find_versions, num_equal
 from radixtrain.tree.arrays import IntArray, back_to_back
@@ -25,7 +24,6 @@ MAX_CONVERSATIONS, MAX_TOKENS = 2000, 1_000_000  # that are drawn
 MIN_SAVED = 0.01  # share of the computed prompt tokens: less deserves no line
 NUM_EXAMPLES = 3
 CONTEXT = 80  # characters to show before and after the value of an example
-MAX_CHARACTERS = 240  # to show of a value in an example
 
 SIGNS = {ord(" "): "·", ord("\t"): "→", ord("\r"): "␍", ord("\n"): "↵"}
 
@@ -88,7 +86,9 @@ def find_breaks(
     @cache
     def computed(names: frozenset[str]) -> int:
         fixed = _fixed_prompts(texts, versions, names)
-        ids_of.update({text: _ids(text, tokenizer) for text in {*fixed} - {*ids_of}})
+        if new := [*{*fixed} - {*ids_of}]:
+            ids = tokenizer(new, add_special_tokens=False, verbose=False)["input_ids"]  # or it warns of long prompts
+            ids_of.update(zip(new, map(np.array, ids), strict=True))
         steps = ([ids_of[text] for text in fixed[at : at + batch_size]] for at in range(0, len(fixed), batch_size))
         return round(scale * sum(sort_sequences(*back_to_back(step)).num_unique_tokens for step in steps))
 
@@ -136,11 +136,6 @@ def _drawn(
     return drawn, tokenizer.batch_decode(prompts, clean_up_tokenization_spaces=False) if prompts else []
 
 
-def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> IntArray:
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # or it warns of long prompts
-    return np.array(ids, dtype=np.int64)
-
-
 def _fixed_prompts(texts: list[str], versions: list[list[Place]], names: frozenset[str]) -> list[str]:
     """Return all prompts with these causes fixed."""
     fixed = list(texts)
@@ -164,11 +159,10 @@ def _example(place: Place, trunk: Trunk, text: str, where: str) -> Example:
     own, start = place.text(trunk), place.spans[trunk][0]
     if place.cause == WHITE_SPACE:
         start += num_equal(own, place.usual)
-        rest = text[start:]
-        value = rest[: len(rest) - len(rest.lstrip())]
+        end = len(text) - len(text[start:].lstrip())
+        value = text[start:end].translate(SIGNS)
     else:
         start += len(own) - len(own.lstrip())
-        value = own.strip().rstrip(".,;:")
-    after = text[start + len(value) :][:CONTEXT]
-    shown = value.translate(SIGNS) if place.cause == WHITE_SPACE else shortened(value, MAX_CHARACTERS)
-    return Example(where, text[max(0, start - CONTEXT) : start], shown, after)
+        end = start + len(own.strip().rstrip(".,;:"))
+        value = text[start:end]
+    return Example(where, text[max(0, start - CONTEXT) : start], value, text[end : end + CONTEXT])

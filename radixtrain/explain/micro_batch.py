@@ -6,22 +6,22 @@ Everything is read from the arrays that the model receives.
 from __future__ import annotations
 
 import os
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 from rich.tree import Tree
 
 from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.step_data import StepData
-from radixtrain.data.steps import features_of, text_of_copies, whole_chats
+from radixtrain.data.steps import features_of
 from radixtrain.errors import UserError
 from radixtrain.explain.tokens import LOSS, Token, marked, token_texts
 from radixtrain.explain.tree import Run, run_tree
@@ -31,7 +31,7 @@ from radixtrain.tree.radix_inputs import layout_of, radix_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CONTEXT = 16  # tokens before a run to decode with it: a character may begin there, and blanks depend on it
+CONTEXT = 16  # tokens around a run to decode with it: a character may lie on its border, and blanks depend on it
 MOST_NAMES, MOST_CHARS, MOST_BRANCHES = 3, 240, 12
 MOST_LEVELS = 8  # drawn further to the right; after them the largest branch continues at its parent's level
 LEGEND = Text.assemble(
@@ -42,9 +42,8 @@ LEGEND = Text.assemble(
 
 
 def named_rows(wheres: Iterable[str]) -> str:
-    """Name rows: `chats.jsonl:3, chats.jsonl:5 (2 samples) and 4 more`, without folders."""
-    counted = Counter(os.path.basename(where) for where in wheres)
-    names = [f"{name} ({count} samples)" if count > 1 else name for name, count in counted.items()]
+    """Name rows: `chats.jsonl:3, chats.jsonl:5 and 4 more`, without folders."""
+    names = [*dict.fromkeys(map(os.path.basename, wheres))]
     more = f" and {len(names) - MOST_NAMES:,} more" if len(names) > MOST_NAMES else ""
     return ", ".join(names[:MOST_NAMES]) + more
 
@@ -57,14 +56,12 @@ class MicroBatch:
     samples: its sequences, in the order of `cu_seqlens`.
     batch: as `RadixCollator` makes it for radixtrain's own loss.
     num_step_labels: labelled tokens of the whole step, by which its loss is divided.
-    num_whole_tokens: tokens of its chats, each up to the end of its last turn here; T if no chat is split into turns.
     """
 
     place: str
     samples: Sequence[TokenRow]
     batch: dict[str, Any]
     num_step_labels: int
-    num_whole_tokens: int
 
     @cached_property
     def paths(self) -> list[IntArray]:
@@ -75,7 +72,7 @@ class MicroBatch:
     @property
     def num_tokens(self) -> int:
         """Return T."""
-        return sum(map(len, self.paths))
+        return sum(len(sample.input_ids) for sample in self.samples)
 
     @property
     def num_unique_tokens(self) -> int:
@@ -102,9 +99,7 @@ def micro_batches(data: StepData, step: int) -> list[MicroBatch]:
     steps = data.train_steps()
     if not 0 <= step < len(steps):
         raise UserError(f"step: an epoch has the steps 0 to {len(steps) - 1}, got {step}")
-    conversations = [data.conversations["train"][index] for index in steps[step]]
-    samples = [sample for conversation in conversations for sample in conversation]
-    chat_of = [chat for chat, conversation in enumerate(conversations) for _ in conversation]
+    samples = [sample for index in steps[step] for sample in data.conversations["train"][index]]
     collated = data.step_collator()(features_of(samples))
     return [
         MicroBatch(
@@ -112,11 +107,6 @@ def micro_batches(data: StepData, step: int) -> list[MicroBatch]:
             samples=[samples[member] for member in members],
             batch=batch,
             num_step_labels=collated.num_labels,
-            num_whole_tokens=sum(
-                length
-                for _, turns in groupby(sorted(members), chat_of.__getitem__)
-                for length, _ in whole_chats([samples[turn] for turn in turns])
-            ),
         )
         for index, (members, batch) in enumerate(zip(collated.members, collated.micro_batches, strict=True))
     ]
@@ -124,25 +114,15 @@ def micro_batches(data: StepData, step: int) -> list[MicroBatch]:
 
 def show_micro_batch(data: StepData, step: int, index: int, full: bool) -> Iterator[RenderableType]:
     """Yield a micro-batch of the first epoch. Raises UserError if there is none, or from `StepData.setup`."""
-    for name, value in (("step", step), ("micro_batch", index)):
-        if value < 0:
-            raise UserError(f"{name} counts from 0, got {value}")
     data.setup("inspect")
     parts = micro_batches(data, step)
-    if index >= len(parts):
+    if not 0 <= index < len(parts):
         raise UserError(f"micro_batch: step {step} has the micro-batches 0 to {len(parts) - 1}, got {index}")
     part = parts[index]
-    tree = BatchTree(part, data.tokenizer())
-    yield Text.assemble((part.place, "bold"), (", counted from 0", "dim"))
+    yield Text(f"{part.place}, counted from 0", style="bold")
     yield numbers(part)
-    if unread := data.reports["train"].unread():
-        yield Text(f"not read, of all rows: {unread}", style="dim")
-    if copies := text_of_copies(data.conversations["train"], data.settings):
-        yield Text(copies, style="dim")
     yield LEGEND
-    yield draw(tree, [sample.where for sample in part.samples], full)
-    if tree.num_strays:
-        yield Text(f"{tree.num_strays:,} predictions are not shown: their labels are no token that comes next")
+    yield draw(BatchTree(part, data.tokenizer()), [sample.where for sample in part.samples], full)
 
 
 class BatchTree:
@@ -150,7 +130,6 @@ class BatchTree:
 
     runs: in the order of the rows. roots: indices of those that nothing precedes. tokens: one for each row; its weight
     is the sum over the sequences that learn it.
-    num_strays: predictions of a token that comes next in no sequence, because a row has labels of its own.
     """
 
     def __init__(self, part: MicroBatch, tokenizer: PreTrainedTokenizerBase):
@@ -163,48 +142,28 @@ class BatchTree:
         previous = np.full(part.num_unique_tokens, -1)
         for path in part.paths:
             previous[path[1:]] = path[:-1]
-        special, steps = set(tokenizer.all_special_ids), list(zip(previous.tolist(), ids.tolist(), strict=False))
-        self.num_strays = len({*weights} - {*steps})
+        special, steps = set(tokenizer.all_special_ids), zip(previous.tolist(), ids.tolist(), strict=False)
+        texts: list[str] = []
+        for run in self.runs:
+            own, first = part.samples[run.sequences[0]].input_ids, max(0, run.depth - CONTEXT)
+            near = token_texts(own[first : run.depth + len(run) + CONTEXT], tokenizer)
+            texts += near[run.depth - first :][: len(run)]
         self.tokens = [
             Token(text, step in weights, step[1] in special, weights.get(step, 1.0))
-            for text, step in zip(_row_texts(part.paths, ids, tokenizer), steps, strict=True)
+            for text, step in zip(texts, steps, strict=True)
         ]
-
-
-def _row_texts(paths: list[IntArray], ids: IntArray, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return the text of each row, decoded on the first path that reaches it."""
-    texts: dict[int, str] = {}
-    for path in paths:
-        known = sum(row in texts for row in path.tolist())
-        start = max(0, known - CONTEXT)
-        decoded = token_texts(ids[path[start:]], tokenizer)
-        texts.update(zip(path[known:].tolist(), decoded[known - start :], strict=True))
-    return [texts[row] for row in sorted(texts)]
 
 
 def numbers(part: MicroBatch) -> Table:
     """Make a table with a line for each number: its name, its value, its meaning."""
-    num_unique = part.num_unique_tokens
-    of_rows, of_chats = (f"{tokens / num_unique:.2f}" for tokens in (part.num_tokens, part.num_whole_tokens))
-    r = [("r", of_rows, "T / U")]
-    if part.num_whole_tokens != part.num_tokens:
-        r = [
-            ("r", of_chats, f"against the {part.num_whole_tokens:,} tokens of whole chats"),
-            ("r, same rows", of_rows, "T / U, each turn with all that precedes it"),
-        ]
-    table = Table.grid(padding=(0, 2))
-    table.add_column()
-    table.add_column(justify="right", style="bold")
-    table.add_column(style="dim")
-    num_lines = len({sample.where for sample in part.samples})
+    num_unique, num_lines = part.num_unique_tokens, len({sample.where for sample in part.samples})
+    table = Table.grid("", Column(justify="right", style="bold"), Column(style="dim"), padding=(0, 2))
     table.add_row("sequences", f"{len(part.samples):,}", f"from {num_lines:,} rows of the file")
     table.add_row("tokens", f"{part.num_tokens:,}", "T, of all sequences")
     table.add_row("computed tokens", f"{num_unique:,}", "U, unique tokens")
-    for line in r:
-        table.add_row(*line)
-    table.add_row(
-        "labelled tokens", f"{part.num_labels:,}", f"of {part.num_step_labels:,} in the step, which divide its loss"
-    )
+    table.add_row("r", f"{part.num_tokens / num_unique:.2f}", "T / U")
+    meaning = f"of {part.num_step_labels:,} in the step, which divide its loss"
+    table.add_row("labelled tokens", f"{part.num_labels:,}", meaning)
     return table
 
 

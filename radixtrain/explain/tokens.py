@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -40,21 +40,21 @@ class Token(NamedTuple):
 
 def sample_tokens(sample: TokenRow, tokenizer: PreTrainedTokenizerBase) -> list[Token]:
     """Return the tokens of a sample. The first one is never predicted, and so bears no loss whatever its label is."""
-    bears_loss = sample.labels != IGNORE_INDEX
-    bears_loss[:1] = False
-    weights = np.ones(len(bears_loss)) if sample.loss_weights is None else sample.loss_weights
-    is_special = np.isin(sample.input_ids, tokenizer.all_special_ids)
-    columns = (column.tolist() for column in (bears_loss, is_special, weights))
-    return [Token(*entries) for entries in zip(token_texts(sample.input_ids, tokenizer), *columns, strict=True)]
+    special, texts = set(tokenizer.all_special_ids), token_texts(sample.input_ids, tokenizer)
+    weights = np.ones(len(texts)) if sample.loss_weights is None else sample.loss_weights
+    columns = zip(texts, sample.input_ids.tolist(), sample.labels.tolist(), weights.tolist(), strict=True)
+    return [
+        Token(text, place > 0 and label != IGNORE_INDEX, token in special, weight)
+        for place, (text, token, label, weight) in enumerate(columns)
+    ]
 
 
 def token_texts(ids: IntArray | Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return the text of each token; `<id>` for one that the tokenizer does not know."""
-    num_known = len(tokenizer)
-    known = [0 <= token < num_known for token in ids]
-    read = [token for token, is_known in zip(ids, known, strict=True) if is_known]
-    texts = iter(decode_runs(tokenizer, read, range(len(read) + 1)))
-    return [next(texts) if is_known else f"<{token}>" for token, is_known in zip(ids, known, strict=True)]
+    is_known = [0 <= token < len(tokenizer) for token in ids]
+    known = [token if known else 0 for token, known in zip(ids, is_known, strict=True)]
+    texts = decode_runs(tokenizer, known, range(len(known) + 1))
+    return [text if known else f"<{token}>" for text, token, known in zip(texts, ids, is_known, strict=True)]
 
 
 def visible(text: str) -> str:
@@ -68,29 +68,27 @@ def marked(
     """Write the text of the tokens with `⟦ ⟧` around those that bear loss, and their weight after it if unusual.
 
     max_chars: runs with and without loss are shortened in the middle until about this many are left, but no run to
-        less than 40, with the number of tokens that are left out; None shows all.
+        less than 40; None shows all.
     breaks: False shows line breaks only as `↵`, and does not break the line there.
 
     Special tokens have another colour.
     """
     runs = [list(run) for _, run in groupby(tokens, key=lambda token: token.bears_loss)]
+    most = max(LEAST_RUN, max_chars // max(1, len(runs))) if max_chars else None
     text = Text()
     for run in runs:
-        body = _joined(run) if max_chars is None else _shortened(run, max(LEAST_RUN, max_chars // len(runs)) // 2)
+        body = _shortened(_joined(run), most)
         if run[0].bears_loss:
             body = Text.assemble((OPEN, LOSS), body, (CLOSE + _weight(run, usual_weight), LOSS))
         text.append_text(body)
     return text if breaks else Text("").join(text.split("\n"))
 
 
-def _shortened(run: Sequence[Token], most: int) -> Text:
-    """Write both ends of a run. most: characters of each."""
-    lengths = [len(token.text) for token in run]
-    ends = (sum(chars <= most for chars in accumulate(each)) for each in (lengths, lengths[::-1]))
-    head, tail = (max(1, end) for end in ends)
-    if sum(lengths) <= 2 * most or (hidden := len(run) - head - tail) < 2:
-        return _joined(run)
-    return Text.assemble(_joined(run[:head]), (f" ⋯ {hidden:,} tokens ⋯ ", HIDDEN), _joined(run[-tail:]))
+def _shortened(text: Text, most: int | None) -> Text:
+    """Leave out the middle of a text of more characters."""
+    if most is None or (hidden := len(text) - most) <= 0:
+        return text
+    return Text.assemble(text[: most // 2], (f" ⋯ {hidden:,} characters ⋯ ", HIDDEN), text[-(most // 2) :])
 
 
 def _joined(tokens: Sequence[Token]) -> Text:
@@ -104,10 +102,5 @@ def _joined(tokens: Sequence[Token]) -> Text:
 def _weight(run: Sequence[Token], usual_weight: float) -> str:
     lowest, highest = (reduce(token.weight for token in run) for reduce in (min, max))
     if lowest == highest:
-        return "" if lowest == usual_weight else f"×{_number(lowest)}"
-    return f"×{_number(lowest)}…{_number(highest)}"
-
-
-def _number(value: float) -> str:
-    """Format a weight: whole ones without decimals."""
-    return f"{value:,.0f}" if float(value).is_integer() else f"{value:.3g}"
+        return "" if lowest == usual_weight else f"×{lowest:g}"
+    return f"×{lowest:g}…{highest:g}"

@@ -102,15 +102,14 @@ class TextTree:
         ranked = sorted(range(len(self.runs)), key=lambda run: (-self.saved[run], run))[:most]
         shown = {run for run in ranked if self.saved[run] > 0.01 * self.saved[ranked[0]]}
 
-        def below(depth: int, children: list[int]) -> list[tuple[int, int]]:
-            """List what to draw, that which saves most at the end."""
-            return [(depth, child) for child in sorted(shown.intersection(children), key=self.saved.__getitem__)]
+        def below(depth: int, children: list[int]) -> Iterator[TreeLine]:
+            following = shown.intersection(children)
+            for index in sorted(following, key=lambda run: -self.saved[run]):
+                run = self.runs[index]
+                ids, end = self.sequences[run.sequences[0]], run.depth + len(run)
+                text = shortened(text_of_run(self.tokenizer, ids, run.depth, end), MAX_CHARACTERS)
+                num_hidden = len(run.children) - len(shown.intersection(run.children))
+                yield TreeLine(depth, len(run.sequences), len(run), text, num_hidden)
+                yield from below(depth + 1, run.children)
 
-        waiting = below(0, self.roots)
-        while waiting:
-            depth, index = waiting.pop()
-            run = self.runs[index]
-            following, ids = below(depth + 1, run.children), self.sequences[run.sequences[0]]
-            text = shortened(text_of_run(self.tokenizer, ids, run.depth, run.depth + len(run)), MAX_CHARACTERS)
-            yield TreeLine(depth, len(run.sequences), len(run), text, len(run.children) - len(following))
-            waiting += following
+        yield from below(0, self.roots)

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from itertools import accumulate
+from itertools import accumulate, takewhile
 
 from radixtrain.explain.causes import DRAWN, WHITE_SPACE, Cause, Value, cause_of
 
@@ -104,10 +104,9 @@ def num_rows(trunks: Iterable[Trunk]) -> int:
     return sum(len(trunk.rows) for trunk in trunks)
 
 
-def num_equal(one: Sequence[str], other: Sequence[str]) -> int:
-    """Count the words or characters with which both begin."""
-    differing = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(differing, min(len(one), len(other)))
+def num_equal(*texts: Sequence[str]) -> int:
+    """Count the words or characters with which all begin."""
+    return sum(1 for _ in takewhile(lambda column: len({*column}) == 1, zip(*texts, strict=False)))
 
 
 def find_versions(texts: Sequence[str]) -> list[list[Place]]:
@@ -205,15 +204,13 @@ def _difference(spans: Spans) -> Place:
     """Leave out the words with which all of these parts begin and end."""
     words = {trunk: WORD.findall(trunk.text[start:end]) for trunk, (start, end) in spans.items()}
     names = [[*map(_name, own)] for own in words.values()]
-    head = min(num_equal(names[0], own) for own in names)
-    tails = [own[head:][::-1] for own in names]
-    tail = min(num_equal(tails[0], own) for own in tails)
-    return Place(
-        {
-            trunk: (start + sum(map(len, own[:head])), end - sum(map(len, own[len(own) - tail :])))
-            for (trunk, own), (start, end) in zip(words.items(), spans.values(), strict=True)
-        }
-    )
+    head = num_equal(*names)
+    tail = num_equal(*(own[head:][::-1] for own in names))
+    inner: Spans = {}
+    for trunk, (start, end) in spans.items():
+        own = words[trunk]
+        inner[trunk] = start + sum(map(len, own[:head])), end - sum(map(len, own[len(own) - tail :]))
+    return Place(inner)
 
 
 def _value(place: Place, trunks: list[Trunk], units: tuple[int, int]) -> Value:
@@ -237,8 +234,8 @@ def _common_units(trunks: list[Trunk]) -> dict[Trunk, list[int]]:
     total = num_rows(trunks)
     rows_with: Counter[str] = Counter()
     for trunk in trunks:
-        times = Counter(name for name in trunk.names if _size(name) >= MIN_SIZE)
-        rows_with.update({name: len(trunk.rows) for name, number in times.items() if number == 1})
+        once = [name for name, number in Counter(trunk.names).items() if number == 1 and _size(name) >= MIN_SIZE]
+        rows_with.update(dict.fromkeys(once, len(trunk.rows)))
     rows_in_order: Counter[tuple[int, str]] = Counter()
     ranked = {}
     for trunk in trunks:

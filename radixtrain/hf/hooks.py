@@ -32,7 +32,7 @@ from radixtrain.hf.modules import mixers_of, num_attention_layers, text_layers
 from radixtrain.hf.padded.causes import with_made_masks
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.pictures import compute_every_picture, compute_pictures_once
-from radixtrain.hf.progress import UPSTREAM, Progress, Upstream, end_upstream, upstream_call
+from radixtrain.hf.progress import Progress, Upstream, upstream
 from radixtrain.hf.recurrent import LayerHooks
 from radixtrain.hf.sharing_report import HELP_NOT_ALIKE, SharingReport, SharingWatch
 from radixtrain.hf.token_losses import TokenLoss
@@ -113,7 +113,7 @@ class BackboneHooks:
     def before(self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give the layers the call that they take part in; None leaves a call as it is."""
         self.progress.begin(None)  # trial calls, before the kind of call is known, are ordinary
-        UPSTREAM.begin(None)
+        upstream.begin(None)
         if kwargs.get("radix_call") is not None:  # a pass of generation
             return None
         self._judge_again(Parts(self.model, backbone, text_decoder_of(backbone)))
@@ -124,14 +124,14 @@ class BackboneHooks:
             return None
         if call.decoder is backbone:
             return self._shared(call, args, kwargs)
-        UPSTREAM.become(call)
+        upstream.become(call)
         return (), {**call.given, "input_ids": call.held_by_ids()}
 
     @torch.compiler.disable
     def before_decoder(self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Share an ordinary batch at the text decoder of a backbone that is more than this."""
         self.progress.begin(self.progress.call)
-        call = upstream_call()
+        call = upstream.running()
         if call is None or call.decoder is not decoder:
             return None
         return self._shared(call, args, kwargs) or ((), with_made_masks(arguments_of(decoder, args, kwargs)))
@@ -149,7 +149,7 @@ class BackboneHooks:
     @torch.compiler.disable
     def after_embedding(self, embedding: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         """Keep what the embedding returned, where a gradient might be read."""
-        call = upstream_call()
+        call = upstream.running()
         if call is not None and call.backbone.get_input_embeddings() is embedding:
             call.embedded.append(output)
 
@@ -207,7 +207,7 @@ class BackboneHooks:
     def after(self, backbone: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Check that every layer ran tree attention, and give the head the rows of the batch."""
         self.progress.end()
-        end_upstream()
+        upstream.end()
         is_shared = output is not None and isinstance(kwargs.get("radix_call"), RadixCall)
         return self._finished(backbone, kwargs, output) if is_shared else None
 

@@ -4,13 +4,12 @@ A call reaches most layers as an argument. What gets no arguments, such as a mix
 Each thread has its own calls, and each call ends before the one around it: a hook that calls the model again, or a
 backward pass within a forward pass, finds its own call and leaves the outer one as it was.
 
-An `Upstream` is a call of a backbone that is more than its text decoder, before the decoder runs. What it does there
-stays its own: it embeds, runs towers, counts, makes masks.
+What a backbone does before its text decoder runs stays its own: it embeds, runs towers, counts, makes masks.
 
     input_ids, pixel_values -> [ backbone: tower, embeddings, positions, masks ] -> inputs_embeds -> [ text decoder ]
 
-It knows the ids, which the decoder may not get, and the pictures that the tower computed. A mask that the backbone
-requests for the decoder waits until the unique tokens are known.
+An `Upstream` is one such call. It knows the ids, which the decoder may not get, and the pictures that the tower
+computed. A mask that the backbone requests for the decoder waits until the unique tokens are known.
 """
 
 from __future__ import annotations
@@ -70,10 +69,6 @@ class Progress(threading.local):
             self.end()
 
 
-def _no_call() -> None:
-    """Return None, as the reference to a call that is gone."""
-
-
 @dataclass(eq=False)
 class Upstream:
     """A call of a backbone that shares if its text decoder can.
@@ -99,19 +94,25 @@ class Upstream:
         return ids
 
 
-# Calls of backbones, of any model; None for one that is not shared. Something else has to hold a call: an interrupt
-# (Ctrl-C) leaves nothing behind.
-UPSTREAM = Progress()
+class Upstreams(Progress):
+    """The calls of backbones, of any model; None for one that is not shared. Its frames hold a call: an interrupt
+    (Ctrl-C) leaves nothing behind.
+    """
+
+    def end(self) -> None:
+        """End the innermost call."""
+        call = super().end()
+        if call is not None:
+            call.given = {}  # autograd keeps the ids until the backward pass
+
+    def running(self) -> Upstream | None:
+        """Return the innermost call, if its decoder has not begun."""
+        call: Upstream | None = self.call
+        return None if call is None or call.is_over else call
 
 
-def end_upstream() -> None:
-    """End the innermost call of a backbone."""
-    call = UPSTREAM.end()
-    if call is not None:
-        call.given = {}  # autograd keeps the ids until the backward pass
+def _no_call() -> None:
+    """Return None, as the reference to a call that is gone."""
 
 
-def upstream_call() -> Upstream | None:
-    """Return the innermost call of a backbone, if its decoder has not begun."""
-    call: Upstream | None = UPSTREAM.call
-    return None if call is None or call.is_over else call
+upstream = Upstreams()

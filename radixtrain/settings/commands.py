@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar
 
 from radixtrain.errors import UserError
 from radixtrain.settings.data import DataSettings
-from radixtrain.settings.fields import FINITE, TINY, Limits, Section
+from radixtrain.settings.fields import FINITE, TINY, FilledBy, Limits, Section
 from radixtrain.settings.model import ModelSettings
 from radixtrain.settings.trainer import TrainerSettings
 
@@ -37,9 +37,18 @@ class AnswerSettings(Section):
     temperature: Annotated[float | None, Limits(TINY, words="above 0")] = None
     generation_kwargs: dict[str, Any] | None = None
     batch_size: Count | None = None
+    seed: Annotated[int, Limits(0, 2**32 - 1), FilledBy("seed_everything")] = 42
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        key, given = self.SECTION, self.generation_kwargs or {}
+        if self.temperature is not None and not self.do_sample:
+            raise UserError(f"{key}.temperature {self.temperature} is read only with {key}.do_sample: true")
+        for name in ("max_new_tokens", "do_sample", "temperature"):
+            if name in given:
+                raise UserError(f"{key}.generation_kwargs: {name} is a key of its own, {key}.{name}")
+        if given.get("num_return_sequences", 1) != 1:
+            raise UserError(f"{key}.generation_kwargs: num_return_sequences must be 1, since a row gets one answer")
         if self.metric is None and self.pattern is not None:
             raise UserError("evaluate_generation.pattern needs evaluate_generation.metric: regex")
 
@@ -92,21 +101,6 @@ class FromCheckpoint(RunSettings):
     """
 
     ckpt_path: str | None = None
-    weights_only: bool | None = None
-
-
-@dataclass(kw_only=True)
-class Evaluate(FromCheckpoint):
-    """`validate` and `test`."""
-
-    verbose: bool = True
-
-
-@dataclass(kw_only=True)
-class Predict(FromCheckpoint):
-    """`predict`, which writes its results and returns none."""
-
-    return_predictions: bool | None = None
 
 
 @dataclass(kw_only=True)
@@ -145,8 +139,8 @@ class Inspect(RunSettings):
 class Report(RunSettings):
     """`report`.
 
-    max_seconds: for timing micro-batches of the data on a few layers with random weights, by which speed and memory are
-        predicted; 0 predicts nothing.
+    max_seconds: for timing a micro-batch of the data on a few layers with random weights, by which speed is predicted;
+        0 predicts nothing.
     """
 
     max_seconds: Annotated[float, Limits(0, FINITE)] = 45.0
@@ -185,9 +179,9 @@ class Doctor(Section):
 
 OF_COMMAND: dict[str, type[Section]] = {
     "fit": FromCheckpoint,
-    "validate": Evaluate,
-    "test": Evaluate,
-    "predict": Predict,
+    "validate": FromCheckpoint,
+    "test": FromCheckpoint,
+    "predict": FromCheckpoint,
     "report": Report,
     "verify": Verify,
     "inspect": Inspect,

@@ -64,6 +64,7 @@ NO_KEYS = {
     "2 steps of the validation are tried before training; trainer.limit_val_batches: 0 skips "
     "validations": "num_sanity_val_steps",
     "a settings file names no other one; give --config twice": "config",
+    "a checkpoint is always read as data, never run as code": "weights_only",
     "the tokens of the model's own tokenizer are used": "eos_token pad_token bos_token special_tokens add_tokens "
     "new_special_tokens additional_special_tokens",
 }

@@ -1,9 +1,10 @@
 """The section `trainer`: keys with the names of Lightning's trainer, and what they do here."""
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Annotated, ClassVar, Literal
 
-from radixtrain.errors import UserError
+from radixtrain.errors import UserError, first_line
 from radixtrain.settings.fields import FINITE, TINY, Limits, Section
 
 LoggerName = Literal["csv", "wandb", "tensorboard", "mlflow", "trackio"]
@@ -32,8 +33,6 @@ class TrainerSettings(Section):
     enable_checkpointing: false writes no checkpoint.
     enable_progress_bar: a bar on a terminal, single lines in a file.
     deterministic: use only operations that give the same bits each time; warn names those that do not.
-    benchmark: let cuDNN try its algorithms and use the fastest; not with deterministic.
-    detect_anomaly: look for the operation that made a NaN in the backward pass; slow.
     """
 
     SECTION: ClassVar[str] = "trainer"
@@ -43,7 +42,7 @@ class TrainerSettings(Section):
     run_name: str | None = None
     accelerator: Literal["auto", "cpu", "cuda", "gpu"] = "auto"
     strategy: str = "auto"
-    devices: list[int] | str | int = 1
+    devices: Annotated[list[int] | str | int, Limits(-1, 1_000)] = 1
     num_nodes: int = 1
     precision: (
         Literal["transformer-engine", "transformer-engine-float16", "16-true", "16-mixed", "bf16-true", "bf16-mixed"]
@@ -60,8 +59,6 @@ class TrainerSettings(Section):
     enable_checkpointing: bool | None = None
     enable_progress_bar: bool | None = None
     deterministic: bool | Literal["warn"] | None = None
-    benchmark: bool | None = None
-    detect_anomaly: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,3 +73,20 @@ class TrainerSettings(Section):
             raise UserError(
                 f"trainer.val_check_interval {self.val_check_interval}: a number of steps, or a share of an epoch"
             )
+        try:
+            _ = self.max_seconds
+        except (ValueError, TypeError, OverflowError) as error:
+            raise UserError(
+                f"trainer.max_time must be DD:HH:MM:SS, or a mapping such as {{hours: 2}}; got {self.max_time} "
+                f"({first_line(error)})"
+            ) from None
+
+    @property
+    def max_seconds(self) -> float | None:
+        """Return `max_time` in seconds; None without it."""
+        if self.max_time is None:
+            return None
+        given = self.max_time
+        if isinstance(given, str):
+            given = dict(zip(("days", "hours", "minutes", "seconds"), map(int, given.split(":")), strict=True))
+        return timedelta(**given).total_seconds()

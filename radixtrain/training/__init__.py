@@ -3,10 +3,11 @@
 | file | does |
 |---|---|
 | `module.py` | a step: loss, gradient, optimizer; `optimizer.py` makes the optimizer and its schedule |
-| `loop.py` | the loop of `fit`; `runner.py` is what it shares with `evaluate.py`, the other commands |
+| `loop.py` | the loop of `fit`; `runner.py` is what it shares with the commands that evaluate, and these |
 | `start/` | loads the model and refuses what cannot work |
 | `devices/` | several processes: which are accepted, how they start, exchange gradients and end |
 | `answers/` | generates answers to rows and scores them; what `predict` writes of a row |
 | `fault_tolerance/` | saves, stops and resumes a run |
-| `results/` | files and lines that a run leaves |
+| `progress.py` | tokens per second, and the progress bar |
+| `results/` | files and lines that a run leaves: `record.py` collects them |
 """

@@ -2,9 +2,9 @@
 
     until enough steps or epochs are taken:
         for step in the epoch, from where the run is:
-            stop? save?                     the parts of the run, such as `SaveCheckpoints`
+            stop? save?                     SaveCheckpoints
             losses, gradients, optimizer    RadixModule.take_step
-            log; validate?
+            log; validate?                  Record
 
 A place in a run is three numbers (items of the loader, steps among them, steps left out), since the order of steps is a
 function of (seed, epoch). With the generators, the weights and the moments of the optimizer, a checkpoint is complete.
@@ -13,15 +13,10 @@ function of (seed, epoch). With the generators, the weights and the moments of t
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from radixtrain.checkpoints.folder import Checkpoint, help_to_write, write_checkpoint
 from radixtrain.data.datamodule import SFTData
@@ -41,20 +36,18 @@ from radixtrain.training.fault_tolerance.run_state import (
 )
 from radixtrain.training.module import RadixModule
 from radixtrain.training.optimizer import num_steps_of_run
-from radixtrain.training.runner import Runner, Stage, limited
+from radixtrain.training.results.record import Record
+from radixtrain.training.runner import Runner, limited
 
 SANITY_STEPS = 2  # of the validation, before the first step
 
 
 class Loop(Runner):
-    """Trains a `RadixModule` on the steps of an `SFTData`. Arguments are those of `Runner`.
+    """Trains a `RadixModule` on the steps of an `SFTData`. Arguments are those of `Runner`, and a record."""
 
-    should_stop: set by a part that ends the run early, at the end of the step.
-    """
-
-    def __init__(self, *arguments: Any):
+    def __init__(self, *arguments: Any, record: Record):
         super().__init__(*arguments)
-        settings = self.settings
+        self.record, self.saver, settings = record, record.saver, self.settings
         self.max_steps, self.max_epochs = settings.max_steps, settings.max_epochs
         self.check_val_every_n_epoch = settings.check_val_every_n_epoch
         self.val_check_interval = 1.0 if settings.val_check_interval is None else settings.val_check_interval
@@ -63,31 +56,33 @@ class Loop(Runner):
                 f"trainer.check_val_every_n_epoch: null counts steps over the epochs: set trainer.val_check_interval "
                 f"to a number of steps; it is {self.val_check_interval}"
             )
-        self._seconds = seconds_of(settings.max_time)
-        self.should_stop = self.is_out_of_time = False
+        self._seconds = settings.max_seconds
+        self.is_out_of_time = self.validating = False
         self._unlogged: dict[str, Any] = {}
         self._generators: list[Any] = []
         """Their states on each rank in the checkpoint that the run goes on from, until its first step."""
 
-    def fit(self, module: RadixModule, datamodule: SFTData, ckpt_path: str | None = None, **_: Any) -> None:
+    def fit(self, module: RadixModule, data: SFTData, ckpt_path: str | None = None) -> None:
         """Train until the steps or epochs of the settings are taken. ckpt_path: a checkpoint to go on from."""
-        self.module, self.datamodule = module, datamodule
+        self.module = module
         with self.ending():
-            self.begin(Stage.FIT, module, datamodule, ckpt_path)
+            self.begin("fit", module, data, ckpt_path)
             self.length = module.steps_per_epoch or 0
-            checkpoint = self._restored_parts() if ckpt_path else None
+            checkpoint = self._restored() if ckpt_path else None
             self.place()
-            self.tell_parts("on_fit_start")
+            self.record.begin(self)
+            self.saver.begin(ckpt_path)
             self.log_hyperparameters()
             configured = module.configure_optimizers()
             self.optimizer, self.scheduler = configured["optimizer"], configured["lr_scheduler"]
             if checkpoint:
                 self._restore_optimizer(checkpoint)
             del checkpoint
-            with torch.autograd.set_detect_anomaly(True) if self.settings.detect_anomaly else nullcontext():
-                self._try_validation()
-                self._train()
-            self.tell_parts("on_fit_end")
+            self._try_validation()
+            self._train()
+            if module.position.validation_pending:  # all that was left to do
+                self.validate_pending()
+                self.saver.save(self, module)
 
     def _train(self) -> None:
         self._started = time.monotonic()
@@ -96,33 +91,40 @@ class Loop(Runner):
             return
         loader = self.datamodule.train_dataloader()
         self.loaders.append(loader)
-        self.tell("on_train_start")
+        self.record.started()
+        self.evaluation.try_answers(self)
+        self.saver.started(self.module)
+        self.bar.start(self.global_step)
+        self.write_settings()
+        self.module.on_train_start()
         if self.module.position.validation_pending:
             self.validate_pending()
         while not self._is_over():
             self._run_epoch(loader)
-        self.tell("on_train_end")
+        self.log_last_step()
+        self.saver.save(self, self.module)
+        self.module.on_train_end()
 
     def _run_epoch(self, loader: Any) -> None:
         """Take the steps of an epoch that the run has not taken yet."""
         epoch, first = divmod(self.module.position.num_batches, self.length)
         loader.sampler.set_epoch(epoch)
         loader.sampler.start = first
-        self.tell("on_train_epoch_start")
+        self.module.on_train_epoch_start()
         accumulate = partial(add_gradient, self.module, is_sharded(self.strategy))
         for index, step in zip(range(first, self.length), loader, strict=False):
-            self.tell_parts("on_train_batch_start")  # stop? save?
+            self.saver.between_steps(self, self.module)
             self._take_over_generators()
             with self.precision_plugin.forward_context():
                 metrics = self.module.take_step(self.moved(step), self.optimizer, self.scheduler, accumulate)
             self._note(metrics)
-            self.tell_parts("on_train_batch_end")
+            self.record.took_step()
             self._look_at_the_clock()
             if self._is_validation_due(index):
                 self.validate()
             if self._is_over():
                 break
-        self.tell_parts("on_train_epoch_end")
+        self.saver.ask()
 
     def _take_over_generators(self) -> None:
         """Set the random generators of a resumed run: nothing draws between this and its first step."""
@@ -133,10 +135,10 @@ class Loop(Runner):
         self.module.generators_before_step = generator_states()
 
     def _is_over(self) -> bool:
-        """Return whether the steps or epochs are taken, or a part or the clock has ended the run."""
+        """Return whether the steps or epochs are taken, or the clock or early stopping has ended the run."""
         position = self.module.position
         is_enough = self.max_steps != -1 and position.num_steps >= self.max_steps
-        if not self.length or self.max_epochs == 0 or is_enough or self.should_stop:
+        if not self.length or self.max_epochs == 0 or is_enough or self.is_out_of_time or self.record.why_stop:
             return True
         return self.max_epochs not in (None, -1) and position.num_batches >= self.length * int(self.max_epochs or 0)
 
@@ -145,16 +147,27 @@ class Loop(Runner):
         if self._seconds is not None:
             is_late = ranks().is_first and time.monotonic() - self._started >= self._seconds
             self.is_out_of_time = ranks().any(is_late)
-            self.should_stop |= self.is_out_of_time
 
     # Validations
 
     def validate(self) -> None:
-        """Compute the loss on the validation rows, and what parts of the run measure."""
+        """Compute the loss on the validation rows, and the metric of answers to them."""
         self.optimizer.zero_grad()  # their memory is free for a validation
         self.validating = True
-        self.evaluate("validation", "eval_loss", self.settings.limit_val_batches)
+        metrics = self.evaluate("validation", self.settings.limit_val_batches)
         self.validating = False
+        self.record.validated(metrics)
+        self.bar.validated(self.global_step, metrics)
+
+    def evaluated_step(self) -> None:
+        if self.validating:
+            self.saver.in_validation(self, self.module)
+
+    def failed(self, error: BaseException) -> None:
+        if self.record.first_step is not None:
+            self.log_last_step()
+            self.record.failed(error)
+        self.saver.failed(self, self.module, error)
 
     def validate_pending(self) -> None:
         """Run the validation in which the run was stopped."""
@@ -186,21 +199,21 @@ class Loop(Runner):
         if not self._has_validation or self.ckpt_path or self._is_over():
             return
         before = generator_states()
-        self.sanity_checking = True
         whole = limited(len(self.datamodule.sampler_of("validation")), self.settings.limit_val_batches)
-        self.evaluate("validation", "eval_loss", min(SANITY_STEPS, whole))
-        self.sanity_checking, self.callback_metrics = False, {}
+        self.evaluate("validation", min(SANITY_STEPS, whole), is_try=True)
         set_generator_states(before)
 
     # Logs
 
     def _note(self, metrics: dict[str, Any]) -> None:
-        """Note the metrics of a step; log them if it is its turn, or the first of the run. To read them waits."""
-        self.callback_metrics |= metrics
+        """Log the metrics of a step if it is its turn, or the first of the run. To read them waits for the device."""
         self._unlogged = metrics
         number = self.module.position.num_batches
-        if number == 1 or (self.log_every_n_steps and number % self.log_every_n_steps == 0):
+        is_due = number == 1 or bool(self.log_every_n_steps and number % self.log_every_n_steps == 0)
+        if is_due:
             self.log_last_step()
+        if metrics:  # else it was left out
+            self.bar.took_step(self.global_step, self.num_steps, metrics, is_due)
 
     def log_last_step(self) -> None:
         """Log the last step, unless it was logged or left out."""
@@ -221,26 +234,20 @@ class Loop(Runner):
         return num_steps_of_run(self, self.module.steps_per_epoch)
 
     def save_checkpoint(self, path: Path) -> None:
-        """Write a checkpoint on rank 0; the others give their parts. A part of the run may have a state in it."""
-        parts = {type(part).__name__: part.state_dict() for part in self._parts_with_state}
-        checkpoint = checkpoint_of(self.module, self.datamodule, self.optimizer, parts)
+        """Write a checkpoint on rank 0; the others give their parts."""
+        checkpoint = checkpoint_of(self.module, self.datamodule, self.optimizer, self.record.state())
         if is_sharded(self.strategy) and not ranks().is_first:
             help_to_write(checkpoint)
         ranks().broadcast_from_rank0(lambda: write_checkpoint(path, checkpoint))
 
-    @property
-    def _parts_with_state(self) -> list[Any]:
-        return [part for part in self.callbacks if hasattr(part, "state_dict")]
-
-    def _restored_parts(self) -> Checkpoint:
-        """Load the weights and the states of the parts. Returns the checkpoint."""
+    def _restored(self) -> Checkpoint:
+        """Load the weights, the position and the record. Returns the checkpoint."""
+        assert self.ckpt_path is not None
         checkpoint = self.load_checkpoint()
         with restoring(self.ckpt_path):
             restore_position(checkpoint, self.module)
             self._generators = checkpoint.run["generators"]
-            for part in self._parts_with_state:
-                if state := checkpoint.run["parts"].get(type(part).__name__):
-                    part.load_state_dict(state)
+            self.record.restore(checkpoint.run["record"], self.ckpt_path)
         return checkpoint
 
     def _restore_optimizer(self, checkpoint: Checkpoint) -> None:
@@ -249,10 +256,3 @@ class Loop(Runner):
             load_moments(self.module, self.optimizer, checkpoint)
         self.scheduler.last_epoch = self.module.position.num_steps
         apply_settings(self.module, self.optimizer, self.scheduler)
-
-
-def seconds_of(duration: str | Mapping[str, Any] | None) -> float | None:
-    """Return the seconds of DD:HH:MM:SS, or of a mapping such as {hours: 2}; None for None."""
-    if isinstance(duration, str):
-        duration = dict(zip(("days", "hours", "minutes", "seconds"), map(int, duration.split(":")), strict=True))
-    return None if duration is None else timedelta(**duration).total_seconds()

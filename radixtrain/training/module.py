@@ -27,7 +27,7 @@ from radixtrain.training.answers.predictions import PredictedAnswers, scored_rec
 from radixtrain.training.fault_tolerance.nonfinite_guard import NonFiniteGuard, check_weights_finite
 from radixtrain.training.fault_tolerance.run_state import Position, seed_per_rank
 from radixtrain.training.optimizer import num_steps_of_run, optimizer_of, schedule
-from radixtrain.training.speed import Speed
+from radixtrain.training.progress import Speed
 from radixtrain.training.start.loading import load_trainable
 from radixtrain.verification.equivalence import verify_step
 from radixtrain.verification.oracle import Features

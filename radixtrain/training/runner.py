@@ -1,49 +1,46 @@
-"""What `fit` and the commands that evaluate have in common: a model on its device, evaluated steps, and the loggers."""
+"""What `fit` and the commands that evaluate have in common, and `validate`, `test`, `predict` and `verify`."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from enum import StrEnum
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import yaml
 from lightning.fabric import Fabric
 from lightning.fabric.loggers import Logger
 from lightning.pytorch.loggers import CSVLogger
-from torch import nn
 
+from radixtrain.checkpoints.atomic import check_replaceable, writing_file
 from radixtrain.checkpoints.folder import Checkpoint, read_checkpoint
 from radixtrain.data.datamodule import SFTData
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError, only_warns
+from radixtrain.hf.guards.draws import evaluating
+from radixtrain.screen import print_lines, printable
 from radixtrain.settings.trainer import TrainerSettings
+from radixtrain.training.answers.evaluate_generation import EvaluateGeneration
+from radixtrain.training.answers.predictions import PredictionWriter
 from radixtrain.training.devices.fabric import is_sharded
 from radixtrain.training.fault_tolerance.failures import restoring
+from radixtrain.training.fault_tolerance.run_folder import RECORD
 from radixtrain.training.fault_tolerance.run_state import check_same_model, load_weights
 from radixtrain.training.module import RadixModule
-
-
-class Stage(StrEnum):
-    """What a runner does, as its parts ask."""
-
-    FIT = "fit"
-    VALIDATE = "validate"
-    TEST = "test"
-    PREDICT = "predict"
-    VERIFY = "verify"
+from radixtrain.training.progress import ProgressLines
 
 
 class Runner:
     """A model and its data on the devices of `fabric`.
 
-    settings: of `trainer`. output_dir: of the run. loggers: receive the metrics, on rank 0. parts: are told what
-        happens, in their order and before the module: the summary, the saver, the progress bar, ...
+    settings: of `trainer`. output_dir: of the run. loggers: receive the metrics, on rank 0; the first one writes CSV.
+    evaluation: of answers to validation rows. config: the keys of the command, for the file of its settings.
 
-    callback_metrics: the newest value of each metric.
+    state.fn: the command, under the name that Lightning's trainer has for it.
     """
 
     def __init__(
@@ -52,21 +49,22 @@ class Runner:
         settings: TrainerSettings,
         output_dir: Path,
         loggers: Sequence[Logger],
-        parts: Sequence[Any],
+        evaluation: EvaluateGeneration,
+        config: Mapping[str, Any],
     ):
         self.fabric, self.settings, self.output_dir = fabric, settings, output_dir
         self.loggers: list[Any] = list(loggers)
-        self.callbacks = list(parts)
-        self.callback_metrics: dict[str, Any] = {}
-        self.state = SimpleNamespace(fn=Stage.FIT)
+        self.evaluation, self.config = evaluation, config
+        self.bar = ProgressLines(sys.stderr.isatty(), settings.enable_progress_bar is not False)
+        self.state = SimpleNamespace(fn="fit")
         self.strategy, self.precision_plugin = fabric.strategy, fabric.strategy.precision
-        self.default_root_dir = str(output_dir)
         self.ckpt_path: str | None = None
-        self.sanity_checking = self.validating = False
-        self.num_val_batches: list[int] = []
         self.log_every_n_steps = 10 if settings.log_every_n_steps is None else settings.log_every_n_steps
         self.loaders: list[Any] = []
-        _set_determinism(settings)
+        torch.use_deterministic_algorithms(bool(settings.deterministic), warn_only=settings.deterministic == "warn")
+        if settings.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+            torch.backends.cudnn.benchmark = False
 
     @property
     def precision(self) -> str:
@@ -74,30 +72,39 @@ class Runner:
         return str(self.precision_plugin.precision)
 
     @property
-    def is_global_zero(self) -> bool:
-        """Return whether this rank writes and prints for all."""
-        return ranks().is_first
-
-    @property
     def global_step(self) -> int:
         """Return the optimizer steps of the run so far."""
         return self.module.position.num_steps
 
-    def begin(self, stage: Stage, module: RadixModule, data: SFTData, ckpt_path: str | None) -> None:
-        self.state.fn, self.module, self.datamodule, self.ckpt_path = stage, module, data, ckpt_path
+    def begin(self, command: str, module: RadixModule, data: SFTData, ckpt_path: str | None) -> None:
+        self.state.fn, self.module, self.datamodule, self.ckpt_path = command, module, data, ckpt_path
         module.trainer = data.trainer = self  # type: ignore[assignment]
         if ranks().size == 1:
             self.strategy.setup_environment()
-        self.tell_parts("setup", str(stage))
-        data.setup(str(stage))
+        check_replaceable(self.settings_file)
+        if command != "fit":
+            self.write_settings()
+        data.setup(command)
         module.configure_model()
-        module.setup(str(stage))
+        module.setup(command)
+
+    @property
+    def settings_file(self) -> Path:
+        """Return the path of `fit.yaml`, `validate.yaml` and so on: beside the metrics, or in `output_dir`."""
+        return Path(self.loggers[0].log_dir if self.loggers else self.output_dir) / RECORD.format(self.state.fn)
+
+    def write_settings(self) -> None:
+        """Write the settings, from which the command can be run again. `fit` does when training starts."""
+        if ranks().is_first:
+            self.settings_file.parent.mkdir(parents=True, exist_ok=True)
+            with writing_file(self.settings_file) as partial:
+                partial.write_text(yaml.safe_dump(self.config, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
     def load_checkpoint(self) -> Checkpoint:
         """Read the checkpoint and load its weights; each rank has them whole until they are placed on its device."""
         assert self.ckpt_path is not None
         with restoring(self.ckpt_path):
-            is_fit, in_memory = self.state.fn == Stage.FIT, not is_sharded(self.strategy)
+            is_fit, in_memory = self.state.fn == "fit", not is_sharded(self.strategy)
             checkpoint = read_checkpoint(Path(self.ckpt_path), is_fit, in_memory)
             check_same_model(checkpoint, self.module)
             load_weights(self.module, checkpoint)
@@ -112,16 +119,16 @@ class Runner:
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Close the loggers and the workers at the end, after the parts have learnt of an error."""
-        status = "success"
+        """Close the progress bar, the workers and the loggers at the end."""
+        status = "failed"
         try:
             yield
+            status = "success"
         except BaseException as error:
-            status = "failed"
-            self.tell_parts("on_exception", error)
+            self.failed(error)
             raise
         finally:
-            self.tell_parts("on_end")
+            self.bar.close()
             for loader in self.loaders:
                 loader.close()
             if ranks().is_first:
@@ -129,45 +136,41 @@ class Runner:
                     with only_warns(f"{type(log).__name__} does not get all metrics", Exception):
                         log.finalize(status)
 
-    def tell(self, event: str, *arguments: Any) -> None:
-        """Call the method of that name of the parts, then of the module."""
-        self.tell_parts(event, *arguments)
-        getattr(self.module, event)(*arguments)
-
-    def tell_parts(self, event: str, *arguments: Any) -> None:
-        """Call the method of that name of the parts that have it."""
-        for part in self.callbacks:
-            if hasattr(part, event):
-                getattr(part, event)(self, self.module, *arguments)
+    def failed(self, error: BaseException) -> None:
+        """Do what an error leaves to do."""
 
     @torch.no_grad()
-    def evaluate(self, stage: str, name: str, limit: float | int | None) -> dict[str, float]:
-        """Compute the mean loss of the first steps of a split, which parts may add to. Returns the metrics.
+    def evaluate(self, split: str, limit: float | int | None = None, is_try: bool = False) -> dict[str, float]:
+        """Return the mean loss of the first steps of a split, and the metric of answers, and log both unless tried.
 
-        stage: `validation` or `test`, as in the names of events. name: of the loss.
+        split: `validation` or `test`.
         """
-        loader = self.datamodule.val_dataloader() if stage == "validation" else self.datamodule.test_dataloader()
+        module, is_validation = self.module, split == "validation"
+        name = "eval_loss" if is_validation else "test_loss"
+        loader: Any = self.datamodule.val_dataloader() if is_validation else self.datamodule.test_dataloader()
         count = limited(len(loader), limit)
-        self.num_val_batches = self.num_test_batches = [count]
         total, labels, metrics = 0.0, 0, dict[str, float]()
-        with evaluating(self.module), closed(loader):
-            self.tell(f"on_{stage}_start")
+        module.on_validation_start()
+        with evaluating(module), closing(loader):
             for index, step in zip(range(count), loader, strict=False):
                 with self.precision_plugin.forward_context():
-                    found = self.module.evaluated(name, self.moved(step))
+                    found = module.evaluated(name, self.moved(step))
                 if found is not None:
                     total, labels = total + float(found), labels + step.num_labels
-                self.tell(f"on_{stage}_batch_end", None, step, index)
+                self.evaluated_step()
+                if self.bar.is_bar or self.state.fn != "fit":
+                    self.bar.count("validate" if is_validation else "test", index + 1, count)
             if labels:
                 metrics[name] = total / labels
-            if stage == "validation" and not self.sanity_checking:
-                for part in self.callbacks:
-                    metrics |= part.measured(self, self.module) if hasattr(part, "measured") else {}
-            self.callback_metrics |= metrics
-            if not self.sanity_checking:
-                self.log(metrics, *self.place_of_logs)
-            self.tell(f"on_{stage}_end")
+            if is_validation and not is_try:
+                metrics |= self.evaluation.measured(self)
+        if not is_try:
+            self.log(metrics, *self.place_of_logs)
+        module.on_validation_end()
         return metrics
+
+    def evaluated_step(self) -> None:
+        """Do what may be requested between two steps of an evaluation."""
 
     def moved(self, step: Any) -> Any:
         """Move what a loader gives to the device. Prompts are numbers of the host."""
@@ -197,25 +200,78 @@ class Runner:
                 log.save()
 
 
-@contextmanager
-def closed(loader: Any) -> Iterator[None]:
-    """End the workers of a loader, however its iteration ends."""
-    try:
-        yield
-    finally:
-        loader.close()
+class Evaluation(Runner):
+    """Evaluates a `RadixModule` on the steps of an `SFTData`. Arguments are those of `Runner`.
 
+    ckpt_path of its methods: a checkpoint whose weights are used; None for those of the model.
+    """
 
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Turn dropout off for a while, in the modules that have it on."""
-    were_training = [each for each in module.modules() if each.training]
-    module.eval()
-    try:
-        yield
-    finally:
-        for each in were_training:
-            each.training = True
+    def validate(self, module: RadixModule, data: SFTData, ckpt_path: str | None = None) -> None:
+        """Log and print the metrics of the validation rows."""
+        self._mean_loss("validate", "validation", module, data, ckpt_path)
+
+    def test(self, module: RadixModule, data: SFTData, ckpt_path: str | None = None) -> None:
+        """Log and print the loss on the test rows."""
+        self._mean_loss("test", "test", module, data, ckpt_path)
+
+    @torch.no_grad()
+    def predict(self, module: RadixModule, data: SFTData, ckpt_path: str | None = None) -> None:
+        """Write scores of the rows to predict, or answers to them."""
+        with self.ending():
+            self._begin_placed("predict", module, data, ckpt_path)
+            loader, writer = data.predict_dataloader(), PredictionWriter(self.output_dir)
+            module.on_predict_start()
+            with evaluating(module), closing(loader), writer.writing():
+                for index, step in enumerate(loader):
+                    with self.precision_plugin.forward_context():
+                        records = module.predict_step(self.moved(step), index)
+                    writer.add(records, step)
+                    self.bar.count("predict", index + 1, len(loader))
+            if ranks().is_first:
+                writer.print_results(module.answers.speed if module.hparams.generate else "")
+
+    def verify(
+        self,
+        module: RadixModule,
+        data: SFTData,
+        ckpt_path: str | None = None,
+        num_steps: int = 1,
+        num_sequences: int | None = None,
+    ) -> None:
+        """Compare the gradient of the first optimizer steps with that of ordinary Hugging Face, tensor by tensor.
+
+        The arguments are those of the settings `Verify`.
+
+        Raises:
+            UserError: a gradient or the loss is further from the truth than rounding explains.
+        """
+        self._begin_placed("verify", module, data, ckpt_path)
+        collator, available = data.step_collator(), data.steps_per_epoch
+        failed: list[str] = []
+        for index in range(min(num_steps, available)):
+            features = data.features_of_step(index)[:num_sequences]
+            report = module.verify(features, collator)
+            num_tokens = sum(len(feature["input_ids"]) for feature in features)
+            size = f"{len(features)} sequences, {num_tokens:,} tokens"
+            print(printable(f"step {index}: {size}\n{report}\n"), flush=True)  # noqa: T201
+            failed += [] if report.passed else [f"verify: step {index}: {report.reason}"]
+        if failed:
+            raise UserError(failed[0])
+        print(f"verified: {min(num_steps, available)} of {available} steps of an epoch")  # noqa: T201
+
+    def _begin_placed(self, command: str, module: RadixModule, data: SFTData, ckpt_path: str | None) -> None:
+        self.begin(command, module, data, ckpt_path)
+        if ckpt_path is not None:
+            self.load_checkpoint()
+        self.place()
+
+    def _mean_loss(self, command: str, split: str, module: RadixModule, data: SFTData, ckpt_path: str | None) -> None:
+        with self.ending():
+            self._begin_placed(command, module, data, ckpt_path)
+            self.log_hyperparameters()
+            metrics = self.evaluate(split, self.settings.limit_val_batches if command == "validate" else None)
+        if ranks().is_first:
+            print_lines({key: repr(value) for key, value in metrics.items()})
 
 
 def limited(count: int, limit: float | int | None) -> int:
@@ -228,14 +284,3 @@ def limited(count: int, limit: float | int | None) -> int:
     if limit and count and not found:
         raise UserError(f"trainer: {limit} of {count} steps is none; set a larger share, or a number of steps")
     return found
-
-
-def _set_determinism(settings: TrainerSettings) -> None:
-    deterministic = settings.deterministic
-    torch.use_deterministic_algorithms(bool(deterministic), warn_only=deterministic == "warn")
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
-    if settings.benchmark is not None:
-        torch.backends.cudnn.benchmark = settings.benchmark
-    elif deterministic:
-        torch.backends.cudnn.benchmark = False

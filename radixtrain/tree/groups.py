@@ -41,12 +41,10 @@ class PrefixGroups:
 
     by_order: all of them, with what neighbours share.
     shared: (n,), int64. of each sorted place, the tokens that it shares with the one before it, if that is a branch.
-    common: tokens that all share. They make no group: all meet in any order.
     """
 
     by_order: SortedSequences
     shared: IntArray
-    common: int
 
     def __len__(self) -> int:
         """Count the groups."""
@@ -83,14 +81,6 @@ class PrefixGroups:
         groups[np.bincount(groups)[groups] == 1] = -1
         return groups[self.places]
 
-    @property
-    def num_innermost(self) -> int:
-        """Count the branches that have no other inside them."""
-        depths = np.append(self.shared, 0)
-        steps = np.sign(np.diff(depths))
-        steps = steps[steps != 0]
-        return int(((steps[:-1] > 0) & (steps[1:] < 0)).sum())
-
     def sorted(self, indices: IntArray) -> SortedSequences:
         """Sort some of the sequences. indices: (m,), int64, distinct. The returned `order` holds places in it."""
         places = self.places[indices]
@@ -120,8 +110,8 @@ def find_prefix_groups(sequences: Iterable[IntArray], copies: bool = False) -> P
     lcp = np.append(0, DEPTHS)[np.minimum(by_hash.lcp, num_hashes - 1)]
     by_order = SortedSequences(by_hash.order, np.array(lengths, dtype=np.int64)[by_hash.order], lcp)
     common = int(lcp[1:].min()) if len(lcp) > 1 else 0
-    shared = np.where(lcp > common, lcp, 0)
-    return PrefixGroups(by_order, _worthwhile(by_order, shared if copies else _apart(shared, is_copy), common), common)
+    shared = np.where(lcp > common, lcp, 0)  # what all share makes no group: all meet in any order
+    return PrefixGroups(by_order, _worthwhile(by_order, shared if copies else _apart(shared, is_copy), common))
 
 
 def _hashes(ids: IntArray, multipliers: npt.NDArray[np.uint64]) -> IntArray:

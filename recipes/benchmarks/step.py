@@ -2,8 +2,9 @@
 
     python recipes/benchmarks/step.py --attention auto cascade path expand
     python recipes/benchmarks/step.py --prompt 512 2048 --own 64 256 --sequences 16 32 --layers 2 --tree nested
+    python recipes/benchmarks/step.py --model Qwen3.5 --hidden 512        # three recurrent layers of four
 
-The model is a Qwen3 with random weights, the rows are random tokens after a shared prompt. Both arms run the same
+The model has random weights, the rows are random tokens after a shared prompt. Both arms run the same
 weights on the same rows in one process and take turns (A B A B ...), so that a machine that slows down slows both. The
 ordinary arm is the best that a user has: Hugging Face's `sdpa` on batches padded on the right, sorted by length, the
 head only on tokens that predict, and the same loss. `sdpa` does not receive the padding mask: causal attention never
@@ -31,7 +32,7 @@ import numpy as np
 import torch
 from flops import costs_of, ordinary_flops, unique_flops
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3_5TextConfig, Qwen3Config
 
 from radixtrain.collators.features import packed, token_rows
 from radixtrain.collators.steps import PaddedCollator, Step, StepCollator
@@ -56,7 +57,7 @@ ROWS_IN_A_GROUP = 4  # of a nested tree
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A Qwen3. What is None follows from the width, as in the small Qwen3."""
+    """A Qwen3, or a Qwen3.5 with a gated delta rule. What is None follows from the width, as in the small Qwen3."""
 
     num_hidden_layers: int = 4
     hidden_size: int = 256
@@ -67,13 +68,18 @@ class ModelShape:
     vocab_size: int = 4096
     tie_word_embeddings: bool = True
     name: str = ""
+    model: Literal["Qwen3", "Qwen3.5"] = "Qwen3"
 
     def __str__(self) -> str:
-        return self.name or f"{self.num_hidden_layers}x{self.hidden_size}"
+        size = f"{self.num_hidden_layers}x{self.hidden_size}"
+        return self.name or (size if self.model == "Qwen3" else f"{self.model} {size}")
 
-    def config(self) -> Qwen3Config:
+    def config(self) -> PreTrainedConfig:
         heads = self.num_attention_heads or max(1, self.hidden_size // self.head_dim)
-        return Qwen3Config(
+        linear = {f"linear_num_{each}_heads": heads for each in ("key", "value")}
+        linear |= {f"linear_{each}_head_dim": self.head_dim for each in ("key", "value")}
+        recurrent = self.model == "Qwen3.5"
+        return (partial(Qwen3_5TextConfig, **linear) if recurrent else Qwen3Config)(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size or 3 * self.hidden_size,
@@ -163,14 +169,13 @@ def work_of(
     batch_size: int | None = None,
     max_tokens: int | None = None,
     mode: Mode = "step",
-    **options: Any,
 ) -> Work:
     """Collate rows.
 
     batch_size: rows of an ordinary micro-batch. max_tokens: most unique tokens of a radix micro-batch. None for a
-    single micro-batch. options: of the `StepCollator`.
+    single micro-batch.
     """
-    step = StepCollator(max_tokens=max_tokens, **options)(features)
+    step = StepCollator(max_tokens=max_tokens)(features)
     if not step.num_labels:
         raise UserError(f"{name}: no token bears loss, so there is no step to measure")
     arrays = token_rows(features)
@@ -178,23 +183,18 @@ def work_of(
     return Work(name=name, mode=mode, features=features, ordinary=_padded(arrays, batch_size), radix=step, plans=plans)
 
 
-def with_ordinary_batch_size(work: Work, batch_size: int | None, keep_mask: bool = False) -> Work:
-    """Cut the ordinary arm again. keep_mask: give attention the padding mask, for kernels that skip what it hides."""
-    return replace(work, ordinary=_padded(token_rows(work.features), batch_size, keep_mask))
-
-
 def _plan(arrays: Sequence[TokenRow]) -> PrefixPlan:
     together = packed(arrays)
     return build_prefix_plan(together.input_ids, together.cu_seqlens, together.position_ids)
 
 
-def _padded(arrays: Sequence[TokenRow], batch_size: int | None, keep_mask: bool = False) -> Step:
+def _padded(arrays: Sequence[TokenRow], batch_size: int | None) -> Step:
     """Padded batches of that many rows, the longest first."""
     order = sorted(range(len(arrays)), key=lambda index: -len(arrays[index].input_ids))
     size = batch_size or len(order)
     members = [order[start : start + size] for start in range(0, len(order), size)]
     batches = [PaddedCollator().collate([arrays[index] for index in group]) for group in members]
-    for batch in () if keep_mask else batches:
+    for batch in batches:
         batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
     return Step(
         micro_batches=batches,
@@ -369,6 +369,7 @@ def print_table(results: Sequence[Measured]) -> None:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=["Qwen3", "Qwen3.5"], default="Qwen3")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256, help="width; heads are 64 wide")
     parser.add_argument("--prompt", type=int, nargs="+", default=[512], help="tokens that the rows share; 0 for none")
@@ -385,7 +386,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     options = parse(argv)
-    device, shape = torch.device(options.device), ModelShape(options.layers, options.hidden)
+    device, shape = torch.device(options.device), ModelShape(options.layers, options.hidden, model=options.model)
     print(header(device, options.dtype, options.repeats), flush=True)
     results: list[Measured] = []
     try:

@@ -15,98 +15,69 @@ from radixtrain.testing import (
 UNIT = 2.0**-24  # the unit roundoff of float32
 
 
-def off_by(truth: Tensor, error: float) -> Tensor:
-    """float32, every element off by `error` of itself."""
-    return (truth * (1 + error)).float()
+TRUTH = 2.0 ** torch.arange(12, dtype=torch.float64).view(3, 4)  # float32 holds these and small multiples of UNIT more
+ZEROS, NOISE, ONES = torch.zeros(4, dtype=torch.float64), torch.full((4,), 1e-9), torch.ones(3)
+GENERAL = torch.randn(50, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture
-def truth() -> Tensor:
-    """Powers of two, so that float32 holds them and small multiples of UNIT next to them."""
-    return 2.0 ** torch.arange(12, dtype=torch.float64).view(3, 4)
+def off_by(units: float, truth: Tensor = TRUTH) -> Tensor:
+    """float32, every element off by so many units of roundoff."""
+    return (truth * (1 + units * UNIT)).float()
 
 
-def test_relative_error_literally() -> None:
-    """In L2; a truth of zero has no relative error, and NaN passes no bar."""
+def with_one(value: float, tensor: Tensor) -> Tensor:
+    found = tensor.clone()
+    found[2, 1] = value
+    return found
+
+
+def test_relative_error() -> None:
+    """In L2; a truth of zero has no relative error, NaN passes no bar, and nothing is broadcast."""
     assert relative_error(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0])) == 0.5 / 5
-    assert relative_error(torch.tensor(2.0).bfloat16(), torch.tensor(1.0, dtype=torch.float64)) == 1.0
     assert relative_error(torch.zeros(3), torch.zeros(3)) == 0.0 == relative_error(torch.zeros(0, 3), torch.zeros(0, 3))
     assert relative_error(torch.full((3,), 1e-30), torch.zeros(3)) == float("inf")
     for truth in (torch.zeros(2), torch.ones(2)):
         assert relative_error(torch.tensor([1.0, float("nan")]), truth) == float("inf"), "max() would drop a NaN"
-
-
-def test_relative_error_does_not_broadcast() -> None:
     with pytest.raises(AssertionError, match=r"shape \(3,\), the truth's is \(1, 3\)"):
-        relative_error(torch.ones(3), torch.ones(1, 3))
+        relative_error(ONES, torch.ones(1, 3))
 
 
-def test_bar_is_twice_the_reference_and_one_rounding(truth: Tensor) -> None:
-    reference = off_by(truth, 8 * UNIT)
-    assert_within_reference_error(off_by(truth, 16 * UNIT), reference, truth)
-    with pytest.raises(AssertionError):
-        assert_within_reference_error(off_by(truth, 18 * UNIT), reference, truth)
-    assert_within_reference_error(off_by(truth, 18 * UNIT), reference, truth, factor=2.5)
-    with pytest.raises(AssertionError):
-        assert_within_reference_error(off_by(truth, 10 * UNIT), reference, truth, factor=1.0)
+def test_what_is_within_the_bar() -> None:
+    """Twice the error of the reference and one rounding, which storing the truth in any dtype may cost."""
+    for actual, reference, truth, factor in (
+        (off_by(16), off_by(8), TRUTH, 2.0),
+        (off_by(18), off_by(8), TRUTH, 2.5),
+        *((GENERAL.to(dtype), GENERAL.to(dtype), GENERAL, 0.0) for dtype in (torch.float32, torch.bfloat16)),
+        (NOISE, NOISE, ZEROS, 2.0),
+        (NOISE[:0], NOISE[:0], ZEROS[:0], 2.0),
+    ):
+        assert_within_reference_error(actual, reference, truth, factor=factor)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_exact_reference_leaves_one_rounding(truth: Tensor, dtype: torch.dtype) -> None:
-    """Rounding to the dtype always passes."""
-    eps = torch.finfo(dtype).eps
-    assert_within_reference_error(truth.to(dtype), truth.to(dtype), truth)
-    with pytest.raises(AssertionError):
-        assert_within_reference_error((truth * (1 + eps)).to(dtype), truth.to(dtype), truth)
-    other = torch.randn(50, 20, dtype=torch.float64)
-    assert_within_reference_error(other.to(dtype), other.to(dtype), other, factor=0.0)
+BEYOND = {  # what is said: actual, reference, truth, factor
+    "is above": (off_by(18), off_by(8), TRUTH, 2.0),
+    "is above .*, which is 1.0 x": (off_by(10), off_by(8), TRUTH, 1.0),
+    "bfloat16": ((TRUTH * (1 + 2**-7)).bfloat16(), TRUTH.bfloat16(), TRUTH, 2.0),
+    "the reference's 0 ": (NOISE, ZEROS.float(), ZEROS, 2.0),
+    "tensor 0": ([off_by(2**23, TRUTH * 2.0**-30), off_by(0)], [off_by(0, TRUTH * 2.0**-30), off_by(0)],
+                 [TRUTH * 2.0**-30, TRUTH], 2.0),  # however large the other one is
+    r"tensor 0 \(torch.float32, shape \(3, 4\)\): .*\(2, 1\): actual -7.5, reference 512, truth 512": (
+        with_one(-7.5, off_by(0)), off_by(0), TRUTH, 2.0),
+    r"\(2, 1\): actual nan": (with_one(float("nan"), off_by(0)), off_by(0), TRUTH, 2.0),
+    r"\(2, 1\): actual 512, reference inf": (off_by(0), with_one(float("inf"), off_by(0)), TRUTH, 2.0),
+    r"\(2, 1\): actual 512, reference 512, truth nan": (off_by(0), off_by(0), with_one(float("nan"), TRUTH), 2.0),
+    "shape": (ONES, ONES, torch.ones(1, 3).double(), 2.0),
+    "reference is torch.float16": (ONES, ONES.half(), ONES.double(), 2.0),
+    "must be float64": (ONES, ONES, ONES, 2.0),
+    "got 1, 2, 1 and 1": ([ONES], [ONES] * 2, ONES.double(), 2.0),
+}  # fmt: skip
 
 
-def test_one_wrong_element_fails_and_is_named(truth: Tensor) -> None:
-    wrong = truth.float()
-    wrong[2, 1] = -7.5
-    message = r"dk \(torch.float32, shape \(3, 4\)\): .*\(2, 1\): actual -7.5, reference 512, truth 512"
+@pytest.mark.parametrize("message", BEYOND)
+def test_what_is_beyond_the_bar(message: str) -> None:
+    actual, reference, truth, factor = BEYOND[message]
     with pytest.raises(AssertionError, match=message):
-        assert_within_reference_error([truth.float(), wrong], [truth.float()] * 2, [truth] * 2, names=["dq", "dk"])
-
-
-def test_each_tensor_has_its_own_bar(truth: Tensor) -> None:
-    """A large error in a small tensor fails beside a large tensor that is right."""
-    small, large = truth * 2.0**-30, truth * 2.0**30
-    references = [small.float(), large.float()]
-    with pytest.raises(AssertionError, match="tensor 0"):
-        assert_within_reference_error([off_by(small, 0.5), large.float()], references, [small, large])
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("place", [0, 1, 2], ids=["actual", "reference", "truth"])
-def test_what_is_not_finite_fails(truth: Tensor, value: float, place: int) -> None:
-    given = [truth.float(), truth.float(), truth.clone()]
-    given[place][1, 2] = value
-    with pytest.raises(AssertionError, match=r"\(1, 2\)"):
-        assert_within_reference_error(*given)
-
-
-def test_truth_of_zero_allows_what_the_reference_has() -> None:
-    zeros, noise = torch.zeros(4, dtype=torch.float64), torch.full((4,), 1e-9)
-    assert_within_reference_error(noise, noise, zeros)
-    assert_within_reference_error(noise[:0], noise[:0], zeros[:0])
-    with pytest.raises(AssertionError):
-        assert_within_reference_error(noise, zeros.float(), zeros)
-
-
-@pytest.mark.parametrize(
-    ("actual", "reference", "truth", "message"),
-    [
-        (torch.ones(3), torch.ones(3), torch.ones(1, 3).double(), "shape"),
-        (torch.ones(3), torch.ones(3).half(), torch.ones(3).double(), "reference is torch.float16"),
-        (torch.ones(3), torch.ones(3), torch.ones(3), "must be float64"),
-        ([torch.ones(3)], [torch.ones(3)] * 2, torch.ones(3).double(), "got 1, 2, 1 and 1"),
-    ],
-)
-def test_what_cannot_be_compared(actual, reference, truth, message: str) -> None:
-    with pytest.raises(AssertionError, match=message):
-        assert_within_reference_error(actual, reference, truth)
+        assert_within_reference_error(actual, reference, truth, factor=factor)
 
 
 def test_a_whole_model(tiny_qwen3) -> None:

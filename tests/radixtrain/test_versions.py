@@ -28,22 +28,12 @@ def old(monkeypatch):
     )
 
 
-def sentences(message):
-    """In any order of the packages."""
-    problems, _, command = message.rpartition(": pip install -U ")
-    return set(problems.split("; ")), set(command.split())
-
-
-def test_this_machine_has_what_is_needed():
-    check_versions(versions.OLDEST | versions.FIT)
-    assert installed("torch") and installed("no-such-package") is None
-
-
 def test_a_command_says_it_in_one_line(old, capsys):
     assert main(["fit", "--config", "none.yaml"]) == 1
-    printed = capsys.readouterr().err
-    assert printed.count("\n") == 1
-    assert sentences(printed.removeprefix("error: ").rstrip()) == sentences(old)
+    problems, command = capsys.readouterr().err.removeprefix("error: ").rstrip("\n").split(": pip install -U ")
+    wanted, packages = old.split(": pip install -U ")
+    assert sorted(problems.split("; ")) == sorted(wanted.split("; "))
+    assert sorted(command.split()) == sorted(packages.split())
 
 
 def test_a_library_without_the_commands(monkeypatch, capsys):
@@ -57,19 +47,9 @@ def test_a_library_without_the_commands(monkeypatch, capsys):
 
 def test_an_older_transformers_is_named(monkeypatch):
     """At the end of a refusal; a version that is not known is no reason."""
-    for version, older in (
-        ("5.20.2", True),
-        ("5.21.0", False),
-        ("5.21.0.dev0", False),
-        ("unknown", False),
-        (None, False),
-    ):
+    for version, older in (("5.20.2", True), ("5.21.0.dev0", False), ("unknown", False), (None, False)):
         monkeypatch.setattr(versions, "installed", lambda name, version=version: version)
         assert bool(versions.before("recurrent states that fork")) is older
-    monkeypatch.setattr(versions, "installed", lambda name: "5.2.0")
-    assert versions.before("recurrent states that fork") == (
-        " (transformers 5.2.0 has no recurrent states that fork: pip install -U 'transformers>=5.21')"
-    )
 
 
 def newer(monkeypatch):
@@ -81,7 +61,7 @@ TESTED = r" \(radixtrain was last tested with transformers [\d.]+; this is 5\.99
 
 
 def test_a_refusal_says_that_transformers_is_newer(monkeypatch):
-    """Of a class, of a layer, and of what a hook meets; and nothing if it is not newer."""
+    """Of a class, of a layer, of what a hook meets, and a report; and nothing if it is not newer."""
     unreachable = tiny_model("BloomForCausalLM")
     with pytest.raises(UserError, match=r"dedup: false\)$"):
         share_prefixes(unreachable)
@@ -95,27 +75,8 @@ def test_a_refusal_says_that_transformers_is_newer(monkeypatch):
     monkeypatch.setattr(sharing, "with_rows", lambda *_: setattr(object(), "cache", None))
     with pytest.raises(AttributeError, match=rf"no attribute 'cache'{TESTED}$"):
         model(input_ids=torch.tensor([[5, 6, 7], [5, 6, 8]]), use_cache=False)
-
-
-def test_a_report_says_that_transformers_is_newer(monkeypatch):
-    model = share_prefixes(tiny_qwen3())
     model(input_ids=torch.tensor([[5, 6]]), use_cache=False)
-    assert "tested" not in str(sharing_report(model))
-    newer(monkeypatch)
-    assert re.search(rf"1 calls not shared: .*\n{TESTED.strip()}$", str(sharing_report(model)))
-
-
-def test_newer_than_tested():
-    tested = versions.TESTED["transformers"]
-    for version, is_newer in (
-        ("5.99.0", True),
-        ("6.0.0.dev0", True),
-        (tested, False),
-        ("5.2.0", False),
-        ("unknown", False),
-    ):
-        assert versions.is_newer_than_tested("transformers", version) is is_newer
-    assert not versions.is_newer_than_tested("numpy", "999")
+    assert re.search(rf"calls? not shared: .*\n{TESTED.strip()}$", str(sharing_report(model)))
 
 
 def test_doctor_looks_further(old, monkeypatch):
@@ -142,12 +103,15 @@ def test_a_public_name_says_it_too(old, monkeypatch):
 
 
 def test_versions_are_numbers():
-    for version, old in (("2.6.5", True), ("2.6.6", False), ("2.10.0", False), ("2.7", False), ("2.6.6rc1", False)):
-        assert is_older("lightning", version) is old
-    for built_from_source in ("2.11.0a0+git1234", "2.10.0.dev20261101+cu130", "2.10rc1", "2.10+cu130.2"):
-        assert not is_older("torch", built_from_source)
-    for version, old in (("4.0.0b9", True), ("4.0.0b36", False), ("4.0.0b100.dev1", False), ("4.0.0", False)):
-        assert is_older("flash-attn-4", version) is old
+    for name, older, not_older in (
+        ("lightning", ["2.6.5"], ["2.6.6", "2.10.0", "2.7", "2.6.6rc1"]),
+        ("torch", ["2.9"], ["2.11.0a0+git1234", "2.10.0.dev20261101+cu130", "2.10rc1", "2.10+cu130.2"]),
+        ("flash-attn-4", ["4.0.0b9"], ["4.0.0b36", "4.0.0b100.dev1", "4.0.0"]),
+    ):
+        assert [is_older(name, version) for version in (*older, *not_older)] == [True] + [False] * len(not_older)
+    tested = versions.TESTED["transformers"]
+    newer = {"5.99.0": True, "6.0.0.dev0": True, tested: False, "5.2.0": False, "unknown": False}
+    assert {version: versions.is_newer_than_tested("transformers", version) for version in newer} == newer
 
 
 def test_a_package_that_says_no_version(monkeypatch, tmp_path):

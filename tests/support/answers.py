@@ -8,9 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-__all__ = ["answers_of", "batch_of", "by_generate", "generated", "worst_logit"]
-__all__ += ["logits_by_the_model", "with_pieces_of"]
-
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 WITH_LOGITS = {"output_logits": True, "return_dict_in_generate": True}
 

@@ -1,7 +1,15 @@
-"""What a batch of a collator holds: its entries as Python values, and its predictions with their histories."""
+"""What a batch of a collator holds: its entries as Python values, and its predictions with their histories.
 
+Rows of which one has a weight that the loss cannot hold.
+"""
+
+from __future__ import annotations
+
+import json
+import random
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +18,6 @@ from torch.utils._pytree import tree_leaves
 
 from radixtrain.tree.layout import SECTIONS, TreeLayout
 from radixtrain.tree.radix_inputs import RadixInputs
-
-__all__ = ["as_python", "histories_of_rows", "predictions_of", "tensors_of"]
 
 
 def as_python(value: Any) -> Any:
@@ -57,3 +63,15 @@ def predictions_of(batch: dict[str, Any], sequences: Sequence[list[int]]) -> Cou
         if weight:
             found[rows[row], label] += weight
     return found
+
+
+def write_overflowing(folder: Path) -> Path:
+    """20 rows of tokens, of which the 8th makes its step overflow: with `on_nonfinite: skip`, one of each epoch."""
+    draw = random.Random(0)
+    path = folder / "rows.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(20):
+            ids = [*range(40, 60), *(draw.randrange(40, 200) for _ in range(6))]
+            weights = [0.0] * 20 + [2e38 if number == 7 else 1.0] * 6
+            file.write(f"{json.dumps({'input_ids': ids, 'labels': ids, 'loss_weights': weights})}\n")
+    return path

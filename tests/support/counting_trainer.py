@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,9 +27,7 @@ class CountingTrainer:
         self.saver = SaveCheckpoints(folder / "checkpoints", self.requests, **options)
         self.module: Any = torch.nn.Linear(2, 2)
         self.module.position, self.module.is_stepping = Position(0, 0), False
-        self.state = SimpleNamespace(fn="fit")
-        self.sanity_checking = self.validating = False
-        self.ckpt_path = ""
+        self.validating = False
 
     def save_checkpoint(self, path: Path) -> None:
         position = self.module.position
@@ -38,22 +35,22 @@ class CountingTrainer:
         ranks().broadcast_from_rank0(lambda: write_checkpoint(path, checkpoint))
 
     def start(self) -> CountingTrainer:
-        self.saver.on_train_start(self, self.module)
+        self.saver.started(self.module)
         return self
 
     def steps(self, count: int) -> None:
         for _ in range(count):
-            self.saver.on_train_batch_start(self, self.module)
+            self.saver.between_steps(self, self.module)
             done = self.module.position.num_batches + 1
             self.module.position = Position(done, done)
 
     def validate(self) -> None:
         self.validating = True
-        self.saver.on_validation_batch_end(self, self.module)
+        self.saver.in_validation(self, self.module)
         self.validating = False
 
     def fail(self, error: BaseException) -> None:
-        self.saver.on_exception(self, self.module, error)
+        self.saver.failed(self, self.module, error)
 
     def run(self, before: Any) -> tuple[str, int]:
         """Three steps, then `before`, then three more: how it is stopped."""

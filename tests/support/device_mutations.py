@@ -14,8 +14,6 @@ from torch.nn.functional import linear
 from radixtrain.hf.guards import code
 from radixtrain.tree.radix_inputs import with_radix
 
-__all__ = ["MUTATIONS", "SHARDED_MUTATIONS", "SPLIT_MUTATIONS"]
-
 
 def mean_not_scaled() -> None:
     """The loss is not multiplied by the world size: data-parallel reduction averages, so the gradient is too small."""

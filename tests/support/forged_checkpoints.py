@@ -14,7 +14,7 @@ def a_run(step: int = 3, **changed: Any) -> dict[str, Any]:
     """What a checkpoint holds besides tensors, as `checkpoint_of` makes it."""
     position = {"num_batches": step, "num_steps": step, "validation_pending": False}
     made = {"version": "0", "step": step, "num_skipped": 0, "position": position, "rows": {}, "generators": []}
-    settings = {"numbers": {}, "model": {}, "data": {}, "config": {}, "base": None, "parts": {}, "wandb_run": ""}
+    settings = {"numbers": {}, "model": {}, "data": {}, "config": {}, "base": None, "record": {}, "wandb_run": ""}
     return {**made, **settings, **changed}
 
 

@@ -8,6 +8,8 @@
 A server, which is this file as a script, has imported everything and computed nothing. Each run is forked from it, is
 the leader of a process group of its own, and ends as a process of Python ends: exit handlers and all. A server that has
 imported only other packages than ours starts Python code, which finds what a new process finds.
+
+Whether a process that is not ours to wait for has ended.
 """
 
 from __future__ import annotations
@@ -29,8 +31,6 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-__all__ = ["NOT_OURS", "ONE_THREAD", "Run", "Server"]
 
 IMPORTED = (
     *("radixtrain.commands.fit", "radixtrain.commands.export"),
@@ -242,7 +242,7 @@ def _start(asked: dict[str, Any]) -> None:
         exec(compile(asked["code"], "<string>", "exec"), {"__name__": "__main__"})
         sys.exit()
     if not asked["draws"]:
-        vars(sys.modules["radixtrain.training.results.summary"])["write_curves"] = lambda *_: False
+        vars(sys.modules["radixtrain.training.results.record"])["write_curves"] = lambda *_: False
     sys.argv = ["radixtrain", *asked["arguments"]]
     for path, name in asked["before"]:
         runpy.run_path(path)[name]()
@@ -275,6 +275,21 @@ def _collect() -> int:
 
 def _say(**message: Any) -> None:
     os.write(1, f"{json.dumps(message)}\n".encode())
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for_end(pid: int) -> bool:
+    """False after a minute, which no machine needs."""
+    until = time.monotonic() + 60
+    while is_alive(pid) and time.monotonic() < until:
+        time.sleep(0.01)
+    return not is_alive(pid)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 from tiers import tries
 
-__all__ = ["kills_at_calls", "kills_at_file_operations"]
-
 KILLED = 9
 OPERATIONS = ("os.", "open", "shutil.", "ctypes.dlopen")  # audit events; the last one is renameat2
 Watch = Callable[[Callable[[], None]], None]

@@ -12,8 +12,6 @@ from transformers import __version__
 
 from radixtrain.versions import transformers_is_before
 
-__all__ = ["IS_OLDER", "NEEDS_FORKS", "PASSED_ON", "since", "skip_missing"]
-
 CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"
 IS_OLDER = transformers_is_before(re.findall(r"^transformers==(\S+)$", CONSTRAINTS.read_text(), re.MULTILINE)[0])
 

@@ -14,9 +14,6 @@ from torch import Tensor
 from radixtrain.testing import flash_attention_by_the_book
 from radixtrain.tree.plan import PrefixPlan
 
-__all__ = ["NAMES", "assert_exact", "by_the_book", "distances_of_plan", "one_softmax"]
-__all__ += ["random_tensors", "softmax_and_lse", "with_gradients"]
-
 NAMES = ("out", "dq", "dk", "dv")
 
 

@@ -1,6 +1,8 @@
 """Plans of nested sequences, and what attention on them is given.
 
 U rows, N query heads, K key/value heads, H head dim.
+
+Three sequences that share a beginning, with labels on shared tokens and several at a branch.
 """
 
 from collections import Counter
@@ -13,9 +15,6 @@ from torch import Tensor
 
 from radixtrain.kernels.merge_attention import Piece
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
-
-__all__ = ["DEEP", "FOREST", "NESTED", "agent", "attention_inputs", "comb", "longer", "mask_pairs", "plan_of"]
-__all__ += ["seen_pairs"]
 
 FOREST = [[7, 8, 9], [7, 8, 5], [7, 8, 9, 6], [9, 1], [9, 2, 2], [9, 2, 4]]
 DEEP = [[1, 1, 1, 1], [1, 1, 1, 2], [1, 1, 2, 1], [1, 1, 2, 2], [1, 2], [3, 1, 1, 1, 1], [3, 1, 1, 1, 2], [3, 2]]
@@ -75,3 +74,10 @@ def seen_pairs(piece: Piece, num_rows: int) -> Counter[tuple[int, int]]:
             places = range(k0, seen) if mask is None else (k0 + torch.where(mask[i - q0] == 0)[0]).tolist()
             found.update((queries[i], keys[place]) for place in places)
     return found
+
+
+FEATURES = [
+    {"input_ids": [7, 8, 9, 1, 2], "labels": [-100, 8, 9, 1, 2]},
+    {"input_ids": [7, 8, 9, 3], "labels": [-100, -100, 9, 3]},
+    {"input_ids": [7, 8, 5, 6, 4, 4], "labels": [-100, -100, 5, -100, 4, 4]},
+]

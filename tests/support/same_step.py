@@ -1,20 +1,31 @@
 """The one comparator: loss and every gradient are those of the ordinary model, in float64 throughout.
 
 Whatever a step is (a batch, micro-batches, passes, images, layers that fork), it is the terms of its loss.
+
+A bar for what only float32 can show: the noise of two ordinary runs, measured in the same test.
+
+Exactness belongs to float64 (`float64_arithmetic`, `float64_throughout`). Where a test has to compute in float32, no
+number is a bar for every processor: each has instructions and libraries of its own, which add in another order.
+
+Tree attention whose keys are wrong: a mistake that a comparison has to find.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
+import pytest
+import torch
 from torch import Tensor
 
+import radixtrain.hf.attention_interface
 from radixtrain import restore_model, share_prefixes, sharing_report
 from radixtrain.hf.sharing_report import SharingReport
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import Features, Gradients, float64_throughout, float64_truth, gradients_of
-from radixtrain.verification.report import Rung
-
-__all__ = ["BAR", "Terms", "assert_same_gradient", "same", "same_gradient", "same_step", "step_in_float64"]
+from radixtrain.verification.report import TENSOR_FACTOR, Rung
 
 BAR = 1e-12  # relative L2 of each parameter's gradient, and of the loss
 Terms = Callable[[Any], Iterable[Tensor]]
@@ -75,3 +86,35 @@ def _within(rung: Rung, what: Any, bar: float) -> Rung:
     assert not rung.failed, f"{what}: {rung.reason}"
     assert rung.worst.radix <= bar and rung.loss_error <= bar, f"{what}: {rung.worst}, loss {rung.loss_error:.1e}"
     return rung
+
+
+def assert_within_noise(found: Any, ordinary: Any, again: Any, what: str = "") -> None:
+    """Assert that `found` is about as close to an ordinary run as another ordinary run is.
+
+    found, ordinary, again: numbers, sequences of them or tensors of one shape. `again` is as ordinary as `ordinary`,
+    and adds in another order: another attention of Hugging Face, rows in another order, each row alone.
+
+    The bar is TENSOR_FACTOR, 10, times the L2 distance of the two ordinary ones, plus two roundings of float32: one
+    sample of the noise may be small by luck, also of numbers that happen to be equal. A NaN fails.
+    """
+    one, other, third = (_array(values) for values in (found, ordinary, again))
+    assert one.shape == other.shape == third.shape, (one.shape, other.shape, third.shape)
+    error, noise, size = (float(np.linalg.norm(x)) for x in (one - other, third - other, other))
+    bar = TENSOR_FACTOR * noise + float(torch.finfo(torch.float32).eps) * size
+    assert error <= bar < float("inf"), f"{what} differ by {error:.3g}, two ordinary runs by {noise:.3g}: bar {bar:.3g}"
+
+
+def _array(values: Any) -> np.ndarray:
+    values = values.detach().double().cpu() if isinstance(values, torch.Tensor) else values
+    return np.asarray(values, dtype=np.float64)
+
+
+def with_wrong_keys(patch: pytest.MonkeyPatch, by: float = 1e-3, forward: bool = False, above: int = 0) -> None:
+    """Keys, or only their gradients, are off by this factor, in batches of more rows than `above`."""
+    attend = radixtrain.hf.attention_interface.tree_attention
+
+    def broken(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
+        wrong = key * (1 + by) if forward else key + by * (key - key.detach())
+        return attend(query, wrong if len(key) > above else key, value, *args, **options)
+
+    patch.setattr(radixtrain.hf.attention_interface, "tree_attention", broken)

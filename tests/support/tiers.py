@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["FULL", "TRIES", "cases", "tries"]
-
 FULL = pytest.mark.full
 TRIES = int(os.environ.get("RADIXTRAIN_TRIES", "10"))  # `make test-full` sets 50
 

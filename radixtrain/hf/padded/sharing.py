@@ -20,6 +20,7 @@ from radixtrain.hf.guards.draws import check_draws
 from radixtrain.hf.guards.model import verdict_of
 from radixtrain.hf.modules import why_padding_leaks
 from radixtrain.hf.padded.calls import (
+    PaddedRows,
     is_compiled,
     option,
     separates_packed_sequences,
@@ -28,8 +29,7 @@ from radixtrain.hf.padded.calls import (
 )
 from radixtrain.hf.padded.causes import Causes, NotShared
 from radixtrain.hf.padded.fused_heads import share_fused_heads
-from radixtrain.hf.padded.rows import PaddedRows, Places
-from radixtrain.hf.padded.spread import NO_ROW
+from radixtrain.hf.padded.spread import NO_ROW, Places
 from radixtrain.hf.padded.spread_rows import SpreadRows
 from radixtrain.hf.positions import why_padding_matters
 from radixtrain.hf.progress import Progress, Upstream

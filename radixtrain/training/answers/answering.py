@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,6 +31,7 @@ from radixtrain.generation.prefill import generating, score_completions
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.guards.batch import check_table
 from radixtrain.hf.guards.draws import evaluating
+from radixtrain.settings.commands import AnswerSettings
 from radixtrain.tree.arrays import back_to_back
 from radixtrain.tree.sorting import sort_sequences
 
@@ -38,52 +39,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 KEY = "evaluate_generation"
-OWN_KEYS = ("max_new_tokens", "do_sample", "temperature")
 # Prompts at once by default, and tokens that they and their answers may store: most are shorter than the limit.
 MAX_BATCH, STORED_TOKENS, EXPECTED_ANSWER = 256, 65_536, 1_024
 ORDINARY_BATCH = 32  # prompts at once by default, if each is computed by itself
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class AnswerOptions:
-    """How answers are generated.
-
-    max_new_tokens: most tokens of an answer.
-    do_sample: draw tokens; otherwise take the most likely one, whatever the model's generation config says.
-    temperature: of the draws; None for the model's.
-    generation_kwargs: more fields of `GenerationConfig`.
-    batch_size: prompts at once; None chooses it.
-    seed: of the draws.
-
-    Raises UserError that names the key.
-    """
-
-    max_new_tokens: int = 256
-    do_sample: bool = False
-    temperature: float | None = None
-    generation_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    batch_size: int | None = None
-    seed: int = 42
-
-    def __post_init__(self) -> None:
-        if self.temperature is not None and not self.do_sample:
-            raise UserError(f"{KEY}.temperature {self.temperature} is read only with {KEY}.do_sample: true")
-        for name in OWN_KEYS:
-            if name in self.generation_kwargs:
-                raise UserError(f"{KEY}.generation_kwargs: {name} is a key of its own, {KEY}.{name}")
-        if self.generation_kwargs.get("num_return_sequences", 1) != 1:
-            raise UserError(f"{KEY}.generation_kwargs: num_return_sequences must be 1, since a row gets one answer")
-
-    def fields(self, tokenizer: PreTrainedTokenizerBase, model: object, prompts: Sequence[Prompt]) -> dict[str, Any]:
-        """Return fields of `GenerationConfig`, with the tokens that end an answer."""
-        fields = {"eos_token_id": _end_tokens(tokenizer, model, prompts), "max_new_tokens": self.max_new_tokens}
-        fields |= {"do_sample": self.do_sample, "temperature": self.temperature, **self.generation_kwargs}
-        if fields["temperature"] is None:
-            del fields["temperature"]
-        if isinstance(fields["eos_token_id"], int):
-            fields["eos_token_id"] = [fields["eos_token_id"]]
-        return fields
+def fields_of_config(
+    options: AnswerSettings, tokenizer: PreTrainedTokenizerBase, model: object, prompts: Sequence[Prompt]
+) -> dict[str, Any]:
+    """Return fields of `GenerationConfig`, with the tokens that end an answer."""
+    fields: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "do_sample": options.do_sample}
+    fields["eos_token_id"] = _end_tokens(tokenizer, model, prompts)
+    if options.temperature is not None:
+        fields["temperature"] = options.temperature
+    fields |= options.generation_kwargs or {}
+    if isinstance(fields["eos_token_id"], int):
+        fields["eos_token_id"] = [fields["eos_token_id"]]
+    return fields
 
 
 def _end_tokens(tokenizer: PreTrainedTokenizerBase, model: object, prompts: Sequence[Prompt]) -> list[int]:
@@ -125,16 +98,16 @@ class Answers:
 
 
 def check_answering(
-    model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], options: AnswerOptions
+    model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], options: AnswerSettings
 ) -> None:
     """Raise UserError if the model or an option is not supported, before anything is computed.
 
     The first answers show what only `model.generate` can say of an option.
     """
     try:
-        for name in GenerationConfig().update(**options.generation_kwargs):
+        for name in GenerationConfig().update(**options.generation_kwargs or {}):
             raise UserError(f"unknown option {name!r}{did_you_mean(name, GenerationConfig().to_dict())}")
-        check_arguments(model, None, options.fields(tokenizer, model, prompts))
+        check_arguments(model, None, fields_of_config(options, tokenizer, model, prompts))
         check_table(parts_of(model), _longest(prompts, options))
     except (TypeError, ValueError) as error:
         raise UserError(f"{KEY}: {error}") from None
@@ -142,12 +115,12 @@ def check_answering(
         logger.warning("%s: each prompt is computed by itself, by transformers' own generate: %s", KEY, reason)
 
 
-def _longest(prompts: Sequence[Prompt], options: AnswerOptions) -> int:
+def _longest(prompts: Sequence[Prompt], options: AnswerSettings) -> int:
     """Return the tokens of the longest prompt and its answer, without the last one, which is never computed."""
     return max(len(prompt.token_ids) for prompt in prompts) + options.max_new_tokens - 1
 
 
-def _why_ordinary(model: Any, prompts: Sequence[Prompt], options: AnswerOptions) -> str | None:
+def _why_ordinary(model: Any, prompts: Sequence[Prompt], options: AnswerSettings) -> str | None:
     """Say why prompts cannot be computed on their unique tokens, as those of models with recurrent layers."""
     try:
         with generating(model, parts_of(model), _longest(prompts, options)):
@@ -160,7 +133,7 @@ def answer_prompts(
     model: Any,
     prompts: Sequence[Prompt],
     tokenizer: PreTrainedTokenizerBase,
-    options: AnswerOptions,
+    options: AnswerSettings,
     logprobs: bool = False,
     cache: RadixCache | None = None,
 ) -> Answers:
@@ -172,7 +145,7 @@ def answer_prompts(
 
     The global random generators are not touched. Raises UserError if the model or an option is not supported.
     """
-    fields = options.fields(tokenizer, model, prompts)
+    fields = fields_of_config(options, tokenizer, model, prompts)
     start, rank = time.perf_counter(), ranks().rank
     shares = _shares(prompts, ranks().size)
     own = [prompts[index] for index in shares[rank]]
@@ -203,7 +176,7 @@ def _rows(
     prompts: Sequence[Prompt],
     tokenizer: PreTrainedTokenizerBase,
     fields: Mapping[str, Any],
-    options: AnswerOptions,
+    options: AnswerSettings,
     cache: RadixCache | None,
 ) -> tuple[list[RawAnswer], int]:
     """Generate an answer to each prompt, and count the rows that were computed for the prompts.
@@ -224,14 +197,14 @@ def _rows(
     return [answers[member] for member in range(len(ids))], num_computed + stored.counters.num_computed - before
 
 
-def _batches(ids: Sequence[np.ndarray], options: AnswerOptions) -> list[list[int]]:
+def _batches(ids: Sequence[np.ndarray], options: AnswerSettings) -> list[list[int]]:
     """Return the prompts of each batch: neighbours in sorted order, of so many tokens with their answers."""
     expected = min(options.max_new_tokens, EXPECTED_ANSWER)
     in_order = sort_sequences(*back_to_back(ids))
     return cut_by_unique_tokens(in_order, STORED_TOKENS, expected, options.batch_size or MAX_BATCH)
 
 
-def _batches_by_length(ids: Sequence[np.ndarray], options: AnswerOptions) -> Iterator[list[int]]:
+def _batches_by_length(ids: Sequence[np.ndarray], options: AnswerSettings) -> Iterator[list[int]]:
     """Yield the prompts of each batch, of similar length, so that little is padded."""
     order, size = sorted(range(len(ids)), key=lambda index: -len(ids[index])), options.batch_size or ORDINARY_BATCH
     return (order[first : first + size] for first in range(0, len(order), size))
@@ -255,7 +228,7 @@ def _answered(
 
 
 def _with_logprobs(
-    model: Any, prompts: Sequence[Prompt], rows: Sequence[RawAnswer], options: AnswerOptions
+    model: Any, prompts: Sequence[Prompt], rows: Sequence[RawAnswer], options: AnswerSettings
 ) -> list[RawAnswer]:
     """Add the log-probability of each answer, under the model itself."""
     pairs = [(prompt.token_ids, tokens) for prompt, (tokens, *_) in zip(prompts, rows, strict=True)]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import logging
+import math
 import re
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from pathlib import Path
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from lightning.pytorch.loggers import WandbLogger
@@ -18,17 +20,120 @@ from radixtrain.checkpoints.atomic import writing_file
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.prompts import Prompt, Prompts
 from radixtrain.distributed import ranks
-from radixtrain.errors import UserError, only_warns
+from radixtrain.errors import UserError, did_you_mean, first_line, only_warns
 from radixtrain.settings.commands import AnswerSettings
-from radixtrain.training.answers.answering import AnswerOptions, answer_prompts, check_answering
-from radixtrain.training.answers.metrics import Metric, load_metric
+from radixtrain.training.answers.answering import answer_prompts, check_answering
 
 logger = logging.getLogger(__name__)
 
+KEY = "evaluate_generation.metric"
+OWN_METRICS = ("exact_match", "contains", "regex")
+LOGGED = ("loss",)  # names that have an `eval_` metric already
+
+Rows = Sequence[Mapping[str, str]]
+Judge = Callable[[list[str], list[str], Rows], Any]
+"""Takes answers, targets and rows, and returns a number for each. A row has `row`, its `file:line`, and `prompt`."""
 NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 NUM_TRIED = 2  # rows that are answered before the first step, to fail early
-TAKEN = ("metric", "pattern", "num_samples", "generation_kwargs")  # settings that `AnswerOptions` does not take
 MOST_ROWS_LOGGED = 1_000  # wandb uploads a whole table at every validation
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric of answers. name: in the log, after `eval_`. judge: answers, targets and rows to a number per answer."""
+
+    name: str
+    judge: Judge
+
+    def __call__(self, answers: list[str], targets: list[str], rows: Rows) -> list[float]:
+        """Score each answer. Raises UserError, in one line, if a user's function fails or does not return numbers."""
+        try:
+            scores = self.judge(answers, targets, rows)
+        except UserError:
+            raise
+        except Exception as error:  # a user's function may raise anything
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{last.filename}:{last.lineno}: {type(error).__name__}: {first_line(error)}"
+            raise UserError(f"{KEY}: {self.name} failed at {place}") from error
+        with suppress(TypeError, ValueError):
+            numbers = [float(score) for score in scores]
+            if len(numbers) == len(answers) and all(map(math.isfinite, numbers)):
+                return numbers
+        expected = f"a list with a finite number for each of {len(answers)} answers"
+        found = f"{type(scores).__name__} {scores!r}"[:100]
+        raise UserError(f"{KEY}: {self.name} must return {expected}, found {found}")
+
+
+def load_metric(name: str, pattern: str | None = None) -> Metric:
+    """Load a metric by its name, or a function by its path `package.module.function`.
+
+    exact_match: 1 if answer and target are equal but for blanks at their ends.
+    contains: 1 if the target, without blanks at its ends, is a part of the answer.
+    regex: 1 if `pattern` finds the same in both: its first group, or without groups the whole match.
+
+    Raises UserError for an unknown name, a function that cannot be imported, and a pattern that is missing, is not
+    valid or is not read.
+    """
+    if name == "regex":
+        return Metric(name, _regex(pattern))
+    if pattern is not None:
+        raise UserError(f"evaluate_generation.pattern is read only by the metric regex, not by {name}")
+    if name in OWN_METRICS:
+        return Metric(name, {"exact_match": _exact_match, "contains": _contains}[name])
+    if "." not in name:
+        functions = "or a function of yours by its path, module.function"
+        expected = f"; expected one of {', '.join(OWN_METRICS)}, {functions}"
+        raise UserError(f"{KEY}: no metric {name!r}{did_you_mean(name, OWN_METRICS, expected)}")
+    return _of_user(name)
+
+
+def _exact_match(answers: list[str], targets: list[str], rows: Rows) -> list[bool]:
+    return [answer.strip() == target.strip() for answer, target in zip(answers, targets, strict=True)]
+
+
+def _contains(answers: list[str], targets: list[str], rows: Rows) -> list[bool]:
+    return [target.strip() in answer for answer, target in zip(answers, targets, strict=True)]
+
+
+def _regex(pattern: str | None) -> Judge:
+    if pattern is None:
+        raise UserError("evaluate_generation.pattern is missing: the metric regex compares what it finds")
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise UserError(f"evaluate_generation.pattern: {pattern!r} is not a regular expression: {error}") from None
+
+    def judge(answers: list[str], targets: list[str], rows: Rows) -> list[bool]:
+        expected = [_found(compiled, target) for target in targets]
+        if None in expected:
+            first = rows[expected.index(None)]["row"]
+            count = f"{expected.count(None)} of {len(expected)} targets"
+            raise UserError(f"evaluate_generation.pattern: finds nothing in {count}, first in that of {first}")
+        return [_found(compiled, answer) == each for answer, each in zip(answers, expected, strict=True)]
+
+    return judge
+
+
+def _found(pattern: re.Pattern[str], text: str) -> str | None:
+    match = pattern.search(text)
+    return match if match is None else match[min(1, pattern.groups)]
+
+
+def _of_user(path: str) -> Metric:
+    module_name, _, name = path.rpartition(".")
+    try:
+        function = getattr(importlib.import_module(module_name), name, None)
+    except ModuleNotFoundError as error:
+        place = "run `python -m radixtrain` in the folder that holds it, or name that folder in PYTHONPATH"
+        raise UserError(f"{KEY}: {path} cannot be imported: no module {error.name!r}; {place}") from None
+    except Exception as error:  # a module may raise anything
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"{KEY}: {path} cannot be imported: {reason}") from error
+    if not callable(function):
+        raise UserError(f"{KEY}: no function {name!r} in {module_name}")
+    if name in LOGGED:
+        raise UserError(f"{KEY}: eval_{name} is logged already; give {path} another name")
+    return Metric(name, function)
 
 
 class Judged(NamedTuple):
@@ -56,10 +161,8 @@ class EvaluateGeneration:
 
     def __init__(self, **settings: Any):
         """Take fields of `AnswerSettings`, which raises UserError for any other."""
-        own = vars(AnswerSettings(**settings))
-        metric, pattern, self.num_samples, kwargs = (own.pop(name) for name in TAKEN)
-        self.options = AnswerOptions(**own, generation_kwargs=kwargs or {})
-        self.metric: Metric | None = None if metric is None else load_metric(metric, pattern)
+        self.options = options = AnswerSettings(**settings)
+        self.metric = None if options.metric is None else load_metric(options.metric, options.pattern)
         self.prompts: Prompts | None = None
         self.interruptible: Callable[[], AbstractContextManager[None]] = nullcontext
         """Entered while answers are generated; the command line lets a signal end it."""
@@ -84,8 +187,7 @@ class EvaluateGeneration:
         """
         if self.metric is None:
             return
-        self.options = replace(self.options, seed=data.hparams.seed)
-        self.prompts = data.validation_prompts(self.num_samples)
+        self.prompts = data.validation_prompts(self.options.num_samples)
         self._check_prompts(self.prompts)
         prompts, tokenizer = self.prompts.prompts, data.tokenizer()
         check_answering(module.model, tokenizer, prompts, self.options)
@@ -93,41 +195,41 @@ class EvaluateGeneration:
             targets = _targets(prompts, tokenizer)
             self.metric(targets, targets, _rows(prompts, tokenizer))
 
-    def on_train_start(self, trainer: Any, module: Any) -> None:
+    def try_answers(self, runner: Any) -> None:
         """Answer two rows, in one token, and judge them: what fails in this model or metric fails before a step."""
         if self.metric is not None:
             options = replace(self.options, max_new_tokens=1)
             assert self.prompts is not None, "prepare comes first"
-            self._judged(trainer, module, self.prompts.prompts[:NUM_TRIED], options)
+            self._judged(runner, self.prompts.prompts[:NUM_TRIED], options)
 
-    def measured(self, trainer: Any, module: Any) -> dict[str, float]:
+    def measured(self, runner: Any) -> dict[str, float]:
         """Answer, write, and return the metric by its name in the log; nothing if no answers are judged."""
         if self.prompts is None or self.logged is None:
             return {}
-        judged = self._judged(trainer, module, self.prompts.prompts, self.options)
-        ranks().broadcast_from_rank0(lambda: self._write(trainer, judged))
+        judged = self._judged(runner, self.prompts.prompts, self.options)
+        ranks().broadcast_from_rank0(lambda: self._write(runner, judged))
         return {self.logged: sum(row.score for row in judged) / len(judged)}
 
-    def _write(self, trainer: Any, judged: Sequence[Judged]) -> None:
+    def _write(self, runner: Any, judged: Sequence[Judged]) -> None:
         """Write the answers to a file, replacing an earlier one, and the first rows to every `WandbLogger`."""
-        name = f"step={trainer.global_step}" if trainer.state.fn == "fit" else "validate"
-        path = Path(trainer.default_root_dir) / "answers" / f"{name}.csv"
+        name = f"step={runner.global_step}" if runner.state.fn == "fit" else "validate"
+        path = runner.output_dir / "answers" / f"{name}.csv"
         with only_warns(f"the answers in {path.parent} cannot be written"):
             path.parent.mkdir(parents=True, exist_ok=True)
             with writing_file(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
                 csv.writer(file).writerows([Judged._fields, *(map(_cell, row) for row in judged)])
-        for log in trainer.loggers:
+        for log in runner.loggers:
             if isinstance(log, WandbLogger):
                 with only_warns("the answers do not reach Weights & Biases", Exception):
                     rows = list(map(list, judged[:MOST_ROWS_LOGGED]))
                     log.log_table("answers", columns=list(Judged._fields), data=rows)
 
-    def _judged(self, trainer: Any, module: Any, prompts: Sequence[Prompt], options: AnswerOptions) -> list[Judged]:
+    def _judged(self, runner: Any, prompts: Sequence[Prompt], options: AnswerSettings) -> list[Judged]:
         """Generate the answers in the precision of the run, and judge them."""
-        metric, tokenizer = self.metric, trainer.datamodule.tokenizer()
+        metric, tokenizer = self.metric, runner.datamodule.tokenizer()
         assert metric is not None
-        with self.interruptible(), trainer.precision_plugin.forward_context():
-            answers = answer_prompts(module.model, prompts, tokenizer, options).answers
+        with self.interruptible(), runner.precision_plugin.forward_context():
+            answers = answer_prompts(runner.module.model, prompts, tokenizer, options).answers
         rows, targets = _rows(prompts, tokenizer), _targets(prompts, tokenizer)
         with isolate_rng():  # a metric of the user may draw random numbers
             scores = ranks().broadcast_from_rank0(lambda: metric([answer.text for answer in answers], targets, rows))

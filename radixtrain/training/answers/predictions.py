@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from radixtrain.checkpoints.atomic import check_replaceable, new_file, place, sync_folder
+from radixtrain.checkpoints.atomic import check_replaceable, sync_folder, writing_file
 from radixtrain.collators.steps import Step
 from radixtrain.data.prompts import Prompt
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.generation.cache import RadixCache
 from radixtrain.hf.predicting_rows import forward_rows, labelled_logprobs
-from radixtrain.training.answers.answering import AnswerOptions, answer_prompts
-from radixtrain.training.results.run_progress import print_line
-from radixtrain.training.speed import Speed
+from radixtrain.screen import print_line
+from radixtrain.settings.commands import AnswerSettings
+from radixtrain.training.answers.answering import answer_prompts
+from radixtrain.training.progress import Speed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_TOKENS = 65_536  # of prompts and answers to keep in the cache
-NOT_FINITE = re.compile(r"(?<![\w\"])(NaN|-?Infinity)(?![\w\"])")
 
 
 class PredictedAnswers:
@@ -37,7 +37,7 @@ class PredictedAnswers:
     """
 
     def __init__(self) -> None:
-        self.options = AnswerOptions()
+        self.options = AnswerSettings()
         self.cache = RadixCache(max_tokens=MAX_TOKENS)
         self.num_answers = self.num_new_tokens = self.num_prompt_tokens = self.num_computed_tokens = 0
         self.seconds = 0.0
@@ -100,47 +100,42 @@ class PredictionWriter:
     {"row": "test.jsonl:1", "tokens": [3, 17], "logprobs": [-0.12, -0.03]}
     {"row": "test.jsonl:1", "answer": "Shelf two.", "num_tokens": 4, "logprob": -0.31, "finish_reason": "stop"}
 
-    The file appears when it is complete and on the disk; an incomplete one is removed. Then it prints its path, r, and
-    sequences and tokens per second.
+    The file appears when it is complete and on the disk. Only rank 0 writes.
     """
 
     def __init__(self, output_dir: Path):
         self.path = output_dir / "predictions.jsonl"
-        self.partial = self.path.with_name(f".{self.path.name}.partial")
         self.num_sequences = 0
         self.speed = Speed()
 
-    def on_predict_start(self, trainer: Any, module: Any) -> None:
+    @contextmanager
+    def writing(self) -> Iterator[None]:
         self.speed.start()
         check_replaceable(self.path)
         if not ranks().is_first:
+            yield
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        new_file(self.partial)
-
-    def on_predict_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
-        if not ranks().is_first:
-            return
-        with self.partial.open("a", encoding="utf-8") as file:
-            file.writelines(f"{_as_json(record)}\n" for record in outputs)
-        self.num_sequences += len(outputs)
-        if isinstance(batch, Step):
-            self.speed.add(batch)
-
-    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        if ranks().is_first:
-            self.partial.unlink(missing_ok=True)
-
-    def on_predict_end(self, trainer: Any, module: Any) -> None:
-        if not ranks().is_first:
-            return
-        with self.partial.open("rb+") as file:
-            os.fsync(file.fileno())
-        place(self.partial, self.path)
+        with writing_file(self.path) as partial, partial.open("w", encoding="utf-8") as self._file:
+            yield
+            self._file.flush()
+            os.fsync(self._file.fileno())
         sync_folder(self.path.parent)
+
+    def add(self, records: Sequence[dict[str, Any]], step: Any) -> None:
+        """Write the records of a step, or of a batch of prompts."""
+        if not ranks().is_first:
+            return
+        self._file.writelines(f"{_as_json(record)}\n" for record in records)
+        self.num_sequences += len(records)
+        if isinstance(step, Step):
+            self.speed.add(step)
+
+    def print_results(self, of_answers: str) -> None:
+        """Print the path, r, and sequences and tokens per second. of_answers: the speed of answers; or empty."""
         print_line("predictions", f"{self.path} ({self.num_sequences} sequences)")
-        if module.hparams.generate:
-            print_line("r", module.answers.speed)
+        if of_answers:
+            print_line("r", of_answers)
         if self.speed.seconds:
             effective, computed = self.speed.rates
             per_second = f"{self.num_sequences / self.speed.seconds:,.1f} sequences/s"
@@ -152,7 +147,7 @@ def _as_json(record: dict[str, Any]) -> str:
     try:
         return json.dumps(record, allow_nan=False)
     except ValueError:
-        name = next(name for name, value in record.items() if NOT_FINITE.search(json.dumps(value)))
+        name = "logprob" if "logprob" in record else "logprobs"
         raise UserError(
             f"predict: {name} of {record['row']} is not finite, which JSON cannot hold; 16 bits may overflow, so try "
             f"model.dtype: float32"

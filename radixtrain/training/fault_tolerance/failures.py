@@ -19,7 +19,6 @@ from traceback import walk_tb
 import torch
 import torch.distributed as dist
 
-from radixtrain.checkpoints.folder import existing, mount_point
 from radixtrain.checkpoints.resolve import target_of
 from radixtrain.data.workers import OUT_OF_FILES, OUT_OF_SHARED_MEMORY
 from radixtrain.errors import EndedElsewhere, UserError, bytes_text, first_line
@@ -214,3 +213,19 @@ def last_checkpoint(output_dir: Path | None) -> str:
 
 def _free(path: Path) -> str:
     return bytes_text(shutil.disk_usage(existing(path)).free)
+
+
+def existing(path: Path) -> Path:
+    """Return the path, or the nearest folder above it that exists."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def mount_point(path: Path) -> Path:
+    """Return the root of the disk that holds the path, or will hold it."""
+    folder = existing(path).resolve()
+    while not os.path.ismount(folder):
+        folder = folder.parent
+    return folder

@@ -69,10 +69,10 @@ class Position:
 # Saving
 
 
-def checkpoint_of(module: Any, data: Any, optimizer: torch.optim.Optimizer, parts: Mapping[str, Any]) -> Checkpoint:
+def checkpoint_of(module: Any, data: Any, optimizer: torch.optim.Optimizer, record: Mapping[str, Any]) -> Checkpoint:
     """Return what a checkpoint holds of a run; every rank calls this. Nothing is copied, but for numbers.
 
-    module, data: a `RadixModule` and an `SFTData`. parts: states of other parts of the run, by name.
+    module, data: a `RadixModule` and an `SFTData`. record: its progress, see `Record`.
 
     If the weights are partly frozen, only the trained ones are kept, and a digest of the others. The random generators
     are those before the step that is being computed, if there is one.
@@ -80,6 +80,7 @@ def checkpoint_of(module: Any, data: Any, optimizer: torch.optim.Optimizer, part
     frozen = _frozen(module)
     if frozen and trained_weights(module):
         module.base_digest = module.base_digest or _digest(frozen)
+    weights = _weights_of(module, is_partial=module.base_digest is not None)
     moments, numbers = _moments_of(module, optimizer)
     settings = dict(module.hparams)
     if (base := Path(settings["model_name_or_path"])).is_dir():
@@ -96,10 +97,10 @@ def checkpoint_of(module: Any, data: Any, optimizer: torch.optim.Optimizer, part
         "data": dict(data.hparams),
         "config": _config_of(module.model),
         "base": module.base_digest,
-        "parts": parts,
+        "record": record,
         "wandb_run": module.wandb_run,
     }
-    return Checkpoint(_weights_of(module, is_partial=module.base_digest is not None), moments, run)
+    return Checkpoint(weights, moments, run)
 
 
 def trained_weights(module: nn.Module) -> dict[str, Tensor]:
@@ -108,24 +109,22 @@ def trained_weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _weights_of(module: nn.Module, is_partial: bool) -> dict[str, Tensor]:
+    state = module.state_dict()  # FSDP2 leaves weights whole after a pass; this puts their parts back into the module
     if is_partial:
-        return trained_weights(module)
+        return {name: state[name] for name in trained_weights(module)}
     once, all_names = (dict(module.named_parameters(remove_duplicate=each)) for each in (True, False))
     tied = all_names.keys() - once.keys()
-    return {name: weight for name, weight in module.state_dict().items() if name not in tied}
+    return {name: weight for name, weight in state.items() if name not in tied}
 
 
 def _moments_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Return what the optimizer keeps for each weight, as `WEIGHT.MOMENT`: tensors, and numbers."""
     tensors, numbers = dict[str, Tensor](), dict[str, float]()
-    for name, weight in module.named_parameters():
-        for moment, value in optimizer.state.get(weight, {}).items():
-            if isinstance(value, Tensor):
-                tensors[f"{name}.{moment}"] = value
-            elif isinstance(value, int | float):
-                numbers[f"{name}.{moment}"] = value
-            else:
-                raise UserError(f"a checkpoint cannot hold {moment} of the optimizer, a {type(value).__name__}")
+    names: dict[Tensor, str] = {weight: name for name, weight in module.named_parameters()}
+    for weight, moments in optimizer.state.items():
+        for moment, value in moments.items():
+            kind: Any = tensors if isinstance(value, Tensor) else numbers
+            kind[f"{names[weight]}.{moment}"] = value
     return tensors, numbers
 
 

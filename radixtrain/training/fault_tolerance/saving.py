@@ -66,42 +66,31 @@ class SaveCheckpoints:
         """Request a checkpoint before the next step, or at the end of the run."""
         self._asked = True
 
-    def on_fit_start(self, trainer: Any, module: object) -> None:
+    def begin(self, ckpt_path: str | None) -> None:
         """Note the checkpoint that the run resumes from; called even if nothing is left to train."""
-        if not trainer.ckpt_path:
+        if not ckpt_path:
             return
-        self._resumed_from = Path(trainer.ckpt_path)
+        self._resumed_from = Path(ckpt_path)
         resumed = self._resumed_from.resolve()
         if resumed.parent == self.folder.resolve():
             self.last = self.folder / resumed.name
 
-    def on_train_start(self, trainer: Any, module: Any) -> None:
+    def started(self, module: Any) -> None:
         """Note what is saved already."""
         self._has_started, self._saved_when = True, time.monotonic()
         self._saved_at = module.position if module.position.num_batches else None
 
-    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+    def between_steps(self, trainer: Any, module: Any) -> None:
+        """Stop or save if it is requested, or due."""
         self._handle_requests(trainer, module)
         if self._asked or self._is_due(module.position):
-            self._save(trainer, module)
+            self.save(trainer, module)
 
-    def on_validation_batch_end(self, trainer: Any, module: object, *_: object) -> None:
-        if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._handle_requests(trainer, module, validation_pending=True)
+    def in_validation(self, trainer: Any, module: object) -> None:
+        """Stop if it is requested: the validation runs again when the run resumes."""
+        self._handle_requests(trainer, module, validation_pending=True)
 
-    def on_train_epoch_end(self, trainer: Any, module: object) -> None:
-        self._asked = True
-
-    def on_train_end(self, trainer: Any, module: object) -> None:
-        self._save(trainer, module)
-
-    def on_fit_end(self, trainer: Any, module: Any) -> None:
-        """Run a validation in which the run was stopped, if it is all that is left to do."""
-        if module.position.validation_pending:
-            trainer.validate_pending()
-            self.on_train_end(trainer, module)
-
-    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+    def failed(self, trainer: Any, module: Any, exception: BaseException) -> None:
         """Save the last good step, unless the error came from saving or in the middle of an optimizer step.
 
         A signal while answers are generated ends here too. Several ranks save only after an error that all of
@@ -112,7 +101,7 @@ class SaveCheckpoints:
         if ranks().size > 1 and not isinstance(exception, NonFinite):
             return
         try:
-            self._save(trainer, module, validation_pending=bool(trainer.validating))
+            self.save(trainer, module, validation_pending=bool(trainer.validating))
             if isinstance(exception, NonFinite) and self.last:
                 logger.warning("the last good step is saved; resume it with --ckpt_path %s", self.last)
         except Exception as error:  # so that the error that ends the run is reported instead
@@ -122,11 +111,11 @@ class SaveCheckpoints:
         """Do what signals and files request. Raises Stopped."""
         stop, save = self.requests.poll()
         if stop is not None:
-            self._save(trainer, module, validation_pending)
+            self.save(trainer, module, validation_pending)
             raise Stopped(self._stop_message(stop.name, module.position), stop.code)
         if save and not validation_pending:
             self.requests.save = False
-            self._save(trainer, module)
+            self.save(trainer, module)
 
     def _stop_message(self, name: str, position: Position) -> str:
         done = f"stopped by {name} after step {position.num_steps}"
@@ -149,7 +138,7 @@ class SaveCheckpoints:
         here = ranks()
         return here.any(here.is_first and time.monotonic() - self._saved_when >= self.every_seconds)
 
-    def _save(self, trainer: Any, module: Any, validation_pending: bool = False) -> None:
+    def save(self, trainer: Any, module: Any, validation_pending: bool = False) -> None:
         """Save, unless this position is saved already."""
         position = replace(module.position, validation_pending=validation_pending)
         self._asked = False
@@ -160,7 +149,7 @@ class SaveCheckpoints:
         if not self.folder.parent.is_dir():  # or it would be created again, next to the run that was moved
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.folder.parent))
         before, module.position = module.position, position
-        self._is_writing = True  # also after an error, which ends the run, so that `on_exception` does not write again
+        self._is_writing = True  # also after an error, which ends the run, so that `failed` does not write again
         try:
             trainer.save_checkpoint(path)
         finally:

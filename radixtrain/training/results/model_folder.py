@@ -33,20 +33,6 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 DATA_FILE = re.compile(r"\.(jsonl|ndjson|json|csv|tsv|parquet|arrow)(\.gz|\.zst)?$")
 FOLDERS = re.compile(r"(^|_)(path|file|dir)$")
 OF_ROWS = ("columns", "chat_template_kwargs")  # settings whose values are no paths, whatever their names
-USE = """```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-folder = "."  # this folder
-tokenizer = AutoTokenizer.from_pretrained(folder)
-model = AutoModelForCausalLM.from_pretrained(folder)
-{inputs}
-output = model.generate(**inputs, max_new_tokens=200)
-print(tokenizer.decode(output[0][inputs["input_ids"].shape[1]:], skip_special_tokens=True))
-```"""
-SYSTEM, USER = '{{"role": "system", "content": {}}}', '{"role": "user", "content": "Hello"}'
-CHAT = """messages = [{turns}]
-inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")"""
-PLAIN = 'inputs = tokenizer("Once upon a time", return_tensors="pt")'
 OF_PROCESSOR = ["processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"]
 # What `save_pretrained` of models, tokenizers and processors writes. Full names: *.json would match a user's data too.
 MODEL_FILES = [
@@ -138,24 +124,15 @@ def _is_written_by_us(path: Path) -> bool:
     return any(path.match(pattern) for pattern in MODEL_FILES)
 
 
-def card_and_settings(
-    config: Mapping[str, Any],
-    results: Mapping[str, str],
-    data: Mapping[str, str],
-    has_chat_template: bool,
-    system: str | None = None,
-) -> dict[str, str]:
+def card_and_settings(config: Mapping[str, Any], results: Mapping[str, str], data: Mapping[str, str]) -> dict[str, str]:
     """Return names and texts of the files: the card, and the configuration.
 
     config: with the sections `model` and `data`, and whatever else made the model.
     results: of the run, by name: loss, r, ...
     data: of the training, by name: rows, tokens, ...
-    system: the system turn of chats that begin without one, for the example.
     """
     settings = yaml.safe_dump(_without_folders(config), sort_keys=False, allow_unicode=True)
-    turns = ", ".join([*([SYSTEM.format(repr(system))] if system else []), USER])
-    inputs = CHAT.format(turns=turns) if has_chat_template else PLAIN
-    return {CARD: _card(config, results, data, inputs), SETTINGS: settings}
+    return {CARD: _card(config, results, data), SETTINGS: settings}
 
 
 def _without_folders(value: object, key: str = "") -> Any:
@@ -167,14 +144,21 @@ def _without_folders(value: object, key: str = "") -> Any:
     return Path(str(value)).name if FOLDERS.search(key) and os.path.isabs(str(value)) else value
 
 
-def _card(config: Mapping[str, Any], results: Mapping[str, str], data: Mapping[str, str], inputs: str) -> str:
+def _card(config: Mapping[str, Any], results: Mapping[str, str], data: Mapping[str, str]) -> str:
+    """Write the model card. Folders of this machine are not named: only names of the hub are links."""
     settings = {**config.get("data", {}), **config.get("model", {})}
     base, sources = str(settings["model_name_or_path"]), _sources(settings.get("train_file"))
-    path = Path(base).resolve()  # hide folders of this machine; the name of a run's folder says more than `model`
+    front = ModelCardData(
+        base_model=base if _is_of_hub(base) else None,
+        datasets=[source for source in sources if _is_of_hub(source)] or None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["radixtrain", "sft", *(["lora"] if settings.get("use_peft") else [])],
+    )
+    path = Path(base).resolve()  # the name of a run's folder says more than `model`
     shown = base if _is_of_hub(base) else path.parent.name if (path / SETTINGS).is_file() else path.name
     files = ", ".join(Path(source).name for source in sources)
     sections = {
-        "Use": USE.format(inputs=inputs),
         "Data": _table({"files": files, **data}),
         "Results": _table(results),
         "Settings": f"All of them are in `{SETTINGS}`.",
@@ -182,21 +166,8 @@ def _card(config: Mapping[str, Any], results: Mapping[str, str], data: Mapping[s
     }
     body = "\n\n".join(f"## {name}\n\n{text}" for name, text in sections.items() if text)
     made = "`radixtrain` computes once what the rows of a batch have in common; the gradient is the ordinary one."
-    head = f"---\n{_front_matter(base, sources, bool(settings.get('use_peft')))}\n---\n{MARK}\n\n"
-    head += f"# {shown}, fine-tuned{f' on {files}' if files else ''}"
+    head = f"---\n{front.to_yaml()}\n---\n{MARK}\n\n# {shown}, fine-tuned{f' on {files}' if files else ''}"
     return f"{head}\n\nSupervised fine-tuning of `{shown}` with `radixtrain`. {made}\n\n{body}\n"
-
-
-def _front_matter(base: str, sources: Iterable[str], is_lora: bool) -> str:
-    """Write the front matter. Only names of the hub are links there, so a folder of this machine is not named."""
-    card = ModelCardData(
-        base_model=base if _is_of_hub(base) else None,
-        datasets=[source for source in sources if _is_of_hub(source)] or None,
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        tags=["radixtrain", "sft", *(["lora"] if is_lora else [])],
-    )
-    return str(card.to_yaml())
 
 
 def _is_of_hub(name: str) -> bool:

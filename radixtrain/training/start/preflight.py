@@ -13,11 +13,11 @@ from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 
-from radixtrain.checkpoints.folder import existing
 from radixtrain.errors import UserError, bytes_text, first_line
 from radixtrain.screen import without_passwords
 from radixtrain.settings.fields import flat
 from radixtrain.text_files import check_file, read_text
+from radixtrain.training.fault_tolerance.failures import existing
 from radixtrain.versions import versions
 
 if TYPE_CHECKING:

@@ -79,9 +79,6 @@ def _of_dualkv(kernels: str, cases: str, goal: int) -> list[Bar]:
 BARS = (
     Bar("gradients in bfloat16: every tensor within its bar", "equivalence", "passed", 1, is_speed=False),
     Bar("gradients in bfloat16: median error over ordinary", "equivalence", "median_ratio", 2, False, is_speed=False),
-    Bar("a step waits for the device", "sync", "waits", 0, False, is_speed=False),
-    Bar("deterministic: same bits", "repeat", "same_bits", 1, cases="deterministic", is_speed=False),
-    Bar("attention: error over that of an ordinary kernel", "attention", "error_ratio", 2, False, is_speed=False),
     _share_of_ideal("Qwen3-0.6B", "step", 0.90, "0.87, 4.7x"),
     _share_of_ideal("Qwen3-4B", "step", 0.90, "0.91, 5.8x"),
     _share_of_ideal("Qwen3-8B", "step", 0.92, "0.92, 6.1x"),
@@ -95,7 +92,6 @@ BARS = (
         *("step", "measured", 6.2, True, "^Qwen3-8B, forward", True),
         predicted="5.8",
     ),
-    Bar("nothing shared: time over that of the fastest rival", "unshared", "slowdown", 1.03, False, among_arms=True),
     _share_of_ideal("Qwen3-0.6B", "trees", 0.85, "0.81, 5.7x"),
     _share_of_ideal("Qwen3-0.6B", "groups", 0.92, "0.89, 1.36x"),
     _share_of_ideal("Qwen3-8B", "groups", 0.92, "0.94, 1.60x"),
@@ -113,7 +109,6 @@ BARS = (
 NOTES = {
     "equivalence": "Relative L2 errors of gradients against float64: the median ratio to those of the ordinary step, "
     "and the worst of both.",
-    "sync": "A step from the collator to the optimizer under `torch.cuda.set_sync_debug_mode('error')`.",
     "step": "One prompt for all sequences. *measured* is against the fastest rival: `padded` is `sdpa`, `packed` is "
     "varlen attention without padding; all have the head on labelled tokens only. Peaks are beyond the weights: "
     "gradients and activations. They are of one micro-batch, which differs in size: compare *peak megabytes a token*, "
@@ -123,8 +118,6 @@ NOTES = {
     "trainers": "Steps of the trainer itself, optimizer included. *over noise* is the largest difference of a loss, or "
     "of a gradient's norm, from those of the first arm, over that of the same arm with the rows of each batch in "
     "another order; where that noise is large, as in DPO, it shows little.",
-    "attention": "One layer, forward, and forward and backward. Errors over those of flash-attention in the same "
-    "dtype, the worst of output, dq, dk and dv.",
 }
 
 

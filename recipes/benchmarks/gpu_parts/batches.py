@@ -3,7 +3,6 @@
 | part       | sequences                                                                |
 |------------|--------------------------------------------------------------------------|
 | `step`     | 32 with a prompt of 2,048 and 256 of their own; and its forward pass     |
-| `unshared` | nothing shared: 8 of 2,304, and 16 of 64 to 4,096                        |
 | `trees`    | an agent: 20 turns of 400 tokens, each seen by an answer of 100          |
 | `groups`   | a group of RL: 8 answers of 1,024 after a prompt of 1,024                |
 | `liger`    | those of `step`, norms, rotary embeddings and MLPs by Liger, in all arms |
@@ -21,7 +20,7 @@ from step import Mode, ModelShape, random_rows
 
 from radixtrain.collators.token_row import IGNORE_INDEX
 
-__all__ = ["MODELS", "STEPS", "TINY_MODEL", "Batch", "Case", "agent", "cases", "one_prompt", "unequal"]
+__all__ = ["MODELS", "STEPS", "TINY_MODEL", "Batch", "Case", "agent", "cases", "one_prompt"]
 
 QWEN3: dict[str, Any] = {"vocab_size": 151_936, "head_dim": 128, "num_key_value_heads": 8}
 MODELS = {
@@ -71,24 +70,12 @@ class Row(NamedTuple):
 
 
 def one_prompt(prompt: int, own: int, number: int) -> Batch:
-    """Sequences of `prompt` shared and `own` tokens; the loss is on the own ones. With no prompt nothing is shared."""
+    """Sequences of `prompt` shared and `own` tokens; the loss is on the own ones."""
 
     def features(shape: ModelShape) -> Features:
         return random_rows(shape.vocab_size, prompt, own, number)
 
     return Batch(f"{number} x ({prompt} + {own})", features)
-
-
-def unequal(prompt: int, own: int, number: int) -> Batch:
-    """One prompt, and own parts of own / 64 to `own` tokens, evenly spread by their logarithms."""
-    return Batch(f"{number} x ({prompt} + {max(1, own // 64)} to {own})", partial(_unequal, prompt, own, number))
-
-
-def _unequal(prompt: int, own: int, number: int, shape: ModelShape) -> Features:
-    lengths = np.geomspace(max(1, own // 64), own, number).round().astype(int) + prompt
-    features = random_rows(shape.vocab_size, prompt, own, number)
-    pairs = zip(features, np.random.default_rng(0).permutation(lengths), strict=True)
-    return [{name: column[:length] for name, column in feature.items()} for feature, length in pairs]
 
 
 def agent(turns: int, length: int, answer: int) -> Batch:
@@ -114,10 +101,6 @@ def _agent(turns: int, length: int, answer: int, shape: ModelShape) -> Features:
 PLAIN, TINY_PLAIN = one_prompt(2048, 256, 32), one_prompt(32, 8, 4)
 STEPS = {
     "step": [Row(("0.6B", "4B", "8B"), PLAIN, TINY_PLAIN, BOTH)],
-    "unshared": [
-        Row(("0.6B",), one_prompt(0, 2304, 8), one_prompt(0, 40, 4)),
-        Row(("0.6B",), unequal(0, 4096, 16), unequal(0, 64, 4)),
-    ],
     "trees": [Row(("0.6B", "4B", "8B"), agent(20, 400, 100), agent(4, 8, 4))],
     "groups": [Row(("0.6B", "4B", "8B"), one_prompt(1024, 1024, 8), one_prompt(16, 16, 4))],
     "liger": [Row(("0.6B", "4B"), PLAIN, TINY_PLAIN, change="liger")],

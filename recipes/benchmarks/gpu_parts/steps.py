@@ -4,6 +4,10 @@
 padding. If memory does not hold a step, it is several micro-batches, as few as fit, cut for each arm on its own: so
 peaks, which are beyond the weights, compare as bytes a computed token (padding is computed too). The clock starts after
 a run of the arm, without gradients.
+
+`profile_steps` says where the time goes: how long the device is busy in a run, and its 15 longest kernels. Only the
+device is recorded: reading the events of the host would take longer than the steps. What wall time has beyond the busy
+one, the device waits for the host. On a CPU operators stand for kernels.
 """
 
 import math
@@ -15,20 +19,22 @@ from typing import Any, NamedTuple
 import torch
 from gpu_parts.arms import PackedArm, arm_named, as_loaded, compiled, is_rival, packed_work
 from gpu_parts.batches import Case, Features
-from gpu_parts.optional import optional
-from gpu_parts.run import Run
+from gpu_parts.run import Run, optional
 from step import Arm, Work, build_model, work_of
 from torch import nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.errors import UserError
 from radixtrain.timing import peak_bytes, seconds_of
 
-__all__ = ["TURNS", "arms_of", "built", "fitting_work", "prepare", "steps", "take_turns"]
+__all__ = ["TURNS", "arms_of", "built", "fitting_work", "prepare", "profile_steps", "steps", "take_turns"]
 
 MEMORY_SHARES = (0.8, 0.4, 0.2)  # of the free memory, for the activations of a micro-batch; then again with less
 CPU_BYTES = 2**30
 TURNS = 3
+LONGEST, LETTERS = 15, 70  # kernels of a profile, and of their names
 Arms = dict[str, tuple[Arm, Work]]
 
 
@@ -198,3 +204,34 @@ def _free_bytes(run: Run) -> int:
         return CPU_BYTES
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(run.device)[0]
+
+
+def profile_steps(run: Run, case: Case, names: Sequence[str]) -> None:
+    """A run of each arm of these names, a step or a forward pass: wall and busy time, and what takes longest."""
+    if not run.has_time("profile"):
+        return
+    model, on_gpu = built(case, run.device), run.device.type == "cuda"
+    works = fitting_work(run, model, case, case.batch.features(case.shape))
+    for name, (arm, work) in arms_of(run, case, *works, names).items():
+        if not run.has_time(f"profile {name}", needed=5):
+            return
+        prepare(model, arm)
+
+        def once(arm: Arm = arm, work: Work = work) -> float:
+            model.zero_grad(set_to_none=True)
+            return seconds_of(lambda: arm.run_step(model, work), run.device)
+
+        took = [once() for _ in range(3)]  # the first is not counted
+        with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as recorded:
+            once()
+        kernels = [
+            (event.key, (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e3, event.count)
+            for event in recorded.key_averages()
+            if event.device_type == (DeviceType.CUDA if on_gpu else DeviceType.CPU)
+        ]
+        busy, number = (sum(kernel[place] for kernel in kernels) for place in (1, 2))
+        found = {"wall_milliseconds": 1e3 * min(took[1:]), "busy_milliseconds": busy, "kernels": number}
+        run.found("profile", f"{case}, {name}", **found)
+        for kernel, milliseconds, count in sorted(kernels, key=lambda each: -each[1])[:LONGEST]:
+            label = f"{case}, {name}: {kernel.replace('|', '/')[:LETTERS]}"
+            run.found("profile", label, milliseconds=milliseconds, count=count)

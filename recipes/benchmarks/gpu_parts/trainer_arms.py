@@ -1,12 +1,10 @@
-"""The arms that `trainers.py` compares: of Hugging Face's Trainer, and of TRL's trainers for SFT, DPO and GRPO.
+"""The arms that `trainers.py` compares: of Hugging Face's Trainer, and of TRL's trainers for SFT and DPO.
 
 Ours is the second of each, so that it is measured even if the time ends early.
 
-Random weights, and rows of random tokens that all begin with the same prompt, equally long. Nothing is generated: GRPO
-receives its group, and computes loss and gradient as it does after a generation.
+Random weights, and rows of random tokens that all begin with the same prompt, equally long.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,11 +15,10 @@ import numpy as np
 import torch
 from gpu_parts.arms import packed_implementation
 from gpu_parts.batches import one_prompt
-from gpu_parts.optional import optional
+from gpu_parts.run import optional
 from gpu_parts.trainers import OTHER_ORDER, reversed_rows
 from step import ModelShape, build_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import nn
 from transformers import (
     DataCollatorWithFlattening,
     PreTrainedTokenizerFast,
@@ -32,7 +29,7 @@ from transformers import (
 
 from radixtrain import RadixCollator, share_prefixes
 
-__all__ = ["Setting", "dpo_arms", "grpo_arms", "hf_arms", "sft_arms"]
+__all__ = ["Setting", "dpo_arms", "hf_arms", "sft_arms"]
 
 Arms = dict[str, Callable[[], Trainer]]
 SPECIAL = ("<pad>", "<eos>", "<unk>")
@@ -171,60 +168,8 @@ def dpo_arms(setting: Setting) -> Arms:
         made.data_collator = reversed_rows(made.data_collator) if reverse else made.data_collator
         return made
 
-    return _shared(setting, trainer)
-
-
-def grpo_arms(setting: Setting) -> Arms:
-    """GRPOTrainer on a given group, and with `share_prefixes`.
-
-    Another order of rows has the same losses to the bit; there a place of padding at the left makes it round otherwise.
-    """
-    trl, datasets = optional("trl"), optional("datasets")
-    rows = datasets.Dataset.from_list([{"prompt": setting.texts()[0]}] * setting.rows)
-    flags = {"num_generations": setting.rows, "max_completion_length": setting.own}
-    config = trl.GRPOConfig(**{**setting.arguments, **flags})
-    group = _group(setting)
-
-    def trainer(share: Callable[[Any], Any], reverse: bool = False) -> Trainer:
-        tokenizer = setting.tokenizer()
-        made = trl.GRPOTrainer(share(setting.model()), _no_reward, config, rows, processing_class=tokenizer)
-        given = _otherwise(group) if reverse else group
-        made._prepare_inputs = lambda _: dict(given)
-        return made
-
-    return _shared(setting, trainer)
-
-
-def _otherwise(group: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same group, its rows in reverse and their prompts after a place of padding."""
-    given = {name: x.flip(0) if x.ndim else x for name, x in group.items()}
-    return given | {name: nn.functional.pad(given[name], (1, 0)) for name in ("prompt_ids", "prompt_mask")}
-
-
-def _shared(setting: Setting, trainer: Callable[..., Trainer]) -> Arms:
     return {
         "as it is": partial(trainer, lambda model: model),
         setting.named("share_prefixes"): partial(trainer, partial(share_prefixes, **setting.choice)),
         OTHER_ORDER: partial(trainer, lambda model: model, reverse=True),
-    }
-
-
-def _no_reward(completions: list[Any], **_: Any) -> list[float]:
-    return [0.0] * len(completions)
-
-
-def _group(setting: Setting) -> dict[str, torch.Tensor]:
-    """Prompt, completions and advantages of one group, as `GRPOTrainer` has them after a generation.
-
-    The policy that sampled it chose every word equally often: a ratio of 1 would make the loss 0, whatever the model.
-    """
-    batch = one_prompt(setting.prompt, setting.own, setting.rows).features(setting.shape)
-    ids = torch.stack([torch.from_numpy(row["input_ids"]) for row in batch]).to(setting.device)
-    prompts, completions = ids.split([setting.prompt, setting.own], dim=1)
-    advantages = torch.linspace(-1.5, 1.5, setting.rows, device=setting.device)
-    return {
-        **{"prompt_ids": prompts, "prompt_mask": torch.ones_like(prompts)},
-        **{"completion_ids": completions, "completion_mask": torch.ones_like(completions)},
-        "old_per_token_logps": torch.full(completions.shape, -math.log(setting.shape.vocab_size)).to(setting.device),
-        **{"advantages": advantages, "num_items_in_batch": torch.tensor(completions.numel(), device=setting.device)},
     }

@@ -12,14 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from gpu_parts.kernel_times import found_kernels, recorder
 from gpu_parts.run import Run
-from torch.profiler import profile
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl
 
 from radixtrain.timing import peak_bytes
 
-__all__ = ["OTHER_ORDER", "Clock", "compare", "profile_last_step", "reversed_rows"]
+__all__ = ["OTHER_ORDER", "Clock", "compare", "reversed_rows"]
 
 OTHER_ORDER = "other order"
 SIGNALS = {"loss": 2**-20, "grad_norm": 2**-7}
@@ -56,21 +54,6 @@ class Clock(TrainerCallback):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
-
-
-@dataclass
-class LastStep(TrainerCallback):
-    """Records what runs on the device in the last step of a training."""
-
-    recorded: profile
-
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
-        if state.global_step == args.max_steps - 1:
-            self.recorded.start()
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
-        if state.global_step == args.max_steps:
-            self.recorded.stop()
 
 
 @dataclass
@@ -115,27 +98,11 @@ def compare(
             run.write()
 
 
-def profile_last_step(run: Run, who: str, arms: Mapping[str, Callable[[], Trainer]]) -> None:
-    """Kernels of the last step of each training, beside the median time of the steps before it."""
-    for name, make in arms.items():
-        if name == OTHER_ORDER or not run.has_time(f"profile {who}, {name}"):
-            continue
-        clock, recorded = Clock(run.device), recorder(run.device)
-        _made(make, clock, LastStep(recorded)).train()
-        found_kernels(run, f"{who}, {name}", _median(clock.seconds[:-1]), recorded)
-
-
-def _made(make: Callable[[], Trainer], *callbacks: TrainerCallback) -> Trainer:
+def _train(make: Callable[[], Trainer], clock: Clock) -> Trained:
     gc.collect()  # a trainer holds itself, and with it the model and optimizer of the last arm
     trainer = make()
-    for callback in callbacks:
-        trainer.add_callback(callback)
+    trainer.add_callback(clock)
     trainer.remove_callback(PrinterCallback)
-    return trainer
-
-
-def _train(make: Callable[[], Trainer], clock: Clock) -> Trained:
-    trainer = _made(make, clock)
     peak = peak_bytes(trainer.train, clock.device)
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     return Trained({name: [float(entry[name]) for entry in log] for name in SIGNALS}, clock.seconds, peak)

@@ -4,8 +4,8 @@ Each family gives the gradient of the ordinary model on every sequence by itself
 gradient alive; or it is refused, by an error that names the reason. Sequences are longer than every sliding window, so
 that windows bite, and layers with a recurrent state fork at nearly every branch.
 
-The tables of docs/families.md are written from this run: `RADIXTRAIN_WRITE_TABLE=1` writes them. Without it a family of
-which they say another attention, layer or refusal than its test found fails.
+The tables of recipes/benchmarks/families.md are written from this run: `RADIXTRAIN_WRITE_TABLE=1` writes them. Without
+it a family of which they say another attention, layer or refusal than its test found fails.
 """
 
 import json
@@ -19,8 +19,20 @@ from typing import Any
 
 import pytest
 import torch
-from families import CORE, CORE_MULTIMODAL, FAMILIES, MULTIMODAL, NOT_TRIED, QUICK, REST, WHOLE, Family
-from families_table import FAMILIES_PAGE, REFUSED, said_of_families
+from families import (
+    CORE,
+    CORE_MULTIMODAL,
+    FAMILIES,
+    FAMILIES_PAGE,
+    MULTIMODAL,
+    NOT_TRIED,
+    QUICK,
+    REFUSED,
+    REST,
+    WHOLE,
+    Family,
+    said_of_families,
+)
 from older_transformers import IS_OLDER
 from same_step import BAR, same_step, step_in_float64
 from tiers import FULL, cases
@@ -200,7 +212,7 @@ def test_no_family_is_lost() -> None:
     assert len(frozen) >= 260 and not lost
 
 
-@pytest.mark.skipif(IS_OLDER, reason="docs/families.md lists the classes of a newer transformers")
+@pytest.mark.skipif(IS_OLDER, reason="the page of families lists the classes of a newer transformers")
 def test_no_class_of_transformers_is_left_out() -> None:
     maps = (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     classes = {name for each in maps for name in each.values()}
@@ -266,4 +278,4 @@ def check_said(group: str, name: str, found: str, record_property: Callable[[str
     said = SAID.get((group, name))
     if IS_OLDER and said != found:
         pytest.skip(f"{name}: {found}")  # every family that the test lets through is equal or refused
-    assert WRITING or said == found, f"docs/families.md says {said}; RADIXTRAIN_WRITE_TABLE=1 writes {found}"
+    assert WRITING or said == found, f"the page of families says {said}; RADIXTRAIN_WRITE_TABLE=1 writes {found}"

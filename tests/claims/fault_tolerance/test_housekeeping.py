@@ -88,7 +88,7 @@ def test_a_run_whose_other_files_are_refused(
 def test_logs_that_are_deleted_come_back(
     arguments: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from radixtrain.training.speed import Speed
+    from radixtrain.training.progress import Speed
 
     add, calls = Speed.add, list[int]()
 

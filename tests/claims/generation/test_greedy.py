@@ -16,7 +16,7 @@ import pytest
 import torch
 from answers import answers_of, by_generate, generated, with_pieces_of, worst_logit
 from families import CORE, CORE_MULTIMODAL, MULTIMODAL, REST, Family, skip_if_it_fails_by_itself
-from noise import assert_within_noise
+from same_step import assert_within_noise
 from tiers import cases
 from tiny_models import tiny_model
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from families import CORE
-from generated_tokens import PROMPTS, assert_generates_the_same, generated
+from shared_runs import PROMPTS, assert_generates_the_same, generated
 from tiers import FULL, cases
 
 from radixtrain import restore_model, share_prefixes, sharing_report

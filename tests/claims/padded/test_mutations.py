@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 import torch
 from families import CORE
-from generated_tokens import assert_generates_the_same
 from older_transformers import since
 from padded_batches import PaddedBatch, packed, pad
-from shared_runs import Reads, in_float64
+from shared_runs import Reads, assert_generates_the_same, in_float64
 from tiers import cases
 from torch import Tensor
 
 from radixtrain.attention import tree_attention
 from radixtrain.errors import UserError
 from radixtrain.hf.padded import causes
-from radixtrain.hf.padded.rows import PaddedRows, Places
+from radixtrain.hf.padded.calls import PaddedRows
+from radixtrain.hf.padded.spread import Places
 from radixtrain.hf.padded.spread_rows import SpreadRows
 from radixtrain.kernels.rows import gather_rows
 from radixtrain.tree.layout import TreeLayout

@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from generated_tokens import assert_generates_the_same
 from hybrids import ONE_KIND, ROWS, Build, assert_exact, padded
+from shared_runs import assert_generates_the_same
 from torch import Tensor
 
 from radixtrain import share_prefixes, sharing_report

@@ -11,8 +11,8 @@ from forged_checkpoints import forge
 from radixtrain.__main__ import main
 
 FORGED: list[tuple[tuple[Any, ...], Any]] = [
-    (("parts",), True),
-    (("parts", "RunSummary", "parts"), [10**30]),
+    (("record",), True),
+    (("record", "logs"), [10**30]),
     (("model", "model_name_or_path"), []),
     (("model", "optimizer"), None),
     (("model",), "x"),

@@ -2,9 +2,6 @@
 
 import shutil
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import pytest
 from tiers import cases
 
 from radixtrain.data.files.sources import read_rows
+from radixtrain.data.messages import check_messages
 from radixtrain.errors import DataError
 
 datasets = pytest.importorskip("datasets", reason="features of images: pip install datasets")
@@ -28,52 +26,29 @@ PLACES = {
         lambda v: [{"parts": [{"image": v}]}],
     ),
 }
-opened: list[str] = []
-watched: set[str] = set()
-is_hooked = False
-
-
-class Watch:
-    """What was asked for: requests to a server here, and times that one file was opened."""
-
-    def __init__(self, file: Path, server: HTTPServer, requests: list[str]):
-        self.file, self.requests = str(file), requests
-        self.address = f"http://127.0.0.1:{server.server_port}/a.png"
-
-    @property
-    def found(self) -> list[str]:
-        return [*self.requests, *(each for each in opened if each == self.file)]
-
-
-@pytest.fixture
-def watch(tmp_path: Path) -> Iterator[Watch]:
-    global is_hooked
-    file = tmp_path / "private.png"
-    file.write_bytes(b"private")
-    watched.add(str(file))
-    if not is_hooked:  # a hook cannot be taken away
-        sys.addaudithook(lambda event, given: _note(event, given))
-        is_hooked = True
-    requests: list[str] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            requests.append(self.path)
-            self.send_error(404)
-
-        do_HEAD = do_GET
-
-        def log_message(self, *given: Any) -> None: ...
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield Watch(file, server, requests)
-        server.shutdown()
+PORT = 65533  # where nobody listens: who asks is seen
+ADDRESS = f"http://127.0.0.1:{PORT}/a.png"
+touched: set[str] = set()
 
 
 def _note(event: str, given: Any) -> None:
-    if event == "open" and isinstance(given[0], str) and given[0] in watched:
-        opened.append(given[0])
+    if event == "socket.connect" and given[1][1:2] == (PORT,):
+        touched.add(ADDRESS)
+    elif event == "open" and isinstance(given[0], str) and given[0].endswith("private.png"):
+        touched.add(given[0])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hook() -> None:
+    sys.addaudithook(_note)
+
+
+@pytest.fixture
+def private(tmp_path: Path) -> str:
+    path = tmp_path / "private.png"
+    path.write_bytes(b"private")
+    touched.clear()
+    return str(path)
 
 
 def written(folder: Path, kind: str, place: str, path: str) -> list[Path]:
@@ -92,30 +67,28 @@ def written(folder: Path, kind: str, place: str, path: str) -> list[Path]:
 
 
 @pytest.mark.parametrize("kind", cases(KINDS, ["Image"]))
-def test_nothing_is_fetched_and_nothing_opened(kind: str, watch: Watch, tmp_path: Path) -> None:
+def test_nothing_is_fetched_and_nothing_opened(kind: str, private: str, tmp_path: Path) -> None:
     for place in PLACES:
-        for path in (watch.address, watch.file):
+        for path in (ADDRESS, private):
             for source in written(tmp_path, kind, place, path):
                 [row] = read_rows(source)
                 assert row.fields["text"] == "a" and row.where.endswith(":row 1"), place
-            assert not watch.found, place
+            assert not touched, place
 
 
-def test_the_watch_sees_both(watch: Watch, tmp_path: Path) -> None:
+def test_both_would_be_seen(private: str) -> None:
     """With the media decoded, as `datasets` does it, the address is fetched and the file opened."""
     pytest.importorskip("PIL", reason="images: pip install pillow")
-    for path in (watch.address, watch.file):
+    for path in (ADDRESS, private):
         features = datasets.Features({"x": datasets.Image()})
         row = datasets.Dataset.from_list([{"x": {"bytes": None, "path": path}}], features=features)
-        with pytest.raises(Exception, match=r"private\.png|http|404|identify"):
+        with pytest.raises(Exception, match=r"private\.png|http|Connect|identify"):
             row[0]
-    assert "/a.png" in watch.found and watch.file in watch.found
+    assert touched == {ADDRESS, private}
 
 
-def test_a_row_with_an_image_is_refused_by_name(watch: Watch, tmp_path: Path) -> None:
-    from radixtrain.data.messages import check_messages
-
-    for part in ({"type": "image", "image": watch.file}, {"type": "image_url", "image_url": {"url": watch.address}}):
+def test_a_row_with_an_image_is_refused_by_name(private: str) -> None:
+    for part in ({"type": "image", "image": private}, {"type": "image_url", "image_url": {"url": ADDRESS}}):
         with pytest.raises(DataError, match="image"):
             check_messages([{"role": "user", "content": [part]}], "a.jsonl:1")
-    assert not watch.found
+    assert not touched

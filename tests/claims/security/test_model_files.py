@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from radixtrain.__main__ import main
+from radixtrain.commands.before_reading import defaults_of_model
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.errors import UserError
 from radixtrain.hf.config import read_config
-from radixtrain.training.results.saved_config import defaults_of_model
 from radixtrain.training.start.loading import load_model
 
 KERNEL = "someone/kernel@rev"

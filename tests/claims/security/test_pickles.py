@@ -124,8 +124,11 @@ def test_weights_only_false_is_refused(command: str, arguments: Any, tmp_path: P
     config, path = tmp_path / "c.yaml", saved(tmp_path / "a.ckpt", mark)
     config.write_text(f"ckpt_path: {path}\nweights_only: false\n")
     for given in (["--weights_only=false", f"--ckpt_path={path}"], [f"--config={config}"]):
-        assert main([*arguments(command), *given]) == 1
-        assert "error: weights_only: false would run code from a checkpoint" in capsys.readouterr().err
+        assert main([*arguments(command), *given]) == 2
+        assert (
+            "error: no key weights_only: a checkpoint is always read as data, never run as code"
+            in capsys.readouterr().err
+        )
         assert not mark.exists()
 
 

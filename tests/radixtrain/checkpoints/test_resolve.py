@@ -9,7 +9,7 @@ import pytest
 from outcomes import names
 
 from radixtrain.checkpoints.atomic import tidy_leftovers
-from radixtrain.checkpoints.folder import CHECKSUMS, MODEL, RUN, read_checkpoint, write_checkpoint
+from radixtrain.checkpoints.folder import CHECKSUMS, MODEL, RUN, write_checkpoint
 from radixtrain.checkpoints.resolve import NewestValid, newest_valid, point, prune, resolve
 from radixtrain.errors import UserError
 
@@ -23,11 +23,10 @@ def damage(path):
 class TestNewest:
     def test_is_the_last_one_written_whatever_its_name(self, folder, made):
         assert newest_valid(folder) == NewestValid(folder / "step=5", [])
-        write_checkpoint(folder / "step=4", made(4))  # as after going back to an earlier step
-        os.utime(folder / "step=4", (0, 0))
-        assert newest_valid(folder).path == folder / "step=4"
-        write_checkpoint(folder / "my best.ckpt", made(4))
-        assert newest_valid(folder).path == folder / "my best.ckpt"
+        for name in ("step=4", "my best.ckpt"):  # as after going back to an earlier step
+            write_checkpoint(folder / name, made(4))
+            os.utime(folder / name, (0, 0))
+            assert newest_valid(folder) == NewestValid(folder / name, [])
 
     def test_damaged_ones_are_named(self, folder, made):
         write_checkpoint(folder / "step=7", made(7))
@@ -39,15 +38,14 @@ class TestNewest:
             "step=5: checksums.txt is missing: writing did not finish",
             "step=7: model.safetensors is damaged: its checksum is not the one in checksums.txt",
         ]
-        damage(folder / "step=3")
-        newest = newest_valid(folder)
-        assert newest.path is None and len(newest.passed_over) == 3
+        (folder / "step=3" / RUN).unlink()
+        with pytest.raises(UserError, match=r"no whole checkpoint in .*step=3: run\.json is missing.*step=7: model"):
+            resolve("last", folder)
 
-    def test_none_is_there(self, tmp_path):
+    def test_what_is_none(self, folder, made, tmp_path):
+        """One that is being written, links, and folders of other things."""
         (tmp_path / "folder" / "logs").mkdir(parents=True)
         assert newest_valid(tmp_path / "folder") == newest_valid(tmp_path / "none") == NewestValid(None, [])
-
-    def test_what_is_being_written_is_none_and_links_are_none(self, folder, made):
         write_checkpoint(folder / ".step=9.partial", made(9))
         point(folder, "last", folder / "step=3")
         (folder / "nowhere").symlink_to("nothing")
@@ -60,10 +58,18 @@ class TestNewest:
 
 
 class TestResolve:
-    @pytest.fixture(autouse=True)
-    def links(self, folder):
+    @pytest.fixture(autouse=True, params=["links", "files"])
+    def links(self, folder, request, monkeypatch):
+        """As links, and as files on disks without links."""
+
+        def refuse(*_):
+            raise PermissionError
+
+        if request.param == "files":
+            monkeypatch.setattr(Path, "symlink_to", refuse)
         point(folder, "last", folder / "step=5")
         point(folder, "best", folder / "step=3")
+        assert (folder / "last").is_symlink() == (request.param == "links")
 
     @pytest.mark.parametrize("is_relative", [True, False])
     def test_names(self, folder, is_relative, monkeypatch):
@@ -77,9 +83,9 @@ class TestResolve:
 
     def test_last_is_the_newest_whatever_the_link_says(self, folder, made):
         write_checkpoint(folder / "step=9", made(9))
-        assert resolve("last", folder) == resolve(str(folder / "last"), Path()) == folder / "step=9"
-        (folder / "last").unlink()
-        assert resolve("last", folder) == resolve(str(folder / "last"), Path()) == folder / "step=9"
+        for _ in range(2):
+            assert resolve("last", folder) == resolve(str(folder / "last"), Path()) == folder / "step=9"
+            (folder / "last").unlink(missing_ok=True)
 
     @pytest.mark.parametrize("text", ["last", "{}/last", "{}", "{}/.."])
     def test_a_newer_one_that_is_damaged_is_passed_over_and_named(self, folder, text, caplog):
@@ -96,20 +102,14 @@ class TestResolve:
         with pytest.raises(UserError, match=r"step=5: model\.safetensors is damaged.*; .*step=3 is whole"):
             resolve(text.format(folder), folder)
 
-    def test_a_link_as_a_file(self, folder):
-        for name in ("best", "last"):
-            (folder / name).unlink()
-            (folder / name).write_text("step=3\n")
-        assert resolve("best", folder) == folder / "step=3"
-        assert resolve(str(folder / "last"), folder) == folder / "step=5"
-
     def test_none_is_there(self, folder):
         (folder / "model").mkdir()
         (folder / "model" / "config.json").write_text("{}")
         (folder / "model" / MODEL).write_text("x")
         (folder / "empty").mkdir()
-        (folder / "text").write_text("hello")
+        shutil.rmtree(folder / "step=3")  # where the link `best` leads
         for text, reason in (
+            ("best", r"none in .*save_best.*; .*step=5 is whole"),
             ("{}/step=4", "no such checkpoint: .*step=4; .*step=5 is whole"),
             ("nope.ckpt", "no such checkpoint: nope.ckpt$"),
             ("{}/step=5/model.safetensors", "a file; a checkpoint of radixtrain is a folder"),
@@ -118,23 +118,11 @@ class TestResolve:
             ("{}/empty/last", "no whole checkpoint in .*empty; --ckpt_path auto starts"),
             ("{}/none/last", "no whole checkpoint in .*none; --ckpt_path auto starts"),
             ("{}/empty/best", "no such checkpoint"),
-            ("{}/text", "a file; a checkpoint of radixtrain is a folder"),
             ("\0", "no such checkpoint"),
         ):
             with pytest.raises(UserError, match=f"^ckpt_path.*{reason}") as caught:
                 resolve(text.format(folder), folder)
             assert "\n" not in str(caught.value)
-        shutil.rmtree(folder / "step=3")  # where the link `best` leads
-        with pytest.raises(UserError, match=r"ckpt_path best: none in .*save_best.*; .*step=5 is whole"):
-            resolve("best", folder)
-        with pytest.raises(UserError, match="no such checkpoint"):
-            read_checkpoint(folder / "step=4")
-
-    def test_all_are_damaged(self, folder):
-        damage(folder / "step=5")
-        (folder / "step=3" / RUN).unlink()
-        with pytest.raises(UserError, match=r"no whole checkpoint in .*step=3: run\.json is missing; .*step=5: model"):
-            resolve("last", folder)
 
 
 class TestPrune:
@@ -156,13 +144,11 @@ class TestPrune:
         ],
     )
     def test_the_oldest_go(self, many, limit, keep, left):
-        prune(many, limit, keep and many / keep)
-        assert names(many) == left
-
-    def test_what_is_kept_may_be_named_by_a_link(self, many):
-        point(many, "best", many / "step=1")
-        prune(many, 1, many / "best")
-        assert names(many) == ["best", "step=1", "step=2"]
+        """What is kept may be named by a link."""
+        if keep:
+            point(many, "best", many / keep)
+        prune(many, limit, keep and many / "best")
+        assert names(many) == ["best"] * bool(keep) + left
 
     def test_only_ours_go(self, many, made):
         write_checkpoint(many / "epoch=0-step=4.ckpt", made())
@@ -184,28 +170,16 @@ class TestPoint:
         folder.rename(folder.parent / "moved")
         assert (folder.parent / "moved" / "last" / CHECKSUMS).is_file()
 
-    def test_a_file_where_there_are_no_links(self, folder, monkeypatch):
-        def refuse(*_):
-            raise PermissionError
-
-        monkeypatch.setattr(Path, "symlink_to", refuse)
-        point(folder, "last", folder / "step=5")
-        assert (folder / "last").read_text() == "step=5\n"
-
-    def test_a_folder_of_that_name_is_not_lost(self, folder):
-        (folder / "last").mkdir()
-        with pytest.raises(UserError, match="is a folder, and would be replaced by a link"):
-            point(folder, "last", folder / "step=5")
-
-    def test_a_copy_of_the_folder_that_followed_the_links(self, folder, made):
-        """The copies are whole checkpoints, and another one stays where it is."""
-        for name, step in (("last", 5), ("best", 3)):
-            shutil.copytree(folder / f"step={step}", folder / name)
+    def test_a_folder_of_that_name_is_not_lost(self, folder, made):
+        """But a copy of the folder that followed the links has whole checkpoints there."""
+        shutil.copytree(folder / "step=5", folder / "last")
         point(folder, "last", folder / "step=5")
         assert os.readlink(folder / "last") == "step=5"
         write_checkpoint(folder / "best", made(9))
-        with pytest.raises(UserError, match="is a folder, and would be replaced by a link"):
-            point(folder, "best", folder / "step=5")
+        (folder / "mine").mkdir()
+        for name in ("best", "mine"):
+            with pytest.raises(UserError, match="is a folder, and would be replaced by a link"):
+                point(folder, name, folder / "step=5")
 
 
 def test_tidy(folder, made):

@@ -35,36 +35,30 @@ def test_for_machines(capsys):
     assert names == ["radixtrain", "python", *NEEDED, *OPTIONAL]
 
 
-def test_packages_that_are_too_old(monkeypatch, capsys):
-    """All that training needs are in the error; an optional one blocks nothing."""
-    oldest = OLDEST | FIT
-    needed = sorted(oldest)
-    monkeypatch.setattr(module, "installed", lambda name: "0.0.3+cu1" if name in (*needed, "peft") else "999")
-    assert main(["doctor"]) == 1
-    captured = capsys.readouterr()
-    assert captured.err.startswith("error: training cannot run here: ")
-    for name in needed:
-        why = WHY.get(name, "older ones lack functions that radixtrain calls")
-        line = f"{name} 0.0.3+cu1: {why}: pip install -U '{name}>={oldest[name]}'"
-        assert f"{'`radixtrain fit` cannot run' if name in FIT else 'ERROR'}: 0.0.3+cu1: {why}" in captured.out
-        assert (line in captured.err) is (name in OLDEST)
-    assert of("packages")["peft"] == Finding(
-        "packages",
-        "peft",
-        "0.0.3+cu1",
-        "older ones lack functions that radixtrain calls",
-        "pip install -U 'peft>=0.20'",
-    )
+OLD = "older ones lack functions that radixtrain calls"
 
 
-def test_what_is_not_installed(monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "version", "problem", "fix", "blocks"),
+    [
+        ("peft", None, "not installed; it is for LoRA, DoRA", "pip install -U 'peft>=0.20'", False),
+        ("peft", "0.0.3+cu1", OLD, "pip install -U 'peft>=0.20'", False),
+        ("tokenizers", None, "not installed", "pip install -U tokenizers", True),
+        ("torch", "0.0.3+cu1", WHY.get("torch", OLD), f"pip install -U 'torch>={OLDEST['torch']}'", True),
+        ("transformers", "99.0", f"newer than tested ({TESTED['transformers']})", "", False),
+        ("datasets", "0.0.3", WHY.get("datasets", OLD), f"pip install -U 'datasets>={FIT['datasets']}'", True),
+    ],
+)
+def test_a_package(monkeypatch, capsys, name, version, problem, fix, blocks):
+    """What training needs is in the error; an optional one, or one of the commands only, is not."""
     installed = module.installed
-    monkeypatch.setattr(module, "installed", lambda name: None if name in ("peft", "tokenizers") else installed(name))
-    found = of("packages")
-    assert found["peft"].fix == "pip install -U 'peft>=0.20'" and not found["peft"].blocks
-    assert found["tokenizers"] == Finding(
-        "packages", "tokenizers", "", "not installed", "pip install -U tokenizers", True
-    )
+    monkeypatch.setattr(module, "installed", lambda each: version if each == name else installed(each))
+    found = Finding("packages", name, version or "", problem, fix, blocks)
+    assert of("packages")[name] == found
+    is_error = blocks and name not in FIT
+    assert main(["doctor"]) == is_error
+    error = f"error: training cannot run here: {name} {found.text}\n"
+    assert capsys.readouterr().err == (error if is_error else "")
 
 
 @pytest.mark.parametrize("version", [None, "0.0.3"])
@@ -79,23 +73,6 @@ def test_without_the_commands(version, monkeypatch, capsys):
     assert main(["doctor", "--json", "true"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["can_train"] is True and found["can_fit"] is False
-
-
-def test_what_is_missing_is_said_without_a_stray_blank(monkeypatch, capsys):
-    installed = module.installed
-    monkeypatch.setattr(module, "installed", lambda name: None if name == "tokenizers" else installed(name))
-    assert main(["doctor"]) == 1
-    told = "error: training cannot run here: tokenizers not installed: pip install -U tokenizers\n"
-    assert capsys.readouterr().err == told
-
-
-def test_newer_than_tested(monkeypatch):
-    """A newer package blocks nothing."""
-    installed = module.installed
-    monkeypatch.setattr(module, "installed", lambda name: "99.0" if name == "transformers" else installed(name))
-    tested = f"newer than tested ({TESTED['transformers']})"
-    assert of("packages")["transformers"] == Finding("packages", "transformers", "99.0", tested)
-    assert of("packages")["numpy"].problem == ""
 
 
 def test_a_library_that_does_not_load(monkeypatch, capsys):

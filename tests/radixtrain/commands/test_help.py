@@ -26,16 +26,6 @@ def test_every_key_has_a_meaning_and_values():
         assert key.kind or key.name == "print_config"
 
 
-def test_a_key_in_every_part_and_keys_of_one_command():
-    [key] = [key for key in keys_of("fit") if key.name == "data.excess_length_strategy"]
-    assert key.kind == "raise, drop, truncate" and key.default == "raise"
-    assert key.help == "for a longer sample: raise, drop, or truncate (keeps the start)."
-    assert "num_sequences" in {key.name for key in keys_of("verify")} - {key.name for key in keys_of("fit")}
-    of_hub = ["push_to_hub", "hub_model_id", "hub_private_repo"]
-    names = [key.name for key in keys_of("export")]
-    assert names == ["config", "ckpt_path", "output_dir", "chat_template_path", *of_hub]
-
-
 HEAVY = ("torch", "transformers", "lightning", "numpy", "pydantic")
 
 
@@ -78,6 +68,8 @@ def test_a_key_in_full(capsys):
         "    conversations in one optimizer step. Its gradient does not depend on how the step is cut.\n"
     )
     assert help_text("fit", "--data.max_tokens") == help_text("fit", "max_tokens")
+    number = len([key for key in all_keys("validate") if key.help])
+    assert main(["validate", "--help_all"]) == 0 and capsys.readouterr().out.count("\n--") + 1 == number
 
 
 def test_a_name_of_two_keys_a_section_and_a_misspelt_topic():
@@ -87,8 +79,3 @@ def test_a_name_of_two_keys_a_section_and_a_misspelt_topic():
     assert f"\n{help_text('fit', 'data')}".count("\n--data.") == number
     assert "--trainer.val_check_interval" in help_text("fit", "trainer")
     assert help_text("fit", "bath_size") == "no key 'bath_size', did you mean batch_size?\n"
-
-
-def test_everything_on_request(printed_by):
-    printed = printed_by("validate", "--help_all")
-    assert printed.count("\n--") + 1 == len(keys_of("validate")) + len(TRAINER_KEYS)

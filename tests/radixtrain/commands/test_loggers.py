@@ -1,13 +1,11 @@
 """Loggers by name; what they lack is one line before a row is read."""
 
 import json
-import socket
 import sys
 from types import SimpleNamespace
 
 import pytest
-import yaml
-from lightning.pytorch.loggers import CSVLogger, WandbLogger, mlflow
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from tiers import FULL
 
 from radixtrain.__main__ import main
@@ -26,7 +24,6 @@ def nobody(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     for name in ("NETRC", "HOME", "WANDB_CONFIG_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "nobody"))
-    monkeypatch.setattr(loggers, "getproxies", dict)
     yield
     pytest.importorskip("wandb", reason="pip install wandb").teardown()  # it remembers the environment
 
@@ -75,35 +72,23 @@ def test_loggers_by_name(asked, kinds, tmp_path, nobody, monkeypatch):
                 assert (logger.name, logger.version) == (project, run_name)
 
 
-def test_nobody_is_logged_in(says, nobody, tmp_path):
+def test_nobody_is_logged_in(says, nobody, monkeypatch):
     expected = "trainer.logger: not logged in to Weights & Biases: run `wandb login`, or set WANDB_API_KEY; "
     for logger in ("wandb", "[wandb, csv]"):
         assert says(trainer__logger=logger) == expected + OFFLINE
-    (tmp_path / "my.yaml").write_text(yaml.safe_dump({"trainer": {"logger": "wandb"}}))
-    assert says(config=tmp_path / "my.yaml") == expected + OFFLINE
-
-
-def test_a_server_that_answers_and_no_network(says, nobody, monkeypatch):
-    """A socket that is bound and does not listen refuses, and nobody else gets its port."""
+    assert says(trainer__logger="csv").startswith("no such file: ")
+    pytest.importorskip("wandb").teardown()  # it remembers the environment
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    with socket.create_server(("localhost", 0)) as server:
-        monkeypatch.setenv("WANDB_BASE_URL", f"http://localhost:{server.getsockname()[1]}")
-        assert says(trainer__logger="wandb").startswith("no such file: ")
-    with socket.socket() as refusing:
-        refusing.bind(("localhost", 0))
-        monkeypatch.setenv("WANDB_BASE_URL", f"http://localhost:{refusing.getsockname()[1]}")
-        found = says(trainer__logger="wandb")
-    assert found.startswith("trainer.logger: no connection to Weights & Biases at localhost: ") and OFFLINE in found
+    assert says(trainer__logger="wandb").startswith("no such file: ")
 
 
-def test_what_needs_no_login(arguments, shop, says, nobody, capsys):
-    for flags in (
-        {"trainer__logger": "csv"},
-        {"trainer__logger": "none"},
-    ):
-        assert says(**flags).startswith("no such file: ")
-    assert main(arguments("inspect", trainer__logger="wandb", data__train_file=shop / "none.jsonl")) == 1
-    assert "error: no such file" in capsys.readouterr().err
+def test_mlflow_has_its_server_from_its_environment(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(loggers, "MLFlowLogger", lambda *given: made.append(given) or CSVLogger(tmp_path))
+    server = SimpleNamespace(get_tracking_uri=lambda: "http://me:pw@example.com")
+    monkeypatch.setitem(sys.modules, "mlflow", server)
+    make_loggers(TrainerSettings(logger="mlflow", project="p"), tmp_path / "my_run")
+    assert made == [("p", "my_run", "http://me:pw@example.com")]
 
 
 def test_what_a_service_refuses_later():
@@ -132,7 +117,6 @@ def test_a_resumed_run_stays_the_same_at_weights_and_biases(arguments, tmp_path,
     for steps, more in (
         (1, []),
         (2, ["--ckpt_path=auto"]),
-        (2, ["--ckpt_path=last"]),
         (3, [f"--ckpt_path={last}", elsewhere]),
         (1, ["--overwrite=true"]),
         (2, ["--ckpt_path=last"]),
@@ -140,8 +124,8 @@ def test_a_resumed_run_stays_the_same_at_weights_and_biases(arguments, tmp_path,
         assert main([*line, f"--trainer.max_steps={steps}", *more]) == 0
         ids.append(wandb.run.id)
         wandb.finish()
-    first, third, fourth = ids[0], ids[3], ids[4]
-    assert ids == [first, first, first, third, fourth, fourth] and len({first, third, fourth}) == 3
+    first, _, other, new, _ = ids
+    assert ids == [first, first, other, new, new] and len({first, other, new}) == 3
 
 
 class Run:
@@ -170,59 +154,6 @@ def test_a_run_at_trackio(arguments, tmp_path, monkeypatch):
     assert run.config["optimizer"] == "adamw" and run.config["batch_size"] == 4 and run.is_finished
     losses = [(step, metrics["loss"]) for step, metrics in run.logged if "loss" in metrics]
     assert [step for step, _ in losses] == [1, 2, 3] and all(loss > 0 for _, loss in losses)
-
-
-class Client:
-    """Of a stand-in for MLflow, with the calls that Lightning's logger makes."""
-
-    def __init__(self, server):
-        self.server, self.experiments, self.tags, self.metrics, self.status = server, [], {}, [], ""
-
-    def get_experiment_by_name(self, name):
-        return None
-
-    def create_experiment(self, name, artifact_location):
-        self.experiments.append(name)
-        return name
-
-    def create_run(self, experiment_id, tags):
-        self.tags = tags
-        return SimpleNamespace(info=SimpleNamespace(run_id="1"))
-
-    def get_run(self, run_id):
-        return SimpleNamespace(info=SimpleNamespace(status="RUNNING"))
-
-    def log_batch(self, run_id, metrics=(), params=(), **_):
-        self.metrics += metrics
-
-    def set_terminated(self, run_id, status):
-        self.status = status
-
-
-def test_a_run_at_mlflow(arguments, tmp_path, monkeypatch):
-    """Its server, and the password for it, are in the environment only."""
-    clients, server = [], "http://me:pw@example.com"
-    make = SimpleNamespace(MlflowClient=lambda server: clients.append(Client(server)) or clients[-1])
-    record = SimpleNamespace(Metric=lambda **values: SimpleNamespace(**values), Param=SimpleNamespace)
-    stands_in = {
-        "mlflow": SimpleNamespace(
-            get_tracking_uri=lambda: server, set_tracking_uri=lambda uri: None, tracking=make, __spec__=object()
-        ),
-        "mlflow.tracking": make,
-        "mlflow.entities": record,
-        "mlflow.utils.mlflow_tags": SimpleNamespace(MLFLOW_RUN_NAME="name"),
-    }
-    for name, module in stands_in.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(mlflow, "_MLFLOW_AVAILABLE", True)
-    monkeypatch.setattr(mlflow, "_get_resolve_tags", lambda: lambda tags: tags)
-    out = tmp_path / "my_run"
-    assert main(arguments(output_dir=out, trainer__logger="mlflow", trainer__project="p", trainer__max_steps=2)) == 0
-    (client,) = clients
-    assert client.server == server
-    assert (client.experiments, client.tags["name"], client.status) == (["p"], "my_run", "FINISHED")
-    assert [metric.step for metric in client.metrics if metric.key == "loss"] == [1, 2]
-    assert not [path for path in out.rglob("*.yaml") if "me:pw" in path.read_text()]
 
 
 def test_a_tracker_that_is_missing_or_opens_no_run(says, arguments, tmp_path, monkeypatch, capsys):

@@ -37,7 +37,7 @@ SETTINGS = {
     "--model.use_peft=true --model.lora_target_modules=[lm_head]": "model.lora_target_modules: lm_head shares its weig",
     "--data.train_file={shop}/none.jsonl": "no such file: {shop}/none.jsonl",
     "--data.split_turns=false": "split_turns: false: the chat template has no generation markers; set split",
-    "--data.max_length=20": "{shop}/train.jsonl:1: 74 tokens exceed max_length 20, and so do 19 more, the longest of ",
+    "--data.max_length=20": "{shop}/train.jsonl:1: 74 tokens exceed max_length 20; raise max_length or set ",
     "--data.pad_to_multiple_of=100000": "data.pad_to_multiple_of 100000 exceeds data.max_tokens 4096",
     "--ckpt_path=best": "ckpt_path best: none in ",
     "--ckpt_path=": "ckpt_path",
@@ -48,7 +48,7 @@ TRAINER = {
     "--trainer.num_nodes=2": "trainer.num_nodes 2: start the command on each machine with torchrun, or with srun",
     "--trainer.val_check_interval=6 --data.validation_file={shop}/validation.jsonl": "trainer.val_check_interval 6: an "
     "epoch has 5 steps; set a smaller one, or",
-    "--trainer.devices=9223372036854775808": "trainer.devices 9,223,372,036,854,775,808: at most 1,000 on a machine",
+    "--trainer.devices=9223372036854775808": "trainer.devices must be at most 1,000; got 9223372036854775808",
     "--trainer.max_time=soon": "trainer.max_time must be DD:HH:MM:SS",
     "--trainer.max_time='{fortnights: 1}'": "trainer.max_time must be DD:HH:MM:SS",
     "--trainer.accelerator=cpu --trainer.devices=0": "trainer: `Fabric(devices=0)` value is not a valid input",

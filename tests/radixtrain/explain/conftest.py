@@ -43,7 +43,7 @@ def part_of() -> Callable[..., MicroBatch]:
     def build(samples: Sequence[TokenRow], **options: Any) -> MicroBatch:
         step = StepCollator(**options)(features_of(samples))
         (members,), (batch,) = step.members, step.micro_batches
-        return MicroBatch("step 0", [samples[member] for member in members], batch, step.num_labels, step.num_tokens)
+        return MicroBatch("step 0", [samples[member] for member in members], batch, step.num_labels)
 
     return build
 

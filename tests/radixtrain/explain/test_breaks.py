@@ -184,22 +184,7 @@ def test_a_planted_cause(planting: str, chats: Build, tokenizer: PreTrainedToken
     assert found.advice.endswith(".")
     texts = {sample.where: tokenizer.decode(sample.input_ids) for (sample,) in now}
     for example in found.examples if cause != "white space" else ():
-        shown = f"{example.before}{example.value.partition(' … ')[0]}"
-        assert shown in texts[example.where] and ("…" in example.value or example.after in texts[example.where])
-
-
-@pytest.mark.parametrize("shares", [(40, 40, 40), (80, 30, 10)])
-def test_personas_that_differ_at_several_places(
-    shares: tuple[int, ...], chats: Build, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    names, jobs = ("Maria", "Ben", "Chloe"), ("a patient agent", "a strict clerk", "a cheerful ticket seller")
-    prompts = [
-        f"You are {name}, {job}.\n{POLICY[:600]}\nSpeak as {job} does.\n{POLICY[600:1200]}\nSign as {name}.\n{POLICY}"
-        for name, job in zip(names, jobs, strict=True)
-    ]
-    order = random.Random(1).sample([who for who, share in enumerate(shares) for _ in range(share)], ROWS)
-    (found,) = find_breaks(chats([prompts[who] for who in order]), tokenizer, BATCH_SIZE)
-    assert found.cause == "several prompts" and "they may well be intended" in found.advice
+        assert f"{example.before}{example.value}{example.after}" in texts[example.where]
 
 
 def test_two_causes_far_apart(chats: Build, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -1,11 +1,11 @@
 """`radixtrain inspect`: a micro-batch as numbers and as a tree, with the text and the weights of its rows."""
 
 import json
-import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,40 +22,20 @@ from radixtrain.collators.token_row import TokenRow
 from radixtrain.commands.explain import inspect
 from radixtrain.data.datamodule import SFTData
 from radixtrain.errors import UserError
-from radixtrain.explain.micro_batch import BatchTree, MicroBatch, draw, named_rows
+from radixtrain.explain.micro_batch import BatchTree, MicroBatch, draw
 from radixtrain.testing import labelled_features
 
 Build, Part, Print = Callable[..., TokenRow], Callable[..., MicroBatch], Callable[..., str]
-Rows = list[tuple[Any, ...]]  # prompt, answer, weights
-
-# The rows, and text, sequences and children of each run.
-TREES: dict[str, tuple[Rows, list[tuple[str, int, list[int]]]]] = {
-    "a character that branches inside is whole in each": (
-        [("5 ", "€"), ("5 ", "₺")],  # two bytes in common
-        [("5 ", 2, [1, 2]), ("€", 1, []), ("₺", 1, [])],
-    ),
-    "one that ends inside another": ([("a", "b"), ("a", "bc")], [("ab", 2, [1]), ("c", 1, [])]),
-    "padding is no run": ([("ab", "c")], [("abc", 1, [])]),
-}
 
 
-@pytest.mark.parametrize("name", TREES)
-def test_runs(name: str, tokenizer: PreTrainedTokenizerBase, sample_of: Build, part_of: Part) -> None:
-    rows, runs = TREES[name]
-    part = part_of([sample_of(*row) for row in rows], pad_to_multiple_of=8)
-    tree = BatchTree(part, tokenizer)
-    texts = ["".join(token.text for token in tree.tokens[run.start : run.end]) for run in tree.runs]
-    assert [(text, len(run.sequences), run.children) for text, run in zip(texts, tree.runs, strict=True)] == runs
-    assert part.num_unique_tokens == len(tree.tokens)
-
-
-def test_weights_are_added_up_and_strays_are_counted(
-    tokenizer: PreTrainedTokenizerBase, sample_of: Build, part_of: Part
-) -> None:
+def test_text_and_weights_of_rows(tokenizer: PreTrainedTokenizerBase, sample_of: Build, part_of: Part) -> None:
+    """A character that branches inside is whole in each branch; weights add up; a label that is no token is not one."""
+    tree = BatchTree(part_of([sample_of("5 ", "€"), sample_of("5 ", "₺")], pad_to_multiple_of=8), tokenizer)
+    assert ["".join(token.text for token in tree.tokens[run.start : run.end]) for run in tree.runs] == ["5 ", "€", "₺"]
     part = part_of([sample_of("a", "b", weights=[0, 0.5]), sample_of("a", "b", weights=[0, 2])])
     assert BatchTree(part, tokenizer).tokens[1].weight == 2.5 and part.num_labels == 2
     tree = BatchTree(part_of([TokenRow(np.array([97, 98, 99]), np.array([-100, 98, 100]), "x:1")]), tokenizer)
-    assert tree.num_strays == 1 and [token.bears_loss for token in tree.tokens] == [False, True, False]
+    assert [token.bears_loss for token in tree.tokens] == [False, True, False]
 
 
 @pytest.mark.parametrize("min_shared_tokens", [1, 3])
@@ -71,7 +51,6 @@ def test_generated_batches(
     tree = BatchTree(part, tokenizer)
     for sample, path in zip(part.samples, part.paths, strict=True):
         assert "".join(tree.tokens[row].text for row in path.tolist()) == tokenizer.decode(sample.input_ids)
-    assert not tree.num_strays
     if min_shared_tokens == 1:  # otherwise copies of a row bear the loss of all
         labels = Counter(
             tuple(sample.input_ids[: place + 1].tolist())
@@ -88,9 +67,9 @@ def test_generated_batches(
 
 @pytest.fixture
 def drawn(tokenizer: PreTrainedTokenizerBase, part_of: Part, printed: Print) -> Print:
-    def draw_it(samples: list[TokenRow], width: int = 80, full: bool = False) -> str:
+    def draw_it(samples: list[TokenRow], full: bool = False) -> str:
         part = part_of(samples)
-        return printed(draw(BatchTree(part, tokenizer), [sample.where for sample in part.samples], full), width)
+        return printed(draw(BatchTree(part, tokenizer), [sample.where for sample in part.samples], full))
 
     return draw_it
 
@@ -114,32 +93,24 @@ def test_a_tree_of_two_levels(sample_of: Build, drawn: Print) -> None:
     assert drawn(samples).splitlines()[:2] == ["×3  tokens 0-2: 3, 2 with loss; ends x:1", "a⟦bc⟧×1"]
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_a_deep_tree_stays_within_the_width(sample_of: Build, drawn: Print, width: int) -> None:
+def test_a_deep_tree_stays_within_the_width(sample_of: Build, drawn: Print) -> None:
     """As deep as a conversation is long; and one that branches at every token, indented no further than some levels."""
     history = "".join(f"Where is thing {turn}? It is on shelf {turn}. " for turn in range(40))
     turns = [history[: history.index(f"thing {turn}?")] for turn in range(40)]
-    lines = drawn([sample_of(prompt, f"thinking {turn}") for turn, prompt in enumerate(turns)], width).splitlines()
-    assert max(map(cell_len, lines)) <= width
-    assert max(line.index("×") for line in lines if re.search(r"×\d+  token", line)) <= 4 * 9
-    assert sum(" after token " in line for line in lines) >= 25
-    words = [f"{number * 2654435761 % 2**14:014b}" for number in range(60)]
-    lines = drawn([sample_of("", word) for word in words], width, full=True).splitlines()
-    assert max(len(line) - len(line.lstrip("│├└─ ")) for line in lines) <= 4 * 9
+    lines = drawn([sample_of(prompt, f"thinking {turn}") for turn, prompt in enumerate(turns)]).splitlines()
+    assert max(map(cell_len, lines)) <= 80 and sum(" after token " in line for line in lines) >= 25
+    bushy = drawn([sample_of("", f"{number * 2654435761 % 2**14:014b}") for number in range(60)], full=True)
+    for line in (*lines, *bushy.splitlines()):
+        assert len(line) - len(line.lstrip("│├└─ ")) <= 4 * 9
 
 
 def test_long_runs_and_many_branches_are_shortened(sample_of: Build, drawn: Print) -> None:
     samples = [sample_of("p" * 2000, chr(97 + n) + "x" * 99) for n in range(20)]
     shown = drawn(samples)
-    assert "⋯ 1,760 tokens ⋯" in shown.replace("\n", "")
+    assert "⋯ 1,760 characters ⋯" in shown.replace("\n", "")
     assert shown.splitlines()[-1] == "└── ⋯ 8 more branches ⋯"
     full = drawn(samples, full=True)
     assert "⋯" not in full and full.count("p") > 2000
-
-
-def test_names_of_rows() -> None:
-    wheres = ["a/x.jsonl:3", "a/x.jsonl:1", "a/x.jsonl:3", "a/x.jsonl:4", "a/x.jsonl:5"]
-    assert named_rows(wheres) == "x.jsonl:3 (2 samples), x.jsonl:1, x.jsonl:4 and 1 more"
 
 
 # The command
@@ -173,9 +144,10 @@ def shown(shop: Path, model: Path, tmp_path: Path) -> Print:
 
 def test_the_command(
     arguments: Callable[..., list[str]], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str], shown: Print,
+    capsys: pytest.CaptureFixture[str], shown: Print, shop: Path,
 ) -> None:  # fmt: skip
-    monkeypatch.setenv("COLUMNS", "120")
+    """The answers of the rows of the step stand in the brackets."""
+    monkeypatch.setenv("COLUMNS", "200")
     assert main(arguments("inspect", model__model_name_or_path=model, step=1)) == 0
     out = capsys.readouterr().out
     lines = [line.rstrip() for line in out.splitlines()]
@@ -186,48 +158,35 @@ def test_the_command(
     assert numbers["r"] == f"{int(numbers['tokens']) / int(numbers['computed tokens']):.2f}"
     tree = lines[lines.index(LEGEND) + 2 :]
     assert tree[0].startswith("×4  tokens 0-") and sum("; ends train.jsonl:" in line for line in tree) == 4
+    rows = [json.loads(line)["messages"] for line in (shop / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+    for line, text in pairwise(tree):
+        if "; ends train.jsonl:" in line:
+            assert text.endswith(f"{rows[int(line.rpartition(':')[2]) - 1][-1]['content']}<|im_end|>⟧")
     assert "\x1b" not in out and not (tmp_path / "out").exists()
     assert main(arguments("inspect", model__model_name_or_path=model, row="train.jsonl:7")) == 0
     out = capsys.readouterr().out
     assert "train.jsonl:7: row 7 of data.train_file" in " ".join(out.split()) and "in the first epoch" in out
-    assert out.splitlines()[4:] == shown(120, row=7).splitlines()[4:]
+    assert out.splitlines()[4:] == shown(200, row=7).splitlines()[4:]
     assert main(arguments("inspect", model__model_name_or_path=model, step=9)) == 1
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_it_fits_the_terminal(shown: Print, width: int) -> None:
-    assert width - 12 < max(map(cell_len, shown(width).splitlines())) <= width
-
-
 def test_parts_of_a_step(shown: Print) -> None:
-    """A row longer than `max_tokens` is a micro-batch by itself, with all its tokens."""
     parts = [shown(micro_batch=index, max_tokens=120, max_length=100) for index in range(2)]
     for index, part in enumerate(parts):
-        assert part.startswith(f"step 0 of 5, micro-batch {index} of ")
-    sizes = {"batch_size": 1, "max_length": 4096}
-    assert parts[0] != parts[1] and shown(max_tokens=20, **sizes) == shown(max_tokens=4096, **sizes)
-
-
-def test_what_it_shows_is_what_is_trained(shown: Print, shop: Path) -> None:
-    """The answers of the four rows of the step stand in the brackets."""
-    rows = [json.loads(line)["messages"] for line in (shop / "train.jsonl").read_text(encoding="utf-8").splitlines()]
-    lines = shown(width=200).splitlines()
-    for place, line in enumerate(lines):
-        if "; ends train.jsonl:" in line:
-            number = int(line.rpartition(":")[2])
-            assert lines[place + 1].rstrip().endswith(f"{rows[number - 1][-1]['content']}<|im_end|>⟧")
+        assert part.startswith(f"step 0 of 5, micro-batch {index} of ") and max(map(cell_len, part.splitlines())) <= 80
+    assert parts[0] != parts[1]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"step": 5}, "step: an epoch has the steps 0 to 4, got 5"),
-        ({"step": -1}, "step counts from 0, got -1"),
+        ({"step": -1}, "step: an epoch has the steps 0 to 4, got -1"),
+        ({"micro_batch": -1}, "micro_batch: step 0 has the micro-batches 0 to 0, got -1"),
         ({"micro_batch": 1}, "micro_batch: step 0 has the micro-batches 0 to 0, got 1"),
         ({"row": 21}, "row: data.train_file has the rows 1 to 20, got 21"),
         ({"row": "x.jsonl:1"}, "row: no row 'x.jsonl:1' in the files of the configuration"),
         ({"dedup": False}, "inspect shows what a batch shares, which is nothing with dedup: false"),
-        ({"train_file": None}, "data.train_file is missing"),
         ({"train_file": None, "row": 1}, "data.train_file is missing"),
     ],
 )

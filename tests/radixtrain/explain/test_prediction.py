@@ -16,16 +16,14 @@ from radixtrain.errors import UserError
 from radixtrain.explain import prediction
 from radixtrain.explain.prediction import (
     ARMS,
+    OPTIMIZER,
     Batch,
     Draw,
     Epoch,
     RunSetup,
     SampledSteps,
-    Timings,
-    length_quantiles,
     num_rows,
-    num_shared_prompts,
-    predict_steps,
+    predict_seconds,
     time_batches,
 )
 
@@ -58,11 +56,12 @@ def test_r_is_that_of_the_steps_of_fit() -> None:
         StepDataset(conversations, StepCollator(max_tokens=4096, dedup=dedup)) for dedup in (True, False)
     )
     steps, padded = ([data[indices] for indices in StepSampler(96, 16, True, 3)] for data in (radix, ordinary))
-    assert (sampled.num_steps, sampled.scale, sampled.rows_r) == (6, 1.0, None)
-    assert sampled.radix == sum(step.num_computed_tokens for step in steps)
-    assert sampled.ordinary == sum(num_rows(batch) for step in padded for batch in step.micro_batches)
-    assert sampled.num_tokens == sampled.num_whole_tokens == sum(step.num_tokens for step in steps)
-    assert sampled.r == sampled.num_tokens / sampled.radix
+    assert (sampled.num_steps, sampled.scale, sampled.rows_r) == (6, 1.0, sampled.r)
+    for arm, collated in (("radix", steps), ("ordinary", padded)):
+        assert sampled.num_rows[arm] == sum(num_rows(batch) for step in collated for batch in step.micro_batches)
+        assert sampled.num_tokens[arm] == sum(step.num_tokens for step in collated)
+    assert sampled.r == sampled.num_tokens["radix"] / sampled.num_rows["radix"]
+    assert epoch_of(conversations).sampled(Draw(16, 4096, True)).r > sampled.r
 
 
 def test_split_chats_are_compared_with_whole_ones() -> None:
@@ -71,69 +70,32 @@ def test_split_chats_are_compared_with_whole_ones() -> None:
     turns = [TokenRow(ids[:end], np.where(ids[:end] < end - 5, -100, ids[:end]), "x:1") for end in (20, 40, 60)]
     epoch = epoch_of([turns] * 4)
     sampled = epoch.sampled(Draw(4, 4096))
-    assert (sampled.num_tokens, sampled.num_whole_tokens, sampled.ordinary) == (4 * 120, 4 * 60, 4 * 60)
+    assert sampled.num_tokens == {"radix": 4 * 120, "ordinary": 4 * 60} and sampled.num_rows["ordinary"] == 4 * 60
     assert (sampled.r, sampled.rows_r) == (4, 8)
-    features = epoch.features("ordinary", [0, 1])
-    assert [(len(each["input_ids"]), int((each["labels"] != -100).sum())) for each in features] == [(60, 15)] * 2
+    (batch,) = epoch.step("ordinary", Draw(2, 4096), [0, 1]).micro_batches
+    assert batch["input_ids"].shape == (2, 60) and int((batch["shift_labels"] != -100).sum()) == 2 * 15
 
 
-@pytest.mark.parametrize(
-    ("num_prompts", "less", "more"),
-    [
-        (1, Draw(16, 128), OWN),
-        (16, Draw(8, 1 << 20), Draw(64, 1 << 20)),
-        (16, Draw(8, 1 << 20), Draw(8, 1 << 20, True)),
-        (16, Draw(64, 1 << 20), Draw(64, 1 << 20, True)),
-    ],
-)
-def test_what_shares_more(num_prompts: int, less: Draw, more: Draw) -> None:
-    """A larger budget, a larger batch, prompts that meet."""
-    epoch = epoch_of(conversations_of(num_prompts, 64 // num_prompts + 12))
-    assert epoch.sampled(less).r < epoch.sampled(more).r
-
-
-def test_settings_are_compared_on_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sampled by their tokens: 3 steps of 1,280 tokens, however they are cut; not the last short one of several."""
-    assert epoch_of(conversations_of(1, 40)).sampled(OWN).num_tokens == 2 * 16 * 80
-    assert epoch_of(conversations_of(1, 5)).sampled(OWN).num_tokens == 5 * 80
+def test_what_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps by their tokens, however they are cut; not the last short one of several; each row by its weight."""
+    assert epoch_of(conversations_of(1, 40)).sampled(OWN).num_tokens["radix"] == 2 * 16 * 80
+    assert epoch_of(conversations_of(1, 5)).sampled(OWN).num_tokens["radix"] == 5 * 80
     monkeypatch.setattr(prediction, "COUNTED_TOKENS", 3000)
     epoch = epoch_of(conversations_of(1, 200))
-    whole, cut = epoch.sampled(OWN), epoch.sampled(Draw(16, 128))
-    for sampled in (whole, cut):
-        assert (sampled.num_steps, sampled.num_tokens) == (3, 3 * 16 * 80)
-        assert sampled.scale == pytest.approx(200 / 48)
-    assert whole.r > cut.r == pytest.approx(16 * 80 / (4 * (64 + 4 * 16)))
-
-
-def test_sources_with_weights() -> None:
-    """The rows of the first prompt come three times in an epoch, those of the second once."""
-    conversations = conversations_of(2, 16)
-    epoch = replace(epoch_of(conversations), weights=np.repeat([3.0, 1.0], 16))
-    sampled = epoch.sampled(OWN)
-    assert (epoch.size, sampled.num_steps, sampled.scale) == (64, 4, 1.0)
-    assert sampled.r > epoch_of(conversations).sampled(OWN).r
+    for draw in (OWN, Draw(16, 128)):
+        sampled = epoch.sampled(draw)
+        assert (sampled.num_steps, sampled.num_tokens["radix"], sampled.scale) == (3, 3 * 16 * 80, 200 / 48)
+    assert sampled.r == pytest.approx(16 * 80 / (4 * (64 + 4 * 16)))
+    weighted = replace(epoch_of(conversations_of(2, 16)), weights=np.repeat([3.0, 1.0], 16))
+    assert weighted.size == 64 and weighted.sampled(OWN).scale == pytest.approx(64 / 48)
 
 
 @pytest.mark.parametrize(("shuffle", "grouped"), [(True, [Draw(24, 256, True)]), (False, [])])
 def test_what_is_compared_with_the_users_settings(shuffle: bool, grouped: list[Draw]) -> None:
     found = epoch_of(conversations_of(1, 100), shuffle).others(Draw(24, 256))
     assert found["group_by_prefix"] == grouped
-    assert [draw.batch_size for draw in found["batch_size"]] == [32, 64]
-    assert [draw.max_tokens for draw in found["max_tokens"]] == [512, 1024]
-
-
-def nested() -> list[list[TokenRow]]:
-    """One beginning of 64 tokens; after it four of 64, with five rows each."""
-    trunk = np.arange(64)
-    rows = [sample for (sample,) in conversations_of(4, 5)]
-    return [[TokenRow(np.concatenate([trunk, each.input_ids]), np.arange(144), "x:1")] for each in rows]
-
-
-def test_prompts_and_lengths() -> None:
-    found = [conversations_of(*sizes) for sizes in ((1, 50), (7, 5), (50, 1))] + [nested()]
-    assert [num_shared_prompts(epoch_of(each).groups) for each in found] == [1, 7, 0, 4]
-    quantiles = {"min": 1, "10 %": 11, "50 %": 51, "90 %": 91, "99 %": 100, "max": 101}
-    assert length_quantiles(np.arange(1, 102)) == quantiles
+    assert [draw.batch_size for draw in found["batch_size"]] == [48, 96]
+    assert [draw.max_tokens for draw in found["max_tokens"]] == [512, 1024, 2048]
 
 
 # Seconds
@@ -145,7 +107,6 @@ def setup_of(build: Callable[[int, torch.device], Any], num_layers: int = 2, per
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
         forward=nullcontext,
         device=CPU,
-        dtype=torch.float32,
         num_layers=num_layers,
         period=period,
     )
@@ -171,33 +132,26 @@ def test_further_layers_take_as_much_as_those_between(
 ) -> None:
     timed: list[int] = []
 
-    def by_law(setup: RunSetup, num_layers: int, batches: Mapping[Any, Sequence[Batch]], *limits: float) -> Timings:
+    def by_law(setup: RunSetup, num_layers: int, batches: Mapping[Any, Sequence[Batch]], *limits: float) -> Any:
         timed.append(num_layers)
         largest = {arm: batches[arm][-1] for arm in ARMS}
         seconds = {arm: seconds_of(arm, num_rows(largest[arm]), num_layers) for arm in ARMS}
-        return Timings(largest, seconds, 0.01 + 0.002 * num_layers)
+        return largest, {**seconds, OPTIMIZER: 0.01 + 0.002 * num_layers}
 
     monkeypatch.setattr(prediction, "time_batches", by_law)
-    found = predict_steps(setup_of(linear, num_layers, period), BATCHES, 50)
-    assert timed == depths and found.timed_layers == tuple(sorted(depths))
-    counts = {"num_tokens": 1000, "num_whole_tokens": 1000}
-    sampled = SampledSteps(draw=OWN, num_steps=2, scale=1.0, radix=400, ordinary=3000, **counts)
+    rows = {"radix": 400, "ordinary": 3000}
+    sampled = SampledSteps(draw=OWN, num_steps=2, scale=1.0, num_tokens={"radix": 1, "ordinary": 1}, num_rows=rows)
+    found, layers = predict_seconds(setup_of(linear, num_layers, period), BATCHES, sampled, 50)
+    assert timed == depths and layers == tuple(sorted(depths))
     overhead = 2 * (0.01 + 0.002 * num_layers + prediction.STEP_SECONDS)
-    for arm, rows in (("radix", 400), ("ordinary", 3000)):
-        assert found.seconds(sampled, arm) == pytest.approx(seconds_of(arm, rows, num_layers) + overhead)  # type: ignore[arg-type]
+    for arm, number in rows.items():
+        assert found[arm] == pytest.approx(seconds_of(arm, number, num_layers) + overhead)
 
 
 def test_a_model_that_memory_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prediction, "free_bytes", lambda device: 2.0 * 3 * 1600 - 1)
     with pytest.raises(UserError, match=r"^3 of its 28 layers with gradients and optimizer need 0\.0 GiB, and 0\.0"):
-        predict_steps(setup_of(linear, 28), BATCHES, 50)
-
-
-def test_free_bytes_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """80 in all: another process has 30, this one 20, and 5 more that its allocator keeps."""
-    for name, value in (("mem_get_info", (25, 80)), ("memory_reserved", 25), ("memory_allocated", 20)):
-        monkeypatch.setattr(torch.cuda, name, lambda device=None, value=value: value)
-    assert prediction.free_bytes(torch.device("cuda", 0)) == 30
+        predict_seconds(setup_of(linear, 28), BATCHES, None, 50)  # type: ignore[arg-type]
 
 
 def test_what_is_timed(tiny_qwen3: Callable[..., Any]) -> None:
@@ -208,7 +162,7 @@ def test_what_is_timed(tiny_qwen3: Callable[..., Any]) -> None:
     assert [num_rows(batch) for batch in batches["ordinary"]] == [35 * rows for rows in (1, 2, 4, 5, 5)]
     setup = setup_of(lambda num_layers, device: tiny_qwen3(num_hidden_layers=num_layers).train())
     for limits, place in (((), -1), ((0.0,), 0), ((1e6, 1.0), 0)):
-        timed = time_batches(setup, 1, batches, *limits)
+        chosen, seconds = time_batches(setup, 1, batches, *limits)
         for arm in ARMS:
-            assert num_rows(timed.batches[arm]) == num_rows(batches[arm][place])
-        assert min(*timed.seconds.values(), timed.optimizer_seconds) > 0
+            assert num_rows(chosen[arm]) == num_rows(batches[arm][place])
+        assert set(seconds) == {*ARMS, OPTIMIZER} and min(seconds.values()) > 0

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tiny
 
-from radixtrain.errors import UserError, bytes_text
+from radixtrain.errors import bytes_text
 from radixtrain.explain.breaks import Break, Example
 from radixtrain.explain.prediction import Draw, SampledSteps
 from radixtrain.explain.report import (
@@ -22,7 +22,6 @@ from radixtrain.explain.report import (
     fix,
     hints,
     print_report,
-    ratio,
     render,
     rounded,
     write_page,
@@ -32,13 +31,9 @@ from radixtrain.screen import screen
 
 HOSTILE = """</script><img src=x onerror="document.title='run'"><b>%{y} $x$ <a href="https://example.com">a</a> &lt;"""
 SHOWN: dict[Any, dict[float, str]] = {
-    ratio: {1.0: "1", 1.843: "1.84", 20.27: "20.3", 21.0: "21", 100.4: "100", 999.6: "1,000", 1250.0: "1,250"},
-    rounded: {0.2: "0", 7: "7", 349_123: "349,000", 4_812_345: "4,810,000", 999_999: "1,000,000"},
+    rounded: {1.0: "1", 1.843: "1.84", 20.27: "20.3", 100.4: "100", 999.6: "1,000", 1250: "1,250", 349_123: "349,000"},
     bytes_text: {0: "0 MiB", 2**29: "512 MiB", 2**30: "1 GiB", 1.234 * 2**30: "1.23 GiB", 1250 * 2**30: "1,250 GiB"},
-    duration: {
-        **{0.002: "< 1 s", 0.99: "< 1 s", 1.36: "1.4 s", 9.94: "9.9 s", 9.96: "10 s", 59.6: "1 min"},
-        **{725: "12 min 5 s", 3599.4: "59 min 59 s", 3599.6: "1 h", 12_000: "3 h 20 min", 108_000: "30 h"},
-    },
+    duration: {0.002: "0:00:01", 59.6: "0:01:00", 725: "0:12:05", 108_000: "1 day, 6:00:00"},
 }
 
 
@@ -61,9 +56,9 @@ def test_the_command_repeats_what_was_typed(typed: list[str], command: str) -> N
 
 def with_r(r: float, **draw: Any) -> SampledSteps:
     """Steps with these settings, and 32 rows and 1,000 tokens otherwise."""
-    counts = {"num_tokens": 1000, "num_whole_tokens": 1000, "ordinary": 1200}
     draw = {"batch_size": 32, "max_tokens": 1000, **draw}
-    return SampledSteps(draw=Draw(**draw), num_steps=1, scale=1.0, radix=round(1000 / r), **counts)
+    counts: dict[str, Any] = {"num_tokens": {"radix": 1000, "ordinary": 1000}, "num_rows": {"radix": round(1000 / r)}}
+    return SampledSteps(draw=Draw(**draw), num_steps=1, scale=1.0, **counts)
 
 
 @pytest.mark.parametrize(
@@ -98,17 +93,10 @@ BREAK = Break(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("saved", "with_others", "said"),
-    [
-        (1000, 1100, "epoch. Move"),
-        (1000, 0, "epoch; 0 once"),
-        (1000, 5000, "epoch; 5,000 once the others here are fix"),
-    ],
-)
-def test_what_a_fix_adds_to_the_others_is_said_if_it_is_another_figure(saved: int, with_others: int, said: str) -> None:
-    text = fix(BREAK._replace(tokens_saved=saved, tokens_with_others=with_others))
-    assert text.startswith("a date: fixing only this saves 1,000 computed tokens of an ") and said in text
+def test_what_a_fix_adds_to_the_others_is_said_if_it_is_another_figure() -> None:
+    for with_others, said in ((1100, "epoch. Move"), (0, "epoch; 0 once"), (5000, "epoch; 5,000 once the others")):
+        text = fix(BREAK._replace(tokens_saved=1000, tokens_with_others=with_others))
+        assert text.startswith("a date: fixing only this saves 1,000 computed tokens of an ") and said in text
 
 
 def tree_of(*texts: str) -> TextTree:
@@ -124,38 +112,18 @@ def report() -> DataReport:
         model="tiny",
         heading="2x as fast",
         summary=("2,014,000 tokens, of which about 504,000 are computed: r = 4.", "A step is predicted to run at 2x."),
-        facts={"rows": "7, 8 samples", "sources": f"a.jsonl: 5, {HOSTILE}: 2"},
+        facts={"rows": "7, 8 samples", "not read": f"{HOSTILE} (2 rows)"},
         tree=tree_of(*(f"You route [bold]\x1b[2J. {HOSTILE}{tail}" for tail in "abcd")),
-        tree_sample=" of 4 of the 7 conversations",
+        tree_sample="4 of the 7 conversations",
         command=f"radixtrain fit --a '{HOSTILE}'",
         breaks=(BREAK, *(BREAK._replace(cause=f"another {n}") for n in range(3))),
         hints=("a date: fixing only this saves 4,810,000 computed tokens.", "--data.batch_size=64: r = 8."),
-        notes=("r is counted on a sample of 16 steps.",),
-        environment=f"torch {HOSTILE}",
     )
 
 
-@pytest.fixture(scope="module")
-def bare() -> DataReport:
-    return DataReport(
-        title="a.jsonl",
-        model="tiny",
-        heading="r = 1",
-        summary=("3 tokens, none of them shared.",),
-        facts={"rows": "1"},
-        tree=tree_of("Hello."),
-        tree_sample="",
-        command="radixtrain fit",
-        breaks=(),
-        hints=(),
-        notes=(),
-        environment="",
-    )
-
-
-def in_terminal(report: DataReport, width: int = 100) -> str:
+def in_terminal(report: DataReport) -> str:
     file = StringIO()
-    print_report(report, screen(file=file, width=width, highlight=False))
+    print_report(report, screen(file=file, width=100, highlight=False))
     return file.getvalue()
 
 
@@ -183,56 +151,42 @@ def as_page(report: DataReport) -> str:
 
 
 @pytest.mark.parametrize("show", [in_terminal, as_page])
-@pytest.mark.parametrize(
-    ("is_bare", "parts"),
-    [
-        (False, [
-            *("2,014,000 tokens, of which about 504,000 are computed: r = 4. A step", "7, 8 samples", "a.jsonl: 5, "),
-            *("To train", "radixtrain fit", "Today is ", "2026-11-21", "train.jsonl:12"),
-            *("a date: fixing only this saves", "--data.batch_size=64: r = 8.", "r is counted on a sample of 16"),
-            *("The prefix tree of 4 of the 7 conversations", "then 4 branches", "You route [bold]"),
-        ]),
-        (True, ["3 tokens, none of them shared.", "Nothing was found", "To train"]),
-    ],
-)  # fmt: skip
-def test_sentences_and_numbers(
-    show: Callable[[DataReport], str], is_bare: bool, parts: list[str], report: DataReport, bare: DataReport
-) -> None:
-    text = " ".join(show(bare if is_bare else report).split())
+def test_sentences_and_numbers(show: Callable[[DataReport], str], report: DataReport) -> None:
+    parts = [
+        *("2,014,000 tokens, of which about 504,000 are computed: r = 4.", "A step is", "7, 8 samples", "(2 rows)"),
+        *("To train", "radixtrain fit", "Today is ", "2026-11-21", "train.jsonl:12", "--data.batch_size=64: r = 8."),
+        *("a date: fixing only this saves", "The prefix tree of 4 of the 7 conversations", "then 4 branches"),
+    ]
+    text = " ".join(show(report).split())
     assert [part for part in parts if part not in text] == [] and "None" not in text
+    bare = " ".join(show(replace(report, breaks=(), hints=())).split())
+    assert "Nothing was found" in bare and "What would help" not in bare
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_the_terminal(report: DataReport, width: int) -> None:
+def test_the_terminal(report: DataReport) -> None:
     """No line but the command is wider; what would help begins after 25 lines at most; texts are only texts."""
-    lines = in_terminal(replace(report, command="python -m radixtrain fit " + "x" * 200), width).splitlines()
-    assert all(len(line) <= width for line in lines if "x" * 200 not in line)
+    lines = in_terminal(replace(report, command="python -m radixtrain fit " + "x" * 200)).splitlines()
+    assert all(len(line) <= 100 for line in lines if "x" * 200 not in line)
     assert sum("x" * 200 in line for line in lines) == 1
     assert lines.index("What would help") < 25
     assert "\x1b" not in "".join(lines) and "\\x1b[2J" in "".join(lines)
 
 
-def test_the_page(report: DataReport, bare: DataReport) -> None:
+def test_the_page(report: DataReport) -> None:
     """What a row says is never an element. A long run is shortened until it is opened."""
     page = render(report)
     found = Tags(page)
     assert not {"img", "a", "iframe", "object", "script"} & set(found.tags)
     assert found.loaded == ["data:,"]  # the icon
     assert """content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">""" in page
-    # title, line above the heading, command, 4 examples, source, tree, environment
-    assert found.text.count(HOSTILE) == 10
+    # title, line above the heading, command, 4 examples, a column, tree
+    assert found.text.count(HOSTILE) == 9
     assert "end. ↵ ⇥Intents:" in " ".join(found.text.split())
     long = "x" * SHORT_TEXT + "y" * SHORT_TEXT
-    page = render(replace(bare, tree=tree_of(long, long)))
+    page = render(replace(report, tree=tree_of(long, long)))
     assert f"<pre>{long}</pre>" in page and f"<summary>{'x' * 104} … {'y' * 53}</summary>" in page
 
 
-def test_a_file_of_others_stays(report: DataReport, tmp_path: Path) -> None:
-    """A link is neither followed nor replaced. A lone surrogate is no reason to fail."""
+def test_a_lone_surrogate_is_no_reason_to_fail(report: DataReport, tmp_path: Path) -> None:
     write_page(replace(report, title="a\ud800b"), tmp_path / "b.html")
     assert "a?b" in (tmp_path / "b.html").read_text(encoding="utf-8")
-    (tmp_path / "other").write_text("mine")
-    (tmp_path / "a.html").symlink_to("other")
-    with pytest.raises(UserError, match="is there and radixtrain did not write it"):
-        write_page(report, tmp_path / "a.html")
-    assert (tmp_path / "other").read_text() == "mine" and (tmp_path / "a.html").is_symlink()

@@ -10,7 +10,7 @@ from rich.console import Group
 
 from radixtrain.data.datamodule import SFTData
 from radixtrain.errors import UserError
-from radixtrain.explain.row import find_row, sample_locations, shared_rows, show_row
+from radixtrain.explain.row import find_row, show_row
 
 
 @pytest.fixture
@@ -48,8 +48,7 @@ SHOWN: dict[str, Case] = {
     "no JSON": (['{"prompt": "a"'], {}, ['{"prompt": "a"', "refused: ", "not valid JSON: Expecting ',"], [COMPUTED]),
     "no UTF-8": (['{"prompt": "a\udcff"}'], {}, ["a\\xff", "refused: ", "not valid UTF-8: byte 0xff"], [COMPUTED]),
     "a role": ([BAD_ROLE], {}, ["Hi", "refused: ", "unknown role"], [COMPUTED]),
-    "a label": ([{"text": "a", "label": "spam"}], {}, ["spam", "refused: ", "label beside text"], [COMPUTED]),
-    "text": ([{"text": "a"}], {}, ["taken as: text", "rendered: plain text", "tokens: ", COMPUTED], ["refused"]),
+    "text": ([{"text": "a"}], {}, ["taken as: text", "plain text: ", COMPUTED], ["refused"]),
     "an id": (
         [{"input_ids": [5, -6, 99999], "labels": [-100, 7, 8]}],
         {},
@@ -60,12 +59,6 @@ SHOWN: dict[str, Case] = {
         [{"prompt": "a", "completion": "b" * 60}],
         {"max_length": 40},
         ["⟦" + "b" * 60, "refused: ", "tokens exceed max_length 40"],
-        [COMPUTED],
-    ),
-    "no loss": (
-        [{"input_ids": [5, 6], "labels": [-100, -100]}],
-        {},
-        ["tokens: 2, 0 with loss", "refused: ", "no token bears loss"],
         [COMPUTED],
     ),
     "a good row after a bad one": ([{"text": 5}, pair("x")], {}, [COMPUTED, "unknown, since the steps cannot be"], []),
@@ -79,10 +72,8 @@ SHOWN: dict[str, Case] = {
         [{"messages": TURNS}],
         {},
         [
-            "rendered 1 of 2: a turn",
-            "tokens 1 of 2: ",
-            "rendered 2 of 2: a turn",
-            "tokens 2 of 2: ",
+            "a turn of the assistant 1 of 2: ",
+            "a turn of the assistant 2 of 2: ",
             "step 0",
             "step 0",
         ],
@@ -97,13 +88,13 @@ SHOWN: dict[str, Case] = {
     "dropped": (
         [pair("x"), pair("x" * 60)],
         {"max_length": 30, "excess_length_strategy": "drop"},
-        ["dropped for their length: 1 of 1 samples"],
+        ["1 of 1 samples over max_length 30, with excess_length_strategy: drop"],
         [COMPUTED],
     ),
     "cut": (
         [pair("x" * 60)],
         {"max_length": 30, "excess_length_strategy": "truncate"},
-        ["cut to max_length, 30 tokens: 1 of 1 samples", COMPUTED],
+        ["1 of 1 samples over max_length 30, with excess_length_strategy: truncate", COMPUTED],
         [],
     ),
 }
@@ -124,15 +115,13 @@ def test_a_row_taken_for_validation(data_of: Callable[..., SFTData], shown: Call
     assert sum("not trained: data.val_size took the row for validation" in text for text in texts) == 2
 
 
-def test_rows_are_found_by_number_and_by_name(data_of: Callable[..., SFTData], tmp_path: Path) -> None:
-    data = data_of(pair("a"), "", "{", pair("b"))
+def test_rows_are_found_by_number_and_by_name(
+    data_of: Callable[..., SFTData], tmp_path: Path, shop: Path, shown: Callable[..., str]
+) -> None:
+    data = data_of(pair("a"), "", "{", pair("b"), validation_file=str(shop / "validation.jsonl"))
     where = f"{tmp_path}/chats.jsonl:4"
-    assert [find_row(data, row).where for row in (3, "3", "chats.jsonl:4", where)] == [where] * 4
+    assert [find_row(data, row).content.where for row in (3, "3", "chats.jsonl:4", where)] == [where] * 4
     assert find_row(data, 2).content.where.endswith("chats.jsonl:3")
-
-
-def test_a_row_of_another_file(data_of: Callable[..., SFTData], shop: Path, shown: Callable[..., str]) -> None:
-    data = data_of(pair("a"), validation_file=str(shop / "validation.jsonl"))
     text = shown(data, "validation.jsonl:2")
     assert "validation.jsonl:2: row 2 of data.validation_file" in text and "computed" not in text
 
@@ -141,7 +130,6 @@ def test_a_row_of_another_file(data_of: Callable[..., SFTData], shop: Path, show
     ("row", "message"),
     [
         (0, "row: data.train_file has the rows 1 to 2, got 0"),
-        (3, "row: data.train_file has the rows 1 to 2, got 3"),
         (
             "chats.jsonl:9",
             "row: no row 'chats.jsonl:9' in the files of the configuration; expected a number or file:line",
@@ -152,17 +140,6 @@ def test_a_row_of_another_file(data_of: Callable[..., SFTData], shop: Path, show
 def test_no_such_row(data_of: Callable[..., SFTData], row: int | str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         find_row(data_of(pair("a"), pair("b")), row)
-
-
-def test_what_a_sample_shares_adds_up_to_its_tokens(data_of: Callable[..., SFTData]) -> None:
-    data = data_of(*(pair(answer) for answer in ("a b", "a c", "d", "a b")), shuffle_dataset=False)
-    data.setup("inspect")
-    for conversation in data.conversations["train"]:
-        [(part, sequence)] = sample_locations(data, conversation[0].where)
-        firsts, lasts, others = zip(*shared_rows(part, sequence), strict=True)
-        rows = [row for first, last in zip(firsts, lasts, strict=True) for row in range(first, last + 1)]
-        assert part.batch["input_ids"][0][rows].tolist() == conversation[0].input_ids.tolist()
-        assert sorted(map(len, others), reverse=True) == [*map(len, others)]
 
 
 def test_it_is_printed_stage_by_stage(data_of: Callable[..., SFTData]) -> None:

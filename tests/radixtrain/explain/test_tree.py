@@ -10,7 +10,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from radixtrain.explain.tree import MAX_CHARACTERS, TextTree, run_tree
+from radixtrain.explain.tree import TextTree, run_tree
 
 FRUIT = ["red apple"] * 3 + ["red apricot", "red plum tree", "red plum tree"]
 
@@ -41,23 +41,6 @@ def test_lines(texts: list[str], most: int, lines: list[tuple], tokenizer: PreTr
         (line.depth, line.num_sequences, line.text, line.num_hidden) for line in tree_of(texts, tokenizer).lines(most)
     ]
     assert sorted(found) == sorted(lines) and found[:1] == lines[:1]
-
-
-def test_the_branch_that_saves_most_below_it_comes_first(tokenizer: PreTrainedTokenizerBase) -> None:
-    texts = ["along" + "x" * 30] * 3 + ["awide" + tail for tail in ("y" * 41, "z" * 40) for _ in range(2)]
-    assert [line.text[:4] for line in tree_of(texts, tokenizer).lines(9)] == ["a", "wide", "yyyy", "zzzz", "long"]
-
-
-def test_a_long_run_is_shortened_in_its_middle(tokenizer: PreTrainedTokenizerBase) -> None:
-    (line,) = tree_of(["begin" + " plum" * 500 + " end"] * 2, tokenizer).lines(9)
-    assert len(line.text) <= MAX_CHARACTERS and line.text.startswith("begin plum") and line.text.endswith("plum end")
-
-
-def test_a_conversation_of_many_turns_is_deep(tokenizer: PreTrainedTokenizerBase) -> None:
-    ids = np.arange(1500, dtype=np.int64) % 200
-    tree = TextTree([ids[:end] for end in range(1, 1500)], tokenizer)
-    assert max(line.depth for line in tree.lines(1500)) > 1000
-    assert sum(tree.saved[root] for root in tree.roots) == 1499 * 1500 // 2 - 1499
 
 
 @given(texts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=8))

@@ -52,7 +52,7 @@ TAKEN: dict[str, Callable[[Any], bool]] = {
 SECTIONS: dict[str, Callable[..., Any]] = {
     "model": lambda **given: ModelSettings("unread", **given),
     "data": DataSettings,
-    "evaluate_generation": AnswerSettings,
+    "evaluate_generation": lambda **given: AnswerSettings(do_sample=True, **given),
     "": lambda **given: RunSettings(model=ModelSettings("unread"), **given),
 }
 

@@ -26,18 +26,9 @@ def settings(**changes: Any) -> SimpleNamespace:
     )
 
 
-@pytest.mark.parametrize(
-    ("limits", "expected"),
-    [
-        pytest.param({"max_epochs": 3}, 30, id="epochs"),
-        pytest.param({"max_epochs": 3, "max_steps": 7}, 7, id="steps end it first"),
-        pytest.param({"max_epochs": 3, "max_steps": 70}, 30, id="epochs end it first"),
-        pytest.param({"max_epochs": -1, "max_steps": 70}, 70, id="steps only"),
-    ],
-)
-def test_steps_of_a_run(limits: dict[str, Any], expected: int) -> None:
-    trainer = SimpleNamespace(**{"max_steps": -1, **limits})
-    assert num_steps_of_run(trainer, 10) == expected
+@pytest.mark.parametrize(("epochs", "steps", "expected"), [(3, -1, 30), (3, 7, 7), (3, 70, 30), (-1, 70, 70)])
+def test_steps_of_a_run(epochs: int, steps: int, expected: int) -> None:
+    assert num_steps_of_run(SimpleNamespace(max_epochs=epochs, max_steps=steps), 10) == expected
 
 
 def test_only_matrices_decay_and_only_what_is_trained() -> None:

@@ -15,10 +15,8 @@ from tiers import FULL
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from radixtrain.__main__ import main
-from radixtrain.collators.steps import StepCollator
 from radixtrain.errors import UserError
 from radixtrain.training.answers.predictions import PredictionWriter
-from radixtrain.training.module import RadixModule
 from radixtrain.verification.oracle import float64_arithmetic
 
 INSTRUCTION = "You name the shelf of a thing in the shop. Fruit is on shelf one, tools on shelf two. " * 4
@@ -118,29 +116,6 @@ def test_answers_to_questions(predict: Predict, shop: Path, capsys: pytest.Captu
     assert line.startswith("r  ") and "tokens of prompts per computed token" in line and "answers/s" in line
 
 
-def test_adapters(shop: Path) -> None:
-    """LoRA with weights that matter, on unique tokens and on padded rows, against calls of the adapted model."""
-    pytest.importorskip("peft", reason="pip install peft")
-    features = [{"input_ids": [7, 8, 9, 10, last], "labels": [-100] * 4 + [last]} for last in (11, 12, 11)]
-    found = []
-    for dedup in (True, False):
-        torch.manual_seed(0)
-        options = {"dtype": "float64", "use_peft": True, "lora_r": 2, "dedup": dedup}
-        module = RadixModule(str(shop / "model"), **options)
-        module.configure_model()
-        module.eval()
-        with torch.no_grad():
-            for name, parameter in module.model.named_parameters():
-                parameter.add_(0.1 if "lora_B" in name else 0)
-        found.append(module.predict_step(StepCollator(dedup=dedup, merge_labels=False)(features), 0))
-    for records in found:
-        for record, feature in zip(records, features, strict=True):
-            last = feature["input_ids"][-1]
-            logits = module.model(torch.tensor([feature["input_ids"]])).logits[0, 3]
-            assert record.pop("row") is None
-            assert_equal([record], [{"tokens": [last], "logprobs": [logits.log_softmax(-1)[last].item()]}])
-
-
 def test_the_closing_lines(
     predict: Predict, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -172,8 +147,8 @@ def test_what_ends_the_run_before_it_writes(arguments: Any, tmp_path: Path, caps
 
 
 def test_a_number_that_is_not_finite_is_not_written(tmp_path: Path) -> None:
-    writer = PredictionWriter(tmp_path)
     for name, value in (("logprobs", [-0.5, math.nan]), ("logprob", -math.inf)):
-        with pytest.raises(UserError, match=f"predict: {name} of a.jsonl:3 is not finite"):
-            writer.on_predict_batch_end(None, None, [{"row": "a.jsonl:3", name: value}], None)  # type: ignore[arg-type]
+        writer = PredictionWriter(tmp_path)
+        with pytest.raises(UserError, match=f"predict: {name} of a.jsonl:3 is not finite"), writer.writing():
+            writer.add([{"row": "a.jsonl:3", name: value}], None)
         assert not writer.path.exists()

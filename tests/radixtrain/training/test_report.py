@@ -13,8 +13,8 @@ from outcomes import logged, names, summary
 from radixtrain.__main__ import main
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.tokens.tokenization import load_tokenizer
-from radixtrain.explain.report import ratio
-from radixtrain.training.start.run_overview import data_entries, sharing_entries
+from radixtrain.explain.report import rounded
+from radixtrain.training.start.run_overview import data_entries, sharing_entry
 
 Arguments = Callable[..., list[str]]
 
@@ -85,17 +85,17 @@ def thinking_chat(number: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("logs", "keeps", "num_changed"),
+    ("logs", "keeps"),
     [
-        ([[agent_chat(number)] for number in range(5)], True, 0),
-        ([nested_log(number) for number in range(3)], True, 0),
-        ([[thinking_chat(number)] for number in range(5)], False, 15),
+        ([[agent_chat(number)] for number in range(5)], True),
+        ([nested_log(number) for number in range(3)], True),
+        ([[thinking_chat(number)] for number in range(5)], False),
     ],
     ids=["tools", "nested logs", "thinking"],
 )
 def test_chats_are_compared_with_whole_chats_too(
     arguments: Arguments, shop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    logs: list[list[dict[str, Any]]], keeps: bool, num_changed: int,
+    logs: list[list[dict[str, Any]]], keeps: bool,
 ) -> None:  # fmt: skip
     """In one step: against tokens that are counted here, as a trainer without sharing has them.
 
@@ -126,28 +126,26 @@ def test_chats_are_compared_with_whole_chats_too(
     flags = {f"data__{name}": value for name, value in data.items()}
     assert main(arguments("report", **flags, data__train_file=file, max_seconds=0)) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert (
-        f"{sum(map(len, whole)):,} tokens as whole chats, {sum(map(len, turns)):,} tokens as their {len(turns)}" in text
-    )
+    counted = f"{sum(map(len, whole)):,} tokens as whole chats, {sum(map(len, turns)):,} tokens as their turns"
+    assert f"{counted}, of which {computed:,} are computed" in text
     assert f"{num_labels:,} tokens bear loss" in text
     found = re.search(r"r = ([\d.]+) against whole chats, as TRL trains them, ([\d.]+) against the same rows", text)
     assert found and list(map(float, found.groups())) == pytest.approx([of_chats, of_rows], rel=0.006)
-    assert (f"{num_changed} of {len(turns)} turns" if num_changed else "No turn has other tokens") in text
     of_fit = SFTData(str(file), **data, model_name_or_path=str(shop / "model"))
     of_fit.setup("fit")
-    assert f"about {of_chats:.1f} tokens" in dict(sharing_entries(of_fit))["r"]
-    assert f"whole chats, as TRL trains them, {of_rows:.1f} against" in dict(sharing_entries(of_fit))["r"]
+    _, said = sharing_entry(of_fit)
+    assert f"about {of_chats:.1f} tokens" in said and f"as TRL trains them, {of_rows:.1f} against" in said
     page = (tmp_path / "out" / "report.html").read_text("utf-8")
-    assert f"r = {ratio(of_chats)} against whole chats" in page
+    assert f"r = {rounded(of_chats)} against whole chats" in page
     assert main(arguments("inspect", **flags, data__train_file=file)) == 0
     shown = dict(re.findall(r"^(r\b.*?)  +([\d.]+) ", capsys.readouterr().out, re.MULTILINE))
-    assert shown == {"r": f"{of_chats:.2f}", "r, same rows": f"{of_rows:.2f}"}
+    assert shown == {"r": f"{of_rows:.2f}"}
 
 
 def test_what_is_not_read_and_what_is_there_twice_is_said(
     arguments: Arguments, shop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By report, inspect and fit: a column, turns after the last answer, copies; and chats without a system turn."""
+    """A column and turns after the last answer, also by fit; copies, and chats without a system turn."""
     rows = [json.loads(line) for line in (shop / "train.jsonl").read_text("utf-8").splitlines()[:8]]
     for row in rows[:4]:
         row["messages"] = [*row["messages"], {"role": "user", "content": "bye"}]
@@ -166,17 +164,11 @@ def test_what_is_not_read_and_what_is_there_twice_is_said(
         f"8 of 16 conversations are copies of others, and count in r: in random steps without them r is about {r:.1f}"
     )
     unread = "id (16 rows), turns after the last answer (8 rows)"
-    entries = data_entries(corpus, of_fit.reports["train"], None, []) + sharing_entries(of_fit)
-    assert dict(entries)["columns"] == f"not used: {unread}" and dict(entries)["copies"] == copies
-    for command, said in (
-        ("report", [f"not read {unread}", f"copies {copies}"]),
-        ("inspect", [f"all rows: {unread}", copies]),
-    ):
-        only = {"max_seconds": 0} if command == "report" else {}
-        assert main(arguments(command, **flags, **only, data__train_file=file)) == 0
-        text = " ".join(capsys.readouterr().out.split())
-        assert all(each in text for each in said)
-        assert ("--data.system_prompt=TEXT: 8 of the chats begin with no system turn" in text) == bool(only)
+    assert dict(data_entries(corpus, of_fit.reports["train"], None))["columns"] == f"not used: {unread}"
+    assert main(arguments("report", **flags, max_seconds=0, data__train_file=file)) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"not read {unread}" in text and f"copies {copies}" in text
+    assert "--data.system_prompt=TEXT: 8 of the chats begin with no system turn" in text
 
 
 def test_a_run_has_one_baseline(

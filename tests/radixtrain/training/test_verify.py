@@ -2,11 +2,10 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from same_step import with_wrong_keys
 from tiers import FULL, cases
-from wrong_keys import with_wrong_keys
 
 from radixtrain.__main__ import main
 
@@ -37,23 +36,6 @@ def test_lora_is_filled_so_that_all_of_it_is_tested(arguments: Arguments, capsys
 
 
 @FULL
-@pytest.mark.parametrize(
-    ("flags", "rungs"),
-    [
-        ({"trainer__precision": "bf16-mixed"}, ["float64", "float32", "bfloat16"]),
-        ({"model__dtype": "bfloat16"}, ["float64", "float32", "bfloat16"]),
-        ({"model__attention": "path"}, ["float64", "float32"]),
-    ],
-)
-def test_the_precision_of_the_run_is_a_rung(
-    arguments: Arguments, capsys: pytest.CaptureFixture[str], flags: dict[str, Any], rungs: list[str]
-) -> None:
-    assert main(arguments("verify", **flags)) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines if line.endswith(" equal")] == rungs
-
-
-@FULL
 def test_weights_of_a_checkpoint_under_the_settings_that_were_typed(
     arguments: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -61,18 +43,6 @@ def test_weights_of_a_checkpoint_under_the_settings_that_were_typed(
     ckpt_path = tmp_path / "out" / "checkpoints" / "last"
     assert main(arguments("verify", ckpt_path=ckpt_path, trainer__precision="bf16-mixed")) == 0
     assert "bfloat16" in capsys.readouterr().out
-    assert main(arguments("verify", ckpt_path=tmp_path / "none.ckpt")) == 1
-    assert "no such checkpoint" in capsys.readouterr().err
-
-
-def test_another_model(arguments: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("peft", reason="pip install peft")
-    assert main(arguments("fit", trainer__max_steps=1)) == 0
-    flags = {"ckpt_path": tmp_path / "out" / "checkpoints" / "last", "output_dir": tmp_path / "other"}
-    assert main(arguments("verify", **flags, model__use_peft=True)) == 1
-    error = capsys.readouterr().err
-    assert "error: ckpt_path: model.use_peft was false and is true, which would change the model" in error
-    assert "Traceback" not in error
 
 
 def test_the_first_sequences_of_a_step(arguments: Arguments, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from branches import FEATURES
+from plans import FEATURES
 from tiny_models import tiny_model
 
 from radixtrain import RadixCollator, share_prefixes, verify_equivalence

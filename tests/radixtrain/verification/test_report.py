@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from branches import FEATURES
+from plans import FEATURES
 
 from radixtrain.verification.equivalence import compare_gradients, verify_equivalence
 from radixtrain.verification.oracle import Gradients

@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from radixtrain import share_prefixes
 from radixtrain.data.prompts import Prompt
 from radixtrain.errors import UserError
+from radixtrain.settings.commands import AnswerSettings
 from radixtrain.training.answers import answering
-from radixtrain.training.answers.answering import AnswerOptions, answer_prompts, check_answering
+from radixtrain.training.answers.answering import answer_prompts, check_answering, fields_of_config
 from radixtrain.training.answers.predictions import PredictedAnswers
 from radixtrain.verification.oracle import float64_arithmetic
 
@@ -48,7 +49,7 @@ def prompts(tokenizer):
 
 
 def answers(model, prompts, tokenizer, **options):
-    found = answer_prompts(model, prompts, tokenizer, AnswerOptions(**options), logprobs=True)
+    found = answer_prompts(model, prompts, tokenizer, AnswerSettings(**options), logprobs=True)
     assert found.num_prompt_tokens == sum(len(prompt.token_ids) for prompt in prompts) and found.seconds > 0
     return found
 
@@ -56,7 +57,6 @@ def answers(model, prompts, tokenizer, **options):
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_new_tokens": 12},
         {"max_new_tokens": 12, "batch_size": 2},
         {"max_new_tokens": 6, "generation_kwargs": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}},
         {"max_new_tokens": 4, "generation_kwargs": {"min_new_tokens": 4}},
@@ -109,7 +109,7 @@ def test_draws_depend_on_the_seed(model, tokenizer, prompts):
 def test_a_model_with_a_recurrent_state_answers_by_transformers_own_way(tiny_hybrid, tokenizer, caplog):
     model = tiny_hybrid("Qwen3.5").eval()
     prompts = [Prompt(np.arange(start, 9), np.arange(0), f"a:{start}") for start in (1, 3)]
-    check_answering(model, tokenizer, prompts, AnswerOptions(max_new_tokens=3))
+    check_answering(model, tokenizer, prompts, AnswerSettings(max_new_tokens=3))
     assert re.search(r"each prompt is computed by itself, .* Qwen3_5ForCausalLM has recurrent layers", caplog.text)
     found = answers(model, prompts, tokenizer, max_new_tokens=3, generation_kwargs={"eos_token_id": None})
     for prompt, answer in zip(prompts, found.answers, strict=True):
@@ -126,7 +126,7 @@ def test_what_only_generate_knows_is_an_error_of_the_user(model, tokenizer, prom
     with pytest.raises(UserError, match=r"^evaluate_generation: .*top_k"):
         answers(model, prompts, tokenizer, max_new_tokens=2, do_sample=True, generation_kwargs={"top_k": -1})
     for name, message in (("temprature", "did you mean temperature"), ("output_attentions", "is not supported")):
-        options = AnswerOptions(max_new_tokens=2, generation_kwargs={name: True})
+        options = AnswerSettings(max_new_tokens=2, generation_kwargs={name: True})
         with pytest.raises(UserError, match=f"^evaluate_generation: .*{name}.*{message}"):
             check_answering(model, tokenizer, prompts, options)
 
@@ -137,7 +137,7 @@ def test_what_only_generate_knows_is_an_error_of_the_user(model, tokenizer, prom
 @pytest.fixture
 def predicted():
     predicted = PredictedAnswers()
-    predicted.options = AnswerOptions(max_new_tokens=2)
+    predicted.options = AnswerSettings(max_new_tokens=2)
     return predicted
 
 
@@ -165,7 +165,7 @@ def test_records_are_those_of_a_single_batch_and_the_shared_beginning_is_compute
 )
 def test_what_is_refused(given, message):
     with pytest.raises(UserError, match=f"^evaluate_generation.*{message}"):
-        AnswerOptions(**given)
+        AnswerSettings(**given)
 
 
 def test_the_fields_of_a_generation_config(shop):
@@ -176,16 +176,12 @@ def test_the_fields_of_a_generation_config(shop):
     model = nn.Module()
     model.generation_config = GenerationConfig(eos_token_id=[end, 99])
     prompts = [Prompt(np.array([5]), np.array([6, turn]), "a:1")]
-    options = AnswerOptions(do_sample=True, temperature=0.5, generation_kwargs={"top_p": 0.9})
-    assert options.fields(tokenizer, model, prompts) == {
+    options = AnswerSettings(do_sample=True, temperature=0.5, generation_kwargs={"top_p": 0.9})
+    assert fields_of_config(options, tokenizer, model, prompts) == {
         **{"max_new_tokens": 256, "do_sample": True, "temperature": 0.5, "top_p": 0.9},
         "eos_token_id": sorted([end, turn, 99]),
     }
-    assert options.fields(tokenizer, nn.Module(), prompts)["eos_token_id"] == sorted([end, turn])
-
-
-def test_an_answer_needs_an_end(shop):
-    tokenizer = AutoTokenizer.from_pretrained(shop / "model")
+    assert fields_of_config(options, tokenizer, nn.Module(), prompts)["eos_token_id"] == sorted([end, turn])
     tokenizer.eos_token, tokenizer.chat_template = None, None
     with pytest.raises(UserError, match="neither the model nor its tokenizer has an end-of-sequence token"):
-        AnswerOptions().fields(tokenizer, nn.Module(), [])
+        fields_of_config(options, tokenizer, nn.Module(), [])

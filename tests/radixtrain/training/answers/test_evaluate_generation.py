@@ -115,29 +115,17 @@ def test_wandb_gets_a_table(run, tmp_path):
     ("flags", "message"),
     [
         ({"metric": "regex", "pattern": "[0-9]"}, "finds nothing in 5 of 5 targets, first in that of"),
-        ({"num_samples": 0}, "evaluate_generation.num_samples must be at least 1, or null"),
         ({"generation_kwargs": "{top_pp: 1}"}, "top_pp"),
         ({"generation_kwargs": "{output_attentions: true}"}, "output_attentions=True is not supported"),
     ],
 )
 def test_what_is_refused_before_anything_is_written(run, tmp_path, capsys, flags, message):
-    flags = {"metric": "contains", **flags}
-    assert run(**{f"evaluate_generation__{name}": value for name, value in flags.items()}) == 1
+    flags = {f"evaluate_generation__{name}": value for name, value in {"metric": "contains", **flags}.items()}
+    assert run(**flags) == 1
     assert re.search(message, capsys.readouterr().err.splitlines()[-1])
+    assert run(**flags, data__validation_file=None) == 1
+    assert "evaluate_generation needs rows: set data.validation_file or data.val_size" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_a_run_without_validation_rows(run, capsys, tmp_path):
-    assert run(data__validation_file=None, **GREEDY) == 1
-    expected = "error: evaluate_generation needs rows: set data.validation_file or data.val_size\n"
-    assert capsys.readouterr().err.endswith(expected) and not (tmp_path / "out").exists()
-
-
-@FULL
-def test_rows_of_the_training_file(run, tmp_path):
-    """`data.val_size` takes them out; the rows that are judged are those."""
-    assert run(data__validation_file=None, data__val_size=4, trainer__max_steps=4, **GREEDY) == 0
-    assert len(table(tmp_path / "out" / "answers" / "step=4.csv")) == 4
 
 
 @FULL
@@ -163,17 +151,3 @@ def test_a_function_that_fails_does_so_before_the_first_step(run, tmp_path, monk
     captured = capsys.readouterr()
     assert "f failed at" in captured.err and "broken_metric.py:2: IndexError" in captured.err
     assert not (tmp_path / "out" / "checkpoints").exists()
-
-
-KINDS = {
-    "bf16-mixed": {"trainer__precision": "bf16-mixed"},
-    "64-true": {"trainer__precision": "64-true"},
-    "adapters": {"model__use_peft": "true", "model__lora_r": 2},
-}
-
-
-@FULL
-@pytest.mark.parametrize("kind", KINDS)
-def test_in_the_precision_of_the_run_and_with_adapters(run, tmp_path, kind):
-    assert run(trainer__max_steps=5, **KINDS[kind], **GREEDY) == 0
-    assert len(table(tmp_path / "out" / "answers" / "step=5.csv")) == 5

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from radixtrain.errors import UserError
-from radixtrain.training.answers.metrics import load_metric
+from radixtrain.training.answers.evaluate_generation import load_metric
 
 
 def rows(count):
@@ -56,10 +56,10 @@ def test_a_function_of_the_user(module):
     ("body", "message"),
     [
         ("return 1 / 0", r"f failed at .*shelf_metrics\.py:2: ZeroDivisionError: division by zero$"),
-        ("return None", "f must return a list with a number for each of 2 answers, found NoneType None$"),
-        ("return 0.5", "f must return a list with a number for each of 2 answers, found float 0.5$"),
-        ("return [1.0]", "f must return a list with a number for each of 2 answers, found 1 numbers"),
-        ("return [1.0, float('nan')]", "f must return a list .* of 2 answers, found one that is not finite"),
+        ("return None", "f must return a list with a finite number for each of 2 answers, found NoneType None$"),
+        ("return 0.5", "f must return a list with a finite number for each of 2 answers, found float 0.5$"),
+        ("return [1.0]", r"f must return a list with a finite number for each of 2 answers, found list \[1.0\]"),
+        ("return [1.0, float('nan')]", "f must return a list .* of 2 answers, found list"),
         ("return ['good', 'bad']", r"f must return a list .* of 2 answers, found list \['good', 'bad'\]$"),
     ],
 )

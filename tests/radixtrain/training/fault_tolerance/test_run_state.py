@@ -1,6 +1,6 @@
-"""What the random generators would draw next is kept and set."""
+"""What the random generators would draw next is kept and set; weights are loaded if they are this model's."""
 
-import copy
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -23,55 +23,40 @@ from radixtrain.training.fault_tolerance.run_state import (
 from radixtrain.training.module import RadixModule
 
 
-def test_random_generators_go_on_where_they_were():
+def test_random_generators_go_on_where_they_were() -> None:
     def drawn() -> list[float]:
         return [random.random(), random.gauss(0, 1), *np.random.rand(2), np.random.randn(), *torch.rand(3).tolist()]  # noqa: NPY002
 
     drawn()
-    states = copy.deepcopy(generator_states())
+    states = json.loads(json.dumps(generator_states()))
     first = drawn()
     assert drawn() != first
     set_generator_states(states)
     assert drawn() == first
 
 
-def pretend_cuda(monkeypatch: pytest.MonkeyPatch, num_devices: int, is_initialized: bool) -> list[torch.Tensor]:
-    """A machine with so many CUDA devices. Returns the states that are set, in order."""
-    given: list[torch.Tensor] = []
+@pytest.mark.parametrize(
+    ("was", "now", "is_initialized", "said"),
+    [
+        (2, 2, True, ""),
+        (1, 2, True, "the run was on 1 CUDA devices and is on 2: dropout will draw"),
+        (0, 8, False, ""),  # on the CPU of a machine with GPUs, perhaps in a forked process, which could not start them
+    ],
+)
+def test_cuda(monkeypatch: Any, caplog: Any, was: int, now: int, is_initialized: bool, said: str) -> None:
+    """Every device goes on, and none is started."""
+    given: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_initialized)
     for module in (torch.cuda, torch.cuda.random):
-        monkeypatch.setattr(module, "device_count", lambda: num_devices)
-    states = [torch.tensor([7 + number], dtype=torch.uint8) for number in range(num_devices)]
+        monkeypatch.setattr(module, "device_count", lambda: now)
+    states = [torch.tensor([7 + number], dtype=torch.uint8) for number in range(now)]
     monkeypatch.setattr(torch.cuda.random, "get_rng_state", lambda device="cuda": states[device])
-    monkeypatch.setattr(torch.cuda.random, "set_rng_state", lambda state, device="cuda": given.append(state))
-    return given
-
-
-def test_every_cuda_device_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = pretend_cuda(monkeypatch, 2, is_initialized=True)
-    states = generator_states()
-    assert states["cuda"] == ["07", "08"]
-    set_generator_states(states)
-    assert [int(state) for state in given] == [7, 8]
-
-
-def test_cuda_is_not_started(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """A run on the CPU of a machine with GPUs, perhaps in a forked process, which could not start it."""
-    given = pretend_cuda(monkeypatch, 8, is_initialized=False)
-    states = generator_states()
-    assert states["cuda"] == []
-    set_generator_states(states)
-    assert not given and not caplog.text
-
-
-def test_another_number_of_cuda_devices_is_said(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    states = generator_states()
-    given = pretend_cuda(monkeypatch, 2, is_initialized=True)
-    set_generator_states({**states, "cuda": ["00" * 16]})
-    assert "the run was on 1 CUDA devices and is on 2: dropout will draw" in caplog.text and not given
+    monkeypatch.setattr(torch.cuda.random, "set_rng_state", lambda state, device="cuda": given.append(int(state)))
+    kept = generator_states()
+    assert kept["cuda"] == (["07", "08"] if is_initialized else [])
+    set_generator_states({**kept, "cuda": kept["cuda"][:was]})
+    assert given == ([7, 8] if was == now else []) and said in caplog.text and bool(said) == bool(caplog.text)
 
 
 @pytest.fixture
@@ -79,9 +64,8 @@ def module(shop: Path) -> RadixModule:
     """With adapters that change something."""
     module = RadixModule(str(shop / "model"), use_peft=True, lora_r=2)
     module.configure_model()
-    for weight in module.parameters():
-        if weight.requires_grad:
-            torch.nn.init.normal_(weight, std=0.2)
+    for weight in trained_weights(module).values():
+        torch.nn.init.normal_(weight, std=0.2)
     return module
 
 
@@ -108,15 +92,14 @@ def test_what_is_not_exported(checkpoint: Checkpoint, tmp_path: Path, capsys: An
 
 @pytest.mark.parametrize("change", ["one is missing", "one too many", "another shape", "said to be whole"])
 def test_other_weights_are_refused(module: RadixModule, checkpoint: Checkpoint, change: str) -> None:
-    weights = checkpoint.weights
-    name = next(iter(weights))
+    name = next(iter(checkpoint.weights))
     other = next(each for each in module.state_dict() if ".lora_" not in each)
     if change == "one is missing":
-        del weights[name]
+        del checkpoint.weights[name]
     elif change == "one too many":
-        name, weights[other] = other, module.state_dict()[other]
+        name, checkpoint.weights[other] = other, module.state_dict()[other]
     elif change == "another shape":
-        weights[name] = torch.zeros(1)
+        checkpoint.weights[name] = torch.zeros(1)
     else:
         name, checkpoint.run["base"] = other, None
     before = {each: weight.clone() for each, weight in module.state_dict().items()}

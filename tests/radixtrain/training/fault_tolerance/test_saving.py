@@ -24,39 +24,35 @@ def test_every_few_minutes(tmp_path, monkeypatch):
     assert written(tmp_path) == ["step=3"]
 
 
-@pytest.mark.parametrize(("is_enabled", "writes"), [(False, []), (True, ["step=3"])])
-def test_a_stop_between_two_steps(tmp_path, is_enabled, writes):
-    """A run without checkpoints says so."""
+@pytest.mark.parametrize(
+    ("steps", "is_enabled", "writes", "said"),
+    [
+        (3, True, ["step=3"], "after step 3, which is saved"),
+        (3, False, [], "after step 3: nothing was saved, since trainer.enable_checkpointing is false"),
+        (0, True, [], "before the first step: nothing to save"),
+    ],
+)
+def test_a_stop_between_two_steps(tmp_path, steps, is_enabled, writes, said):
     trainer = CountingTrainer(tmp_path, is_enabled=is_enabled).start()
-    trainer.steps(3)
+    trainer.steps(steps)
     trainer.requests.stop = TERM
-    with pytest.raises(Stopped, match="stopped by SIGTERM after step 3") as stopped:
+    with pytest.raises(Stopped, match=f"stopped by SIGTERM {said}") as stopped:
         trainer.steps(1)
-    assert stopped.value.code == 143
-    assert written(tmp_path) == writes
-    assert ("which is saved" if writes else "nothing was saved") in str(stopped.value)
+    assert stopped.value.code == 143 and written(tmp_path) == writes
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])
 def test_a_stop_of_a_run_that_goes_on_from_elsewhere(tmp_path, is_enabled):
     """Before a new step, what it came from is what is saved; after one, only a new checkpoint is."""
     trainer = CountingTrainer(tmp_path, is_enabled=is_enabled)
-    trainer.module.position, trainer.ckpt_path = Position(4, 4), "elsewhere/step=4"
-    trainer.saver.on_fit_start(trainer, trainer.module)
+    trainer.module.position = Position(4, 4)
+    trainer.saver.begin("elsewhere/step=4")
     trainer.start().requests.stop = TERM
     with pytest.raises(Stopped, match="after step 4, which is saved; resume with --ckpt_path elsewhere/step=4"):
         trainer.steps(1)
     trainer.module.position = Position(5, 5)
     with pytest.raises(Stopped, match="step=5" if is_enabled else "nothing was saved, since"):
         trainer.steps(1)
-
-
-def test_a_stop_before_the_first_step(tmp_path):
-    trainer = CountingTrainer(tmp_path).start()
-    trainer.requests.stop = TERM
-    with pytest.raises(Stopped, match="before the first step: nothing to save"):
-        trainer.steps(1)
-    assert written(tmp_path) == []
 
 
 def test_errors_that_leave_no_checkpoint(tmp_path):
