@@ -154,7 +154,7 @@ def _first_verdict(backbone: Any, head: Any, progress: Progress, allowed: Collec
 
 def _say_whole(decoder: nn.Module, reason: str) -> None:
     name = type(decoder).__name__
-    logger.warning("%s computes every sequence from its first token on in recurrent layers: it %s", name, reason)
+    logger.warning("%s computes every sequence from its first token on in recurrent layers: %s", name, reason)
 
 
 def _arithmetic(decoder: Any) -> Hashable:
