@@ -8,6 +8,7 @@ Jinja escapes them, and the page's content security policy allows no script and 
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -104,6 +105,9 @@ def make_report(data: StepData, setup: RunSetup, typed: Sequence[str] = (), max_
             f"{duration(own.scale * seconds['radix'])}. Timed on {layers} of {setup.num_layers} layers with random "
             f"weights."
         )
+        if (load := os.getloadavg()[0]) > (os.cpu_count() or 1):
+            speedup = None
+            speed += f" The machine was busy (load {load:.0f}), so this is uncertain: run it again when it is idle."
     except UserError as error:
         speed = f"The speed-up on this machine was not predicted: {error}."
     tokenizer = data.encoder().tokenizer
