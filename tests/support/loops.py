@@ -1,9 +1,10 @@
-"""A loop of `fit` that writes nothing and shows nothing."""
+"""A loop of `fit` that shows nothing, and writes into a temporary folder."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 from lightning.fabric import Fabric
@@ -25,7 +26,7 @@ def loop_on(count: int = 1, strategy: str = "ddp", **settings: Any) -> Loop:
     kind = Sharded if strategy == "fsdp2" else DDPStrategy
     several: dict[str, Any] = {"strategy": kind(timeout=timedelta(minutes=5)), "devices": count} if count > 1 else {}
     fabric = Fabric(accelerator="cpu", **{"devices": 1, **several})
-    folder = Path("nowhere")
+    folder = Path(mkdtemp())
     record = Record(folder, SaveCheckpoints(folder / "checkpoints", Requests(folder), is_enabled=False))
     given = TrainerSettings(**{"enable_progress_bar": False, **settings})
     return Loop(fabric, given, folder, [], EvaluateGeneration(), {}, record=record)
