@@ -87,24 +87,8 @@ def added_bytes(model: nn.Module, run: Callable[[], object], trains: bool = True
     return peak_bytes(run, next(model.parameters()).device)
 
 
-def held_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Return the bytes that torch has allocated on `device` since before `run`, while its result lives.
-
-    A loss holds what its backward pass needs. Counted as by `peak_bytes`.
-    """
-    if device.type != "cuda":
-        return sum(_cpu_changes(run))
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    result = run()
-    torch.cuda.synchronize(device)
-    held = torch.cuda.memory_allocated(device) - before
-    del result
-    return held
-
-
 def _cpu_changes(run: Callable[[], object]) -> list[int]:
-    """List the bytes of each allocation, negative for each free, in order. The result lives until the end."""
+    """List the bytes of each allocation, negative for each free, in order."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler says on stderr that it starts and stops
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = run()

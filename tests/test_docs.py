@@ -30,10 +30,10 @@ from radixtrain.collators.prefix_sampler import ratio_of_batches
 from radixtrain.collators.token_row import TokenRow
 from radixtrain.commands.help import all_keys
 from radixtrain.data.chat import ChatEncoder, UnlabelledEncoder
+from radixtrain.data.columns import PAIRS
 from radixtrain.data.files.rows import OURS
 from radixtrain.data.files.sources import TABLES as OF_TABLES
 from radixtrain.data.files.sources import TEXTS, Source, as_sources, read_rows
-from radixtrain.data.messages import PAIRS
 from radixtrain.errors import UserError
 from radixtrain.settings.commands import Doctor, Export, RunSettings, Verify
 from radixtrain.settings.fields import Key, parts_of

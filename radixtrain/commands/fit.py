@@ -9,10 +9,8 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import fields
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 from lightning.fabric.utilities.seed import seed_everything
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from radixtrain.commands import EVALUATING
 from radixtrain.commands.before_reading import (
@@ -32,13 +30,12 @@ from radixtrain.settings.commands import RunSettings
 from radixtrain.settings.fields import value_of
 from radixtrain.settings.read import PRINT, as_tree, print_settings, read
 from radixtrain.training.answers.evaluate_generation import OWN_METRICS, EvaluateGeneration
-from radixtrain.training.devices.fabric import fabric_of
+from radixtrain.training.devices.fabric import fabric_of, sp_size_of
 from radixtrain.training.devices.launch import launch, leaving_together, meet, one_rank_reports
 from radixtrain.training.devices.launcher_env import ON_SEVERAL, default_devices, is_launched, launcher_env
-from radixtrain.training.devices.settings import sp_size_of
 from radixtrain.training.fault_tolerance import slurm
 from radixtrain.training.fault_tolerance.failures import explain, last_checkpoint, raise_file_limit
-from radixtrain.training.fault_tolerance.run_folder import check_output_dir, locked, logs_of_run, rename_earlier_run
+from radixtrain.training.fault_tolerance.run_folder import check_output_dir, locked, rename_earlier_run
 from radixtrain.training.fault_tolerance.run_state import template_date
 from radixtrain.training.fault_tolerance.saving import SaveCheckpoints
 from radixtrain.training.fault_tolerance.signals import Requests
@@ -102,8 +99,7 @@ class Command:
         loggers = make_loggers(config, self.output_dir)
         if config.max_epochs is None and config.max_steps == -1:
             config.max_epochs = DEFAULT_EPOCHS
-        with slurm.hidden():
-            fabric = fabric_of(settings, self.name)
+        fabric = fabric_of(settings, self.name)
         self.requests = Requests(self.output_dir)
         self.evaluation = EvaluateGeneration(**vars(settings.evaluate_generation))
         self.evaluation.interruptible = self.requests.at_once
@@ -136,7 +132,7 @@ class Command:
             try:
                 meet(self.runner.strategy, self.timeout, partial(described_start, self.settings))
                 self.ckpt_path, written = ranks().broadcast_from_rank0(lambda: self._prepare(stack), long_timeout=True)
-                self._run_prepared(written, stack)
+                self._run_prepared(written)
             except Exception as error:
                 if told := explain(error, self.output_dir if self.name == "fit" else None):
                     raise UserError(told) from error
@@ -169,10 +165,10 @@ class Command:
                 f"trainer.check_val_every_n_epoch: null to count on over the epochs"
             )
 
-    def _run_prepared(self, written: int, stack: ExitStack) -> None:
+    def _run_prepared(self, written: int) -> None:
         """Load data and model before the runner starts, so that an error in either leaves nothing written.
 
-        written: see `_prepare`. stack: what `fit` enters here lasts as long as the lock.
+        written: see `_prepare`.
         """
         if (self.name == "fit" or self.ckpt_path) and self.datamodule.hparams.template_date is None:
             began = ranks().broadcast_from_rank0(partial(template_date, self.ckpt_path))
@@ -192,17 +188,15 @@ class Command:
             )
             if ranks().is_first:
                 print_overview(runner, self.model, self.datamodule, written, self.evaluation.line())
-                self._open_folder(runner, stack)
+                self._open_folder()
         with errors_of_services():
             self._call()
 
-    def _open_folder(self, loop: Loop, stack: ExitStack) -> None:
-        """Rename an earlier run that this one replaces, just before the first step. stack: see `_run_prepared`."""
+    def _open_folder(self) -> None:
+        """Rename an earlier run that this one replaces, just before the first step, and note the job of SLURM."""
         if self.replaces and (earlier := rename_earlier_run(self.output_dir)):
             print_line("earlier run", f"now in {earlier}")
         slurm.remember_job(self.output_dir)
-        folders = [Path(log.log_dir) for log in loop.loggers if isinstance(log, CSVLogger | TensorBoardLogger)]
-        stack.enter_context(logs_of_run(folders, lambda: loop.record.first_step is not None))
 
     def _call(self) -> None:
         """Call the method of the runner, with the keys of the command. While it trains, a signal waits for the step."""
@@ -235,7 +229,7 @@ def _num_ranks_to_start(settings: RunSettings, name: str) -> int:
     """Return how many ranks this process starts; 1 if it runs the command itself."""
     if name not in ON_SEVERAL or is_launched():
         return 1
-    with slurm.hidden(), warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings(action="ignore"):
         return getattr(fabric_of(settings, name).strategy, "num_processes", 1)
 
 

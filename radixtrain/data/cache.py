@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields
 from datetime import date
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import pyarrow as pa
@@ -31,7 +31,7 @@ from radixtrain.checkpoints.tensors import FileDigest, digest_of_file
 from radixtrain.cores import num_cores
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import AnyRow, Source, UnreadRow, files_of, open_rows
-from radixtrain.data.sample import EncodeReport, TooLongError
+from radixtrain.data.sample import EncodeReport
 from radixtrain.data.template import writes_date
 from radixtrain.data.tokens.store import SAMPLES, TokenStore, TokenWriter, packed, write_about
 from radixtrain.data.workers import end_with_parent, worker_context
@@ -58,27 +58,6 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "radixtrain"
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenizingOptions:
-    """How rows are tokenised, apart from the settings of their encoder.
-
-    skip_bad_rows: count rows that cannot be used; otherwise the first one is an error.
-    dataset_num_proc: processes; None chooses by the size of the files.
-    cache_dir: where entries are kept; None for the folder of radixtrain's cache.
-    overwrite_cache: tokenise again.
-    """
-
-    skip_bad_rows: bool = False
-    dataset_num_proc: int | None = None
-    cache_dir: str | None = None
-    overwrite_cache: bool = False
-
-    @property
-    def folder(self) -> Path:
-        """Return the folder of the entries, whether it exists or not."""
-        return Path(self.cache_dir).expanduser().absolute() if self.cache_dir else cache_folder() / "tokens"
-
-
 @dataclass(frozen=True)
 class Tokenized:
     """The samples of a source, and a report on its rows. digest: of the samples."""
@@ -88,25 +67,29 @@ class Tokenized:
     digest: str
 
 
-def tokenized(source: Source, encoder: ChatEncoder, options: TokenizingOptions) -> Tokenized:
+def tokenized(source: Source, encoder: ChatEncoder, settings: Any, is_first: bool = True) -> Tokenized:
     """Return the samples of a source, in the order of its rows.
 
-    Raises what `open_rows` and `ChatEncoder` raise; UserError if no row can be used, if samples are longer than
-    `max_length` and that is an error, or if the cache cannot be written.
+    settings: of an `SFTData`. is_first: False if another process of this run has tokenised the same just now.
+
+    Raises what `open_rows` and `ChatEncoder` raise; UserError if no row can be used, or if the cache cannot be
+    written.
     """
     files = {path: digest_of_file(Path(path)) for path in files_of(source)}
     about = {name: getattr(source, name) for name in ("path", "subset", "split", "columns")}
-    about["skip_bad_rows"] = options.skip_bad_rows
-    entry = options.folder / fingerprint(encoder, about, files)
-    if not options.overwrite_cache and os.path.exists(entry):
+    about["on_bad_row"] = settings.on_bad_row
+    cache = Path(settings.cache_dir).expanduser().absolute() if settings.cache_dir else cache_folder() / "tokens"
+    entry = cache / fingerprint(encoder, about, files)
+    overwrites = settings.overwrite_cache and is_first
+    if not overwrites and os.path.exists(entry):
         return _opened(source, entry, " (tokenised by an earlier run)")
-    made = options.folder / f".{entry.name}.{uuid4().hex}"
-    with _written_to(options.folder):
+    made = cache / f".{entry.name}.{uuid4().hex}"
+    with _written_to(cache):
         made.mkdir(parents=True)
     try:
-        _write_entry(source, encoder, options, made, files)
+        _write_entry(source, encoder, settings, made, files)
         _check_unchanged(files)
-        if options.overwrite_cache:
+        if overwrites:
             shutil.rmtree(entry, ignore_errors=True)
         with suppress(OSError):  # another process has written it meanwhile
             made.rename(entry)
@@ -123,27 +106,24 @@ def _check_unchanged(files: Mapping[str, FileDigest]) -> None:
 
 
 def _write_entry(
-    source: Source, encoder: ChatEncoder, options: TokenizingOptions, folder: Path, files: Mapping[str, FileDigest]
+    source: Source, encoder: ChatEncoder, settings: Any, folder: Path, files: Mapping[str, FileDigest]
 ) -> None:
     """Write an entry into a folder."""
-    report, long = EncodeReport(), None
-    num_proc = num_processes(options.dataset_num_proc, sum(file.size for file in files.values()))
+    report = EncodeReport()
+    num_proc = num_processes(settings.dataset_num_proc, sum(file.size for file in files.values()))
     writer = TokenWriter(folder)
     with tqdm(desc=f"tokenising {source.label}", unit=" rows", leave=False, disable=None) as bar:
-        for block in encode_blocks(encoder, open_rows(source), num_proc, options.skip_bad_rows):
-            with _written_to(options.folder):
-                writer.add(block.batch)
-            report.add(block.report)
-            long = long or block.first_long
-            bar.update(block.report.num_rows)
-    with _written_to(options.folder):
+        for batch, of_block in encode_blocks(encoder, open_rows(source), num_proc, settings.on_bad_row == "skip"):
+            with _written_to(folder.parent):
+                writer.add(batch)
+            report.add(of_block)
+            bar.update(of_block.num_rows)
+    with _written_to(folder.parent):
         digest = writer.close()
-    if long is not None:
-        raise _all_long(long, report)
     if not report.num_samples:
         shown = f"; the first: {report.bad_rows[0]}" if report.bad_rows else ""
         raise UserError(f"{source.label}: none of its {report.num_rows} rows can be used; {report}{shown}")
-    with _written_to(options.folder):
+    with _written_to(folder.parent):
         write_about(folder, {"digest": digest, "report": vars(report)})
 
 
@@ -161,16 +141,6 @@ def _opened(source: Source, folder: Path, hint: str) -> Tokenized:
     return Tokenized(store, report, store.about["digest"])
 
 
-def _all_long(first: TooLongError, report: EncodeReport) -> DataError:
-    """Make the error of the first sample that is too long; it names how many there are, and the longest."""
-    others = report.num_long_samples - 1
-    if not others:
-        return first
-    excess, _, hint = first.reason.partition("; ")
-    more = f"so do {others:,} more, the longest of {report.longest:,} tokens at {report.longest_where}"
-    return DataError(first.where, f"{excess}, and {more}; {hint}")
-
-
 @contextmanager
 def _written_to(folder: Path) -> Iterator[None]:
     """Name the cache folder in an error of the file system."""
@@ -184,12 +154,7 @@ def _written_to(folder: Path) -> Iterator[None]:
 # In several processes
 
 
-class Block(NamedTuple):
-    """Some encoded rows of a file. first_long: the error of the first row that is too long, if that is an error."""
-
-    batch: pa.RecordBatch
-    report: EncodeReport
-    first_long: TooLongError | None = None
+Block = tuple[pa.RecordBatch, EncodeReport]
 
 
 def num_processes(asked: int | None, num_bytes: int) -> int:
@@ -204,8 +169,7 @@ def encode_blocks(encoder: ChatEncoder, rows: Iterable[AnyRow], num_proc: int, s
 
     rows: from `open_rows`.
     num_proc: processes; 1 works in this one.
-    skip_bad_rows: True counts rows that cannot be used; otherwise the first one raises its DataError. Rows that are too
-        long do not raise here, so that the error can count them.
+    skip_bad_rows: True counts rows that cannot be used; otherwise the first one raises its DataError.
 
     Raises UserError if a process is killed, as happens when memory runs out.
     """
@@ -245,17 +209,8 @@ def _blocks(rows: Iterable[AnyRow]) -> Iterator[list[AnyRow]]:
 
 
 def _encode(encoder: ChatEncoder, rows: list[AnyRow], skip_bad_rows: bool) -> Block:
-    report = EncodeReport()
-    long: list[TooLongError] = []
-
-    def on_error(error: DataError) -> None:
-        if not skip_bad_rows and not isinstance(error, TooLongError):
-            raise error
-        if isinstance(error, TooLongError):
-            long.append(error)
-
-    batch = packed(encoder.encode_all(rows, on_error, report))
-    return Block(batch, report, long[0] if long and not skip_bad_rows else None)
+    report, errors = EncodeReport(), list[DataError]()
+    return packed(encoder.encode_all(rows, errors.append if skip_bad_rows else None, report)), report
 
 
 _worker: tuple[ChatEncoder, bool] | None = None

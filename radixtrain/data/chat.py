@@ -15,10 +15,9 @@ from radixtrain.data.columns import choices_of, standard_row, turns_of
 from radixtrain.data.conversation import FIX_MARKERS, Conversation, text_of
 from radixtrain.data.files.sources import Row, UnreadRow
 from radixtrain.data.messages import SYSTEM_ROLES, check_turns, read_tools
-from radixtrain.data.sample import EncodeReport, TooLongError, check_vocabulary, sample_from_tokens
+from radixtrain.data.sample import EncodeReport, check_vocabulary, sample_from_tokens
 from radixtrain.data.template import (
     renders_developer,
-    template_variables,
     template_words,
     unread_variable,
     with_date,
@@ -139,21 +138,13 @@ class ChatEncoder:
         if report is not None:
             report.unused_columns.update({name for each in standard for name in each.unread})
             chats = [turns for each in standard if (turns := turns_of(each.fields))]
-            report.num_with_system += any(turns[0]["role"] in SYSTEM_ROLES for turns in chats)
-            report.num_without_system += any(turns[0]["role"] not in SYSTEM_ROLES for turns in chats)
+            has_system = {turns[0]["role"] in SYSTEM_ROLES for turns in chats}
+            report.num_with_system += True in has_system
+            report.num_without_system += False in has_system
             is_cut = self.assistant_only_loss and self.split_turns and self.answered
             if is_cut and any(turns[-1]["role"] != "assistant" for turns in chats):
                 report.unused_columns[LAST_TURNS] += 1
         return items
-
-    def chats(self, row: Row | UnreadRow, completions: bool = True) -> list[Conversation]:
-        """Return the chats of a row. Raises DataError if it cannot be used.
-
-        completions: whether a prompt and its completion, both of messages, count as one.
-        """
-        found = [each for each in self.standard(row) if completions or "messages" in each.fields]
-        chats = ((turns_of(each.fields), each) for each in found)
-        return [self.conversation(turns, each.fields, each.where) for turns, each in chats if turns]
 
     def standard(self, row: Row | UnreadRow) -> list[Row]:
         """Return the row in a form of `standard_row`, with the system prompt; several for a call with several choices.
@@ -172,29 +163,28 @@ class ChatEncoder:
         """Put the system prompt before a row that has no system turn."""
         if not self.system_prompt:
             return row
-        name = "messages" if "messages" in row.fields else "prompt"
-        turns = row.fields.get(name)
-        if not isinstance(turns, list):
+        turns = turns_of(row.fields)
+        if not turns:
             reason = "system_prompt: only chats have a system turn, and this row is plain text or tokens"
-            raise DataError(
-                row.where,
-                f"{reason}; write it into the row, or give its file an entry of its own with system_prompt: ''",
-            )
+            fix = "write it into the row, or give its file an entry of its own with system_prompt: ''"
+            raise DataError(row.where, f"{reason}; {fix}")
         if turns[0]["role"] in SYSTEM_ROLES:
             return row
+        name = "messages" if "messages" in row.fields else "prompt"
         system = {"role": "system", "content": self.system_prompt}
-        return row._replace(fields={**row.fields, name: [system, *turns]})
+        return row._replace(fields={**row.fields, name: [system, *row.fields[name]]})
 
     def _draft(self, row: Row) -> list[Draft] | list[TokenRow]:
         """Draft the samples of a row from `standard_row`."""
         fields, where = row.fields, row.where
         if "input_ids" in fields:
             return [sample_from_tokens(fields, where, self.completion_only_loss)]
-        if "messages" in fields:
-            return self._draft_chat(self.conversation(fields["messages"], fields, where))
-        if "prompt" in fields:
-            return self._draft_completion(fields, where)
-        return [Draft("", text_of(fields, "text", where), where, "plain")]
+        if turns := turns_of(fields):
+            return self._draft_chat(self.conversation(turns, fields, where), len(fields.get("prompt", ())))
+        if "prompt" not in fields:
+            return [Draft("", text_of(fields, "text", where), where, "plain")]
+        prompt, completion = (text_of(fields, name, where) for name in ("prompt", "completion"))
+        return [Draft(prompt, completion, where, "plain", prompt_bears_loss=not self.completion_only_loss)]
 
     def conversation(self, messages: list[dict[str, Any]], fields: dict[str, Any], where: str) -> Conversation:
         """Make the chat that the template will render.
@@ -209,9 +199,9 @@ class ChatEncoder:
         variables, drops = self.chat_template_kwargs | kwargs | tools, self.on_unrendered == "drop"
         template = self._template_of_a_day(tools.get("tools"))
         chat = Conversation(self.tokenizer, self._rendered(messages), where, variables, drops, template)
-        if reason := unread_variable(self.chat_template_kwargs, self.template_variables):
+        if reason := unread_variable(self.chat_template_kwargs, self.tokenizer):
             raise UserError(reason)
-        if reason := unread_variable(kwargs, self.template_variables):
+        if reason := unread_variable(kwargs, self.tokenizer):
             raise DataError(where, reason)
         return chat
 
@@ -227,26 +217,15 @@ class ChatEncoder:
             return messages
         return [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
 
-    def _draft_chat(self, chat: Conversation) -> list[Draft] | list[TokenRow]:
-        if not self.assistant_only_loss:
+    def _draft_chat(self, chat: Conversation, start: int) -> list[Draft] | list[TokenRow]:
+        """Draft a chat, or its completion. start: the completion's first message; 0 if the row has none."""
+        if not (self.completion_only_loss if start else self.assistant_only_loss):
             return [draft_whole(chat)]
-        if self.split_turns:
-            return [draft_turn(chat, turn, turn + 1) for turn in trained_turns(chat)]
-        return [marked_chat(chat)]
-
-    def _draft_completion(self, fields: dict[str, Any], where: str) -> list[Draft]:
-        prompt, completion = fields["prompt"], fields["completion"]
-        if isinstance(prompt, str):
-            prompt, completion = text_of(fields, "prompt", where), text_of(fields, "completion", where)
-            return [Draft(prompt, completion, where, "plain", prompt_bears_loss=not self.completion_only_loss)]
-        return self._draft_chat_completion(self.conversation([*prompt, *completion], fields, where), len(prompt))
-
-    def _draft_chat_completion(self, chat: Conversation, start: int) -> list[Draft]:
-        if not self.completion_only_loss:
-            return [draft_whole(chat)]
-        roles = [message["role"] for message in chat.messages[start:]]
         if self.assistant_only_loss and self.split_turns:
             return [draft_turn(chat, turn, turn + 1) for turn in trained_turns(chat, start)]
+        if not start:
+            return [marked_chat(chat)]
+        roles = [message["role"] for message in chat.messages[start:]]
         if self.assistant_only_loss and roles != ["assistant"]:
             expected = "expected a single assistant turn, or split_turns: true, or assistant_only_loss: false"
             raise DataError(chat.where, f"completion: {expected}; found the roles {', '.join(roles)}")
@@ -256,48 +235,42 @@ class ChatEncoder:
     def _finish(self, samples: list[TokenRow], report: EncodeReport) -> list[TokenRow]:
         """Return the samples that are trained, within `max_length`."""
         vocab_size = len(self.tokenizer) if self.vocab_size is None else self.vocab_size
+        kept: list[TokenRow] = []
         for sample in samples:
             check_vocabulary(sample, vocab_size)
-        long = [sample for sample in samples if self.max_length is not None and len(sample.input_ids) > self.max_length]
-        for sample in long:
-            report.add_long_sample(len(sample.input_ids), sample.where)
-        if self.excess_length_strategy == "drop":
-            report.num_dropped_samples += len(long)
-            samples = [sample for sample in samples if sample not in long]
-        elif long and not (self.answered and self.excess_length_strategy == "truncate"):
-            raise self._too_long(long[0])
-        fitted = [self._truncated(sample, report) if sample in long else self._checked(sample) for sample in samples]
-        kept = [sample for sample in fitted if sample is not None]
+            is_long = self.max_length is not None and len(sample.input_ids) > self.max_length
+            fitted = self._fitted(sample, report) if is_long else self._checked(sample)
+            kept += [fitted] if fitted is not None else []
         report.num_samples += len(kept)
         report.num_tokens += sum(len(sample.input_ids) for sample in kept)
         report.num_labels += sum(sample.num_labels for sample in kept)
         report.num_dropped_rows += not kept
         return kept
 
-    def _too_long(self, sample: TokenRow) -> TooLongError:
+    def _fitted(self, sample: TokenRow, report: EncodeReport) -> TokenRow | None:
+        """Cut a sample to its first `max_length` tokens; None if it is dropped, or if no label is left."""
+        assert self.max_length is not None
+        report.add_long_sample(len(sample.input_ids), sample.where)
+        if self.excess_length_strategy == "drop":
+            report.num_dropped_samples += 1
+            return None
+        if self.excess_length_strategy != "truncate" or not self.answered:
+            raise self._too_long(sample)
+        short = sample.part(0, self.max_length)
+        report.num_truncated_samples += bool(short.num_labels)
+        report.num_without_loss += not short.num_labels
+        return short if short.num_labels else None
+
+    def _too_long(self, sample: TokenRow) -> DataError:
         excess = f"{len(sample.input_ids)} tokens exceed max_length {self.max_length}"
         hint = "raise max_length or set excess_length_strategy: drop | truncate"
-        return TooLongError(sample.where, f"{excess}; {hint}")
+        return DataError(sample.where, f"{excess}; {hint}")
 
     def _checked(self, sample: TokenRow) -> TokenRow:
         if not sample.num_labels:
             found = f"of {len(sample.labels)} tokens none after the first has a label other than {IGNORE_INDEX}"
             raise DataError(sample.where, f"no token bears loss: {found}")
         return sample
-
-    def _truncated(self, sample: TokenRow, report: EncodeReport) -> TokenRow | None:
-        """Cut a sample to its first tokens; None if no label is left."""
-        assert self.max_length is not None
-        short = sample.part(0, self.max_length)
-        if not short.num_labels:
-            report.num_without_loss += 1
-            return None
-        report.num_truncated_samples += 1
-        return short
-
-    @cached_property
-    def template_variables(self) -> frozenset[str] | None:
-        return template_variables(self.tokenizer)
 
     @cached_property
     def template_words(self) -> frozenset[str]:
@@ -380,9 +353,11 @@ class UnlabelledEncoder(ChatEncoder):
 
     def _draft(self, row: Row) -> list[Draft] | list[TokenRow]:
         fields, where = row.fields, row.where
-        messages = turns_of(fields)
-        if messages:
-            return [self._draft_whole(messages, fields, where)]
+        if turns := turns_of(fields):
+            chat = self.conversation(turns, fields, where)
+            if turns[-1]["role"] == "assistant":
+                return [draft_turn(chat, len(turns) - 1, len(turns))]
+            return [Draft(chat.prompt(), "", where, "turn")]
         if "text" in fields:
             return [_sample(self._ids(text_of(fields, "text", where)), where)]
         if "prompt" in fields and "completion" not in fields:
@@ -390,20 +365,13 @@ class UnlabelledEncoder(ChatEncoder):
             return [_sample([*self.tokenize.bos_ids, *ids], where)]
         return super()._draft(row)
 
-    def _draft_whole(self, messages: list[dict[str, Any]], fields: dict[str, Any], where: str) -> Draft:
-        chat = self.conversation(messages, fields, where)
-        if messages[-1]["role"] != "assistant":
-            return Draft(chat.prompt(), "", where, "turn")
-        prompt, target = chat.prompt_and_target(len(messages) - 1, len(messages))
-        return Draft(prompt, target, where, "turn")
-
     def _checked(self, sample: TokenRow) -> TokenRow:
         if not len(sample.input_ids):
             raise DataError(sample.where, "no token to read; expected a text that is not empty")
         return sample
 
-    def _too_long(self, sample: TokenRow) -> TooLongError:
-        return TooLongError(
+    def _too_long(self, sample: TokenRow) -> DataError:
+        return DataError(
             sample.where,
             f"{len(sample.input_ids)} tokens exceed max_length {self.max_length}; the answer follows the end of a "
             f"row, so it cannot be truncated: raise max_length or set excess_length_strategy: drop",

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from radixtrain.data.files.rows import OF_TOKENS, Row, explain, parse
-from radixtrain.data.messages import EMPTY, LOGS, PAIRS, check_messages, with_system
+from radixtrain.data.files.rows import OF_TOKENS, Row, parsed
+from radixtrain.data.messages import EMPTY, LOGS, check_messages, with_system
 from radixtrain.errors import DataError
 
 Fields = dict[str, Any]
+Check = Callable[..., list[Fields]]
 
 ROW_KINDS = "messages, prompt + completion, instruction + output, question + answer, conversations, text or input_ids"
 CHATS = ("messages", "conversations", "conversation", "dialog", "dialogue")
@@ -26,8 +27,21 @@ MARKS = (
 )
 """Columns that may say what must not be imitated, or hold another answer: they are never left unread."""
 OF_TOKENIZERS = ("token_type_ids", "special_tokens_mask", "length")
+PAIRS = (
+    ("user", "assistant"),
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("question", "answer"),
+    ("question", "response"),
+    ("query", "response"),
+    ("query", "answer"),
+    ("problem", "solution"),
+    ("prompt", "response"),
+    ("prompt", "answer"),
+    ("input", "output"),
+)
 QUESTIONS = ("user", "instruction", "question", "query", "problem")
-CONTEXTS = ("context", "passage", "document", "article", "choices", "options", "input")
+CONTEXTS = ("context", "passage", "document", "article", "choices", "options", "history", "input")
 CUT = ("length", "content_filter")
 """Why an answer ended before the model had ended it."""
 
@@ -47,31 +61,16 @@ def standard_row(row: Row, answered: bool = True) -> Row:
     Raises DataError if no format has these columns, if two pairs of them are a question and its answer, if a column of
     `MARKS` or a part of the prompt would be lost, and if the messages are wrong.
     """
-    left = {name: _with_keys(name, value, row.keys) for name, value in row.fields.items() if value is not None}
-    standard = _take(left, answered, row.where)
+    left = {name: value for name, value in row.fields.items() if value is not None}
+    standard = _take(left, answered, row.where, partial(check_messages, where=row.where, keys=row.keys))
     if standard is None:
         raise DataError(row.where, _unknown(row.fields))
     unread = {name: value for name, value in {**row.unread, **left}.items() if value not in (None, "", [], {})}
-    turns = turns_of(standard)
-    if not turns and "input_ids" not in standard:
+    if not turns_of(standard) and "input_ids" not in standard:
         _refuse_system(left, row.where)
     if answered:
-        _check_unread(unread, turns or [{"content": text} for text in standard.values()], row.where)
+        _check_unread(unread, standard, row.where)
     return Row(standard, row.where, unread)
-
-
-def _with_keys(name: str, value: Any, keys: Mapping[str, str | None]) -> Any:
-    """Rename keys of messages, or leave them out; a value that is no list of messages comes back as it is."""
-    if not keys or name not in (*CHATS, "prompt", "completion"):
-        return value
-    turns = value
-    if isinstance(value, str):
-        with suppress(ValueError, RecursionError):
-            turns = parse(value)
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        return value
-    named = ([(keys.get(key, key), each) for key, each in turn.items()] for turn in turns)
-    return [{key: each for key, each in turn if key is not None} for turn in named]
 
 
 def turns_of(fields: Fields) -> list[Fields]:
@@ -80,7 +79,7 @@ def turns_of(fields: Fields) -> list[Fields]:
     return [message for part in parts if isinstance(part, list) for message in part]
 
 
-def _take(fields: Fields, answered: bool, where: str) -> Fields | None:
+def _take(fields: Fields, answered: bool, where: str, check: Check) -> Fields | None:
     """Take the columns that are read out of the fields, and return them in one form; None if no format has them."""
     if "input_ids" in fields:
         for name in OF_TOKENIZERS:
@@ -92,20 +91,19 @@ def _take(fields: Fields, answered: bool, where: str) -> Fields | None:
             raise DataError(where, f"{name}: only text is read; {leave}; for images use share_prefixes in a trainer")
     for name in CHATS:
         if name in fields and _is_chat(name, fields[name]):
-            return _chat(fields, check_messages(fields.pop(name), where, name), where)
+            return _chat(fields, check(fields.pop(name), field=name), where)
     if {"prompt", "completion"} <= fields.keys():
-        return _prompt_and_completion(fields, where)
+        return _prompt_and_completion(fields, where, check)
     if messages := _pair(fields, answered, where):
-        return _chat(fields, check_messages(messages, where), where)
+        return _chat(fields, check(messages), where)
     if "text" in fields:
-        _refuse_answer(fields, where)
         return {"text": fields.pop("text")}
     if "prompt" not in fields or answered:
         return None
     prompt = fields.pop("prompt")
     if not isinstance(prompt, list):
         return {"prompt": prompt}
-    return _chat(fields, check_messages(prompt, where, "prompt"), where)
+    return _chat(fields, check(prompt, field="prompt"), where)
 
 
 def _is_chat(name: str, value: object) -> bool:
@@ -120,16 +118,14 @@ def _is_chat(name: str, value: object) -> bool:
 def _chat(fields: Fields, messages: list[Fields], where: str) -> Fields:
     """Return the conversation with the columns that chats may carry."""
     standard: Fields = {name: fields.pop(name) for name in OF_CHATS if name in fields}
-    of_system = [message.pop("tools") for message in messages[:1] if isinstance(message.get("tools"), list)]
-    if of_system and not standard.keys() & {"tools", "functions"}:  # GLM's form
-        standard["tools"] = of_system[0]
+    of_system = messages[0].pop("tools", None)  # GLM's form
+    if isinstance(of_system, list):
+        standard.setdefault("tools", of_system)
     if functions := standard.pop("functions", None):  # what OpenAI had before tools
         standard.setdefault("tools", functions)
     if isinstance(kwargs := standard.get("chat_template_kwargs"), str):  # as CSV has to
-        try:
-            standard["chat_template_kwargs"] = parse(kwargs or "{}") or {}  # null, of a column that was dumped to text
-        except (ValueError, RecursionError) as error:
-            raise DataError(where, f"chat_template_kwargs: {explain(error)}") from None
+        kwargs = parsed(kwargs or "{}", "chat_template_kwargs", where)
+        standard["chat_template_kwargs"] = kwargs or {}  # null, of a column that was dumped to text
     standard["messages"] = with_system(messages, _system(fields, where), where)
     return standard
 
@@ -148,7 +144,7 @@ def _refuse_system(fields: Fields, where: str) -> None:
         raise DataError(where, f"{found}; for a chat, write data.columns: {columns}; to leave it out, {{system: null}}")
 
 
-def _prompt_and_completion(fields: Fields, where: str) -> Fields:
+def _prompt_and_completion(fields: Fields, where: str, check: Check) -> Fields:
     prompt, completion = fields.pop("prompt"), fields.pop("completion")
     if isinstance(prompt, str) != isinstance(completion, str):
         raise DataError(where, "prompt and completion: expected both as text or both as lists of messages")
@@ -156,20 +152,9 @@ def _prompt_and_completion(fields: Fields, where: str) -> Fields:
         if not completion.strip():
             raise DataError(where, f"completion: it {EMPTY}")
         return {"prompt": prompt, "completion": completion}
-    standard = _chat(fields, check_messages(prompt, where, "prompt"), where)
-    completion = check_messages(completion, where, "completion")
+    standard = _chat(fields, check(prompt, field="prompt"), where)
+    completion = check(completion, field="completion")
     return {"prompt": standard.pop("messages"), "completion": completion, **standard}
-
-
-def _refuse_answer(fields: Fields, where: str) -> None:
-    """Refuse a text if a column beside it may be its answer."""
-    for name in BESIDE_TEXT:
-        if name in fields:
-            answer = f"to answer with it, write data.columns: {{user: text, assistant: {name}}}; "
-            if not isinstance(fields[name], str):
-                answer = "to answer with it, write it as text; "
-            only = f"to learn only the text, write data.columns: {{text: text, {name}: null}}"
-            raise DataError(where, f"{name} beside text would not be learned; {answer}{only}")
 
 
 def _pair(fields: Fields, answered: bool, where: str) -> list[Fields]:
@@ -195,22 +180,19 @@ def _pair(fields: Fields, answered: bool, where: str) -> list[Fields]:
     for name in CONTEXTS:
         if name not in read and fields.get(name):
             pair = f"{{instruction: {names[0]}, input: {name}, output: {names[-1]}}}"
-            put = f"to put it after the question, make it text and write data.columns: {pair}"
+            put = f"to put it after the question, as text, write data.columns: {pair}"
             leave = f"to leave it out, write data.columns: {{{choice}}}"
             raise DataError(where, f"{name} beside {' and '.join(names)}: {put}; {leave}")
     texts = {name: _cell_text(fields, name, where) for name in read if name in fields}
-    history = fields.get("history") or []  # Alpaca's earlier turns
-    if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
-        raise DataError(where, f"history: expected a list of [question, answer], found {repr(history)[:60]}")
-    for name in (*texts, "history"):
-        fields.pop(name, None)
+    for name in texts:
+        fields.pop(name)
     question, answer = texts[names[0]], [texts[name] for name in names[1:]]
     if answer and not answer[0].strip():
         raise DataError(where, f"{names[1]}: the answer {EMPTY}")
     if len(read) > len(names) and texts.get("input", "").strip():
         question = f"{question}\n{texts['input']}"
-    turns = (zip(("user", "assistant"), turn, strict=False) for turn in [*history, [question, *answer]])
-    return [{"role": role, "content": text} for turn in turns for role, text in turn]
+    turns = zip(("user", "assistant"), (question, *answer), strict=False)
+    return [{"role": role, "content": text} for role, text in turns]
 
 
 def _cell_text(fields: Fields, name: str, where: str) -> str:
@@ -220,14 +202,15 @@ def _cell_text(fields: Fields, name: str, where: str) -> str:
     return value
 
 
-def _check_unread(unread: Fields, turns: list[Fields], where: str) -> None:
-    """Raise DataError if a column may say what is good to learn, or be the answer to the last question.
+def _check_unread(unread: Fields, standard: Fields, where: str) -> None:
+    """Raise DataError if a column may say what is good to learn, or be the answer to a text or to the last question.
 
-    turns: the conversation, or the texts. What repeats one of them tells nothing else.
+    What repeats a turn, or the text, tells nothing else.
     """
-    is_open = turns[-1].get("role") in ("user", "tool")
-    names = {*MARKS, *(BESIDE_TEXT if is_open else ())}
+    turns = turns_of(standard) or [{"content": text} for text in standard.values()]
     said = [str(turn.get("content", "")).strip() for turn in turns]
+    is_open = "text" in standard or turns[-1].get("role") in ("user", "tool")
+    names = {*MARKS, *(BESIDE_TEXT if is_open else ())}
     told = {name: value for name, value in unread.items() if name in names}
     told = {name: value for name, value in told.items() if not (isinstance(value, str) and value.strip() in said)}
     if not told:
@@ -235,7 +218,10 @@ def _check_unread(unread: Fields, turns: list[Fields], where: str) -> None:
     found = ", ".join(f"{name}: {repr(value)[:40]}" for name, value in told.items())
     reason = "nothing reads this, and it may say what is good to learn, or hold another answer"
     columns = ", ".join(f"{name}: null" for name in told)
-    raise DataError(where, f"{found}: {reason}; keep the rows to imitate, and write data.columns: {{{columns}}}")
+    answer = f"; to answer with it, write {{user: text, assistant: {next(iter(told))}}}" if "text" in standard else ""
+    raise DataError(
+        where, f"{found}: {reason}; keep the rows to imitate, and write data.columns: {{{columns}}}{answer}"
+    )
 
 
 def _unknown(fields: Fields) -> str:

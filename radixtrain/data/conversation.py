@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import json
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from radixtrain.data.files.rows import check_encodable
@@ -19,9 +16,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_CHARACTERS = 1 << 28  # of a rendered chat; one of a million tokens has 4 million
-LIKELY_WITHIN = 1 << 14  # characters of one message that a template adds
+RESERVED = {"messages", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize", "padding"}
+RESERVED |= {"conversation", "truncation", "max_length", "return_dict", "return_tensors"}  # of apply_chat_template
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\b")
 FIX = "set chat_template_path to a template"
+ALIKE = ", or enable_thinking in data.chat_template_kwargs"
 FIX_MARKERS = f"set split_turns: true, or {FIX} with generation markers"
 
 
@@ -48,7 +47,7 @@ class Conversation:
     def __post_init__(self) -> None:
         if not self.tokenizer.chat_template:
             raise UserError(f"the tokenizer has no chat template; {FIX}, or use rows with prompt/completion or text")
-        if taken := sorted(set(self.template_kwargs) & _reserved_names()):
+        if taken := sorted(RESERVED & self.template_kwargs.keys()):
             reason = f"chat_template_kwargs: {', '.join(taken)} cannot be set; expected variables of the template"
             raise DataError(self.where, reason)
 
@@ -89,21 +88,11 @@ class Conversation:
             reason = f"the chat template renders the prompt of turn {start + 1} differently with and without its answer"
             at = next((i for i, pair in enumerate(zip(prompt, full, strict=False)) if len({*pair}) == 2), len(full))
             found = f"{full[at : at + 30]!r} and {prompt[at : at + 30]!r}"
-            raise DataError(self.where, f"{reason} ({found}); {FIX} that renders both alike{self._switch(start, end)}")
+            raise DataError(self.where, f"{reason} ({found}); {FIX} that renders both alike{ALIKE}")
         target = full[len(shown) :]
         begun = THINK_END if prompt.rstrip().endswith(THINK_END) else ""  # the prompt has closed the thinking block
         self.check_turns(f"{begun}{target}", range(start, end), thinking_from=start)
         return prompt, target
-
-    def _switch(self, start: int, end: int) -> str:
-        """Name the `enable_thinking` with which the prompt is how the turn begins, as another fix, if there is one."""
-        if "enable_thinking" not in self.template_kwargs:
-            for value in (False, True):
-                with suppress(DataError):
-                    other = {**self.template_kwargs, "enable_thinking": value}
-                    replace(self, template_kwargs=other).prompt_and_target(start, end)
-                    return f", or data.chat_template_kwargs to {{enable_thinking: {str(value).lower()}}}"
-        return ""
 
     def _prompt_without_thinking(self, start: int, answers: bool) -> str:
         return self.render([without_thinking(each) for each in self.messages[:start]], add_generation_prompt=answers)
@@ -157,30 +146,19 @@ class Conversation:
             if plain != messages:  # DeepSeek-V3's takes no others
                 return self._apply(plain, **options)
             reason = f"the chat template failed: {type(error).__name__}: {first_line(error)}"
-            raise DataError(self.where, f"{reason}{self._hint_at_tools(messages)}") from error
+            raise DataError(self.where, reason) from error
         if isinstance(rendered, str) and len(rendered) > MAX_CHARACTERS:
             whose = f"the chat template (chat_template_path, or that of {self.tokenizer.name_or_path})"
             reason = f"{whose} makes more than {MAX_CHARACTERS:,} characters of text"
             raise UserError(f"{self.where}: {reason}; {FIX} that writes less, or leave this row out")
         return rendered
 
-    def _hint_at_tools(self, messages: list[dict[str, Any]]) -> str:
-        """Return how to write the tools, if the template renders these messages then."""
-        tools = self.template_kwargs.get("tools") or []
-        wrapped = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
-        if wrapped != tools:
-            with suppress(UserError):
-                replace(self, template_kwargs={**self.template_kwargs, "tools": wrapped}).render(messages)
-                return "; write each of the tools as {type: function, function: {name, ...}}"
-        return ""
-
     def _checked(self, messages: list[dict[str, Any]], text: str) -> str:
         check_encodable(text, self.where)
         place = 0
         for name, content in self._must_occur(messages):
             as_json = json.dumps(content, ensure_ascii=False)[1:-1]  # as some templates print a tool's result
-            likely = (place, place + 2 * len(as_json) + LIKELY_WITHIN)  # searching all the text would be O(turns^2)
-            tries = ((form, *part) for part in (likely, (0, len(text))) for form in (content, as_json))
+            tries = ((form, start) for start in (place, 0) for form in (content, as_json))
             place = next((found for each in tries if (found := text.find(*each)) >= 0), -1)
             if place < 0:
                 raise DataError(self.where, f"the chat template dropped {name}; {FIX} that renders it")
@@ -194,13 +172,6 @@ class Conversation:
                 yield f"turn {n} (role {message['role']!r})", message["content"].strip()
             for call in message.get("tool_calls") or ():
                 yield f"turn {n}'s call of the tool {_function_name(call)!r}", _function_name(call)
-
-
-@functools.cache
-def _reserved_names() -> set[str]:
-    from transformers import PreTrainedTokenizerBase
-
-    return {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"tools", "documents"}
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from radixtrain.collators.steps import StepCollator
 from radixtrain.data.prompts import Prompt, PromptDataset, Prompts, choose_prompts
 from radixtrain.data.step_data import StepData
 from radixtrain.data.steps import StepDataset, StepLoader
-from radixtrain.data.tokens.corpus import Corpus
+from radixtrain.data.tokens.store import Corpus
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.settings.data import DataSettings, Files

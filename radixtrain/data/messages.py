@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
-from radixtrain.data.files.rows import explain, parse
+from radixtrain.data.files.rows import parsed
 from radixtrain.errors import DataError
 
 Message = dict[str, Any]
@@ -26,19 +27,6 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 MEDIA = re.compile("image|audio|video")
 NO_MEDIA = "; only text is read: for images use share_prefixes in a trainer, or remove the part, or the row"
 LOGS = "; docs/data-formats.md#logs-of-model-calls says how to convert a log of model calls"
-PAIRS = (
-    ("user", "assistant"),
-    ("instruction", "output"),
-    ("instruction", "response"),
-    ("question", "answer"),
-    ("question", "response"),
-    ("query", "response"),
-    ("query", "answer"),
-    ("problem", "solution"),
-    ("prompt", "response"),
-    ("prompt", "answer"),
-    ("input", "output"),
-)
 EMPTY = "is empty: nothing is learned from it but to stop; leave the row out (data.on_bad_row: skip)"
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 PROSE = 4  # words of a text that somebody has written for a reader
@@ -52,7 +40,9 @@ THINKING = {
 """Words in names of keys that say whether a turn is learned, and of those that hold its thinking."""
 
 
-def check_messages(messages: object, where: str, field: str = "messages") -> list[Message]:
+def check_messages(
+    messages: object, where: str, field: str = "messages", keys: Mapping[str, str | None] = MappingProxyType({})
+) -> list[Message]:
     """Check the messages and return them as `{"role", "content", ...}`, ready for a chat template.
 
     messages: a list of `{role, content}`, or of ShareGPT's `{from, value}`, or the JSON of such a list. Further keys
@@ -60,6 +50,7 @@ def check_messages(messages: object, where: str, field: str = "messages") -> lis
         result has the role tool, and the arguments of tool calls are objects. An assistant's `weight: 0` stays.
     where: file and line, for the error.
     field: the column they came from, for the error.
+    keys: of messages, theirs to ours; None leaves one out.
 
     Raises DataError for anything but a list, an empty list, an unknown role, content that is not text, an empty
     answer, tool calls of the wrong kind, a weight other than 0 and 1.
@@ -68,21 +59,16 @@ def check_messages(messages: object, where: str, field: str = "messages") -> lis
     if isinstance(messages, str):
         messages = _parse(messages, field, expected, where)
     if not isinstance(messages, list) or not messages:
-        raise DataError(where, f"{field}: {expected}, found {_describe(messages)}")
-    turns = [turn for message in messages for turn in _of_pair(message)]
+        raise DataError(where, f"{field}: {expected}, found {repr(messages)[:60]}")
+    turns = [_renamed(message, keys) for message in messages]
     return [_check_message(message, f"{field}: turn {n}", where) for n, message in enumerate(turns, start=1)]
 
 
-def _of_pair(message: Any) -> list[Any]:
-    """Return the two turns of a message such as ms-swift's `{human, assistant}`; or the message itself."""
-    if not isinstance(message, dict) or message.keys() & {"role", "from", "instruction"}:
-        return [message]
-    for question, answer in (("human", "assistant"), *PAIRS):
-        if {question, answer} <= message.keys():
-            rest = {key: value for key, value in message.items() if key not in (question, answer)}
-            answered = {"role": "assistant", "content": message[answer]} | rest
-            return [{"role": "user", "content": message[question]}, answered]
-    return [message]
+def _renamed(message: Any, keys: Mapping[str, str | None]) -> Any:
+    if not isinstance(message, dict):
+        return message
+    named = ((keys.get(key, key), value) for key, value in message.items())
+    return {key: value for key, value in named if key is not None}
 
 
 def with_system(messages: list[Message], system: str, where: str) -> list[Message]:
@@ -102,17 +88,12 @@ def with_system(messages: list[Message], system: str, where: str) -> list[Messag
 def _parse(text: str, name: str, expected: str, where: str) -> Any:
     if text.lstrip()[:1] not in ("[", "{"):
         raise DataError(where, f"{name}: {expected}, found {text[:60]!r}")
-    try:
-        return parse(text)
-    except (ValueError, RecursionError) as error:
-        is_repr = any(key in text for key in ("'role'", "'from'", "'name'"))
-        hint = "; this is how Python prints a list: write it with json.dumps" if is_repr else ""
-        raise DataError(where, f"{name}: {explain(error)}{hint}") from None
+    return parsed(text, name, where, "; write the list with json.dumps")
 
 
 def _check_message(message: object, name: str, where: str) -> Message:
     if not isinstance(message, dict):
-        raise DataError(where, f"{name}: expected {{role, content}}, found {_describe(message)}")
+        raise DataError(where, f"{name}: expected {{role, content}}, found {repr(message)[:60]}")
     # Columnar files fill the keys that a turn does not have with nulls, and templates print some of them as "None".
     given = {key: value for key, value in message.items() if value is not None}
     speaker = given.pop("from", None) if "role" not in given else given.pop("role")
@@ -147,7 +128,7 @@ def _checked(message: Message, name: str, where: str) -> Message:
         if key in message:
             message[key] = thought(message[key])
         if not isinstance(message.get(key, ""), str):
-            raise DataError(where, f"{name}: {key}: expected text, found {_describe(message[key])}")
+            raise DataError(where, f"{name}: {key}: expected text, found {repr(message[key])[:60]}")
     if "tool_calls" in message and message["content"] is None:
         del message["content"]
         return message
@@ -172,18 +153,18 @@ def _called(content: object, name: str, where: str) -> list[Any]:
 
 def _check_weight(message: Message, name: str, where: str) -> None:
     """Leave `weight` only on a turn without loss."""
-    weight = message.pop("weight", 1 if message["role"] == "assistant" else 0)
+    is_assistant = message["role"] == "assistant"
+    weight = message.pop("weight", int(is_assistant))
     if weight not in (0, 1):
         raise DataError(where, f"{name}: weight: expected 0 (no loss on the turn) or 1, found {repr(weight)[:40]}")
-    if message["role"] == "assistant" and weight == 0:
-        message["weight"] = 0
-    elif message["role"] != "assistant" and weight == 1:
+    if weight > is_assistant:
         raise DataError(where, f"{name}: weight: 1 requests loss on the turn; only assistant turns bear loss")
+    if weight < is_assistant:
+        message["weight"] = 0
 
 
 def _is_empty(message: Message) -> bool:
-    texts = [message["content"], *(message.get(name) for name in THOUGHTS)]
-    has_text = any(isinstance(text, str) and text.strip() for text in texts)
+    has_text = any(message.get(name, "").strip() for name in ("content", *THOUGHTS))
     return not has_text and "tool_calls" not in message and message.get("weight") != 0
 
 
@@ -191,8 +172,8 @@ def _text(content: object, name: str, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        hint = "" if content is not None else "; only an assistant turn with tool_calls may go without"
-        raise DataError(where, f"{name}: content: expected text, found {_describe(content)}{hint}")
+        only = "only an assistant turn with tool_calls may go without"
+        raise DataError(where, f"{name}: content: expected text, found {repr(content)[:60]}; {only}")
     return "".join(_part_text(part, name, where) for part in content)
 
 
@@ -208,14 +189,6 @@ def _part_text(part: Any, name: str, where: str) -> str:
             raise DataError(where, f"{name}: content: {key}: {value!r} of a part is not read; remove it, or the part")
     text: str = part["text"]
     return text
-
-
-def _describe(value: object) -> str:
-    if isinstance(value, dict):
-        return f"an object with the keys {', '.join(map(str, value)) or '(none)'}"
-    if isinstance(value, list):
-        return f"a list of {len(value)}"
-    return "null" if value is None else repr(value)[:60]
 
 
 def read_calls(calls: object, name: str, where: str) -> list[Message]:
@@ -238,10 +211,7 @@ def read_tools(tools: object, where: str) -> list[Message]:
     Anthropic's are refused too: every template would write them unchanged, and no model is served with that.
     """
     if isinstance(tools, str):
-        try:
-            tools = parse(tools)
-        except (ValueError, RecursionError) as error:
-            raise DataError(where, f"tools: {explain(error)}") from None
+        tools = parsed(tools, "tools", where)
     if tools is None:  # a column that was dumped to text
         return []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -272,13 +242,9 @@ def _arguments(arguments: object, name: str, where: str) -> Message:
     if arguments is None or arguments == "":
         return {}
     if isinstance(arguments, str):
-        try:
-            arguments = parse(arguments)
-        except (ValueError, RecursionError) as error:
-            raise DataError(where, f"{name}: arguments: {explain(error)}") from None
+        arguments = parsed(arguments, f"{name}: arguments", where)
     if not isinstance(arguments, dict):
-        twice = ", which is JSON that was encoded twice" if str(arguments).startswith("{") else ""
-        raise DataError(where, f"{name}: arguments: expected an object, found {repr(arguments)[:60]}{twice}")
+        raise DataError(where, f"{name}: arguments: expected an object, found {repr(arguments)[:60]}")
     return arguments
 
 

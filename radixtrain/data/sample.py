@@ -57,10 +57,6 @@ def check_vocabulary(sample: TokenRow, vocab_size: int) -> None:
             raise DataError(sample.where, f"{what} {ids[position]} at position {position} is {fault}")
 
 
-class TooLongError(DataError):
-    """A sample is longer than `max_length`, and is neither to be dropped nor cut."""
-
-
 def _plain(values: object, name: str, where: str) -> list[Any] | tuple[Any, ...]:
     """Return a column of Python numbers; NumPy would read text, and take a truth value for a number."""
     kinds: tuple[type, ...]

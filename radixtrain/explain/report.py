@@ -95,7 +95,7 @@ def make_report(data: StepData, setup: RunSetup, typed: Sequence[str] = (), max_
     try:
         if not max_seconds:
             raise UserError("max_seconds is 0")
-        logger.info("timing a micro-batch, shared and ordinary, for about %.0f s", max_seconds)
+        logger.info("timing a micro-batch, shared and ordinary")
         seconds, depths = predict_seconds(setup, epoch.timed_batches(draw), own, max_seconds)
         speedup, layers = seconds["ordinary"] / seconds["radix"], " and ".join(map(str, depths))
         speed = (

@@ -17,8 +17,7 @@ from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import Row, Source, UnreadRow, as_sources, open_rows
 from radixtrain.data.sample import EncodeReport
-from radixtrain.data.splits import encoder_for
-from radixtrain.data.step_data import StepData
+from radixtrain.data.step_data import StepData, encoder_for
 from radixtrain.data.tokens.decode import shortened
 from radixtrain.data.tokens.tokenization import Draft
 from radixtrain.errors import DataError, UserError

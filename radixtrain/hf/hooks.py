@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from radixtrain.errors import UserError
-from radixtrain.hf import upstream
 from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.backbone import Parts, arguments_of, text_decoder_of
 from radixtrain.hf.collated import CollatedBatches
@@ -34,11 +33,10 @@ from radixtrain.hf.modules import mixers_of, num_attention_layers, text_layers
 from radixtrain.hf.padded.causes import with_made_masks
 from radixtrain.hf.padded.sharing import PaddedSharing
 from radixtrain.hf.pictures import compute_every_picture, compute_pictures_once
-from radixtrain.hf.progress import Progress
+from radixtrain.hf.progress import Progress, Upstream, upstream
 from radixtrain.hf.recurrent.layers import LayerHooks
 from radixtrain.hf.sharing_report import HELP_NOT_ALIKE, SharingReport, SharingWatch
 from radixtrain.hf.token_losses import TokenLoss
-from radixtrain.hf.upstream import Upstream
 from radixtrain.tree.radix_inputs import RADIX
 from radixtrain.versions import saying_what_was_tested
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from radixtrain.hf import upstream
 from radixtrain.hf.dropout import generator_states, has_drawn, set_generator_states
 from radixtrain.hf.names import IMAGE_TOKEN, found
+from radixtrain.hf.progress import upstream
 from radixtrain.tree.arrays import IntArray, concatenate_ranges, cumulative
 
 # Arguments of a tower with one entry on the first axis for each picture. The patches of all grids are in one list.

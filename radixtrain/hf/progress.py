@@ -3,17 +3,29 @@
 A call reaches most layers as an argument. What gets no arguments, such as a mixer or a loss function, reads `Progress`.
 Each thread has its own calls, and each call ends before the one around it: a hook that calls the model again, or a
 backward pass within a forward pass, finds its own call and leaves the outer one as it was.
+
+What a backbone does before its text decoder runs stays its own: it embeds, runs towers, counts, makes masks.
+
+    input_ids, pixel_values -> [ backbone: tower, embeddings, positions, masks ] -> inputs_embeds -> [ text decoder ]
+
+An `Upstream` is one such call. It knows the ids, which the decoder may not get, and the pictures that the tower
+computed. A mask that the backbone requests for the decoder waits until the unique tokens are known.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+HELD = "_radix_upstream"  # by the ids of a call, so that it lives as long as the frames of the call
 
 
 class Progress(threading.local):
@@ -62,6 +74,48 @@ class Progress(threading.local):
             self.end()
 
 
+@dataclass(eq=False)
+class Upstream:
+    """A call of a backbone that shares if its text decoder can.
+
+    backbone, decoder: of the call. given: the arguments of the backbone.
+    pictures: `Pictures` of the tower's call; None before it, or without one.
+    embedded: what the embedding returned for the ids, until the decoder begins.
+    is_over: whether the decoder has begun. Until then masks wait for it.
+    """
+
+    backbone: PreTrainedModel
+    decoder: PreTrainedModel
+    given: Mapping[str, Any]
+    pictures: Any = None
+    embedded: list[Tensor] = field(default_factory=list)
+    is_over: bool = False
+
+    def held_by_ids(self) -> Tensor:
+        """Return the ids of the call as another tensor that holds this object."""
+        ids: Tensor = self.given["input_ids"]
+        ids = ids.view(ids.shape)
+        setattr(ids, HELD, self)
+        return ids
+
+
+class Upstreams(Progress):
+    """The calls of backbones, of any model; None for one that is not shared. Its frames hold a call: an interrupt
+    (Ctrl-C) leaves nothing behind.
+    """
+
+    def end(self) -> None:
+        """End the innermost call."""
+        call = super().end()
+        if call is not None:
+            call.given = {}  # autograd keeps the ids until the backward pass
+
+    def running(self) -> Upstream | None:
+        """Return the innermost call, if its decoder has not begun."""
+        call: Upstream | None = self.call
+        return None if call is None or call.is_over else call
+
+
 def _no_call() -> None:
     """Return None, as the reference to a call that is gone."""
 
@@ -69,3 +123,6 @@ def _no_call() -> None:
 def _backward_pass() -> int:
     """Return the number of the backward pass that runs in this thread; -1 outside of one."""
     return torch._C._current_graph_task_id()
+
+
+upstream = Upstreams()

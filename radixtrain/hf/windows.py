@@ -27,9 +27,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedConfig
 
 from radixtrain.errors import TRAIN_WITHOUT_SHARING, UserError
-from radixtrain.hf import upstream
 from radixtrain.hf.modules import name_of
 from radixtrain.hf.names import OF_OLDER_MASKS
+from radixtrain.hf.progress import Upstream, upstream
 from radixtrain.versions import saying_what_was_tested
 
 ON_MASK = "_radix_on_mask"
@@ -142,7 +142,7 @@ def answered(call: Any, window: int, both_ways: bool, device: torch.device) -> T
     return _empty((1, 1, 0, window or FULL), device, OnMask(call, window, both_ways))
 
 
-def _waits(given: Mapping[str, Any]) -> upstream.Upstream | None:
+def _waits(given: Mapping[str, Any]) -> Upstream | None:
     """Return the call whose decoder gets a mask, if the mask waits for it. given: the keywords of a mask function."""
     call = None if torch.compiler.is_compiling() else upstream.running()
     is_its = call is not None and given.get("config") is call.decoder.config

@@ -116,18 +116,12 @@ def read_options() -> dict[str, Any]:
     return options
 
 
-def _options_of_run() -> tuple[dict[str, Any], str]:
-    """Return the options, or their error: then no model is shared, and the import continues as without radixtrain."""
-    try:
-        return read_options(), ""
-    except UserError as error:
-        sys.stderr.write(f"radixtrain: no model is shared: {printable(error)}\n")
-        return {}, str(error)
-
-
 def _wrap_from_pretrained() -> None:
     transformers: Any = sys.modules[MODULE]
-    options, wrong = _options_of_run()
+    try:
+        options, wrong = read_options(), ""
+    except UserError as error:  # then no model is shared, and the import continues as without radixtrain
+        options, wrong = {}, str(error)
     only, folder = options.pop("only", None), options.pop("reports", None)
     loaded: list[tuple[LoadedModel, Any]] = []
     atexit.register(_report, loaded, folder)

@@ -139,8 +139,8 @@ class Inspect(RunSettings):
 class Report(RunSettings):
     """`report`.
 
-    max_seconds: for timing micro-batches of the data on a few layers with random weights, by which speed and memory are
-        predicted; 0 predicts nothing.
+    max_seconds: for timing a micro-batch of the data on a few layers with random weights, by which speed is predicted;
+        0 predicts nothing.
     """
 
     max_seconds: Annotated[float, Limits(0, FINITE)] = 45.0

@@ -17,8 +17,8 @@ MOST_PROCESSES = 1024
 class DataSettings(Section):
     """Rows, and how they become optimizer steps: the settings of an `SFTData`.
 
-    train_file: rows to train on: a file, a folder, a pattern such as `data/*.jsonl`, a data set's name, or a list of
-        those. An entry may say more: `{path: ..., weight: 2, name: ..., split: ..., subset: ..., columns: {...}}`;
+    train_file: rows to train on: a file, a pattern such as `data/*.jsonl`, a data set's name, or a list of those. An
+        entry may say more: `{path: ..., weight: 2, name: ..., split: ..., subset: ..., columns: {...}}`;
         weight is how often each of its rows occurs in an epoch.
     validation_file: rows for the validation loss. Without it, see `val_size`.
     test_file: rows for `test` and, without `predict_file`, for `predict`.
@@ -38,8 +38,8 @@ class DataSettings(Section):
     completion_only_loss: loss on the completion only, in rows that have one.
     split_turns: a sample for each assistant turn, rendered as the model will see it at inference; false, a sample for
         each chat, needs a template with generation markers.
-    train_on: distinct_turns trains a turn once that several rows repeat after the same messages, as a log of an agent's
-        requests does; every_turn trains it in each of them, last_turn only the last of a row.
+    train_on: with split_turns, distinct_turns trains a turn once that several rows repeat after the same messages, as a
+        log of an agent's requests does; every_turn trains it in each of them, last_turn only the last of a row.
     system_prompt: a system turn for conversations that begin without one.
     chat_template_path: a Jinja file in place of the tokenizer's own chat template.
     chat_template_kwargs: variables for the template, for instance `enable_thinking: false`.

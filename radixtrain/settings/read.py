@@ -121,17 +121,14 @@ def _refused(problem: str, place: Any) -> yaml.MarkedYAMLError:
 
 
 TAG = "tag:yaml.org,2002:"
-DIGITS, EXPONENT = r"\d[\d_]*", r"[eE][-+]?\d+"
-NUMBER = (
-    rf"[-+]?({DIGITS}\.[\d_]*({EXPONENT})?|{DIGITS}{EXPONENT}|\.{DIGITS}({EXPONENT})?|\.(inf|Inf|INF))|\.(nan|NaN|NAN)"
-)
+NUMBER = r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d+)[eE][-+]?\d+$|^[-+]\.\d+$"  # such as 1e-5, beside those of YAML 1.1
 KINDS = {None, *(f"{TAG}{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map"))}  # those of JSON
 Loader.yaml_constructors = {tag: make for tag, make in yaml.SafeLoader.yaml_constructors.items() if tag in KINDS}
 Loader.yaml_implicit_resolvers = {
-    first: [(tag, form) for tag, form in known if tag in KINDS - {f"{TAG}float"}]
+    first: [(tag, form) for tag, form in known if tag in KINDS]
     for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-Loader.add_implicit_resolver(f"{TAG}float", re.compile(rf"^({NUMBER})$"), list("-+0123456789."))
+Loader.add_implicit_resolver(f"{TAG}float", re.compile(NUMBER), list("-+0123456789."))
 
 
 def read_yaml(path: str) -> Any:

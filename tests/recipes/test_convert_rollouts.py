@@ -85,7 +85,7 @@ def converted(run: Run, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize(("run", "rows"), RUNS)
 def test_the_rows_of_a_run(run: Run, rows: list[Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are read, and the run itself is not."""
+    """They are read, and the run itself is refused."""
     path = tmp_path / "rows.jsonl"
     path.write_text(converted(run, monkeypatch), encoding="utf-8")
     assert [each.fields for each in read_rows(path)] == rows
@@ -94,7 +94,7 @@ def test_the_rows_of_a_run(run: Run, rows: list[Run], tmp_path: Path, monkeypatc
         if "input_ids" in each:
             [sample] = encoder.encode(Row(each, "rows.jsonl:1"))
             assert [label != -100 for label in sample.labels[1:]] == [bool(bears) for bears in each["mask"][1:]]
-    with pytest.raises(DataError, match="no format has the columns"):
+    with pytest.raises(DataError, match=r"^runs\.jsonl:1: "):
         encoder.encode(Row(run, "runs.jsonl:1"))
 
 

@@ -94,25 +94,16 @@ VIEWS: dict[str, Step] = {
     "x[:, :-1]": lambda run, x, rng: x[:, :-1],
     "x[..., :-1, :]": lambda run, x, rng: x[..., :-1, :],
     "x[n]": lambda run, x, rng: x[rng.randrange(4)],
-    "x[1:3]": lambda run, x, rng: x[1:3],
     "x[None]": lambda run, x, rng: x[None],
     "x[..., :3]": lambda run, x, rng: x[..., :3],
     "x[:, ::2]": lambda run, x, rng: x[:, ::2],
     "view(-1, W)": lambda run, x, rng: x.view(-1, x.shape[-1]),
-    "view(4, -1)": lambda run, x, rng: x.view(4, -1),
     "flatten(0, 1)": lambda run, x, rng: x.flatten(0, 1),
     "transpose": lambda run, x, rng: x.transpose(0, 1),
-    "mT": lambda run, x, rng: x.mT,
-    "unsqueeze": lambda run, x, rng: x.unsqueeze(1),
-    "squeeze": lambda run, x, rng: x.squeeze(),
     "expand": lambda run, x, rng: x[:1].expand(3, *x.shape[1:]),
     "iter": lambda run, x, rng: [*x][rng.randrange(2)],
     "unbind": lambda run, x, rng: x.unbind(0)[0],
     "split": lambda run, x, rng: x.split(2)[rng.randrange(2)],
-    "chunk": lambda run, x, rng: x.chunk(2, 1)[1],
-    "narrow": lambda run, x, rng: x.narrow(0, 1, 2),
-    "select": lambda run, x, rng: x.select(1, 2),
-    "view_as": lambda run, x, rng: x.view_as(x),
     "detach": lambda run, x, rng: x.detach(),
     "data": lambda run, x, rng: x.data,
     "alias": lambda run, x, rng: x,
@@ -126,12 +117,8 @@ COPIES: dict[str, Step] = {
     "float": lambda run, x, rng: x.float(),
     "double": lambda run, x, rng: x.double(),
     "to": lambda run, x, rng: x.to(torch.float32),
-    "to a copy": lambda run, x, rng: x.to(x.dtype, copy=True),
-    "type": lambda run, x, rng: x.type(torch.float64),
-    "rows": lambda run, x, rng: x[torch.tensor([2, 0, 3])],
     "mask": lambda run, x, rng: x[labels_for(x) != -100],
     "cat": lambda run, x, rng: torch.cat([x, x]),
-    "stack": lambda run, x, rng: torch.stack([*x]),
     "deepcopy": lambda run, x, rng: copy.deepcopy(x),
 }
 FUNCTIONS: dict[str, Step] = {
@@ -139,17 +126,12 @@ FUNCTIONS: dict[str, Step] = {
     "temperature": lambda run, x, rng: x / 0.7,
     "scale": lambda run, x, rng: 1.5 * x,
     "softcap": lambda run, x, rng: torch.tanh(x / 2) * 2,
-    "neg": lambda run, x, rng: -x,
-    "exp": lambda run, x, rng: (x / 9).exp(),
     "log_softmax": lambda run, x, rng: x.log_softmax(-1),
     "F.log_softmax": lambda run, x, rng: functional.log_softmax(x, dim=-1),
     "log_softmax in float64": lambda run, x, rng: x.log_softmax(-1, dtype=torch.float64),
     "softmax": lambda run, x, rng: torch.softmax(x, dim=-1),
-    "softmax of places": lambda run, x, rng: x.softmax(0),
-    "centred": lambda run, x, rng: x - x.mean(-1, keepdim=True),
     "times a tensor": lambda run, x, rng: x * factor_for(x),
     "square": lambda run, x, rng: x * x,
-    "masked_fill": lambda run, x, rng: x.masked_fill(factor_for(x) > 1.3, -1.0),
     "where": lambda run, x, rng: torch.where(factor_for(x) > 1.2, x, x.detach()),
     "a function": lambda run, x, rng: Doubled.apply(x),
     "the same": lambda run, x, rng: Same.apply(x),
@@ -202,23 +184,15 @@ def plus(x: Tensor, y: Tensor) -> Tensor:
 
 
 IN_PLACE: dict[str, Step] = {
-    "div_": lambda run, x, rng: x.div_(2.0),
     "+=": lambda run, x, rng: plus(x, run.held[0]),
     "mul_ by places": lambda run, x, rng: x.mul_(factor_for(x)),
-    "add_": lambda run, x, rng: x.add_(0.3 * factor_for(x)),
     "clamp_": lambda run, x, rng: x.clamp_(-0.5, 0.5),
-    "tanh_": lambda run, x, rng: x.tanh_(),
-    "masked_fill_": lambda run, x, rng: x.masked_fill_(factor_for(x) > 1.3, -1.0),
     "x[0] = 0": lambda run, x, rng: x.__setitem__(0, 0.0),
     "x[:, 1:] *= 2": lambda run, x, rng: x[:, 1:].mul_(2.0),
-    "copy_": lambda run, x, rng: x[:1].copy_(factor_for(x[:1])),
-    "zero_": lambda run, x, rng: x[..., -1].zero_(),
     "data.mul_": lambda run, x, rng: x.data.mul_(0.5),
     "data =": lambda run, x, rng: setattr(x, "data", x.data * 0.5),
     "out=": lambda run, x, rng: torch.mul(x.detach(), 2.0, out=x.detach()),
-    "foreach": lambda run, x, rng: torch._foreach_mul_([x.detach()], 0.5),
     "numpy": lambda run, x, rng: np.multiply(x.detach().numpy(), 0.5, out=x.detach().numpy()),
-    "dlpack": lambda run, x, rng: torch.from_dlpack(x.detach()).mul_(0.5),
     "no_grad": lambda run, x, rng: torch.no_grad()(x.mul_)(0.5),
     "a function": lambda run, x, rng: Changed.apply(x, rng.random() < 0.5),
     "a function, a view": lambda run, x, rng: Changed.apply(x[:, 1:], rng.random() < 0.5),
@@ -226,7 +200,7 @@ IN_PLACE: dict[str, Step] = {
 
 
 # torch does not notice these. After a function that saved its input, the ordinary gradient would be wrong.
-SILENT = {"data.mul_", "data =", "numpy", "dlpack"}
+SILENT = {"data.mul_", "data =", "numpy"}
 
 
 def note(run: Run, *values: Any) -> None:
@@ -234,15 +208,11 @@ def note(run: Run, *values: Any) -> None:
 
 
 READERS: dict[str, Step] = {
-    "argmax": lambda run, x, rng: note(run, x.argmax(-1).double()),
     "item": lambda run, x, rng: note(run, x.mean().item(), x.max().item()),
     "values": lambda run, x, rng: note(run, x),
     "sum": lambda run, x, rng: note(run, x.sum(-1), x.logsumexp(-1)),
     "numpy": lambda run, x, rng: note(run, torch.from_numpy(x.detach().numpy().copy())),
-    "array": lambda run, x, rng: note(run, torch.from_numpy(np.asarray(x.detach().cpu()).copy())),
     "pickle": lambda run, x, rng: note(run, pickle.loads(pickle.dumps(x.detach()))),
-    "tolist": lambda run, x, rng: note(run, torch.tensor(x.tolist())),
-    "equal": lambda run, x, rng: note(run, torch.equal(x, x), (x == x).all().item()),
     "dtype": lambda run, x, rng: note(run, x.dtype, x.shape, x.requires_grad, x.is_leaf),
     "layout": lambda run, x, rng: note(run, x.stride(), x.is_contiguous(), x.storage_offset()),
     "version": lambda run, x, rng: note(run, x._version, x.is_inference(), x.grad_fn is None),
@@ -296,11 +266,9 @@ LOSSES: dict[str, Step] = {
     "by axis": lambda run, x, rng: functional.cross_entropy(x.mT, labels_for(x)),
     "per row": lambda run, x, rng: per_row(x),
     "z": lambda run, x, rng: of_each(x.logsumexp(-1).square()),
-    "z keepdim": lambda run, x, rng: x.logsumexp(-1, keepdim=True).square().mean(),
     "entropy": lambda run, x, rng: of_each(entropy(x)),
     "divergence": lambda run, x, rng: divergence(x, run.held[0] if run.held[0].shape == x.shape else x / 2),
     "gather": lambda run, x, rng: of_each(x.log_softmax(-1).gather(-1, tokens_for(x))),
-    "torch.gather": lambda run, x, rng: of_each(torch.gather(functional.log_softmax(x, -1), -1, tokens_for(x))[..., 0]),
     "selected": lambda run, x, rng: of_each(selected(x)),
     "masked": lambda run, x, rng: x[labels_for(x) != -100].square().mean(),
     "squares": lambda run, x, rng: of_each(x.square()),
@@ -321,10 +289,6 @@ def of_node(run: Run, x: Tensor) -> None:
     x.grad_fn.register_prehook(lambda grads: tuple(grad * 2 for grad in grads))  # type: ignore[union-attr]
 
 
-def after_node(run: Run, x: Tensor) -> None:
-    x.grad_fn.register_hook(lambda made, got: note(run, *got))  # type: ignore[union-attr]
-
-
 def count(run: Run, x: Tensor) -> None:
     """How often a hook is called that does not look at the gradient, as those of FSDP and DeepSpeed."""
 
@@ -340,10 +304,8 @@ def count(run: Run, x: Tensor) -> None:
 GRADIENTS: dict[str, Step] = {
     "count": lambda run, x, rng: count(run, x),
     "hook": lambda run, x, rng: x.register_hook(lambda grad: grad * factor_for(grad)),
-    "clipped": lambda run, x, rng: x.register_hook(lambda grad: grad.clamp(-0.01, 0.01)),
     "retain_grad": lambda run, x, rng: watch(run, x),
     "prehook": lambda run, x, rng: of_node(run, x),
-    "node hook": lambda run, x, rng: after_node(run, x),
     "tensor hook, removed": lambda run, x, rng: x.register_hook(lambda grad: grad * 3).remove(),
     "autograd.grad": lambda run, x, rng: note(run, *torch.autograd.grad(sum(run.losses), x, retain_graph=True)),
 }

@@ -11,9 +11,7 @@
 (`share(trainer.ref_model)`).
 
 Both runs compute in float64, so BAR says equal on every processor: rounding leaves 1e-15 to 1e-13. It is relative to
-the number, or absolute for one below 1, since a margin or a KL divergence is a difference of numbers of order one. In
-float32 two ordinary runs differ too, by what the processor, its libraries and the order of the rows make of it;
-`test_harness.py` compares a shared run with two of those.
+the number, or absolute for one below 1, since a margin or a KL divergence is a difference of numbers of order one.
 """
 
 import math

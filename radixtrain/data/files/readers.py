@@ -20,34 +20,31 @@ from typing import Any
 from radixtrain.data.files.rows import UnreadRow, explain, kind_of, parse
 from radixtrain.errors import DataError, UserError, first_line
 
-UNCLOSED = "look for a quote that is not closed, or raise max_row_bytes of this source in data.train_file"
+UNCLOSED = "look for a quote or a line that is not closed"
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 MAX_ROW_BYTES = 256 << 20  # of a line of text: a small compressed file can hold one that fills the memory
 
 
-def read_jsonl(path: str, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[UnreadRow]:
+def read_jsonl(path: str) -> Iterator[UnreadRow]:
     """Read one JSON object a line, not parsed yet, without blank lines.
 
     Raises UserError if the file cannot be read, and DataError for a longer line.
     """
-    for number, line in enumerate(_lines(path, max_row_bytes), start=1):
+    for number, line in enumerate(_lines(path), start=1):
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
         if line := line.strip():
             yield UnreadRow(line, f"{path}:{number}")
 
 
-def read_csv(path: str, max_row_bytes: int = MAX_ROW_BYTES, delimiter: str = ",") -> Iterator[UnreadRow]:
+def read_csv(path: str, delimiter: str = ",") -> Iterator[UnreadRow]:
     """Read separated values; the first line names the columns. A quoted field may hold line breaks.
 
     A row is named by the line that it begins at. A row with another number of fields than the header is bad.
     Raises DataError if the header names a column twice.
     """
-    csv.field_size_limit(max_row_bytes)  # of this process; its default refuses a text of more than 131,072 characters
-    # A byte that is not UTF-8 becomes half of a surrogate pair, and its row is named: the rows after it can be read.
-    found = enumerate(_lines(path, max_row_bytes))
-    lines = (line.decode("utf-8-sig" if not n else "utf-8", "surrogateescape") for n, line in found)
-    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    csv.field_size_limit(MAX_ROW_BYTES)  # of this process; its default refuses a text of more than 131,072 characters
+    reader = csv.reader(_decoded(path), delimiter=delimiter, strict=True)
     header: list[str] | None = None
     while True:
         where = f"{path}:{reader.line_num + 1}"
@@ -68,12 +65,16 @@ def read_csv(path: str, max_row_bytes: int = MAX_ROW_BYTES, delimiter: str = ","
             yield UnreadRow(_fields(header, values, where), where)
 
 
+def _decoded(path: str) -> Iterator[str]:
+    for number, line in enumerate(_lines(path), start=1):
+        try:
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}:{number}", explain(error)) from None
+
+
 def _header(values: list[str], where: str) -> list[str]:
-    _check_utf8(values, where)
     names = [name.strip() or f"column {number}" for number, name in enumerate(values, start=1)]
-    if len(names) == 1 and (mark := next((each for each in ";|\t" if each in names[0]), "")):
-        fix = "write it with commas, or with tabs as .tsv"
-        raise DataError(where, f"the file separates its columns by {mark!r}: {fix}")
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise DataError(where, f"the header names the column {', '.join(map(repr, twice))} more than once; rename one")
     return names
@@ -83,20 +84,7 @@ def _fields(header: list[str], values: list[str], where: str) -> dict[str, Any] 
     if len(values) != len(header):
         expected = f"expected {len(header)} fields ({', '.join(header)}), found {len(values)}"
         return DataError(where, f"{expected}; put a field that holds a separator or a line break between quotes")
-    try:
-        _check_utf8(values, where)
-    except DataError as error:
-        return error
     return dict(zip(header, values, strict=True))
-
-
-def _check_utf8(values: list[str], where: str) -> None:
-    for value in values:
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError as error:
-            byte = ord(value[error.start]) - 0xDC00
-            raise DataError(where, f"not valid UTF-8: byte 0x{byte:02x}; save the file as UTF-8") from None
 
 
 @contextmanager
@@ -119,22 +107,20 @@ def _opened(path: str) -> Iterator[Any]:
         raise UserError(f"{path}: cannot be decompressed: {reason}") from error
 
 
-def _lines(path: str, max_row_bytes: int) -> Iterator[bytes]:
+def _lines(path: str) -> Iterator[bytes]:
     """Yield the lines of a text file. They end at a line feed only: texts hold other separators."""
     with _opened(path) as stream:
-        for number, line in enumerate(iter(lambda: stream.readline(max_row_bytes + 1), b""), start=1):
-            if len(line) > max_row_bytes:
-                reason = f"expected a row of at most {max_row_bytes:,} bytes, found a longer line"
-                fix = "break the line, or raise max_row_bytes of this source in data.train_file"
-                raise DataError(f"{path}:{number}", f"{reason}; {fix}")
+        for number, line in enumerate(iter(lambda: stream.readline(MAX_ROW_BYTES + 1), b""), start=1):
+            if len(line) > MAX_ROW_BYTES:
+                reason = f"expected a row of at most {MAX_ROW_BYTES:,} bytes, found a longer line; {UNCLOSED}"
+                raise DataError(f"{path}:{number}", reason)
             yield line
 
 
-OF_ONE_ROW = {"messages", "conversations", "prompt", "completion", "text", "input_ids", "tools", "instruction"}
 HINT = "; a file of one object per line is named .jsonl"
 
 
-def read_json(path: str, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[UnreadRow]:
+def read_json(path: str) -> Iterator[UnreadRow]:
     """Read the rows of an array, or of the only array in an object, such as `{"data": [...]}`, held in memory.
 
     Also reads a file of one object per line: many are named `.json`.
@@ -144,13 +130,12 @@ def read_json(path: str, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[UnreadR
     with _opened(path) as stream:
         content: bytes = stream.read()
     if _is_lines(content):
-        yield from read_jsonl(path, max_row_bytes)
+        yield from read_jsonl(path)
         return
     try:
         document = parse(content.decode("utf-8-sig")) if content.strip() else []
     except (ValueError, RecursionError) as error:
-        hint = HINT if isinstance(error, json.JSONDecodeError) else ""
-        raise DataError(path, f"{explain(error)}{hint}") from None
+        raise DataError(path, f"{explain(error)}{HINT}") from None
     for number, row in enumerate(_rows_of(document, path), start=1):
         yield UnreadRow(json.dumps(row).encode(), f"{path}:row {number}")
 
@@ -166,19 +151,16 @@ def _is_lines(content: bytes) -> bool:
 
 def _rows_of(document: object, path: str) -> list[Any]:
     """Return the array of a document. Raises UserError if there is none or several."""
+    found = document
     if isinstance(document, dict):
-        if OF_ONE_ROW & document.keys():
-            raise UserError(f"{path}: holds one row and not an array of rows; put it between [ and ]")
-        arrays = [name for name, value in document.items() if isinstance(value, list)]
-        if len(arrays) > 1:
-            expected = f"expected one array of rows, found {', '.join(map(repr, arrays))}"
-            raise UserError(f"{path}: {expected}; save the rows as an array in a file of their own")
-        if not arrays:
-            raise UserError(f"{path}: expected an array of rows, found an object without one{HINT}")
-        document = document[arrays[0]]
-    if not isinstance(document, list):
-        raise UserError(f"{path}: expected an array of rows, found {kind_of(document)}{HINT}")
-    return document
+        arrays = [value for value in document.values() if isinstance(value, list)]
+        is_row = document.keys() & {"messages", "conversations", "prompt", "text", "input_ids", "instruction"}
+        found = arrays[0] if len(arrays) == 1 and not is_row else document
+    if not isinstance(found, list):
+        expected = "expected an array of rows, or an object with one such array"
+        shown = f"the keys {', '.join(document)}" if isinstance(document, dict) else kind_of(document)
+        raise UserError(f"{path}: {expected}, found {shown}{HINT}")
+    return found
 
 
 # Tables

@@ -59,11 +59,12 @@ def read_fields(line: bytes, where: str) -> dict[str, Any]:
     try:
         text = line.decode("utf-8")
         fields = parse(text)
+        written = json.dumps(fields, ensure_ascii=False) if "\\ud" in text.lower() else ""
     except (ValueError, RecursionError) as error:
         raise DataError(where, f"{explain(error)}{hint}") from None
     if not isinstance(fields, dict):
         raise DataError(where, f"expected a JSON object, found {kind_of(fields)}{hint}")
-    check_text(text, fields, where)
+    check_encodable(written, where)
     return fields
 
 
@@ -73,6 +74,14 @@ def parse(text: str) -> Any:
     Raises ValueError or RecursionError, for which `explain` has the words.
     """
     return DECODER.decode(text)
+
+
+def parsed(text: str, name: str, where: str, hint: str = "") -> Any:
+    """Parse a JSON text inside of a row. Raises DataError, by the name of the text, if it is not valid."""
+    try:
+        return parse(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(where, f"{name}: {explain(error)}{hint}") from None
 
 
 def explain(error: ValueError | RecursionError) -> str:
@@ -86,19 +95,6 @@ def explain(error: ValueError | RecursionError) -> str:
         return str(error)
     position = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
     return f"not valid JSON: {error.msg.removesuffix(' at')} at {position}"
-
-
-def check_text(text: str, value: object, where: str) -> None:
-    r"""Raise DataError if the value holds half of a surrogate pair, which Python's parser accepts but no tokenizer.
-
-    text: the JSON that the value was parsed from. Only an escape `\ud8..` can write such a half.
-    """
-    if "\\ud" not in text and "\\uD" not in text:
-        return
-    try:
-        check_encodable(json.dumps(value, ensure_ascii=False), where)
-    except RecursionError:
-        raise DataError(where, TOO_DEEP) from None
 
 
 def check_encodable(text: str, where: str) -> None:
@@ -133,7 +129,7 @@ DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refus
 
 
 OURS = (
-    *("messages", "prompt", "completion", "user", "assistant", "system", "instruction", "input", "output", "history"),
+    *("messages", "prompt", "completion", "user", "assistant", "system", "instruction", "input", "output"),
     *("conversations", "text", "tools", "chat_template_kwargs"),
     *("input_ids", "labels", "completion_mask", "assistant_masks", "mask", "loss_weights"),
 )
@@ -143,7 +139,7 @@ OF_TOKENS = (
     *("loss_weights", "weights", "advantages", "old_logprobs", "attention_mask"),
 )
 RIDERS = ("system", "tools", "chat_template_kwargs")  # read with a mapped chat, though the mapping does not name them
-MAY_BE_ABSENT = ("input", "history", *RIDERS)
+MAY_BE_ABSENT = ("input", *RIDERS)
 
 
 def check_columns(columns: object, where: str) -> dict[str, str | None] | None:

@@ -1,4 +1,4 @@
-"""Sources of rows: a file, a folder of files, a glob, a saved data set or one of the hub."""
+"""Sources of rows: a file, a glob, a saved data set or one of the hub."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_type_hints
 
 from radixtrain.data.files.readers import (
     COMPRESSIONS,
-    MAX_ROW_BYTES,
     is_saved,
     load_dataset,
     read_csv,
@@ -23,9 +21,9 @@ from radixtrain.data.files.readers import (
     read_table,
 )
 from radixtrain.data.files.rows import Row, UnreadRow, check_columns
-from radixtrain.errors import DataError, UserError
+from radixtrain.errors import UserError
 from radixtrain.screen import without_passwords
-from radixtrain.settings.fields import FINITE, LARGEST, TINY, Limits, check_limits
+from radixtrain.settings.fields import TINY, Limits, check_limits
 
 AnyRow = Row | UnreadRow
 KEY = "data.train_file"
@@ -36,15 +34,14 @@ HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # owner/name
 class Source:
     """One source of rows.
 
-    path: a file, a folder of files, a glob, a folder written by `save_to_disk`, or `owner/name` on the Hugging Face
-        hub. What exists as a path is a path.
+    path: a file, a glob, a folder written by `save_to_disk`, or `owner/name` on the Hugging Face hub. What exists as a
+        path is a path.
     name: what reports call it. Default: the path.
     subset: of a hub data set that has several (`name` in `load_dataset`).
     split: of a saved or hub data set with several.
     weight: how often each of its rows occurs in an epoch.
     columns: our columns to those of the file; see `check_columns`.
     system_prompt: replaces that of the configuration for these rows; empty for none.
-    max_row_bytes: of a line of a text file. A longer one is refused before it fills the memory.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -53,10 +50,9 @@ class Source:
     name: str | None = None
     subset: str | None = None
     split: str | None = None
-    weight: Annotated[float, Limits(TINY, FINITE, "above 0")] = 1.0
+    weight: Annotated[float, Limits(TINY, 10_000, "above 0 and at most 10,000")] = 1.0
     columns: Mapping[str, str | None] | None = None
     system_prompt: str | None = None
-    max_row_bytes: Annotated[int, Limits(1, LARGEST)] = MAX_ROW_BYTES
 
     @property
     def label(self) -> str:
@@ -118,14 +114,6 @@ def files_of(source: Source) -> list[str]:
     return sorted(files)
 
 
-def found_in(source: Source) -> Iterable[UnreadRow]:
-    """Return the rows of a source's files, in order. Raises UserError at the call if there is no such source."""
-    files = _data_files(source)
-    if files is None:
-        return read_dataset(source.label, _dataset(source))
-    return (found for file in files for found in _read(file, source.max_row_bytes))
-
-
 def _dataset(source: Source) -> Any:
     return load_dataset(os.path.expanduser(source.path), source.subset, source.split)
 
@@ -137,8 +125,9 @@ def _data_files(source: Source) -> list[str] | None:
     if is_saved(path):
         return None
     if os.path.isdir(path):
-        files = data_files_of(path)
-    elif os.path.exists(path):
+        choose = f"choose its files by a glob such as {os.path.join(path, '*.jsonl')}"
+        raise UserError(f"{source.path}: is a folder that save_to_disk has not written; {choose}")
+    if os.path.exists(path):
         files = [path]
     elif any(character in path for character in "*?["):
         files = sorted(file for file in glob.glob(path, recursive=True) if not os.path.isdir(file))
@@ -153,7 +142,7 @@ def _data_files(source: Source) -> list[str] | None:
         _check_file(file)
         if not kind_of_file(file):
             suffix = os.path.splitext(file)[1].lower()
-            expected = f"expected {KINDS}, a folder of such files, or one written by save_to_disk"
+            expected = f"expected {KINDS}, or a folder written by save_to_disk"
             raise UserError(f"{file}: unknown suffix {suffix!r}; {expected}")
     for name in ("split", "subset"):
         if getattr(source, name):
@@ -170,13 +159,11 @@ def _check_file(file: str) -> None:
     except UnicodeEncodeError:
         shown = os.fsencode(file).decode("utf-8", "backslashreplace")
         raise UserError(f"{shown}: the name of this file is not UTF-8; rename it") from None
-    if os.path.islink(file) and not os.path.exists(file):
-        raise UserError(f"{file}: is a link to a file that does not exist")
     if os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file):
         raise UserError(f"{file}: is a pipe or a device, which may never end; save its content as a file")
 
 
-TEXTS: dict[str, Callable[[str, int], Iterable[UnreadRow]]] = {  # of a path and the longest row, in bytes
+TEXTS: dict[str, Callable[[str], Iterable[UnreadRow]]] = {
     ".jsonl": read_jsonl,
     ".ndjson": read_jsonl,
     ".json": read_json,
@@ -194,76 +181,21 @@ def kind_of_file(path: str) -> str:
     return text if text in TEXTS else suffix if suffix in TABLES else ""
 
 
-def _read(file: str, max_row_bytes: int) -> Iterable[UnreadRow]:
+def _read(file: str) -> Iterable[UnreadRow]:
     kind = kind_of_file(file)
-    return read_table(file) if kind in TABLES else TEXTS[kind](file, max_row_bytes)
+    return read_table(file) if kind in TABLES else TEXTS[kind](file)
 
 
-BESIDE_DATA = {".md", ".txt", ".yaml", ".yml", ".py", ".toml", ".gitattributes"}
-WORDS = {"train": "training", "validation": "valid val dev", "test": "testing eval evaluation"}
-SPLITS = {word: split for split, words in WORDS.items() for word in (split, *words.split())}
-
-
-def data_files_of(folder: str) -> list[str]:
-    """List the data files in a folder and its subfolders, sorted, without documentation and hidden files.
-
-    Raises UserError if there are none, or files of several kinds or splits, and for a file that is neither data nor
-    documentation: nothing is skipped silently.
-    """
-    files = _visible_files(folder)
-    data = [file for file in files if kind_of_file(file)]
-    other = [file for file in files if not kind_of_file(file) and not _is_beside_data(Path(file))]
-    if not data:
-        raise UserError(f"{folder}: holds no data file; expected {KINDS}, or a folder written by save_to_disk")
-    choose = f"choose by a glob such as {os.path.join(folder, '*' + kind_of_file(data[0]))}"
-    if other:
-        raise UserError(f"{folder}: {Path(other[0]).name} is not a data file that can be read; {choose}")
-    kinds = sorted({kind_of_file(file) for file in data})
-    if len(kinds) > 1:
-        raise UserError(f"{folder}: holds files of several kinds, {', '.join(kinds)}; {choose}")
-    splits = sorted({split for file in data if (split := _split_of(os.path.relpath(file, folder)))})
-    if len(splits) > 1:
-        raise UserError(f"{folder}: its file names show the splits {', '.join(splits)}; {choose}, or name the files")
-    return data
-
-
-def _visible_files(folder: str) -> list[str]:
-    found: list[str] = []
-    for root, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith((".", "_"))]
-        if linked := [path for name in folders if os.path.islink(path := os.path.join(root, name))]:
-            raise UserError(f"{linked[0]}: is a link to a folder; name that folder as another source")
-        found += [os.path.join(root, name) for name in names if not name.startswith((".", "_"))]
-    for file in found:
-        _check_file(file)
-    return sorted(found)
-
-
-def _is_beside_data(file: Path) -> bool:
-    """Recognise README, LICENSE and other documentation; but not `part-00001`."""
-    return file.suffix.lower() in BESIDE_DATA if file.suffix else file.name.isupper()
-
-
-def _split_of(path: str) -> str:
-    words = [word for word in re.split(r"[^a-z]+", path.lower()) if word in SPLITS]
-    return SPLITS[words[-1]] if words else ""
-
-
-def read_rows(
-    path: str | os.PathLike[str] | Source, on_error: Callable[[DataError], None] | None = None
-) -> Iterator[Row]:
+def read_rows(path: str | os.PathLike[str] | Source) -> Iterator[Row]:
     """Yield the rows of a source in their order, one at a time.
 
-    path: a file, a folder, a glob or a hub name, as in `Source`; or a `Source`.
-    on_error: receives the error of a bad row, and reading continues with the next one. Without it the first bad row
-        raises.
+    path: a file, a glob or a hub name, as in `Source`; or a `Source`.
 
     Raises UserError at the call if there is no such file or its kind is unknown, and while reading if the source holds
     no rows or a file is not of the kind that its name says. Raises DataError if a row is not a JSON object, holds a key
     twice, is not UTF-8, holds half of a surrogate pair, or has another number of fields than the header of its table.
-    If a `.json` document stops being JSON it raises DataError even with `on_error`, since no row can follow.
     """
-    return _parsed(open_rows(path), on_error)
+    return map(UnreadRow.read, open_rows(path))
 
 
 def open_rows(source: str | os.PathLike[str] | Source) -> Iterator[UnreadRow]:
@@ -272,7 +204,10 @@ def open_rows(source: str | os.PathLike[str] | Source) -> Iterator[UnreadRow]:
     Other processes can then parse: an `UnreadRow` can be pickled, and its `read()` returns the row or raises DataError.
     """
     [opened] = as_sources(source)
-    return _checked(opened, found_in(opened))
+    files = _data_files(opened)
+    if files is None:
+        return _checked(opened, read_dataset(opened.label, _dataset(opened)))
+    return _checked(opened, (found for file in files for found in _read(file)))
 
 
 def _checked(source: Source, found: Iterable[UnreadRow]) -> Iterator[UnreadRow]:
@@ -282,15 +217,3 @@ def _checked(source: Source, found: Iterable[UnreadRow]) -> Iterator[UnreadRow]:
         yield row._replace(columns=source.columns)
     if is_empty:
         raise UserError(f"no rows in {source.path}; expected at least one")
-
-
-def _parsed(rows: Iterable[UnreadRow], on_error: Callable[[DataError], None] | None) -> Iterator[Row]:
-    for unread in rows:
-        try:
-            row = unread.read()
-        except DataError as error:
-            if on_error is None:
-                raise
-            on_error(error)
-        else:
-            yield row

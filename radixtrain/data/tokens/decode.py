@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from radixtrain.tree.arrays import IntArray
 
 if TYPE_CHECKING:
@@ -24,12 +22,8 @@ def decode_runs(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | IntArra
 
     A character whose bytes lie on both sides of a bound is in the run that completes it, so that a shared run
     has the same text whatever follows it. Each token is decoded a constant number of times.
-
-    Raises ValueError if the bounds do not rise from 0 to L.
     """
-    tokens, ends = _integers(ids), _integers(bounds)
-    if ends[:1] != [0] or ends[-1] != len(tokens) or ends != sorted(ends):
-        raise ValueError(f"bounds must rise from 0 to the number of tokens, {len(tokens)}, got {ends[:8]}")
+    tokens, ends = [*map(int, ids)], [*map(int, bounds)]
     texts: list[str] = []
     context = start = 0  # ends of the last two runs that ended with a whole character
     written = ""  # text of the runs since `context`
@@ -63,18 +57,7 @@ def shortened(text: str, max_characters: int) -> str:
     return f"{text[: max_characters - end - 3]} … {text[len(text) - end :]}"
 
 
-def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int]) -> list[str]:
-    """Return the text that each token adds after a letter: there no decoder drops a leading blank."""
-    anchor = list(tokenizer("a", add_special_tokens=False)["input_ids"])
-    letter = _decode(tokenizer, anchor)
-    return [_decode(tokenizer, [*anchor, token])[len(letter) :] for token in ids]
-
-
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     return text
-
-
-def _integers(values: Iterable[int] | IntArray) -> list[int]:
-    return values.tolist() if isinstance(values, np.ndarray) else [int(value) for value in values]

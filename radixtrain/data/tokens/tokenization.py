@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -135,17 +133,10 @@ def load_tokenizer(path: str, chat_template_path: str | os.PathLike[str] | None 
     except Exception as error:  # from a missing file to a parse error inside the Rust library
         check_json_files(path, TOKENIZER_JSON)
         expected = "expected a model folder with tokenizer.json or a hub name"
-        raise UserError(f"no tokenizer in {path}: {expected}; {_why_none(path) or reason_of(error)}") from error
+        raise UserError(f"no tokenizer in {path}: {expected}; {reason_of(error)}") from error
     if chat_template_path is not None:
         tokenizer.chat_template = read_template(chat_template_path)
     return tokenizer
-
-
-def _why_none(path: str) -> str:
-    """Say what is wrong with a path that is a folder without a tokenizer, or is neither a folder nor a hub name."""
-    if os.path.isdir(path):
-        return "" if any(name.startswith("tokenizer") for name in os.listdir(path)) else "the folder has none"
-    return "" if path.count(os.sep) < 2 and not path.startswith((".", "~", os.sep)) else "there is no such folder"
 
 
 def read_template(path: str | os.PathLike[str]) -> str:
@@ -165,8 +156,8 @@ logger = logging.getLogger(__name__)
 
 TEXTS_PER_CALL = 64  # the tokenizer holds about 100 bytes per token until the call returns
 SAMPLED_TEXTS, SAMPLED_CHARACTERS = 16, 4096  # compared with whole texts; these characters on each side of a border
-MOST_NESTED = 16  # groups of a pattern
-MAX_KEPT_CHARACTERS = 16 << 20  # of pieces whose ids are remembered; those that were used last stay
+MAX_KNOWN_CHARACTERS = 16 << 20  # of pieces whose ids are remembered
+NOTHING = np.zeros(0, dtype=np.int64)
 # Pre-tokenizers whose output for a piece does not depend on its neighbours, as Metaspace's does on the text's start.
 PIECEWISE = {
     *("BertPreTokenizer", "ByteLevel", "Digits", "FixedLength", "Punctuation", "Sequence", "Split", "UnicodeScripts"),
@@ -178,129 +169,84 @@ class PieceTokenizer:
     """Turns texts into token ids, without the tokenizer's own BOS and EOS.
 
     Called with texts, returns an int64 array (L,) for each: what `tokenizer(text, add_special_tokens=False)` gives.
-    The first call with an added token in a text compares a bounded sample; if they differ, a line in the log says so
-    and whole texts are tokenised from then on. Raises TokenizerFailed if the tokenizer breaks off.
+    Texts are cut at special tokens, and the ids of each piece are remembered: turns repeat all before them. The first
+    call with a special token in a text compares a bounded sample; if they differ, a line in the log says so and whole
+    texts are tokenised from then on. Raises TokenizerFailed if the tokenizer breaks off.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer = tokenizer
         self.borders = _borders(tokenizer)
         self.is_checked = False
-        self.kept: OrderedDict[str, np.ndarray] = OrderedDict()
-        self.num_kept_characters = 0
+        self.known: dict[str, np.ndarray] = {}
+        self.num_known_characters = 0
 
     def __call__(self, texts: list[str]) -> list[np.ndarray]:
-        if self.borders is None or not texts:
-            return list(self._whole(texts))
-        if not self.is_checked and (sample := _sample(texts, self.borders)):
+        if self.borders is not None and not self.is_checked and (sample := _sample(texts, self.borders)):
             self.is_checked = True
             if not all(map(np.array_equal, self._joined(sample, self.borders), self._whole(sample))):
                 logger.warning(
                     "this tokenizer does not tokenise the text between special tokens separately: rows are slow"
                 )
                 self.borders = None
-                return list(self._whole(texts))
-        return self._joined(texts, self.borders)
+        return self._whole(texts) if self.borders is None else self._joined(texts, self.borders)
 
     def _joined(self, texts: list[str], borders: re.Pattern[str]) -> list[np.ndarray]:
-        """Tokenise texts in parts: every odd part of a split is an added token, every even one a piece or empty."""
-        parts = [[part for part in borders.split(text) if part] for text in texts]
-        known = self._ids_of(part for text_parts in parts for part in text_parts)
-        nothing = np.zeros(0, dtype=np.int64)
-        return [np.concatenate([nothing, *(known[part] for part in text_parts)]) for text_parts in parts]
+        """Tokenise texts in pieces: special tokens and what is between them."""
+        pieces_of = [[piece for piece in borders.split(text) if piece] for text in texts]
+        new = [*dict.fromkeys(piece for pieces in pieces_of for piece in pieces if piece not in self.known)]
+        self.known.update(zip(new, self._whole(new), strict=True))
+        joined = [np.concatenate([NOTHING, *(self.known[piece] for piece in pieces)]) for pieces in pieces_of]
+        self.num_known_characters += sum(map(len, new))
+        if self.num_known_characters > MAX_KNOWN_CHARACTERS:
+            self.known.clear()
+            self.num_known_characters = 0
+        return joined
 
-    def _ids_of(self, pieces: Iterable[str]) -> dict[str, np.ndarray]:
-        """Return the ids of each distinct piece. Those that are not remembered are tokenised together."""
-        known: dict[str, np.ndarray] = {}
-        new: dict[str, None] = {}
-        for piece in pieces:
-            if piece in self.kept:
-                self.kept.move_to_end(piece)
-                known[piece] = self.kept[piece]
-            else:
-                new[piece] = None
-        for piece, ids in zip(new, self._whole(list(new)), strict=True):
-            known[piece] = self.kept[piece] = ids
-            self.num_kept_characters += len(piece)
-        while self.num_kept_characters > MAX_KEPT_CHARACTERS:
-            self.num_kept_characters -= len(self.kept.popitem(last=False)[0])
-        return known
-
-    def _whole(self, texts: list[str]) -> Iterator[np.ndarray]:
+    def _whole(self, texts: list[str]) -> list[np.ndarray]:
         options: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+        found: list[np.ndarray] = []
         for start in range(0, len(texts), TEXTS_PER_CALL):
             with failures_of(self.tokenizer.name_or_path):
                 encoded = self.tokenizer(texts[start : start + TEXTS_PER_CALL], **options)["input_ids"]
-            yield from (np.array(ids, dtype=np.int64) for ids in encoded)
+            found += [np.array(ids, dtype=np.int64) for ids in encoded]
+        return found
 
 
 def _sample(texts: list[str], borders: re.Pattern[str]) -> list[str]:
-    """Return the surroundings of the first added token of a few texts; none if no text has one."""
+    """Return the surroundings of the first special token of a few texts; none if no text has one."""
     firsts = islice(((text, found.start()) for text in texts if (found := borders.search(text))), SAMPLED_TEXTS)
     return [text[max(0, at - SAMPLED_CHARACTERS) : at + SAMPLED_CHARACTERS] for text, at in firsts]
 
 
 def _borders(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
-    """Return the pattern at which texts are split: added tokens, found first. None if splitting is not safe."""
+    """Return the pattern at which texts are split: special tokens, found first. None if splitting is not safe."""
     if not tokenizer.is_fast or getattr(tokenizer, "split_special_tokens", False):
         return None
     backend = tokenizer.backend_tokenizer
-    if getattr(backend.model, "dropout", None) or not _kinds(_pre_tokenizer(backend)) <= PIECEWISE:
+    kinds = re.findall(r'"type": ?"(\w+)"', str(backend.pre_tokenizer and backend.pre_tokenizer.__getstate__()))
+    if getattr(backend.model, "dropout", None) or not {*kinds} <= PIECEWISE:
         return None
-    tokens = [*backend.get_added_tokens_decoder().values()]
-    if any(token.single_word for token in tokens):  # it looks at its neighbours
+    added = [*backend.get_added_tokens_decoder().values()]
+    if any(token.single_word for token in added):  # it looks at its neighbours
         return None
-    is_border = [not (token.normalized or token.lstrip or token.rstrip) for token in tokens]
-    borders = [token.content for token, is_one in zip(tokens, is_border, strict=True) if is_one]
-    others = [token.content for token, is_one in zip(tokens, is_border, strict=True) if not is_one]
-    if not borders or any(_may_overlap(border, other) for border in borders for other in others):
+    borders = [
+        token.content for token in added if token.special and not (token.normalized or token.lstrip or token.rstrip)
+    ]
+    others = [token.content for token in added if token.content not in borders]
+    if not borders or any(_may_overlap(border, others) for border in borders):
         return None
-    return re.compile(f"({_longest_of(borders)})")
+    longest_first = sorted(borders, key=len, reverse=True)  # as the library matches
+    return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
 
-def _longest_of(words: Iterable[str], depth: int = 0) -> str:
-    """Return a pattern that matches the longest of these words, as the library does; common beginnings are tried once.
-
-    Gemma 3 has 6,415 added tokens; trying each took as long as the tokenizer. depth: of groups, which `re` limits.
-    """
-    longest_first = sorted(set(words), key=lambda word: (-len(word), word))
-    if depth == MOST_NESTED:
-        return "|".join(map(re.escape, longest_first))
-    alike: dict[str, list[str]] = {}
-    for word in longest_first:
-        alike.setdefault(word[:1], []).append(word)
-    patterns = []
-    for group in alike.values():
-        begin = os.path.commonprefix(group)  # noqa: RUF071  # of characters
-        rest = [word[len(begin) :] for word in group if word != begin]
-        inner = f"(?:{_longest_of(rest, depth + 1)}){'?' if begin in group else ''}" if rest else ""
-        patterns.append(re.escape(begin) + inner)
-    return "|".join(patterns)
-
-
-def _pre_tokenizer(backend: Any) -> dict[str, Any] | None:
-    """Return the pre-tokenizer of `tokenizer.json`, without the words: Gemma 3's 262,144 take over a second."""
-    from tokenizers import Tokenizer, models
-
-    small = Tokenizer(models.BPE())
-    small.pre_tokenizer = backend.pre_tokenizer
-    found: dict[str, Any] | None = json.loads(small.to_str())["pre_tokenizer"]
-    return found
-
-
-def _kinds(pre_tokenizer: dict[str, Any] | None) -> set[str]:
-    """Return the kinds of a pre-tokenizer and of those inside it."""
-    if pre_tokenizer is None:
-        return set()
-    return {pre_tokenizer["type"]}.union(*map(_kinds, pre_tokenizer.get("pretokenizers", ())))
-
-
-def _may_overlap(border: str, other: str) -> bool:
-    """Return whether two tokens can cover the same characters, or white space could be taken at a border."""
-    if border in other or other in border or border != border.strip():
-        return True
-    lengths = range(1, min(len(border), len(other)))
-    return any(border[:n] == other[-n:] or other[:n] == border[-n:] for n in lengths)
+def _may_overlap(border: str, others: list[str]) -> bool:
+    """Return whether it and one of the other tokens can cover the same characters, or white space at its ends."""
+    begins = tuple(border[:end] for end in range(1, len(border)))
+    ends = tuple(border[start:] for start in range(1, len(border)))
+    return border != border.strip() or any(
+        border in other or other in border or other.endswith(begins) or other.startswith(ends) for other in others
+    )
 
 
 class TokenizerFailed(UserError):

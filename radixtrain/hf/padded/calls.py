@@ -12,9 +12,10 @@ import inspect
 from collections.abc import Mapping
 from itertools import islice
 from numbers import Number
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
@@ -25,12 +26,14 @@ from radixtrain.hf.backbone import text_decoder_of
 from radixtrain.hf.dropout import evaluating
 from radixtrain.hf.guards.code import why_recorded
 from radixtrain.hf.names import CACHE
-from radixtrain.hf.padded.rows import PaddedRows
+from radixtrain.hf.padded.spread import Places
 from radixtrain.hf.pictures import OF_PICTURES, image_token_of
 from radixtrain.hf.positions import frequencies_change_at, has_grown, scaled_from
 from radixtrain.hf.sharing_report import GENERATION, is_frozen
 from radixtrain.hf.windows import chunk_of
+from radixtrain.tree.arrays import IntArray
 
+BoolArray = npt.NDArray[np.bool_]
 READ = {"input_ids", "attention_mask", "position_ids"}
 # Other tensors that a call may have. They are for the loss: no layer reads them.
 FOR_THE_LOSS = {"labels", "shift_labels", "num_items_in_batch"}
@@ -41,6 +44,78 @@ UNREAD = {
     *("token_type_ids", "mm_token_type_ids", "cache_position"),
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
 }
+
+
+class PaddedRows(NamedTuple):
+    """The rows of a padded batch on the host.
+
+        input_ids  7 8 9 0    attention_mask  1 1 1 0    unique rows  7 8 5 9    places  0 1 3 4
+                   0 7 8 5                    0 1 1 1                                    4 0 1 2
+
+    A place is one entry of the `[B, L]` batch. The row of a place that the mask hides is U, one past the last.
+
+        input_ids: (B, L), int64.
+        kept: (B, L), bool. False for padding.
+        position_ids: (B, L), int64, or None if they count the columns.
+        is_packed: one row that has several sequences, each of which counts its positions from 0.
+    """
+
+    input_ids: IntArray
+    kept: BoolArray
+    position_ids: IntArray | None
+    is_packed: bool
+
+    @classmethod
+    def of(cls, input_ids: IntArray, attention_mask: IntArray | None, position_ids: IntArray | None) -> PaddedRows:
+        """Return the rows of a batch. All (B, L). attention_mask: None if nothing is hidden."""
+        kept = np.ones(input_ids.shape, dtype=bool) if attention_mask is None else attention_mask.astype(bool)
+        jumps = position_ids is not None and bool((np.diff(position_ids) != 1).any())
+        return cls(input_ids, kept, position_ids, is_packed=attention_mask is None and jumps)
+
+    @property
+    def has_holes(self) -> bool:
+        """Return whether some row has padding between its tokens."""
+        return bool((np.diff(self.kept, axis=1, prepend=False, append=False).sum(axis=1) > 2).any())
+
+    @property
+    def is_left_padded(self) -> bool:
+        return bool((~self.kept[:, :1] & self.kept.any(axis=1, keepdims=True)).any())
+
+    @property
+    def has_negative_positions(self) -> bool:
+        positions = self.kept_positions
+        return positions is not None and bool((positions < 0).any())
+
+    @property
+    def packing_is_plain(self) -> bool:
+        """Return whether the sequences of a packed batch stand in one row, and each counts its positions from 0."""
+        assert self.position_ids is not None
+        return len(self.kept) == 1 and not self.position_ids[0][self.cu_seqlens[:-1]].any()
+
+    @property
+    def max_position(self) -> int:
+        """Return the largest position that Hugging Face computes, of padding too."""
+        return self.kept.shape[1] - 1 if self.position_ids is None else int(self.position_ids.max(initial=0))
+
+    @property
+    def kept_positions(self) -> IntArray | None:
+        """Return the positions of the kept tokens, (T,), int64; None if they count from 0 in every sequence."""
+        return None if self.position_ids is None or self.is_packed else self.position_ids[self.kept]
+
+    @property
+    def cu_seqlens(self) -> IntArray:
+        """Return where each sequence starts among the kept tokens, and their number."""
+        if self.is_packed:
+            assert self.position_ids is not None
+            starts = np.flatnonzero(np.diff(self.position_ids[0], prepend=-2) != 1)
+            return np.append(starts, self.kept.size)
+        return np.concatenate([[0], np.cumsum(self.kept.sum(axis=1))])
+
+    def places(self, row_of_token: IntArray, num_rows: int) -> Places:
+        """Return where rows stand. row_of_token: (T,), int64. num_rows: U."""
+        rows = np.full(self.kept.shape, num_rows)
+        rows[self.kept] = row_of_token
+        return Places(rows, len(row_of_token))
 
 
 def why_unshared(model: nn.Module, backbone: PreTrainedModel, given: Mapping[str, Any], generates: bool) -> str | None:
@@ -55,7 +130,7 @@ def why_unshared(model: nn.Module, backbone: PreTrainedModel, given: Mapping[str
         return "inputs_embeds are given, and tokens are compared by their ids"
     return (
         _why_cache(backbone, decoder, given, generates)
-        or _why_shapes(given, backbone is not decoder)
+        or _why_shape(given["input_ids"])
         or _why_outputs(decoder.config, given)
         or _why_other_inputs(backbone, decoder, given)
         or _why_state(model, backbone, decoder)
@@ -114,19 +189,11 @@ def option(name: str, config: PreTrainedConfig, given: Mapping[str, Any], defaul
     return bool(given.get(name, getattr(config, name, default)))
 
 
-def _why_shapes(given: Mapping[str, Any], has_axes: bool) -> str | None:
-    """Say which argument has another shape than expected. has_axes: whether positions may have several axes."""
-    ids, mask, positions = given["input_ids"], given.get("attention_mask"), given.get("position_ids")
+def _why_shape(ids: Tensor) -> str | None:
     if ids.is_floating_point():
         return "input_ids are not whole numbers"
     if ids.ndim != 2:
         return f"input_ids have {ids.ndim} dimensions, not 2"
-    if positions is not None and positions.is_floating_point():
-        return "position_ids are not whole numbers"
-    if mask is not None and not (isinstance(mask, Tensor) and mask.shape == ids.shape):
-        return "attention_mask is not [B, L]"
-    if positions is not None and (positions.ndim not in (2, 2 + has_axes) or positions.shape[-1] != ids.shape[1]):
-        return "position_ids are not [B, L]"
     return None if ids.numel() else "the batch is empty"
 
 

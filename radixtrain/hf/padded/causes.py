@@ -24,14 +24,13 @@ from weakref import ref
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from radixtrain.errors import UserError
-from radixtrain.hf.padded.calls import DROPS_ROWS, FOR_THE_LOSS, READ, TYPES, UNREAD, is_option
-from radixtrain.hf.padded.rows import BoolArray, PaddedRows
+from radixtrain.hf.padded.calls import DROPS_ROWS, FOR_THE_LOSS, READ, TYPES, UNREAD, BoolArray, PaddedRows, is_option
 from radixtrain.hf.pictures import OF_PICTURES, bits_of, image_token_of
-from radixtrain.hf.upstream import Upstream
+from radixtrain.hf.progress import Upstream
 from radixtrain.hf.windows import MaskRequest, answered, request_of
 from radixtrain.tree.arrays import IntArray, lengths_of
 from radixtrain.tree.blocks import BlockLayout
@@ -82,7 +81,7 @@ class Causes:
         requests = _requests(given.get("attention_mask"))
         mask = given.get("attention_mask") if not requests else _one_mask(requests)
         if mask is not None and not (isinstance(mask, Tensor) and mask.shape == ids.shape):
-            raise NotShared("the decoder gets a mask that is not [B, L]")
+            raise NotShared("attention_mask is not [B, L]")
         per_token = {name: given[name] for name in ("inputs_embeds", *PER_TOKEN) if isinstance(given.get(name), Tensor)}
         for name, value in per_token.items():
             if value.shape[:2] != ids.shape:
@@ -105,13 +104,6 @@ class Causes:
         """Return the device on which the decoder computes."""
         of_decoder: Tensor = self.per_token.get("inputs_embeds", self.call.given["input_ids"])
         return of_decoder.device
-
-    @property
-    def is_looked_up(self) -> bool:
-        """Return whether the decoder gets what its embedding holds for the ids, and nothing else that has bits."""
-        if "inputs_embeds" not in self.given:
-            return True
-        return self.call.pictures is None and is_plain(self.call.backbone.get_input_embeddings())
 
     @cached_property
     def codes(self) -> IntArray:
@@ -208,7 +200,7 @@ class Causes:
         """
         first = plan.gather_indices[plan.inverse_indices]
         copies = np.flatnonzero(first != np.arange(len(first)))
-        if self.is_looked_up or not len(copies):
+        if "inputs_embeds" not in self.given or not len(copies):
             return
         flat = np.flatnonzero(self.rows.kept)
         pairs = [(x.flatten(0, 1), flat[copies], flat[first[copies]]) for x in self.per_token.values()]
@@ -254,14 +246,6 @@ class Causes:
         """Return the masks for which layers waited, in the form in which the backbone asked for them."""
         made = {layers: answered(call, *self.windows[layers], self.device) for layers in self.requests}
         return made if isinstance(self.given["attention_mask"], dict) else next(iter(made.values()))
-
-
-def is_plain(embedding: nn.Module) -> bool:
-    """Return whether an embedding gives each id a row of its weight: no adapter, hook or other `forward` is on it."""
-    is_own = type(embedding).__module__.startswith(("torch.nn.", "transformers.models."))
-    hooks = (*embedding._forward_hooks.values(), *embedding._forward_pre_hooks.values())
-    are_ours = all(str(hook.__module__).startswith("radixtrain.") for hook in hooks)
-    return is_own and are_ours and "forward" not in vars(embedding)
 
 
 def with_made_masks(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -316,8 +300,11 @@ def _positions(call: Upstream, given: Mapping[str, Any]) -> dict[str, Tensor]:
     positions, (num_rows, length) = given.get("position_ids"), call.given["input_ids"].shape
     if positions is None:
         return {}
-    if positions.ndim not in (2, 3) or positions.shape[-1] != length or positions.shape[-2] not in (1, num_rows):
-        raise NotShared("position_ids are not [B, L], or [axes, B, L]")
+    if positions.is_floating_point():
+        raise NotShared("position_ids are not whole numbers")
+    has_axes = call.backbone is not call.decoder and positions.ndim == 3
+    if positions.shape[has_axes:] not in ((1, length), (num_rows, length)):
+        raise NotShared("position_ids are not [B, L]")
     return {"positions": positions} if positions.ndim == 2 else {f"axis {n}": each for n, each in enumerate(positions)}
 
 

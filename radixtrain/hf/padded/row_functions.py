@@ -7,7 +7,7 @@ computed once and put at the places.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-from radixtrain.hf.padded.rows import check_unread
-from radixtrain.hf.padded.spread import Modes, Spread, is_checkpointed
+from radixtrain.hf.padded.spread import Modes, Spread, check_unread, is_checkpointed
 from radixtrain.hf.token_losses import for_token_loss
 from radixtrain.loss import logits_cross_entropy, logits_logprobs
 from radixtrain.tree.arrays import IntArray
@@ -39,17 +38,22 @@ def _by_row(x: Spread, func: Any, others: Others, named: Named) -> Any:
         return NotImplemented
     if x.asks_few and x.table.requires_grad and torch.is_grad_enabled():
         return NotImplemented
-    rows = x.with_asked_rows() if x.asks_few else x
+    rows = x.needed()
     table = func(rows.table, *others, **named)
-    if table is x.table:
+    if table is rows.table:
         return x
     x.mark_read()
     return Spread(table, rows.place_rows, rows.padding_row, x.report)
 
 
+def _given(names: Sequence[str], others: Others, named: Named) -> dict[str, Any]:
+    """Return the arguments by name."""
+    return {**dict(zip(names, others, strict=False)), **named}
+
+
 def _is_last(x: Spread, others: Others, named: Named) -> bool:
     """Return whether the axis is that of the numbers of a row, and no other option changes the shape."""
-    given = {**dict(zip(("dim", "?"), others, strict=False)), **named}
+    given = _given(("dim", "?"), others, named)
     changing = {name for name in given if not name.startswith("_")} - {"dim", "dtype"}
     return given.get("dim") in (-1, len(x.shape) - 1) and not changing
 
@@ -129,26 +133,17 @@ def _iter(x: Spread, func: object, others: Others, named: Named) -> Any:
     return _view(x, Tensor.unbind, (), {})
 
 
-def _logsumexp(x: Spread, func: Callable[..., Any], others: Others, named: Named) -> Any:
-    """Compute once for the table, as TRL requests one row of the batch after the other."""
-    if not _is_last(x, others, named):
+def _per_row(x: Spread, func: Callable[..., Any], others: Others, named: Named) -> Any:
+    """Compute one number for each row of the table, once, as TRL requests one row of the batch after the other."""
+    given = _given(("dim", "keepdim"), others, named)
+    if given.pop("dim", None) not in (-1, len(x.shape) - 1) or not given.keys() <= {"keepdim", "dtype"}:
         return NotImplemented
     x.mark_read()
-    modes = Modes.now(), torch.is_autocast_enabled(x.table.device.type)
-    known = x.memory.logsumexps if x.table is x.memory.table and not is_checkpointed() else {}
-    if modes not in known:
-        known[modes] = func(x.table, -1)
-    return x.at_places(known[modes])
-
-
-def _sum(x: Spread, func: Callable[..., Any], others: Others, named: Named) -> Any:
-    """Compute one number for each row, as label smoothing reads it."""
-    given = {**dict(zip(("dim", "keepdim"), others, strict=False)), **named}
-    if given.get("dim") not in (-1, len(x.shape) - 1) or not given.keys() <= {"dim", "keepdim", "dtype"}:
-        return NotImplemented
-    x.mark_read()
-    rows = x.with_asked_rows() if x.asks_few else x
-    return rows.at_places(func(rows.table, **{**given, "dim": -1}))
+    key = func, *given.items(), Modes.now(), torch.is_autocast_enabled(x.table.device.type)
+    known = x.memory.numbers if x.table is x.memory.table and not is_checkpointed() else {}
+    if key not in known:
+        known[key] = func(x.table, dim=-1, **given)
+    return x.at_places(known[key])
 
 
 def _is_plain(x: object) -> TypeGuard[Tensor]:
@@ -158,7 +153,7 @@ def _is_plain(x: object) -> TypeGuard[Tensor]:
 
 def _gather(x: Spread, func: object, others: Others, named: Named) -> Any:
     """Select some numbers of each row, such as the log-probabilities of labels."""
-    given = {**dict(zip(("dim", "index"), others, strict=False)), **named}
+    given = _given(("dim", "index"), others, named)
     index, width = given.get("index"), x.shape[-1]
     if given.keys() != {"dim", "index"} or given["dim"] not in (-1, len(x.shape) - 1) or not _is_plain(index):
         return NotImplemented
@@ -176,7 +171,7 @@ def _gather(x: Spread, func: object, others: Others, named: Named) -> Any:
 
 
 def _cross_entropy(x: Spread, func: object, others: Others, named: Named) -> Any:
-    given = {**dict(zip(("target", "weight"), others, strict=False)), **named}
+    given = _given(("target", "weight"), others, named)
     target, reduction, ignored = given.get("target"), given.get("reduction", "mean"), given.get("ignore_index", -100)
     if not _is_plain(target) or target.dtype != torch.int64 or target.shape != x.place_rows.shape:
         return NotImplemented
@@ -186,7 +181,7 @@ def _cross_entropy(x: Spread, func: object, others: Others, named: Named) -> Any
     if reduction not in ("mean", "sum", "none"):
         return NotImplemented
     x.mark_read()
-    rows = x.with_asked_rows() if x.asks_few else x
+    rows = x.needed()
     counted = target != ignored
     labels = target.masked_fill(~counted, 0)
     table = rows.table
@@ -217,8 +212,7 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys(NUMBERS, _by_row),
     **dict.fromkeys(_named("log_softmax", "softmax"), _softmax),
     **dict.fromkeys([*COPIES, *VIEWS], _view),
-    **dict.fromkeys(_named("logsumexp"), _logsumexp),
-    **dict.fromkeys(_named("sum"), _sum),
+    **dict.fromkeys(_named("logsumexp", "sum"), _per_row),
     **dict.fromkeys(_named("gather"), _gather),
     for_token_loss: _for_token_loss,
     Tensor.__iter__: _iter,

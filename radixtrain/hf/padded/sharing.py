@@ -21,6 +21,7 @@ from radixtrain.hf.modules import why_padding_leaks
 from radixtrain.hf.names import is_cache
 from radixtrain.hf.options import Options
 from radixtrain.hf.padded.calls import (
+    PaddedRows,
     is_compiled,
     option,
     separates_packed_sequences,
@@ -29,13 +30,11 @@ from radixtrain.hf.padded.calls import (
 )
 from radixtrain.hf.padded.causes import Causes, NotShared
 from radixtrain.hf.padded.fused_heads import share_fused_heads
-from radixtrain.hf.padded.rows import PaddedRows, Places
-from radixtrain.hf.padded.spread import NO_ROW
+from radixtrain.hf.padded.spread import NO_ROW, Places
 from radixtrain.hf.padded.spread_rows import SpreadRows
 from radixtrain.hf.positions import why_padding_matters
-from radixtrain.hf.progress import Progress
+from radixtrain.hf.progress import Progress, Upstream
 from radixtrain.hf.sharing_report import SharingReport
-from radixtrain.hf.upstream import Upstream
 from radixtrain.hf.windows import no_mask, window_may_bind
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import build_prefix_plan

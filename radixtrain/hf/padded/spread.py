@@ -2,6 +2,12 @@
 
 table  a b c    place_rows  0 1 2    stands for  a b c
                             0 1 0                a b a
+
+In an ordinary batch hidden states at padding are arbitrary. Here they are those of a token of the batch, with their
+columns reversed. A loss may still read them, for instance if labels of padding are not -100. Its gradient would
+not be the ordinary one, so the backward pass raises an error. For that a gradient must arrive there: the hidden states
+of padding are finite, not zero, and not a token's own, because the gradient of a square is zero at zero, and so is that
+of a distance between equal rows.
 """
 
 from __future__ import annotations
@@ -20,12 +26,14 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
-from radixtrain.hf.padded.rows import check_gradient_at, check_unread, refuse_reading
+from radixtrain.errors import UserError
 from radixtrain.hf.sharing_report import SharingReport
+from radixtrain.kernels.functions import refuse_batched
 from radixtrain.kernels.rows import gather_rows, sum_rows
 from radixtrain.tree.arrays import IntArray
 
 NO_ROW = -1
+PLACES_AT_A_TIME = 1024  # so that checking the gradient of logits does not copy all of it at padding
 
 
 def is_checkpointed() -> bool:
@@ -71,7 +79,7 @@ class Spread:
     dense: the ordinary tensor, once there is one. dense_node: its node when it was made.
 
     Of the whole memory:
-    logsumexps: those of the rows of the table, by the modes in which they were computed.
+    numbers: one for each row of the table, by the function, and the modes in which they were computed.
     lazy: the lazy tensors that show it.
     was_read: functions read the table with gradients, so that those at the places are not complete.
     """
@@ -85,7 +93,7 @@ class Spread:
     is_part: bool = False
     dense: Tensor | None = field(default=None, init=False)
     dense_node: Any = field(default=None, init=False)
-    logsumexps: dict[Any, Tensor] = field(default_factory=dict, init=False)
+    numbers: dict[Any, Tensor] = field(default_factory=dict, init=False)
     lazy: list[ref[Any]] = field(default_factory=list, init=False)
     was_read: bool = field(default=False, init=False)
 
@@ -145,6 +153,10 @@ class Spread:
         number[rows] = np.arange(len(rows))
         table = gather_rows(self.table, self.on_device(rows))
         return Spread(table, number[self.place_rows], int(number[self.padding_row]), self.report)
+
+    def needed(self) -> Spread:
+        """Drop the rows that stand at no place if these are many."""
+        return self.with_asked_rows() if self.asks_few else self
 
     def make_dense(self) -> None:
         """Make the ordinary tensor: of the whole memory from the table, once, and a view as a view of that."""
@@ -218,3 +230,66 @@ def gradient_of_rows(spread: Spread) -> Callable[[Tensor], Tensor]:
         return sum_rows(grad, rows, num_rows)
 
     return summed
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Which unique row stands at each place of a padded batch.
+
+    rows: (B, L), int64. U at padding. num_tokens: T, the places without it.
+    """
+
+    rows: IntArray
+    num_tokens: int
+
+    @property
+    def has_padding(self) -> bool:
+        return self.num_tokens < self.rows.size
+
+    def with_padding(self, rows: Tensor) -> Tensor:
+        """Append to the unique rows, (U, ...), one for padding, if any: the first row reversed, without gradient."""
+        if not self.has_padding:
+            return rows
+        table = torch.cat([rows, rows[:1].detach().flip(-1)])
+        if torch.is_grad_enabled() and not table.requires_grad:
+            table.requires_grad_()  # a frozen model, and perhaps a head after it that reads padding
+        return table
+
+
+def check_gradient_at(places: Tensor, x: Tensor) -> None:
+    """Make the backward pass raise UserError if the gradient of x shows that the loss reads these of its places."""
+    if len(places) and x.requires_grad:
+        x.register_hook(lambda grad: check_unread(places, grad))
+
+
+def check_unread(places: Tensor, grad: Tensor | None) -> None:
+    """Raise UserError if a gradient is not zero at places of padding; None is zero. Waits for the device.
+
+    If a loss overflows, its gradient at padding is 0 times infinity, which is NaN. The ordinary run has the same and
+    goes on without this step. So what is not finite at padding passes if it is not finite elsewhere either.
+    """
+    if grad is None or not len(places):
+        return
+    refuse_batched(grad)
+    parts = [grad[some].reshape(len(some), -1) for some in places.split(PLACES_AT_A_TIME)]
+    num_read = sum(part.any(dim=1).sum() for part in parts)
+    if num_read and not _is_lost(places, grad):
+        refuse_reading(num_read)
+
+
+def _is_lost(places: Tensor, grad: Tensor) -> bool:
+    """Return whether a gradient has only zeros and non-finite numbers at these places, and the latter elsewhere."""
+    is_padding = torch.zeros(len(grad), dtype=torch.bool, device=grad.device).index_fill_(0, places, True)
+    is_finite = grad.isfinite()
+    is_read = ((grad != 0) & is_finite)[is_padding].any()
+    return bool(~is_read & ~is_finite[~is_padding].all())
+
+
+def refuse_reading(num_read: Tensor | int) -> None:
+    """Raise UserError if the loss reads places of padding. Waits for the device, once in a backward pass."""
+    if num_read:
+        raise UserError(
+            f"the loss reads {int(num_read)} places that attention_mask hides, and share_prefixes does not compute "
+            f"those: set the labels of padding to -100, and with padding on the left also the label of the first token "
+            f"of a row, which is predicted from padding; a loss over whole rows needs restore_model(model)"
+        )

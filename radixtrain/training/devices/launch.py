@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from radixtrain.cores import num_cores, threads_are_given
 from radixtrain.distributed import join, ranks
-from radixtrain.errors import EndedElsewhere, Stopped, UserError, first_line
+from radixtrain.errors import EndedElsewhere, Stopped, UserError
 from radixtrain.training.devices.launcher_env import PARENT, launcher_env
 
 Start = Mapping[str, str]
@@ -91,15 +91,15 @@ def _wait(children: Sequence[subprocess.Popen[bytes]]) -> str:
     Of ranks that fail at once, a killed one is the cause.
     """
     failure, deadline = "", float("inf")
-    while any(child.poll() is None for child in children) and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
-        failed = {rank: code for rank, child in enumerate(children) if (code := child.poll())}
-        if failed and not failure:
-            rank = min(failed, key=lambda rank: failed[rank])
-            code, deadline = failed[rank], time.monotonic() + GRACE
+    while True:
+        codes = [child.poll() for child in children]
+        if any(codes) and not failure:
+            code, rank = min((code, rank) for rank, code in enumerate(codes) if code)
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            failure = f"rank {rank} {how}"
-    return failure
+            failure, deadline = f"rank {rank} {how}", time.monotonic() + GRACE
+        if None not in codes or time.monotonic() > deadline:
+            return failure
+        time.sleep(POLL_SECONDS)
 
 
 def meet(strategy: Any, timeout: timedelta, start: Callable[[], Start]) -> None:
@@ -114,15 +114,7 @@ def meet(strategy: Any, timeout: timedelta, start: Callable[[], Start]) -> None:
         threading.Thread(target=_stop_after_parent, args=[int(os.environ[PARENT])], daemon=True).start()
     if hasattr(strategy, "cluster_environment"):
         strategy.setup_environment()  # Lightning calls it again, and finds the group
-    try:
-        join(timeout)
-    except RuntimeError as error:
-        if getattr(strategy, "num_nodes", 1) == 1:
-            raise
-        raise UserError(
-            f"the machines cannot connect over gloo ({first_line(error)}): gloo takes the address of the host's "
-            f"name, often 127.0.1.1; set GLOO_SOCKET_IFNAME on each to the network interface that they share"
-        ) from error
+    join(timeout)
     if ranks().size > 1:
         check_alike(ranks().gather(start()))
 

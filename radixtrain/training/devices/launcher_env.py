@@ -17,8 +17,6 @@ logger = logging.getLogger(__name__)
 
 PARENT = "RADIXTRAIN_PARENT"  # variable of a rank that `fit` has started itself: the id of the process that did
 ON_SEVERAL = ("fit", "validate", "test", "predict")  # commands that run on several devices
-# Environment variables that reveal several unconnected copies of a process, by the program that sets them.
-COPIES = {"mpirun": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"), "a launcher": ("WORLD_SIZE",)}
 INTERACTIVE = ("bash", "interactive")  # job names that `srun --pty` and `salloc` give: their tasks are not ranks
 
 
@@ -82,25 +80,16 @@ def one_device(config: TrainerSettings, command: str) -> dict[str, Any]:
 
 
 def check_started(command: str) -> None:
-    """Raise UserError if this is one of several copies that would all do the same, and write the same files.
+    """Raise UserError if this is one of several ranks of a command that runs on one device.
 
     Only the first one of each machine reports; the others raise EndedElsewhere.
     """
     found = launcher_env()
-    if found.size > 1 and command in ON_SEVERAL:
+    if found.size == 1 or command in ON_SEVERAL:
         return
-    if found.size > 1 and found.local_rank:
+    if found.is_silent:
         raise EndedElsewhere
-    if found.size > 1:
-        raise UserError(f"{found.by} started {found.size} copies of `{command}`, which runs on one device: start one")
-    for name, variables in COPIES.items():
-        for variable in variables:
-            count = os.environ.get(variable, "")
-            if not found.by and count.isdigit() and int(count) > 1:
-                raise UserError(
-                    f"{variable}={count}: {name} started {count} copies of this command that do not know one another; "
-                    f"start it with torchrun or srun, or set trainer.devices"
-                )
+    raise UserError(f"{found.by} started {found.size} copies of `{command}`, which runs on one device: start one")
 
 
 def _tasks_per_node(num_tasks: str) -> int:

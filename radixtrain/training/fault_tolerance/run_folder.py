@@ -18,7 +18,7 @@ import re
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -136,25 +136,6 @@ def rename_earlier_run(output_dir: Path) -> Path | None:
 
 
 @contextmanager
-def logs_of_run(folders: Sequence[Path], has_begun: Callable[[], bool]) -> Iterator[None]:
-    """Remove the files that loggers wrote during this context if the run in it never begins.
-
-    Files of other names stay: a logger may write into a folder that it shares with another run or a model.
-
-    folders: that loggers write into; Weights & Biases keeps its own files. has_begun: whether training has begun.
-    """
-    before = {path for folder in folders for path in (folder, *folder.parents, *_of_loggers(folder)) if path.exists()}
-    try:
-        yield
-    finally:
-        for folder in () if has_begun() else folders:
-            with suppress(OSError):  # do not hide the error that ends the run
-                for path in set(_of_loggers(folder)) - before:
-                    path.unlink()
-                _remove_empty(each for each in (folder, *folder.parents) if each not in before)
-
-
-@contextmanager
 def locked(output_dir: Path, command: str) -> Iterator[None]:
     """Lock a run's folder, which is made, and its `model/` against other commands of radixtrain.
 
@@ -173,12 +154,6 @@ def locked_model(folder: Path, command: str) -> Iterator[None]:
     target = folder.resolve()
     with _created(target.parent), _lock(target.parent / MODEL_LOCK.format(target.name), folder, command):
         yield
-
-
-def _of_loggers(folder: Path) -> list[Path]:
-    """List files of this process: TensorBoard writes the process id into their names."""
-    names = "metrics.csv", "hparams.yaml", f"events.out.tfevents.*.{os.getpid()}.*"
-    return [path for name in names for path in folder.glob(name)]
 
 
 def _parts_of_run(output_dir: Path) -> list[str]:
@@ -267,11 +242,6 @@ def _created(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        _remove_empty(new)
-
-
-def _remove_empty(folders: Iterable[Path]) -> None:
-    """Remove empty folders. folders: the innermost first."""
-    with suppress(OSError):  # not empty
-        for path in folders:
-            path.rmdir()
+        with suppress(OSError):  # not empty
+            for path in new:
+                path.rmdir()

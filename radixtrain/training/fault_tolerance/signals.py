@@ -79,7 +79,8 @@ class Requests:
         if threading.current_thread() is threading.main_thread():
             before = {number: signal.getsignal(number) for number in HANDLED}
             self._before = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}
-            self.install()
+            for number in self._before:
+                signal.signal(number, self._on_signal)
         return self
 
     def __exit__(
@@ -92,11 +93,6 @@ class Requests:
         finally:
             for number, handler in self._before.items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-    def install(self) -> None:
-        """Handle the signals again, if Lightning has put handlers of its own in front."""
-        for number in self._before:
-            signal.signal(number, self._on_signal)
 
     def poll(self) -> tuple[Stop | None, bool]:
         """Return why the ranks stop here, and whether they save; the same on all of them.

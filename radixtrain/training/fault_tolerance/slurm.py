@@ -9,8 +9,6 @@ import logging
 import os
 import re
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from radixtrain.checkpoints.atomic import writing_file
@@ -20,7 +18,6 @@ logger = logging.getLogger(__name__)
 
 RECORD = ".slurm_job"  # in the output folder: names the job that wrote it
 SECONDS = 60  # for `scontrol` to answer
-SEEN_BY_LIGHTNING = "SLURM_NTASKS"  # the variable by which Lightning recognises SLURM
 
 
 def job_id() -> str | None:
@@ -72,14 +69,3 @@ def is_restarted(output_dir: Path) -> bool:
     if not (count.isdigit() and int(count)) or not record.is_file():
         return False
     return record.read_text(encoding="utf-8").strip() == job_id()
-
-
-@contextmanager
-def hidden() -> Iterator[None]:
-    """Hide SLURM from Fabric, which would look for its own idea of a job's ranks; see `SlurmTasks`."""
-    before = os.environ.pop(SEEN_BY_LIGHTNING, None)
-    try:
-        yield
-    finally:
-        if before is not None:
-            os.environ[SEEN_BY_LIGHTNING] = before

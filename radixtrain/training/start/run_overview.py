@@ -9,7 +9,7 @@ from rich.text import Text
 from radixtrain.collators.prefix_sampler import batches_of
 from radixtrain.data.sample import EncodeReport
 from radixtrain.data.steps import epoch_size, expected_r
-from radixtrain.data.tokens.corpus import Corpus
+from radixtrain.data.tokens.store import Corpus
 from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.distributed import ranks
 from radixtrain.errors import bytes_text

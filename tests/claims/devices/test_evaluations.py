@@ -49,15 +49,6 @@ def test_a_mean_over_all_labels(finished, rows, command):
     assert split == pytest.approx(one, rel=BAR)
 
 
-@FULL
-def test_validations_of_a_run_with_shards(train, rows):
-    """21 rows in steps of four: three of four ranks have no row of the last one."""
-    flags = {**FLOAT64, "data__validation_file": rows, "trainer__max_steps": 2, "trainer__val_check_interval": 1}
-    one, four = train("one", **flags), train("four", ranks=4, strategy="fsdp2", **flags)
-    assert metrics(four, "eval_loss") == pytest.approx(metrics(one, "eval_loss"), rel=BAR)
-    assert len(metrics(one, "eval_loss")) == 2
-
-
 def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "predictions.jsonl").read_text(encoding="utf-8").splitlines()]
 
@@ -95,15 +86,15 @@ def test_answers(finished, shop, tmp_path):
 
 
 @FULL
-@pytest.mark.parametrize("sp_size", [1, 2])
-def test_answers_of_a_run(train, shop, sp_size):
-    """The metric of generated answers after a validation is that of all of them."""
+@pytest.mark.parametrize(("ranks", "strategy", "sp_size"), [(2, "ddp", 1), (2, "ddp", 2), (4, "fsdp2", 1)])
+def test_validations_of_a_run(train, shop, ranks, strategy, sp_size):
+    """The loss and the metric of generated answers are those of all; a rank of four has no row of some steps."""
     flags = {
         **{**FLOAT64, "data__train_file": shop / "train.jsonl", "data__validation_file": shop / "validation.jsonl"},
-        **{"trainer__max_steps": 2, "trainer__val_check_interval": 2, "evaluate_generation__metric": "exact_match"},
-        **{"evaluate_generation__max_new_tokens": 8, **BATCHES},
+        **{"trainer__max_steps": 2, "trainer__val_check_interval": 2, **BATCHES},
     }
-    one, two = train("one", **flags), train("two", ranks=2, strategy="ddp", sp_size=sp_size, **flags)
-    names = ("loss", "eval_loss", "eval_exact_match")
-    assert metrics(two, *names) == pytest.approx(metrics(one, *names), rel=BAR)
-    assert {name for name, _ in metrics(one, *names)} == set(names)
+    generates = {"evaluate_generation__metric": "exact_match", "evaluate_generation__max_new_tokens": 8}
+    names, flags = ("loss", "eval_loss", "eval_exact_match"), flags | (generates if strategy == "ddp" else {})
+    one, several = train("one", **flags), train("ranks", ranks=ranks, strategy=strategy, sp_size=sp_size, **flags)
+    assert metrics(several, *names) == pytest.approx(metrics(one, *names), rel=BAR)
+    assert len({name for name, _ in metrics(one, *names)}) == (3 if strategy == "ddp" else 2)

@@ -6,6 +6,7 @@ Ranks are forked, and meet by gloo. Each returns its gradients averaged over all
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -14,11 +15,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from device_trajectories import BAR as BAR_OF_STEPS
-from device_trajectories import distances
 from families import FAMILIES, MULTIMODAL, skip_if_it_fails_by_itself
 from forked_ranks import on_ranks
-from tiers import FULL, cases
+from tiers import cases
 from tiny_models import tiny_qwen3
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -81,10 +80,9 @@ def averaged(model: Any, result: Result, size: int) -> Result:
     loss, gradients = torch.tensor(result[0], dtype=torch.float64), {}
     dist.all_reduce(loss)
     for name, parameter in model.named_parameters():
-        gradient = result[1].get(name, torch.zeros_like(parameter))
-        dist.all_reduce(gradient)
-        gradients[name] = gradient / size
-    return loss.item() / size, gradients
+        gradients[name] = result[1].get(name, torch.zeros_like(parameter))
+        dist.all_reduce(gradients[name])
+    return loss.item() / size, {name: gradient / size for name, gradient in gradients.items()}
 
 
 def split(
@@ -96,31 +94,18 @@ def split(
     **options: Any,
 ) -> tuple[Result, Result]:
     """What one process computes and what `ranks` of them average. groups: data-parallel groups, one batch each."""
-    share = len(features) // groups
+    share, size = len(features) // groups, ranks // groups
     batches = [RadixCollator()(features[i * share : (i + 1) * share]) for i in range(groups)]
-    model = share_prefixes(build().double(), **options)
-    results = [learn(model, batch) for batch in batches]
-    model.zero_grad()
-    ordinary = learn_mean(build, batches, options) if groups > 1 else results[0]
+    results = [learn(share_prefixes(build().double(), **options), batch) for batch in batches]
+    means = {name: sum(found[name] for _, found in results) / groups for name in results[0][1]}
 
     def work(rank: int) -> Result:
         torch.set_num_threads(1)
-        size = ranks // groups
         made = [dist.new_group(list(range(i * size, (i + 1) * size))) for i in range(groups)]
         own = share_prefixes(build().double(), sp_group=made[rank // size], **options)
         return averaged(own, learn(own, batches[rank // size], wrap), ranks)
 
-    answers = on_ranks(ranks, work)
-    return ordinary, answers[0]
-
-
-def learn_mean(build: Callable[[], Any], batches: list[Any], options: Any) -> Result:
-    """The mean over data-parallel groups."""
-    results = []
-    for batch in batches:
-        results.append(learn(share_prefixes(build().double(), **options), batch))
-    gradients = {name: sum(found[name] for _, found in results) / len(results) for name in results[0][1]}
-    return sum(loss for loss, _ in results) / len(results), gradients  # type: ignore[return-value]
+    return (sum(loss for loss, _ in results) / groups, means), on_ranks(ranks, work)[0]
 
 
 Print = Callable[[str, str], None]
@@ -145,13 +130,25 @@ def worst(ordinary: Result, other: Result) -> float:
     return max(errors)
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks"), cases([(name, ranks) for name in QUICK for ranks in (2, 4)], [(name, 2) for name in QUICK])
-)
+ON_RANKS = [*((name, ranks) for name in QUICK for ranks in (2, 4)), *((name, 4) for name in EVERY if name not in QUICK)]
+
+
+@pytest.mark.parametrize(("name", "ranks"), cases(ON_RANKS, [(name, 2) for name in QUICK]))
 def test_families(name: str, ranks: int, print_after: Print) -> None:
-    family = EVERY[name]
-    results = split(lambda: family.build(num_attention_heads=4), rows(), ranks)
-    assert_equal(*results, f"{name}, {ranks} ranks", print_after)
+    """Each is equal, or refused before anything is trained. Those of `QUICK` are not refused."""
+    build = (lambda: EVERY[name].build(num_attention_heads=4)) if name in QUICK else EVERY[name].build
+    try:
+        learn(share_prefixes(build()), RadixCollator()(rows()))
+    except UserError as refusal:
+        pytest.skip(f"refused without sp_group, too: {refusal}")
+    except AttributeError as error:
+        skip_if_it_fails_by_itself(EVERY[name], error)
+    try:
+        results = split(build, rows(), ranks)
+    except AssertionError as error:
+        assert name not in QUICK and "UserError: sp_group" in str(error), error
+    else:
+        assert_equal(*results, f"{name}, {ranks} ranks", print_after)
 
 
 def tiny(**settings: Any) -> Any:
@@ -195,8 +192,6 @@ def accelerated(model: Any) -> Any:
 
 
 CASES: dict[str, tuple[Callable[[], Any], list[Any], dict[str, Any]]] = {
-    "four ranks": (tiny, rows(), {"ranks": 4}),
-    "2 x 2": (tiny, rows(count=8), {"ranks": 4, "groups": 2}),
     "2 x 2, DDP": (tiny, rows(count=8), {"ranks": 4, "groups": 2, "wrap": DistributedDataParallel}),
     "FSDP2": (tiny, rows(), {"wrap": fsdp2}),
     "FSDP2, a rank without predictions": (tiny, without_prompts(rows()), {"wrap": fsdp2}),
@@ -214,7 +209,7 @@ CASES: dict[str, tuple[Callable[[], Any], list[Any], dict[str, Any]]] = {
     "a rank without predictions": (tiny, without_prompts(rows()), {}),
     "as many predictions as rows": (lambda: EVERY["Qwen3.5"].build(), AS_MANY, {}),
     "paths": (tiny, rows(), {"attention": "path"}),
-    "ten batches": (tiny, rows(1, 23), {"ranks": 3, "num_heads": 6}),
+    "23 rows on three ranks": (lambda: tiny_qwen3(num_attention_heads=6), rows(1, 23), {"ranks": 3}),
 }
 FULL_CASES = ["FSDP2, a rank without predictions", "FSDP2, checkpointing", "2 x 2, FSDP2"]
 
@@ -222,33 +217,7 @@ FULL_CASES = ["FSDP2, a rank without predictions", "FSDP2, checkpointing", "2 x 
 @pytest.mark.parametrize("case", cases(CASES, [case for case in CASES if case not in FULL_CASES]))
 def test_one_step(case: str, print_after: Print) -> None:
     build, features, options = CASES[case]
-    num_heads = options.get("num_heads")
-    built = (lambda: tiny_qwen3(num_attention_heads=num_heads)) if num_heads else build
-    options = {name: value for name, value in options.items() if name != "num_heads"}
-    assert_equal(*split(built, features, **options), case, print_after)
-
-
-@FULL
-@pytest.mark.parametrize("name", [name for name in EVERY if name not in QUICK])
-def test_every_family(name: str, print_after: Print) -> None:
-    """On four ranks each is equal, or refused before anything is trained."""
-
-    def build() -> Any:
-        return EVERY[name].build()
-
-    batch = RadixCollator()(rows())
-    try:
-        learn(share_prefixes(build()), batch)
-    except UserError as refusal:
-        pytest.skip(f"refused without sp_group, too: {refusal}")
-    except AttributeError as error:
-        skip_if_it_fails_by_itself(EVERY[name], error)
-    try:
-        ordinary, other = split(build, rows(), ranks=4)
-    except AssertionError as error:
-        assert "UserError: sp_group" in str(error), error
-    else:
-        assert_equal(ordinary, other, name, print_after)
+    assert_equal(*split(build, features, **options), case, print_after)
 
 
 @position_wise
@@ -290,47 +259,6 @@ def test_rows_that_fill_up_reach_no_further_expert() -> None:
     assert set.union(*on_ranks(4, work)) == reached
 
 
-STEPS = 20
-Trajectory = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]
-
-
-def trajectory(model: Any, wrap: Callable[[Any], Any] = lambda model: model) -> Trajectory:
-    """Losses, weights and moments of steps of AdamW on batches of their own, in float64."""
-    with float64_throughout(model):
-        wrapped = wrap(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        losses = []
-        for step in range(STEPS):
-            loss = wrapped(**RadixCollator()(rows(step, 5 + step % 4))).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        weights = {name: whole(x.detach()).clone() for name, x in model.named_parameters()}
-        moments = {
-            f"{name}, {moment}": whole(optimizer.state[x][moment]).clone()
-            for name, x in model.named_parameters()
-            for moment in ("exp_avg", "exp_avg_sq")
-        }
-        return losses, weights, moments
-
-
-@pytest.mark.parametrize("wrap", cases([DistributedDataParallel, fsdp2], [DistributedDataParallel]))
-def test_trajectory(wrap: Callable[[Any], Any], print_after: Print) -> None:
-    """Twenty steps on two ranks are those of one process."""
-
-    def work(rank: int) -> Trajectory:
-        return trajectory(share_prefixes(tiny().double(), sp_group=dist.new_group([0, 1])), wrap)
-
-    losses, weights, moments = trajectory(share_prefixes(tiny().double()))
-    assert losses[-1] != pytest.approx(losses[0], rel=0.05)
-    for found in on_ranks(2, work):
-        assert found[0] == pytest.approx(losses, rel=BAR_OF_STEPS)
-        worst = {**distances(found[1], weights), **distances(found[2], moments)}
-        assert max(worst.values()) <= BAR_OF_STEPS, worst
-    print_after("one batch over several ranks", f"20 steps, {wrap.__name__}: {max(worst.values()):.1e}")
-
-
 def test_bfloat16() -> None:
     """Under autocast, as near the truth in float64 as one process."""
     batches = [RadixCollator()(rows(seed)) for seed in range(5)]
@@ -357,143 +285,72 @@ def flat(gradients: dict[str, Tensor]) -> Tensor:
     return torch.cat([gradient.flatten() for gradient in gradients.values()])
 
 
-@pytest.mark.parametrize(("ranks", "num_key_heads"), [(2, 2), (4, 4)])
-def test_bytes_that_travel(ranks: int, num_key_heads: int) -> None:
-    """(n - 1) / n x U / n x (2N + 2K) x H numbers in a layer and pass, as recipes/benchmarks/2026-11-24-split.md
-    says; 2 key heads are copied for 4 ranks.
-    """
-    batch, num_layers, head_dim = RadixCollator()(rows()), 2, 8
-    num_rows = -(-batch["position_ids"].shape[1] // ranks)
-    numbers = (ranks - 1) * num_rows * (2 * 4 + 2 * num_key_heads) * head_dim // ranks
-
-    def work(rank: int) -> int:
-        sent, send = [], dist.all_to_all_single
-
-        def counted(received: Tensor, parts: Tensor, group: Any) -> None:
-            sent.append(parts.nbytes - parts[rank].nbytes)
-            send(received, parts, group=group)
-
-        dist.all_to_all_single = counted
-        learn(share_prefixes(tiny(num_hidden_layers=num_layers), sp_group=dist.new_group(list(range(ranks)))), batch)
-        return sum(sent)
-
-    assert on_ranks(ranks, work) == [2 * num_layers * 8 * numbers] * ranks
+def a_row_left_out(original: Any, *args: Any) -> dict[str, Tensor]:
+    return {name: rows.index_fill(-1, torch.tensor([0]), 0) for name, rows in original(*args).items()}
 
 
-def heads_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = RowSplit.heads_to_rows
-    monkeypatch.setattr(RowSplit, "heads_to_rows", lambda self, x: original(self, x).flip(1))
+def a_loss_that_is_not_scaled(original: Any, self: RowSplit, loss: Tensor) -> Tensor:
+    total = loss.detach().clone()
+    dist.all_reduce(total, group=self.group)
+    return loss + (total - loss).detach()
 
 
-def rows_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = RowSplit.rows_to_heads
-    monkeypatch.setattr(RowSplit, "rows_to_heads", lambda self, x: original(self, x).roll(1, 0))
+def a_label_counted_twice(original: Any, self: SplitModel, *given: Any) -> Any:
+    args, kwargs = original(self, *given)
+    split = self.progress.call
+    own = split.labels.clone()
+    own[0, int((own[0] != own[0, 0]).nonzero()[0])] = own[0, 0]  # sequences that share a label have it in order
+    split.labels = own
+    return args, {**kwargs, "shift_labels": own, "labels": own.roll(1)}
 
 
-def a_row_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = sequence_parallel.own_inputs
-
-    def cut(*args: Any) -> dict[str, Tensor]:
-        return {name: rows.index_fill(-1, torch.tensor([0]), 0) for name, rows in original(*args).items()}
-
-    monkeypatch.setattr(sequence_parallel, "own_inputs", cut)
+def positions_of_the_first_rank(original: Any, self: SplitModel, model: Any, args: Any, kwargs: Any) -> Any:
+    args, changed = original(self, model, args, kwargs)
+    count = changed["position_ids"].shape[-1]
+    return args, {**changed, "position_ids": kwargs["position_ids"][:, :count]}
 
 
-def gradients_not_sent_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequence_parallel._AllToAll, "backward", staticmethod(lambda ctx, gradient: (gradient, None)))
+def own_count_of_labels(original: Any, self: SplitModel, *given: Any) -> Any:
+    found, split = original(self, *given), self.progress.call
+    split.num_items = (split.labels != -100).sum()
+    return found
 
 
-def a_loss_that_is_not_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unscaled(self: RowSplit, loss: Tensor) -> Tensor:
-        total = loss.detach().clone()
-        dist.all_reduce(total, group=self.group)
-        return loss + (total - loss).detach()
-
-    monkeypatch.setattr(RowSplit, "sum", unscaled)
+def keys_of_another_head(original: Any, self: SplitCall, heads: Any, *rest: Any, **scoring: Any) -> Tensor:
+    return original(self, (heads[0], heads[1].flip(1), heads[2]), *rest, **scoring)
 
 
-def a_label_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = SplitModel.cut
-
-    def cut(self: SplitModel, *given: Any) -> Any:
-        args, kwargs = original(self, *given)
-        split = self.progress.call
-        own = split.labels.clone()
-        own[0, int((own[0] != own[0, 0]).nonzero()[0])] = own[0, 0]  # sequences that share a label have it in order
-        split.labels = own
-        return args, {**kwargs, "shift_labels": own, "labels": own.roll(1)}
-
-    monkeypatch.setattr(SplitModel, "cut", cut)
+def a_sink_not_cut(original: Any, self: SplitCall, heads: Any, window: Any, **scoring: Any) -> Tensor:
+    first = scoring["sinks"][: len(scoring["sinks"]) // 2]
+    return original(self, heads, window, **{**scoring, "sinks": torch.cat([first, first])})
 
 
-def positions_of_the_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = SplitModel.cut
-
-    def cut(self: SplitModel, model: Any, args: Any, kwargs: Any) -> Any:
-        args, changed = original(self, model, args, kwargs)
-        count = changed["position_ids"].shape[-1]
-        return args, {**changed, "position_ids": kwargs["position_ids"][:, :count]}
-
-    monkeypatch.setattr(SplitModel, "cut", cut)
-
-
-def keys_of_another_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = SplitCall.attend
-
-    def attend(self: SplitCall, heads: Any, *rest: Any, **scoring: Any) -> Tensor:
-        return original(self, (heads[0], heads[1].flip(1), heads[2]), *rest, **scoring)
-
-    monkeypatch.setattr(SplitCall, "attend", attend)
+MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "heads in another order": (RowSplit, "heads_to_rows", lambda original, self, x: original(self, x).flip(1)),
+    "rows in another order": (RowSplit, "rows_to_heads", lambda original, self, x: original(self, x).roll(1, 0)),
+    "a row left out": (sequence_parallel, "own_inputs", a_row_left_out),
+    "gradients not sent back": (sequence_parallel._AllToAll, "backward", lambda original, ctx, x: (x, None)),
+    "a loss that is not scaled": (RowSplit, "sum", a_loss_that_is_not_scaled),
+    "a label counted twice": (SplitModel, "cut", a_label_counted_twice),
+    "positions of the first rank": (SplitModel, "cut", positions_of_the_first_rank),
+    "own count of labels": (SplitModel, "cut", own_count_of_labels),
+    "keys of another head": (SplitCall, "attend", keys_of_another_head),
+    "a sink not cut": (SplitCall, "attend", a_sink_not_cut),
+}
+"""What takes the place of a function, whose first argument is the function."""
 
 
-def own_count_of_labels(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = SplitModel.cut
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutations_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, function, changed = MUTATIONS[name]
+    original = getattr(owner, function)
 
-    def cut(self: SplitModel, *given: Any) -> Any:
-        found = original(self, *given)
-        split = self.progress.call
-        split.num_items = (split.labels != -100).sum()
-        return found
+    def mutated(*args: Any, **kwargs: Any) -> Any:
+        return changed(original, *args, **kwargs)
 
-    monkeypatch.setattr(SplitModel, "cut", cut)
-
-
-def a_sink_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = SplitCall.attend
-
-    def attend(self: SplitCall, heads: Any, window: Any, **scoring: Any) -> Tensor:
-        first = scoring["sinks"][: len(scoring["sinks"]) // 2]
-        return original(self, heads, window, **{**scoring, "sinks": torch.cat([first, first])})
-
-    monkeypatch.setattr(SplitCall, "attend", attend)
-
-
-MUTATIONS = [
-    *(heads_in_another_order, rows_in_another_order, a_row_left_out, gradients_not_sent_back),
-    *(a_loss_that_is_not_scaled, a_label_counted_twice, positions_of_the_first_rank, keys_of_another_head),
-    *(own_count_of_labels, a_sink_not_cut),
-]
-
-
-@pytest.mark.parametrize("mutate", MUTATIONS)
-def test_mutations_are_seen(mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    build = (lambda: EVERY["gpt-oss"].build(num_attention_heads=4)) if mutate is a_sink_not_cut else tiny
-    mutate(monkeypatch)
-    ordinary, other = split(build, rows())
-    assert worst(ordinary, other) > 1e-6
-
-
-def refused(build: Callable[[Any, int], Any], ranks: int = 2) -> str:
-    """What every rank of a group says of `build(group, rank)`."""
-
-    def work(rank: int) -> str:
-        with pytest.raises(UserError) as error:
-            build(dist.new_group(list(range(ranks))), rank)
-        return str(error.value)
-
-    found = set(on_ranks(ranks, work))
-    assert len(found) == 1
-    return found.pop()
+    monkeypatch.setattr(owner, function, staticmethod(mutated) if function == "backward" else mutated)
+    build = (lambda: EVERY["gpt-oss"].build(num_attention_heads=4)) if "sink" in name else tiny
+    assert worst(*split(build, rows())) > 1e-6
 
 
 def test_an_object_in_a_tuple() -> None:
@@ -501,65 +358,84 @@ def test_an_object_in_a_tuple() -> None:
 
     def loss(rank: int) -> float:
         kept = [object() for _ in range(rank + 1)]
-        model = share_prefixes(tiny(), sp_group=dist.new_group([0, 1]))
-        return model(**RadixCollator()(rows()), note=(kept[-1], torch.ones(1))).loss.item()
+        return split_of(dist.group.WORLD)(**RadixCollator()(rows()), note=(kept[-1], torch.ones(1))).loss.item()
 
     one, other = on_ranks(2, loss)
     assert one == other
 
 
+def split_of(group: Any, model: Any = None) -> Any:
+    return share_prefixes(model or tiny(), sp_group=group)
+
+
+def different(group: Any, rank: int, name: str) -> Any:
+    batch = RadixCollator()(rows())
+    values = batch[name] if name in batch else getattr(batch["radix"], name)
+    values[..., :3] += rank * torch.tensor([1, -2, 1])
+    return split_of(group)(**batch)
+
+
+def counted(group: Any, rank: int, kind: Callable[[int], Any]) -> Any:
+    return split_of(group)(**RadixCollator()(rows()), num_items_in_batch=kind(30 + rank))
+
+
+def with_losses(group: Any, rank: int, count: int) -> Any:
+    """A model that calls its `loss_function` so often."""
+    model = tiny()
+    forward = model.forward
+
+    def forward_with_losses(labels: Any = None, **given: Any) -> Any:
+        output = forward(**given)
+        output.loss = sum(model.loss_function(output.logits, labels, 50) for _ in range(count))
+        return output
+
+    model.forward = forward_with_losses
+    return split_of(group, model)(**RadixCollator()(rows()))
+
+
+KINDS: list[Callable[[int], Any]] = [float, np.float32, lambda n: ((torch.tensor(n),),)]
+REFUSED: list[tuple[str, Callable[[Any, int], Any]]] = [
+    *(("got different batches", partial(different, name=name)) for name in ("input_ids", "position_ids")),
+    ("got different batches", partial(different, name="predictor_indices")),
+    ("got different batches", lambda group, rank: split_of(group)(**RadixCollator()(rows(rank)))),
+    *(("got different batches", partial(counted, kind=kind)) for kind in KINDS),
+    ("more than once", partial(with_losses, count=2)),
+    ("computes its loss without its loss_function", partial(with_losses, count=0)),
+    ("without merge_labels", lambda group, rank: split_of(group)(**RadixCollator(merge_labels=True)(rows()))),
+    ("has no head", lambda group, rank: split_of(group, tiny().model)),
+    ("without having been split over its", lambda group, rank: split_of(group).model(**RadixCollator()(rows()))),
+    ("these numbers do: 1, 2, 4", lambda group, rank: split_of(group)(**RadixCollator()(rows()))),  # on three ranks
+]
+
+
 def test_refusals() -> None:
     """What would not be the gradient of the batch is refused on every rank, in the same words."""
 
-    def call(group: Any, seed: int = 0, **options: Any) -> Any:
-        return share_prefixes(tiny(), sp_group=group)(**RadixCollator(**options)(rows(seed)))
+    def said(rank: int, builds: list[Callable[[Any, int], Any]]) -> list[str]:
+        found = []
+        for build in builds:
+            with pytest.raises(UserError) as error:
+                build(dist.group.WORLD, rank)
+            found.append(str(error.value))
+        return found
 
-    def nearly(group: Any, rank: int, name: str, changes: list[int]) -> Any:
+    for ranks, table in ((2, REFUSED[:-1]), (3, REFUSED[-1:])):
+        told = on_ranks(ranks, partial(said, builds=[build for _, build in table]))
+        assert all(each == told[0] for each in told)
+        for (words, _), text in zip(table, told[0], strict=True):
+            assert words in text
+
+    def accepted(rank: int) -> bool:
         batch = RadixCollator()(rows())
-        values = batch[name] if name in batch else getattr(batch["radix"], name)
-        values[..., : len(changes)] += rank * torch.tensor(changes)
-        return share_prefixes(tiny(), sp_group=group)(**batch)
-
-    def kept_on_one(rank: int) -> bool:
-        batch = RadixCollator()(rows())
-        assert rank == 0 or batch["radix"].layout.paths
-        return bool(share_prefixes(tiny(), sp_group=dist.group.WORLD)(**batch).loss.isfinite())
-
-    def counted(group: Any, rank: int, kind: Callable[[int], Any]) -> Any:
-        return share_prefixes(tiny(), sp_group=group)(**RadixCollator()(rows()), num_items_in_batch=kind(30 + rank))
-
-    def own_loss(group: Any, rank: int, count: int) -> Any:
-        model = tiny()
-        forward = model.forward
-
-        def with_losses(labels: Any = None, **given: Any) -> Any:
-            output = forward(**given)
-            output.loss = sum(model.loss_function(output.logits, labels, 50) for _ in range(count))
-            return output
-
-        model.forward = with_losses
-        return share_prefixes(model, sp_group=group)(**RadixCollator()(rows()))
-
-    assert all(on_ranks(2, kept_on_one)), "what a layout has kept for its layers is not part of the batch"
-    assert "got different batches" in refused(call)
-    for name in ("input_ids", "position_ids", "predictor_indices"):
-        assert "got different batches" in refused(partial(nearly, name=name, changes=[1, -2, 1]))
-    for kind in (int, float, np.float32, torch.tensor, lambda n: ((torch.tensor(n),),)):
-        assert "got different batches" in refused(partial(counted, kind=kind))
-    assert "more than once" in refused(partial(own_loss, count=2))
-    assert "computes its loss without its loss_function" in refused(partial(own_loss, count=0))
-    assert "without merge_labels" in refused(lambda group, rank: call(group, merge_labels=True))
-    assert "these numbers do: 1, 2, 4" in refused(lambda group, rank: call(group), ranks=3)
-    assert "has no head" in refused(lambda group, rank: share_prefixes(tiny().model, sp_group=group))
-    not_split = refused(lambda group, rank: share_prefixes(tiny(), sp_group=group).model(**RadixCollator()(rows())))
-    assert "without having been split over its ranks" in not_split
+        assert rank == 0 or batch["radix"].layout.paths  # what a layout has kept for its layers is not of the batch
+        return bool(split_of(dist.group.WORLD)(**batch).loss.isfinite())
 
     def outside(rank: int) -> None:
         group = dist.new_group([0])
-        if rank:
-            with pytest.raises(UserError, match="this rank is not in it"):
-                share_prefixes(tiny(), sp_group=group)
+        with pytest.raises(UserError, match="this rank is not in it") if rank else nullcontext():
+            split_of(group)
 
+    assert all(on_ranks(2, accepted))
     on_ranks(2, outside)
 
 

@@ -113,8 +113,10 @@ def test_a_default_device_of_another_kind(make: str, batch: PaddedBatch, loss: A
 
 READERS = {
     "a label of padding": lambda output, labels: cross_entropy(output.logits[:, :-1].mT, labels[:, 1:]),
-    "all hidden states": lambda output, labels: output.hidden_states[-1].square().mean(),
     "the states of an inner layer": lambda output, labels: output.hidden_states[1].square().mean(),
+    "a distance, with a gradient to every token": lambda output, labels: (
+        (output.hidden_states[-1] - output.hidden_states[-1][:, :1]).square().sum()
+    ),
     "the last column": lambda output, labels: output.logits[:, -1].logsumexp(-1).sum(),
 }
 

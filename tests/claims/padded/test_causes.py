@@ -17,9 +17,8 @@ from same_step import same_gradient
 from tiers import cases
 from tiny_models import tiny_model
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from radixtrain import position_wise, share_prefixes, sharing_report
+from radixtrain import share_prefixes, sharing_report
 from radixtrain.errors import UserError
 from radixtrain.hf import pictures
 from radixtrain.hf.padded import causes
@@ -115,12 +114,6 @@ def noise(model: Any) -> None:
     model.get_input_embeddings().register_forward_hook(lambda module, args, output: output + torch.rand_like(output))
 
 
-def an_adapter(model: Any) -> None:
-    """Between tower and decoder, that adds another number to each feature."""
-    project = model.model.multi_modal_projector.forward
-    model.model.multi_modal_projector.forward = lambda features: after_each_place(model, project(features))
-
-
 def a_tower_that_draws(model: Any) -> None:
     model.model.multi_modal_projector.register_forward_hook(
         lambda module, args, output: nn.functional.dropout(output, 0.5)
@@ -131,16 +124,6 @@ def a_tower_that_draws(model: Any) -> None:
 def test_what_tells_equal_tokens_apart_before_the_decoder(change: Callable[[Any], None]) -> None:
     model = LLAVA.build().train()
     change(model)
-    assert unshared(model, *batch_of(LLAVA, TWICE)) == TOLD_APART
-
-
-def test_neftune() -> None:
-    from transformers.integrations.neftune import neftune_post_forward_hook
-
-    model = LLAVA.build().train()
-    embedding = model.get_input_embeddings()
-    embedding.neftune_noise_alpha = 5
-    embedding.register_forward_hook(neftune_post_forward_hook)
     assert unshared(model, *batch_of(LLAVA, TWICE)) == TOLD_APART
 
 
@@ -192,68 +175,6 @@ def test_a_tower_that_is_not_seen() -> None:
         return model
 
     assert unshared(LLAVA.build(), *batch_of(LLAVA, ROWS), share) == UNSEEN_TOWER
-
-
-# Waits.
-
-
-@position_wise
-class Waits(TorchDispatchMode):
-    """Counts what makes the host wait for a device: numbers that are read, and copies to the host."""
-
-    OPS = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "is_nonzero")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in self.OPS:
-            self.ops.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-def waits_of(model: Any, inputs: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> int:
-    """Count the waits of a call, after one that has made what a model makes once."""
-    model(**inputs, use_cache=False)
-    copies: list[Any] = []
-    real = Tensor.cpu
-    with monkeypatch.context() as patched, Waits() as waits:
-        patched.setattr(Tensor, "cpu", lambda self, *args: (copies.append(self), real(self, *args))[1])
-        model(**inputs, use_cache=False)
-    return len(waits.ops) + len(copies)
-
-
-@pytest.mark.parametrize("name", ["LLaVA", "Qwen3-VL", "Gemma 3", "Gemma 4", "Idefics3"])
-def test_a_plain_lookup_needs_ids_only(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call without images waits no more often than one of its text decoder, which gets ids."""
-    ids = torch.tensor([[7, 8, 9], [7, 8, 10]])
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-    def further(part_of: Callable[[Any], Any], change: Callable[[Any], Any]) -> int:
-        """Count the waits that sharing adds."""
-        ordinary, model = (part_of(change(KINDS[name].build().train())) for _ in range(2))
-        waits = waits_of(ordinary, inputs, monkeypatch)
-        further = waits_of(share_prefixes(model, min_ratio=0.0), inputs, monkeypatch) - waits
-        assert sharing_report(model).num_shared == 2
-        return further
-
-    of_text = further(lambda model: model.model.get_decoder(), lambda model: model)
-    assert further(lambda model: model, lambda model: model) <= of_text
-    assert further(lambda model: model, doubled) > of_text, "after a hook the bits are compared"
-
-
-def doubled(model: Any) -> Any:
-    model.get_input_embeddings().register_forward_hook(lambda module, args, output: output * 2)
-    return model
-
-
-def test_without_ids() -> None:
-    for model in (LLAVA.build(), tiny_model("Qwen3ForCausalLM")):
-        embeddings = model.get_input_embeddings()(torch.tensor([[7, 8, 9], [7, 8, 10]])).detach().double()
-        reason = unshared(model, {"inputs_embeds": embeddings}, torch.ones(2, 3, dtype=torch.bool))
-        assert reason.startswith("inputs_embeds are given")
 
 
 # Gradients at the embeddings.
@@ -376,7 +297,7 @@ MISTAKES: dict[str, tuple[Any, str, Callable[..., Any], Callable[[], Any]]] = {
     ),
     "noise is not compared": (
         *(Causes, "check_bits", no_bits_of("inputs_embeds")),
-        test_neftune,
+        lambda: test_what_tells_equal_tokens_apart_before_the_decoder(noise),
     ),
     "images that are not seen are ids": (
         *(causes, "OF_PICTURES", lambda real, *args: ()),
@@ -427,10 +348,3 @@ def test_a_mistake_is_seen(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     monkeypatch.setattr(owner, name, property(changed) if hasattr(real, "func") else changed)
     with pytest.raises((AssertionError, RuntimeError, ValueError, pytest.fail.Exception)):
         check()
-
-
-def test_every_embedding_is_compared_if_its_lookup_is_not_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mistake of `test_a_plain_lookup_needs_ids_only`: to take every lookup for one that is not plain."""
-    monkeypatch.setattr(causes, "is_plain", lambda embedding: False)
-    with pytest.raises(AssertionError):
-        test_a_plain_lookup_needs_ids_only("LLaVA", monkeypatch)

@@ -4,25 +4,21 @@ That the gradient is the ordinary one is in tests/claims/equivalence/test_image_
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import transformers
 from image_batches import IMAGE, KINDS, ROWS, Kind, Row, batch_of, of_family, squares
-from image_rows import check_padded, same_call
-from older_transformers import renamed, since
+from image_rows import same_call
 from shared_runs import in_float64
 from tiny_models import tiny_model
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
-from transformers.models.llava import modeling_llava
 
 from radixtrain import share_prefixes, sharing_report
 from radixtrain.errors import UserError
-from radixtrain.hf.padded.causes import OTHER_MASK, _of_pairs
+from radixtrain.hf.padded.causes import _of_pairs
 from radixtrain.hf.pictures import _distinct
 
 BAR = 1e-12
@@ -105,23 +101,6 @@ def test_the_features_of_every_image_are_returned(name: str, rows: list[Row]) ->
     assert {path: each.dtype for path, each in found.items()} == {path: expected[path].dtype for path in found}
 
 
-@since("5.24", "a backbone returns what its tower returned")
-def test_an_output_that_a_later_transformers_renames(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the tower returned is known by its class, not by the name of the entry."""
-    kind = KINDS["LLaVA"]
-    head = "class LlavaModelOutputWithPast(MultimodalBaseModelOutputWithPast):\n"
-    names = {"image_outputs=mm_": "of_pictures=mm_", head: f"{head}    of_pictures: object = None\n"}
-    changed = renamed(modeling_llava, names, monkeypatch)
-    monkeypatch.setattr(transformers, kind.model_class, getattr(changed, kind.model_class))
-    inputs, _ = batch_of(kind, ROWS)
-    with in_float64(kind.build()) as pair:
-        expected, found = (model.model(**inputs, use_cache=False).of_pictures for model in (pair.ordinary, pair.shared))
-        torch.testing.assert_close(
-            torch.cat(found.pooler_output), torch.cat(expected.pooler_output), rtol=BAR, atol=BAR
-        )
-        assert sharing_report(pair.shared).num_shared == 1
-
-
 # What is not shared, and runs as it is.
 
 
@@ -141,20 +120,6 @@ def test_packed_text_whose_masks_the_backbone_makes(name: str) -> None:
     ids = torch.tensor([[7, 8, 9, 10, 11, 12, 13, 14, 15, 7, 8, 9, 10, 11, 12, 13, 14, 16, 17]])
     inputs = {"input_ids": ids, "position_ids": torch.tensor([[*range(9), *range(10)]])}
     assert same_call(KINDS[name].build(), inputs, ids != 0).num_unique_tokens == 8 + 1 + 2
-
-
-@pytest.mark.parametrize(("window", "is_shared"), [(15, False), (16, True)])
-def test_images_that_see_each_other_beyond_a_window(window: int, is_shared: bool) -> None:
-    """Of 16 tokens, in the unified Gemma 4."""
-    kind = KINDS["Gemma 4 unified"]
-    settings = {**kind.settings, "text_config": {**kind.settings["text_config"], "sliding_window": window}}
-    kind = replace(kind, settings=settings)
-    rows: list[Row] = [[7, "A", 8], [7, "A", 9], [8, "B"], ["A"], ["B"]]  # the last ones are neighbours
-    if is_shared:
-        check_padded(kind, rows)
-        return
-    reason = reason_of(kind.build().train(), call_of(kind, rows))
-    assert reason == OTHER_MASK
 
 
 def test_sounds() -> None:
@@ -181,12 +146,6 @@ def test_pixels_of_another_dtype(name: str) -> None:
     same_call(KINDS[name].build(), {**inputs, "pixel_values": inputs["pixel_values"].float()}, kept)
 
 
-def test_features_that_are_given() -> None:
-    inputs, model = call_of(KINDS["LLaVA"], [[7, 8, "A", 9], [7, 8, "B", 9]]), KINDS["LLaVA"].build()
-    given = {"image": model.model.get_image_features(inputs.pop("pixel_values"), return_dict=True)}
-    assert reason_of(model, {**inputs, "mm_encoder_outputs": given}) == "mm_encoder_outputs is given"
-
-
 @pytest.mark.parametrize("letters", ["AA", "AB"])
 def test_placeholders_that_were_cut_off(letters: str) -> None:
     """The model itself raises the error that it raises without us, and goes on with the next call."""
@@ -211,9 +170,3 @@ def test_positions_below_zero_and_images_that_are_nan() -> None:
     assert len(set(codes.tolist())) == 3, "7 at 5 is another token than 8 at -1"
     parts = [{"pixel_values": torch.tensor(row)} for row in ([1.0, float("nan")], [float("nan"), 1.0], [0.0], [-0.0])]
     assert _distinct([*parts, *parts])[0].tolist() == [0, 1, 2, 3] * 2, "by their bits"
-
-
-def test_embeddings_without_ids() -> None:
-    model = KINDS["LLaVA"].build()
-    embeddings = model.get_input_embeddings()(torch.tensor([[7, 8, 9]])).detach()
-    assert "inputs_embeds are given" in reason_of(model, {"inputs_embeds": embeddings})

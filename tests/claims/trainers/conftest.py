@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_models
+import torch
+from named_trainers import DRAWN, NUM_ROWS, Row, rollout_trainer, row_of
 from rollouts import save_reference
-from trainer_harness import settings
+from trainer_harness import Share, settings
 
 SPECIAL = ["<pad>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>"]
 WORDS = [*SPECIAL, *(f"w{n}" for n in range(250))]
@@ -153,3 +155,60 @@ def trl_classes(name: str) -> tuple[Any, Any]:
         except ModuleNotFoundError:
             pytest.skip(f"this TRL has no trl.experimental.{room}; `pip install trl==1.16.0` has it")
     return getattr(module, f"{name}Config"), getattr(module, f"{name}Trainer")
+
+
+@pytest.fixture(scope="session")
+def rows() -> list[Row]:
+    """Answers of 2 to 12 tokens to one prompt: micro-batches differ in their number of labels, and so do ranks."""
+    rng = np.random.default_rng(0)
+    return [row_of(rng.integers(50, 250, length).tolist()) for length in rng.integers(2, 13, NUM_ROWS)]
+
+
+@pytest.fixture
+def trainer(tokenizer, tmp_path) -> Callable[..., Any]:
+    """`trainer(model, rows, collator, **settings)`: Hugging Face's, with its stock collator if none is given."""
+    from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
+
+    def build(model: Any, rows: Any, collator: Any = None, compute_metrics: Any = None, **others: Any) -> Trainer:
+        return Trainer(
+            model,
+            TrainingArguments(**settings(tmp_path, **others)),
+            data_collator=collator or DataCollatorForSeq2Seq(tokenizer),
+            train_dataset=rows,
+            eval_dataset=rows,
+            compute_metrics=compute_metrics,
+        )
+
+    return build
+
+
+@pytest.fixture
+def built(model, scorer, trainer, trl_trainer, rows, prompts, preferences, lora, reference, tmp_path) -> Any:
+    """`built(name, share, collator=None, times=0, seed=0, **settings)`: a trainer by its name.
+
+    times: so often it has 16 of its rows, which leave no micro-batch smaller than others; 0 for all of them, once.
+    seed: of the weights that are trained.
+    """
+    from datasets import Dataset, concatenate_datasets
+
+    answers = prompts.add_column("label", [True, False] * (len(prompts) // 2))
+    labelled = Dataset.from_list(rows).select(range(16))
+    data = {"DPO": preferences, "Reward": preferences, "KTO": answers, "SFT, labels": labelled}
+
+    def build(name: str, share: Share, collator: Any = None, times: int = 0, seed: int = 0, **how: Any) -> Any:
+        if name == "Trainer":
+            own = how.pop("data", list)(how.pop("rows", rows))
+            return trainer(share(model(seed)), own[:16] * times if times else own, collator, **how)
+        if name in DRAWN:
+            return rollout_trainer(name, share, reference, tmp_path, seed, **how)
+        kind, _, extra = name.partition(", ")
+        makers = [scorer] if kind == "Reward" else [model]
+        models = [share(make(0 if extra == "LoRA" else seed)) for make in makers]
+        models += [share(model(1))] if name in ("DPO", "KTO") else []  # of adapters the reference is the model without
+        torch.manual_seed(seed)  # for adapters
+        given = {"peft_config": lora()} if extra == "LoRA" else {}
+        given |= {"data_collator": collator} if collator else {}
+        own = concatenate_datasets([data.get(name, data.get(kind, prompts))] * max(1, times))
+        return trl_trainer(kind, *models, rows=own, given=given, **how)
+
+    return build

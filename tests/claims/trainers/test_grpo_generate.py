@@ -142,13 +142,6 @@ def test_sampled_groups_fork_from_one_prefill(name, arms, reference, tmp_path, c
     assert all(token not in ENDS for ids in completions for token in ids[:-1])
 
 
-def test_the_seed_of_the_trainer_governs_the_samples(arms, reference, tmp_path):
-    _, radix, configuration = arms["GRPO"]
-    args = arguments(configuration, tmp_path, max_steps=1)
-    (one, drawn, _), (again, drawn_again, _) = (trained(radix, args, reference, ENDS) for _ in range(2))
-    assert drawn.completions == drawn_again.completions and one.entries == again.entries
-
-
 def test_images_are_refused():
     from grpo_generate import RadixGeneration
 

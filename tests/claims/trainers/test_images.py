@@ -1,4 +1,4 @@
-"""TRL's trainers on rows with images, Hugging Face's Trainer and a loop: equal numbers, each image once in the tower.
+"""TRL's trainers on rows with images: equal numbers, each image once in the tower.
 
 Models and processors are made here. The picture of a row is in its column `image`; several rows have the same one.
 """
@@ -8,12 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from image_batches import IMAGE, KINDS, ROWS, Kind, batch_of
+from image_batches import KINDS
 from image_rows import PROCESSORS, SIZE, count_images, picture
 from tiers import cases
 from trainer_harness import Comparison, Share, compare, settings
-from trainer_loop import Loop, own_loss
 
 GENERATIONS, MAX_COMPLETION = 8, 6
 ENDS = [1, 15, 25, 35, 45]  # tokens that end a completion: many, so that completions differ in length
@@ -22,9 +20,6 @@ ADAPTERS = {
     "decoder and tower": r".*\.(q_proj|v_proj|qkv|down_proj|linear_fc1)",
 }
 MIXED = {**dict.fromkeys(PROCESSORS, [SIZE] * 3), "Qwen2.5-VL": [SIZE, 84, SIZE], "Qwen3-VL": [SIZE, 84, SIZE]}
-
-# Entries with one number for each token, and what padding has in them.
-FILLS = {"input_ids": 0, "labels": -100, "attention_mask": 0, "mm_token_type_ids": 0, "token_type_ids": 0}
 
 
 def words(rng: np.random.Generator, count: int) -> str:
@@ -205,51 +200,3 @@ def test_sft(name: str, adapters: str | None, tmp_path: Any, table: Callable[...
     found = checked(build)
     assert found.r > 1.5
     table(f"SFT with images, {name}, adapters: {adapters}", found)
-
-
-def processed(name: str) -> list[dict[str, Any]]:
-    """`rows_of`, each as the model's processor returns it, with labels on its answer."""
-    processor, found = PROCESSORS[name](), []
-    for row in rows_of(name):
-        parts = [{"type": "image"}, {"type": "text", "text": row["prompt"][0]["content"]}]
-        messages = [{"role": "user", "content": parts}, *row["chosen"]]
-        texts = [processor.apply_chat_template(each, tokenize=False) for each in (messages, messages[:1])]
-        both = [processor(images=[[row["image"]]], text=[text], return_tensors="pt") for text in texts]
-        entries = {**both[0], "labels": both[0]["input_ids"].clone()}
-        entries["labels"][:, : both[1]["input_ids"].shape[1]] = -100
-        found.append({key: value[0] if key in FILLS else value for key, value in entries.items()})
-    return found
-
-
-def padded(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What an ordinary collator makes of them."""
-    of_tokens = {
-        name: torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True, padding_value=fill)
-        for name, fill in FILLS.items()
-        if name in rows[0]
-    }
-    return {**{name: torch.cat([row[name] for row in rows]) for name in rows[0].keys() - FILLS.keys()}, **of_tokens}
-
-
-@pytest.mark.parametrize(("name", "adapters"), cases(CASES, [("Qwen3-VL", None)]))
-def test_trainer_of_hugging_face(name: str, adapters: str | None, tmp_path: Any) -> None:
-    from transformers import Trainer, TrainingArguments
-
-    def build(share: Share, passes: Passes) -> Any:
-        args = TrainingArguments(**settings(tmp_path, remove_unused_columns=False, per_device_train_batch_size=6))
-        model = share(passes.watch(with_adapters(model_of(name), adapters)))
-        return Trainer(model, args, train_dataset=processed(name), data_collator=padded)
-
-    checked(build)
-
-
-def test_plain_loop(table: Callable[..., None]) -> None:
-    kind: Kind = KINDS["Qwen3-VL"]
-    inputs, kept = batch_of(kind, [*ROWS, *ROWS[:4]])
-    labels = inputs["input_ids"].masked_fill(~kept | (inputs["input_ids"] == IMAGE), -100)
-    batches = [{**inputs, "labels": labels}] * 3
-
-    table(
-        "plain loop with images",
-        checked(lambda share, passes: Loop(share(passes.watch(kind.build())), batches, own_loss)),
-    )

@@ -81,14 +81,3 @@ def test_compile(fresh_dynamo):
     assert sharing_report(model).num_shared == 2
     assert losses[2:] == pytest.approx(losses[:2], rel=BAR)
     assert relative_error(gradients[1], gradients[0]) <= BAR
-
-
-@FULL
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(tiny_qwen3, table, reentrant):
-    def build(share: Callable[[Any], Any]) -> Loop:
-        model = share(tiny_qwen3())
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        return Loop(model, padded_batches(), own_loss)
-
-    table(f"plain loop, checkpointing, use_reentrant={reentrant}", compare(build))

@@ -25,7 +25,9 @@ from radixtrain import share_prefixes, sharing_report
 
 LOSSES = ("dr_grpo", "dapo", "bnpo", "cispo", "sapo", "vespo")
 CHECKPOINTING = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
-SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+MIXTURE = {"vocab_size": VOCAB_SIZE, "router_aux_loss_coef": 0.01, "experts_implementation": "eager"}  # in float64
+# Settings, and options of `compare_rollouts`.
+SETTINGS: dict[str, tuple[Any, ...]] = {
     "GRPO": ("GRPO", {}),
     **{f"GRPO, {loss_type}": ("GRPO", {"loss_type": loss_type, "max_steps": 1}) for loss_type in LOSSES},
     "GRPO, luspo": ("GRPO", {"loss_type": "luspo", "importance_sampling_level": "sequence", "max_steps": 1}),
@@ -40,7 +42,15 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "RLOO, num_iterations 2": ("RLOO", {"num_iterations": 2, "epsilon": 0.01}),
     "RLOO, steps_per_generation 4": ("RLOO", {"steps_per_generation": 4, "gradient_accumulation_steps": 1}),
     "RLOO, gradient checkpointing": ("RLOO", {"gradient_checkpointing": True, "mask_truncated_completions": True}),
+    "GRPO, evaluation": ("GRPO", {}, {"evaluate": True}),
+    "GRPO, LoRA": ("GRPO", {"beta": 0.0}, {"peft_config": LORA}),
+    "GRPO, LoRA, its own reference": ("GRPO", {"beta": 0.1}, {"peft_config": LORA}),
+    "RLOO, LoRA": ("RLOO", {}, {"peft_config": LORA}),
+    "GRPO, mixture of experts": ("GRPO", {}, {"make": partial(tiny_model, "Qwen3MoeForCausalLM", **MIXTURE)}),
+    # TRL loads it with the attention of the shared policy. It computes what it always did.
+    "GRPO, a reference that is left alone": ("GRPO", {"beta": 0.1}, {"share_reference": False}),
 }
+LOGGED = {"GRPO, evaluation": "eval_entropy", "GRPO, mixture of experts": "aux_loss"}
 
 
 def classes(name: str) -> tuple[Any, Any]:
@@ -51,53 +61,21 @@ def classes(name: str) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("name", cases(SETTINGS, ["GRPO"]))
 def test_settings(name, reference, tmp_path, table):
-    kind, own = SETTINGS[name]
+    from peft import LoraConfig
+
+    kind, own, *others = SETTINGS[name]
+    options = dict(*others)
+    if "peft_config" in options:
+        options["peft_config"] = LoraConfig(**options["peft_config"])
     config, trainer = classes(kind)
-    found = compare_rollouts(trainer, arguments(config, tmp_path, **own), reference)
+    found = compare_rollouts(trainer, arguments(config, tmp_path, **own), reference, **options)
     table(name, found)
     assert found.r > 2
+    assert LOGGED.get(name, "loss") in found.worst
+    assert len(found.counts) == 1 or not options.keys() & {"peft_config", "share_reference"}
     if name == "GRPO, num_iterations 2":
         assert found.shared.entries[0]["kl"] > 0.01, "the reference is another model"
         assert found.shared.entries[1]["clip_ratio/region_mean"] > 0, "the policy has moved since it generated"
-
-
-@FULL
-def test_evaluation_logs_the_same(reference, tmp_path, table):
-    config, trainer = classes("GRPO")
-    found = compare_rollouts(trainer, arguments(config, tmp_path), reference, evaluate=True)
-    table("GRPO, evaluation", found)
-    assert "eval_entropy" in found.worst
-
-
-@FULL
-@pytest.mark.parametrize(("kind", "others"), [("GRPO", {"beta": 0.0}), ("GRPO", {"beta": 0.1}), ("RLOO", {})])
-def test_adapters_are_their_own_reference(kind, others, reference, tmp_path, table):
-    from peft import LoraConfig
-
-    config, trainer = classes(kind)
-    args = arguments(config, tmp_path, **others)
-    found = compare_rollouts(trainer, args, reference, peft_config=LoraConfig(**LORA))
-    table(f"{kind}, LoRA, {others}", found)
-    assert len(found.counts) == 1
-
-
-@FULL
-def test_router_loss(reference, tmp_path, table):
-    """With a loop over the experts: torch's grouped product takes no float64."""
-    config, trainer = classes("GRPO")
-    own = {"vocab_size": VOCAB_SIZE, "router_aux_loss_coef": 0.01, "experts_implementation": "eager"}
-    make = partial(tiny_model, "Qwen3MoeForCausalLM", **own)
-    found = compare_rollouts(trainer, arguments(config, tmp_path), reference, make=make)
-    table("GRPO, mixture of experts", found)
-    assert found.shared.entries[0]["aux_loss"] > 0
-
-
-@FULL
-def test_reference_that_is_left_alone(reference, tmp_path):
-    """TRL loads it with the attention of the shared policy. It computes what it always did."""
-    config, trainer = classes("GRPO")
-    found = compare_rollouts(trainer, arguments(config, tmp_path, beta=0.1), reference, share_reference=False)
-    assert len(found.counts) == 1 and found.shared.entries[0]["kl"] > 0.01
 
 
 @FULL

@@ -5,21 +5,16 @@ over processes among them, and the gradient of each step after it was averaged; 
 """
 
 from collections.abc import Callable
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from forked_ranks import on_ranks
-from rollouts import Reward, arguments, compare_rollouts, policy_of, tokenizer
-from rollouts import prompts as drawn_from
+from named_trainers import DRAWN, LONG, NUM_ROWS, PROMPT, Row, row_of
 from tiers import FULL
-from tiny_models import tiny_qwen3
 from torch import Tensor, distributed
 from torch.distributed.fsdp import _state_dict_utils
-from torch.nn.parallel import DistributedDataParallel
 from trainer_harness import (
     Comparison,
     Run,
@@ -30,27 +25,20 @@ from trainer_harness import (
     mean_log_probability,
     numbers,
     run,
-    settings,
 )
-from trainer_loop import Loop, Stream, own_loss, padded_batches
+from trainer_loop import Stream
 from transformers import set_seed
 
 from radixtrain import RadixCollator, share_prefixes, sharing_report
 from radixtrain.hf.backbone import backbone_of, model_inside
 from radixtrain.testing import assert_within_reference_error, relative_error
 from radixtrain.verification.equivalence import compare_gradients
-from radixtrain.verification.oracle import Gradients, float64_arithmetic, float64_throughout
+from radixtrain.verification.oracle import Gradients, float64_arithmetic
 
 pytestmark = FULL
 
 NUM_RANKS = 2
-LONG = 10  # optimizer steps
-NUM_ROWS = 22  # three micro-batches of 4 on each rank: the second accumulation over two is not full
-PROMPT = list(range(30, 42))
-DRAWN = ("GRPO", "RLOO")
 STATE_DICTS = ["FULL_STATE_DICT", "SHARDED_STATE_DICT"]
-
-Row = dict[str, list[int]]
 
 
 def on_two_ranks(work: Callable[[int], Any]) -> list[Any]:
@@ -65,13 +53,6 @@ def on_two_ranks(work: Callable[[int], Any]) -> list[Any]:
         return result
 
     return on_ranks(NUM_RANKS, run, has_group=False)
-
-
-@pytest.fixture(scope="module")
-def rows() -> list[Row]:
-    """Answers of 2 to 12 tokens to one prompt: micro-batches differ in their number of labels, and so do ranks."""
-    rng = np.random.default_rng(0)
-    return [row_of(rng.integers(50, 250, length).tolist()) for length in rng.integers(2, 13, NUM_ROWS)]
 
 
 @pytest.fixture(scope="module")
@@ -90,52 +71,9 @@ def equally_long_rows() -> list[Row]:
     return rows
 
 
-def row_of(answer: list[int]) -> Row:
-    return {"input_ids": PROMPT + answer, "labels": [-100] * len(PROMPT) + answer}
-
-
-@pytest.fixture
-def trainer(tokenizer, tmp_path) -> Callable[..., Any]:
-    """`trainer(model, rows, collator, **settings)`: Hugging Face's, with its stock collator if none is given."""
-    from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
-
-    def build(model: Any, rows: Any, collator: Any = None, compute_metrics: Any = None, **others: Any) -> Trainer:
-        return Trainer(
-            model,
-            TrainingArguments(**settings(tmp_path, **others)),
-            data_collator=collator or DataCollatorForSeq2Seq(tokenizer),
-            train_dataset=rows,
-            eval_dataset=rows,
-            compute_metrics=compute_metrics,
-        )
-
-    return build
-
-
 def every_call_shared(model: Any) -> Any:
     """Also the last one of an epoch, whose rows may be only one on a rank."""
     return share_prefixes(model, min_ratio=0)
-
-
-def compare_on_two_ranks(build: Callable[[Share], Any], **options: Any) -> Comparison:
-    """What `harness.compare` found on rank 0. Both ranks log the same, apply the same gradient, and see other rows."""
-
-    def work(rank: int) -> tuple[Comparison, list[Tensor]]:
-        seen: list[Tensor] = []
-        found = compare(lambda share: build(lambda model: watched(share(model), seen)), **options)
-        assert distributed.get_world_size() == NUM_RANKS
-        return found, seen
-
-    (first, seen), (second, seen_by_second) = on_two_ranks(work)
-    assert_reduced(first, second)
-    assert not torch.equal(seen[0], seen_by_second[0])
-    return first
-
-
-def assert_reduced(first: Comparison, second: Comparison) -> None:
-    """Once, for both."""
-    assert first.shared.entries == second.shared.entries
-    assert all(map(torch.equal, first.shared.gradients, second.shared.gradients))
 
 
 def watched(model: Any, seen: list[Tensor]) -> Any:
@@ -183,67 +121,6 @@ def sharding(version: int | None, **config: Any) -> dict[str, Any]:
     return {"fsdp": True, "fsdp_config": {"fsdp_version": version, **layers, **loading, **config}}
 
 
-@pytest.mark.parametrize("across_devices", [True, False])
-def test_trainer(model, trainer, rows, table, across_devices):
-    others = {"average_tokens_across_devices": across_devices, "include_num_input_tokens_seen": "non_padding"}
-    found = compare_on_two_ranks(lambda share: trainer(share(model()), rows, **others), evaluate=True)
-    assert {"eval_loss", "num_input_tokens_seen"} <= found.worst.keys()
-    table(f"2 ranks: Trainer, across devices {across_devices}", found)
-
-
-@pytest.mark.parametrize(
-    ("name", "data", "config"),
-    [
-        ("stream", Stream, {"dispatch_batches": False}),
-        ("stream, dispatched", Stream, {}),
-        ("stream, split", Stream, {"split_batches": True}),
-        ("dispatched, split", list, {"dispatch_batches": True, "split_batches": True}),
-    ],
-)
-def test_batches_that_accelerate_spreads(model, trainer, equally_long_rows, table, name, data, config):
-    """A rank gets part of a batch that rank 0 has read, or of its own; it shares inside that part."""
-
-    def build(share: Share) -> Any:
-        return trainer(share(model()), data(equally_long_rows), accelerator_config=config)
-
-    table(f"2 ranks: Trainer, {name}", compare_on_two_ranks(build, share=every_call_shared, evaluate=True))
-
-
-def test_metrics_on_whole_logits(model, trainer, rows, table):
-    """Logits of both ranks, `[B, L, V]`, are padded to one length and gathered; the places of the last, too."""
-
-    build = lambda share: trainer(share(model()), rows, max_steps=1, compute_metrics=mean_log_probability)  # noqa: E731
-    found = compare_on_two_ranks(build, evaluate=True)
-    assert "eval_logp" in found.worst
-    assert any(entry.get("eval_rows") == NUM_ROWS for entry in found.shared.entries)
-    table("2 ranks: Trainer, compute_metrics", found)
-
-
-@pytest.mark.parametrize(
-    ("data", "config", "across_devices", "version"),
-    [
-        (list, {}, True, None),
-        (Stream, {"dispatch_batches": False}, False, None),
-        pytest.param(list, {}, True, 1, id="FSDP1"),
-        pytest.param(list, {}, True, 2, id="FSDP2"),
-    ],
-)
-def test_the_collator(model, trainer, rows, data, config, across_devices, version):
-    """`RadixCollator`: its batches have other shapes, and the trainer counts the same labels in them."""
-    own = {"average_tokens_across_devices": across_devices, "accelerator_config": config}
-
-    def work(rank: int) -> dict[str, float]:
-        others = own | sharding(version)
-        stock = run(lambda share: trainer(share(model()), data(rows), **others), lambda model: model, evaluate=True)
-        radix = run(
-            lambda share: trainer(share(model()), data(rows), RadixCollator(), **others), share_prefixes, evaluate=True
-        )
-        return differences_of(stock, radix)
-
-    for worst in on_two_ranks(work):
-        assert {"loss", "eval_loss"} <= worst.keys()
-
-
 def test_a_radix_batch_that_is_dispatched_is_refused(model, trainer, rows):
     """On rank 0, which reads the batches; the other one waits for it."""
 
@@ -254,8 +131,9 @@ def test_a_radix_batch_that_is_dispatched_is_refused(model, trainer, rows):
         on_two_ranks(work)
 
 
+@pytest.mark.parametrize("version", [None, 2])
 @pytest.mark.parametrize("share", [every_call_shared, share_prefixes])
-def test_a_rank_that_shares_nothing(model, trainer, rows, share):
+def test_a_rank_that_shares_nothing(model, trainer, rows, share, version):
     """Its calls run as they are, or on all of their tokens, while the other rank shares."""
     tokens = np.random.default_rng(2).integers(50, 250, (len(rows), 4)).tolist()
     alone = [{"input_ids": four, "labels": four} for four in tokens]
@@ -266,8 +144,11 @@ def test_a_rank_that_shares_nothing(model, trainer, rows, share):
 
         def build(share: Share) -> Any:
             kept.append(share(model()))
-            return trainer(kept[-1], [row for batch in batches for row in batch], train_sampling_strategy="sequential")
+            return trainer(
+                kept[-1], [row for batch in batches for row in batch], train_sampling_strategy="sequential", **how
+            )
 
+        how = sharding(version)
         differences_of(run(build, lambda model: model), run(build, share))
         report = sharing_report(kept[-1])
         return report.num_tokens - report.num_unique_tokens, sum(report.not_shared.values())
@@ -277,194 +158,10 @@ def test_a_rank_that_shares_nothing(model, trainer, rows, share):
     assert (unshared, unshared_by_second) == (0 if share is every_call_shared else 5, 0), "5 micro-batches each"
 
 
-def test_a_loop_with_ddp(tiny_qwen3):
-    """grad_norm is that of the gradient which DDP averaged over both."""
-
-    def work(rank: int) -> list[dict[str, float]]:
-        distributed.init_process_group("gloo")
-
-        def build(share: Share) -> Loop:
-            return Loop(DistributedDataParallel(share(tiny_qwen3())), padded_batches("left", seed=rank), own_loss)
-
-        return compare(build).shared.entries
-
-    first, second = on_two_ranks(work)
-    for one, other in zip(first, second, strict=True):
-        assert one["grad_norm"] == other["grad_norm"] and one["loss"] != other["loss"]
-
-
-@pytest.mark.parametrize(("min_ratio", "casts"), [(0, False), (2, False), (0, True)])
-def test_fsdp2(model, min_ratio, casts):
-    """Sharded as Accelerate shards, by its own function: itself it takes FSDP to other devices than CPUs only.
-
-    The second rank has nothing to share but its padding; with a `min_ratio` of 2 its call is left as it is. In mixed
-    precision FSDP casts the arguments of every layer, and copies every dataclass among them.
-    """
-    from accelerate import FullyShardedDataParallelPlugin
-    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["Qwen3DecoderLayer"],
-        reshard_after_forward=True,
-        cpu_ram_efficient_loading=False,
-        mixed_precision_policy=MixedPrecisionPolicy(param_dtype=torch.float64) if casts else None,
-    )
-    accelerator: Any = SimpleNamespace(
-        state=SimpleNamespace(fsdp_plugin=plugin), mixed_precision="no", is_main_process=True
-    )
-
-    def gradient(share: Share, batch: dict[str, Tensor]) -> tuple[Tensor, Any]:
-        policy = share(model(tie_word_embeddings=False))
-        with float64_throughout(policy):
-            sharded = fsdp2_prepare_model(accelerator, policy.train())
-            sharded(**batch).loss.backward()
-            whole = [parameter.grad.full_tensor().flatten() for parameter in sharded.parameters()]
-        return torch.cat(whole), policy
-
-    def work(rank: int) -> tuple[float, int, int]:
-        distributed.init_process_group("gloo")
-        (batch,) = padded_batches("left", seed=rank, steps=1)
-        if rank == 1:
-            batch["input_ids"] = torch.randint(50, 250, batch["input_ids"].shape)
-        truth, _ = gradient(lambda model: model, batch)
-        other, policy = gradient(partial(share_prefixes, min_ratio=min_ratio), batch)
-        report = sharing_report(policy)
-        assert isinstance(policy, FSDPModule) and truth.dtype == torch.float64
-        return relative_error(other, truth), report.num_tokens - report.num_unique_tokens, report.num_shared
-
-    (error, saved, _), (error_of_second, _, num_shared) = on_two_ranks(work)
-    assert error == error_of_second <= 1e-12
-    assert saved > 0 and num_shared == (min_ratio == 0)
-
-
-def test_sft(model, trl_trainer, prompts, lora, table):
-    """TRL's counts of tokens, entropy and accuracy are gathered; activation checkpointing as TRL has it by default."""
-    checkpointing = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
-    given = {"peft_config": lora()}
-    build = lambda share: trl_trainer("SFT", share(model()), rows=prompts, given=given, **checkpointing)  # noqa: E731
-    found = compare_on_two_ranks(build, evaluate=True)
-    assert {"num_tokens", "entropy", "mean_token_accuracy", "eval_loss"} <= found.worst.keys()
-    table("2 ranks: SFTTrainer, LoRA", found)
-
-
-def test_dpo(model, trl_trainer, preferences, table):
-    """With a reference, which Accelerate prepares for evaluation."""
-    build = lambda share: trl_trainer("DPO", share(model(0)), share(model(1)), rows=preferences)  # noqa: E731
-    found = compare_on_two_ranks(build, evaluate=True)
-    assert "eval_rewards/margins" in found.worst
-    table("2 ranks: DPOTrainer", found)
-
-
-@pytest.mark.parametrize("name", ["KTO", "Reward"])
-def test_answers_and_scores(name, model, scorer, trl_trainer, preferences, prompts, table):
-    """KTO's estimate of the KL term is gathered from both."""
-    rows = prompts.add_column("label", [True, False] * (len(prompts) // 2)) if name == "KTO" else preferences
-    make = [scorer] if name == "Reward" else [partial(model, 0), partial(model, 1)]
-    build = lambda share: trl_trainer(name, *(share(each()) for each in make), rows=rows)  # noqa: E731
-    table(f"2 ranks: {name}Trainer", compare_on_two_ranks(build, evaluate=True))
-
-
-@pytest.mark.parametrize(("kind", "others"), [("GRPO", {"beta": 0.1}), ("RLOO", {})])
-def test_rollouts(kind, others, reference, tmp_path, table):
-    """Each rank generates for its own prompts; advantages are of groups that lie on both."""
-    import trl
-
-    config, trainer = getattr(trl, f"{kind}Config"), getattr(trl, f"{kind}Trainer")
-
-    def work(rank: int) -> Comparison:
-        return compare_rollouts(trainer, arguments(config, tmp_path / str(rank), **others), reference, evaluate=True)
-
-    first, second = on_two_ranks(work)
-    assert_reduced(first, second)
-    assert first.counts != second.counts
-    table(f"2 ranks: {kind}Trainer", first)
-
-
-@pytest.fixture
-def built(model, scorer, trainer, trl_trainer, rows, prompts, preferences, lora, reference, tmp_path) -> Any:
-    """`built(name, share, collator=None, times=0, seed=0, **settings)`: a trainer by its name.
-
-    times: so often it has 16 of its rows, which leave no micro-batch smaller than others; 0 for all of them, once.
-    seed: of the weights that are trained.
-    """
-    from datasets import Dataset, concatenate_datasets
-
-    answers = prompts.add_column("label", [True, False] * (len(prompts) // 2))
-    labelled = Dataset.from_list(rows).select(range(16))
-    data = {"DPO": preferences, "Reward": preferences, "KTO": answers, "SFT, labels": labelled}
-
-    def build(name: str, share: Share, collator: Any = None, times: int = 0, seed: int = 0, **how: Any) -> Any:
-        if name == "Trainer":
-            return trainer(share(model(seed)), rows[:16] * times or rows, collator, **how)
-        if name in DRAWN:
-            return rollout_trainer(name, share, reference, tmp_path, seed, **how)
-        kind, _, extra = name.partition(", ")
-        makers = [scorer] if kind == "Reward" else [model]
-        models = [share(make(0 if extra == "LoRA" else seed)) for make in makers]
-        models += [share(model(1))] if name in ("DPO", "KTO") else []  # of adapters the reference is the model without
-        torch.manual_seed(seed)  # for adapters
-        given = {"peft_config": lora()} if extra == "LoRA" else {}
-        given |= {"data_collator": collator} if collator else {}
-        own = concatenate_datasets([data.get(name, data.get(kind, prompts))] * max(1, times))
-        return trl_trainer(kind, *models, rows=own, given=given, **how)
-
-    return build
-
-
-def rollout_trainer(name: str, share: Share, reference: Any, folder: Any, seed: int, **how: Any) -> Any:
-    """GRPO or RLOO with a reference, both shared; `LONG` steps are one epoch, since TRL 1.16.0 continues a later one in
-    the order of the first.
-    """
-    import trl
-    from datasets import concatenate_datasets
-
-    rows = concatenate_datasets([drawn_from()] * (LONG // 2))
-    args = arguments(getattr(trl, f"{name}Config"), folder, beta=0.1, **how)
-    policy = share(policy_of(reference, lambda _: tiny_qwen3(seed)))
-    trainer = getattr(trl, f"{name}Trainer")(policy, Reward(), args, rows, processing_class=tokenizer())
-    share(trainer.ref_model)
-    return trainer
-
-
-@pytest.mark.parametrize("version", [None, 1, 2])
-def test_sft_with_the_collator(built, version):
-    """`RadixCollator` in TRL's SFT, which counts the tokens that it is given: the unique ones."""
-
-    def work(rank: int) -> dict[str, float]:
-        build = partial(built, "SFT, labels", max_length=None, **sharding(version))
-        stock = run(build, lambda model: model, evaluate=True)
-        radix = run(partial(build, collator=RadixCollator()), share_prefixes, evaluate=True)
-        return differences_of(stock, radix, skipped=["num_tokens", "eval_num_tokens"])
-
-    for worst in on_two_ranks(work):
-        assert {"loss", "grad_norm", "eval_loss"} <= worst.keys()
-
-
-@pytest.fixture
-def sharded(built) -> Callable[..., Any]:
-    """`sharded(name, version, config)`: what both ranks found of a trainer whose models FSDP shards by layers.
-
-    version, config: as for `sharding`.
-    """
-
-    def work(rank: int, name: str, version: int, config: dict[str, Any]) -> Comparison:
-        from accelerate.state import AcceleratorState
-
-        how = sharding(version, **config)
-        found = compare(lambda share: built(name, share, **how))
-        assert str(AcceleratorState().distributed_type) == "DistributedType.FSDP"
-        plugin = AcceleratorState().fsdp_plugin
-        assert all(str(value).upper() in str(getattr(plugin, key)).upper() for key, value in config.items())
-        return found
-
-    return lambda name, version, config: on_two_ranks(partial(work, name=name, version=version, config=config))
-
-
+AS_TRL_HAS_IT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
 SHARDED = ["Trainer", "SFT", "SFT, LoRA", "DPO", "KTO", "Reward"]  # GRPO and RLOO: in `test_ten_steps`
-FSDP: dict[str, tuple[int, dict[str, Any]]] = {  # version, others of `fsdp_config`
+FSDP: dict[str, tuple[int | None, dict[str, Any]]] = {  # version, others of `fsdp_config`
+    "DDP": (None, {}),
     "FSDP1": (1, {}),
     "FSDP2": (2, {}),
     "FSDP1, recomputed": (1, {"activation_checkpointing": True}),  # each layer is in a wrapper of Accelerate's
@@ -474,58 +171,54 @@ FSDP: dict[str, tuple[int, dict[str, Any]]] = {  # version, others of `fsdp_conf
     "FSDP1, flat": (1, {"use_orig_params": False}),
     "FSDP2, from rank 0": (2, {"cpu_ram_efficient_loading": True}),
 }
-CELLS = [
-    *((name, how) for name in SHARDED for how in ("FSDP1", "FSDP2")),
-    *((name, how) for name in ("Trainer", "SFT, LoRA") for how, (_, config) in FSDP.items() if config),
-    ("DPO", "FSDP2, recomputed"),
+SPREAD: dict[str, dict[str, Any]] = {  # by Accelerate: a rank gets part of a batch that rank 0 has read, or its own
+    "stream": {"data": Stream, "accelerator_config": {"dispatch_batches": False}},
+    "stream, dispatched": {"data": Stream},
+    "stream, split": {"data": Stream, "accelerator_config": {"split_batches": True}},
+    "dispatched, split": {"accelerator_config": {"dispatch_batches": True, "split_batches": True}},
+}
+CELLS: list[tuple[str, str, dict[str, Any]]] = [
+    *((name, how, {}) for name in SHARDED for how in ("DDP", "FSDP1", "FSDP2")),
+    *((name, how, {}) for name in ("Trainer", "SFT, LoRA") for how, (_, config) in FSDP.items() if config),
+    ("DPO", "FSDP2, recomputed", {}),
+    *(("Trainer", "DDP", {"evaluate": True, **own}) for own in SPREAD.values()),
+    ("Trainer", "DDP", {"evaluate": True, "average_tokens_across_devices": False}),
+    ("Trainer", "DDP", {"evaluate": True, "max_steps": 1, "compute_metrics": mean_log_probability}),
+    ("SFT, LoRA", "DDP", {"evaluate": True, **AS_TRL_HAS_IT}),
+    *((name, "DDP", {"evaluate": True}) for name in ("DPO", "KTO", "Reward")),
 ]
 
 
-@pytest.mark.parametrize(("name", "how"), CELLS)
-def test_trainers_that_shard(sharded, table, name, how):
-    """By Accelerate and its FSDP: each rank compares all that is logged, and its part of the gradients."""
-    first, second = sharded(name, *FSDP[how])
+@pytest.mark.parametrize(("name", "how", "others"), CELLS)
+def test_trainers(built, table, equally_long_rows, name, how, others):
+    """Each rank compares all that is logged, what the trainer gathers too, and its part of the gradients."""
+    version, config = FSDP[how]
+    own = {**others, **({"rows": equally_long_rows} if others.keys() & {"data", "accelerator_config"} else {})}
+    evaluate = own.pop("evaluate", False)
+    share = every_call_shared if "rows" in own else share_prefixes
+
+    def work(rank: int) -> tuple[Comparison, list[Tensor]]:
+        from accelerate.state import AcceleratorState
+
+        seen: list[Tensor] = []
+        settings = own | sharding(version, **config)
+        found = compare(
+            lambda share: built(name, lambda model: watched(share(model), seen), **settings),
+            share=share,
+            evaluate=evaluate,
+        )
+        assert distributed.get_world_size() == NUM_RANKS
+        assert (str(AcceleratorState().distributed_type) == "DistributedType.FSDP") == bool(version)
+        plugin = AcceleratorState().fsdp_plugin if version else None
+        assert all(str(value).upper() in str(getattr(plugin, key)).upper() for key, value in config.items())
+        return found, seen
+
+    (first, seen), (second, seen_by_second) = on_two_ranks(work)
     assert first.shared.entries == second.shared.entries
+    assert version or all(map(torch.equal, first.shared.gradients, second.shared.gradients))
+    assert not torch.equal(seen[0], seen_by_second[0])
+    assert "compute_metrics" not in own or "eval_logp" in first.worst
     table(f"2 ranks, {how}: {name}", first)
-
-
-AS_SET: dict[str, Any] = {  # what people set beside a run on several ranks
-    "eval_on_start": True,
-    **{"eval_strategy": "steps", "eval_steps": 1, "eval_accumulation_steps": 1},
-    **{"save_strategy": "steps", "save_steps": 1, "max_steps": 6},
-    **{"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True},
-    **{"max_grad_norm": 0.1, "label_smoothing_factor": 0.1, "optim": "adamw_torch_fused"},
-    **{"train_sampling_strategy": "group_by_length", "dataloader_drop_last": True},
-}
-
-
-@pytest.mark.parametrize("version", [None, 2])
-def test_many_settings_at_once(trainer, model, rows, tmp_path, version):
-    """Evaluated before and between steps, saved after each, clipped; predicts with the best checkpoint, and trains on.
-
-    The last checkpoint has the least loss, so "best" is the first, and the weights go back to it.
-    """
-
-    def trained(share: Share, folder: str) -> Run:
-        set_seed(0)
-        with float64_arithmetic():
-            built = trainer(share(model().double()), rows, **AS_SET, **sharding(version))
-            built.args.output_dir = str(tmp_path / folder)
-            built.train()
-            logits, labels, _ = built.predict(rows)
-            weights = torch.cat([each.flatten() for each in gathered_weights(built.model)])
-            if version is None:  # accelerate 1.15.0 shards the model of a trainer only once
-                built.train()
-        assert built.state.best_model_checkpoint.endswith("checkpoint-1")
-        assert share is not every_call_shared or sharing_report(built).num_shared
-        predicted = torch.from_numpy(logits[:, :-1][labels[:, 1:] != -100])
-        return Run([numbers(entry) for entry in built.state.log_history], [weights, predicted.flatten()])
-
-    def work(rank: int) -> dict[str, float]:
-        return differences_of(trained(lambda model: model, "plain"), trained(every_call_shared, "shared"))
-
-    for worst in on_two_ranks(work):
-        assert {"loss", "grad_norm", "eval_loss"} <= worst.keys()
 
 
 DOORS: dict[str, tuple[Share, Callable[[], Any]]] = {

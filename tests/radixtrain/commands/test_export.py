@@ -40,29 +40,24 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Hub:
     return server
 
 
-def test_a_run_and_an_export_are_uploaded(server: Hub, arguments: Any, tmp_path: Path) -> None:
-    """Under the name of the folder, or the given one; private unless that is turned off."""
+def test_a_run_and_an_export_are_uploaded(
+    server: Hub, arguments: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under the name of the folder, or the given one; private unless turned off. Nothing is lost if it fails."""
     run = tmp_path / "my_run"
-    assert main(arguments(output_dir=run, trainer__max_steps=1, push_to_hub="true")) == 0
+    server.error = ConnectionError("no route\nto the hub")
+    line = arguments(output_dir=run, trainer__max_steps=1, push_to_hub="true")
+    assert main(line) == 0
+    (said,) = (record.getMessage() for record in caplog.records if "push_to_hub" in record.getMessage())
+    later = f"The model is in {run}/model; upload it with: hf upload my_run {run}/model"
+    assert said == f"push_to_hub: not uploaded: no route. {later}" and (run / "model" / "config.json").is_file()
+    server.error = None
+    assert main([*line, "--ckpt_path=last"]) == 0
     line = ["export", "--ckpt_path", str(run), "--output_dir", str(tmp_path / "model"), "--push_to_hub", "true"]
     assert main([*line, "--hub_model_id", "they/theirs", "--hub_private_repo", "false"]) == 0
     assert server.repos == {"me/my_run": True, "they/theirs": False}
     for files in server.files.values():
         assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= files
-
-
-def test_a_hub_that_fails_loses_nothing(
-    server: Hub, arguments: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    server.error = ConnectionError("no route\nto the hub")
-    run = tmp_path / "my_run"
-    assert main(arguments(output_dir=run, trainer__max_steps=1, push_to_hub="true")) == 0
-    (said,) = (record.getMessage() for record in caplog.records if "push_to_hub" in record.getMessage())
-    assert said == (
-        f"push_to_hub: not uploaded: no route. The model is in {run}/model; "
-        f"upload it with: hf upload my_run {run}/model"
-    )
-    assert (run / "model" / "config.json").is_file()
 
 
 def test_what_is_refused_before_training(

@@ -37,7 +37,7 @@ SETTINGS = {
     "--model.use_peft=true --model.lora_target_modules=[lm_head]": "model.lora_target_modules: lm_head shares its weig",
     "--data.train_file={shop}/none.jsonl": "no such file: {shop}/none.jsonl",
     "--data.split_turns=false": "split_turns: false: the chat template has no generation markers; set split",
-    "--data.max_length=20": "{shop}/train.jsonl:1: 74 tokens exceed max_length 20, and so do 19 more, the longest of ",
+    "--data.max_length=20": "{shop}/train.jsonl:1: 74 tokens exceed max_length 20; raise max_length or set ",
     "--data.pad_to_multiple_of=100000": "data.pad_to_multiple_of 100000 exceeds data.max_tokens 4096",
     "--ckpt_path=best": "ckpt_path best: none in ",
     "--ckpt_path=": "ckpt_path",

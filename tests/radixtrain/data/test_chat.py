@@ -54,79 +54,94 @@ def shown(each: Any, decode: Any) -> str:
 CHAT = [user("hi"), assistant("yo"), user("q"), assistant("a")]
 ONE, TWO = "user: hi|assistant: [()yo|]", "user: hi|assistant: yo|user: q|assistant: [()a|]"
 UNSURE = [user("hi"), assistant("yo", weight=0), user("q"), assistant("a", weight=1)]
-COMPLETED = {"prompt": CHAT[:2], "completion": CHAT[2:]}
-WHOLE = {"split_turns": False}
-READ: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
-    # what is shown, the encoder, the row, what is learned
-    ("every turn, as at inference", {}, {"messages": CHAT}, [ONE, TWO]),
-    ("a question without an answer is left out", {}, {"messages": [*CHAT, user("u")]}, [ONE, TWO]),
-    ("everything", {"assistant_only_loss": False}, {"messages": CHAT}, [f"[{TWO.replace('[', '')}"]),
-    ("marked", {"template": MARKED, **WHOLE}, {"messages": CHAT}, ["user: hi|assistant: [yo|]user: q|assistant: [a|]"]),
-    ("line feeds on both sides of a border stay two tokens", {}, {"prompt": "1\n", "completion": "\n2"}, ["1\n[\n2|]"]),
-    ("of a completion all", {"completion_only_loss": False}, {"prompt": "1\n", "completion": "\n2"}, ["[1\n\n2|]"]),
-    ("an empty prompt", {}, {"prompt": "", "completion": "ab"}, ["[ab|]"]),
-    ("text begins with BOS and ends with EOS", {"bos": "^"}, {"text": "ab"}, ["^[ab|]"]),
-    ("text that ends with EOS gets no second one", {"bos": "^"}, {"text": "ab|"}, ["^[ab|]"]),
-    ("a prompt begins with BOS", {"bos": "^"}, {"prompt": "a", "completion": "b"}, ["^a[b|]"]),
-    ("a chat has what its template writes", {"bos": "^"}, {"messages": CHAT[:2]}, [ONE]),
-    ("a completed chat", {}, {"prompt": CHAT[:1], "completion": CHAT[1:2]}, [ONE]),
-    ("a completed chat as a whole", WHOLE, {"prompt": CHAT[:1], "completion": CHAT[1:2]}, [ONE]),
-    ("only the completion", {}, COMPLETED, [TWO]),
-    ("all turns of the completion", {"template": MARKED, "assistant_only_loss": False}, COMPLETED,
-     ["user: hi|assistant: yo|[user: q|assistant: a|]"]),
-    ("all of a completed chat", {"completion_only_loss": False}, {"prompt": CHAT[:1], "completion": CHAT[1:2]},
-     ["[user: hi|assistant: ()yo|]"]),
-    ("a label need not be the token", {}, {"input_ids": [*b"ab"], "labels": [-100, 7]}, ["a[b]"]),
-    ("a mask of the completion is not read", {"completion_only_loss": False},
-     {"input_ids": np.array([*b"ab"]), "completion_mask": [0, 0]}, ["[ab]"]),
-    ("EOS of a base model", {"eos": "^"}, {"messages": CHAT[:2]}, [ONE]),
-    ("no special token ends a turn", {"template": ENDING.replace("END", "\\n")}, {"messages": CHAT[:2]},
-     ["user: hiassistant: [yo\n]"]),
-    ("after EOS all is cut", {"template": ENDING.replace("END", "|tail")}, {"messages": CHAT[:2]},
-     ["user: hiassistant: [yo|]"]),
-    ("another special token cuts blanks", {"template": ENDING.replace("END", "^tail")}, {"messages": CHAT[:2]},
-     ["user: hiassistant: [yo^tail]"]),
-    ("weight 0 is history", {}, {"messages": UNSURE}, [TWO]),
-    ("a tool's result as JSON", {"template": PLAIN.replace("m.content", "(m.content|tojson if m.role == 'tool' else m.content)")},
-     {"messages": [user("hi"), {"role": "tool", "content": '{"e": "\n"}'}, assistant("yo")]},
-     ['user: hi|tool: "{\\"e\\": \\"\\n\\"}"|assistant: [yo|]']),
-]  # fmt: skip
+SHORT = {
+    "CHAT": CHAT,
+    "FIRST": CHAT[:2],
+    "SECOND": CHAT[2:],
+    "UNSURE": UNSURE,
+    "ASKED": CHAT[:1],
+    "ANSWERED": CHAT[1:2],
+}
+TEMPLATES = {"PLAIN": PLAIN, "THINKING": THINKING, "MARKED": MARKED, "ENDING": ENDING}
 
 
-@pytest.mark.parametrize(("options", "fields", "samples"), [case[1:] for case in READ], ids=[case[0] for case in READ])
-def test_what_is_learned(options: dict[str, Any], fields: dict[str, Any], samples: list[str]) -> None:
-    ours = encoder(**options)
+def cases(table: str) -> list[list[Any]]:
+    """A case in each line, in columns that three blanks separate; those in braces are JSON. ⏎ is a line feed."""
+    for short, messages in SHORT.items():
+        table = table.replace(short, json.dumps(messages))
+    lines = [line.split("   ") for line in table.strip().splitlines() if not line.startswith("#")]
+    return [[json.loads(each) if each[0] == "{" else each.replace("⏎", "\n") for each in line] for line in lines]
+
+
+def made(options: dict[str, Any]) -> ChatEncoder:
+    """The encoder of a case, whose template is one by its name, with another end of turn after it, or a text."""
+    template = options.pop("template", "THINKING")
+    name, _, end = (template or "").partition(" ")
+    return encoder(TEMPLATES[name].replace("END", end) if name in TEMPLATES else template, **options)
+
+
+READ = r"""
+# what is shown, the encoder, the row, what is learned of each sample
+every turn, as at inference   {}   {"messages": CHAT}   user: hi|assistant: [()yo|] & user: hi|assistant: yo|user: q|assistant: [()a|]
+a question without an answer is left out   {}   {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}, {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "u"}]}   user: hi|assistant: [()yo|] & user: hi|assistant: yo|user: q|assistant: [()a|]
+everything   {"assistant_only_loss": false}   {"messages": CHAT}   [user: hi|assistant: yo|user: q|assistant: ()a|]
+marked   {"template": "MARKED", "split_turns": false}   {"messages": CHAT}   user: hi|assistant: [yo|]user: q|assistant: [a|]
+line feeds on both sides of a border stay two tokens   {}   {"prompt": "1\n", "completion": "\n2"}   1⏎[⏎2|]
+of a completion all   {"completion_only_loss": false}   {"prompt": "1\n", "completion": "\n2"}   [1⏎⏎2|]
+an empty prompt   {}   {"prompt": "", "completion": "ab"}   [ab|]
+text begins with BOS and ends with EOS   {"bos": "^"}   {"text": "ab"}   ^[ab|]
+text that ends with EOS gets no second one   {"bos": "^"}   {"text": "ab|"}   ^[ab|]
+a prompt begins with BOS   {"bos": "^"}   {"prompt": "a", "completion": "b"}   ^a[b|]
+a chat has what its template writes   {"bos": "^"}   {"messages": FIRST}   user: hi|assistant: [()yo|]
+a completed chat   {}   {"prompt": ASKED, "completion": ANSWERED}   user: hi|assistant: [()yo|]
+a completed chat as a whole   {"split_turns": false}   {"prompt": ASKED, "completion": ANSWERED}   user: hi|assistant: [()yo|]
+only the completion   {}   {"prompt": FIRST, "completion": SECOND}   user: hi|assistant: yo|user: q|assistant: [()a|]
+all turns of the completion   {"template": "MARKED", "assistant_only_loss": false}   {"prompt": FIRST, "completion": SECOND}   user: hi|assistant: yo|[user: q|assistant: a|]
+all of a completed chat   {"completion_only_loss": false}   {"prompt": ASKED, "completion": ANSWERED}   [user: hi|assistant: ()yo|]
+a label need not be the token   {}   {"input_ids": [97, 98], "labels": [-100, 7]}   a[b]
+a mask of the completion is not read   {"completion_only_loss": false}   {"input_ids": [97, 98], "completion_mask": [0, 0]}   [ab]
+EOS of a base model   {"eos": "^"}   {"messages": FIRST}   user: hi|assistant: [()yo|]
+no special token ends a turn   {"template": "ENDING \\n"}   {"messages": FIRST}   user: hiassistant: [yo⏎]
+after EOS all is cut   {"template": "ENDING |tail"}   {"messages": FIRST}   user: hiassistant: [yo|]
+another special token cuts blanks   {"template": "ENDING ^tail"}   {"messages": FIRST}   user: hiassistant: [yo^tail]
+weight 0 is history   {}   {"messages": UNSURE}   user: hi|assistant: yo|user: q|assistant: [()a|]
+a tool's result as JSON   {"template": "{%- for m in messages %}{{- m.role + ': ' + (m.content|tojson if m.role == 'tool' else m.content) + '|' }}{% endfor %}{%- if add_generation_prompt %}{{- 'assistant: ' }}{% endif %}"}   {"messages": [{"role": "user", "content": "hi"}, {"role": "tool", "content": "{\"e\": \"\n\"}"}, {"role": "assistant", "content": "yo"}]}   user: hi|tool: "{\"e\": \"\n\"}"|assistant: [yo|]
+"""
+
+
+@pytest.mark.parametrize(("promise", "options", "fields", "samples"), cases(READ))
+def test_what_is_learned(promise: str, options: dict[str, Any], fields: dict[str, Any], samples: str) -> None:
+    ours = made(options)
     found = ours.encode(Row(fields, "a.jsonl:1"))
-    assert [shown(each, ours.tokenizer.decode) for each in found] == samples
+    assert [shown(each, ours.tokenizer.decode) for each in found] == samples.split(" & "), promise
     assert {each.where for each in found} == {"a.jsonl:1"} and found[0].input_ids.dtype == np.int64
 
 
-WEATHER, OTHER = {"function": {"name": "weather"}}, "; set chat_template_path to a template that renders it"
-REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    # the encoder, the row, why (a * stands for more)
-    ({"max_length": 3}, {"text": "abc"}, "4 tokens exceed max_length 3; raise max_length or set excess_length_strategy: drop | truncate"),
-    ({"vocab_size": 123}, {"text": "z{"}, "token id 123 at position 1 is outside the vocabulary (0..122)"),
-    ({"assistant_only_loss": False}, {"messages": UNSURE}, "turn 2 has weight: 0, but here it would bear loss; set assistant_only_loss: true and split_turns: true"),
-    ({"completion_only_loss": False}, {"prompt": UNSURE[:3], "completion": UNSURE[3:]}, "turn 2 has weight: 0, but here it would bear loss; set assistant_only_loss: true and split_turns: true"),
-    ({"template": MARKED, **WHOLE}, {"messages": UNSURE}, "turn 2 has weight: 0, but here it would bear loss; set assistant_only_loss: true and split_turns: true"),
-    (WHOLE, {"messages": CHAT}, "*split_turns: false: the chat template has no generation markers; set split_turns: true, or set chat_template_path to a template with generation markers"),
-    ({"template": MARKED, **WHOLE}, COMPLETED, "completion: expected a single assistant turn, or split_turns: true, or assistant_only_loss: false; found the roles user, assistant"),
-    ({"template": None}, {"messages": CHAT}, "*the tokenizer has no chat template; set chat_template_path to a template, or use rows with*"),
-    ({"template": "{% for %}"}, {"messages": CHAT}, "*the chat template is not valid at its line 1: *"),
-    ({"template": "{{ raise_exception('no\nsystem') }}"}, {"messages": CHAT}, "the chat template failed: TemplateError: no"),
-    ({"template": "{{ messages[0].content + 1 }}"}, {"messages": CHAT}, "the chat template failed: TypeError: *"),
-    ({"template": PLAIN.replace("m.content", "('' if m.role == 'tool' else m.content)")}, {"messages": [user("hi"), {"role": "tool", "content": " rain "}, assistant("yo")]}, f"the chat template dropped turn 2 (role 'tool'){OTHER}"),
-    ({}, {"messages": [user("x"), assistant("y", tool_calls=[WEATHER])]}, f"the chat template dropped turn 2's call of the tool 'weather'{OTHER}"),
-    ({}, {"messages": CHAT, "tools": [WEATHER]}, f"the chat template dropped the tool 'weather'{OTHER}"),
-    ({}, {"messages": [user("x"), assistant("y"), assistant("z")]}, "the chat template renders the prompt of turn 3 differently with and without its answer (*); set chat_template_path to a template that renders both alike"),
-    ({"template": MARKED.replace("== 'assistant'", "== 'model'"), **WHOLE}, {"messages": CHAT}, "the chat template's generation markers mark no token; set split_turns: true, or set chat_template_path to a template with generation markers"),
-    ({"template": THINKING + "{% if thinks is defined %}{% endif %}", "chat_template_kwargs": {"think": 1}}, {"messages": CHAT}, "*chat_template_kwargs: the chat template reads no variable 'think', did you mean thinks?"),
-]  # fmt: skip
+REFUSED = r"""
+# the encoder, the row, why (a * stands for more; at the beginning, for an error of the whole run)
+{"max_length": 3}   {"text": "abc"}   4 tokens exceed max_length 3; raise max_length or set excess_length_strategy: drop | truncate
+{"vocab_size": 123}   {"text": "z{"}   token id 123 at position 1 is outside the vocabulary (0..122)
+{"assistant_only_loss": false}   {"messages": UNSURE}   turn 2 has weight: 0, but here it would bear loss; set assistant_only_loss: true and split_turns: true
+{"completion_only_loss": false}   {"prompt": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo", "weight": 0}, {"role": "user", "content": "q"}], "completion": [{"role": "assistant", "content": "a", "weight": 1}]}   turn 2 has weight: 0, but here it would bear loss; set assistant_only_loss: true and split_turns: true
+{"template": "MARKED", "split_turns": false}   {"messages": UNSURE}   turn 2 has weight: 0, but here it would bear loss; set assistant_only_loss: true and split_turns: true
+{"split_turns": false}   {"messages": CHAT}   *split_turns: false: the chat template has no generation markers; set split_turns: true, or set chat_template_path to a template with generation markers
+{"template": "MARKED", "split_turns": false}   {"prompt": FIRST, "completion": SECOND}   completion: expected a single assistant turn, or split_turns: true, or assistant_only_loss: false; found the roles user, assistant
+{"template": null}   {"messages": CHAT}   *the tokenizer has no chat template; set chat_template_path to a template, or use rows with*
+{"template": "{% for %}"}   {"messages": CHAT}   *the chat template is not valid at its line 1: *
+{"template": "{{ raise_exception('no\nsystem') }}"}   {"messages": CHAT}   the chat template failed: TemplateError: no
+{"template": "{{ messages[0].content + 1 }}"}   {"messages": CHAT}   the chat template failed: TypeError: *
+{"template": "{%- for m in messages %}{{- m.role + ': ' + ('' if m.role == 'tool' else m.content) + '|' }}{% endfor %}{%- if add_generation_prompt %}{{- 'assistant: ' }}{% endif %}"}   {"messages": [{"role": "user", "content": "hi"}, {"role": "tool", "content": " rain "}, {"role": "assistant", "content": "yo"}]}   the chat template dropped turn 2 (role 'tool'); set chat_template_path to a template that renders it
+{}   {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "tool_calls": [{"function": {"name": "weather"}}]}]}   the chat template dropped turn 2's call of the tool 'weather'; set chat_template_path to a template that renders it
+{}   {"messages": CHAT, "tools": [{"function": {"name": "weather"}}]}   the chat template dropped the tool 'weather'; set chat_template_path to a template that renders it
+{}   {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}, {"role": "assistant", "content": "z"}]}   the chat template renders the prompt of turn 3 differently with and without its answer (*); set chat_template_path to a template that renders both alike, or enable_thinking in data.chat_template_kwargs
+{"template": "{%- for m in messages %}{{- m.role + ': ' }}{%- if m.role == 'model' %}{%- generation %}{{- m.content + '|' }}{% endgeneration %}{%- else %}{{- m.content + '|' }}{% endif %}{% endfor %}{%- if add_generation_prompt %}{{- 'assistant: ' }}{% endif %}", "split_turns": false}   {"messages": CHAT}   the chat template's generation markers mark no token; set split_turns: true, or set chat_template_path to a template with generation markers
+{"template": "{%- for m in messages %}{{- m.role + ': ' + ('()' if m.role == 'assistant' and loop.last else '') + m.content + '|' }}{% endfor %}{%- if add_generation_prompt %}{{- 'assistant: ' }}{% endif %}{% if thinks is defined %}{% endif %}", "chat_template_kwargs": {"think": 1}}   {"messages": CHAT}   *chat_template_kwargs: the chat template reads no variable 'think'; remove it
+"""
 
 
-@pytest.mark.parametrize(("options", "fields", "why"), REFUSED, ids=[case[2][:60] for case in REFUSED])
+@pytest.mark.parametrize(("options", "fields", "why"), cases(REFUSED))
 def test_why_a_row_is_refused(options: dict[str, Any], fields: dict[str, Any], why: str) -> None:
-    ours = encoder(**options)
+    ours = made(options)
     with pytest.raises(UserError) as raised:
         ours.encode_all([Row(fields, "a.jsonl:1")], (lambda error: None) if why[0] == "*" else None)
     parts = why.lstrip("*").split("*")
@@ -272,10 +287,6 @@ class TestQwen3:
             [(prompt, _)] = texts(ChatEncoder(each), given_chat)
             assert prompt.startswith(f"<|im_start|>{role}\nbe brief<|im_end|>")
 
-    def test_the_template_for_training_marks_whole_chats(self, trl_template: Any) -> None:
-        [(_, target)] = texts(ChatEncoder(trl_template("qwen3_training.jinja"), split_turns=False), chat(*CHAT))
-        assert "yo<|im_end|>" in target and "a<|im_end|>" in target and "user" not in target
-
 
 CONTENT = st.text(min_size=1, max_size=20)
 
@@ -319,30 +330,23 @@ def test_any_row_gives_samples_or_a_user_error(tokenizer: Any, fields: dict[str,
         assert all((sample.labels[1:] != -100).any() for sample in samples)
 
 
-# The tokenizer's files
-
-
-def test_load_tokenizer_with_another_template(tmp_path: Path, tokenizer: Any) -> None:
-    tokenizer.save_pretrained(tmp_path)
-    (tmp_path / "other.jinja").write_text(MARKED)
-    assert load_tokenizer(str(tmp_path)).chat_template == CHATML
-    loaded = load_tokenizer(str(tmp_path), tmp_path / "other.jinja")
-    assert loaded.chat_template == MARKED
-    assert loaded("hi<|im_end|>")["input_ids"] == [*b"hi", END]
-
-
-def test_load_tokenizer_says_what_is_missing(tmp_path: Path, tokenizer: Any) -> None:
-    with pytest.raises(
-        UserError, match=r"^no tokenizer in .*: expected a model folder with tokenizer\.json or"
-    ) as raised:
-        load_tokenizer(str(tmp_path / "missing"))
-    assert str(raised.value).endswith("; there is no such folder")
-    with pytest.raises(UserError, match=r"; the folder has none$"):
-        load_tokenizer(str(tmp_path))
-    tokenizer.save_pretrained(tmp_path)
-    path = tmp_path / "x.jinja"
-    with pytest.raises(UserError, match=r"^chat_template_path: cannot read .*x\.jinja: No such file or directory; exp"):
-        load_tokenizer(str(tmp_path), path)
-    path.write_bytes(b"\xff")
-    with pytest.raises(UserError, match=r"^chat_template_path: cannot read .*x\.jinja: not UTF-8; expected a Jinja "):
-        load_tokenizer(str(tmp_path), path)
+def test_load_tokenizer(tmp_path: Path, tokenizer: Any) -> None:
+    template, model = tmp_path / "other.jinja", tmp_path / "model"
+    tokenizer.save_pretrained(model)
+    for path, jinja, said in (
+        (
+            tmp_path / "missing",
+            None,
+            r"^no tokenizer in .*: expected a model folder with tokenizer\.json or a hub name; ",
+        ),
+        (model, template, r"^chat_template_path: cannot read .*jinja: No such file or directory; expected a Jinja"),
+    ):
+        with pytest.raises(UserError, match=said):
+            load_tokenizer(str(path), jinja)
+    template.write_text(MARKED)
+    assert load_tokenizer(str(model)).chat_template == CHATML
+    loaded = load_tokenizer(str(model), template)
+    assert loaded.chat_template == MARKED and loaded("hi<|im_end|>")["input_ids"] == [*b"hi", END]
+    template.write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"^chat_template_path: cannot read .*jinja: not UTF-8; expected a Jinja"):
+        load_tokenizer(str(model), template)

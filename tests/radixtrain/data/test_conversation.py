@@ -12,7 +12,7 @@ from byte_tokenizer import byte_tokenizer
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.conversation import lost_part
 from radixtrain.data.files.sources import Row
-from radixtrain.data.template import warn_of_endless_turns, warn_of_likely_mistakes, with_date
+from radixtrain.data.template import warn_of_mistakes, with_date
 from radixtrain.errors import DataError
 
 FOLDER = Path(trl.__file__).parent / "chat_templates"
@@ -64,11 +64,6 @@ LOST = [
     ("llama3_1", chat({"content": "Let me see.", **CALLED}, SAID), "leaves out the text in turn 2"),
     ("muse_glimmer", chat({"content": "Let me see.", **CALLED}, SAID), "leaves out the text in turn 2"),
     ("gemma3", chat(SAID, tools=[{"type": "web_search"}]), "dropped the tool 'web_search'"),
-    (
-        "gptoss",
-        chat(SAID, tools=[FUNCTION]),
-        r"; write each of the tools as \{type: function, function: \{name, \.\.\.\}\}$",
-    ),
     ("llama3_1", chat(TWICE, SAID, tools=[FUNCTION]), "only supports single tool-calls at once!$"),
     ("qwen2_5", chat(THOUGHT, tools=None), r"the thinking \(reasoning_content\) in turn 2; .*on_unrendered: drop"),
     ("qwen3", chat({"content": "Four.", "thinking": "Nails."}, tools=None), None),
@@ -82,7 +77,7 @@ LOST = [
         chat({"content": "<think>\nNails"}, tools=None),
         "writes a block of thinking of its own before the <think>",
     ),
-    ("nemotron_3_nano", chat(SAID, tools=None), r", or data.chat_template_kwargs to \{enable_thinking: false\}$"),
+    ("nemotron_3_nano", chat(SAID, tools=None), "renders both alike, or enable_thinking in data.chat_template_kwargs$"),
 ]
 
 
@@ -157,19 +152,14 @@ def test_turns_that_end_where_generation_goes_on_are_told(caplog: pytest.LogCapt
     kinds = ({"messages": messages}, {"prompt": messages[:3], "completion": messages[3:]}, {"messages": messages[:1]})
     rows = [Row(kind, "a.jsonl:1") for kind in kinds]
     for template, stops, told in (
-        (
-            "glm4moe",
-            {tokens("<|im_end|>")},
-            "2 of the last turns of 2 chats are trained to end in '.', where",
-        ),
+        ("glm4moe", {tokens("<|im_end|>")}, "2 of 3 rows end in '.', where generation does not stop"),
         ("qwen3", {tokens("<|im_end|>")}, ""),
         ("qwen3", {tokens("<|end|>")}, "with such a token, or add the token to eos_token_id in the model's"),
         ("qwen3", set(), ""),
     ):
         caplog.clear()
-        warn_of_endless_turns(ChatEncoder(tokenizer_of(template)), rows, stops)
+        warn_of_mistakes(ChatEncoder(tokenizer_of(template)), rows, stops)
         assert told in caplog.text and bool(caplog.text) == bool(told)
-        assert ("eos_token_id" in caplog.text) == ("eos_token_id" in told)
 
 
 SELDOM_MEANT = [
@@ -187,7 +177,7 @@ def test_what_is_seldom_meant_is_told_once(caplog: pytest.LogCaptureFixture) -> 
     logged = {"request": {"messages": [asked, *turns[:-1]]}, "response": {"choices": [{"message": turns[-1]}]}}
     rows = [logged, chat(CALLED, SAID, tools=[FUNCTION]), {"text": "<|bos|>Four."}, {"text": "Four."}]
     rows.append({"messages": [{"role": "system", "content": "s"}, {"role": "assistant", "content": "Four."}]})
-    warn_of_likely_mistakes(encoder, [Row(row, "a.jsonl:1") for row in rows])
+    warn_of_mistakes(encoder, [Row(row, "a.jsonl:1") for row in rows], set())
     assert all(found.startswith(told) for found, told in zip(sorted(caplog.messages), SELDOM_MEANT, strict=True))
 
 

@@ -44,29 +44,20 @@ def targets(step: Any) -> list[tuple[int, float]]:
 
 @pytest.mark.parametrize("dedup", [True, False])
 def test_every_and_once(data: Any, dedup: bool) -> None:
-    every = step_of(data(dedup=dedup))
+    """And `predict` lists every label, whatever its weight."""
+    every, once = (step_of(data(dedup=dedup, shared_targets=each)) for each in ("every", "once"))
     assert targets(every) == [(5, 2.0), (6, 1.0), (6, 1.0), (7, 1.0), (8, 1.0), (8, 3.0), (9, -0.5)]
-    assert every.num_labels == 7
-    once = step_of(data(dedup=dedup, shared_targets="once"))
     assert targets(once) == [(5, 2.0), (6, 1.0), (7, 1.0), (8, 2.0), (9, -0.5)]
-    assert once.num_labels == 5
-
-
-@pytest.mark.parametrize("dedup", [True, False])
-def test_predict_lists_every_label_whatever_its_weight(data: Any, dedup: bool) -> None:
-    step = step_of(data(dedup=dedup, shared_targets="once"), "predict")
-    [batch] = step.micro_batches
+    assert (every.num_labels, once.num_labels) == (7, 5)
+    [batch] = step_of(data(dedup=dedup, shared_targets="once"), "predict").micro_batches
     assert sorted(label for label in batch["shift_labels"].flatten().tolist() if label != N) == [5, 6, 6, 7, 8, 8, 9]
-    assert batch["radix"].loss_weights[0] == 1.0 and step.num_labels == 7
+    assert batch["radix"].loss_weights[0] == 1.0
 
 
-def test_a_truncated_row_keeps_its_weights(data: Any) -> None:
+def test_weights_stay_with_their_tokens(data: Any) -> None:
+    """In a truncated row, and in what `verify` compares with Hugging Face."""
     step = step_of(data(max_length=2, excess_length_strategy="truncate"))
     assert targets(step) == [(6, 1.0), (6, 1.0), (8, 1.0), (8, 3.0)]
-
-
-def test_the_features_of_a_step_have_their_weights(data: Any) -> None:
-    """What `verify` compares with Hugging Face."""
     module = data()
     module.setup("fit")
     found = [feature.get("loss_weights") for feature in module.features_of_step(0)]

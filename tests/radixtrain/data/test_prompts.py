@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.datamodule import SFTData
-from radixtrain.data.prompts import Prompt, PromptDataset, choose_prompts, end_tokens, prompt_of
+from radixtrain.data.prompts import Prompt, choose_prompts, end_tokens, prompt_of
 
 IGNORED = -100
 
@@ -22,43 +22,30 @@ def sample(*labels, where="a:1"):
 @pytest.mark.parametrize(
     ("labels", "expected"),
     [
-        ([IGNORED, IGNORED, 7, 8], ([50, 51], [7, 8])),
         ([IGNORED, IGNORED, 7, IGNORED, 8, 9], ([50, 51, 7, 53], [8, 9])),
         ([IGNORED, 7, IGNORED], ([50], [7])),
         ([5, 6, IGNORED, 7], ([5, 6, 52], [7])),
         ([IGNORED, IGNORED], ([50, 51], [])),
-        ([5, 6], None),
     ],
 )
 def test_the_last_run_of_labels_is_the_target(labels, expected):
     found = prompt_of(sample(*labels))
-    if expected is None:
-        assert found is None
-    else:
-        assert found is not None and (found.token_ids.tolist(), found.target_ids.tolist()) == expected
+    assert found is not None and (found.token_ids.tolist(), found.target_ids.tolist()) == expected
+    assert prompt_of(sample(5, 6)) is None
 
 
-class TestChoice:
-    ROWS = tuple([sample(IGNORED, n, where=f"a:{n}")] for n in range(20))
-
-    def test_all_in_the_order_of_the_file_or_some_drawn_by_the_seed(self):
-        everything = [f"a:{n}" for n in range(20)]
-        for size in (None, 100):
-            assert [each.where for each in choose_prompts(self.ROWS, size, 0).prompts] == everything
-        one, again, other = ([x.where for x in choose_prompts(self.ROWS, 5, seed).prompts] for seed in (0, 0, 1))
-        assert one == again != other
-        assert len(one) == 5 and one == [where for where in everything if where in one]
-
-    def test_the_last_sample_of_a_conversation(self):
-        turns = [sample(IGNORED, 5), sample(IGNORED, IGNORED, 6)]
-        assert choose_prompts([turns], None, 0).prompts[0].target_ids.tolist() == [6]
-
-    def test_what_is_left_out_is_counted_and_named(self):
-        rows = [[sample(4, 5, where="a:1")], [sample(IGNORED, 6, where="a:2")], [sample(IGNORED, IGNORED, where="a:3")]]
-        found = choose_prompts(rows, None, 0)
-        assert (len(found), found.num_left_out, found.first_left_out) == (1, 2, "a:1")
-        cut = choose_prompts(self.ROWS, None, 0, cut_length=2)
-        assert (len(cut), cut.num_left_out) == (0, 20)
+def test_answers_that_are_chosen() -> None:
+    """All in the order of the file, or some drawn by the seed: the last sample of each row; others are counted."""
+    rows = [[sample(IGNORED, IGNORED, 1), sample(IGNORED, n, where=f"a:{n}")] for n in range(20)]
+    places = [f"a:{n}" for n in range(20)]
+    for size in (None, 100):
+        assert [each.where for each in choose_prompts(rows, size, 0).prompts] == places
+    one, again, other = ([x.where for x in choose_prompts(rows, 5, seed).prompts] for seed in (0, 0, 1))
+    assert one == again != other and len(one) == 5 and one == [where for where in places if where in one]
+    rows = [[sample(4, 5, where="a:1")], [sample(IGNORED, 6, where="a:2")], [sample(IGNORED, IGNORED, where="a:3")]]
+    for cut_length, counts in ((None, (1, 2, "a:1")), (2, (0, 3, "a:1"))):
+        found = choose_prompts(rows, None, 0, cut_length=cut_length)
+        assert (len(found), found.num_left_out, found.first_left_out) == counts
 
 
 SAID = ("Be brief.", "Hi", "Yo", "Bye", "Ciao")
@@ -123,7 +110,3 @@ def test_what_ends_an_answer(shop):
     assert end_tokens(tokenizer, [Prompt(ids, ids[:0], "a:1")]) == {turn}
     tokenizer.chat_template = None
     assert end_tokens(tokenizer, []) == set()
-
-
-def test_a_data_set_of_prompts_has_as_many_entries_as_conversations():
-    assert len(PromptDataset([[sample(5, 6)], [sample(IGNORED, 6)]])) == 2

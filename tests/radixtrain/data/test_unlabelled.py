@@ -17,6 +17,7 @@ from radixtrain.errors import DataError
 SYSTEM = {"role": "system", "content": "Saw?"}
 USER = {"role": "user", "content": "Where is the saw?"}
 ANSWER = {"role": "assistant", "content": "Shelf two."}
+BRIEF = {"enable_thinking": False}
 
 
 @pytest.fixture
@@ -28,87 +29,62 @@ def encoded(tokenizer: Any, fields: dict[str, Any], **options: Any) -> list[int]
     """The tokens of the row's only sample."""
     report = EncodeReport()
     [[sample]] = UnlabelledEncoder(tokenizer, **options).encode_all([Row(fields, "a.jsonl:1")], report=report)
-    assert len(sample.labels) == len(sample.input_ids)
-    assert str(report) == "1 rows, 1 samples"
+    assert len(sample.labels) == len(sample.input_ids) and str(report) == "1 rows, 1 samples"
     return sample.input_ids.tolist()
 
 
 def rendered(tokenizer: Any, messages: list[dict[str, str]], **options: Any) -> list[int]:
-    text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "messages"),
-    [
-        ({"messages": [USER]}, [USER]),
-        ({"messages": [SYSTEM]}, [SYSTEM]),
-        ({"messages": [USER, ANSWER, USER], "answer": "unread"}, [USER, ANSWER, USER]),
-        ({"prompt": [USER]}, [USER]),
-        ({"prompt": [USER, ANSWER], "completion": [USER]}, [USER, ANSWER, USER]),
-        ({"question": "Where is the saw?"}, [USER]),
-        ({"user": "Where is the saw?"}, [USER]),
-        ({"instruction": "Where is", "input": "the saw?"}, [{"role": "user", "content": "Where is\nthe saw?"}]),
-    ],
-)
-def test_what_asks_ends_with_the_generation_prompt(
-    tokenizer: Any, fields: dict[str, Any], messages: list[dict[str, str]]
-) -> None:
-    assert encoded(tokenizer, fields) == rendered(tokenizer, messages, add_generation_prompt=True)
+ASKING: list[tuple[dict[str, Any], list[dict[str, str]], dict[str, Any]]] = [
+    # a row, its messages, and variables of the template: it ends with the generation prompt
+    ({"messages": [SYSTEM]}, [SYSTEM], {}),
+    ({"messages": [USER, ANSWER, USER], "answer": "unread"}, [USER, ANSWER, USER], {}),
+    ({"prompt": [USER]}, [USER], {}),
+    ({"prompt": [USER, ANSWER], "completion": [USER]}, [USER, ANSWER, USER], {}),
+    ({"question": "Where is the saw?"}, [USER], {}),
+    ({"instruction": "Where is", "input": "the saw?"}, [{"role": "user", "content": "Where is\nthe saw?"}], {}),
+    ({"messages": [USER], "chat_template_kwargs": BRIEF}, [USER], BRIEF),
+]
 
 
-def test_variables_of_the_template_reach_the_generation_prompt(tokenizer: Any) -> None:
-    given = {"enable_thinking": False}
-    expected = rendered(tokenizer, [USER], add_generation_prompt=True, **given)
-    assert encoded(tokenizer, {"messages": [USER], "chat_template_kwargs": given}) == expected
-    assert encoded(tokenizer, {"messages": [USER]}, chat_template_kwargs=given) == expected
-    assert expected != rendered(tokenizer, [USER], add_generation_prompt=True)
+@pytest.mark.parametrize(("fields", "messages", "given"), ASKING)
+def test_what_asks_ends_with_the_generation_prompt(tokenizer: Any, fields: Any, messages: Any, given: Any) -> None:
+    assert encoded(tokenizer, fields) == rendered(tokenizer, messages, **given)
 
 
 def test_an_answered_chat_is_one_sequence_to_its_end_of_turn(tokenizer: Any) -> None:
     messages = [USER, ANSWER, USER, ANSWER]
     expected = rendered(tokenizer, messages)
-    end = max(place for place, token in enumerate(expected) if token == tokenizer.eos_token_id)
+    end = [place for place, token in enumerate(expected) if token == tokenizer.eos_token_id][3]
     assert encoded(tokenizer, {"messages": messages}) == expected[: end + 1]
-    turns = [{"from": {"user": "human", "assistant": "gpt"}[m["role"]], "value": m["content"]} for m in messages]
-    assert encoded(tokenizer, {"conversations": turns}) == expected[: end + 1]
 
 
 def test_text_is_what_the_tokenizer_makes_of_it(tokenizer: Any) -> None:
     """An embedding model's may add an end token, which is then the last one; a prompt never gets one."""
-    plain = tokenizer("Where?", add_special_tokens=False)["input_ids"]
+    plain, completion = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("Where?", " Here."))
     assert encoded(tokenizer, {"text": "Where?"}) == encoded(tokenizer, {"prompt": "Where?"}) == plain
     end = ("<|endoftext|>", tokenizer.convert_tokens_to_ids("<|endoftext|>"))
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="$A <|endoftext|>", special_tokens=[end]
-    )
+    single = {"single": "$A <|endoftext|>", "special_tokens": [end]}
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(**single)
     assert encoded(tokenizer, {"text": "Where?"}) == [*plain, end[1]] == tokenizer("Where?")["input_ids"]
     assert encoded(tokenizer, {"prompt": "Where?"}) == plain
-    completion = tokenizer(" Here.", add_special_tokens=False)["input_ids"]
-    assert encoded(tokenizer, {"prompt": "Where?", "completion": " Here."}) == [
-        *plain,
-        *completion,
-        tokenizer.eos_token_id,
-    ]
-
-
-def test_tokens_are_taken_as_they_are(tokenizer: Any) -> None:
-    assert encoded(tokenizer, {"input_ids": [5, 6, 7]}) == [5, 6, 7]
+    answered = encoded(tokenizer, {"prompt": "Where?", "completion": " Here."})
+    assert answered == [*plain, *completion, tokenizer.eos_token_id]
     assert encoded(tokenizer, {"input_ids": [5], "labels": [-100]}) == [5]
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"text": ""}, "a.jsonl:1: no token to read; expected a text that is not empty"),
-        ({"text": 7}, "text: expected text, found int"),
-        ({"prompt": 7}, "prompt: expected text, found int"),
-        ({"prompt": [USER], "completion": "x"}, "expected both as text or both as lists of messages"),
-        ({"body": "Where?"}, "a.jsonl:1: no format has the columns body; expected messages, "),
-        ({"input_ids": [9999]}, "token id 9999 at position 0 is outside the vocabulary"),
-        ({"messages": [ANSWER]}, "turn 1 is the assistant's, with no prompt before it"),
-    ],
-)
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"text": ""}, "a.jsonl:1: no token to read; expected a text that is not empty"),
+    ({"prompt": 7}, "prompt: expected text, found int"),
+    ({"body": "Where?"}, "a.jsonl:1: no format has the columns body; expected messages, "),
+    ({"messages": [ANSWER]}, "turn 1 is the assistant's, with no prompt before it"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSED)
 def test_what_is_refused(tokenizer: Any, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         encoded(tokenizer, fields)
@@ -116,12 +92,9 @@ def test_what_is_refused(tokenizer: Any, fields: dict[str, Any], message: str) -
 
 @pytest.mark.parametrize("strategy", ["raise", "truncate"])
 def test_the_end_is_never_cut(tokenizer: Any, strategy: str) -> None:
-    options = {"max_length": 3, "excess_length_strategy": strategy}
+    options: dict[str, Any] = {"max_length": 3, "excess_length_strategy": strategy}
     assert encoded(tokenizer, {"input_ids": [5, 6, 7]}, **options) == [5, 6, 7]
-    with pytest.raises(
-        DataError,
-        match=r"4 tokens exceed max_length 3; the end .* cannot be truncated: raise max_length or set .*: drop",
-    ):
+    with pytest.raises(DataError, match=r"4 tokens exceed max_length 3; .* cannot be truncated: raise max_length"):
         encoded(tokenizer, {"input_ids": [5, 6, 7, 8]}, **options)
     dropping = UnlabelledEncoder(tokenizer, max_length=3, excess_length_strategy="drop")
     assert dropping.encode(Row({"input_ids": [5, 6, 7, 8]}, "a.jsonl:1")) == []

@@ -70,12 +70,6 @@ def test_a_signal_does_not_end_a_worker(persistent: bool) -> None:
     assert wait_for_end(worker)
 
 
-def test_a_worker_that_starts_outside_is_ended(quiet: None) -> None:
-    steps = iter(loader(Numbers()))
-    os.kill(worker_of(steps), signal.SIGTERM)
-    assert wait_for_end(worker_of(steps))
-
-
 def test_signals_are_as_before_and_one_that_came_meanwhile_arrives() -> None:
     before, seen = signal.pthread_sigmask(signal.SIG_BLOCK, ()), []
     handler = signal.signal(signal.SIGUSR1, lambda *_: seen.append(1))
@@ -120,7 +114,7 @@ def steps_of_a_loader() -> int:
 def rows_of_a_pool() -> int:
     rows = [UnreadRow(b'{"prompt": "one", "completion": "two"}', "a.jsonl:1")] * 6
     blocks = encode_blocks(ChatEncoder(byte_tokenizer(CHATML)), rows, 2, skip_bad_rows=False)
-    return sum(block.report.num_rows for block in blocks)
+    return sum(report.num_rows for _, report in blocks)
 
 
 @pytest.mark.parametrize("work", [steps_of_a_loader, rows_of_a_pool])

@@ -72,11 +72,6 @@ def test_every_kind_gives_the_same_rows(case: str, tmp_path: Path) -> None:
         assert fields(read_table(str(path))) == rows
 
 
-def test_a_table_of_another_program(tmp_path: Path) -> None:
-    for path in write(pa.Table.from_pylist(ROWS), tmp_path):
-        assert fields(read_table(str(path))) == ROWS
-
-
 def test_a_file_that_is_damaged_further_on(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=100, use_dictionary=False)

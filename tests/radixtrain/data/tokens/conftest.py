@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 from byte_tokenizer import CHATML, byte_tokenizer
 
-from radixtrain.data.cache import Tokenized, TokenizingOptions, tokenized
+from radixtrain.data.cache import Tokenized, tokenized
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import Source
+from radixtrain.settings.data import DataSettings
+
+OF_THE_CACHE = ("on_bad_row", "dataset_num_proc", "cache_dir", "overwrite_cache")
 
 
 @pytest.fixture
@@ -22,9 +25,8 @@ def tokenize(tmp_path: Path, encoder: Callable[..., ChatEncoder]) -> Callable[..
     """Tokenises a file into a cache of this test. Options of the encoder and of tokenising go by their names."""
 
     def run(path: Path, columns: dict[str, str] | None = None, **options: Any) -> Tokenized:
-        names = TokenizingOptions.__dataclass_fields__
-        ours = {name: options.pop(name) for name in list(options) if name in names}
-        settings = TokenizingOptions(**{"cache_dir": str(tmp_path / "cache"), **ours})
+        ours = {name: options.pop(name) for name in list(options) if name in OF_THE_CACHE}
+        settings = DataSettings(**{"cache_dir": str(tmp_path / "cache"), **ours})
         return tokenized(Source(str(path), columns=columns), encoder(**options), settings)
 
     return run

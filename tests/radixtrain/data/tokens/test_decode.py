@@ -58,12 +58,6 @@ def test_the_texts_of_runs(promise: str) -> None:
     assert decode_runs(tokenizer, ids, bounds) == texts
 
 
-@pytest.mark.parametrize("bounds", [[], [1, 2], [0, 1], [0, 3], [0, 2, 1, 2]])
-def test_bounds_that_are_not_those_of_the_tokens(bounds: list[int]) -> None:
-    with pytest.raises(ValueError, match="bounds must rise from 0 to the number of tokens, 2"):
-        decode_runs(BYTES, [97, 98], bounds)
-
-
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=30).map(byte_ids)
 BROKEN = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=24)
 

@@ -10,7 +10,7 @@ import pytest
 from forked import wait_for_end
 
 from radixtrain.data import cache
-from radixtrain.data.cache import encode_blocks, num_processes
+from radixtrain.data.cache import encode_blocks
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import UnreadRow
 from radixtrain.errors import UserError
@@ -22,20 +22,12 @@ def lines(count: int, line: bytes = LINE) -> list[UnreadRow]:
     return [UnreadRow(line, f"a.jsonl:{number}") for number in range(1, count + 1)]
 
 
-@pytest.mark.parametrize(("asked", "num_bytes", "expected"), [(3, 1, 3), (None, 1000, 1), (None, cache.LARGE, "cores")])
-def test_how_many(asked: int | None, num_bytes: int, expected: Any) -> None:
-    cores = min(len(os.sched_getaffinity(0)), cache.MAX_PROCESSES) if hasattr(os, "sched_getaffinity") else None
-    if expected == "cores" and cores is None:
-        pytest.skip("this platform does not say which cores a process has")
-    assert num_processes(asked, num_bytes) == (cores if expected == "cores" else expected)
-
-
 def test_blocks_are_bounded_by_rows_and_by_bytes(encoder: Callable[..., ChatEncoder]) -> None:
     by_rows = list(encode_blocks(encoder(), lines(600), 1, skip_bad_rows=False))
-    assert [block.report.num_rows for block in by_rows] == [256, 256, 88]
+    assert [report.num_rows for _, report in by_rows] == [256, 256, 88]
     long = b'{"text": "' + b"x" * 400_000 + b'"}'
     by_bytes = list(encode_blocks(encoder(), lines(5, long), 1, skip_bad_rows=False))
-    assert [block.report.num_rows for block in by_bytes] == [3, 2]
+    assert [report.num_rows for _, report in by_bytes] == [3, 2]
 
 
 def test_few_blocks_wait_in_memory(encoder: Callable[..., ChatEncoder]) -> None:

@@ -1,32 +1,14 @@
 """A padded call -> its unique tokens -> outputs in `[B, L]`: the options, the outputs, the counts."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
-import radixtrain.hf.attention_interface
 from radixtrain import share_prefixes, sharing_report
 from radixtrain.errors import UserError
 
 IDS = torch.tensor([[7, 8, 9, 1, 2], [7, 8, 9, 3, 0], [7, 8, 5, 0, 0]])
 MASK = (IDS != 0).long()
 BATCH = {"input_ids": IDS, "attention_mask": MASK}  # 15 places, 12 tokens, 7 unique
-
-
-@pytest.fixture
-def asked(monkeypatch) -> list[dict[str, Any]]:
-    """The options that tree attention was called with."""
-    calls: list[dict[str, Any]] = []
-    attend = radixtrain.hf.attention_interface.tree_attention
-
-    def spy(*args: Any, **options: Any) -> Tensor:
-        calls.append(options)
-        return attend(*args, **options)
-
-    monkeypatch.setattr(radixtrain.hf.attention_interface, "tree_attention", spy)
-    return calls
 
 
 class TestCounts:
@@ -57,26 +39,9 @@ class TestOptions:
         model(**BATCH)
         assert sharing_report(model).num_unique_tokens == unique
 
-    @pytest.mark.parametrize("attention", ["cascade", "path", "expand"])
-    @pytest.mark.usefixtures("without_the_trial")
-    def test_a_named_attention_is_kept(self, tiny_qwen3, asked, attention):
-        share_prefixes(tiny_qwen3(), attention=attention)(**BATCH)
-        assert {each["attention"] for each in asked} == {attention}
-
 
 class TestOutputs:
     def test_a_head_that_reads_padding_after_a_frozen_model(self, tiny_qwen3):
         hidden = share_prefixes(tiny_qwen3().train().requires_grad_(False)).model(**BATCH).last_hidden_state
         with pytest.raises(UserError, match="the loss reads 3 places that attention_mask hides"):
             (hidden @ torch.ones(32, 1, requires_grad=True)).sum().backward()
-
-    def test_a_distance_to_padding(self, tiny_qwen3):
-        """It has a gradient to every token, also to the first of the batch."""
-        hidden = share_prefixes(tiny_qwen3().train()).model(**BATCH).last_hidden_state
-        with pytest.raises(UserError, match="places that attention_mask hides"):
-            (hidden - hidden[:, :1]).square().sum().backward()
-
-    def test_no_cache_comes_back_and_what_the_call_gave_is_not_changed(self, tiny_qwen3):
-        given = {name: value.clone() for name, value in BATCH.items()}
-        assert share_prefixes(tiny_qwen3().train())(**given, use_cache=False).past_key_values is None
-        assert all(torch.equal(given[name], BATCH[name]) for name in BATCH)

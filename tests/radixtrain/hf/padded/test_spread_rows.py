@@ -77,11 +77,6 @@ class TestShares:
         """24 places, 9 unique rows and padding."""
         assert rows_and_places(tiny_qwen3(), loss_of) == expected
 
-    @pytest.mark.parametrize("keep", [1, 2, torch.tensor([3, 4])], ids=["last", "last two", "selected"])
-    def test_logits_to_keep(self, tiny_qwen3, keep):
-        """The ends of rows differ, so that there is nothing to save; what is selected by indices is copied."""
-        assert rows_and_places(tiny_qwen3(), lambda model: some(model(**LEFT, logits_to_keep=keep).logits[0])) == (0, 0)
-
     def test_logits_to_keep_of_rows_that_end_alike(self, tiny_qwen3):
         ids = torch.tensor([[5, 7, 8], [5, 7, 8], [5, 7, 8]])
         found = rows_and_places(tiny_qwen3(), lambda model: some(model(input_ids=ids, logits_to_keep=2).logits))
@@ -185,14 +180,6 @@ def test_unusual_weights(tiny_qwen3, loss_of):
     assert_same_gradient(tiny_qwen3(), loss_of)
 
 
-def test_several_gradients_at_once(tiny_qwen3):
-    model = share_prefixes(tiny_qwen3(tie_word_embeddings=False).double())
-    sums = model.lm_head(hidden_of(model, WHOLE)).square().sum((0, 1))[:2]
-    weight, each = model.lm_head.weight, torch.eye(2).to(sums)
-    (found,) = torch.autograd.grad(sums, weight, each, retain_graph=True, is_grads_batched=True)
-    assert torch.equal(found, torch.stack([torch.autograd.grad(one, weight, retain_graph=True)[0] for one in sums]))
-
-
 def test_one_object(tiny_qwen3):
     """What torch.func takes without asking is the tensor on which the hook is."""
     logits, calls = share_prefixes(tiny_qwen3())(**BATCH).logits, []
@@ -200,6 +187,25 @@ def test_one_object(tiny_qwen3):
     assert type(logits) is Tensor
     torch.func.vmap(lambda row: row * 2)(logits)[MASK == 1].sum().backward()
     assert calls == [logits.shape]
+
+
+class Keeps(torch.autograd.Function):
+    """As a checkpoint of torch before 2.12."""
+
+    @staticmethod
+    def forward(*tensors: Any) -> Tensor:
+        return torch.empty(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[2:])
+
+
+def test_what_a_checkpoint_keeps_stays_lazy(tiny_qwen3):
+    logits = share_prefixes(tiny_qwen3())(**BATCH).logits
+    kept = Keeps.apply(torch.empty(0, requires_grad=True), {}, logits)
+    assert type(logits) is not Tensor
+    assert kept.grad_fn.saved_tensors[0] is logits
 
 
 def test_changes_below_autograd_are_refused(tiny_qwen3):

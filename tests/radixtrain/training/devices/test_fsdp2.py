@@ -1,6 +1,5 @@
 """Under `fsdp2` each rank holds a part, and errors reach all. That its steps are right: `tests/claims/devices`."""
 
-import errno
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from radixtrain.checkpoints.sharded import part_of, whole
 from radixtrain.collators.radix import RadixCollator
 from radixtrain.data.datamodule import SFTData
 from radixtrain.distributed import ranks
-from radixtrain.errors import EndedElsewhere, UserError
+from radixtrain.errors import UserError
 from radixtrain.hf.backbone import backbone_of
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predicting_rows import forward_rows
@@ -65,32 +64,6 @@ def test_each_rank_holds_a_part(fit: Callable[..., Loop]) -> None:
 
     for held, num_whole in on_ranks(2, bytes_of):
         assert 0.5 <= held / (4 * num_whole) <= 0.51  # rows that pad a part
-
-
-def test_a_disk_that_is_full_ends_all_ranks(
-    fit: Callable[..., Loop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rank 0 has what it needs from the others to the end; then they can gather again."""
-
-    def full(file: Any, data: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    def save(rank: int) -> str:
-        loop = fit(1)
-        with monkeypatch.context() as patch:
-            patch.setattr("radixtrain.checkpoints.tensors.write_file", full)
-            try:
-                loop.save_checkpoint(tmp_path / "x")
-                said = ""
-            except (OSError, EndedElsewhere) as error:
-                said = str(error)
-        loop.save_checkpoint(tmp_path / "y")
-        return said
-
-    first, second = on_ranks(2, save)
-    assert "No space left" in first and not second
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["y"]
-    read_checkpoint(tmp_path / "y")
 
 
 def test_a_checkpoint_after_a_validation_holds_all_moments(fit: Callable[..., Loop], tmp_path: Path) -> None:

@@ -203,25 +203,6 @@ def test_the_step_of_one_process(case: Case) -> None:
             assert found[figure] == answers[0][0][figure] == pytest.approx(expected[figure], rel=EXACT)
 
 
-@FULL
-def test_each_step_adds_in_the_same_order() -> None:
-    """So that the first step of a resumed run is that of the run which went through, on more than two ranks too."""
-    model = share_prefixes(tiny_qwen3().train(), attention="reference")
-    module, cut = Watched.around(model), StepCollator(num_ranks=4)
-
-    def gradients(rank: int) -> list[dict[str, Tensor]]:
-        found: list[dict[str, Tensor]] = []
-        step = replace(cut, rank=rank)(features(13))
-        for _ in range(3):
-            found.append(found_in(module, step)["gradients"])
-        return found
-
-    first, *others = on_ranks(4, gradients)[0]
-    assert len(others) == 2
-    for other in others:
-        assert [name for name, there in first.items() if not torch.equal(other[name], there)] == []
-
-
 class Experts(nn.Module):
     """Four weights, of which a micro-batch reaches those that it names."""
 

@@ -5,15 +5,12 @@ import signal
 import subprocess
 import sys
 import time
-from datetime import timedelta
-from types import SimpleNamespace
 
 import pytest
 from forked_children import fork_children, rank_1_finds_an_error
 from outcomes import summary
 from tiers import FULL
 
-from radixtrain.errors import UserError
 from radixtrain.training.devices import launch
 from radixtrain.training.devices.launcher_env import PARENT
 
@@ -106,16 +103,3 @@ def test_ranks_get_the_command_line_and_their_place(environment, monkeypatch):
     for rank, (command, variables) in enumerate(started):
         assert command == [sys.executable, "-m", "radixtrain", "fit", "--trainer.logger=none"]
         assert (variables["RANK"], variables["WORLD_SIZE"], variables[PARENT]) == (str(rank), "3", str(os.getpid()))
-
-
-@pytest.mark.parametrize(("num_nodes", "error"), [(2, UserError), (1, RuntimeError)])
-def test_machines_that_gloo_does_not_connect(monkeypatch, num_nodes, error):
-    """On one machine it is no matter of its network. The trainer knows their number while srun's names are hidden."""
-
-    def join(timeout):
-        raise RuntimeError("Gloo connectFullMesh failed with [/x/gloo/transport/tcp/pair.cc:144] no error")
-
-    monkeypatch.setattr(launch, "join", join)
-    with pytest.raises(error, match="connectFullMesh") as caught:
-        launch.meet(SimpleNamespace(num_nodes=num_nodes), timedelta(seconds=5), dict)
-    assert ("GLOO_SOCKET_IFNAME" in str(caught.value)) == (error is UserError)

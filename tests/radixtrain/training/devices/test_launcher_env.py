@@ -57,14 +57,3 @@ def test_every_command_is_asked(environment, capsys):
     environment({**TORCHRUN, "LOCAL_RANK": "0"})
     assert main(["doctor"]) == 1
     assert capsys.readouterr().err.startswith("error: torchrun started 8 copies of `doctor`, which runs on one device")
-
-
-@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE"])
-def test_copies_that_do_not_know_one_another_are_refused(environment, name):
-    environment({name: "1"})
-    check_started("fit")
-    environment({name: "2"})
-    with pytest.raises(UserError, match=f"{name}=2: .* started 2 copies .* start it with torchrun or srun"):
-        check_started("fit")
-    environment(TORCHRUN)
-    check_started("fit")

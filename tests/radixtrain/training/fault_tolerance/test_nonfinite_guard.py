@@ -40,19 +40,22 @@ def spoilt(value: float = float("nan")) -> nn.Linear:
     return layer
 
 
-class TestGuard:
-    @pytest.mark.parametrize("numbers", [(NAN, ONE), (ONE, NAN), (ONE, torch.tensor(float("inf")))])
-    def test_raise_names_the_step_and_its_rows(self, numbers: tuple[Tensor, Tensor]) -> None:
-        with pytest.raises(
-            NonFinite, match=r"of step 5 .* the weights were not changed\. Rows .*: a\.jsonl:1,"
-        ) as caught:
-            NonFiniteGuard("raise", 10).allows(nn.Linear(1, 1), *numbers, WHERE, 4)
-        assert str(caught.value).endswith("a.jsonl:8 and 2 more")
+INF = torch.tensor(float("inf"))
+UNCHANGED, CAP = "the weights were not changed", "0 steps were left out before, as many as model.max_skipped_steps"
+STOPPED = [
+    *(("raise", nn.Linear(1, 1), numbers, UNCHANGED) for numbers in ((NAN, ONE), (ONE, NAN), (ONE, INF))),
+    ("skip", spoilt(), (NAN, NAN), "the weight bias has not been finite since the step before"),  # nor later ones
+    ("skip", nn.Linear(1, 1), (NAN, ONE), CAP),
+]
 
-    def test_weights_that_are_not_finite_are_not_skipped_over(self) -> None:
-        """No later step would be finite."""
-        with pytest.raises(NonFinite, match="the weight bias has not been finite since the step before"):
-            NonFiniteGuard("skip", 10).allows(spoilt(), NAN, NAN, WHERE, 4)
+
+class TestGuard:
+    @pytest.mark.parametrize(("on_nonfinite", "module", "numbers", "reason"), STOPPED)
+    def test_what_stops_a_run_names_the_step_and_its_rows(
+        self, on_nonfinite: Any, module: nn.Module, numbers: tuple[Tensor, Tensor], reason: str
+    ) -> None:
+        with pytest.raises(NonFinite, match=rf"of step 5 .*{reason}.* Rows of .*: a\.jsonl:1,.* and 2 more$"):
+            NonFiniteGuard(on_nonfinite, 0).allows(module, *numbers, WHERE, 4)
 
     def test_an_evaluated_step_stops_but_for_skip_in_a_validation_of_fit(self, caplog: Any) -> None:
         for on_nonfinite, is_fit in (("raise", True), ("raise", False), ("skip", False)):
@@ -154,11 +157,3 @@ class TestSkip:
         said = [line for line in caplog.messages if "the step is left out" in line]
         assert [line.partition("left out, ")[2][:15] for line in said] == ["1 of at most 10", "2 of at most 10"]
         assert (tmp_path / "out" / "model" / "config.json").exists()
-
-    @FULL
-    def test_the_cap_ends_the_run(self, arguments: Any, monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
-        seen = spoil_steps(monkeypatch, set(range(1, 9)))
-        assert main(arguments(model__on_nonfinite="skip", model__max_skipped_steps=2)) == 1
-        assert len(seen) == 3
-        assert "2 steps were left out before, as many as model.max_skipped_steps" in capsys.readouterr().err
-        assert not (tmp_path / "out" / "model").exists()

@@ -23,8 +23,6 @@ from radixtrain.training.fault_tolerance.run_folder import (
     check_outside,
     is_resumed,
     locked,
-    locked_model,
-    logs_of_run,
     rename_earlier_run,
 )
 
@@ -99,17 +97,6 @@ class TestOutputDir:
         with pytest.raises(UserError, match=said):
             check_output_dir(text)
 
-    def test_not_writable(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(os, "access", lambda *_: False)
-        with pytest.raises(UserError, match=f"{tmp_path} cannot be written to"):
-            check_output_dir(tmp_path / "run" / "a")
-
-    def test_folders(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.chdir(tmp_path)
-        for text in ("runs/sft", "C:/x", "a:b/c", ".", "run 1", "a//b", "/tmp"):
-            assert check_output_dir(text) == Path(text)
-        assert not list(tmp_path.iterdir())
-
 
 # What is in the folder, ckpt_path, overwrite -> what is said; empty if the run begins or resumes.
 SAVED, MODEL, FREE = ("checkpoints/step=3/checksums.txt", "checkpoints/step=3/run.json"), ("model/config.json",), ()
@@ -183,35 +170,6 @@ class TestOverwrite:
         assert contents(tmp_path / "sft.3") == before and contents(tmp_path / "sft.1")["loss.png"] == "sft.1"
         assert not contents(tmp_path / "sft") and (tmp_path / "link").resolve() == tmp_path / "sft"
 
-    def test_another_process_stays_out(self, tmp_path: Path) -> None:
-        run(tmp_path / "sft")
-
-        @contextmanager
-        def renaming() -> Iterator[None]:
-            with locked(tmp_path / "sft", "fit"):
-                rename_earlier_run(tmp_path / "sft")
-                yield
-
-        with another(renaming) as process:
-            assert f"in use by `radixtrain fit`, process {process}" in refused(locked(tmp_path / "sft", "fit"))
-        with locked(tmp_path / "sft", "fit"), locked(tmp_path / "sft.1", "predict"):
-            pass
-
-    def test_without_a_run_nothing_is_renamed(self, tmp_path: Path) -> None:
-        """Files of the user, with names that a run uses and columns that a run logs; and a run that saved nothing."""
-        own = (
-            "answers/step=9.csv",
-            "logs/version_0/metrics.csv",
-            "checkpoints/app/checksums.txt",
-            "checkpoints/best/x",
-        )
-        for name in (*FOREIGN, *own):
-            write(tmp_path / "sft" / name, "step,loss\n1,2")
-        write_as_a_run(tmp_path / "sft" / "logs" / "version_1" / "fit.yaml")
-        before = contents(tmp_path)
-        assert rename_earlier_run(tmp_path / "sft") is None
-        assert contents(tmp_path) == before
-
     def test_killed_at_any_moment_and_started_again(self, tmp_path: Path) -> None:
         """With the same command line. A second start without a checkpoint renames nothing."""
         out = tmp_path / "sft"
@@ -263,40 +221,6 @@ class TestOverwrite:
         monkeypatch.chdir(out / "logs")
         with pytest.raises(UserError, match=r"^the working directory \. is inside of output_dir"):
             check_outside(out, {})
-
-
-class TestLogsOfRun:
-    """What a run that never begins has logged is removed, and nothing that another program wrote meanwhile."""
-
-    @staticmethod
-    def logged(folder: Path) -> None:
-        for name in ("metrics.csv", "hparams.yaml", f"events.out.tfevents.1.host.{os.getpid()}.0"):
-            write(folder / name)
-
-    def test_of_a_run_that_is_refused(self, tmp_path: Path) -> None:
-        """A folder of its own goes; a link in it stays what it is, and does not hide the error."""
-        write(tmp_path / "run" / "lock")
-        write(tmp_path / "elsewhere" / "data.jsonl")
-        folder = tmp_path / "run" / "logs" / "version_0"
-        for link in ("", "hparams.yaml", "latest"):
-            with pytest.raises(UserError, match="refused"), logs_of_run([folder], lambda: False):
-                self.logged(folder)
-                if link:
-                    (folder / link).unlink(missing_ok=True)
-                    (folder / link).symlink_to(tmp_path / "elsewhere", target_is_directory=True)
-                raise UserError("refused")
-            assert not (folder / "metrics.csv").exists() and folder.exists() == (link == "latest")
-        assert (tmp_path / "elsewhere" / "data.jsonl").exists()
-
-    def test_the_folder_of_the_run_itself(self, tmp_path: Path) -> None:
-        """As `CSVLogger(save_dir, name="", version="")` has it. Nothing was left to do, so the model was exported."""
-        write(tmp_path / "metrics.csv", "of the run before")
-        with logs_of_run([tmp_path], lambda: False):
-            self.logged(tmp_path)
-            write(tmp_path / "model" / "model.safetensors")
-            write(tmp_path / "events.out.tfevents.1.host.1.0")  # of another process
-        kept = {"metrics.csv", "model/model.safetensors", "events.out.tfevents.1.host.1.0"}
-        assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == kept
 
 
 def test_wherever_in_its_folder_the_checkpoint_of_a_run_is(tmp_path: Path) -> None:
@@ -354,22 +278,6 @@ def test_a_second_command_is_refused_until_the_first_is_killed(tmp_path: Path) -
     with locked(folder, "fit"):
         assert "in use by this process" in refused(locked(folder, "fit"))
     assert not list(folder.iterdir())
-
-
-@pytest.mark.parametrize("name", ["model", "best"])
-def test_export(name: str, tmp_path: Path) -> None:
-    """A run takes its `model/`; exports into other folders do not disturb it, nor one another."""
-    run, target = tmp_path / "run", tmp_path / "run" / name
-    with another(lambda: locked(run, "fit")):
-        if name == "model":
-            assert "in use by `radixtrain fit`" in refused(locked_model(target, "export"))
-        else:
-            with locked_model(target, "export"):
-                pass
-    with another(lambda: locked_model(target, "export")):
-        assert "in use by `radixtrain export`" in refused(locked_model(target, "export"))
-        if name == "model":
-            assert "in use by `radixtrain export`" in refused(locked(run, "fit"))
 
 
 def test_only_what_was_made_and_is_empty_is_removed(tmp_path: Path) -> None:

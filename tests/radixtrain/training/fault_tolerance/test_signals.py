@@ -58,12 +58,6 @@ def test_while_answers_are_generated_it_raises_at_once(tmp_path: Path, is_early:
             pytest.fail("it went on")
 
 
-def test_an_error_inside_is_the_one_that_passes(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), Requests(tmp_path) as requests, requests.deferred():
-        send(signal.SIGTERM)
-        raise ZeroDivisionError
-
-
 class TestSlurm:
     @pytest.fixture(autouse=True)
     def job(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -103,12 +97,9 @@ class TestSlurm:
 
 
 def test_handlers_are_restored_and_ignored_signals_stay_ignored(tmp_path: Path) -> None:
-    """While a library puts its own in between."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     before = [signal.getsignal(number) for number in HANDLED]
     with Requests(tmp_path) as requests:
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        requests.install()
         send(signal.SIGHUP)
         send(signal.SIGUSR1)
         assert requests.stop is None and requests.save

@@ -1,11 +1,9 @@
 """A job of SLURM, with a `scontrol` that is a script."""
 
 import logging
-import os
 from pathlib import Path
 
 import pytest
-from lightning.fabric.plugins.environments import SLURMEnvironment
 from outcomes import names
 
 from radixtrain.training.fault_tolerance import slurm
@@ -83,16 +81,3 @@ def test_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert slurm.is_restarted(tmp_path)
     monkeypatch.delenv("SLURM_JOB_ID")
     assert not slurm.is_restarted(tmp_path)
-
-
-def test_lightning_sees_no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_NTASKS", "1")
-    monkeypatch.setenv("SLURM_JOB_NAME", "train")
-    assert SLURMEnvironment.detect()
-    with slurm.hidden():
-        assert not SLURMEnvironment.detect()
-    assert os.environ["SLURM_NTASKS"] == "1"
-    monkeypatch.delenv("SLURM_NTASKS")
-    with slurm.hidden():
-        pass
-    assert "SLURM_NTASKS" not in os.environ

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from outcomes import names
-from tiers import FULL, cases
+from tiers import FULL
 
 from radixtrain.__main__ import main
 from radixtrain.training.fault_tolerance import signals as requests_module
@@ -40,18 +40,6 @@ def send(number: int) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize(("number", "code"), cases(CODES, CODES[:1]))
-def test_a_signal_saves(
-    arguments: Arguments, at_step: Any, tmp_path: Path, capsys: Any, number: signal.Signals, code: int
-) -> None:
-    at_step(2, send(number))
-    assert main(arguments(trainer__max_steps=4)) == code
-    message = f"stopped by {number.name} after step 2, which is saved; resume with --ckpt_path"
-    assert message in capsys.readouterr().err
-    out = tmp_path / "out"
-    assert names(out / "checkpoints") == ["last", "step=2"] and not [*out.glob(".*[!s]")]
-
-
 def test_files_save_and_stop(arguments: Arguments, at_step: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(requests_module, "POLL_SECONDS", 0.0)
     out = tmp_path / "out"
@@ -60,26 +48,6 @@ def test_files_save_and_stop(arguments: Arguments, at_step: Any, tmp_path: Path,
     assert main(arguments(trainer__max_steps=9)) == 130
     assert names(out / "checkpoints") == ["last", "step=2", "step=4"]
     assert not (out / "save").exists() and not (out / "stop").exists()
-
-
-@FULL
-def test_overwrite_keeps_the_old_run_under_another_name(arguments: Arguments, at_step: Any, tmp_path: Path) -> None:
-    """From when training begins. What is stopped before it has saved anything is no run to keep."""
-    out = tmp_path / "out"
-    assert main(arguments(trainer__max_steps=2)) == 0
-    (out / "notes.txt").write_text("mine")
-    before = {path.relative_to(out): path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    assert main(arguments(trainer__max_steps=3)) == 1
-    assert main(arguments(trainer__max_steps=3, overwrite=True, data__train_file=tmp_path / "absent.jsonl")) == 1
-    assert not (tmp_path / "out.1").exists()
-    at_step(1, send(signal.SIGTERM), "on_train_start")
-    assert main(arguments(trainer__max_steps=3, overwrite=True)) == 143
-    assert main(arguments(trainer__max_steps=3, overwrite=True)) == 0
-    earlier = tmp_path / "out.1"
-    assert {path.relative_to(earlier): path.read_bytes() for path in earlier.rglob("*") if path.is_file()} == before
-    assert names(out / "checkpoints") == ["last", "step=3"] and not (tmp_path / "out.2").exists()
-    assert main(arguments(output_dir=earlier, trainer__max_steps=3, ckpt_path="last")) == 0
-    assert names(earlier / "checkpoints") == ["last", "step=2", "step=3"]
 
 
 @FULL

@@ -10,7 +10,7 @@ from radixtrain.__main__ import main
 from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.sample import EncodeReport
-from radixtrain.data.tokens.corpus import Corpus, Part
+from radixtrain.data.tokens.store import Corpus, Part
 from radixtrain.distributed import Ranks
 from radixtrain.training.start import run_overview
 from radixtrain.training.start.run_overview import data_entries, sharing_entry

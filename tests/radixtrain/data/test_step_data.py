@@ -12,11 +12,11 @@ import pytest
 from byte_tokenizer import MARKED, byte_tokenizer
 from forked_ranks import on_ranks
 
-from radixtrain.data import splits
+from radixtrain.data import step_data
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.sample import EncodeReport
-from radixtrain.data.splits import read_together
-from radixtrain.data.tokens.corpus import Corpus, Part
+from radixtrain.data.step_data import read_together
+from radixtrain.data.tokens.store import Corpus, Part
 from radixtrain.errors import EndedElsewhere, UserError
 
 
@@ -49,64 +49,40 @@ def letters_of(data: SFTData, split: str = "train") -> str:
     return "".join(chr(samples[0].input_ids[0]) for samples in data.conversations[split])
 
 
-class TestNestedRows:
-    """A log of an agent: a row for each request holds all earlier ones; one request was tried twice."""
+LOG = ("one", "one two", "one two three", "one retry", "alone", "alone")
+"""Questions of the rows of an agent's log: a row for each request holds all earlier ones; one was tried twice."""
+TRAINED: list[tuple[str, bool, list[tuple[int, int]]]] = [
+    # train_on, split_turns; line of the file, and samples that it gives. Equal rows stay, as often as they occur
+    ("every_turn", True, [(1, 1), (2, 2), (3, 3), (4, 2), (5, 1), (6, 1)]),
+    ("distinct_turns", True, [(3, 3), (4, 1), (5, 1), (6, 1)]),
+    ("last_turn", True, [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (6, 1)]),
+    ("distinct_turns", False, [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (6, 1)]),
+]
 
-    TURNS = "one", "two", "three"
 
-    @pytest.fixture
-    def log(self, tmp_path: Path) -> str:
-        chats = [self.TURNS[:1], self.TURNS[:2], self.TURNS, ("one", "retry"), ("alone",), ("alone",)]
-        rows = [
-            {
-                "messages": [
-                    m for q in chat for m in ({"role": "user", "content": q}, {"role": "assistant", "content": q})
-                ]
-            }
-            for chat in chats
-        ]
-        path = tmp_path / "log.jsonl"
-        path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-        return str(path)
-
-    @pytest.mark.parametrize(
-        ("train_on", "split_turns", "trained"),
-        [
-            ("every_turn", True, [(1, 1), (2, 2), (3, 3), (4, 2), (5, 1), (6, 1)]),
-            ("distinct_turns", True, [(3, 3), (4, 1), (5, 1), (6, 1)]),
-            ("last_turn", True, [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (6, 1)]),
-            ("every_turn", False, [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (6, 1)]),
-            ("distinct_turns", False, [(3, 1), (4, 1), (5, 1), (6, 1)]),
-        ],
-    )
-    def test_turns(
-        self,
-        data: Callable[..., SFTData],
-        log: str,
-        train_on: str,
-        split_turns: bool,
-        trained: list[tuple[int, int]],
-        caplog: pytest.LogCaptureFixture,
-    ) -> None:
-        """trained: line of the file, and samples that it gives. Equal rows stay, as often as they occur."""
-        corpus = data(log, train_on=train_on, split_turns=split_turns).conversations["train"]
-        assert [(int(row[0].where.split(":")[1]), len(row)) for row in corpus] == trained
-        assert corpus.lengths.tolist() == [len(sample.input_ids) for row in corpus for sample in row]
-        assert np.diff(corpus.starts).tolist() == [len(row) for row in corpus]
-        everything = data(log, train_on="every_turn", split_turns=split_turns).conversations["train"]
-        if train_on == "distinct_turns":
-            assert corpus.digest != everything.digest
-            assert not split_turns or turns_of(corpus) == turns_of(everything)
-        assert f"(data.train_on: {train_on})" in caplog.text
-
-    def test_nothing_nested_is_as_it_was(self, data: Callable[..., SFTData], tmp_path: Path) -> None:
-        path = write(tmp_path / "a.jsonl", "abca")
-        ways = [data(path, train_on=way).conversations["train"].digest for way in ("distinct_turns", "every_turn")]
-        assert ways[0] == ways[1]
-
-    def test_the_last_turn_of_a_whole_chat(self, data: Callable[..., SFTData], log: str) -> None:
-        with pytest.raises(UserError, match="train_on: last_turn needs split_turns: true"):
-            data(log, train_on="last_turn", split_turns=False)
+@pytest.mark.parametrize(("train_on", "split_turns", "trained"), TRAINED)
+def test_turns_of_nested_rows(
+    data: Callable[..., SFTData],
+    train_on: str,
+    split_turns: bool,
+    trained: list[tuple[int, int]],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    roles = ("user", "assistant")
+    chats = [[{"role": role, "content": q} for q in questions.split() for role in roles] for questions in LOG]
+    log = tmp_path / "log.jsonl"
+    log.write_text("\n".join(json.dumps({"messages": chat}) for chat in chats), encoding="utf-8")
+    corpus = data(str(log), train_on=train_on, split_turns=split_turns).conversations["train"]
+    assert [(int(row[0].where.split(":")[1]), len(row)) for row in corpus] == trained
+    assert corpus.lengths.tolist() == [len(sample.input_ids) for row in corpus for sample in row]
+    assert np.diff(corpus.starts).tolist() == [len(row) for row in corpus]
+    everything = data(str(log), train_on="every_turn", split_turns=split_turns).conversations["train"]
+    if train_on == "distinct_turns" and split_turns:
+        assert corpus.digest != everything.digest and turns_of(corpus) == turns_of(everything)
+    assert (f"(data.train_on: {train_on})" in caplog.text) == (split_turns and train_on != "every_turn")
+    with pytest.raises(UserError, match="train_on: last_turn needs split_turns: true"):
+        data(str(log), train_on="last_turn", split_turns=False)
 
 
 def turns_of(corpus: Corpus) -> set[bytes]:
@@ -140,7 +116,9 @@ def test_system_prompt(
 
 def test_sources_in_a_list_with_weights(data: Callable[..., SFTData], tmp_path: Path) -> None:
     a, b = write(tmp_path / "a.jsonl", "abcdef"), write(tmp_path / "b.jsonl", "xy")
-    module = data([a, {"path": b, "weight": 2, "name": "extra"}])
+    heavy = {"path": b, "weight": 2, "name": "extra"}
+    module = data([a, heavy], validation_file=[heavy])
+    assert sum(len(step.where) for step in module.val_dataloader()) == 2, "weights are of training only"
     assert letters_of(module) == "abcdefxy"
     assert [part.name for part in module.conversations["train"].parts] == [a, "extra"]
     assert module.reports["train"].num_rows == 8
@@ -148,18 +126,6 @@ def test_sources_in_a_list_with_weights(data: Callable[..., SFTData], tmp_path: 
     counts = dict.fromkeys([f"{a}:{n}" for n in range(1, 7)], 1) | dict.fromkeys([f"{b}:{n}" for n in (1, 2)], 2)
     seen = [where for step in module.train_dataloader() for where in step.where]
     assert {where: seen.count(where) for where in seen} == counts
-
-
-def test_weights_are_of_training_only(data: Callable[..., SFTData], tmp_path: Path) -> None:
-    source = {"path": write(tmp_path / "a.jsonl", "ab"), "weight": 3}
-    module = data([source], validation_file=[source])
-    assert sum(len(step.where) for step in module.val_dataloader()) == 2
-
-
-def test_a_wrong_source_is_named_by_its_key(data: Callable[..., SFTData], tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", "ab")
-    with pytest.raises(UserError, match=r"data\.validation_file: wieght: Unexpected keyword argument"):
-        data(path, validation_file=[{"path": path, "wieght": 2}])
 
 
 def test_validation_rows_are_taken_out_by_the_seed(data: Callable[..., SFTData], tmp_path: Path) -> None:
@@ -180,6 +146,8 @@ def test_a_resumed_run_needs_the_same_samples(data: Callable[..., SFTData], tmp_
     data(path).load_state_dict(state)
     with pytest.raises(UserError, match=r"belongs to other steps: batch_size was 4 and is 3; give the data settings"):
         data(path, batch_size=3).load_state_dict(state)
+    with pytest.raises(UserError, match="group_by_prefix was false and is 2"):
+        data(path, group_by_prefix=2).load_state_dict(state)
     with pytest.raises(UserError, match="digest was"):
         data(path, completion_only_loss=False).load_state_dict(state)
     write(tmp_path / "a.jsonl", "abcdef", answer="no!")  # as many tokens
@@ -187,14 +155,14 @@ def test_a_resumed_run_needs_the_same_samples(data: Callable[..., SFTData], tmp_
         data(path).load_state_dict(state)
 
 
-@pytest.mark.parametrize(
-    ("weight", "message"),
-    [(0.25, "no conversation is left in an epoch"), (1e30, "an epoch has 1,0.* conversations; lower")],
-)
-def test_weights_of_no_epoch(data: Callable[..., SFTData], tmp_path: Path, weight: float, message: str) -> None:
-    source = {"path": write(tmp_path / "a.jsonl", "a"), "weight": weight}
-    with pytest.raises(UserError, match=rf"data\.train_file: with these weights {message}"):
-        data([source])
+def test_weights_of_no_epoch(data: Callable[..., SFTData], tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", "a")
+    for weight, said in (
+        (0.25, ": with these weights no conversation is left"),
+        (1e30, ": weight must be above 0 and at"),
+    ):
+        with pytest.raises(UserError, match=rf"data\.train_file{said}"):
+            data([{"path": path, "weight": weight}])
 
 
 def test_the_ranks_share_the_steps_of_one(data: Callable[..., SFTData], tmp_path: Path) -> None:
@@ -220,23 +188,18 @@ def test_the_ranks_share_the_steps_of_one(data: Callable[..., SFTData], tmp_path
         seen = [index for members in (*first[4], *second[4]) for index in members]
         assert sorted(seen) == list(range(len(one[0])))
     assert [step[4] for step in shares[0]] != [step[4] for step in alone]
+    assert on_ranks(2, lambda _: data(path).step_collator().num_ranks) == [1, 1], "verify collates whole steps"
 
 
-def test_the_whole_step_is_collated_to_be_verified(data: Callable[..., SFTData], tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", "abcd")
-    found = on_ranks(2, lambda _: data(path).step_collator().num_ranks)
-    assert found == [1, 1]
-
-
-@pytest.mark.parametrize(("is_first", "expected"), [(True, True), (False, False)])
 def test_only_the_first_rank_of_a_machine_tokenises_again(
-    is_first: bool, expected: bool, data: Callable[..., SFTData], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: Callable[..., SFTData], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, asked = data(write(tmp_path / "a.jsonl", "ab"), overwrite_cache=True), []
-    tokenized = splits.tokenized
-    monkeypatch.setattr(splits, "tokenized", lambda *args: asked.append(args[-1].overwrite_cache) or tokenized(*args))
-    splits.load_split(module.hparams.train_file, module.hparams, "data.train_file", is_first=is_first)
-    assert asked == [expected]
+    read = step_data.tokenized
+    monkeypatch.setattr(step_data, "tokenized", lambda *args: asked.append(args[-1]) or read(*args))
+    for is_first in (True, False):
+        step_data.load_split(module.hparams.train_file, module.hparams, "data.train_file", is_first=is_first)
+    assert asked == [True, False]
 
 
 def corpus_of(digest: str) -> tuple[Corpus, EncodeReport]:
@@ -247,26 +210,14 @@ def on_machines(names: str, work: Callable[[int], Any]) -> list[Any]:
     """What `work` returns on ranks, each on the machine that its letter names."""
 
     def run(rank: int) -> Any:
-        splits.socket.gethostname = lambda: names[rank]
+        step_data.socket.gethostname = lambda: names[rank]
         return work(rank)
 
     return on_ranks(len(names), run)
 
 
-def test_a_single_process_reads_once() -> None:
-    calls = []
-    found = read_together(lambda is_first: calls.append(is_first) or corpus_of("a"), "data.train_file")
-    assert calls == [True]
-    assert found[0].digest == corpus_of("a")[0].digest
-
-
-@pytest.mark.parametrize(
-    ("machines", "first"), [("aa", [True, False]), ("aabb", [True, False, True, False])], ids=["one", "two"]
-)
-def test_the_first_rank_of_each_machine_reads_before_the_others(
-    machines: str, first: list[bool], tmp_path: Path
-) -> None:
-    def work(rank: int) -> bool:
+def test_the_first_rank_of_each_machine_reads_before_the_others(tmp_path: Path) -> None:
+    def work(rank: int) -> list[bool]:
         asked = []
 
         def read(is_first: bool) -> tuple[Corpus, EncodeReport]:
@@ -276,38 +227,29 @@ def test_the_first_rank_of_each_machine_reads_before_the_others(
             return corpus_of("a")
 
         read_together(read, "data.train_file")
-        (is_first,) = asked
-        return is_first
+        return asked
 
-    assert on_machines(machines, work) == first
+    assert on_machines("aabb", work) == [[True], [False], [True], [False]]
     readers = [int(rank) for rank in (tmp_path / "order").read_text().split()]
-    leading = [rank for rank, is_first in enumerate(first) if is_first]
-    assert readers[: len(leading)] == leading
-    assert sorted(readers) == list(range(len(machines)))
+    assert readers[:2] == [0, 2] and sorted(readers) == [0, 1, 2, 3]
 
 
-def raised_by(work: Callable[[], Any]) -> tuple[type, str]:
-    try:
-        work()
-    except Exception as error:
-        return type(error), str(error)
-    raise AssertionError("nothing was raised")
+def test_an_error_is_told_once_and_other_rows_on_a_rank_end_the_run() -> None:
+    def read(rank: int, digest: str) -> tuple[Corpus, EncodeReport]:
+        if not digest:
+            raise UserError("rows.jsonl:1: no answer")
+        return corpus_of(digest)
 
+    def raised_by(digests: str) -> list[tuple[type, str]]:
+        def work(rank: int) -> tuple[type, str]:
+            with pytest.raises((UserError, EndedElsewhere)) as raised:
+                read_together(lambda _: read(rank, digests[rank : rank + 1]), "data.train_file")
+            return raised.type, str(raised.value)
 
-def test_other_rows_on_a_rank_end_the_run() -> None:
-    def work(rank: int) -> tuple[type, str]:
-        return raised_by(lambda: read_together(lambda _: corpus_of("ab"[rank]), "data.train_file"))
+        return on_machines("xy", work)
 
-    first, second = on_machines("xy", work)
-    said = "rank 1 on y reads other rows than rank 0 on x: the files differ; give every rank the same ones"
-    assert first == (UserError, f"data.train_file: {said}")
-    assert second[0] is EndedElsewhere
-
-
-def test_an_error_of_rank_0_is_told_once() -> None:
-    def read(_: bool) -> tuple[Corpus, EncodeReport]:
-        raise UserError("rows.jsonl:1: no answer")
-
-    first, second = on_machines("xx", lambda _: raised_by(lambda: read_together(read, "data.train_file")))
-    assert first == (UserError, "rows.jsonl:1: no answer")
-    assert second[0] is EndedElsewhere
+    differ = "the files differ; give every rank the same ones"
+    said = f"data.train_file: rank 1 on y reads other rows than rank 0 on x: {differ}"
+    for digests, error in (("ab", said), ("", "rows.jsonl:1: no answer")):
+        first, second = raised_by(digests)
+        assert first == (UserError, error) and second[0] is EndedElsewhere

@@ -1,0 +1,128 @@
+"""Which devices and strategies a command takes, in the words of a user."""
+
+from contextlib import nullcontext
+from datetime import timedelta
+
+import pytest
+import torch
+from lightning.fabric.accelerators import CPUAccelerator
+from lightning.fabric.plugins.environments import SLURMEnvironment
+
+from radixtrain.errors import UserError
+from radixtrain.settings.read import read
+from radixtrain.training.devices import fabric
+from radixtrain.training.devices.fabric import SlurmTasks, device_settings, fabric_of
+from radixtrain.training.devices.launcher_env import LauncherEnv, default_devices
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+SRUN = {"SLURM_NTASKS": "4", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_TASKS_PER_NODE": "2(x2)"}
+CPUS = {"trainer__accelerator": "cpu", "trainer__devices": 2}
+FSDP2 = {**CPUS, "trainer__strategy": "fsdp2"}
+SPLIT = {**CPUS, "sp_size": 2}
+pytestmark = pytest.mark.usefixtures("environment")
+
+
+def settings(**keys):
+    """Settings of a run with some keys, in which `__` stands for a dot."""
+    given = {"model.model_name_or_path": "x", **{key.replace("__", "."): value for key, value in keys.items()}}
+    return read("fit", [f"--{key}={value}" for key, value in given.items()])
+
+
+# Command, keys, variables of a launcher -> what is said; empty if it is accepted.
+GIVEN = [
+    *(("fit", {**CPUS, "trainer__strategy": name}, {}, "") for name in ("auto", "ddp", "fsdp2")),
+    ("fit", {"trainer__strategy": "fsdp"}, {}, "trainer.strategy fsdp: .*set it to fsdp2"),
+    ("fit", {"trainer__strategy": "ddp_spawn"}, {}, "trainer.strategy ddp_spawn: set it to ddp"),
+    ("fit", {"trainer__strategy": "deepspeed_stage_2"}, {}, "trainer.strategy deepspeed_stage_2: fsdp2 divides"),
+    ("fit", {"trainer__strategy": "dpp"}, {}, "trainer.strategy dpp: no such strategy, did you mean ddp"),
+    ("fit", {**FSDP2, "model__load_in_4bit": True}, {}, "model.load_in_4bit does not work with trainer.strategy fsdp2"),
+    ("fit", {**FSDP2, "model__verify_first_batch": True}, {}, "verify_first_batch does not work with trainer.strategy"),
+    ("validate", {**FSDP2, "model__verify_first_batch": True}, {}, ""),
+    ("predict", {**FSDP2, "model__generate": True}, {}, "model.generate does not work with trainer.strategy fsdp2"),
+    ("fit", {**FSDP2, "model__generate": True}, {}, ""),
+    ("validate", {**FSDP2, "evaluate_generation__metric": "exact_match"}, {}, "evaluate_generation.metric does not"),
+    ("test", {**FSDP2, "evaluate_generation__metric": "exact_match"}, {}, ""),
+    ("fit", {**CPUS, "trainer__num_nodes": 2}, {}, "num_nodes 2: start the command on each machine with torchrun"),
+    ("fit", {**CPUS, "trainer__num_nodes": 2}, TORCHRUN, ""),
+    ("fit", CPUS, TORCHRUN, r"devices 2 and trainer\.num_nodes 1: torchrun has started 2"),
+    ("fit", SPLIT, {}, ""),
+    ("fit", {**SPLIT, "trainer__devices": 1}, {}, "sp_size 2: this run has 1 rank, which it has to divide: 1"),
+    ("fit", {**SPLIT, "trainer__devices": 3}, {}, "sp_size 2: this run has 3 ranks, which it has to divide: 1"),
+    ("fit", {**SPLIT, "dedup": False}, {}, "sp_size 2: only unique rows are split"),
+    ("predict", {**SPLIT, "dedup": False}, {}, ""),
+    ("fit", {**SPLIT, "model__verify_first_batch": True}, {}, "verify_first_batch does not work with sp_size 2"),
+]
+
+
+@pytest.mark.parametrize(("command", "keys", "variables", "said"), GIVEN)
+def test_accepted_or_refused(environment, command, keys, variables, said):
+    environment(variables)
+    with pytest.raises(UserError, match=said) if said else nullcontext():
+        fabric_of(settings(**keys), command)
+
+
+@pytest.mark.parametrize(
+    ("devices", "taken", "is_said"),
+    [(1, 1, False), ("auto", 1, False), (0, 0, False), ("4", 1, True), ([2, 3], [2], True), ("2,3", [2], True)],
+)
+def test_verify_takes_the_first_device(devices, taken, is_said, caplog):
+    with caplog.at_level("INFO"):
+        found = device_settings(settings(trainer__devices=devices, trainer__strategy="deepspeed"), "verify")
+    assert (found["devices"], found["num_nodes"], found["strategy"]) == (taken, 1, "auto")
+    assert [message[:26] for message in caplog.messages] == ["verify runs on one device:"] * is_said
+
+
+@pytest.mark.parametrize("variables", [TORCHRUN, SRUN])
+def test_a_launcher_says_how_many(environment, variables):
+    assert default_devices() == {}
+    environment(variables)
+    assert default_devices() == {"trainer.devices": 2, "trainer.num_nodes": 2}
+    strategy = fabric_of(settings(**CPUS | {"trainer__devices": -1}, trainer__num_nodes=2), "fit").strategy
+    assert (strategy.global_rank, strategy.num_processes * strategy.num_nodes) == (1, 4)
+    assert isinstance(strategy.cluster_environment, SlurmTasks) == (variables is SRUN)
+
+
+def test_a_job_of_slurm_without_srun_is_one_process(environment):
+    """Which Lightning would take for one of its tasks."""
+    environment({"SLURM_NTASKS": "1", "SLURM_JOB_NAME": "train"})
+    assert SLURMEnvironment.detect()
+    assert fabric_of(settings(trainer__accelerator="cpu"), "fit").world_size == 1
+
+
+@pytest.mark.parametrize("is_cuda", [False, True])
+def test_nccl_waits_longer_than_what_reports_a_hanging_rank(is_cuda, monkeypatch):
+    if is_cuda:
+        monkeypatch.setattr(fabric, "CUDAAccelerator", CPUAccelerator)  # the accelerator of these ranks stands for it
+    strategy = fabric_of(settings(**CPUS, ddp_timeout=7), "fit").strategy
+    assert vars(strategy)["_timeout"] == timedelta(seconds=67 if is_cuda else 7)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "num_visible", "is_refused"),
+    [("cpu", 1, False), ("auto", 0, False), ("auto", 2, False), ("auto", 1, True), ("gpu", 1, True)],
+)
+def test_tasks_that_do_not_see_all_gpus(environment, monkeypatch, accelerator, num_visible, is_refused):
+    """Two tasks on each machine."""
+    environment(SRUN)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_visible)
+    said = r"2 tasks on this machine, and this one sees 1 of .* --gpus-per-node=2"
+    with pytest.raises(UserError, match=said) if is_refused else nullcontext():
+        device_settings(settings(trainer__accelerator=accelerator, trainer__devices=2), "fit")
+
+
+def test_tasks_of_slurm(monkeypatch):
+    """They meet on the first host of the step, or where the user says; SLURM's variables are read once."""
+    for name in ("MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NODELIST"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"SLURM_JOB_ID": "123456", "SLURM_NODELIST": "gpu[07-09,12]", "SLURM_NODEID": "1"}.items():
+        monkeypatch.setenv(name, value)
+    task = LauncherEnv("srun", 5, 8, 1, 4)
+    tasks = SlurmTasks(task)
+    assert (tasks.world_size(), tasks.global_rank(), tasks.local_rank(), tasks.node_rank()) == (8, 5, 1, 1)
+    assert (tasks.main_address, tasks.main_port) == ("gpu07", 18456)
+    assert tasks.creates_processes_externally and not SlurmTasks.detect()
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "gpu09")
+    assert SlurmTasks(task).main_address == "gpu09"
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1234")
+    assert (SlurmTasks(task).main_address, SlurmTasks(task).main_port) == ("10.0.0.1", 1234)
