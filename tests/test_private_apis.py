@@ -120,6 +120,8 @@ TABLE: dict[str, dict[str, str]] = {
         ),
     },
     "radixtrain/hf/padded/causes.py": {
+        "torch.nn.Module._forward_pre_hooks": "tells an embedding that only looks up from one with a hook",
+        "torch.nn.Module._forward_hooks": "tells an embedding that only looks up from one with a hook",
         "torch.Tensor._backward_hooks": "says whether someone waits for the gradient of embeddings",
         "torch._C._will_engine_execute_node": "says whether torch.autograd.grad asks for the gradient of embeddings",
     },

@@ -24,7 +24,7 @@ from weakref import ref
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from radixtrain.errors import UserError
@@ -104,6 +104,13 @@ class Causes:
         """Return the device on which the decoder computes."""
         of_decoder: Tensor = self.per_token.get("inputs_embeds", self.call.given["input_ids"])
         return of_decoder.device
+
+    @property
+    def is_looked_up(self) -> bool:
+        """Return whether the decoder gets what its embedding holds for the ids, and nothing else that has bits."""
+        if "inputs_embeds" not in self.given:
+            return True
+        return self.call.pictures is None and is_plain(self.call.backbone.get_input_embeddings())
 
     @cached_property
     def codes(self) -> IntArray:
@@ -200,7 +207,7 @@ class Causes:
         """
         first = plan.gather_indices[plan.inverse_indices]
         copies = np.flatnonzero(first != np.arange(len(first)))
-        if "inputs_embeds" not in self.given or not len(copies):
+        if self.is_looked_up or not len(copies):
             return
         flat = np.flatnonzero(self.rows.kept)
         pairs = [(x.flatten(0, 1), flat[copies], flat[first[copies]]) for x in self.per_token.values()]
@@ -246,6 +253,14 @@ class Causes:
         """Return the masks for which layers waited, in the form in which the backbone asked for them."""
         made = {layers: answered(call, *self.windows[layers], self.device) for layers in self.requests}
         return made if isinstance(self.given["attention_mask"], dict) else next(iter(made.values()))
+
+
+def is_plain(embedding: nn.Module) -> bool:
+    """Return whether an embedding gives each id a row of its weight: no adapter, hook or other `forward` is on it."""
+    is_own = type(embedding).__module__.startswith(("torch.nn.", "transformers.models."))
+    hooks = (*embedding._forward_hooks.values(), *embedding._forward_pre_hooks.values())
+    are_ours = all(str(hook.__module__).startswith("radixtrain.") for hook in hooks)
+    return is_own and are_ours and "forward" not in vars(embedding)
 
 
 def with_made_masks(given: Mapping[str, Any]) -> dict[str, Any]:

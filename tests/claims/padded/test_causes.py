@@ -17,8 +17,9 @@ from same_step import same_gradient
 from tiers import cases
 from tiny_models import tiny_model
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from radixtrain import share_prefixes, sharing_report
+from radixtrain import position_wise, share_prefixes, sharing_report
 from radixtrain.errors import UserError
 from radixtrain.hf import pictures
 from radixtrain.hf.padded import causes
@@ -175,6 +176,61 @@ def test_a_tower_that_is_not_seen() -> None:
         return model
 
     assert unshared(LLAVA.build(), *batch_of(LLAVA, ROWS), share) == UNSEEN_TOWER
+
+
+# Waits.
+
+
+@position_wise
+class Waits(TorchDispatchMode):
+    """Counts what makes the host wait for a device: numbers that are read, and copies to the host."""
+
+    OPS = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "is_nonzero")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in self.OPS:
+            self.ops.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def waits_of(model: Any, inputs: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Count the waits of a call, after one that has made what a model makes once."""
+    model(**inputs, use_cache=False)
+    copies: list[Any] = []
+    real = Tensor.cpu
+    with monkeypatch.context() as patched, Waits() as waits:
+        patched.setattr(Tensor, "cpu", lambda self, *args: (copies.append(self), real(self, *args))[1])
+        model(**inputs, use_cache=False)
+    return len(waits.ops) + len(copies)
+
+
+@pytest.mark.parametrize("name", ["LLaVA", "Qwen3-VL", "Gemma 3", "Gemma 4", "Idefics3"])
+def test_a_plain_lookup_needs_ids_only(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call without images waits no more often than one of its text decoder, which gets ids."""
+    ids = torch.tensor([[7, 8, 9], [7, 8, 10]])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def further(part_of: Callable[[Any], Any], change: Callable[[Any], Any]) -> int:
+        """Count the waits that sharing adds."""
+        ordinary, model = (part_of(change(KINDS[name].build().train())) for _ in range(2))
+        waits = waits_of(ordinary, inputs, monkeypatch)
+        further = waits_of(share_prefixes(model, min_ratio=0.0), inputs, monkeypatch) - waits
+        assert sharing_report(model).num_shared == 2
+        return further
+
+    of_text = further(lambda model: model.model.get_decoder(), lambda model: model)
+    assert further(lambda model: model, lambda model: model) <= of_text
+    assert further(lambda model: model, doubled) > of_text, "after a hook the bits are compared"
+
+
+def doubled(model: Any) -> Any:
+    model.get_input_embeddings().register_forward_hook(lambda module, args, output: output * 2)
+    return model
 
 
 # Gradients at the embeddings.
@@ -348,3 +404,10 @@ def test_a_mistake_is_seen(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     monkeypatch.setattr(owner, name, property(changed) if hasattr(real, "func") else changed)
     with pytest.raises((AssertionError, RuntimeError, ValueError, pytest.fail.Exception)):
         check()
+
+
+def test_every_embedding_is_compared_if_its_lookup_is_not_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mistake of `test_a_plain_lookup_needs_ids_only`: to take every lookup for one that is not plain."""
+    monkeypatch.setattr(causes, "is_plain", lambda embedding: False)
+    with pytest.raises(AssertionError):
+        test_a_plain_lookup_needs_ids_only("LLaVA", monkeypatch)

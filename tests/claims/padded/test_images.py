@@ -9,12 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from image_batches import IMAGE, KINDS, ROWS, Kind, Row, batch_of, of_family, squares
 from image_rows import same_call
+from older_transformers import since
+from renamed_transformers import renamed
 from shared_runs import in_float64
 from tiny_models import tiny_model
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
+from transformers.models.llava import modeling_llava
 
 from radixtrain import share_prefixes, sharing_report
 from radixtrain.errors import UserError
@@ -99,6 +103,23 @@ def test_the_features_of_every_image_are_returned(name: str, rows: list[Row]) ->
     with torch.autocast("cpu", torch.bfloat16):
         expected, found = (of_images(model, inputs) for model in (pair.ordinary, pair.shared.float()))
     assert {path: each.dtype for path, each in found.items()} == {path: expected[path].dtype for path in found}
+
+
+@since("5.24", "a backbone returns what its tower returned")
+def test_an_output_that_a_later_transformers_renames(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the tower returned is known by its class, not by the name of the entry."""
+    kind = KINDS["LLaVA"]
+    head = "class LlavaModelOutputWithPast(MultimodalBaseModelOutputWithPast):\n"
+    names = {"image_outputs=mm_": "of_pictures=mm_", head: f"{head}    of_pictures: object = None\n"}
+    changed = renamed(modeling_llava, names, monkeypatch)
+    monkeypatch.setattr(transformers, kind.model_class, getattr(changed, kind.model_class))
+    inputs, _ = batch_of(kind, ROWS)
+    with in_float64(kind.build()) as pair:
+        expected, found = (model.model(**inputs, use_cache=False).of_pictures for model in (pair.ordinary, pair.shared))
+        torch.testing.assert_close(
+            torch.cat(found.pooler_output), torch.cat(expected.pooler_output), rtol=BAR, atol=BAR
+        )
+        assert sharing_report(pair.shared).num_shared == 1
 
 
 # What is not shared, and runs as it is.
