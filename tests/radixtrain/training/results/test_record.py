@@ -269,7 +269,6 @@ def test_a_run_that_is_over_has_nothing_left_to_do(arguments: Arguments, tmp_pat
     after, said = summary(tmp_path / "moved"), capsys.readouterr().out
     assert "nothing left to do: step 3 of 3 was reached before" in said
     assert f"logs         {tmp_path}/moved/logs/version_0\n" in said
-    assert [path.name for path in (tmp_path / "moved/logs").iterdir()] == ["version_0"]
     assert {**before, "ended": 0, "last": 0, "r": 0}.keys() == after.keys()
     assert all(after[name] == before[name] for name in ("steps", "loss", "seconds", "logs", "exported"))
 
