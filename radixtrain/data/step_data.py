@@ -168,7 +168,7 @@ def _check_same(digests: list[str], machines: list[str], key: str) -> None:
 
 
 class StepData:
-    """Chats, prompt/completion pairs, plain text or tokens from files, folders or data sets of many kinds.
+    """Chats, prompt/completion pairs, plain text or tokens from files or data sets of many kinds.
 
     Rows are tokenised in parallel, once: the tokens are kept on disk, where later runs find them. `report` and
     `inspect` need no more than this; `SFTData` hands the steps to Lightning.

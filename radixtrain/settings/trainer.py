@@ -23,7 +23,7 @@ class TrainerSettings(Section):
     num_nodes: machines; torchrun and srun set it.
     precision: or bf16-mixed, bf16-true, 64-true. The first word is the dtype of products, and of the weights if true
         follows; mixed keeps the weights in 32 bits.
-    max_epochs: passes over the data, if max_steps is not set either. -1 has no end.
+    max_epochs: passes over the data; null is 3, unless max_steps is set. -1 has no end.
     max_steps: optimizer steps of the run. -1 leaves the end to max_epochs.
     max_time: DD:HH:MM:SS, or a mapping such as {hours: 2}: how long each start of the run trains before it is saved.
     limit_val_batches: steps of a validation: a number, or a share if written with a point; 0 skips validations.

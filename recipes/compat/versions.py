@@ -26,7 +26,7 @@ PAGE = ROOT / "recipes" / "benchmarks" / "versions.md"
 VERSIONS = ["==5.2.0", "==5.6.*", "==5.10.*", "==5.12.*", "==5.16.*", "==5.20.*", ""]  # and the newest
 TESTS = """tests/collators tests/claims/padded tests/claims/equivalence tests/claims/recurrent tests/claims/generation
     tests/radixtrain/hf tests/radixtrain/generation tests/radixtrain/verification tests/radixtrain/plugins"""
-SHORT_TESTS = """tests/radixtrain/hf/recurrent tests/radixtrain/hf/padded tests/claims/recurrent
+SHORT_TESTS = """tests/radixtrain/hf/test_recurrent.py tests/radixtrain/hf/padded tests/claims/recurrent
     tests/claims/padded/test_images.py tests/claims/padded/test_calls.py tests/claims/equivalence/test_families.py"""
 QUICK = ["-m", "not full and not gpu"]
 FAMILIES = ["tests/claims/equivalence/test_families.py", "-k", "test_equal_or_refused"]

@@ -207,4 +207,4 @@ class SlurmTasks(TorchElasticEnvironment):
         return self.node
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Do nothing: `check_devices` validates the settings."""
+        """Do nothing: `_check_devices` validates the settings."""

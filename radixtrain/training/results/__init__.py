@@ -1,1 +1,1 @@
-"""What a run leaves: the best and the last weights, predictions, a summary, a picture, a model card."""
+"""What a run leaves: the best and the last weights, a summary, a picture, a model card."""

@@ -1,4 +1,4 @@
-"""One run of a benchmark on a device: its clock, its parts, and what it found (`results.py`).
+"""One run of a benchmark on a device: its clock, its parts, and what it found.
 
 Every part has a watchdog: if it takes longer than its time and `GRACE` seconds more, where it is goes to stderr and the
 process ends. A kernel that never returns cannot be stopped in any other way; `watch.py` goes on with the other parts.

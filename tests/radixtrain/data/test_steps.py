@@ -46,7 +46,7 @@ def twenty() -> list[list[TokenRow]]:
 
 
 def test_r_of_each_order(twenty):
-    """20 prompts, batches of 32: as `tests/collators/test_grouping.py` derives it."""
+    """20 prompts, batches of 32: as `tests/collators/test_prefix_sampler.py` derives it."""
     grouped = grouped_order(twenty, 32, True, 42).draw(np.arange(3200), np.random.default_rng(0))
     by_prompt = np.argsort(np.arange(3200) % 20, kind="stable")
     orders = (np.random.default_rng(0).permutation(3200), by_prompt, grouped)
