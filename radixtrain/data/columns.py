@@ -8,6 +8,7 @@ from typing import Any
 
 from radixtrain.data.files.rows import OF_TOKENS, Row, parsed
 from radixtrain.data.messages import EMPTY, LOGS, check_messages, with_system
+from radixtrain.data.unread import preference_data, reason_of, tells
 from radixtrain.errors import DataError
 
 Fields = dict[str, Any]
@@ -20,12 +21,6 @@ OF_CHATS = ("tools", "functions", "chat_template_kwargs")
 MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 LABELS = ("label", "labels", "category", "class", "target", "intent", "sentiment", "answer", "output", "response")
 BESIDE_TEXT = (*LABELS, "prompt", "completion", "summary", "solution", "reply")
-PREFERENCES = ("chosen", "rejected")
-MARKS = (
-    *("label", "labels", "kto_tag", "is_correct", "accepted", "score", "reward", "rating", "rank", *PREFERENCES),
-    *("train", "mask", "loss_mask", "loss_weights", "position_ids"),
-)
-"""Columns that may say what must not be imitated, or hold another answer: they are never left unread."""
 OF_TOKENIZERS = ("token_type_ids", "special_tokens_mask", "length")
 PAIRS = (
     ("user", "assistant"),
@@ -42,6 +37,7 @@ PAIRS = (
 )
 QUESTIONS = ("user", "instruction", "question", "query", "problem")
 CONTEXTS = ("context", "passage", "document", "article", "choices", "options", "history", "input")
+OF_RESPONSES = ("choices", "usage", "message", "logprobs")
 CUT = ("length", "content_filter")
 """Why an answer ended before the model had ended it."""
 
@@ -58,8 +54,8 @@ def standard_row(row: Row, answered: bool = True) -> Row:
     row: columns that are null count as absent.
     answered: False for rows that need no answer; then `prompt` may be without a `completion`.
 
-    Raises DataError if no format has these columns, if two pairs of them are a question and its answer, if a column of
-    `MARKS` or a part of the prompt would be lost, and if the messages are wrong.
+    Raises DataError if no format has these columns, if two pairs of them are a question and its answer, if a column
+    may tell how to learn or be a part of the prompt, and if the messages are wrong.
     """
     left = {name: value for name, value in row.fields.items() if value is not None}
     standard = _take(left, answered, row.where, partial(check_messages, where=row.where, keys=row.keys))
@@ -203,24 +199,27 @@ def _cell_text(fields: Fields, name: str, where: str) -> str:
 
 
 def _check_unread(unread: Fields, standard: Fields, where: str) -> None:
-    """Raise DataError if a column may say what is good to learn, or be the answer to a text or to the last question.
-
-    What repeats a turn, or the text, tells nothing else.
-    """
+    """Raise DataError if a column may say what is good to learn, or be the answer to a text or to the last question."""
     turns = turns_of(standard) or [{"content": text} for text in standard.values()]
-    said = [str(turn.get("content", "")).strip() for turn in turns]
     is_open = "text" in standard or turns[-1].get("role") in ("user", "tool")
-    names = {*MARKS, *(BESIDE_TEXT if is_open else ())}
-    told = {name: value for name, value in unread.items() if name in names}
-    told = {name: value for name, value in told.items() if not (isinstance(value, str) and value.strip() in said)}
-    if not told:
-        return
-    found = ", ".join(f"{name}: {repr(value)[:40]}" for name, value in told.items())
-    reason = "nothing reads this, and it may say what is good to learn, or hold another answer"
-    columns = ", ".join(f"{name}: null" for name in told)
-    answer = f"; to answer with it, write {{user: text, assistant: {next(iter(told))}}}" if "text" in standard else ""
-    raise DataError(
-        where, f"{found}: {reason}; keep the rows to imitate, and write data.columns: {{{columns}}}{answer}"
+    new = {name: value for name, value in unread.items() if not _is_said(value, turns, name in LABELS)}
+    beside = BESIDE_TEXT if is_open else ()
+    told = {name: value for name, value in new.items() if name in beside or tells(name, value)}
+    if told:
+        answer = (
+            f"; to answer with it, write {{user: text, assistant: {next(iter(told))}}}" if "text" in standard else ""
+        )
+        raise DataError(where, f"{reason_of(told)}{answer}")
+
+
+def _is_said(value: object, turns: list[Fields], is_class: bool) -> bool:
+    """Return whether turns hold this text, or these messages, too; or the number of a class."""
+    said = [str(turn.get("content", "")).strip() for turn in turns]
+    if isinstance(value, str) or (is_class and type(value) is int):
+        return str(value).strip() in said
+    messages = value if isinstance(value, list) else [None]
+    return all(
+        isinstance(each, dict) and str(each.get("content", each.get("value"))).strip() in said for each in messages
     )
 
 
@@ -228,8 +227,8 @@ def _unknown(fields: Fields) -> str:
     named = (f"{name} (null)" if value is None else str(name) for name, value in fields.items())
     expected = f"expected {ROW_KINDS}, or their names in data.columns, such as {{user: QUESTION, assistant: ANSWER}}"
     hint = LOGS
-    if fields.keys() & {*PREFERENCES}:
-        hint = "; preference data is for a trainer such as TRL's DPOTrainer, with share_prefixes (docs/dpo-grpo.md)"
+    if data := preference_data(fields):
+        hint = f"; {data}"
     return f"no format has the columns {', '.join(named) or '(none)'}; {expected}{hint}"
 
 
@@ -248,6 +247,10 @@ def choices_of(row: Row) -> list[Row]:
         if reason in CUT:
             fix = "leave it out, or set on_bad_row: skip"
             raise DataError(row.where, f"response.choices: finish_reason: {reason}: the answer was cut off; {fix}")
+    for name, value in (item for each in (response, *choices) for item in each.items()):
+        if name not in OF_RESPONSES and tells(name, value):
+            reason = "nothing reads this, and it may say what is good to learn; keep the rows to imitate, without it"
+            raise DataError(row.where, f"response: {name}: {repr(value)[:40]}: {reason}")
     answers = ({"prompt": prompt, "completion": [each.get("message")], **beside} for each in choices)
     others = {name: value for name, value in row.fields.items() if name not in ("request", "response")}
     return [row._replace(fields=answer, unread={**row.unread, **others}) for answer in answers]

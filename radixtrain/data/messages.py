@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from radixtrain.data.files.rows import parsed
+from radixtrain.data.unread import COUNTS, THINKING, in_yaml, is_prose, tells, words_of
 from radixtrain.errors import DataError
 
 Message = dict[str, Any]
@@ -29,15 +29,7 @@ NO_MEDIA = "; only text is read: for images use share_prefixes in a trainer, or 
 LOGS = "; docs/data-formats.md#logs-of-model-calls says how to convert a log of model calls"
 EMPTY = "is empty: nothing is learned from it but to stop; leave the row out (data.on_bad_row: skip)"
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-PROSE = 4  # words of a text that somebody has written for a reader
 OF_TURN = {"role", "content", "tool_calls", "weight", *THOUGHTS}
-WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")  # of a name: `isGood`, `is_good`, `LOSS_MASK`
-OF_LOSS = {"loss", "mask", "masked", "train", "training", "trainable", "learn", "weight", "skip", "ignore"}
-THINKING = {
-    *("think", "thinking", "thought", "thoughts", "reasoning", "rationale", "cot", "analysis", "scratchpad"),
-    *("monologue", "reflection", "deliberation", "introspection"),
-}
-"""Words in names of keys that say whether a turn is learned, and of those that hold its thinking."""
 
 
 def check_messages(
@@ -185,7 +177,7 @@ def _part_text(part: Any, name: str, where: str) -> str:
         reason = f"only parts {{type: text, text}} are read, found {repr(found)[:60]}{hint}"
         raise DataError(where, f"{name}: content: {reason}")
     for key, value in part.items():
-        if key not in ("type", "text") and tells(key, value):
+        if key not in ("type", "text") and tells(key, value, of_turn=True):
             raise DataError(where, f"{name}: content: {key}: {value!r} of a part is not read; remove it, or the part")
     text: str = part["text"]
     return text
@@ -231,8 +223,7 @@ def _read_call(call: Message, name: str, where: str) -> Message:
         raise DataError(where, f"{name}: expected the name of a function, found {repr(call)[:60]}")
     name = f"{name} of the tool {function['name']!r}"
     for key, value in (given | function).items():
-        is_part = isinstance(value, Mapping | list) or str(value).lstrip().startswith("{")  # arguments, maybe as text
-        if key not in OF_CALLS and ((value and is_part) or tells(key, value)):
+        if key not in OF_CALLS and value not in ("", [], {}, None) and not words_of(key) & COUNTS:
             reason = "of a call is not read; remove it, or name it arguments"
             raise DataError(where, f"{name}: {key}: {repr(value)[:40]} {reason}")
     return given | {"function": function | {"arguments": _arguments(function.get("arguments"), name, where)}}
@@ -256,7 +247,7 @@ def check_turns(messages: list[Message], words: frozenset[str], where: str, answ
 
     Raises DataError for a key that may hold a part of a turn or tell whether it is learned.
     """
-    unread: Message = {}
+    unread, told = dict[str, Any](), dict[str, str]()
     for number, message in enumerate(messages, start=1):
         bears_loss = message["role"] == "assistant" and message.get("weight") != 0
         for key, value in message.items():
@@ -265,40 +256,19 @@ def check_turns(messages: list[Message], words: frozenset[str], where: str, answ
             unread[f"messages.{key}"] = value
             if answered and (reason := _unread_reason(key, value, bears_loss)):
                 what = f"turn {number} (role {message['role']!r}): {key}: {repr(value)[:40]} {reason}"
-                leave = f"data.columns: {{{in_yaml(f'messages.{key}')}: null}} leaves it out"
-                raise DataError(where, f"{what}{leave}")
+                told.setdefault(key, f"{what}data.columns: {{{in_yaml(f'messages.{key}')}: null}} leaves it out")
+    if told:
+        raise DataError(where, "; ".join(told.values()))
     return unread
 
 
 def _unread_reason(key: str, value: object, bears_loss: bool) -> str:
     """Say what is wrong with an unread key of a message, and how to read it; empty if it tells nothing."""
-    if not isinstance(value, list) and not (bears_loss and tells(key, value)):
+    told = is_prose(key, value) or tells(key, value, of_turn=True)
+    if not isinstance(value, list) and not (bears_loss and told):
         return ""
     if isinstance(value, int | float):
         return f"is not read; data.columns: {{messages.weight: messages.{key}}} reads it (0: no loss on the turn), "
     if words_of(key) & THINKING and isinstance(thought(value), str):
         return f"is not learned; data.columns: {{messages.reasoning_content: messages.{key}}} reads it as thinking, "
     return "is not read, so it would be lost; "
-
-
-def tells(key: str, value: object) -> bool:
-    """Return whether an unread value may be a part of its turn, or say whether the turn is learned.
-
-    Lists, truth values and prose may, whatever they are called; other values if their name is one of loss, or of
-    thinking, which no number is; objects if what they hold may.
-    """
-    if isinstance(value, Mapping):
-        return any(each not in ("", [], {}, None) and tells(f"{key} {name}", each) for name, each in value.items())
-    if isinstance(value, bool | list) or words_of(key) & OF_LOSS:
-        return True
-    return isinstance(value, str) and (len(value.split()) >= PROSE or bool(words_of(key) & THINKING))
-
-
-def words_of(name: str) -> set[str]:
-    """Split a name into its words, in lower case."""
-    return {word.lower() for word in WORD.findall(name)}
-
-
-def in_yaml(name: str) -> str:
-    """Write a name as a key of YAML."""
-    return name if re.fullmatch(r"[^\W\d][\w.-]*", name) else json.dumps(name, ensure_ascii=False)

@@ -13,8 +13,8 @@ import pytest
 from byte_tokenizer import byte_tokenizer
 
 from radixtrain.collators.token_row import TokenRow
-from radixtrain.data.chat import ChatEncoder, UnlabelledEncoder
-from radixtrain.data.files.sources import Row, as_sources, read_rows
+from radixtrain.data.chat import ChatEncoder
+from radixtrain.data.files.sources import Row
 from radixtrain.data.sample import EncodeReport
 from radixtrain.errors import DataError
 
@@ -114,7 +114,6 @@ READ = r"""
 {"problem": "q", "solution": "a"} -> user: q|assistant: [a|]
 {"instruction": "q", "response": "a"} -> user: q|assistant: [a|]
 {"text": "t", "id": 1} -> [t|] unread: id
-{"messages": CHAT, "metadata": {"ok": false}, "tags": ["a"], "is_good": false, "n": 0.5} -> user: q|assistant: [a|] unread: metadata, tags, is_good, n
 {"messages": CHAT, "label": null, "rejected": "", "score": null} -> user: q|assistant: [a|]
 {"messages": CHAT, "label": "a", "text": "t", "conversations": SHAREGPT} -> user: q|assistant: [a|] unread: label, text, conversations
 {"messages": CHAT, "prompt": "x", "completion": "y"} -> user: q|assistant: [a|] unread: prompt, completion
@@ -144,7 +143,7 @@ def test_what_a_row_means(tokenizer: Any) -> None:
     for fields, becomes in cases(READ):
         text, _, unread = becomes.partition(" unread: ")
         before, report = repr(fields), EncodeReport()
-        given = Row({**fields, "nothing": None}, "a.jsonl:1", {"before": 1})
+        given = Row({**fields, "nothing": None}, "a.jsonl:1", {"before": "x"})
         [[sample]] = ChatEncoder(tokenizer, split_turns=False).encode_all([given], report=report)
         assert (shown(tokenizer, sample), sample.where) == (text, "a.jsonl:1"), fields
         assert report.unused_columns == dict.fromkeys(["before", *filter(None, unread.split(", "))], 1), fields
@@ -196,14 +195,12 @@ REFUSED = r"""
 {"prompt": "q"} -> no format has the columns prompt; expected messages, prompt + completion, instruction + output, question + answer, conversations, text or input_ids
 {"id": 1, "messages": null} -> no format has the columns id, messages (null); expected messages, prompt + completion, instruction + output, question + answer, conversations, text or input_ids
 {"request": {"messages": [ASKED]}, "response": {"content": [{"type": "tool_use"}]}} -> no format has the columns request, response; expected messages, prompt + completion, instruction + output, question + answer, conversations, text or input_ids
-{"prompt": "q", "chosen": "a", "rejected": "b"} -> no format has the columns prompt, chosen, rejected; expected messages, prompt + completion, instruction + output, question + answer, conversations, text or input_ids, or their names in data.columns, such as {user: QUESTION, assistant: ANSWER}; preference data is for a trainer such as TRL's DPOTrainer, with share_prefixes
+{"prompt": "q", "chosen": "a", "rejected": "b"} -> no format has the columns prompt, chosen, rejected; expected messages, prompt + completion, instruction + output, question + answer, conversations, text or input_ids, or their names in data.columns, such as {user: QUESTION, assistant: ANSWER}; chosen and rejected: preference data, for a trainer such as TRL's DPOTrainer
 {"messages": CHAT, "label": false} -> label: False: nothing reads this, and it may say what is good to learn, or hold another answer; keep the rows to imitate, and write data.columns: {label: null}
 {"conversations": SHAREGPT, "kto_tag": "false"} -> kto_tag: 'false': nothing reads this, and it may say what is good to learn, or hold another answer; keep the rows to imitate, and write data.columns: {kto_tag: null}
-{"messages": CHAT, "train": true} -> train: True: nothing reads this, and it may say what is good to learn, or hold another answer; keep the rows to imitate, and write data.columns: {train: null}
 {"prompt": "q", "completion": "False", "label": false} -> label: False: nothing reads this, and it may say what is good to learn, or hold another answer; keep the rows to imitate, and write data.columns: {label: null}
 {"prompt": [ASKED], "completion": [ANSWERED], "reward": -0.5} -> reward: -0.5: nothing reads this, and it may say what is good to learn, or hold another answer; keep the rows to imitate, and write data.columns: {reward: null}
 {"prompt": "q", "response": "4", "score": 4} -> score: 4: nothing reads this, and it may say what is good to learn, or hold another answer; keep the rows to imitate, and write data.columns: {score: null}
-{"messages": CHAT, "rejected": CHAT} -> rejected: [{'role': 'user', 'content': 'q'}, {'rol: nothing reads this, and it may say what is good to learn, or hold another answer; keep the rows to imitate, and write data.columns: {rejected: null}
 {"input_ids": [81, 82], "loss_mask": [0, 1]} -> loss_mask: [0, 1]: nothing reads this, and it may say what is good to learn, or hold another answer; keep the rows to imitate, and write data.columns: {loss_mask: null}
 {"request": {"messages": [ASKED], "tools": [{"name": "f"}]}, "response": {"choices": [{"message": ANSWERED}]}, "rating": 1} -> rating: 1: nothing reads this, and it may say what is good to learn, or hold another answer; keep the rows to imitate, and write data.columns: {rating: null}
 {"text": "t", "is_correct": 0} -> is_correct: 0: nothing reads this, and it may say what is good to learn, or hold another answer; keep the rows to imitate, and write data.columns: {is_correct: null}
@@ -325,43 +322,3 @@ def test_what_is_refused(tokenizer: Any) -> None:
             ChatEncoder(tokenizer).encode(Row(fields, "a.jsonl:1"))
         assert str(raised.value).startswith(f"a.jsonl:1: {reason}"), fields
         assert "\n" not in str(raised.value)
-
-
-KEYS: list[tuple[str, Any, str, str]] = [
-    # a key of the first answer of two; the setting that reads it, if there is one; what is learned then
-    *((key, value, "messages.weight", "assistant: b|user: q|assistant: [a|]") for key, value in (("train", False), ("loss", 0.0), ("loss_mask", 0), ("is_good", False))),
-    ("edited", True, "messages.weight", "[b|]"),
-    ("thought", "deep", "messages.reasoning_content", "[(deep)b|]"),
-    ("thinking_blocks", [{"type": "thinking", "thinking": "deep", "signature": "x"}], "messages.reasoning_content", "[(deep)b|]"),
-    *((key, value, "", "[b|]") for key, value in (
-        ("train_detail", [{"train": False}]), ("note", "what it would have said instead"), ("loss", "off"),
-        ("provider_specific_fields", {"reasoning_content": "deep"}), ("extra", {"train": False}), ("extra", {"x": {"y": ["z"]}}))),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("key", "value", "reads", "learned"), KEYS)
-def test_a_turn_that_says_more(key: str, value: Any, reads: str, learned: str, tokenizer: Any, tmp_path: Path) -> None:
-    """Refused; read, or left out, by the settings that the error names."""
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"messages": [Q, assistant("b", **{key: value}), Q, A]}), encoding="utf-8")
-
-    def read(**columns: Any) -> list[str]:
-        [source] = as_sources(str(path), columns)
-        [samples] = ChatEncoder(tokenizer).encode_all(read_rows(source))
-        return [shown(tokenizer, sample) for sample in samples]
-
-    with pytest.raises(DataError, match=rf"a\.jsonl:1: turn 2 \(role 'assistant'\): {key}: ") as raised:
-        read()
-    said = str(raised.value)
-    assert said.endswith(f"data.columns: {{messages.{key}: null}} leaves it out")
-    assert read(**{f"messages.{key}": None})[0] == "user: q|assistant: [b|]"
-    if reads:
-        assert f"data.columns: {{{reads}: messages.{key}}} reads it" in said
-        assert learned in "".join(read(**{reads: f"messages.{key}"}))
-
-
-def test_a_list_in_any_turn_is_refused_and_rows_without_an_answer_may_say_anything(tokenizer: Any) -> None:
-    row = Row({"messages": [{**Q, "attachments": ["a.pdf"]}, assistant("a", loss=0)], "label": 0}, "a.jsonl:1")
-    assert len(UnlabelledEncoder(tokenizer).encode(row)) == 1
-    with pytest.raises(DataError, match=r"turn 1 \(role 'user'\): attachments: .* is not read, so it would be lost"):
-        ChatEncoder(tokenizer).encode(row._replace(fields={"messages": row.fields["messages"]}))
