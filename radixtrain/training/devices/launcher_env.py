@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 PARENT = "RADIXTRAIN_PARENT"  # variable of a rank that `fit` has started itself: the id of the process that did
 ON_SEVERAL = ("fit", "validate", "test", "predict")  # commands that run on several devices
+COPIES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")  # set by what starts copies that no process group joins
 INTERACTIVE = ("bash", "interactive")  # job names that `srun --pty` and `salloc` give: their tasks are not ranks
 
 
@@ -80,11 +81,17 @@ def one_device(config: TrainerSettings, command: str) -> dict[str, Any]:
 
 
 def check_started(command: str) -> None:
-    """Raise UserError if this is one of several ranks of a command that runs on one device.
+    """Raise UserError if this is one of several copies that would all do the same, and write the same files.
 
-    Only the first one of each machine reports; the others raise EndedElsewhere.
+    Of ranks of a command that runs on one device, only the first of each machine reports; others raise EndedElsewhere.
     """
     found = launcher_env()
+    for name in () if found.by else COPIES:
+        if (count := os.environ.get(name, "")).isdecimal() and int(count) > 1:
+            raise UserError(
+                f"{name}={count}: a launcher started {count} copies of this command that do not know one another; "
+                f"start it with torchrun or srun, or set trainer.devices"
+            )
     if found.size == 1 or command in ON_SEVERAL:
         return
     if found.is_silent:

@@ -4,7 +4,7 @@ import pytest
 
 from radixtrain.__main__ import main
 from radixtrain.errors import EndedElsewhere, UserError
-from radixtrain.training.devices.launcher_env import LauncherEnv, check_started, launcher_env
+from radixtrain.training.devices.launcher_env import ON_SEVERAL, LauncherEnv, check_started, launcher_env
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 SRUN = {"SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_TASKS_PER_NODE": "4(x2)"}
@@ -57,3 +57,17 @@ def test_every_command_is_asked(environment, capsys):
     environment({**TORCHRUN, "LOCAL_RANK": "0"})
     assert main(["doctor"]) == 1
     assert capsys.readouterr().err.startswith("error: torchrun started 8 copies of `doctor`, which runs on one device")
+
+
+@pytest.mark.parametrize("command", [*ON_SEVERAL, "verify"])
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE"])
+def test_copies_that_do_not_know_one_another_are_refused(environment, name, command):
+    """A process that a launcher started alone, or that torchrun or srun did, is no copy."""
+    environment({name: "1"})
+    check_started(command)
+    environment({name: "2", "RANK": "0", "LOCAL_RANK": "0"})
+    with pytest.raises(UserError, match=f"^{name}=2: .* started 2 copies .* start it with torchrun or srun, or set tr"):
+        check_started(command)
+    for joined in (SRUN, TORCHRUN):
+        environment(joined)
+        check_started("fit")
