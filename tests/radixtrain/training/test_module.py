@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +14,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from outcomes import logged
-from tiers import cases
+from tiers import FULL, cases
 from tiny_models import tiny_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from radixtrain import position_wise
 from radixtrain.__main__ import main
@@ -152,6 +153,30 @@ def test_a_model_that_was_not_loaded_here_is_measured_when_it_is_used(tmp_path: 
     module.model = tiny_model("GraniteForCausalLM", **SIZES, **FAMILIES["GraniteForCausalLM"])
     module.loss_sum(StepCollator(dedup=False)(FEATURES).micro_batches[0])
     assert module.plain_head is False
+
+
+@FULL
+@float64_arithmetic()
+def test_fit_with_an_adapter_on_the_head_leaves_what_was_trained(arguments: Any, shop: Path, tmp_path: Path) -> None:
+    """The merged model predicts as the checkpoint with its adapters does."""
+    pytest.importorskip("peft", reason="pip install peft")
+    tokenizer = AutoTokenizer.from_pretrained(shop / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    saved("Qwen3ForCausalLM", tmp_path / "model", vocab_size=len(tokenizer), max_position_embeddings=512)
+    lora = {f"model__{name}": json.dumps(value) for name, value in LORA.items()}
+    flags = {"model__model_name_or_path": tmp_path / "model", "data__predict_file": shop / "validation.jsonl"}
+    flags |= {"data__min_shared_tokens": 1, **FLOAT64}
+    assert main(arguments(**flags, **lora, trainer__max_steps=3)) == 0
+    checkpoint = tmp_path / "out" / "checkpoints" / "last"
+    predicted = []
+    for name, given in (
+        ("adapted", {**flags, **lora, "ckpt_path": checkpoint}),
+        ("merged", {**flags, "model__model_name_or_path": tmp_path / "out" / "model"}),
+    ):
+        assert main(arguments("predict", **given, output_dir=tmp_path / name)) == 0
+        lines = (tmp_path / name / "predictions.jsonl").read_text().splitlines()
+        predicted.append([logprob for line in lines for logprob in json.loads(line)["logprobs"]])
+    assert predicted[0] == pytest.approx(predicted[1], rel=1e-10)
 
 
 class TestUnderTheTrainerOfAUser:

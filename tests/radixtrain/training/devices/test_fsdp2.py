@@ -1,5 +1,6 @@
 """Under `fsdp2` each rank holds a part, and errors reach all. That its steps are right: `tests/claims/devices`."""
 
+import errno
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from radixtrain.checkpoints.sharded import part_of, whole
 from radixtrain.collators.radix import RadixCollator
 from radixtrain.data.datamodule import SFTData
 from radixtrain.distributed import ranks
-from radixtrain.errors import UserError
+from radixtrain.errors import EndedElsewhere, UserError
 from radixtrain.hf.backbone import backbone_of
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predicting_rows import forward_rows
@@ -64,6 +65,26 @@ def test_each_rank_holds_a_part(fit: Callable[..., Loop]) -> None:
 
     for held, num_whole in on_ranks(2, bytes_of):
         assert 0.5 <= held / (4 * num_whole) <= 0.51  # rows that pad a part
+
+
+def test_a_full_disk_ends_all_ranks(fit: Callable[..., Loop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After some tensors, the rest of which rank 0 still takes from the others; then they can gather again."""
+
+    def full(path: Path, chunks: Any) -> None:
+        next(chunks), next(chunks), next(chunks)  # the head of the file, and a tensor
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def save(rank: int) -> str:
+        loop = fit(1)
+        with monkeypatch.context() as patch, pytest.raises((OSError, EndedElsewhere)) as caught:
+            patch.setattr("radixtrain.checkpoints.tensors.write_file", full)
+            loop.save_checkpoint(tmp_path / "x")
+        loop.save_checkpoint(tmp_path / "y")
+        return type(caught.value).__name__
+
+    assert on_ranks(2, save) == ["OSError", "EndedElsewhere"]
+    assert [path.name for path in tmp_path.iterdir()] == ["y"]
+    read_checkpoint(tmp_path / "y")
 
 
 def test_a_checkpoint_after_a_validation_holds_all_moments(fit: Callable[..., Loop], tmp_path: Path) -> None:

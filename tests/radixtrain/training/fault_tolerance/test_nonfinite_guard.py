@@ -157,3 +157,11 @@ class TestSkip:
         said = [line for line in caplog.messages if "the step is left out" in line]
         assert [line.partition("left out, ")[2][:15] for line in said] == ["1 of at most 10", "2 of at most 10"]
         assert (tmp_path / "out" / "model" / "config.json").exists()
+
+    @FULL
+    def test_the_cap_ends_the_run(self, arguments: Any, monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
+        seen = spoil_steps(monkeypatch, set(range(1, 9)))
+        assert main(arguments(model__on_nonfinite="skip", model__max_skipped_steps=2)) == 1
+        assert len(seen) == 3
+        assert "2 steps were left out before, as many as model.max_skipped_steps" in capsys.readouterr().err
+        assert not (tmp_path / "out" / "model").exists()

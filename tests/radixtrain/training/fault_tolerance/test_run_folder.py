@@ -170,6 +170,15 @@ class TestOverwrite:
         assert contents(tmp_path / "sft.3") == before and contents(tmp_path / "sft.1")["loss.png"] == "sft.1"
         assert not contents(tmp_path / "sft") and (tmp_path / "link").resolve() == tmp_path / "sft"
 
+    def test_without_a_run_nothing_is_renamed(self, tmp_path: Path) -> None:
+        """Files of the user, with names that a run uses; and a run that saved nothing."""
+        for name in (*FOREIGN, "answers/step=9.csv", "logs/version_0/metrics.csv", "checkpoints/best/x"):
+            write(tmp_path / "sft" / name, "step,loss\n1,2")
+        write_as_a_run(tmp_path / "sft" / "logs" / "version_1" / "fit.yaml")
+        before = contents(tmp_path)
+        assert rename_earlier_run(tmp_path / "sft") is None
+        assert contents(tmp_path) == before
+
     def test_killed_at_any_moment_and_started_again(self, tmp_path: Path) -> None:
         """With the same command line. A second start without a checkpoint renames nothing."""
         out = tmp_path / "sft"
