@@ -15,8 +15,10 @@ from tiers import FULL
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from radixtrain.__main__ import main
+from radixtrain.collators.steps import StepCollator
 from radixtrain.errors import UserError
 from radixtrain.training.answers.predictions import PredictionWriter
+from radixtrain.training.module import RadixModule
 from radixtrain.verification.oracle import float64_arithmetic
 
 INSTRUCTION = "You name the shelf of a thing in the shop. Fruit is on shelf one, tools on shelf two. " * 4
@@ -114,6 +116,28 @@ def test_answers_to_questions(predict: Predict, shop: Path, capsys: pytest.Captu
     assert list(found[1]) == ["answer", "num_tokens", "logprob", "finish_reason"]
     line = capsys.readouterr().out.strip().splitlines()[-1]
     assert line.startswith("r  ") and "tokens of prompts per computed token" in line and "answers/s" in line
+
+
+def test_adapters(shop: Path) -> None:
+    """LoRA with weights that matter, on unique tokens and on padded rows, against calls of the adapted model."""
+    pytest.importorskip("peft", reason="pip install peft")
+    features = [{"input_ids": [7, 8, 9, 10, last], "labels": [-100] * 4 + [last]} for last in (11, 12, 11)]
+    for dedup in (True, False):
+        torch.manual_seed(0)
+        module = RadixModule(str(shop / "model"), dtype="float64", use_peft=True, lora_r=2, dedup=dedup)
+        module.configure_model()
+        module.eval()
+        rows = [torch.tensor([each["input_ids"]]) for each in features]
+        plain = module.model(rows[0]).logits
+        with torch.no_grad():
+            for name, parameter in module.model.named_parameters():
+                parameter.add_(0.1 if "lora_B" in name else 0)
+        records = module.predict_step(StepCollator(dedup=dedup, merge_labels=False)(features), 0)
+        outputs = [module.model(row).logits for row in rows]
+        assert not torch.allclose(outputs[0], plain)
+        for record, logits, row in zip(records, outputs, rows, strict=True):
+            token = row[0, -1].item()
+            assert record["logprobs"] == pytest.approx([logits[0, 3].log_softmax(-1)[token].item()], rel=1e-12)
 
 
 def test_the_closing_lines(

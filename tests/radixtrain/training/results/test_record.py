@@ -15,12 +15,14 @@ import pytest
 import torch
 from outcomes import logged, summary
 from safetensors.torch import load_file
+from tiers import FULL
 
 from radixtrain.__main__ import main
 from radixtrain.errors import Stopped, UserError
 from radixtrain.training.module import RadixModule
 from radixtrain.training.results.curves import read_curves
 from radixtrain.training.results.record import Progress, Record, status_of_run
+from radixtrain.verification.oracle import float64_arithmetic
 
 Arguments = Callable[..., list[str]]
 ANSWER = "You name the hammer, the saw and the file: where is fruit?"  # to no question of the training
@@ -340,6 +342,24 @@ def test_it_goes_on_in_another_folder(again: Any, tmp_path: Path) -> None:
     assert (tmp_path / "second" / "checkpoints" / "best").resolve() == tmp_path / "out" / best["path"]
     assert found["best"] == {**best, "path": str(tmp_path / "out" / best["path"])}
     assert found["exported"]["step"] == best["step"]
+
+
+@FULL
+@float64_arithmetic()
+def test_of_lora_only_the_adapters_are_kept_and_put_back(again: Any, tmp_path: Path, capsys: Any) -> None:
+    """The exported weights have the merged adapters of the best checkpoint, which is not the last one."""
+    pytest.importorskip("peft", reason="pip install peft")
+    shutil.rmtree(tmp_path / "out")
+    precision = {"model__dtype": "float64", "trainer__precision": "64-true"}
+    assert main(again(model__use_peft=True, model__learning_rate=0.1, trainer__max_epochs=3, **precision)) == 0
+    found = summary(tmp_path / "out")
+    kept = load_file(tmp_path / "out" / found["best"]["path"] / "model.safetensors")
+    assert kept and all("lora_" in name for name in kept)
+    assert found["steps"] > found["best"]["step"] and found["validation"]["eval_loss"] > 1.01 * found["best"]["value"]
+    capsys.readouterr()
+    assert main(again("validate", model__model_name_or_path=tmp_path / "out" / "model", **precision)) == 0
+    shown = float(capsys.readouterr().out.split("eval_loss")[1].split()[0])
+    assert shown == pytest.approx(found["best"]["value"], rel=1e-10)
 
 
 def test_what_is_refused_before_a_row_is_read(arguments: Arguments, tmp_path: Path, capsys: Any) -> None:
