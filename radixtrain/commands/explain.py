@@ -26,8 +26,7 @@ from radixtrain.hf.config import read_config
 from radixtrain.hf.share import share_prefixes
 from radixtrain.screen import printable, screen, without_passwords
 from radixtrain.settings.commands import Inspect, Report
-from radixtrain.settings.model import ModelSettings
-from radixtrain.settings.trainer import TrainerSettings
+from radixtrain.settings.sections import ModelSettings, TrainerSettings
 from radixtrain.training.devices.launcher_env import one_device
 from radixtrain.training.fault_tolerance.failures import explain
 from radixtrain.training.fault_tolerance.run_folder import check_output_dir, locked

@@ -16,7 +16,7 @@ from radixtrain.hf.backbone import model_inside
 from radixtrain.versions import to_install
 
 if TYPE_CHECKING:
-    from radixtrain.settings.model import ModelSettings
+    from radixtrain.settings.sections import ModelSettings
 
 
 SMALLEST_8BIT = 4096  # bitsandbytes keeps the moments of smaller weights in 32 bits

@@ -22,7 +22,7 @@ from radixtrain.versions import versions
 
 if TYPE_CHECKING:
     from radixtrain.settings.commands import RunSettings
-    from radixtrain.settings.model import ModelSettings
+    from radixtrain.settings.sections import ModelSettings
 
 
 WHOLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
