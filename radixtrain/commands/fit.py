@@ -21,11 +21,10 @@ from radixtrain.commands.before_reading import (
 )
 from radixtrain.commands.export import check_hub, export_run
 from radixtrain.commands.loggers import TRACKING, check_loggers, continue_wandb_run, errors_of_services, make_loggers
-from radixtrain.commands.quiet import quiet
 from radixtrain.data.datamodule import SFTData
 from radixtrain.distributed import form_groups, ranks
 from radixtrain.errors import UserError, did_you_mean
-from radixtrain.screen import print_line, screens
+from radixtrain.screen import print_line, quiet, screens
 from radixtrain.settings.commands import RunSettings
 from radixtrain.settings.fields import value_of
 from radixtrain.settings.read import PRINT, as_tree, print_settings, read

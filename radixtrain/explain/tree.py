@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from radixtrain.data.tokens.decode import shortened, text_of_run
+from radixtrain.explain.tokens import shortened, text_of_run
 from radixtrain.tree.arrays import IntArray, back_to_back
 from radixtrain.tree.plan import build_prefix_plan
 

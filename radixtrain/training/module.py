@@ -11,7 +11,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from radixtrain.checkpoints.sharded import whole
+from radixtrain.checkpoints.tensors import whole
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.prompts import Prompt

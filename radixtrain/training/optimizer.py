@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import get_scheduler
 
-from radixtrain.checkpoints.sharded import is_sharded
+from radixtrain.checkpoints.tensors import is_sharded
 from radixtrain.errors import UserError, first_line
 from radixtrain.hf.backbone import model_inside
 from radixtrain.versions import to_install

@@ -17,7 +17,7 @@ from tiers import FULL
 from tiny_models import tiny_hybrid, tiny_model, tiny_qwen3
 from torch import Tensor, nn
 
-from radixtrain.checkpoints.sharded import is_sharded, whole
+from radixtrain.checkpoints.tensors import is_sharded, whole
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.distributed import ranks
 from radixtrain.hf.share import share_prefixes
