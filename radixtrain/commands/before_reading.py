@@ -15,9 +15,9 @@ from radixtrain.errors import UserError, first_line
 from radixtrain.screen import print_line
 from radixtrain.settings.fields import flat
 from radixtrain.settings.read import read_yaml
-from radixtrain.training.fault_tolerance import slurm
 from radixtrain.training.fault_tolerance.run_folder import check_new_run, check_outside, is_resumed
 from radixtrain.training.fault_tolerance.run_state import check_settings_of_run
+from radixtrain.training.fault_tolerance.signals import is_restarted
 from radixtrain.training.results.model_folder import SETTINGS, check_model_folder
 from radixtrain.training.results.record import SUMMARY
 from radixtrain.training.start.preflight import check_room, num_stored_parameters
@@ -42,7 +42,7 @@ def checkpoint_of_fit(output_dir: Path, settings: Any, model: object, data: obje
     is not whole, or if its settings do not fit.
     """
     ckpt_path, overwrite = settings.ckpt_path, settings.overwrite
-    if slurm.is_restarted(output_dir):
+    if is_restarted(output_dir):
         ckpt_path, overwrite = AUTO, False
     checkpoints = output_dir / "checkpoints"
     check_new_run(output_dir, ckpt_path, overwrite)
