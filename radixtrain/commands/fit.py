@@ -18,6 +18,7 @@ from radixtrain.commands.before_reading import (
     checkpoint_of_fit,
     checkpoint_to_evaluate,
     defaults_of_model,
+    described_start,
 )
 from radixtrain.commands.export import check_hub, export_run
 from radixtrain.commands.loggers import TRACKING, check_loggers, continue_wandb_run, errors_of_services, make_loggers
@@ -42,7 +43,6 @@ from radixtrain.training.module import RadixModule
 from radixtrain.training.optimizer import check_package
 from radixtrain.training.results.record import Record
 from radixtrain.training.runner import Evaluation
-from radixtrain.training.start.preflight import described_start
 from radixtrain.training.start.run_overview import print_overview, steps_between_logs
 
 logger = logging.getLogger(__name__)

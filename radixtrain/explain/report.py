@@ -36,8 +36,7 @@ from radixtrain.explain.prediction import (
     SampledSteps,
     predict_seconds,
 )
-from radixtrain.explain.tokens import shortened, visible
-from radixtrain.explain.tree import TextTree
+from radixtrain.explain.tokens import TextTree, shortened, visible
 from radixtrain.screen import screen
 
 logger = logging.getLogger(__name__)
