@@ -1,4 +1,4 @@
-"""Tokens of a sample, or of a tree of samples, as text. Brackets mark loss, so that it is readable without colour too."""
+"""The tokens of samples and of a tree of them, as text. Brackets mark loss, so that it is readable without colour."""
 
 from __future__ import annotations
 
