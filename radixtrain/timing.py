@@ -1,13 +1,11 @@
-"""Measures how long a function takes and its peak memory, and names the processor that these numbers depend on."""
+"""Measures how long a function takes, and its peak memory."""
 
 from __future__ import annotations
 
 import os
-import platform
 import time
 from collections.abc import Callable
 from itertools import accumulate
-from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -58,10 +56,3 @@ def _cpu_changes(run: Callable[[], object]) -> list[int]:
 def _wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def processor() -> str:
-    """Return the CPU's model, or only its architecture if the model is unknown."""
-    described = Path("/proc/cpuinfo").read_text(errors="replace") if Path("/proc/cpuinfo").exists() else ""
-    models = [line.partition(":")[2].strip() for line in described.splitlines() if line.startswith("model name")]
-    return f"{models[0]} ({platform.machine()})" if models else platform.processor() or platform.machine()

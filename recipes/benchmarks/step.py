@@ -42,11 +42,12 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from radixtrain.collators.features import packed, token_rows
 from radixtrain.collators.steps import PaddedCollator, Step, StepCollator
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
+from radixtrain.cores import processor
 from radixtrain.errors import UserError
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.hf.share import restore_model, share_prefixes
-from radixtrain.timing import peak_bytes, processor, seconds_of
+from radixtrain.timing import peak_bytes, seconds_of
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 from radixtrain.tree.radix_inputs import radix_of
 from radixtrain.verification.equivalence import compare_gradients
