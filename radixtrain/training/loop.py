@@ -20,10 +20,9 @@ from typing import Any
 
 from radixtrain.checkpoints.folder import Checkpoint, help_to_write, write_checkpoint
 from radixtrain.data.datamodule import SFTData
-from radixtrain.distributed import ranks
+from radixtrain.distributed import add_gradient, ranks
 from radixtrain.errors import UserError
 from radixtrain.training.devices.fabric import is_sharded
-from radixtrain.training.devices.gradients import add_gradient
 from radixtrain.training.fault_tolerance.failures import restoring
 from radixtrain.training.fault_tolerance.run_state import (
     apply_settings,

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import step
 import torch
+from bars import relative_error
 from flops import costs_of, ordinary_flops, unique_flops
 from gpu_parts import arms as gpu_arms
 from gpu_parts import bars, batches, parts, steps
@@ -31,7 +32,6 @@ from transformers import LlamaConfig
 
 from radixtrain.errors import UserError
 from radixtrain.kernels.varlen import KERNELS
-from radixtrain.testing import relative_error
 from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.verification.oracle import float64_arithmetic, float64_throughout
 
@@ -65,6 +65,14 @@ def command(*words: str, path: Path | str = "") -> str:
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+def test_runs_take_turns() -> None:
+    order: list[str] = []
+    runs = {"a": lambda: order.append("a"), "b": lambda: order.append("b")}
+    seconds = step.seconds_in_turns(runs, CPU, 2, lambda name: order.append(f"before {name}"))
+    assert order == ["before a", "a", "before b", "b"] * 2
+    assert [len(turns) for turns in seconds.values()] == [2, 2]
 
 
 def test_operations_are_counted() -> None:

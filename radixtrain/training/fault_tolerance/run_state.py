@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from radixtrain import __version__
 from radixtrain.checkpoints.folder import Checkpoint, read_run
-from radixtrain.checkpoints.sharded import part_like, whole
-from radixtrain.checkpoints.tensors import bytes_of
+from radixtrain.checkpoints.tensors import bytes_of, part_like, whole
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import pretrained_model_of

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from bars import relative_error
 from families import FAMILIES, MULTIMODAL, skip_if_it_fails_by_itself
 from forked_ranks import on_ranks
 from tiers import cases
@@ -26,11 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer_harness import assert_as_near
 
 from radixtrain import RadixCollator, position_wise, restore_model, share_prefixes
-from radixtrain.checkpoints.sharded import whole
+from radixtrain.checkpoints.tensors import whole
 from radixtrain.errors import UserError
 from radixtrain.hf import sequence_parallel
 from radixtrain.hf.sequence_parallel import RowSplit, SplitCall, SplitModel
-from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_throughout
 
 Result = tuple[float, dict[str, Tensor]]
