@@ -77,7 +77,7 @@ def hooks_that_may_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def free_forks() -> Iterator[None]:
     """Recurrent layers fork wherever they can, in rows as short as those of tests."""
-    from generated_tries import free_forks
+    from radixtrain.testing import free_forks
 
     with free_forks():
         yield

@@ -9,8 +9,6 @@ import numpy as np
 import padded_policy
 import pytest
 import torch
-from bars import assert_equivalent
-from generated_tries import labelled_features
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from padded_policy import BAR, FLOATS, Features, clipped_ratio, log_likelihood, worst_error
@@ -24,6 +22,7 @@ from radixtrain.collators.features import packed
 from radixtrain.collators.steps import StepCollator
 from radixtrain.collators.targets import keep_once
 from radixtrain.hf.predicting_rows import forward_rows
+from radixtrain.testing import assert_equivalent, labelled_features
 from radixtrain.verification.equivalence import verify_step
 
 N = -100

@@ -4,7 +4,6 @@ from itertools import combinations_with_replacement, pairwise
 
 import numpy as np
 import pytest
-from generated_tries import ragged_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +12,7 @@ from radixtrain.collators.batching import (
     share_by_padded_tokens,
     share_by_unique_tokens,
 )
+from radixtrain.testing import ragged_batches
 
 BUDGETS = st.sampled_from([1, 3, 6, 10, 20, 1000, None])
 

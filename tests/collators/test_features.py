@@ -13,7 +13,6 @@ import torch
 import transformers
 from batch_contents import as_python
 from datasets import Dataset
-from generated_tries import ragged_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -22,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from radixtrain import RadixCollator
 from radixtrain.collators.features import HARMLESS, token_rows
 from radixtrain.collators.steps import PaddedCollator, StepCollator
+from radixtrain.testing import ragged_batches
 from radixtrain.tree.radix_inputs import with_radix
 
 N = -100

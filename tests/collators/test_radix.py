@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 from batch_contents import as_python
-from generated_tries import ragged_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixtrain.collators.misuse_guard import end_watch
 from radixtrain.collators.radix import RadixCollator
 from radixtrain.errors import UserError
+from radixtrain.testing import ragged_batches
 
 N = -100
 DOCSTRING = [

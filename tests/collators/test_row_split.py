@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from generated_tries import ragged_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixtrain.collators.radix import RadixCollator
 from radixtrain.collators.row_split import split_batch
 from radixtrain.collators.steps import StepCollator
+from radixtrain.testing import ragged_batches
 
 FLOATS = ("old_logprobs", "advantages")
 

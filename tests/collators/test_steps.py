@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from batch_contents import as_python, predictions_of, tensors_of
-from generated_tries import ragged_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import cases
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader
 from radixtrain import share_prefixes
 from radixtrain.collators.steps import PaddedCollator, StepCollator
 from radixtrain.hf.predicting_rows import forward_rows
+from radixtrain.testing import ragged_batches
 
 N = -100
 FEATURES = [

@@ -3,7 +3,6 @@
 from collections import defaultdict
 
 import pytest
-from generated_tries import ragged_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,6 +10,7 @@ from radixtrain.collators.features import token_rows
 from radixtrain.collators.radix import RadixCollator
 from radixtrain.collators.steps import StepCollator
 from radixtrain.collators.targets import features_once, keep_once
+from radixtrain.testing import ragged_batches
 
 N = -100
 BRANCHES = [

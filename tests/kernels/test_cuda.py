@@ -7,7 +7,6 @@ from itertools import accumulate, product
 import numpy as np
 import pytest
 import torch
-from bars import assert_within_reference_error
 from one_softmax import NAMES, by_the_book, distances_of_plan, one_softmax, with_gradients
 from plans import attention_inputs
 
@@ -19,6 +18,7 @@ from radixtrain.kernels.cpu_loops import EagerKernel
 from radixtrain.kernels.flash import cudnn_missing
 from radixtrain.kernels.varlen import PACKAGES, package_missing, varlen_kernel
 from radixtrain.kernels.varlen_args import Ragged, Scoring
+from radixtrain.testing import assert_within_reference_error
 from radixtrain.tree.layout import TreeLayout
 
 pytestmark = [

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from bars import assert_within_reference_error
 from cuda_stand_ins import HALF, Flash
 from one_softmax import NAMES, assert_exact, by_the_book, distances_of_plan, one_softmax, with_gradients
 from plans import attention_inputs, longer, plan_of
@@ -31,6 +30,7 @@ from radixtrain.kernels.flash import (
 )
 from radixtrain.kernels.merge_attention import Route, routed_attention
 from radixtrain.kernels.varlen_args import Ragged, Scoring, VarlenKernel
+from radixtrain.testing import assert_within_reference_error
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from generated_tries import ragged_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_softmax import assert_exact, distances_of_plan, one_softmax, with_gradients
@@ -23,6 +22,7 @@ from radixtrain.kernels import tree_flex
 from radixtrain.kernels.reference import tree_mask
 from radixtrain.kernels.tree_flex import flex_tree_attention, tree_block_mask
 from radixtrain.kernels.varlen_args import Scoring
+from radixtrain.testing import ragged_batches
 from radixtrain.tree.layout import TreeLayout
 
 

@@ -11,8 +11,6 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from bars import assert_within_reference_error, relative_error
-from generated_tries import ragged_batches
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from one_softmax import NAMES, assert_exact, by_the_book, distances_of_plan, one_softmax, with_gradients
@@ -25,6 +23,7 @@ from radixtrain.attention import EVERYWHERE, PREFERRED_ON_CUDA, choose_attention
 from radixtrain.errors import UserError
 from radixtrain.kernels.cpu_loops import EagerKernel
 from radixtrain.kernels.varlen import ON_CUDA, PACKAGES
+from radixtrain.testing import assert_within_reference_error, ragged_batches, relative_error
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 

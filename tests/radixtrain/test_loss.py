@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from bars import assert_within_reference_error, relative_error
 from tiers import FULL, tries
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -24,6 +23,7 @@ from radixtrain.loss import (
     logits_cross_entropy,
     logits_logprobs,
 )
+from radixtrain.testing import assert_within_reference_error, relative_error
 from radixtrain.timing import peak_bytes
 
 NAMES = ("loss", "d_hidden", "d_weight", "d_bias")

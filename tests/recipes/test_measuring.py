@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 import step
 import torch
-from bars import relative_error
 from flops import costs_of, ordinary_flops, unique_flops
 from gpu_parts import arms as gpu_arms
 from gpu_parts import bars, batches, parts, steps
@@ -32,6 +31,7 @@ from transformers import LlamaConfig
 
 from radixtrain.errors import UserError
 from radixtrain.kernels.varlen import KERNELS
+from radixtrain.testing import relative_error
 from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.verification.oracle import float64_arithmetic, float64_throughout
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from bars import flash_attention_by_the_book
 from torch import Tensor
 
+from radixtrain.testing import flash_attention_by_the_book
 from radixtrain.tree.plan import PrefixPlan
 
 NAMES = ("out", "dq", "dk", "dv")

@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from bars import relative_error
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from radixtrain import restore_model, share_prefixes, sharing_report
 from radixtrain.hf.backbone import backbone_of, model_inside
+from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_arithmetic
 from radixtrain.verification.report import MEDIAN_FACTOR
 

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from bars import relative_error
 from families import FAMILIES, MULTIMODAL, skip_if_it_fails_by_itself
 from forked_ranks import on_ranks
 from tiers import cases
@@ -31,6 +30,7 @@ from radixtrain.checkpoints.tensors import whole
 from radixtrain.errors import UserError
 from radixtrain.hf import sequence_parallel
 from radixtrain.hf.sequence_parallel import RowSplit, SplitCall, SplitModel
+from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_throughout
 
 Result = tuple[float, dict[str, Tensor]]

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from bars import relative_error
 from device_mutations import SHARDED_MUTATIONS
 from forked_ranks import on_ranks
 from tiers import FULL
@@ -22,6 +21,7 @@ from trainer_harness import gathered_weights
 from trainer_loop import padded_batches
 
 from radixtrain import RadixCollator, share_prefixes, sharing_report
+from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_throughout
 
 pytestmark = FULL

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from families import FAMILIES, Family
-from generated_tries import labelled_features
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from older_transformers import NEEDS_FORKS
@@ -21,6 +20,7 @@ from tiers import cases, tries
 from torch import Tensor
 
 from radixtrain import RadixCollator, restore_model
+from radixtrain.testing import labelled_features
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.radix_inputs import layout_of
 from radixtrain.tree.runs import RunCost, RunLayout, cheapest_runs, runs_of_segments

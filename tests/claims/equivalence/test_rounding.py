@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from generated_tries import labelled_features
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiers import FULL, TRIES
 
 from radixtrain import restore_model, share_prefixes
 from radixtrain.attention import EVERYWHERE
+from radixtrain.testing import labelled_features
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import (
     Features,

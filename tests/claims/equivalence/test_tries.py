@@ -11,13 +11,13 @@ from functools import partial
 from typing import Any
 
 import pytest
-from generated_tries import labelled_features
 from hypothesis import HealthCheck, given, settings
 from same_step import same_step
 from tiers import TRIES, cases
 
 from radixtrain import restore_model
 from radixtrain.attention import EVERYWHERE
+from radixtrain.testing import labelled_features
 from radixtrain.verification.oracle import float64_truth
 from radixtrain.verification.report import Rung
 

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import peft
 import torch
-from generated_tries import free_forks
 from inductor import SHARED, compile_without_running
 from tiny_models import tiny_hybrid, tiny_model, tiny_qwen3
 from torch import nn
@@ -32,6 +31,7 @@ from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.kernels import functions
 from radixtrain.kernels.merge_attention import merge_piece, merge_sinks
 from radixtrain.loss import linear_cross_entropy
+from radixtrain.testing import free_forks
 from radixtrain.training.module import RadixModule
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.verification.equivalence import verify_equivalence

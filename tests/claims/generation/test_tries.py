@@ -13,12 +13,12 @@ import pytest
 import torch
 from answers import answers_of, generated, logits_by_the_model, with_pieces_of
 from families import CORE
-from generated_tries import ragged_batches
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiers import TRIES, cases
 
 from radixtrain import RadixCache
+from radixtrain.testing import ragged_batches
 from radixtrain.verification.oracle import float64_throughout
 
 BAR = 1e-10

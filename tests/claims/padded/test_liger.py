@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from bars import assert_within_reference_error, relative_error
 from tiny_models import tiny_qwen3
 from torch import Tensor
 
 from radixtrain import RadixCollator, share_prefixes, sharing_report
 from radixtrain.errors import UserError
+from radixtrain.testing import assert_within_reference_error, relative_error
 from radixtrain.verification.oracle import float64_arithmetic
 
 pytest.importorskip("liger_kernel", reason="pip install --no-deps liger-kernel")

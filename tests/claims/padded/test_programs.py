@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from bars import relative_error
 from tiny_models import tiny_model, tiny_qwen3
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from radixtrain import share_prefixes, sharing_report
 from radixtrain.errors import UserError
+from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_arithmetic
 
 

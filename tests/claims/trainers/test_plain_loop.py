@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from bars import relative_error
 from tiers import FULL, cases
 from tiny_models import tiny_model
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from trainer_loop import (
 )
 
 from radixtrain import share_prefixes, sharing_report
+from radixtrain.testing import relative_error
 
 PADDINGS = [(side, pad) for side in ("right", "left", "both") for pad in (0, EOS)]
 

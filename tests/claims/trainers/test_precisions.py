@@ -1,7 +1,7 @@
 """16 bits in trainers: each trains and evaluates, under autocast or with weights of 16 bits.
 
 The error of a shared run against float64 is at most that of the ordinary run in the same precision, times the factors
-of `radixtrain.verification.report` for single tensors, and of `bars.py` for all of them as one. What is not
+of `radixtrain.verification.report` for single tensors, and of `radixtrain.testing` for all of them as one. What is not
 rounded is equal: dtypes and shapes of all that a model returns, the names of what is logged, the steps that a loss
 scale skips, and the warnings. Every call is shared.
 """
@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bars import assert_within_reference_error, relative_error
 from tiers import cases
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, log_softmax
@@ -27,6 +26,7 @@ from trainer_harness import Run, run
 from trainer_loop import padded_batches
 
 from radixtrain import RadixCollator, share_prefixes, sharing_report
+from radixtrain.testing import assert_within_reference_error, relative_error
 from radixtrain.tree.radix_inputs import RADIX
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import Gradients, float64_arithmetic

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bars import assert_within_reference_error, relative_error
 from forked_ranks import on_ranks
 from named_trainers import DRAWN, LONG, NUM_ROWS, PROMPT, Row, row_of
 from tiers import FULL
@@ -32,6 +31,7 @@ from transformers import set_seed
 
 from radixtrain import RadixCollator, share_prefixes, sharing_report
 from radixtrain.hf.backbone import backbone_of, model_inside
+from radixtrain.testing import assert_within_reference_error, relative_error
 from radixtrain.verification.equivalence import compare_gradients
 from radixtrain.verification.oracle import Gradients, float64_arithmetic
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from generated_tries import labelled_features
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from rich.cells import cell_len
@@ -24,6 +23,7 @@ from radixtrain.commands.explain import inspect
 from radixtrain.data.datamodule import SFTData
 from radixtrain.errors import UserError
 from radixtrain.explain.micro_batch import BatchTree, MicroBatch, draw
+from radixtrain.testing import labelled_features
 
 Build, Part, Print = Callable[..., TokenRow], Callable[..., MicroBatch], Callable[..., str]
 

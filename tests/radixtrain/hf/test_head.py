@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from bars import relative_error
 from tiers import FULL, cases
 from tiny_models import tiny_model
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from radixtrain.collators.steps import PaddedCollator
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import parts_of
 from radixtrain.hf.head import has_plain_head, hidden_rows, logits_rows
+from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_throughout
 
 DECODER = {"is_decoder": True}

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from bars import relative_error
 from older_transformers import PASSED_ON
 from tiny_models import tiny_model
 from torch import Tensor, nn
 
 from radixtrain import RadixCollator, generate, score_completions, share_prefixes, sharing_report
 from radixtrain.errors import UserError
+from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_throughout
 
 N = -100

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from bars import relative_error
 
 from radixtrain import RadixCollator, share_prefixes
 from radixtrain.collators.steps import PaddedCollator
 from radixtrain.hf.predicting_rows import forward_rows
+from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_arithmetic
 
 N = -100

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from bars import relative_error
 from hybrids import FEATURES, PROMPT, ROWS, batch_of, padded
 from tiers import cases
 from tiny_models import tiny_hybrid, tiny_qwen3
@@ -26,6 +25,7 @@ from radixtrain.collators.steps import PaddedCollator
 from radixtrain.errors import UserError
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predicting_rows import forward_rows
+from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_throughout
 
 # Without the probe: its trial would meet the hooks here, which wait for another call, before the call itself does.

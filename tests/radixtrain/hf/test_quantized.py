@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from bars import assert_within_reference_error
 from tiers import cases
 from tiny_models import tiny_qwen3
 from torch import nn
@@ -10,6 +9,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from radixtrain import verify_equivalence
 from radixtrain.hf.quantized import four_bit_layers, keep_trainable, with_plain_weights
+from radixtrain.testing import assert_within_reference_error
 from radixtrain.verification.oracle import float64_throughout
 from radixtrain.verification.report import TENSOR_FACTOR
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from generated_tries import FREE_FORKS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from older_transformers import since
@@ -29,6 +28,7 @@ from radixtrain.hf.recurrent import (
     run_on_tree,
     tree_runs,
 )
+from radixtrain.testing import FREE_FORKS
 from radixtrain.tree.layout import TreeLayout
 from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.tree.runs import cheapest_runs

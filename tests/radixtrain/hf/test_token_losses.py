@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from bars import relative_error
 from hybrids import FEATURES
 from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_qwen3
@@ -20,6 +19,7 @@ from radixtrain import RadixCollator, share_prefixes
 from radixtrain.errors import UserError
 from radixtrain.hf.collated import CollatedBatches
 from radixtrain.hf.sharing_report import SharingReport
+from radixtrain.testing import relative_error
 from radixtrain.tree.radix_inputs import RADIX
 from radixtrain.verification.oracle import float64_throughout, float64_truth, gradients_of
 

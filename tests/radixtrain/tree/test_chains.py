@@ -4,11 +4,11 @@ from collections import Counter
 
 import pytest
 import torch
-from generated_tries import ragged_batches
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from plans import DEEP, FOREST, agent, comb, mask_pairs, plan_of, seen_pairs
 
+from radixtrain.testing import ragged_batches
 from radixtrain.tree.chains import cascade
 from radixtrain.tree.layout import TreeLayout
 

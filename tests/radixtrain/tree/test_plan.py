@@ -9,10 +9,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from generated_tries import ragged_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from radixtrain.testing import ragged_batches
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 
 DERIVED = ["counts", "path_cu_seqlens_k", "path_keys", "segment_starts", "segment_parents", "subtree_ends"]

@@ -6,11 +6,11 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from generated_tries import FREE_FORKS, ragged_batches
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from plans import DEEP, plan_of
 
+from radixtrain.testing import FREE_FORKS, ragged_batches
 from radixtrain.tree.runs import (
     MIN_SAVED,
     MULTIPLES,

@@ -4,10 +4,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from generated_tries import ragged_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from radixtrain.testing import ragged_batches
 from radixtrain.tree.plan import build_prefix_plan
 from radixtrain.tree.sorting import heaviest_first, sort_sequences, without_small_branches
 

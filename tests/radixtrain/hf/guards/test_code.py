@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module
-from bars import relative_error
 from peft import EvaConfig, LoraConfig
 from peft.tuners.lora.eva import get_eva_state_dict
 from tiny_models import tiny_model
@@ -36,6 +35,7 @@ from radixtrain import (
 )
 from radixtrain.errors import UserError
 from radixtrain.hf.guards.code import code_in
+from radixtrain.testing import relative_error
 from radixtrain.verification.oracle import float64_throughout
 
 IDS = torch.tensor([[7, 8, 9, 1, 2], [7, 8, 9, 1, 3], [7, 8, 9, 4, 5]])

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bars import relative_error
 from tiny_models import tiny_model
 from torch import Tensor, nn
 from torch.nn import functional
@@ -23,6 +22,7 @@ from radixtrain.errors import UserError
 from radixtrain.hf.attention_interface import RadixCall
 from radixtrain.hf.guards import model as probe
 from radixtrain.hf.share import leave_refused_calls
+from radixtrain.testing import relative_error
 
 WIDTH = 32
 IDS = torch.tensor([[7, 8, 9, 1, 2, 4, 8], [7, 8, 9, 1, 3, 7, 7], [7, 8, 9, 4, 5, 7, 2]])

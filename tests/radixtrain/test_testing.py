@@ -2,10 +2,15 @@
 
 import pytest
 import torch
-from bars import assert_equivalent, assert_within_reference_error, flash_attention_by_the_book, relative_error
 from torch import Tensor
 
 from radixtrain import verify_equivalence
+from radixtrain.testing import (
+    assert_equivalent,
+    assert_within_reference_error,
+    flash_attention_by_the_book,
+    relative_error,
+)
 
 UNIT = 2.0**-24  # the unit roundoff of float32
 
