@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import sys
 from collections.abc import Iterator, MutableMapping
 from contextlib import suppress
@@ -34,6 +35,13 @@ def share_cores(environment: MutableMapping[str, str]) -> None:
 def threads_are_given() -> bool:
     """Return whether the user has set the number of threads."""
     return THREADS in os.environ and [os.environ[THREADS]] != _chosen
+
+
+def processor() -> str:
+    """Return the CPU's model, or only its architecture if the model is unknown."""
+    described = Path("/proc/cpuinfo").read_text(errors="replace") if Path("/proc/cpuinfo").exists() else ""
+    models = [line.partition(":")[2].strip() for line in described.splitlines() if line.startswith("model name")]
+    return f"{models[0]} ({platform.machine()})" if models else platform.processor() or platform.machine()
 
 
 def num_cores(root: Path = Path("/")) -> int:

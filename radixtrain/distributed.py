@@ -6,14 +6,14 @@ values travel over gloo, on the host, so that asking does not wait for a device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from radixtrain.errors import EndedElsewhere, UserError
 
@@ -22,6 +22,7 @@ Value = TypeVar("Value")
 # NCCL's watchdog kills the process with a report of its own. What waits for a hanging rank over gloo says more, so it
 # comes first: it has the time to report, and to end.
 NCCL_LATER = timedelta(seconds=60)
+BUCKET_BYTES = 25 << 20  # of gradients that are sent at once, as by torch's DDP
 PATIENCE = timedelta(days=2)  # for work of hours on rank 0: before the first step, and in the export
 
 
@@ -180,3 +181,54 @@ def check_sp_size(sp_size: int, num_ranks: int) -> None:
             f"sp_size {sp_size}: this run has {num_ranks} {'rank' if num_ranks == 1 else 'ranks'}, which it has to "
             f"divide: {fit}; change it, or trainer.devices"
         )
+
+
+def add_gradient(module: Any, is_sharded: bool, batch: dict[str, Any], divisor: float, is_last: bool) -> Tensor:
+    """Add the gradient of a micro-batch, whose loss is divided by a number. Returns that loss, detached.
+
+    module: with `loss_sum`. is_sharded: by FSDP2, which averages the gradient of every micro-batch over the ranks.
+    is_last: of the step: after it, gradients are means over the ranks.
+    """
+    share: Tensor = module.loss_sum(batch) / divisor
+    share.backward()
+    if is_last and not is_sharded:
+        average_gradients(module.parameters())
+    return share.detach()
+
+
+@torch.no_grad()
+def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Replace each gradient by its mean over the ranks. Every rank calls this, with the same parameters in one order.
+
+    A parameter that only some ranks have reached, such as an expert that no token of the others is routed to, counts
+    as zero on the others. One that no rank has reached keeps the gradient None, which an optimizer skips.
+    """
+    if ranks().size == 1:
+        return
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    is_reached = ranks().largest(*(int(parameter.grad is not None) for parameter in trained))
+    gradients = []
+    for parameter, reached in zip(trained, is_reached, strict=True):
+        if reached and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if parameter.grad is not None:
+            gradients.append(parameter.grad)
+    for bucket in _buckets(gradients):
+        flat = torch.cat([gradient.flatten() for gradient in bucket]).div_(ranks().size)
+        dist.all_reduce(flat)
+        for gradient, mean in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
+            gradient.copy_(mean.view_as(gradient))
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Cut a sequence of tensors into lists of one dtype and about `BUCKET_BYTES`."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if bucket and (tensor.dtype != bucket[0].dtype or size >= BUCKET_BYTES):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.numel() * tensor.element_size()
+    if bucket:
+        yield bucket

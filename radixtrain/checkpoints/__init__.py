@@ -1,8 +1,7 @@
 """Checkpoints that can be trusted: written whole or not at all, checked before they are read, and free of code.
 
     folder                    write_checkpoint, read_checkpoint, verify_checkpoint, read_run
-        tensors               a file of tensors, written one tensor at a time; checksums of files
-        sharded               tensors of which every rank holds a part
+        tensors               a file of tensors, written one tensor at a time; checksums; what a rank holds of a tensor
         atomic                a folder or a file replaces another one in one step
     resolve                   newest_valid, the meaning of `--ckpt_path`, how many are kept, the links `last` and `best`
 

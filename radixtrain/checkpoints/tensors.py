@@ -1,4 +1,4 @@
-"""The files of a checkpoint: tensors in the format of safetensors, written one at a time; checksums.
+"""The tensors of a checkpoint: parts of a `DTensor`, files in the format of safetensors, checksums.
 
 The library's own writer needs the bytes of all tensors at once, in host memory: for weights and optimizer states on a
 GPU that is a second copy of both. Here one tensor is copied at a time. The library reads the file.
@@ -19,11 +19,43 @@ import xxhash
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
 
-from radixtrain.checkpoints.sharded import whole
 from radixtrain.text_files import check_file
 
 ALIGNMENT = 8  # bytes
+
+
+def is_sharded(tensor: object) -> bool:
+    """Return whether each rank holds a part of it, as FSDP2 shards weights by rows. Its shape is that of the whole."""
+    return isinstance(tensor, DTensor)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the whole of a sharded tensor, on every rank, each of which calls this; any other tensor unchanged."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def part_of(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a sharded tensor, which may be nothing; any other tensor unchanged."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def part_like(tensor: Tensor, like: object) -> Tensor:
+    """Shard a whole tensor as another one, on that one's device, in memory of its own. Nothing is sent.
+
+    Returns a copy if their shapes differ, and the tensor itself if the other one is not sharded.
+    """
+    if not isinstance(like, DTensor):
+        return tensor
+    if tensor.shape != like.shape:
+        return tensor.clone()
+    assert like.placements == (Shard(0),), "fully_shard divides rows among the ranks of one mesh"
+    mesh = like.device_mesh
+    rank, parts = mesh.get_local_rank(), tensor.chunk(mesh.size())
+    mine = parts[rank] if rank < len(parts) else tensor[:0]  # fewer rows than ranks
+    held = mine.to(like.to_local().device, copy=True).contiguous()
+    return DTensor.from_local(held, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 @dataclass(frozen=True)

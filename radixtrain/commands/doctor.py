@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from radixtrain import __version__
-from radixtrain.cores import WAITING, num_cores
+from radixtrain.cores import WAITING, num_cores, processor
 from radixtrain.errors import UserError, bytes_text, first_line
 from radixtrain.screen import printable
 from radixtrain.settings.commands import Doctor
@@ -127,8 +127,6 @@ def _packages() -> Iterator[Finding]:
 
 def _devices() -> Iterator[Finding]:
     import torch
-
-    from radixtrain.timing import processor
 
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
     threads = f"torch uses {torch.get_num_threads()} of them"

@@ -15,7 +15,6 @@ import torch
 from rich.console import Console
 
 from radixtrain.checkpoints.atomic import check_replaceable
-from radixtrain.commands.quiet import quiet
 from radixtrain.data.step_data import StepData
 from radixtrain.errors import UserError
 from radixtrain.explain.micro_batch import show_micro_batch
@@ -24,10 +23,9 @@ from radixtrain.explain.report import make_report, print_report, write_page
 from radixtrain.explain.row import show_row
 from radixtrain.hf.config import read_config
 from radixtrain.hf.share import share_prefixes
-from radixtrain.screen import printable, screen, without_passwords
+from radixtrain.screen import printable, quiet, screen, without_passwords
 from radixtrain.settings.commands import Inspect, Report
-from radixtrain.settings.model import ModelSettings
-from radixtrain.settings.trainer import TrainerSettings
+from radixtrain.settings.sections import ModelSettings, TrainerSettings
 from radixtrain.training.devices.launcher_env import one_device
 from radixtrain.training.fault_tolerance.failures import explain
 from radixtrain.training.fault_tolerance.run_folder import check_output_dir, locked

@@ -25,7 +25,7 @@ from radixtrain.screen import print_line
 from radixtrain.settings.commands import Export, RunSettings
 from radixtrain.training.fault_tolerance.failures import restoring
 from radixtrain.training.fault_tolerance.run_folder import locked_model
-from radixtrain.training.fault_tolerance.run_state import load_weights
+from radixtrain.training.fault_tolerance.run_state import check_same_model, load_weights
 from radixtrain.training.loop import Loop
 from radixtrain.training.module import RadixModule
 from radixtrain.training.results.model_folder import card_and_settings, check_model_folder, save_hf_folder
@@ -74,6 +74,7 @@ def run(settings: Export, words: Sequence[str]) -> None:
 def _restored(checkpoint: Checkpoint) -> RadixModule:
     module = RadixModule(**checkpoint.run["model"])
     module.configure_model()
+    check_same_model(checkpoint, module)
     load_weights(module, checkpoint)
     return module
 

@@ -18,14 +18,14 @@ from radixtrain.commands.before_reading import (
     checkpoint_of_fit,
     checkpoint_to_evaluate,
     defaults_of_model,
+    described_start,
 )
 from radixtrain.commands.export import check_hub, export_run
 from radixtrain.commands.loggers import TRACKING, check_loggers, continue_wandb_run, errors_of_services, make_loggers
-from radixtrain.commands.quiet import quiet
 from radixtrain.data.datamodule import SFTData
 from radixtrain.distributed import form_groups, ranks
 from radixtrain.errors import UserError, did_you_mean
-from radixtrain.screen import print_line, screens
+from radixtrain.screen import print_line, quiet, screens
 from radixtrain.settings.commands import RunSettings
 from radixtrain.settings.fields import value_of
 from radixtrain.settings.read import PRINT, as_tree, print_settings, read
@@ -33,18 +33,16 @@ from radixtrain.training.answers.evaluate_generation import OWN_METRICS, Evaluat
 from radixtrain.training.devices.fabric import fabric_of, sp_size_of
 from radixtrain.training.devices.launch import launch, leaving_together, meet, one_rank_reports
 from radixtrain.training.devices.launcher_env import ON_SEVERAL, default_devices, is_launched, launcher_env
-from radixtrain.training.fault_tolerance import slurm
 from radixtrain.training.fault_tolerance.failures import explain, last_checkpoint, raise_file_limit
 from radixtrain.training.fault_tolerance.run_folder import check_output_dir, locked, rename_earlier_run
 from radixtrain.training.fault_tolerance.run_state import template_date
 from radixtrain.training.fault_tolerance.saving import SaveCheckpoints
-from radixtrain.training.fault_tolerance.signals import Requests
+from radixtrain.training.fault_tolerance.signals import Requests, remember_job
 from radixtrain.training.loop import Loop
 from radixtrain.training.module import RadixModule
 from radixtrain.training.optimizer import check_package
 from radixtrain.training.results.record import Record
 from radixtrain.training.runner import Evaluation
-from radixtrain.training.start.preflight import described_start
 from radixtrain.training.start.run_overview import print_overview, steps_between_logs
 
 logger = logging.getLogger(__name__)
@@ -196,7 +194,7 @@ class Command:
         """Rename an earlier run that this one replaces, just before the first step, and note the job of SLURM."""
         if self.replaces and (earlier := rename_earlier_run(self.output_dir)):
             print_line("earlier run", f"now in {earlier}")
-        slurm.remember_job(self.output_dir)
+        remember_job(self.output_dir)
 
     def _call(self) -> None:
         """Call the method of the runner, with the keys of the command. While it trains, a signal waits for the step."""

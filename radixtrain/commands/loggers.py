@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from radixtrain.checkpoints.folder import read_run
 from radixtrain.errors import UserError, first_line
-from radixtrain.settings.trainer import TrainerSettings
+from radixtrain.settings.sections import TrainerSettings
 from radixtrain.versions import to_install
 
 PROJECT = "radixtrain"  # unless trainer.project or one of these variables names another

@@ -25,7 +25,7 @@ from radixtrain.data.template import (
 from radixtrain.data.tokens.tokenization import Draft, DraftTokenizer
 from radixtrain.data.tokens.tokenization import load_tokenizer as load_tokenizer  # recipes take both from here
 from radixtrain.errors import DataError, UserError
-from radixtrain.settings.data import date_of
+from radixtrain.settings.sections import date_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from radixtrain.data.files.rows import OF_TOKENS, Row, parsed
-from radixtrain.data.messages import EMPTY, LOGS, check_messages, with_system
+from radixtrain.data.messages import EMPTY, LOGS, check_messages, read_tools, with_system
 from radixtrain.data.unread import preference_data, reason_of, tells
 from radixtrain.errors import DataError
 
@@ -114,11 +114,13 @@ def _is_chat(name: str, value: object) -> bool:
 def _chat(fields: Fields, messages: list[Fields], where: str) -> Fields:
     """Return the conversation with the columns that chats may carry."""
     standard: Fields = {name: fields.pop(name) for name in OF_CHATS if name in fields}
-    of_system = messages[0].pop("tools", None)  # GLM's form
-    if isinstance(of_system, list):
-        standard.setdefault("tools", of_system)
-    if functions := standard.pop("functions", None):  # what OpenAI had before tools
-        standard.setdefault("tools", functions)
+    # What OpenAI had before tools, and GLM's form.
+    others = {"functions": standard.pop("functions", None), "tools of the system turn": messages[0].pop("tools", None)}
+    for name, value in others.items():
+        if tools := value and read_tools(value, where):
+            if (given := read_tools(standard.get("tools"), where)) and given != tools:
+                raise DataError(where, f"tools and {name} differ; remove one of them")
+            standard["tools"] = tools
     if isinstance(kwargs := standard.get("chat_template_kwargs"), str):  # as CSV has to
         kwargs = parsed(kwargs or "{}", "chat_template_kwargs", where)
         standard["chat_template_kwargs"] = kwargs or {}  # null, of a column that was dumped to text

@@ -15,7 +15,7 @@ from radixtrain.data.steps import StepDataset, StepLoader
 from radixtrain.data.tokens.store import Corpus
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
-from radixtrain.settings.data import DataSettings, Files
+from radixtrain.settings.sections import DataSettings, Files
 
 
 class SFTData(StepData, L.LightningDataModule):

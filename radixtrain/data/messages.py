@@ -52,15 +52,22 @@ def check_messages(
         messages = _parse(messages, field, expected, where)
     if not isinstance(messages, list) or not messages:
         raise DataError(where, f"{field}: {expected}, found {repr(messages)[:60]}")
-    turns = [_renamed(message, keys) for message in messages]
+    turns = [_renamed(message, keys, f"{field}: turn {n}", where) for n, message in enumerate(messages, start=1)]
     return [_check_message(message, f"{field}: turn {n}", where) for n, message in enumerate(turns, start=1)]
 
 
-def _renamed(message: Any, keys: Mapping[str, str | None]) -> Any:
+def _renamed(message: Any, keys: Mapping[str, str | None], name: str, where: str) -> Any:
+    """Return a message under our names, without nulls: columnar files fill the keys that a turn does not have."""
     if not isinstance(message, dict):
         return message
-    named = ((keys.get(key, key), value) for key, value in message.items())
-    return {key: value for key, value in named if key is not None}
+    found: Message = {}
+    for theirs, value in message.items():
+        key = keys.get(theirs, theirs)
+        if key in found and value is not None and value != found[key]:
+            raise DataError(where, f"{name}: two keys are {key} by data.columns, and they differ; remove one of them")
+        if key is not None and value is not None:
+            found[key] = value
+    return found
 
 
 def with_system(messages: list[Message], system: str, where: str) -> list[Message]:
@@ -86,8 +93,7 @@ def _parse(text: str, name: str, expected: str, where: str) -> Any:
 def _check_message(message: object, name: str, where: str) -> Message:
     if not isinstance(message, dict):
         raise DataError(where, f"{name}: expected {{role, content}}, found {repr(message)[:60]}")
-    # Columnar files fill the keys that a turn does not have with nulls, and templates print some of them as "None".
-    given = {key: value for key, value in message.items() if value is not None}
+    given = dict(message)
     speaker = given.pop("from", None) if "role" not in given else given.pop("role")
     if not isinstance(speaker, str) or speaker not in SPEAKERS:
         known = f"expected one of {', '.join(ROLES)}, or ShareGPT's human, gpt ..."
@@ -177,7 +183,7 @@ def _part_text(part: Any, name: str, where: str) -> str:
         reason = f"only parts {{type: text, text}} are read, found {repr(found)[:60]}{hint}"
         raise DataError(where, f"{name}: content: {reason}")
     for key, value in part.items():
-        if key not in ("type", "text") and tells(key, value, of_turn=True):
+        if key not in ("type", "text") and value not in ("", [], {}) and tells(key, value, of_turn=True):
             raise DataError(where, f"{name}: content: {key}: {value!r} of a part is not read; remove it, or the part")
     text: str = part["text"]
     return text

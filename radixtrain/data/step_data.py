@@ -29,8 +29,8 @@ from radixtrain.data.tokens.tokenization import load_tokenizer
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.hf.config import end_tokens, read_config
-from radixtrain.settings.data import DataSettings, Files
 from radixtrain.settings.fields import value_of
+from radixtrain.settings.sections import DataSettings, Files
 from radixtrain.tree.arrays import IntArray
 
 if TYPE_CHECKING:

@@ -23,8 +23,7 @@ from radixtrain.collators.token_row import TokenRow
 from radixtrain.data.step_data import StepData
 from radixtrain.data.steps import features_of
 from radixtrain.errors import UserError
-from radixtrain.explain.tokens import LOSS, Token, marked, token_texts
-from radixtrain.explain.tree import Run, run_tree
+from radixtrain.explain.tokens import LOSS, Run, Token, marked, run_tree, token_texts
 from radixtrain.tree.arrays import IntArray
 from radixtrain.tree.radix_inputs import layout_of, radix_of
 

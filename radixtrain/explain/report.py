@@ -26,7 +26,6 @@ from radixtrain.checkpoints.atomic import writing_file
 from radixtrain.data.sample import EncodeReport
 from radixtrain.data.step_data import StepData
 from radixtrain.data.steps import text_of_copies
-from radixtrain.data.tokens.decode import shortened
 from radixtrain.errors import UserError
 from radixtrain.explain.breaks import Break, find_breaks
 from radixtrain.explain.prediction import (
@@ -37,8 +36,7 @@ from radixtrain.explain.prediction import (
     SampledSteps,
     predict_seconds,
 )
-from radixtrain.explain.tokens import visible
-from radixtrain.explain.tree import TextTree
+from radixtrain.explain.tokens import TextTree, shortened, visible
 from radixtrain.screen import screen
 
 logger = logging.getLogger(__name__)

@@ -18,11 +18,10 @@ from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import Row, Source, UnreadRow, as_sources, open_rows
 from radixtrain.data.sample import EncodeReport
 from radixtrain.data.step_data import StepData, encoder_for
-from radixtrain.data.tokens.decode import shortened
 from radixtrain.data.tokens.tokenization import Draft
 from radixtrain.errors import DataError, UserError
 from radixtrain.explain.micro_batch import micro_batches
-from radixtrain.explain.tokens import marked, sample_tokens, visible
+from radixtrain.explain.tokens import marked, sample_tokens, shortened, visible
 
 MOST_CHARS = 800  # to show of a field, or of a rendered text
 REFUSED = "bold red"

@@ -4,10 +4,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 from radixtrain.errors import UserError
-from radixtrain.settings.data import DataSettings
 from radixtrain.settings.fields import FINITE, TINY, FilledBy, Limits, Section
-from radixtrain.settings.model import ModelSettings
-from radixtrain.settings.trainer import TrainerSettings
+from radixtrain.settings.sections import DataSettings, ModelSettings, TrainerSettings
 
 Count = Annotated[int, Limits(1)]
 

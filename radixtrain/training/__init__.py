@@ -9,5 +9,5 @@
 | `answers/` | generates answers to rows and scores them; what `predict` writes of a row |
 | `fault_tolerance/` | saves, stops and resumes a run |
 | `progress.py` | tokens per second, and the progress bar |
-| `results/` | files and lines that a run leaves: `results/record.py` collects them |
+| `results/` | files and lines that a run leaves, from one record |
 """

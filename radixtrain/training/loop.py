@@ -20,16 +20,16 @@ from typing import Any
 
 from radixtrain.checkpoints.folder import Checkpoint, help_to_write, write_checkpoint
 from radixtrain.data.datamodule import SFTData
-from radixtrain.distributed import ranks
+from radixtrain.distributed import add_gradient, ranks
 from radixtrain.errors import UserError
 from radixtrain.training.devices.fabric import is_sharded
-from radixtrain.training.devices.gradients import add_gradient
 from radixtrain.training.fault_tolerance.failures import restoring
 from radixtrain.training.fault_tolerance.run_state import (
     apply_settings,
     checkpoint_of,
     generator_states,
     load_moments,
+    remember_base,
     restore_position,
     set_generator_states,
     set_states_of_ranks,
@@ -69,6 +69,7 @@ class Loop(Runner):
             self.begin("fit", module, data, ckpt_path)
             self.length = module.steps_per_epoch or 0
             checkpoint = self._restored() if ckpt_path else None
+            remember_base(module)
             self.place()
             self.record.begin(self)
             self.saver.begin(ckpt_path)
@@ -236,6 +237,8 @@ class Loop(Runner):
     def save_checkpoint(self, path: Path) -> None:
         """Write a checkpoint on rank 0; the others give their parts."""
         checkpoint = checkpoint_of(self.module, self.datamodule, self.optimizer, self.record.state())
+        if self._generators:  # of the run, which has taken no step since it goes on
+            checkpoint.run["generators"] = self._generators
         if is_sharded(self.strategy) and not ranks().is_first:
             help_to_write(checkpoint)
         ranks().broadcast_from_rank0(lambda: write_checkpoint(path, checkpoint))

@@ -11,7 +11,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from radixtrain.checkpoints.sharded import whole
+from radixtrain.checkpoints.tensors import whole
 from radixtrain.collators.steps import Step, StepCollator
 from radixtrain.data.datamodule import SFTData
 from radixtrain.data.prompts import Prompt
@@ -21,7 +21,7 @@ from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.hf.share import options_of, share_prefixes
 from radixtrain.hf.sharing_report import warn_of_rounding
-from radixtrain.settings.model import ModelSettings
+from radixtrain.settings.sections import ModelSettings
 from radixtrain.training.answers.answering import check_answering
 from radixtrain.training.answers.predictions import PredictedAnswers, scored_records
 from radixtrain.training.fault_tolerance.nonfinite_guard import NonFiniteGuard, check_weights_finite

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from transformers import get_scheduler
 
-from radixtrain.checkpoints.sharded import is_sharded
+from radixtrain.checkpoints.tensors import is_sharded
 from radixtrain.errors import UserError, first_line
 from radixtrain.hf.backbone import model_inside
 from radixtrain.versions import to_install
 
 if TYPE_CHECKING:
-    from radixtrain.settings.model import ModelSettings
+    from radixtrain.settings.sections import ModelSettings
 
 
 SMALLEST_8BIT = 4096  # bitsandbytes keeps the moments of smaller weights in 32 bits

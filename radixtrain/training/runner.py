@@ -23,7 +23,7 @@ from radixtrain.distributed import ranks
 from radixtrain.errors import UserError, only_warns
 from radixtrain.hf.guards.draws import evaluating
 from radixtrain.screen import print_lines, printable
-from radixtrain.settings.trainer import TrainerSettings
+from radixtrain.settings.sections import TrainerSettings
 from radixtrain.training.answers.evaluate_generation import EvaluateGeneration
 from radixtrain.training.answers.predictions import PredictionWriter
 from radixtrain.training.devices.fabric import is_sharded

@@ -19,17 +19,22 @@ operations (`flops.py`), and peak memory is what a step adds to weights and grad
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
+import transformers
 from flops import costs_of, ordinary_flops, unique_flops
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3_5TextConfig, Qwen3Config
@@ -37,11 +42,12 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from radixtrain.collators.features import packed, token_rows
 from radixtrain.collators.steps import PaddedCollator, Step, StepCollator
 from radixtrain.collators.token_row import IGNORE_INDEX, TokenRow
+from radixtrain.cores import processor
 from radixtrain.errors import UserError
 from radixtrain.hf.head import has_plain_head
 from radixtrain.hf.predicting_rows import forward_rows
 from radixtrain.hf.share import restore_model, share_prefixes
-from radixtrain.timing import added_bytes, header, seconds_in_turns
+from radixtrain.timing import peak_bytes, seconds_of
 from radixtrain.tree.plan import PrefixPlan, build_prefix_plan
 from radixtrain.tree.radix_inputs import radix_of
 from radixtrain.verification.equivalence import compare_gradients
@@ -240,6 +246,24 @@ class Arm:
                     term.backward()
 
 
+def seconds_in_turns(
+    runs: Mapping[K, Callable[[], object]],
+    device: torch.device,
+    repeats: int,
+    before: Callable[[K], object],
+) -> dict[K, list[float]]:
+    """Time `repeats` runs of each function, alternating between the functions; returns seconds.
+
+    before: called with the name of a run before each of its turns, untimed.
+    """
+    seconds: dict[K, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            before(name)
+            seconds[name].append(seconds_of(run, device))
+    return seconds
+
+
 def step_seconds(model: PreTrainedModel, runs: Mapping[K, tuple[Arm, Work]], repeats: int) -> dict[K, list[float]]:
     """Time the runs in turns; every step starts without gradients."""
 
@@ -248,7 +272,7 @@ def step_seconds(model: PreTrainedModel, runs: Mapping[K, tuple[Arm, Work]], rep
         model.zero_grad(set_to_none=True)
 
     steps = {name: partial(arm.run_step, model, work) for name, (arm, work) in runs.items()}
-    return seconds_in_turns(steps, next(model.parameters()).device, repeats, before=before)
+    return seconds_in_turns(steps, next(model.parameters()).device, repeats, before)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,8 +364,15 @@ def _gradients(model: PreTrainedModel, terms: Callable[[], Iterator[Tensor]]) ->
 
 
 def _peak(model: PreTrainedModel, work: Work, arm: Arm) -> int:
+    """Return the peak bytes that a step adds to weights, batch and, if it trains, gradients.
+
+    The gradients exist already, as in the second micro-batch of an optimizer step. So this counts activations, the loss
+    with its gradient of the head, and the one gradient at a time that autograd is about to add.
+    """
     arm.prepare(model)
-    return added_bytes(model, partial(arm.run_step, model, work), trains=work.mode == "step")
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if work.mode == "step" and parameter.requires_grad else None
+    return peak_bytes(partial(arm.run_step, model, work), next(model.parameters()).device)
 
 
 TITLES = "| step | attention | unique tokens | r | ideal | speed-up (range) | of the ideal | ms | peak MiB | error |"
@@ -365,6 +396,44 @@ def print_table(results: Sequence[Measured]) -> None:
             f"{found.error:.1e}",
         )
         print(f"| {' | '.join(cells)} |")
+
+
+def environment(device: torch.device, dtype: str) -> dict[str, Any]:
+    """Describe the conditions of a measurement, column to value. Names no host and no path."""
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": _commit(),
+        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
+        "num_cores": os.cpu_count(),
+        "num_threads": torch.get_num_threads(),
+        "dtype": dtype,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def header(device: torch.device, dtype: str, repeats: int) -> str:
+    """Describe the conditions of a measurement in one line, with the present load of the machine."""
+    facts = environment(device, dtype)
+    commit = f", commit {facts['commit']}" if facts["commit"] else ""
+    load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+    return (
+        f"{facts['date']}{commit}, {facts['machine']}, {facts['num_cores']} cores, {facts['num_threads']} threads"
+        f"{load}, {dtype}, torch {facts['torch']}, transformers {facts['transformers']}, medians of {repeats} "
+        f"alternating runs"
+    )
+
+
+def _commit() -> str:
+    """Return the commit of the repository that holds this file, `-dirty` if changed; empty for an installed package."""
+    for command in (["ls-files", "--error-unmatch", __file__], ["describe", "--always", "--dirty", "--exclude=*"]):
+        try:
+            done = subprocess.run(
+                ["git", *command], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+            )
+        except (OSError, subprocess.CalledProcessError):
+            return ""
+    return done.stdout.strip()
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -1,19 +1,11 @@
-"""Functions take turns; allocations whose size is known are counted to the byte."""
+"""Allocations whose size is known are counted to the byte."""
 
 import torch
 
-from radixtrain.timing import peak_bytes, seconds_in_turns
+from radixtrain.timing import peak_bytes
 
 CPU = torch.device("cpu")
 KIBIBYTE = 256  # float32 numbers
-
-
-def test_runs_take_turns() -> None:
-    order: list[str] = []
-    runs = {"a": lambda: order.append("a"), "b": lambda: order.append("b")}
-    seconds = seconds_in_turns(runs, CPU, 2, before=lambda name: order.append(f"before {name}"))
-    assert order == ["before a", "a", "before b", "b"] * 2
-    assert [len(turns) for turns in seconds.values()] == [2, 2]
 
 
 def test_the_peak_is_the_highest_point_and_not_the_sum() -> None:

@@ -12,8 +12,8 @@ from radixtrain import __main__ as entrance
 from radixtrain import share_prefixes, sharing_report, versions
 from radixtrain.__main__ import main
 from radixtrain.errors import UserError
+from radixtrain.hf import recurrent
 from radixtrain.hf.padded import sharing
-from radixtrain.hf.recurrent import running
 from radixtrain.versions import check_versions, installed, is_older
 
 
@@ -68,7 +68,7 @@ def test_a_refusal_says_that_transformers_is_newer(monkeypatch):
     newer(monkeypatch)
     with pytest.raises(UserError, match=rf"^BloomForCausalLM .*{TESTED}$"):
         share_prefixes(unreachable)
-    monkeypatch.setattr(running, "is_cache", lambda *_: False)
+    monkeypatch.setattr(recurrent, "is_cache", lambda *_: False)
     with pytest.raises(UserError, match=rf"does not name the cache .*{TESTED}$"):
         share_prefixes(tiny_hybrid("LFM2"))
     model = share_prefixes(tiny_qwen3())

@@ -67,6 +67,14 @@ def command(*words: str, path: Path | str = "") -> str:
     return done.stdout
 
 
+def test_runs_take_turns() -> None:
+    order: list[str] = []
+    runs = {"a": lambda: order.append("a"), "b": lambda: order.append("b")}
+    seconds = step.seconds_in_turns(runs, CPU, 2, lambda name: order.append(f"before {name}"))
+    assert order == ["before a", "a", "before b", "b"] * 2
+    assert [len(turns) for turns in seconds.values()] == [2, 2]
+
+
 def test_operations_are_counted() -> None:
     """Of two sequences of three tokens that share two."""
     costs = costs_of(LlamaConfig(**SIZES, num_hidden_layers=1))

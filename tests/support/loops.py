@@ -10,7 +10,7 @@ from typing import Any
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
 
-from radixtrain.settings.trainer import TrainerSettings
+from radixtrain.settings.sections import TrainerSettings
 from radixtrain.training.answers.evaluate_generation import EvaluateGeneration
 from radixtrain.training.devices.fabric import Sharded
 from radixtrain.training.fault_tolerance.saving import SaveCheckpoints

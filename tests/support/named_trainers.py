@@ -22,9 +22,11 @@ def row_of(answer: list[int]) -> Row:
     return {"input_ids": PROMPT + answer, "labels": [-100] * len(PROMPT) + answer}
 
 
-def rollout_trainer(name: str, share: Share, reference: Any, folder: Any, seed: int, **how: Any) -> Any:
+def rollout_trainer(
+    name: str, share: Share, reference: Any, folder: Any, seed: int, given: Any = None, **how: Any
+) -> Any:
     """GRPO or RLOO with a reference, both shared; `LONG` steps are one epoch, since TRL 1.16.0 continues a later one in
-    the order of the first.
+    the order of the first. given: arguments of the trainer itself.
     """
     import trl
     from datasets import concatenate_datasets
@@ -32,6 +34,7 @@ def rollout_trainer(name: str, share: Share, reference: Any, folder: Any, seed: 
     rows = concatenate_datasets([drawn_from()] * (LONG // 2))
     args = arguments(getattr(trl, f"{name}Config"), folder, beta=0.1, **how)
     policy = share(policy_of(reference, lambda _: tiny_qwen3(seed)))
-    trainer = getattr(trl, f"{name}Trainer")(policy, Reward(), args, rows, processing_class=tokenizer())
+    data = rows, rows.select(range(4))
+    trainer = getattr(trl, f"{name}Trainer")(policy, Reward(), args, *data, tokenizer(), **(given or {}))
     share(trainer.ref_model)
     return trainer

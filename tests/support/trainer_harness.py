@@ -157,7 +157,8 @@ def run(build: Build, share: Share, evaluate: bool = False, dtype: torch.dtype =
     gradients: list[Tensor] = []
     with float64_arithmetic() if dtype == torch.float64 else nullcontext():
         trainer = build(lambda model: share(model.to(dtype)))
-        assert {p.dtype for p in trainer.model.parameters()} == {dtype}
+        is_exact = dtype == torch.float64  # in 16 bits PEFT keeps adapters in float32
+        assert {p.dtype for name, p in trainer.model.named_parameters() if is_exact or "lora" not in name} == {dtype}
         keep_gradients(trainer, gradients)
         trainer.train()
         if evaluate:

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import chain
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, TypeVar
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
@@ -261,10 +261,15 @@ def _code_of(hook: Any) -> object:
 
 
 def values_of(module: nn.Module) -> Iterator[object]:
-    """Yield the settings and functions that a module holds: no counts, which a pass may change."""
+    """Yield the settings and functions that a module holds: no counts, which a pass may change.
+
+    Functions as weak references: one may hold the model, which whoever keeps the values would then keep too.
+    """
     for value in vars(module).values():
-        if type(value) in (bool, float, str) or isinstance(value, FUNCTIONS):
+        if type(value) in (bool, float, str):
             yield value
+        elif isinstance(value, FUNCTIONS):
+            yield ref(value)
         elif callable(value):
             yield id(value)
 

@@ -5,6 +5,5 @@
 | `launcher_env.py` | what has started this process, and as which rank |
 | `launch.py` | starts the ranks, makes the process group, and lets one rank report an error |
 | `fabric.py` | Lightning Fabric for a command: the devices, precision and strategies that it accepts |
-| `gradients.py` | the gradient of a step: added up over micro-batches, averaged over ranks |
 | `fsdp2.py` | divided weights: the strategy, how a model is divided, and whole again |
 """

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from radixtrain.errors import EndedElsewhere, UserError
 
 if TYPE_CHECKING:
-    from radixtrain.settings.trainer import TrainerSettings
+    from radixtrain.settings.sections import TrainerSettings
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from radixtrain.checkpoints.sharded import part_of
+from radixtrain.checkpoints.tensors import part_of
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 

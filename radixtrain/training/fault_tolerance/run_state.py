@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from radixtrain import __version__
 from radixtrain.checkpoints.folder import Checkpoint, read_run
-from radixtrain.checkpoints.sharded import part_like, whole
-from radixtrain.checkpoints.tensors import bytes_of
+from radixtrain.checkpoints.tensors import bytes_of, part_like, whole
 from radixtrain.distributed import ranks
 from radixtrain.errors import UserError
 from radixtrain.hf.backbone import pretrained_model_of
@@ -74,12 +73,9 @@ def checkpoint_of(module: Any, data: Any, optimizer: torch.optim.Optimizer, reco
 
     module, data: a `RadixModule` and an `SFTData`. record: its progress, see `Record`.
 
-    If the weights are partly frozen, only the trained ones are kept, and a digest of the others. The random generators
+    If `remember_base` found frozen weights, only the trained ones are kept, and that digest. The random generators
     are those before the step that is being computed, if there is one.
     """
-    frozen = _frozen(module)
-    if frozen and trained_weights(module):
-        module.base_digest = module.base_digest or _digest(frozen)
     weights = _weights_of(module, is_partial=module.base_digest is not None)
     moments, numbers = _moments_of(module, optimizer)
     settings = dict(module.hparams)
@@ -101,6 +97,13 @@ def checkpoint_of(module: Any, data: Any, optimizer: torch.optim.Optimizer, reco
         "wandb_run": module.wandb_run,
     }
     return Checkpoint(weights, moments, run)
+
+
+def remember_base(module: Any) -> None:
+    """Keep a digest of frozen weights with the module, before it is converted to the precision of the run."""
+    frozen = _frozen(module)
+    if frozen and trained_weights(module):
+        module.base_digest = module.base_digest or _digest(frozen)
 
 
 def trained_weights(module: nn.Module) -> dict[str, Tensor]:

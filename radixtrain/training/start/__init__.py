@@ -1,1 +1,1 @@
-"""Prepares the first step: loads the model, fails early, and prints an overview of the run."""
+"""Prepares the first step: loads the model, and prints an overview of the run."""

@@ -40,7 +40,7 @@ from radixtrain.training.fault_tolerance.nonfinite_guard import check_weights_fi
 from radixtrain.versions import to_install
 
 if TYPE_CHECKING:
-    from radixtrain.settings.model import ModelSettings
+    from radixtrain.settings.sections import ModelSettings
 
 
 logger = logging.getLogger(__name__)

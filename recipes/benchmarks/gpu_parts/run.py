@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from gpu_parts.bars import shown
 from gpu_parts.watch import ENDED, RUNNING, Results
+from step import environment
 
 from radixtrain.errors import UserError
-from radixtrain.timing import environment, seconds_of
+from radixtrain.timing import seconds_of
 
 __all__ = ["Run", "measure", "median_seconds", "optional", "run_parts"]
 

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer_harness import assert_as_near
 
 from radixtrain import RadixCollator, position_wise, restore_model, share_prefixes
-from radixtrain.checkpoints.sharded import whole
+from radixtrain.checkpoints.tensors import whole
 from radixtrain.errors import UserError
 from radixtrain.hf import sequence_parallel
 from radixtrain.hf.sequence_parallel import RowSplit, SplitCall, SplitModel

@@ -17,6 +17,8 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from trainer_harness import gathered_weights
 from trainer_loop import padded_batches
 
@@ -50,6 +52,7 @@ def layer_of(model: Any) -> nn.Module:
 
 
 SHARDED: dict[str, Callable[[Any], Any]] = {
+    "DDP": DistributedDataParallel,  # each holds all of it
     "FSDP2": fsdp2,
     "FSDP2, offloaded": partial(fsdp2, offload_policy=CPUOffloadPolicy(pin_memory=False)),
     "FSDP2, replicated": partial(fsdp2, mesh=(NUM_RANKS, 1)),
@@ -95,7 +98,7 @@ def norm_of(model: Any) -> Any:
     if isinstance(model, FullyShardedDataParallel):
         return model.clip_grad_norm_(1e9)
     norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-    return norm.full_tensor()
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def model_of(name: str) -> Any:

@@ -77,6 +77,20 @@ OVERFLOWS = Precision(FP32, FP16, scale=2.0**40)
 DOORS = {"share_prefixes": partial(share_prefixes, min_ratio=0.0), "RadixCollator": share_prefixes}
 
 
+def roll_out(texts: list[str], trainer: Any) -> dict[str, list[Any]]:
+    """The same completions in every precision."""
+    draw = np.random.default_rng(0)
+    made = [draw.integers(10, 50, 3 + n % 4).tolist() for n in range(len(texts))]
+    ids = [[int(word) for word in text.split()] for text in texts]
+    return {"prompt_ids": ids, "completion_ids": made, "logprobs": [[0.0] * len(each) for each in made]}
+
+
+OWN: dict[str, dict[str, Any]] = {
+    "SFT, LoRA": {"gradient_checkpointing": True},
+    "GRPO": {"given": {"rollout_func": roll_out}},
+}
+
+
 @dataclass
 class Seen:
     """What a run was seen to do.
@@ -128,7 +142,8 @@ def trained(built: Any, program: str, precision: Precision, door: str = "") -> S
     flags = {name: precision.autocast == dtype for name, dtype in (("bf16", BF16), ("fp16", FP16))}
 
     def build(share: Callable[[Any], Any]) -> Any:
-        trainer = built(program, lambda model: seen.watch(share(model)), collator, **SGD, **flags)
+        own = OWN.get(program, {})
+        trainer = built(program, lambda model: seen.watch(share(model)), collator, **SGD, **flags, **own)
         for seed, model in enumerate((trainer.model, getattr(trainer, "ref_model", None))):
             if model is not None:
                 precision.draw(model, seed)
@@ -220,7 +235,7 @@ def losses(model: Any, precision: Precision, door: str = "") -> Seen:
 
 
 CELLS = [
-    *((program, "share_prefixes") for program in ("losses", "Trainer", "SFT", "DPO", "Reward")),
+    *((program, "share_prefixes") for program in ("losses", "Trainer", "SFT", "SFT, LoRA", "DPO", "Reward", "GRPO")),
     *((program, "RadixCollator") for program in ("Trainer", "SFT, labels")),
 ]
 EVERY = [(precision, *cell) for precision in PRECISIONS for cell in CELLS]

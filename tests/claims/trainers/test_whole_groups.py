@@ -71,6 +71,25 @@ def test_an_accumulated_step_is_the_same(name, reference, tmp_path):
         assert after.num_unique_tokens == unique_tokens_of_groups(drawn).num_unique
 
 
+def test_an_accumulated_bnpo_step_is_another(reference, tmp_path):
+    """Its divisor is the number of tokens of a micro-batch, which depends on the rows in it."""
+    config, *both = classes("GRPO")
+    args = arguments(config, tmp_path, loss_type="bnpo", **ONE_STEP)
+    assert max(gradient_distances(*(trained(each, args, reference)[0] for each in both))) > 1e-3
+
+
+def test_settings_of_trl_that_keep_groups_whole(reference, tmp_path):
+    """Without any class of ours: one micro-batch is the same step, one generation for each draws other rows."""
+    config, trainer, _ = classes("GRPO")
+    settings = ({}, {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}, {"steps_per_generation": 1})
+    found = [trained(trainer, arguments(config, tmp_path, **ONE_STEP | own), reference) for own in settings]
+    (plain, before, _), (whole, after, _), (_, of_each, drawn) = found
+    assert_same_step(plain, whole)
+    assert after.num_tokens == before.num_tokens and after.num_unique_tokens < 0.6 * before.num_unique_tokens
+    assert of_each.compression_ratio > 1.5 * before.compression_ratio
+    assert of_each.num_unique_tokens == unique_tokens_of_groups(drawn).num_unique
+
+
 def unique_tokens_of_groups(drawn: Reward) -> Counts:
     """What a micro-batch for each group has to compute."""
     found = Counts()

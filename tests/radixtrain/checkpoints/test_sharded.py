@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from radixtrain.checkpoints.folder import Checkpoint, help_to_write, read_checkpoint, write_checkpoint
-from radixtrain.checkpoints.sharded import part_like, part_of, whole
+from radixtrain.checkpoints.tensors import part_like, part_of, whole
 
 # Rows for every rank, unequal parts, fewer rows than ranks, a single row, none.
 SHAPES = {"even": (4, 3), "uneven": (5, 2), "few": (3,), "one": (1, 2), "none": (0, 2)}

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from radixtrain.commands.explain import run_setup
-from radixtrain.settings.model import ModelSettings
-from radixtrain.settings.trainer import TrainerSettings
+from radixtrain.settings.sections import ModelSettings, TrainerSettings
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from radixtrain.__main__ import main
 from radixtrain.commands import loggers
 from radixtrain.commands.loggers import errors_of_services, make_loggers
 from radixtrain.errors import UserError
-from radixtrain.settings.trainer import TrainerSettings
+from radixtrain.settings.sections import TrainerSettings
 
 OFFLINE = "WANDB_MODE=offline keeps the run on this disk"
 

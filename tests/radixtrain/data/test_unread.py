@@ -282,3 +282,33 @@ def test_a_part_of_a_call_that_is_not_read(part: dict[str, Any], tmp_path: Path)
     [key] = part
     with pytest.raises(DataError, match=rf"the tool 'f': {key}: .* of a call is not read; remove it, or name it arg"):
         read(tmp_path, [{"messages": [Q, assistant("", tool_calls=[{"name": "f", **part}])]}])
+
+
+@pytest.mark.parametrize("turn", [{"loss_mask": 0, "weight": None}, {"weight": None, "loss_mask": 0}])
+def test_a_null_does_not_undo_a_mapping(turn: dict[str, Any], tmp_path: Path) -> None:
+    rows, columns = [{"messages": [Q, assistant("b", **turn), Q, GOOD]}], {"messages.weight": "messages.loss_mask"}
+    assert read(tmp_path, rows, columns)[0] == ["()a|"]
+    rows[0]["messages"][1]["weight"] = 1
+    with pytest.raises(DataError, match=r"messages: turn 2: two keys are weight by data\.columns, and they differ"):
+        read(tmp_path, rows, columns)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": CHAT, "tools": [], "functions": [TOOL]},
+        {"messages": [{"role": "system", "content": "s", "tools": [TOOL]}, *CHAT], "tools": "[]"},
+        {"messages": [{"role": "system", "content": "s", "tools": json.dumps([TOOL])}, *CHAT]},
+    ],
+)
+def test_no_tools_are_lost(row: dict[str, Any], tmp_path: Path) -> None:
+    encoder = ChatEncoder(byte_tokenizer(TEMPLATE, special=("|",), eos="|"))
+    [sample] = encoder.encode(Row(row, "a.jsonl:1"))
+    assert encoder.tokenizer.decode(sample.input_ids).startswith("{f}")
+    with pytest.raises(DataError, match=r"tools and .* differ; remove one of them"):
+        encoder.encode(Row({**row, "tools": [{"name": "g", "parameters": {}}]}, "a.jsonl:1"))
+
+
+def test_a_part_that_holds_nothing_more_is_read(tmp_path: Path) -> None:
+    part = {"type": "output_text", "text": "a", "annotations": []}
+    assert read(tmp_path, [{"messages": [Q, assistant([part])]}])[0] == ["()a|"]

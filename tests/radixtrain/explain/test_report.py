@@ -26,7 +26,7 @@ from radixtrain.explain.report import (
     rounded,
     write_page,
 )
-from radixtrain.explain.tree import TextTree
+from radixtrain.explain.tokens import TextTree
 from radixtrain.screen import screen
 
 HOSTILE = """</script><img src=x onerror="document.title='run'"><b>%{y} $x$ <a href="https://example.com">a</a> &lt;"""

@@ -10,7 +10,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from radixtrain.explain.tree import TextTree, run_tree
+from radixtrain.explain.tokens import TextTree, run_tree
 
 FRUIT = ["red apple"] * 3 + ["red apricot", "red plum tree", "red plum tree"]
 

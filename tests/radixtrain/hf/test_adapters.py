@@ -277,6 +277,16 @@ class TestDraws:
 
 
 class TestAdaptersThatCameLater:
+    def test_a_batch_refuses_what_a_trainer_added(self, peft, tiny_qwen3):
+        """Layers of adapters start in training mode, whatever the mode of the model."""
+        lily = prepared_first(peft, tiny_qwen3(), configuration(peft, "LILY", r=4))
+        drawing = configuration(peft, "LOHA", r=4, rank_dropout=0.5)
+        loha = peft.get_peft_model(share_prefixes(tiny_qwen3().eval()), drawing)
+        for model, message in ((lily, MIXES), (loha, r"rank_dropout=0\.5")):
+            with pytest.raises(UserError, match=message):
+                model(**RadixCollator()(FEATURES))
+        assert lily(input_ids=torch.tensor(ROWS[:1])).logits.isfinite().all(), "an ordinary batch is not refused"
+
     def test_a_second_adapter(self, peft, tiny_qwen3):
         model, batch = prepared_first(peft, tiny_qwen3(), configuration(peft, "LORA", r=4)), RadixCollator()(FEATURES)
         model(**batch)

@@ -8,6 +8,7 @@ import torch
 from older_transformers import PASSED_ON
 from tiny_models import tiny_model
 from torch import Tensor, nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from radixtrain import RadixCollator, generate, score_completions, share_prefixes, sharing_report
 from radixtrain.errors import UserError
@@ -21,6 +22,7 @@ FEATURES = [
 ]
 ROPES: list[dict[str, Any]] = [
     {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+    {"rope_type": "dynamic_mine", "factor": 2.0, "rope_theta": 1e4},  # of one's own, named as transformers asks
     {
         "rope_type": "longrope",
         "rope_theta": 1e4,
@@ -32,9 +34,11 @@ ROPES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
-def test_frequencies_that_follow_the_largest_position(tiny_qwen3, rope):
+def test_frequencies_that_follow_the_largest_position(tiny_qwen3, rope, monkeypatch):
     """Hugging Face looks at the largest position of a batch, not at the longest row: up to 8 it is like any other."""
-    model = share_prefixes(tiny_qwen3(rope_parameters=rope, max_position_embeddings=8))
+    monkeypatch.setitem(ROPE_INIT_FUNCTIONS, "dynamic_mine", ROPE_INIT_FUNCTIONS["dynamic"])
+    ordinary = tiny_qwen3(rope_parameters=rope, max_position_embeddings=8)
+    model = share_prefixes(deepcopy(ordinary))
 
     def batch(first: int) -> dict[str, Any]:
         return RadixCollator()([{**f, "position_ids": range(first, first + len(f["input_ids"]))} for f in FEATURES])
@@ -43,6 +47,10 @@ def test_frequencies_that_follow_the_largest_position(tiny_qwen3, rope):
     message = rf"has {rope['rope_type']} rotary embeddings change .* at 8 tokens; set max_length to 8 or less"
     with pytest.raises(UserError, match=message):
         model(**batch(4))
+    assert torch.equal(model(IDS).logits, ordinary(IDS).logits)
+    assert list(sharing_report(model).not_shared) == [
+        f"{rope['rope_type']} rotary embeddings change their frequencies at 8 tokens"
+    ]
 
 
 PADDED = {

@@ -55,6 +55,14 @@ def test_the_loss_is_the_sum_over_labelled_tokens(name: str, plain_head: bool, t
     assert predictions.targets.weights.sum() == len(LABELS)
 
 
+def test_a_bias_of_the_head_counts(tiny_qwen3: Any) -> None:
+    model = tiny_qwen3(tie_word_embeddings=False).double()
+    model.lm_head.bias = torch.nn.Parameter(torch.linspace(-1, 1, 50, dtype=torch.float64))
+    fused, own = (forward_rows(model, PaddedCollator()(FEATURES), plain_head) for plain_head in (True, False))
+    assert fused.loss_sum().item() == pytest.approx(own.loss_sum().item(), rel=1e-12)
+    assert fused.logprobs().tolist() == pytest.approx(own.logprobs().tolist(), rel=1e-12)
+
+
 @pytest.mark.usefixtures("hooks_that_may_stay")
 @pytest.mark.parametrize("name", ["merged", "padded"])
 def test_floats_of_the_features(name: str, tiny_qwen3: Any) -> None:

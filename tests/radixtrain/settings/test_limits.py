@@ -9,8 +9,7 @@ from typing import Any
 from radixtrain.commands.help import keys_of
 from radixtrain.errors import UserError
 from radixtrain.settings.commands import AnswerSettings, RunSettings
-from radixtrain.settings.data import DataSettings
-from radixtrain.settings.model import ModelSettings
+from radixtrain.settings.sections import DataSettings, ModelSettings
 
 INTEGERS = [-1, 0, 1, 2**31, 2**63, 10**40]
 NUMBERS = [*INTEGERS, 0.5, 1e30, math.inf, -math.inf, math.nan]

@@ -13,8 +13,8 @@ from outcomes import summary
 from tqdm import tqdm
 
 from radixtrain.__main__ import main
-from radixtrain.commands.quiet import NoticeHandler
 from radixtrain.errors import Stopped
+from radixtrain.screen import NoticeHandler
 from radixtrain.training.fault_tolerance.saving import SaveCheckpoints
 from radixtrain.training.progress import ProgressLines
 

@@ -10,7 +10,7 @@ from byte_tokenizer import CHATML, byte_tokenizer
 from radixtrain.data.cache import Tokenized, tokenized
 from radixtrain.data.chat import ChatEncoder
 from radixtrain.data.files.sources import Source
-from radixtrain.settings.data import DataSettings
+from radixtrain.settings.sections import DataSettings
 
 OF_THE_CACHE = ("on_bad_row", "dataset_num_proc", "cache_dir", "overwrite_cache")
 

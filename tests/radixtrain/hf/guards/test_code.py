@@ -1,5 +1,6 @@
 """Third-party code inside of a model: what it changes, and whether its calls are shared."""
 
+import gc
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -430,3 +432,18 @@ def test_a_layer_more_costs_no_call_of_python(tiny_qwen3: Callable[..., Any]) ->
         look = partial(code_in, model, model.model, model.lm_head)
         fewest.append(min(calls_of_python(look) for _ in range(3)))
     assert fewest[0] == fewest[1]
+
+
+def test_verdicts_keep_no_model(tiny_qwen3: Callable[..., Any]) -> None:
+    """Of a forward that holds the decoder, in a wrapper of torch."""
+    model = share_prefixes(tiny_qwen3())
+    decoder = model.model
+    decoder.forward = MethodType(torch.autocast("cpu", enabled=False)(type(decoder).forward), decoder)
+    for layer in decoder.layers:
+        layer.mlp.forward = partial(type(layer.mlp).forward, layer.mlp)
+    ids = torch.tensor([[7, 8, 9], [7, 8, 10]])
+    model(input_ids=ids, attention_mask=torch.ones_like(ids))
+    seen = ref(decoder)
+    del model, decoder, layer
+    gc.collect()
+    assert seen() is None

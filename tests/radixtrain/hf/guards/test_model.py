@@ -224,6 +224,17 @@ def test_generation(tiny_qwen3: Callable[..., Any], name: str) -> None:
             assert len(use())
 
 
+def test_a_head_that_mixes_its_rows(tiny_qwen3: Callable[..., Any]) -> None:
+    """It gets the rows that predict; with share_prefixes, every token at its place."""
+    model = tiny_qwen3(tie_word_embeddings=False)
+    model.lm_head = nn.Sequential(model.lm_head, nn.Softmax(dim=1))
+    ordinary = deepcopy(model)
+    assert_same(of_calls(share_prefixes(model)), of_calls(ordinary))
+    assert sharing_report(model).num_shared == 1
+    with pytest.raises(UserError, match=MIXES):
+        share_prefixes(ordinary)(**RadixCollator()([{"input_ids": ids, "labels": ids} for ids in IDS.tolist()]))
+
+
 def score(model: Any) -> Any:
     return score_completions(model, [[7, 8, 9], [7, 8]], [[1, 2], [3]])
 
@@ -338,6 +349,7 @@ HELD = {  # numbers that modules hold: the class, its setting, and how a module 
     "residual dropout": ("Starcoder2ForCausalLM", "residual_dropout"),
     "dropout": ("OPTForCausalLM", "dropout"),
     "jitter": ("MixtralForCausalLM", "router_jitter_noise"),
+    "jitter of inputs": ("PhimoeForCausalLM", "input_jitter_noise"),
     "jitter of experts": ("PhimoeForCausalLM", "router_jitter_noise"),
 }
 

@@ -1,8 +1,11 @@
 """A padded call -> its unique tokens -> outputs in `[B, L]`: the options, the outputs, the counts."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
+import radixtrain.hf.attention_interface as interface
 from radixtrain import share_prefixes, sharing_report
 from radixtrain.errors import UserError
 
@@ -38,6 +41,13 @@ class TestOptions:
         model = share_prefixes(tiny_qwen3(), min_shared_tokens=min_shared_tokens)
         model(**BATCH)
         assert sharing_report(model).num_unique_tokens == unique
+
+    @pytest.mark.parametrize("attention", ["cascade", "path", "expand"])
+    @pytest.mark.usefixtures("without_the_trial")
+    def test_a_named_attention_is_kept(self, tiny_qwen3, attention):
+        with patch.object(interface, "tree_attention", wraps=interface.tree_attention) as attend:
+            share_prefixes(tiny_qwen3(), attention=attention)(**BATCH)
+        assert {call.kwargs["attention"] for call in attend.call_args_list} == {attention}
 
 
 class TestOutputs:

@@ -13,7 +13,7 @@ from tiers import FULL
 from torch import Tensor, nn
 
 from radixtrain.checkpoints.folder import read_checkpoint
-from radixtrain.checkpoints.sharded import part_of, whole
+from radixtrain.checkpoints.tensors import part_of, whole
 from radixtrain.collators.radix import RadixCollator
 from radixtrain.data.datamodule import SFTData
 from radixtrain.distributed import ranks

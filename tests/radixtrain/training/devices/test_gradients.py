@@ -17,12 +17,11 @@ from tiers import FULL
 from tiny_models import tiny_hybrid, tiny_model, tiny_qwen3
 from torch import Tensor, nn
 
-from radixtrain.checkpoints.sharded import is_sharded, whole
+from radixtrain.checkpoints.tensors import is_sharded, whole
 from radixtrain.collators.steps import Step, StepCollator
-from radixtrain.distributed import ranks
+from radixtrain.distributed import add_gradient, ranks
 from radixtrain.hf.share import share_prefixes
 from radixtrain.training.devices.fsdp2 import METHODS, shard
-from radixtrain.training.devices.gradients import add_gradient
 from radixtrain.training.module import RadixModule
 from radixtrain.verification.oracle import float64_arithmetic
 
@@ -229,7 +228,7 @@ def left(steps: list[list[list[int]]]) -> list[list[list[float] | None]]:
 @pytest.mark.parametrize("bucket_bytes", [1, 25 << 20])
 def test_weights_that_some_ranks_do_not_reach(bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the last micro-batch, in none of one rank, and in none of any: that gradient stays None, as AdamW needs it."""
-    monkeypatch.setattr("radixtrain.training.devices.gradients.BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr("radixtrain.distributed.BUCKET_BYTES", bucket_bytes)
     shares = [[[[0], [1]], [[1]], [[3, 0]]], [[[0, 2], [0]], [[1]], [[2]]]]
     gradients = left([first + second for first, second in zip(*shares, strict=True)])
     assert [[each is None for each in step] for step in gradients] == [

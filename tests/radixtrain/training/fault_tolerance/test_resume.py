@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from outcomes import EXACT, assert_same_run
 from safetensors.torch import load_file, save_file
-from tiers import FULL
+from tiers import FULL, cases
 from transformers import AutoTokenizer
 
 from radixtrain.__main__ import main
@@ -218,9 +219,26 @@ def test_another_configuration_of_the_model_is_refused(ran, refused, shop, tmp_p
     assert "a model with another configuration: rms_norm_eps was 1e-06 and is 0.01" in message
 
 
-def test_adapters_go_on_only_beside_their_own_weights(ran, refused, shop, tmp_path):
+def test_a_checkpoint_before_the_first_step_keeps_the_random_generators(ran, tmp_path, monkeypatch):
+    """As one after the validation that was pending: the process has drawn other numbers since."""
+    old = ran("old", trainer__max_steps=3)
+
+    def save_at_once(loop):
+        torch.rand(3)
+        loop.save_checkpoint(tmp_path / "x")
+
+    monkeypatch.setattr(Loop, "_train", save_at_once)
+    ran("resumed", ckpt_path=old)
+    assert read_run(tmp_path / "x")["generators"] == read_run(at(old, 3))["generators"]
+
+
+@pytest.mark.parametrize("precision", cases(["32-true", "bf16-true"], ["bf16-true"]))
+def test_adapters_go_on_only_beside_their_own_weights(ran, refused, shop, tmp_path, precision, capsys):
+    """Whatever precision the run has converted them to; `export` merges them into no others either."""
     pytest.importorskip("peft", reason="pip install peft")
-    flags = {"model__use_peft": "true", "model__lora_r": 4}
+    base = shutil.copytree(shop / "model", tmp_path / "base")
+    flags = {"model__use_peft": "true", "model__lora_r": 4, "trainer__precision": precision}
+    flags["model__model_name_or_path"] = base
     old = ran("old", trainer__max_steps=3, **flags)
     state = read_checkpoint(at(old, 3))
     assert state.run["base"] and all("lora_" in name for name in state.weights)
@@ -228,6 +246,10 @@ def test_adapters_go_on_only_beside_their_own_weights(ran, refused, shop, tmp_pa
     weights = load_file(file)
     weights["model.layers.0.self_attn.q_proj.weight"][0, 0] += 1
     save_file(weights, file, {"format": "pt"})
-    message = refused(ckpt_path=old, model__model_name_or_path=tmp_path / "other", **flags)
+    message = refused(ckpt_path=old, **{**flags, "model__model_name_or_path": tmp_path / "other"})
     assert "are not those of the run; give the model that it started from" in message
     ran("resumed", ckpt_path=old, **flags)
+    assert main(["export", f"--ckpt_path={old}", f"--output_dir={tmp_path / 'exported'}"]) == 0
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    assert main(["export", f"--ckpt_path={old}", f"--output_dir={tmp_path / 'again'}"]) == 1
+    assert "are not those of the run" in capsys.readouterr().err

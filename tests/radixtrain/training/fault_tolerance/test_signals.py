@@ -11,7 +11,6 @@ import pytest
 
 from radixtrain.errors import Stopped
 from radixtrain.training.fault_tolerance import signals as module
-from radixtrain.training.fault_tolerance import slurm
 from radixtrain.training.fault_tolerance.signals import HANDLED, Requests, Stop
 
 
@@ -63,7 +62,7 @@ class TestSlurm:
     def job(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         asked: list[str] = []
         monkeypatch.setenv("SLURM_JOB_ID", "7")
-        monkeypatch.setattr(slurm, "requeue", lambda: asked.append("requeue"))
+        monkeypatch.setattr(module, "requeue", lambda: asked.append("requeue"))
         return asked
 
     @pytest.mark.parametrize(

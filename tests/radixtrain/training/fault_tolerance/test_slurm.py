@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from outcomes import names
 
-from radixtrain.training.fault_tolerance import slurm
+from radixtrain.training.fault_tolerance import signals
 
 VARIABLES = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_JOB_NAME", "SLURM_RESTART_COUNT")
 
@@ -43,21 +43,21 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_job_id(variables: dict[str, str], found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert slurm.job_id() == found
-    assert slurm.is_batch_job() == (found is not None)
+    assert signals.job_id() == found
+    assert signals.is_batch_job() == (found is not None)
     monkeypatch.setenv("SLURM_JOB_NAME", "interactive")  # in a terminal
-    assert not slurm.is_batch_job()
+    assert not signals.is_batch_job()
 
 
 def test_requeue(scontrol: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Done, refused, and without `scontrol`."""
     with caplog.at_level(logging.INFO):
-        slurm.requeue()
+        signals.requeue()
         assert scontrol.with_name("asked").read_text() == "requeue 41\n"
         scontrol.with_name("refuses").touch()
-        slurm.requeue()
+        signals.requeue()
         scontrol.unlink()
-        slurm.requeue()
+        signals.requeue()
     reason = "Requeue is disabled for the job"
     assert caplog.messages[:2] == [
         "SLURM job 41 requeued",
@@ -68,16 +68,16 @@ def test_requeue(scontrol: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 def test_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same job again, in the folder that it remembers; another job is none."""
-    slurm.remember_job(tmp_path)
+    signals.remember_job(tmp_path)
     assert not list(tmp_path.iterdir())  # outside of SLURM
     monkeypatch.setenv("SLURM_JOB_ID", "40")
-    slurm.remember_job(tmp_path)
-    assert names(tmp_path) == [slurm.RECORD] and not slurm.is_restarted(tmp_path)
+    signals.remember_job(tmp_path)
+    assert names(tmp_path) == [signals.JOB_RECORD] and not signals.is_restarted(tmp_path)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert slurm.is_restarted(tmp_path) and not slurm.is_restarted(tmp_path / "elsewhere")
+    assert signals.is_restarted(tmp_path) and not signals.is_restarted(tmp_path / "elsewhere")
     monkeypatch.setenv("SLURM_JOB_ID", "41")
-    assert not slurm.is_restarted(tmp_path)
-    slurm.remember_job(tmp_path)
-    assert slurm.is_restarted(tmp_path)
+    assert not signals.is_restarted(tmp_path)
+    signals.remember_job(tmp_path)
+    assert signals.is_restarted(tmp_path)
     monkeypatch.delenv("SLURM_JOB_ID")
-    assert not slurm.is_restarted(tmp_path)
+    assert not signals.is_restarted(tmp_path)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from radixtrain.data.tokens.decode import decode_runs
+from radixtrain.explain.tokens import decode_runs
 
 
 def _metaspace() -> PreTrainedTokenizerBase:
