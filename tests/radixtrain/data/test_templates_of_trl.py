@@ -53,8 +53,9 @@ def chat(draw: random.Random, has_system: bool, has_tools: bool, thinks: bool) -
 def test_each_turn_is_that_of_transformers_or_the_row_is_refused(path: Path) -> None:
     """Ids of the prompt, which bears no loss; then the text of the turn, all words of which are learned."""
     template, draw = path.read_text("utf-8"), random.Random(0)
-    special = sorted({"<|endoftext|>", "<|im_end|>", *MARKER.findall(template)})
+    special = sorted({"<|endoftext|>", "<|im_end|>", "<|bos|>", *MARKER.findall(template)})
     tokenizer = byte_tokenizer(template, eos="<|endoftext|>", special=tuple(special))
+    tokenizer.bos_token = "<|bos|>"
     for kind in product((False, True), repeat=3):
         row, turns = chat(draw, *kind), []
         messages, is_whole = row["messages"], True
