@@ -11,12 +11,15 @@ front of the ordinary one, to raise a UserError when that gradient is requested.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
+from types import MethodType
 from typing import Any, NoReturn
 from weakref import ref
 
 import torch
 from torch import Tensor
 from torch._functorch import utils
+from torch.autograd import Function
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
@@ -29,6 +32,7 @@ class SpreadRows(Tensor):
     """A tensor, (..., W), that everybody sees as an ordinary one."""
 
     spread: Spread
+    made_by: Any
 
     @classmethod
     def of(cls, *spread: Any) -> SpreadRows:
@@ -42,9 +46,23 @@ class SpreadRows(Tensor):
             found: SpreadRows = _Lazy.apply(spread.table, spread)
         with torch._C.DisableTorchFunctionSubclass():
             found.requires_grad_(spread.table.requires_grad)
-        found.spread = spread
+        found.spread, found.made_by = spread, found.node
         spread.memory.lazy.append(ref(found))
         return found
+
+    @property
+    def node(self) -> Any:
+        """Return the node that gets our gradient."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.grad_fn
+
+    def check_is_ours(self) -> None:
+        """Raise UserError if an `autograd.Function` returned this tensor: it would get no gradient."""
+        if self.node is not self.made_by:
+            raise UserError(
+                "an autograd.Function of which the method `apply` was taken before radixtrain was imported returned "
+                "shared hidden states or logits: import radixtrain before it, or call the class's own apply"
+            )
 
     @property
     def is_lazy(self) -> bool:
@@ -74,7 +92,7 @@ class SpreadRows(Tensor):
     def _become_ordinary(self) -> None:
         """Turn this object into the ordinary tensor, keeping attributes that others set, unless a view of it exists."""
         spread, dense = self.spread, self.spread.dense
-        others = {name: value for name, value in self.__dict__.items() if name != "spread"}
+        others = {name: value for name, value in self.__dict__.items() if name not in ("spread", "made_by")}
         spread.dense = None
         try:
             torch.utils.swap_tensors(self, dense)
@@ -96,6 +114,8 @@ class SpreadRows(Tensor):
             if type(each) is SpreadRows and each.spread.is_changed:
                 each.whole()
         ours = [each for each in leaves if type(each) is SpreadRows]
+        for each in ours:
+            each.check_is_ours()
         if func in READ and ours and ours[0].spread.memory.was_read:
             return READ[func](*args)
         # A further lazy argument becomes ordinary in the function, and with it perhaps the one whose table is read.
@@ -138,20 +158,29 @@ class _Lazy(torch.autograd.Function):
         return ctx.way_back(grad), None
 
 
+@cache
 def give_functions_ordinary_tensors() -> None:
     """Replace what torch does first with the arguments of every `autograd.Function`, which it gives as they are.
 
-    Many libraries hold the method `apply` of theirs, so that another one in its place would not reach them.
+    Many libraries hold the method `apply` of theirs, so that another one in its place would not reach them. From
+    torch 2.14 on there is nothing else to replace: what those return is refused (`SpreadRows.check_is_ours`).
     """
-    unwrapped = utils.unwrap_dead_wrappers
-    if unwrapped.__module__ != __name__:
+    if isinstance(Function.apply, MethodType):
+        unwrap = utils.unwrap_dead_wrappers
+        utils.unwrap_dead_wrappers = lambda args: unwrap(_ordinary(args))
+        return
+    own = vars(Function)["apply"]
 
-        def ordinary(args: tuple[Any, ...]) -> tuple[Any, ...]:
-            if _only_keeps(*args[:2]):
-                return unwrapped(args)
-            return unwrapped(tuple(each.whole() if type(each) is SpreadRows else each for each in args))
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return own.__get__(None, cls)(*_ordinary(args), **kwargs)
 
-        utils.unwrap_dead_wrappers = ordinary
+    setattr(Function, "apply", classmethod(apply))  # noqa: B010
+
+
+def _ordinary(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    if _only_keeps(*args[:2]):
+        return args
+    return tuple(each.whole() if type(each) is SpreadRows else each for each in args)
 
 
 def _only_keeps(first: object = None, second: object = None) -> bool:

@@ -11,7 +11,6 @@ import torch
 from random_programs import BATCH, PADDED, compare, program, tiny_pair
 from tiers import cases
 from torch import Tensor
-from torch._functorch import utils
 from torch.nn import functional
 
 from radixtrain.hf.padded import row_functions, spread, spread_rows
@@ -117,16 +116,6 @@ def without(*names: str) -> Callable[[Any], Any]:
     return by
 
 
-def as_they_are(before: Any) -> Any:
-    """The arguments of an autograd function."""
-
-    def unwrapped(args: Any) -> Any:
-        return args
-
-    unwrapped.__module__ = spread_rows.__name__  # or it is replaced at the next call
-    return unwrapped
-
-
 def early(x: SpreadRows, hook: Any) -> Any:
     """A hook of the rows of the table, as if it were at the places."""
     return x.spread.table.register_hook(hook)
@@ -165,7 +154,6 @@ MISTAKES: dict[str, Mistake] = {
     "late wishes are not refused": Mistake(spread_rows, "_check_not_read", constant(None)),
     "a late hook is lost": Mistake(READ, Tensor.register_hook, constant(None)),
     "a late hook gets values": Mistake(READ, Tensor.register_hook, lambda before: early),
-    "a function gets the lazy tensor": Mistake(utils, "unwrap_dead_wrappers", as_they_are),
     "a checkpoint is not known": Mistake(spread_rows, "is_checkpointed", constant(False)),
     "only the last place counts": Mistake(spread, "sum_rows", last_place),
     "padding is not checked": Mistake(spread, "check_unread", constant(None), "padded"),

@@ -11,6 +11,8 @@ import pytest
 import torch
 from same_step import assert_same_gradient
 from torch import Tensor, nn
+from torch._functorch import utils
+from torch.autograd import Function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -230,3 +232,25 @@ def test_nothing_is_left(tiny_qwen3):
         assert sum(isinstance(each, Tensor) for each in gc.get_objects()) == before
     finally:
         gc.enable()
+
+
+class Half(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 0.5
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 0.5
+
+
+def test_an_apply_that_was_taken_before_ours(tiny_qwen3: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives functions what it gets. What they make of that is right, or refused: no gradient is lost."""
+    model = share_prefixes(tiny_qwen3(), min_ratio=0.0)
+    assert Half.apply(model(**BATCH).logits).sum().isfinite()
+    monkeypatch.setattr(utils, "unwrap_dead_wrappers", lambda args: args)
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14):
+        monkeypatch.setattr(Function, "apply", vars(torch._C._FunctionBase)["apply"])
+    found = Half.apply(model(**BATCH).logits)
+    with pytest.raises(UserError, match="`apply` was taken before radixtrain was imported returned shared hidden"):
+        found.sum()
